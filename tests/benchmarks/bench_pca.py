@@ -1,0 +1,84 @@
+"""PCA moments against their limit, one BLAS pass X'X, measured in alternation in one process.
+
+    python tests/benchmarks/bench_pca.py [--tokens 200000] [--hidden 512] [--rounds 9]
+
+Prints one row per way of computing: median seconds, and the median over rounds of limit / own time (1.0 = as fast
+as the bare product; the target is 0.9). Alternation within a round cancels the drift of a shared machine; still,
+take figures on a quiet one. Peak extra memory is measured in a pass of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import xarray as xr
+from rich.console import Console
+from rich.table import Table
+
+from mizarr.stages.pca import moments, pca
+
+
+def contestants(tokens: int, hidden: int) -> dict[str, Callable[[], Any]]:
+    """The limit first, then ours on the same rows in memory, as bfloat16, and with the eigenproblem solved."""
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((tokens, hidden), dtype=np.float32)
+    rows *= np.linspace(0.1, 3, hidden, dtype=np.float32)
+    rows += 5
+    wide = xr.DataArray(rows, dims=("token", "hidden"))
+    narrow = xr.DataArray(rows.astype(ml_dtypes.bfloat16), dims=("token", "hidden"))
+    return {
+        "X'X, one BLAS call (limit)": lambda: rows.T @ rows,
+        "moments, float32": lambda: moments(wide),
+        "moments, bfloat16 bits": lambda: moments(narrow),
+        "pca, 6 components, float32": lambda: pca(wide, n_components=6),
+    }
+
+
+def main() -> None:
+    """Run the rounds and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=200_000)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+    runs = contestants(args.tokens, args.hidden)
+    names = list(runs)
+    for run in runs.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(args.rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            start = time.perf_counter()
+            runs[name]()
+            seconds[name].append(time.perf_counter() - start)
+    limit = seconds[names[0]]
+    table = Table(title=f"{args.tokens} x {args.hidden}, {args.rounds} rounds, {os.cpu_count()} CPUs")
+    for column in ("", "seconds", "of the limit", "extra MB"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name in names:
+        ratio = statistics.median(a / b for a, b in zip(limit, seconds[name], strict=True))
+        row = (f"{statistics.median(seconds[name]):.3f}", f"{ratio:.2f}", f"{_peak(runs[name]):.0f}")
+        table.add_row(name, *row)
+    Console().print(table)
+
+
+def _peak(run: Callable[[], Any]) -> float:
+    """Peak of allocations during one call, MB (numpy reports its buffers to tracemalloc)."""
+    tracemalloc.start()
+    run()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak / 1e6
+
+
+if __name__ == "__main__":
+    main()
