@@ -1,0 +1,1 @@
+"""Mechanistic interpretability as a dataflow pipeline of cached, content-addressed stages."""

@@ -1,0 +1,57 @@
+# `make demo` and `make test` do all the set-up on a fresh machine; both are quick the second time.
+# Another Python: make test PYTHON=python3.13 (3.11 or newer, with the venv module).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# The tested set also for what pip builds in isolation (the second name is for pip 25.3 and newer).
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
+
+.PHONY: help demo test lint format typecheck bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo       the main job on the built-in model, offline"
+	@echo "make test       lint, type check and all tests"
+	@echo "make lint       ruff only;  make format rewrites"
+	@echo "make typecheck  mypy only"
+	@echo "make bench      benchmarks against the plain forward pass and the disk"
+	@echo "make clean      remove the environment, builds and caches of tools"
+
+demo: $(VENV)/installed
+	HF_HUB_OFFLINE=1 $(BIN)/mizarr demo
+
+test: lint typecheck
+	$(BIN)/pytest
+
+lint: $(VENV)/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+typecheck: $(VENV)/installed-test
+	$(BIN)/mypy
+
+bench: $(VENV)/installed-test
+	@for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps: an install is repeated when the requirements changed, not before.
+$(VENV)/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --editable '.[plots]'
+	mkdir -p $(VENV)/src && ln -sfn "$(CURDIR)" $(VENV)/src/mizarr
+	touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(PIP) install --quiet --editable '.[test]'
+	touch $@
