@@ -1,0 +1,158 @@
+"""What a store remembers to answer faster: where a prompt was stored, when a folder was last used.
+
+Border: a cache, never the truth. Every answer is checked by its reader against the records on disk, and deleting
+`index.sqlite` loses nothing but time. So no failure in here is an error: a locked, damaged or unwritable database
+reads as empty and forgets what it is told.
+
+One SQLite file, safe for many processes (its own locks, short transactions, no write-ahead log, so that a reader
+without write permission needs no side files). A read-only store opens it read-only, or works without.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS prompts (family TEXT, prompt TEXT, data TEXT, row INTEGER,
+    PRIMARY KEY (family, prompt, data)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS uses (data TEXT PRIMARY KEY, at REAL) WITHOUT ROWID;
+"""
+_USE_RESOLUTION = 60.0  # seconds; a use within this of the last one is not written again
+_VARIABLES = 500  # bound parameters per statement; old SQLite allows 999
+
+
+class StoreIndex:
+    """The rebuildable index of one store.
+
+    path: the SQLite file, created on first write; None keeps the index in memory for this process only.
+    A `read_only` index answers from an existing file and ignores writes.
+    """
+
+    def __init__(self, path: Path | None, *, read_only: bool = False) -> None:
+        self._path = path
+        self._read_only = read_only
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+        self._pid = os.getpid()
+        self._used: dict[str, float] = {}
+
+    def __reduce__(self) -> tuple[Callable[..., StoreIndex], tuple[Path | None, bool]]:
+        return _reopen, (self._path, self._read_only)
+
+    def add_prompts(self, family: str, data: str, prompts: Iterable[str]) -> None:
+        """Remember that row i of entry `data` holds the i-th of `prompts` (digests).
+
+        family: digest of what else the run depends on (model, interventions, numeric policy).
+        """
+        rows = [(family, prompt, data, row) for row, prompt in enumerate(prompts)]
+        self._write(lambda db: db.executemany("INSERT OR IGNORE INTO prompts VALUES (?, ?, ?, ?)", rows))
+
+    def find_prompts(self, family: str, prompts: Sequence[str]) -> dict[str, dict[str, int]]:
+        """Where the prompts were seen: entry -> {prompt digest: row}, for entries that hold at least one."""
+
+        def read(db: sqlite3.Connection) -> dict[str, dict[str, int]]:
+            found: dict[str, dict[str, int]] = {}
+            for start in range(0, len(prompts), _VARIABLES):
+                part = prompts[start : start + _VARIABLES]
+                marks = ",".join("?" * len(part))
+                query = f"SELECT data, prompt, row FROM prompts WHERE family = ? AND prompt IN ({marks})"
+                for data, prompt, row in db.execute(query, (family, *part)):
+                    found.setdefault(data, {})[prompt] = row
+            return found
+
+        return self._read(read, {})
+
+    def touch(self, data: str) -> None:
+        """Note that the folder `data` was used now."""
+        now = time.time()
+        if now - self._used.get(data, 0.0) < _USE_RESOLUTION:
+            return
+        self._used[data] = now
+        self._write(lambda db: db.execute("INSERT OR REPLACE INTO uses VALUES (?, ?)", (data, now)))
+
+    def last_used(self) -> dict[str, float]:
+        """Seconds since the epoch of the last noted use, by data folder."""
+        return self._read(lambda db: dict(db.execute("SELECT data, at FROM uses").fetchall()), {})
+
+    def forget(self, data: str) -> None:
+        """Drop all that is known about the folder `data`."""
+        self._used.pop(data, None)
+
+        def drop(db: sqlite3.Connection) -> None:
+            db.execute("DELETE FROM prompts WHERE data = ?", (data,))
+            db.execute("DELETE FROM uses WHERE data = ?", (data,))
+
+        self._write(drop)
+
+    def clear(self) -> None:
+        """Empty the index, to be filled again from the entries."""
+        self._used.clear()
+        self._write(lambda db: db.executescript("DELETE FROM prompts; DELETE FROM uses;"))
+
+    def _read(self, query: Callable[[sqlite3.Connection], T], nothing: T) -> T:
+        with self._lock:
+            try:
+                db = self._connect()
+                return nothing if db is None else query(db)
+            except sqlite3.Error:
+                return nothing
+
+    def _write(self, change: Callable[[sqlite3.Connection], object]) -> None:
+        if self._read_only:
+            return
+        with self._lock:
+            for attempt in range(2):
+                try:
+                    db = self._connect()
+                    if db is not None:
+                        with db:
+                            change(db)
+                    return
+                except sqlite3.OperationalError:
+                    return  # locked for long, disk full, not writable: forget it
+                except sqlite3.DatabaseError:
+                    self._discard()  # not a database any more: start afresh, once
+                    if attempt:
+                        return
+
+    def _connect(self) -> sqlite3.Connection | None:
+        if self._connection is not None and self._pid == os.getpid():
+            return self._connection
+        # SQLite connections do not survive a fork; the parent's is dropped here without being closed.
+        self._pid = os.getpid()
+        self._connection = None
+        if self._path is None:
+            db = sqlite3.connect(":memory:", check_same_thread=False)
+        elif self._read_only:
+            if not self._path.exists():
+                return None
+            db = sqlite3.connect(f"{self._path.resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False)
+        else:
+            db = sqlite3.connect(self._path, timeout=5.0, check_same_thread=False)
+        if not self._read_only:
+            db.execute("PRAGMA synchronous = OFF")  # a lost index is rebuilt; never wait for the disk
+            db.executescript(_SCHEMA)
+        self._connection = db
+        return db
+
+    def _discard(self) -> None:
+        with suppress(sqlite3.Error):
+            if self._connection is not None:
+                self._connection.close()
+        self._connection = None
+        if self._path is not None:
+            with suppress(OSError):
+                self._path.unlink()
+
+
+def _reopen(path: Path | None, read_only: bool) -> StoreIndex:
+    return StoreIndex(path, read_only=read_only)

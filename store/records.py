@@ -1,0 +1,75 @@
+"""The small file that makes a result visible: `keys/<ab>/<key>.json`.
+
+Border: names and plain values; who writes the file, and when, is decided by the entry or the result it points to.
+
+A key file says where the data lies and what its bytes digest to. It is created once, never changed, and is the
+only thing a reader starts from: data without a key file does not exist. Downstream keys are made of `content`,
+never of `key`, so an upstream recompute that gives the same bytes stops there (early cutoff).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+from .errors import CorruptEntry
+
+ACTIVATION = "activation"
+RESULT = "result"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One published array or result.
+
+    key: 64 hex, digest of the request (the file's name).
+    kind: "activation" or "result".
+    data: folder that holds it, relative to the store, e.g. "data/ab/ab12…".
+    content: R, "sha256:…" over what was computed.
+    created: UTC, ISO 8601, seconds.
+    label: for people, e.g. "resid_post/5" or "logit_lens/1".
+    """
+
+    key: str
+    kind: str
+    data: str
+    content: str
+    created: str
+    label: str = ""
+
+    @property
+    def short(self) -> str:
+        """First 12 digits of the key."""
+        return self.key[:12]
+
+    @property
+    def path(self) -> str:
+        """Name of the key file, relative to the store."""
+        return key_path(self.key)
+
+    def to_bytes(self) -> bytes:
+        """Content of the key file."""
+        fields = {name: getattr(self, name) for name in ("kind", "data", "content", "created", "label")}
+        return json.dumps(fields, sort_keys=True, indent=1).encode() + b"\n"
+
+    @classmethod
+    def from_bytes(cls, key: str, text: bytes) -> Record:
+        """The record in a key file; CorruptEntry if it is not one."""
+        try:
+            fields = json.loads(text)
+            return cls(key, **{name: str(fields[name]) for name in ("kind", "data", "content", "created", "label")})
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptEntry(
+                f"{key_path(key)} is not a key file ({error}); delete it and what it names is computed again"
+            ) from error
+
+
+def key_path(key: str) -> str:
+    """Where the key file of `key` (64 hex) lies, relative to the store."""
+    return f"keys/{key[:2]}/{key}.json"
+
+
+def now() -> str:
+    """Current time as records write it: UTC, ISO 8601, whole seconds."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
