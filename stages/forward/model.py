@@ -1,0 +1,266 @@
+"""Model: a language model whose every activation has a name.
+
+Joins an architecture (how a forward pass is computed), a tokenizer and an identity (what its results are keyed by). Knows nothing of
+stores; `capture.py` brings the two together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...store.errors import ConfigError, InterventionError, PromptError, TokenizerError
+from ...store.keys import ModelIdentity
+from .cache import HookCache, stack_ragged
+from .hooks import BoundSpec, Capture, HookSpec
+from .interventions import Intervention
+from .points import HookPoint
+from .taps import Sink, Taps
+from .wants import Logits
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from .config import TransformerConfig
+    from .tokens import Tokenizer
+
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor | "np.ndarray[Any, Any]"
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class Architecture(Protocol):
+    """What a model family must offer; transformers implement it, recurrent backends will."""
+
+    version: str
+    hook_points: tuple[HookPoint, ...]
+    config: TransformerConfig
+
+    @property
+    def axis_sizes(self) -> dict[str, int]: ...
+    @property
+    def lengths_must_match(self) -> bool: ...
+    def forward(self, ids: Tensor, taps: Taps, want: Logits | None) -> Tensor | None: ...
+    def embed(self, ids: Tensor) -> Tensor: ...
+    def final_norm(self, x: Tensor) -> Tensor: ...
+    def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor: ...
+
+
+class Model:
+    """A loaded model: `from_pretrained`, then `forward`."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        *,
+        name: str = "model",
+        tokenizer: Tokenizer | None = None,
+        identity: ModelIdentity | None = None,
+        embedding: Tensor,
+    ) -> None:
+        self.architecture = architecture
+        self.name = name
+        self.identity = identity
+        """What results are keyed by; None for weights made in memory, whose results are not stored."""
+        self._tokenizer = tokenizer
+        self._embedding = embedding
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        *,
+        revision: str | None = None,
+        dtype: str | torch.dtype = "float32",
+        device: str | torch.device | None = None,
+        progress: bool | None = None,
+    ) -> Model:
+        """Load a model by hub id, local directory, or "specimen" (the one that ships with mizarr).
+
+        dtype: of the computation, default float32 whatever the checkpoint holds. device: default CUDA when there is one, else CPU.
+        progress: show a bar on stderr; None does so for large checkpoints on a terminal.
+        Raises ModelNotFound, ConfigError (with a compatibility report), WeightsError.
+        """
+        from . import files, weights
+        from .transformer.decoder import Decoder
+
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        numbers = as_dtype(dtype)
+        found = files.resolve(str(name), revision=revision)
+        config = found.transformer_config()
+        loaded = weights.load(found.weight_files, config, dtype=numbers, device=place, progress=progress)
+        return cls(
+            Decoder(config, loaded),
+            name=found.name,
+            tokenizer=found.tokenizer(),
+            identity=found.identity(dtype=dtype_name(numbers)),
+            embedding=loaded.embed,
+        )
+
+    @property
+    def config(self) -> TransformerConfig:
+        return self.architecture.config
+
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embedding.dtype
+
+    @property
+    def hook_points(self) -> tuple[HookPoint, ...]:
+        """Every hook point this model has, in execution order."""
+        return self.architecture.hook_points
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises TokenizerError if the model came without one; token ids can still be given."""
+        if self._tokenizer is None:
+            raise TokenizerError(f"{self.name} has no tokenizer.json; expected one to read text, so pass token ids instead, or add the file")
+        return self._tokenizer
+
+    def bind(self, hooks: HookSpec | None) -> BoundSpec:
+        """The spec with its globs expanded over this model's hook points."""
+        return BoundSpec() if hooks is None else hooks.bind(self.hook_points, self.name)
+
+    def tokenize(self, prompts: Prompts) -> list[list[int]]:
+        """Token ids of one or several prompts, as given or as the tokenizer encodes them (with its BOS rule).
+
+        Raises PromptError for an empty prompt, an id out of range, or a prompt longer than the context.
+        """
+        rows = [self.tokenizer.encode(row).ids if isinstance(row, str) else [int(i) for i in row] for row in as_rows(prompts)]
+        check_prompts(rows, self.config.vocab_size, self.config.max_position_embeddings, self.name)
+        return rows
+
+    def forward(self, prompts: Prompts, hooks: HookSpec | None = None, *, want: Logits | None = Logits()) -> HookCache:
+        """One forward pass over each prompt.
+
+        prompts: a text, several texts, or token ids ([position] or [batch, position]).
+        hooks: what to capture and change. want: which logits, default all; None runs no LM head, and no layer above the last
+        capture. Prompts of different length are run apart, never padded; what lies past the end of a prompt is NaN in the result.
+        """
+        rows = self.tokenize(prompts)
+        spec = self.bind(hooks)
+        groups: dict[int, list[int]] = defaultdict(list)
+        for row, ids in enumerate(rows):
+            groups[len(ids)].append(row)
+        for _, change in spec.interventions:
+            _refuse_batched_payload(change, groups)
+        parts = [(chosen, *self.run_batch([rows[row] for row in chosen], spec, want)) for chosen in groups.values()]
+        if len(parts) == 1:
+            _, logits, captured = parts[0]
+            return HookCache(rows, logits, captured)
+        longest = max(groups)
+        captured = {
+            capture: stack_ragged([(chosen, held[capture]) for chosen, _, held in parts], capture.point.dims, len(rows), longest)
+            for capture in spec.captures
+        }
+        logits = _stack_logits([(chosen, part) for chosen, part, _ in parts], want, len(rows), longest)
+        return HookCache(rows, logits, captured)
+
+    def run_batch(self, rows: Sequence[Sequence[int]], spec: BoundSpec, want: Logits | None) -> tuple[Tensor | None, dict[Capture, Tensor]]:
+        """Prompts of one length through the model: (logits wanted, captured activations)."""
+        captured: dict[Capture, Tensor] = {}
+        logits = self.stream_batch(rows, spec, want, captured.__setitem__)
+        return logits, captured
+
+    def stream_batch(self, rows: Sequence[Sequence[int]], spec: BoundSpec, want: Logits | None, sink: Sink) -> Tensor | None:
+        """As `run_batch`, each captured activation handed to `sink` the moment it exists, so that none has to be kept."""
+        ids = torch.tensor(rows, dtype=torch.long, device=self.device)
+        batch, length = ids.shape
+        sizes = {**self.architecture.axis_sizes, "batch": batch, "position": length, "query_position": length, "key_position": length}
+        for point, change in spec.interventions:
+            change.check(point, sizes)
+        if want is not None:
+            want.check(length, self.config.vocab_size)
+        with torch.no_grad():
+            return self.architecture.forward(ids, Taps(spec, sink, stop_early=want is None), want)
+
+    def project_to_vocab(self, resid: Tensor, *, softcap: bool = True, tokens: Sequence[int] | None = None) -> Tensor:
+        """Residual states [..., hidden], not yet normalised -> logits [..., vocab] by the final norm and the LM head.
+
+        softcap: apply the family's final soft cap, as the model's own output does (Gemma 2); False gives raw logits.
+        """
+        want = Logits(tokens=None if tokens is None else tuple(tokens))
+        want.check(1, self.config.vocab_size)
+        with torch.no_grad():
+            return self.architecture.unembed(self.architecture.final_norm(resid.to(self.device, self.dtype)), want, softcap=softcap)
+
+    def embedding_vector(self, token: int | str) -> Tensor:
+        """Row of the embedding matrix [hidden] for a token id or a single-token word, without the family's embedding scale."""
+        index = self.tokenizer.find_token_id(token) if isinstance(token, str) else token
+        if not 0 <= index < self.config.vocab_size:
+            raise PromptError(f"expected a token id in 0..{self.config.vocab_size - 1}, found {index}")
+        return self._embedding[index]
+
+    def require_identity(self) -> ModelIdentity:
+        """What this model's results are keyed by; refused, never guessed, when it cannot be established."""
+        if self.identity is None:
+            raise ConfigError(f"{self.name} has no established identity (weights made in memory); save it to a directory and load it with Model.from_pretrained")
+        return self.identity
+
+    def __repr__(self) -> str:
+        c = self.config
+        return f"Model({self.name!r}, {c.model_type}, {c.num_layers} layers, hidden {c.hidden_size}, {dtype_name(self.dtype)}, {self.device})"
+
+
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A torch dtype by value or name; ConfigError names the known ones."""
+    if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
+        return dtype
+    if str(dtype) not in DTYPES:
+        raise ConfigError(f"expected dtype to be one of {', '.join(DTYPES)}, found {dtype!r}")
+    return DTYPES[str(dtype)]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def as_rows(prompts: Prompts) -> list[Any]:
+    """One entry per prompt: a text, or a sequence of ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    rows = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
+    if rows and isinstance(rows[0], int):
+        return [rows]
+    return list(rows)
+
+
+def check_prompts(rows: Sequence[Sequence[int]], vocab_size: int, context: int, model: str) -> None:
+    """Raise PromptError naming the first prompt that is empty, out of range or too long."""
+    if not rows:
+        raise PromptError("expected at least one prompt, found none")
+    for number, ids in enumerate(rows):
+        where = f"prompt {number}" if len(rows) > 1 else "the prompt"
+        if not ids:
+            raise PromptError(f"expected at least one token, found {where} empty")
+        if len(ids) > context:
+            raise PromptError(f"{model} reads at most {context} positions, found {len(ids)} in {where}; shorten or split it")
+        outside = next((i for i in ids if not 0 <= i < vocab_size), None)
+        if outside is not None:
+            raise PromptError(f"expected token ids in 0..{vocab_size - 1}, found {outside} in {where}; was it encoded with another tokenizer?")
+
+
+def _refuse_batched_payload(change: Intervention, groups: dict[int, list[int]]) -> None:
+    """A payload with a row per prompt cannot follow prompts into batches of their own length."""
+    value = getattr(change, "value", None)
+    if len(groups) > 1 and getattr(value, "ndim", 0) >= 3 and value.shape[0] > 1:
+        raise InterventionError(
+            f"{type(change).__name__} carries one row per prompt ({value.shape[0]}), but the prompts have {len(groups)} different lengths; "
+            f"run prompts of each length by themselves"
+        )
+
+
+def _stack_logits(parts: Sequence[tuple[list[int], Tensor | None]], want: Logits | None, rows: int, longest: int) -> Tensor | None:
+    if want is None:
+        return None
+    present = [(chosen, part) for chosen, part in parts if part is not None]
+    positions = longest if want.positions is None else len(want.positions)
+    return stack_ragged(present, ("batch", "position", "vocab"), rows, positions)

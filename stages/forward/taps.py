@@ -1,0 +1,85 @@
+"""Taps: a bound HookSpec while a forward pass runs.
+
+A model calls its taps at every hook point with the value it has there, and goes on with the value it gets back. A point nobody
+asked about costs one set lookup. Captured tensors are handed to a sink by reference; nothing is copied here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from .hooks import BoundSpec, Capture
+from .interventions import Intervention, Knockout
+from .points import HookPoint
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Sink = Callable[[Capture, "Tensor"], None]
+Place = tuple[str, int | None]
+
+
+class EverythingHeld(Exception):
+    """Raised at the last wanted point of a pass that has nothing left to compute.
+
+    Like StopIteration an end, not an error: it leaves the nest of blocks from wherever the last wanted value appears.
+    """
+
+
+class Taps:
+    """What a forward pass consults at its hook points."""
+
+    def __init__(self, spec: BoundSpec, sink: Sink, *, stop_early: bool = False) -> None:
+        self._before: dict[Place, Capture] = {}
+        self._after: dict[Place, Capture] = {}
+        self._changes: dict[Place, list[Intervention]] = defaultdict(list)
+        self._sink = sink
+        for capture in spec.captures:
+            held = self._after if capture.when == "after" else self._before
+            held[capture.point.kind, capture.point.layer] = capture
+        for point, change in spec.interventions:
+            self._changes[point.kind, point.layer].append(change)
+        self._touched = frozenset((*self._before, *self._after, *self._changes))
+        self._last = _place_of_last(spec) if stop_early and spec.captures else None
+
+    def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """The value to go on with at a hook point. allowed: where attention may look, for interventions on patterns."""
+        place = (kind, layer)
+        if place not in self._touched:
+            return x
+        if place in self._before:
+            self._sink(self._before[place], x)
+        for change in self._changes.get(place, ()):
+            if not isinstance(change, Knockout):  # cut with the causal mask, by attention itself
+                x = change.apply(x, HookPoint(kind, layer), allowed)
+        if place in self._after:
+            self._sink(self._after[place], x)
+        if place == self._last:
+            raise EverythingHeld
+        return x
+
+    def captures(self, layer: int | None, *kinds: str) -> bool:
+        """Whether someone reads one of these points."""
+        return any((kind, layer) in self._after or (kind, layer) in self._before for kind in kinds)
+
+    def changes(self, layer: int | None, *kinds: str) -> bool:
+        """Whether someone changes one of these points."""
+        return any((kind, layer) in self._changes for kind in kinds)
+
+    def count_changes(self, layer: int | None, *kinds: str) -> int:
+        return sum(len(self._changes.get((kind, layer), ())) for kind in kinds)
+
+    def touches(self, layer: int | None, *kinds: str) -> bool:
+        return any((kind, layer) in self._touched for kind in kinds)
+
+    def knockouts(self, layer: int) -> list[Knockout]:
+        """Attention edges to cut in a layer."""
+        found = [*self._changes.get(("scores", layer), ()), *self._changes.get(("attn_scores", layer), ())]
+        return [change for change in found if isinstance(change, Knockout)]
+
+
+def _place_of_last(spec: BoundSpec) -> Place:
+    last = max(spec.captures, key=lambda capture: capture.point.order).point
+    return last.kind, last.layer
