@@ -58,7 +58,7 @@ class Moments:
 
     @classmethod
     def of(cls, blocks: Iterable[Array]) -> Moments:
-        """Moments of rows that arrive as blocks [row, hidden]; multiplied as float32, or float64 if they are."""
+        """Moments of rows that arrive as blocks [row, hidden]; multiplied as float32 (float64 if so)."""
         sums: _Sums | None = None
         for block in blocks:
             if len(block):
@@ -81,9 +81,10 @@ class Moments:
 class _Sums:
     """Running sums over blocks of rows: float64 totals of `kind` products.
 
-    A column whose mean is many times its spread loses that many squared in a float32 product, so such rows are
-    shifted by about their mean first. Where all means are small the shift would gain at most a factor of 5 in
-    rounding and cost a pass over memory (measured at 512 wide: 0.85 of the bare product instead of 0.95).
+    A column whose mean is many times its spread loses that many squared in a float32 product, so such rows
+    are shifted by about their mean first. Where all means are small the shift would gain at most a factor of
+    5 in rounding and cost a pass over memory (measured at 512 wide: 0.85 of the bare product instead of
+    0.95).
     """
 
     def __init__(self, first: Array) -> None:

@@ -20,9 +20,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import xarray as xr
-from mizarr.stages.pca import moments, pca
 from rich.console import Console
 from rich.table import Table
+
+from mizarr.stages.pca import moments, pca
 
 
 def contestants(tokens: int, hidden: int) -> dict[str, Callable[[], Any]]:

@@ -8,6 +8,7 @@ import pytest
 import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mizarr.stages.pca import (
     merge_moments,
     moments,
