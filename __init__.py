@@ -1,1 +1,76 @@
-"""Mechanistic interpretability as a dataflow pipeline of cached, content-addressed stages."""
+"""Mechanistic interpretability as a dataflow pipeline of cached, content-addressed stages.
+
+    model = mizarr.Model.from_pretrained("specimen")
+    cache = model.forward("The capital of France is", mizarr.HookSpec().capture("blocks.*.hook_resid_post"))
+    store = mizarr.open_store("activations")
+    states = mizarr.capture(model, ["a prompt", "another"], "blocks.*.hook_resid_post", store=store)
+
+The names below are loaded when first used (PEP 562): importing mizarr imports neither torch nor xarray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Public name -> the module that defines it.
+_HOME = {
+    "Model": ".stages.forward.model",
+    "HookPoint": ".stages.forward.points",
+    "HookSpec": ".stages.forward.hooks",
+    "HookCache": ".stages.forward.cache",
+    "Replace": ".stages.forward.interventions",
+    "Add": ".stages.forward.interventions",
+    "AddAtPositions": ".stages.forward.interventions",
+    "Knockout": ".stages.forward.interventions",
+    "Scale": ".stages.forward.interventions",
+    "Zero": ".stages.forward.interventions",
+    "Steer": ".stages.forward.interventions",
+    "SetValue": ".stages.forward.interventions",
+    "logits": ".stages.forward.wants",
+    "capture": ".stages.forward.capture",
+    "compute": ".workflows",
+    "open_store": ".store",
+    "MizarrError": ".store.errors",
+}
+
+__all__ = [*_HOME, "__version__"]  # noqa: PLE0604 - the table above is the list
+
+if TYPE_CHECKING:
+    from .stages.forward.cache import HookCache as HookCache
+    from .stages.forward.capture import capture as capture
+    from .stages.forward.hooks import HookSpec as HookSpec
+    from .stages.forward.interventions import (
+        Add as Add,
+        AddAtPositions as AddAtPositions,
+        Knockout as Knockout,
+        Replace as Replace,
+        Scale as Scale,
+        SetValue as SetValue,
+        Steer as Steer,
+        Zero as Zero,
+    )
+    from .stages.forward.model import Model as Model
+    from .stages.forward.points import HookPoint as HookPoint
+    from .stages.forward.wants import logits as logits
+    from .store import open_store as open_store
+    from .store.errors import MizarrError as MizarrError
+    from .workflows import compute as compute
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        from .store.errors import nearest
+
+        near = nearest(name, _HOME)
+        hint = f"; did you mean {near!r}?" if near and not name.startswith("_") else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+    value = getattr(importlib.import_module(_HOME[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

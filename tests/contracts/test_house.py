@@ -1,0 +1,276 @@
+"""The house itself: arrows between rooms, what a module says first, what an import costs."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import mizarr
+
+ROOT = Path(mizarr.__file__).parent
+ROOMS = ("store", "pipeline", "stages", "workflows")
+MODULES = [ROOT / "__init__.py", *sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "Makefile", ROOT / ".ci" / "run"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def dotted(path: Path) -> str:
+    """stages/forward/__init__.py -> mizarr.stages.forward"""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("mizarr", *(part for part in parts if part != "__init__")))
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Absolute name of everything a module imports anywhere, and whether only type checkers see it."""
+    tree = ast.parse(path.read_text())
+    package = dotted(path) if path.name == "__init__.py" else dotted(path).rpartition(".")[0]
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) in typing_only) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            stem = ".".join(part for part in (base, node.module or "") if part)
+            yield from ((f"{stem}.{alias.name}", id(node) in typing_only) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            yield from ((str(a.value), False) for a in node.args[:1] if isinstance(a, ast.Constant))
+
+
+def imported_by_top_level_name(path: Path, names: Sequence[str]) -> list[str]:
+    """Import statements whose absolute module starts with one of `names`."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            modules = [node.module or ""]
+        found += [name for name in modules if name.split(".")[0] in names]
+    return found
+
+
+def room_of(name: str) -> str | None:
+    parts = name.split(".")
+    return parts[1] if parts[0] == "mizarr" and len(parts) > 1 and parts[1] in ROOMS else None
+
+
+def python(code: str, **options: object) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter, away from the checkout."""
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd="/", **options
+    )
+    assert run.returncode == 0, run.stderr
+    return run
+
+
+# Arrows
+
+
+@pytest.mark.parametrize("path", MODULES[1:], ids=dotted)
+def test_a_room_imports_only_to_its_left(path):
+    here = ROOMS.index(path.relative_to(ROOT).parts[0])
+    to_the_right = [name for name, _ in imports(path) if (room := room_of(name)) and ROOMS.index(room) > here]
+    assert not to_the_right, "arrows are store <- pipeline <- stages <- workflows"
+
+
+@pytest.mark.parametrize("room", ["store", "pipeline"])
+def test_store_and_pipeline_never_import_torch(room):
+    held = {
+        dotted(path): name
+        for path in (ROOT / room).rglob("*.py")
+        for name, typing_only in imports(path)
+        if name.split(".")[0] in ("torch", "transformers", "safetensors") and not typing_only
+    }
+    assert not held
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_imports_inside_the_package_are_relative(path):
+    assert not imported_by_top_level_name(path, ["mizarr"])
+
+
+@pytest.mark.parametrize("path", TESTS, ids=relative)
+def test_tests_import_the_package_by_its_name(path):
+    bare = imported_by_top_level_name(path, ROOMS)
+    assert not bare, "write `from mizarr.store import …`: under its bare name the module is loaded twice"
+
+
+def test_no_room_can_be_imported_under_its_bare_name():
+    names = [dotted(path) for path in MODULES]
+    code = (
+        "import importlib, sys\n"
+        f"[importlib.import_module(name) for name in {names!r}]\n"
+        f"print([room for room in {ROOMS!r} if room in sys.modules])"
+    )
+    assert python(code).stdout.strip() == "[]"
+
+
+# What a module says
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_every_module_says_what_it_is_for_in_one_line(path):
+    said = ast.get_docstring(ast.parse(path.read_text()))
+    assert said, f"{dotted(path)} has no docstring"
+    first = said.splitlines()[0]
+    assert first.endswith((".", ":")) and len(first) <= 120, first
+
+
+FORBIDDEN = {
+    "a path of one machine": re.compile(r"(?<![\w.])/(work|root|home|Users|mnt|opt)/"),
+    "a number only an issue tracker understands": re.compile(
+        r"(?i)\b(issue|ticket|pull request)s?\s*#?\d+|(?<![\w&\"'])#\d{1,4}\b"
+    ),
+    "a note to oneself": re.compile(r"\b(TODO|FIXME|XXX|HACK)\b"),
+}
+
+
+@pytest.mark.parametrize("path", [*MODULES, *PAGES], ids=relative)
+def test_sources_name_no_machine_no_issue_and_no_loose_end(path):
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        for what, pattern in FORBIDDEN.items():
+            assert not pattern.search(line), f"{path.relative_to(ROOT)}:{number} holds {what}: {line.strip()}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_examples_in_docstrings_are_true(path):
+    module = importlib.import_module(dotted(path))
+    outcome = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert outcome.failed == 0
+
+
+# Public names
+
+
+def test_public_names_are_the_same_for_people_and_for_type_checkers():
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    found = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    typed = {alias.asname: f".{node.module}" for node in found for alias in node.names}
+    assert typed == mizarr._HOME
+
+
+@pytest.mark.parametrize("name", sorted(mizarr._HOME))
+def test_every_public_name_is_there(name):
+    value = getattr(mizarr, name)
+    assert value.__doc__, f"mizarr.{name} has no docstring"
+
+
+def test_public_names_are_few_and_listed():
+    assert len(mizarr.__all__) <= 36
+    assert set(mizarr.__all__) <= set(dir(mizarr))
+
+
+def test_an_unknown_name_is_an_attribute_error_with_the_nearest():
+    with pytest.raises(AttributeError, match="HookSpec"):
+        _ = mizarr.HookSpecs
+
+
+# What an import costs
+
+HEAVY = ("torch", "transformers", "xarray", "zarr", "dask", "distributed", "pandas", "numpy", "matplotlib")
+
+
+def loaded_by(code: str) -> set[str]:
+    """Which heavy packages are loaded after `code`, whose own output goes nowhere."""
+    watch = (
+        "import contextlib, io, json, sys\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
+        + "".join(f"    {line}\n" for line in code.splitlines())
+        + f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    )
+    return set(json.loads(python(watch).stdout))
+
+
+def test_importing_mizarr_imports_nothing_heavy():
+    assert loaded_by("import mizarr") == set()
+
+
+def test_help_imports_nothing_heavy():
+    assert (
+        loaded_by("from mizarr.workflows.cli import run\nrun(['--help'])\nrun(['capture', '--help'])")
+        == set()
+    )
+
+
+@pytest.mark.parametrize("name", ["HookPoint", "HookSpec", "Add", "open_store", "MizarrError"])
+def test_names_that_plan_or_read_never_import_torch(name):
+    assert "torch" not in loaded_by(f"import mizarr\nmizarr.{name}")
+
+
+def children_seconds() -> float:
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds"),
+    [("import mizarr", 0.3), ("from mizarr.workflows.cli import run; run(['--help'])", 0.5)],
+    ids=["import", "help"],
+)
+def test_start_up_stays_within_its_budget(code, seconds):
+    """CPU time of a whole interpreter, the best of five: a busy machine does not make it red."""
+    costs = []
+    for _ in range(5):
+        before = children_seconds()
+        python(code)
+        costs.append(children_seconds() - before)
+    assert min(costs) <= seconds
+
+
+# Files around the package
+
+
+def test_requirements_are_ranges_and_constraints_pin_each_of_them():
+    extras = PROJECT["project"]["optional-dependencies"]
+    wanted = [*PROJECT["project"]["dependencies"], *(line for lines in extras.values() for line in lines)]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    pins = {canonicalize_name(pin.name): pin for pin in pinned}
+    for requirement in map(Requirement, wanted):
+        if requirement.name == "mizarr":
+            continue
+        assert not any(part.operator == "==" for part in requirement.specifier), f"{requirement} is a pin"
+        pin = pins[canonicalize_name(requirement.name)]
+        version = next(iter(pin.specifier)).version
+        assert requirement.specifier.contains(version), f"{pin} is outside of {requirement}"
+
+
+def test_newest_entry_of_the_changelog_is_this_version():
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest and newest[1] == mizarr.__version__
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    assert re.search(r"^\s*make test\b", (ROOT / "README.md").read_text(), re.MULTILINE)
+
+
+def test_every_package_of_the_tree_is_listed_for_the_wheel():
+    tree = {dotted(path) for path in MODULES if path.name == "__init__.py"}
+    assert tree == set(PROJECT["tool"]["setuptools"]["packages"]), "list the folder in [tool.setuptools]"
+    folders = {path.parent for path in MODULES}
+    without = [str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").exists()]
+    assert not without, "give these folders an __init__.py"
