@@ -1,0 +1,108 @@
+"""Plain values and bytes -> digests that mean the same on every machine, in every process, in ten years.
+
+Border: JSON values, numpy arrays and files; never a torch tensor, a pickle, a repr or an address. What cannot be written down
+canonically is refused, because a key that is guessed is a key that returns somebody else's activations.
+
+Canonical JSON: UTF-8, sorted keys, no spaces; floats as `float.hex()` strings with -0.0 folded into 0.0; no NaN or infinity; integers
+within 2**53; enums by name; numpy dtypes by their Zarr name; sets sorted. Two kinds of digest come out: `digest`, 64 hex digits, names a
+request; `content_digest` and its kin, "sha256:<hex>", name bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_LARGEST = 2**53
+_BLOCK = 1 << 22
+Buffer = bytes | bytearray | memoryview
+
+
+def canonical_json(value: Any) -> str:
+    """The one spelling of a plain value; TypeError for anything that has none, ValueError for NaN, infinity and huge integers.
+
+    >>> canonical_json({"b": 1, "a": [0.5, None, True]})
+    '{"a":["0x1.0000000000000p-1",null,true],"b":1}'
+    """
+    return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def digest(kind: str, *parts: Any) -> str:
+    """64 hex digits for plain values, tagged by what they are: equal parts of another kind digest to something else."""
+    return hashlib.sha256(canonical_json([kind, *parts]).encode()).hexdigest()
+
+
+def content_digest(data: Buffer) -> str:
+    """`sha256:<hex>` of bytes."""
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+def array_digest(array: npt.NDArray[Any]) -> str:
+    """`sha256:<hex>` of an array's dtype, shape and bytes (C order, little-endian)."""
+    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<") if array.dtype.kind != "V" else array.dtype)
+    state = hashlib.sha256(canonical_json(["array", _dtype_name(array.dtype), list(array.shape)]).encode())
+    state.update(little.reshape(-1).view(np.uint8).data)
+    return f"sha256:{state.hexdigest()}"
+
+
+def file_digest(path: Path) -> str:
+    """`sha256:<hex>` of a file's bytes, read in blocks."""
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON values whose JSON text is unique."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, int | np.integer):
+        return _integer(int(value))
+    if isinstance(value, float | np.floating):
+        return _float(float(value))
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, np.dtype):
+        return _dtype_name(value)
+    if isinstance(value, Mapping):
+        return {_name(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(item) for item in value), key=canonical_json)
+    raise TypeError(
+        f"expected plain values (numbers, strings, lists, mappings), found {type(value).__name__} {value!r:.80}; "
+        "its identity cannot be established, so it has no place in a key"
+    )
+
+
+def _integer(value: int) -> int:
+    if abs(value) > _LARGEST:
+        raise ValueError(f"expected integers within 2**53, which every JSON reader keeps exactly, found {value}")
+    return value
+
+
+def _float(value: float) -> str:
+    if not math.isfinite(value):
+        raise ValueError(f"expected a finite number, found {value}")
+    return (value + 0.0).hex()  # -0.0 + 0.0 is 0.0
+
+
+def _name(key: Any) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"expected names as mapping keys, found {key!r}")
+    return key
+
+
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    """The name Zarr v3 gives a dtype, the same on machines of either byte order."""
+    return dtype.name
