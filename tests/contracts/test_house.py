@@ -76,11 +76,10 @@ def room_of(name: str) -> str | None:
     return parts[1] if parts[0] == "mizarr" and len(parts) > 1 and parts[1] in ROOMS else None
 
 
-def python(code: str, **options: object) -> subprocess.CompletedProcess[str]:
+def python(code: str, cwd: str | Path = "/") -> subprocess.CompletedProcess[str]:
     """Run code in a fresh interpreter, away from the checkout."""
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd="/", **options
-    )
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
     assert run.returncode == 0, run.stderr
     return run
 
@@ -238,6 +237,25 @@ def test_start_up_stays_within_its_budget(code, seconds):
         python(code)
         costs.append(children_seconds() - before)
     assert min(costs) <= seconds
+
+
+# The README
+
+
+def test_every_hook_point_and_model_family_is_in_the_readme():
+    from mizarr.stages.forward.families import FAMILIES
+    from mizarr.stages.forward.points import KINDS
+
+    text = (ROOT / "README.md").read_text()
+    wanted = [kind.path.replace("{}", "{i}") for kind in KINDS] + list(FAMILIES)
+    assert not [name for name in wanted if f"| `{name}` |" not in text]
+
+
+def test_python_in_the_readme_runs(tmp_path):
+    """All blocks in one fresh process, as a reader would paste them one after another."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    python("\n".join(blocks), cwd=tmp_path)
 
 
 # Files around the package
