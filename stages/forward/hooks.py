@@ -18,7 +18,7 @@ from typing import Any, Literal
 from ...store.digest import digest
 from ...store.errors import HookPointNotFound, InterventionError
 from .interventions import Intervention
-from .points import BY_NAME, HookPoint, as_point, expand, is_glob, require_known
+from .points import HookPoint, as_point, expand, is_glob, require_known
 
 When = Literal["after", "before"]
 
@@ -183,10 +183,3 @@ def _expanded(held: HookPoint | str, available: Sequence[HookPoint], model: str)
     require_known([held], available, model)
     return [held]
 
-
-def points_of(kinds: Iterable[str], num_layers: int) -> list[HookPoint]:
-    """Every hook point of a model that has these kinds, in execution order."""
-    names = list(kinds)
-    points = [HookPoint(name) for name in names if not BY_NAME[name].per_layer]
-    points += [HookPoint(name, layer) for layer in range(num_layers) for name in names if BY_NAME[name].per_layer]
-    return sorted(points, key=lambda point: point.order)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,12 +25,10 @@ from .taps import Sink, Taps
 from .wants import Logits
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from .config import TransformerConfig
     from .tokens import Tokenizer
 
-Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor | "np.ndarray[Any, Any]"
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor | np.ndarray
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -135,7 +134,7 @@ class Model:
         Raises PromptError for an empty prompt, an id out of range, or a prompt longer than the context.
         """
         rows = [self.tokenizer.encode(row).ids if isinstance(row, str) else [int(i) for i in row] for row in as_rows(prompts)]
-        check_prompts(rows, self.config.vocab_size, self.config.max_position_embeddings, self.name)
+        check_prompts(rows, self.config.vocab_size, self.config.context_length, self.name)
         return rows
 
     def forward(self, prompts: Prompts, hooks: HookSpec | None = None, *, want: Logits | None = Logits()) -> HookCache:

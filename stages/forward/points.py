@@ -212,6 +212,21 @@ def expand(pattern: str, points: Iterable[HookPoint]) -> list[HookPoint]:
     return found
 
 
+def transformer_points(num_layers: int, *, post_norms: bool, gated: bool) -> tuple[HookPoint, ...]:
+    """Every hook point of a transformer, in execution order.
+
+    post_norms: the family normalises what attention and MLP add (4 norms per block). gated: its MLP has an up projection beside
+    the activated one.
+    """
+    absent = set() if post_norms else {"ln1_post_scale", "ln1_post_normalized", "ln2_post_scale", "ln2_post_normalized"}
+    if not gated:
+        absent.add("mlp_pre_linear")
+    kinds = [kind for kind in KINDS if kind.name not in absent]
+    points = [HookPoint(kind.name) for kind in kinds if not kind.per_layer]
+    points += [HookPoint(kind.name, layer) for layer in range(num_layers) for kind in kinds if kind.per_layer]
+    return tuple(sorted(points, key=lambda point: point.order))
+
+
 def _unknown(name: str, candidates: Iterable[str]) -> str:
     near = nearest(name, candidates)
     hint = f"; did you mean {near!r}?" if near else "; the README lists every hook point"

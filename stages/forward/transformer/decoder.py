@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import TransformerConfig
-from ..points import HookPoint, points_of
+from ..points import HookPoint, transformer_points
 from ..taps import EverythingHeld, Taps
 from ..wants import Logits
 from ..weights import LayerWeights, Weights
@@ -28,7 +28,6 @@ ACTIVATIONS = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
-_FOUR_NORMS = ("ln1_post_scale", "ln1_post_normalized", "ln2_post_scale", "ln2_post_normalized")
 
 
 class Decoder:
@@ -41,7 +40,9 @@ class Decoder:
         self.config = config
         self.weights = weights
         self._activation = ACTIVATIONS[config.activation]
-        self.hook_points: tuple[HookPoint, ...] = tuple(points_of(_kinds(config), config.num_layers))
+        self.hook_points: tuple[HookPoint, ...] = transformer_points(
+            config.num_layers, post_norms=config.use_post_norms, gated=config.mlp_layout != "plain"
+        )
 
     @property
     def lengths_must_match(self) -> bool:
@@ -130,12 +131,3 @@ class Decoder:
         cap = self.config.final_logit_softcapping
         return cap * torch.tanh(logits / cap) if softcap and cap is not None else logits
 
-
-def _kinds(config: TransformerConfig) -> list[str]:
-    """Hook point kinds this configuration has."""
-    from ..points import KINDS
-
-    absent = set() if config.use_post_norms else set(_FOUR_NORMS)
-    if config.mlp_layout == "plain":
-        absent.add("mlp_pre_linear")
-    return [kind.name for kind in KINDS if kind.name not in absent]

@@ -1,0 +1,108 @@
+"""Progress on stderr: what is done, of how much, how fast, and how long it will take.
+
+A bar on a terminal; a line every few seconds where stderr is a file; nothing when quiet. Border: counts and units; knows nothing of
+what is counted. rich is imported only when a bar is drawn.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+_LINE_EVERY = 5.0  # seconds between plain lines
+_SIZES = ("", "k", "M", "G", "T")
+
+
+class Task:
+    """One thing counted; `advance` from any thread."""
+
+    def __init__(self, owner: Progress, label: str, total: int | None, unit: str) -> None:
+        self.label, self.total, self.unit = label, total, unit
+        self.done = 0
+        self._owner = owner
+        self._started = self._printed = time.monotonic()
+        self._lock = threading.Lock()
+        self._bar: Any = None
+
+    def advance(self, count: int = 1) -> None:
+        """Count `count` more as done."""
+        with self._lock:
+            self.done += count
+            self._owner._show(self)
+
+    @property
+    def rate(self) -> float:
+        """Units per second since the start."""
+        return self.done / max(time.monotonic() - self._started, 1e-9)
+
+    def describe(self) -> str:
+        """One line: label, done / total, rate, time left."""
+        total = f" / {short(self.total)}" if self.total else ""
+        left = f", {clock((self.total - self.done) / self.rate)} left" if self.total and self.done else ""
+        return f"{self.label}: {short(self.done)}{total} {self.unit}, {short(self.rate)} {self.unit}/s{left}"
+
+
+class Progress:
+    """The bars of one piece of work.
+
+    >>> with Progress(quiet=True) as progress:
+    ...     task = progress.task("capture", total=100, unit="tokens")
+    ...     task.advance(40)
+    >>> task.done
+    40
+    """
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self._bars: Any = None
+
+    def task(self, label: str, *, total: int | None = None, unit: str = "") -> Task:
+        """Start counting something; total None when it is not known."""
+        task = Task(self, label, total, unit)
+        if self._bars is not None:
+            task._bar = self._bars.add_task(label, total=total, shown="")
+        return task
+
+    def __enter__(self) -> Progress:
+        if not self.quiet and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, TextColumn
+            from rich.progress import Progress as Bars
+
+            console = Console(stderr=True)
+            self._bars = Bars(TextColumn("{task.fields[shown]}"), BarColumn(), console=console, transient=True)
+            self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    def _show(self, task: Task) -> None:
+        if self.quiet:
+            return
+        if self._bars is not None:
+            self._bars.update(task._bar, completed=task.done, shown=task.describe())
+        elif time.monotonic() - task._printed > _LINE_EVERY:
+            task._printed = time.monotonic()
+            print(task.describe(), file=sys.stderr, flush=True)
+
+
+def short(count: float) -> str:
+    """A count with three digits and a metric prefix: 1.25M."""
+    for size in _SIZES:
+        if abs(count) < 1000 or size == _SIZES[-1]:
+            return f"{count:.3g}{size}" if count < 1000 else f"{count:.0f}{size}"
+        count /= 1000
+    raise AssertionError("the last size always returns")
+
+
+def clock(seconds: float) -> str:
+    """Seconds as 0:07, 12:03 or 3:00:00."""
+    whole = int(seconds + 0.5)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

@@ -1,0 +1,165 @@
+"""TransformerConfig: the axes along which decoder families differ, as one frozen value.
+
+A family is data, a row of `families.py`; the decoder reads this value and knows no family by name. Torch-free, so that hook points and
+identities can be had without loading anything.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ...store.digest import digest
+from ...store.errors import ConfigError
+
+Norm = Literal["rms", "gemma_rms", "layer"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+RopeScheme = Literal["default", "linear", "dynamic", "llama3", "longrope"]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding of the first `dim` entries of a head.
+
+    theta: base wavelength. factor: how far the context is stretched. original_max_position_embeddings: context before stretching.
+    short_factor, long_factor: per-frequency divisors (longrope), [dim / 2]. attention_factor: multiplies cos and sin; None derives it.
+    """
+
+    theta: float
+    dim: int
+    scheme: RopeScheme = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int | None = None
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    attention_factor: float | None = None
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Everything that decides a decoder's numbers besides its weights."""
+
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rope: RopeConfig
+    layer_windows: tuple[int | None, ...]
+    """Per layer, how many keys back a query sees, itself included; None for all."""
+    norm_type: Norm = "rms"
+    """rms: x w / rms(x). gemma_rms: x (1 + w) / rms(x). layer: mean removed, weight and bias."""
+    norm_eps: float = 1e-5
+    activation: Activation = "silu"
+    qkv_layout: Literal["separate", "fused"] = "separate"
+    mlp_layout: Literal["gated_separate", "gated_fused", "plain"] = "gated_separate"
+    qkv_bias: bool = False
+    o_proj_bias: bool = False
+    mlp_bias: bool = False
+    embedding_scale: float | None = None
+    tie_word_embeddings: bool = False
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    query_pre_attn_scalar: float | None = None
+    use_post_norms: bool = False
+    use_qk_norm: bool = False
+    qk_norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_kv_heads:
+            raise ConfigError(f"expected num_attention_heads ({self.num_attention_heads}) to be a multiple of num_key_value_heads, found {self.num_kv_heads}")
+        if len(self.layer_windows) != self.num_layers:
+            raise ConfigError(f"expected one attention window per layer ({self.num_layers}), found {len(self.layer_windows)}")
+        if self.rope.dim % 2 or self.rope.dim > self.head_dim:
+            raise ConfigError(f"expected an even number of rotary dimensions up to head_dim={self.head_dim}, found {self.rope.dim}")
+
+    @property
+    def attention_scale(self) -> float:
+        """What q k^T is multiplied by."""
+        return 1 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
+
+    @property
+    def context_length(self) -> int:
+        """Longest prompt the model reads; dynamic rope stretches it by its factor."""
+        if self.rope.scheme == "dynamic":
+            return int(self.max_position_embeddings * self.rope.factor)
+        return self.max_position_embeddings
+
+    @property
+    def digest(self) -> str:
+        """Digest of every field: two configurations that could give different numbers have different ones."""
+        return digest("transformer-config", asdict(self))
+
+
+class ConfigReader:
+    """A parsed config.json, with errors that name the key; remembers which keys were read.
+
+    A null counts as absent. A value of another type than asked is an error, never a default.
+    """
+
+    def __init__(self, raw: dict[str, Any], source: str = "config.json") -> None:
+        self.raw = raw
+        self.source = source
+        self.read: set[str] = set()
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise ConfigError(f"{self.source}: expected {key} to be a positive integer, found {value!r}")
+        return value
+
+    def optional_integer(self, key: str) -> int | None:
+        return None if self._get(key, None) is None else self.integer(key)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{self.source}: expected {key} to be a number, found {value!r}")
+        return float(value)
+
+    def optional_number(self, key: str, default: float | None = None) -> float | None:
+        """A number, or None for an explicit null (or an absent key without a default)."""
+        self.read.add(key)
+        if key in self.raw and self.raw[key] is None:
+            return None
+        return None if self._get(key, default) is None else self.number(key, default)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.source}: expected {key} to be true or false, found {value!r}")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise ConfigError(f"{self.source}: expected {key} to be a string, found {value!r}")
+        return value
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        value = self._get(key, {})
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.source}: expected {key} to be an object, found {value!r}")
+        return value
+
+    def strings(self, key: str) -> list[str] | None:
+        value = self._get(key, None)
+        if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            raise ConfigError(f"{self.source}: expected {key} to be a list of strings, found {value!r}")
+        return value
+
+    def has(self, key: str) -> bool:
+        """Whether a key is there and not null."""
+        return self.raw.get(key) is not None
+
+    def _get(self, key: str, default: Any) -> Any:
+        self.read.add(key)
+        value = self.raw.get(key)
+        return default if value is None else value

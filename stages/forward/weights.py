@@ -1,0 +1,249 @@
+"""Weights: which tensors a configuration needs, and how they come from safetensors files.
+
+Files are memory-mapped and tensors are taken from the mapping as they are, so that loading in the checkpoint's dtype makes no second
+copy; another dtype or device is cast tensor by tensor. Every tensor is checked against the configuration before it is used: present,
+of the right shape, finite.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...store.errors import WeightsError, nearest
+from .config import TransformerConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# The names all supported families share; a family that renames tensors gets a map of its own beside this one.
+EMBED, FINAL_NORM, LM_HEAD = "model.embed_tokens", "model.norm", "lm_head"
+LAYER = "model.layers.{}."
+BENIGN = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """weight [out, in], bias [out] or None: y = x weight^T + bias."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class NormWeights:
+    """weight and bias, each [width]; bias None for RMS norms."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One block. Either qkv or q, k, v; either gate_up, or gate and up, or up alone (plain MLP)."""
+
+    ln1: NormWeights
+    ln2: NormWeights
+    o: Linear
+    down: Linear
+    q: Linear | None = None
+    k: Linear | None = None
+    v: Linear | None = None
+    qkv: Linear | None = None
+    """Rows: queries, then keys, then values."""
+    gate: Linear | None = None
+    up: Linear | None = None
+    gate_up: Linear | None = None
+    """Rows: gate, then up."""
+    q_norm: NormWeights | None = None
+    k_norm: NormWeights | None = None
+    ln1_post: NormWeights | None = None
+    ln2_post: NormWeights | None = None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All of a decoder's tensors; lm_head None means the embedding serves as head."""
+
+    embed: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: NormWeights
+    lm_head: Tensor | None = None
+
+
+def layer_tensors(config: TransformerConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Field of LayerWeights -> (tensor name within the layer, shape), biases spelled ``field.bias``."""
+    c = config
+    hidden, inner = c.hidden_size, c.intermediate_size
+    heads, kv = c.num_attention_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    linears: dict[str, tuple[str, int, int, bool]] = {"o": ("self_attn.o_proj", hidden, heads, c.o_proj_bias)}
+    if c.qkv_layout == "fused":
+        linears["qkv"] = ("self_attn.qkv_proj", heads + 2 * kv, hidden, c.qkv_bias)
+    else:
+        for field, size in (("q", heads), ("k", kv), ("v", kv)):
+            linears[field] = (f"self_attn.{field}_proj", size, hidden, c.qkv_bias)
+    if c.mlp_layout == "plain":
+        linears["up"] = ("mlp.c_fc", inner, hidden, c.mlp_bias)
+        linears["down"] = ("mlp.c_proj", hidden, inner, c.mlp_bias)
+    else:
+        linears["down"] = ("mlp.down_proj", hidden, inner, c.mlp_bias)
+        if c.mlp_layout == "gated_fused":
+            linears["gate_up"] = ("mlp.gate_up_proj", 2 * inner, hidden, c.mlp_bias)
+        else:
+            linears["gate"] = ("mlp.gate_proj", inner, hidden, c.mlp_bias)
+            linears["up"] = ("mlp.up_proj", inner, hidden, c.mlp_bias)
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for field, (name, out, into, bias) in linears.items():
+        tensors[field] = (f"{name}.weight", (out, into))
+        if bias:
+            tensors[f"{field}.bias"] = (f"{name}.bias", (out,))
+    for field, name, size in _norms(config):
+        tensors[field] = (f"{name}.weight", (size,))
+        if c.norm_type == "layer":
+            tensors[f"{field}.bias"] = (f"{name}.bias", (size,))
+    return tensors
+
+
+def _norms(config: TransformerConfig) -> Iterator[tuple[str, str, int]]:
+    hidden = config.hidden_size
+    yield "ln1", "input_layernorm", hidden
+    if config.use_post_norms:
+        yield "ln1_post", "post_attention_layernorm", hidden
+        yield "ln2", "pre_feedforward_layernorm", hidden
+        yield "ln2_post", "post_feedforward_layernorm", hidden
+    else:
+        yield "ln2", "post_attention_layernorm", hidden
+    if config.use_qk_norm:
+        yield "q_norm", "self_attn.q_norm", config.head_dim
+        yield "k_norm", "self_attn.k_norm", config.head_dim
+
+
+def expected_tensors(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor a configuration needs, by its name in the checkpoint, with its shape."""
+    c = config
+    found: dict[str, tuple[int, ...]] = {f"{EMBED}.weight": (c.vocab_size, c.hidden_size), f"{FINAL_NORM}.weight": (c.hidden_size,)}
+    if c.norm_type == "layer":
+        found[f"{FINAL_NORM}.bias"] = (c.hidden_size,)
+    if not c.tie_word_embeddings:
+        found[f"{LM_HEAD}.weight"] = (c.vocab_size, c.hidden_size)
+    for layer in range(c.num_layers):
+        found |= {LAYER.format(layer) + name: shape for name, shape in layer_tensors(c).values()}
+    return found
+
+
+def read_shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors in safetensors files, from their headers alone; WeightsError for a truncated file."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        for name, entry in _header(path).items():
+            shapes[name] = tuple(entry["shape"])
+    return shapes
+
+
+def load(
+    files: Sequence[Path],
+    config: TransformerConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool | None = None,
+) -> Weights:
+    """The weights of a configuration from its safetensors files.
+
+    progress: show a bar on stderr; None does so on a terminal for checkpoints over 1 GiB.
+    Raises WeightsError naming the tensor or file: missing, truncated, misshapen, not finite.
+    """
+    from ...pipeline.progress import Progress
+
+    check_shapes(read_shapes(files), config)
+    total = sum(path.stat().st_size for path in files)
+    quiet = not progress if progress is not None else total < 1 << 30
+    with ExitStack() as stack, Progress(quiet=quiet) as bars:
+        tensors = _mapped(files, stack)
+        task = bars.task("loading weights", total=total, unit="B")
+
+        def take(name: str) -> Tensor:
+            tensor = tensors(name)
+            _check_finite(name, tensor)
+            task.advance(tensor.nbytes)
+            return tensor.to(device=device, dtype=dtype)
+
+        return assemble(take, config)
+
+
+def assemble(take: Any, config: TransformerConfig) -> Weights:
+    """Weights from a function that gives a tensor by its checkpoint name."""
+    fields = layer_tensors(config)
+    layers = []
+    for layer in range(config.num_layers):
+        got = {field: take(LAYER.format(layer) + name) for field, (name, _) in fields.items()}
+        parts: dict[str, Any] = {}
+        for field in fields:
+            if not field.endswith(".bias"):
+                kind = NormWeights if field.startswith("ln") or field.endswith("_norm") else Linear
+                parts[field] = kind(got[field], got.get(f"{field}.bias"))
+        layers.append(LayerWeights(**parts))
+    final = NormWeights(take(f"{FINAL_NORM}.weight"), take(f"{FINAL_NORM}.bias") if config.norm_type == "layer" else None)
+    head = None if config.tie_word_embeddings else take(f"{LM_HEAD}.weight")
+    return Weights(take(f"{EMBED}.weight"), tuple(layers), final, head)
+
+
+def check_shapes(found: Mapping[str, tuple[int, ...]], config: TransformerConfig) -> None:
+    """Raise WeightsError for the first tensor that is missing or misshapen."""
+    expected = expected_tensors(config)
+    missing = [name for name in expected if name not in found]
+    if missing:
+        near = nearest(missing[0], found)
+        rest = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise WeightsError(f"expected a tensor {missing[0]!r}{rest}, found none among {len(found)} tensors" + (f"; nearest is {near!r}" if near else "; run `mizarr models inspect` on the directory"))
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise WeightsError(f"expected {name!r} of shape {list(shape)} as config.json says, found {list(found[name])}; is config.json of another model?")
+
+
+def unused_tensors(found: Mapping[str, Any], config: TransformerConfig) -> list[str]:
+    """Tensors of a checkpoint no part of the forward pass reads, known buffers left out."""
+    expected = expected_tensors(config)
+    return sorted(name for name in found if name not in expected and not name.endswith(BENIGN) and not (name == f"{LM_HEAD}.weight" and config.tie_word_embeddings))
+
+
+def _mapped(files: Sequence[Path], stack: ExitStack) -> Any:
+    from safetensors import safe_open
+
+    handles = [stack.enter_context(safe_open(path, framework="pt")) for path in files]
+    owner = {name: handle for handle in handles for name in handle.keys()}
+    return lambda name: owner[name].get_tensor(name)
+
+
+def _check_finite(name: str, tensor: Tensor) -> None:
+    """One pass over the sum; only a sum that is not finite is looked into (it may have overflowed)."""
+    import torch
+
+    if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not bool(torch.isfinite(tensor).all()):
+        bad = int((~torch.isfinite(tensor)).sum())
+        raise WeightsError(f"expected finite weights, found {bad} NaN or infinite values in {name!r}; the checkpoint is damaged, fetch it again")
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """The JSON header of a safetensors file, checked against the file's size."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 0 < length <= size - 8:
+            raise WeightsError(f"{path} is no complete safetensors file: expected a header of {length} bytes, found {max(size - 8, 0)}; fetch it again")
+        try:
+            header: dict[str, Any] = json.loads(file.read(length))
+        except ValueError as error:
+            raise WeightsError(f"{path} is no safetensors file: its header is not JSON ({error})") from error
+    header.pop("__metadata__", None)
+    needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if needed != size:
+        raise WeightsError(f"{path} is {'truncated' if size < needed else 'damaged'}: expected {needed} bytes, found {size}; fetch it again")
+    return header
