@@ -1,0 +1,85 @@
+"""Prompts from text files, JSONL files, stdin and the command line."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from mizarr.store.errors import PromptError
+from mizarr.workflows.cli_prompts import read_prompts
+
+
+def write(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+def test_a_text_file_holds_one_prompt_per_line(tmp_path):
+    path = write(tmp_path, "prompts.txt", "first\n\n  second, indented \r\nthird")
+    assert read_prompts([path]) == ["first", "  second, indented ", "third"]
+
+
+def test_a_jsonl_file_holds_strings_or_objects_with_text(tmp_path):
+    path = write(tmp_path, "prompts.jsonl", '"first"\n{"text": "two\\nlines", "source": "x"}\n\n')
+    assert read_prompts([path]) == ["first", "two\nlines"]
+
+
+def test_a_jsonl_file_holds_token_ids(tmp_path):
+    path = write(tmp_path, "prompts.jsonl", '[1, 2]\n{"ids": [3]}\n')
+    assert read_prompts([path]) == [[1, 2], [3]]
+
+
+def test_files_are_read_in_the_order_given(tmp_path):
+    one, two = write(tmp_path, "1.txt", "a\n"), write(tmp_path, "2.jsonl", '"b"\n')
+    assert read_prompts([two, one]) == ["b", "a"]
+
+
+def test_words_on_the_command_line_are_prompts_when_asked():
+    assert read_prompts(["a prompt", "-"], literal=True) == ["a prompt", "-"]
+
+
+def test_a_dash_is_stdin(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("piped\n"))
+    assert read_prompts(["-"]) == ["piped"]
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("{text: 1}", "expected JSON"),
+        ("3", "expected a string"),
+        ('{"prompt": "x"}', "expected a string"),
+        ("[1, true]", "expected a string"),
+        ('[1, "a"]', "expected a string"),
+        ('{"text": null}', "expected a string"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named_by_file_and_number(tmp_path, line, found):
+    path = write(tmp_path, "prompts.jsonl", f'"fine"\n{line}\n')
+    with pytest.raises(PromptError, match=found) as error:
+        read_prompts([path])
+    assert f"{path}:2:" in str(error.value)
+
+
+def test_text_and_ids_do_not_mix(tmp_path):
+    with pytest.raises(PromptError, match="found both"):
+        read_prompts([write(tmp_path, "prompts.jsonl", '"text"\n[1]\n')])
+
+
+def test_no_prompt_at_all_is_an_error(tmp_path):
+    with pytest.raises(PromptError, match="found none in"):
+        read_prompts([write(tmp_path, "empty.txt", "\n\n")])
+
+
+def test_a_missing_file_says_how_to_pass_the_prompt_itself(tmp_path):
+    with pytest.raises(PromptError, match="--text"):
+        read_prompts([str(tmp_path / "absent.txt")])
+    with pytest.raises(PromptError, match="found a directory"):
+        read_prompts([str(tmp_path)])
+
+
+def test_a_file_that_is_not_utf8_is_named(tmp_path):
+    with pytest.raises(PromptError, match="UTF-8"):
+        read_prompts([write(tmp_path, "latin.txt", "caf\xe9\n".encode("latin-1"))])
