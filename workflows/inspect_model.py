@@ -1,0 +1,96 @@
+"""What is in a checkpoint? Its tensors with shapes and norms, without loading a model.
+
+Border: safetensors files in, plain values out; never imports torch, so that a checkpoint can be seen where it
+could not run. Tensors are read a block of rows at a time: memory stays at one block whatever their size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401 - teaches numpy the bfloat16 that safetensors hands out
+import numpy as np
+
+from ..store.errors import WeightsError
+
+__all__ = ["TensorFacts", "tensor_facts"]
+
+BLOCK = 1 << 22  # elements widened to float64 at a time: 32 MiB
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """One tensor of a checkpoint.
+
+    norm: Frobenius. mean, std: over all entries. All three None when values were not read.
+    finite: no NaN, no infinity; None when values were not read.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    norm: float | None = None
+    mean: float | None = None
+    std: float | None = None
+    finite: bool | None = None
+
+    @property
+    def parameters(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
+
+
+def tensor_facts(
+    files: Sequence[Path], *, values: bool = True, seen: Callable[[int], object] = lambda entries: None
+) -> Iterator[TensorFacts]:
+    """Facts about every tensor, file by file, in the order of their names.
+
+    values: read the tensors for norm, mean and std; otherwise the headers are enough.
+    seen: told the number of entries read, block by block.
+    Raises WeightsError for a file that is not safetensors, or is cut short.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    for path in files:
+        try:
+            with safe_open(path, framework="numpy") as held:
+                for name in sorted(held.keys()):
+                    part = held.get_slice(name)
+                    shape, dtype = tuple(part.get_shape()), str(part.get_dtype())
+                    measured = _measure(part, shape, seen) if values else {}
+                    yield TensorFacts(name, shape, dtype, **measured)
+        except SafetensorError as error:
+            raise WeightsError(
+                f"expected a safetensors file at {str(path)!r}, found {error}; fetch it again"
+            ) from error
+
+
+def _measure(part: Any, shape: tuple[int, ...], seen: Callable[[int], object]) -> dict[str, Any]:
+    """Norm, mean and standard deviation, accumulated in float64."""
+    count = math.prod(shape)
+    if not count:
+        return {"norm": 0.0, "mean": None, "std": None, "finite": True}
+    total = squares = 0.0
+    for block in _blocks(part, shape):
+        wide = np.asarray(block).astype(np.float64)
+        total += float(wide.sum())
+        squares += float(np.square(wide).sum())
+        seen(wide.size)
+    if not math.isfinite(squares):
+        return {"norm": None, "mean": None, "std": None, "finite": False}
+    mean = total / count
+    variance = max(squares / count - mean * mean, 0.0)
+    return {"norm": math.sqrt(squares), "mean": mean, "std": math.sqrt(variance), "finite": True}
+
+
+def _blocks(part: Any, shape: tuple[int, ...]) -> Iterator[Any]:
+    if not shape:
+        yield part[...]
+        return
+    rows = max(1, BLOCK // max(1, math.prod(shape[1:])))
+    for start in range(0, shape[0], rows):
+        yield part[start : min(start + rows, shape[0])]
