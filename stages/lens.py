@@ -90,7 +90,7 @@ def logit_lens(
 
 
 def logits(states: xr.DataArray, readout: xr.Dataset, *, soft_cap: bool = True) -> xr.DataArray:
-    """Logits [..., vocab], float32, of states [..., hidden]; for few states, as it materialises all of them."""
+    """Logits [..., vocab], float32, of states [..., hidden]; for few states, as all are held at once."""
     import xarray as xr
 
     states = states.transpose(..., "hidden")

@@ -6,8 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import xarray as xr
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from mizarr.stages.pca import (
     merge_moments,
