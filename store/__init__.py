@@ -1,0 +1,51 @@
+"""What runs and stages leave behind: digests, keys, arrays on disk. Never imports torch.
+
+    store = open_store("activations")
+    record = store.lookup(key)          # what is published under a key, or None
+    store.put_result(key, dataset)      # a labelled result, first one wins
+    store[key]                          # labelled and lazy
+
+Names are loaded when first used, so that importing the package stays free of xarray and zarr.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# Public name -> the module that defines it.
+_HOME = {
+    "open_store": ".store",
+    "Store": ".store",
+    "Record": ".records",
+    "PackedTokens": ".packed",
+    "ModelIdentity": ".keys",
+    "RunKey": ".keys",
+    "ActivationKey": ".keys",
+    "ResultKey": ".keys",
+}
+
+__all__ = [*_HOME]  # noqa: PLE0604 - the table above is the list
+
+if TYPE_CHECKING:
+    from .keys import (
+        ActivationKey as ActivationKey,
+        ModelIdentity as ModelIdentity,
+        ResultKey as ResultKey,
+        RunKey as RunKey,
+    )
+    from .packed import PackedTokens as PackedTokens
+    from .records import Record as Record
+    from .store import Store as Store, open_store as open_store
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

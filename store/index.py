@@ -1,11 +1,11 @@
-"""What a store remembers to answer faster: where a prompt was stored, when a folder was last used.
+"""SQLite caches: where a prompt was stored, when a folder was last used, what a file digested to.
 
-Border: a cache, never the truth. Every answer is checked by its reader against the records on disk, and deleting
-`index.sqlite` loses nothing but time. So no failure in here is an error: a locked, damaged or unwritable database
-reads as empty and forgets what it is told.
+Border: caches, never the truth. Every answer of a store's index is checked by its reader against the records
+on disk, and deleting `index.sqlite` loses nothing but time. So no failure in here is an error: a locked,
+damaged or unwritable database reads as empty and forgets what it is told.
 
-One SQLite file, safe for many processes (its own locks, short transactions, no write-ahead log, so that a reader
-without write permission needs no side files). A read-only store opens it read-only, or works without.
+One SQLite file, safe for many processes (its own locks, short transactions, no write-ahead log, so that a
+reader without write permission needs no side files). A read-only store opens it read-only, or works without.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
+
+from .digest import file_digest
 
 T = TypeVar("T")
+C = TypeVar("C", bound="_Cache")
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS prompts (family TEXT, prompt TEXT, data TEXT, row INTEGER,
-    PRIMARY KEY (family, prompt, data)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS uses (data TEXT PRIMARY KEY, at REAL) WITHOUT ROWID;
-"""
 _USE_RESOLUTION = 60.0  # seconds; a use within this of the last one is not written again
 _VARIABLES = 500  # bound parameters per statement; old SQLite allows 999
 
 
-class StoreIndex:
-    """The rebuildable index of one store.
+class _Cache:
+    """A SQLite file that may be lost, locked or damaged at any moment.
 
-    path: the SQLite file, created on first write; None keeps the index in memory for this process only.
-    A `read_only` index answers from an existing file and ignores writes.
+    path: created on first write; None keeps the cache in memory for this process only.
+    A `read_only` cache answers from an existing file and ignores writes.
     """
+
+    schema = ""
 
     def __init__(self, path: Path | None, *, read_only: bool = False) -> None:
         self._path = path
@@ -43,10 +43,87 @@ class StoreIndex:
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
         self._pid = os.getpid()
-        self._used: dict[str, float] = {}
 
-    def __reduce__(self) -> tuple[Callable[..., StoreIndex], tuple[Path | None, bool]]:
-        return _reopen, (self._path, self._read_only)
+    def __reduce__(self) -> tuple[Callable[..., Self], tuple[type[Self], Path | None, bool]]:
+        return _reopen, (type(self), self._path, self._read_only)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file; the next question opens it again."""
+        with suppress(sqlite3.Error):
+            if self._connection is not None and self._pid == os.getpid():
+                self._connection.close()
+        self._connection = None
+
+    def _read(self, query: Callable[[sqlite3.Connection], T], nothing: T) -> T:
+        with self._lock:
+            try:
+                db = self._connect()
+                return nothing if db is None else query(db)
+            except sqlite3.Error:
+                return nothing
+
+    def _write(self, change: Callable[[sqlite3.Connection], object]) -> None:
+        if self._read_only:
+            return
+        with self._lock:
+            for attempt in range(2):
+                try:
+                    db = self._connect()
+                    if db is not None:
+                        with db:
+                            change(db)
+                    return
+                except sqlite3.OperationalError:
+                    return  # locked for long, disk full, not writable: forget it
+                except sqlite3.DatabaseError:
+                    self._discard()  # not a database any more: start afresh, once
+                    if attempt:
+                        return
+
+    def _connect(self) -> sqlite3.Connection | None:
+        if self._connection is not None and self._pid == os.getpid():
+            return self._connection
+        # SQLite connections do not survive a fork; the parent's is dropped here without being closed.
+        self._pid = os.getpid()
+        self._connection = None
+        if self._path is None:
+            db = sqlite3.connect(":memory:", check_same_thread=False)
+        elif self._read_only:
+            if not self._path.exists():
+                return None
+            db = sqlite3.connect(
+                f"{self._path.resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False
+            )
+        else:
+            db = sqlite3.connect(self._path, timeout=5.0, check_same_thread=False)
+        if not self._read_only:
+            db.execute("PRAGMA synchronous = OFF")  # a lost index is rebuilt; never wait for the disk
+            db.executescript(self.schema)
+        self._connection = db
+        return db
+
+    def _discard(self) -> None:
+        self.close()
+        if self._path is not None:
+            with suppress(OSError):
+                self._path.unlink()
+
+
+class StoreIndex(_Cache):
+    """The rebuildable index of one store: prompt -> entry and row, folder -> last use."""
+
+    schema = """
+        CREATE TABLE IF NOT EXISTS prompts (family TEXT, prompt TEXT, data TEXT, row INTEGER,
+            PRIMARY KEY (family, prompt, data)) WITHOUT ROWID;
+        CREATE TABLE IF NOT EXISTS uses (data TEXT PRIMARY KEY, at REAL) WITHOUT ROWID;
+    """
+
+    def __init__(self, path: Path | None, *, read_only: bool = False) -> None:
+        super().__init__(path, read_only=read_only)
+        self._used: dict[str, float] = {}
 
     def add_prompts(self, family: str, data: str, prompts: Iterable[str]) -> None:
         """Remember that row i of entry `data` holds the i-th of `prompts` (digests).
@@ -98,61 +175,51 @@ class StoreIndex:
         self._used.clear()
         self._write(lambda db: db.executescript("DELETE FROM prompts; DELETE FROM uses;"))
 
-    def _read(self, query: Callable[[sqlite3.Connection], T], nothing: T) -> T:
-        with self._lock:
-            try:
-                db = self._connect()
-                return nothing if db is None else query(db)
-            except sqlite3.Error:
-                return nothing
 
-    def _write(self, change: Callable[[sqlite3.Connection], object]) -> None:
-        if self._read_only:
-            return
-        with self._lock:
-            for attempt in range(2):
-                try:
-                    db = self._connect()
-                    if db is not None:
-                        with db:
-                            change(db)
-                    return
-                except sqlite3.OperationalError:
-                    return  # locked for long, disk full, not writable: forget it
-                except sqlite3.DatabaseError:
-                    self._discard()  # not a database any more: start afresh, once
-                    if attempt:
-                        return
+class FileDigests(_Cache):
+    """sha256 of files, computed once: remembered by (real path, device, inode, size, mtime, ctime).
 
-    def _connect(self) -> sqlite3.Connection | None:
-        if self._connection is not None and self._pid == os.getpid():
-            return self._connection
-        # SQLite connections do not survive a fork; the parent's is dropped here without being closed.
-        self._pid = os.getpid()
-        self._connection = None
-        if self._path is None:
-            db = sqlite3.connect(":memory:", check_same_thread=False)
-        elif self._read_only:
-            if not self._path.exists():
-                return None
-            db = sqlite3.connect(f"{self._path.resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False)
-        else:
-            db = sqlite3.connect(self._path, timeout=5.0, check_same_thread=False)
-        if not self._read_only:
-            db.execute("PRAGMA synchronous = OFF")  # a lost index is rebuilt; never wait for the disk
-            db.executescript(_SCHEMA)
-        self._connection = db
-        return db
+    A file written over in place within one tick of the clock, to the same size, would go unnoticed on file
+    systems without fine timestamps; so a file changed in the last two seconds is digested but not remembered.
+    """
 
-    def _discard(self) -> None:
-        with suppress(sqlite3.Error):
-            if self._connection is not None:
-                self._connection.close()
-        self._connection = None
-        if self._path is not None:
-            with suppress(OSError):
-                self._path.unlink()
+    schema = """
+        CREATE TABLE IF NOT EXISTS files (path TEXT PRIMARY KEY, stat TEXT, digest TEXT) WITHOUT ROWID;
+    """
+
+    def digest(self, path: Path) -> str:
+        """`sha256:…` of the file's bytes; OSError when it cannot be read."""
+        real = path.resolve()
+        before = real.stat()
+        stat = _identity(before)
+        known = self._read(
+            lambda db: db.execute(
+                "SELECT digest FROM files WHERE path = ? AND stat = ?", (str(real), stat)
+            ).fetchone(),
+            None,
+        )
+        if known is not None:
+            return str(known[0])
+        found = file_digest(real)
+        settled = time.time() - max(before.st_mtime, before.st_ctime) > 2.0
+        if settled and _identity(real.stat()) == stat:
+            self._write(
+                lambda db: db.execute(
+                    "INSERT OR REPLACE INTO files VALUES (?, ?, ?)", (str(real), stat, found)
+                )
+            )
+        return found
 
 
-def _reopen(path: Path | None, read_only: bool) -> StoreIndex:
-    return StoreIndex(path, read_only=read_only)
+def file_digests() -> FileDigests:
+    """The memo shared by all stores of this user: `$MIZARR_CACHE/digests.sqlite`, by default in ~/.cache/mizarr."""
+        folder.mkdir(parents=True, exist_ok=True)
+    return FileDigests(folder / "digests.sqlite")
+
+
+def _identity(stat: os.stat_result) -> str:
+    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+
+
+def _reopen(kind: type[C], path: Path | None, read_only: bool) -> C:
+    return kind(path, read_only=read_only)

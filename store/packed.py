@@ -5,8 +5,8 @@ character offsets travel along as labels and never enter the digest.
 
 A corpus is one array of ids and the number of tokens of each prompt (CF "contiguous ragged array"): no
 padding, no array per prompt. Which prompt a token belongs to, and its position in it, follow from the row
-starts; for a billion tokens these two columns would be 8 GB, so they are only ever computed for the slice that
-is asked for.
+starts; for a billion tokens these two columns would be 8 GB, so they are only ever computed for the slice
+that is asked for.
 
 Axes: token (packed, all prompts), prompt (rows of the ragged array).
 """
@@ -60,7 +60,9 @@ class PackedTokens:
                 "drop it, or start every prompt with the beginning-of-sequence token"
             )
         if int(sizes.sum()) != len(ids):
-            raise PromptError(f"expected row sizes that sum to {len(ids)} token ids, found {int(sizes.sum())}")
+            raise PromptError(
+                f"expected row sizes that sum to {len(ids)} token ids, found {int(sizes.sum())}"
+            )
         object.__setattr__(self, "ids", ids)
         object.__setattr__(self, "row_size", sizes)
         if self.texts is not None and len(self.texts) != len(sizes):
@@ -160,9 +162,11 @@ class PackedTokens:
         return (np.searchsorted(self.row_start, at, side="right") - 1).astype(np.int32)
 
     def position_of(self, tokens: slice | range | npt.NDArray[np.integer[Any]] | int) -> Ids:
-        """Position of each given token in its prompt, int32; `tokens` are packed indices or a slice of them."""
-        at = self._indices(tokens)
-        return (at - self.row_start[self.prompt_of(at)]).astype(np.int32)
+        """Position of each given token in its prompt, int32.
+
+        `tokens` are packed indices or a slice of them.""" at = self._indices(tokens) return (at -
+        self.row_start[self.prompt_of(at)]).astype(np.int
+        """
 
     def select(self, prompts: Sequence[int] | npt.NDArray[np.integer[Any]]) -> PackedTokens:
         """The given prompts, in the given order, packed anew with their labels."""

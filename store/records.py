@@ -1,17 +1,19 @@
 """The small file that makes a result visible: `keys/<ab>/<key>.json`.
 
-Border: names and plain values; who writes the file, and when, is decided by the entry or the result it points to.
+Border: names and plain values; who writes the file, and when, is decided by the entry or the result it points
+to.
 
-A key file says where the data lies and what its bytes digest to. It is created once, never changed, and is the
-only thing a reader starts from: data without a key file does not exist. Downstream keys are made of `content`,
-never of `key`, so an upstream recompute that gives the same bytes stops there (early cutoff).
+A key file says where the data lies and what its bytes digest to. It is created once, never changed, and is
+the
+only thing a reader starts from: data without a key file does not exist. Downstream keys are made of
+`content`, never of `key`, so an upstream recompute that gives the same bytes stops there (early cutoff).
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 from .errors import CorruptEntry
 
@@ -58,7 +60,9 @@ class Record:
         """The record in a key file; CorruptEntry if it is not one."""
         try:
             fields = json.loads(text)
-            return cls(key, **{name: str(fields[name]) for name in ("kind", "data", "content", "created", "label")})
+            return cls(
+                key, **{name: str(fields[name]) for name in ("kind", "data", "content", "created", "label")}
+            )
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptEntry(
                 f"{key_path(key)} is not a key file ({error}); delete it and what it names is computed again"
@@ -72,4 +76,4 @@ def key_path(key: str) -> str:
 
 def now() -> str:
     """Current time as records write it: UTC, ISO 8601, whole seconds."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="seconds")

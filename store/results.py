@@ -1,0 +1,186 @@
+"""Derived results: labelled datasets of any size, written once and found again by key.
+
+Border: labels and bytes; what a stage computed, and whether it should run at all, is decided in the pipeline.
+
+Every attempt to store a result is a folder of its own with an ordinary Zarr v3 group in it, which plain
+`xr.open_zarr` reads.
+It becomes the result when `keys/<key>.json` names it. The first attempt to get there wins and the others
+remove themselves, so no file is ever written by two, and a killed attempt is a stray folder that nobody
+reads.
+
+    data/<ab>/<key>.<random>/
+        dataset/                the Zarr group; a folder of its own, as Zarr warns of strangers among its
+        arrays manifest.json           R and, for `verify`, {path: [size, digest]} provenance/<when>.json
+        request, parents, versions: how it came about; never part of R
+
+Text is stored as Zarr's `string`: fixed-length unicode has no Zarr v3 specification and other readers refuse
+it.
+Values are stored as they are: no fill values, no scaling, no compression (float activations gain at most 9
+%).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import records
+from .content import content_of, plain, storable_dtype
+from .errors import CorruptEntry, ShapeError
+from .files import Folder
+from .provenance import as_json, put_provenance
+from .records import Record
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from .keys import ResultKey
+
+log = logging.getLogger(__name__)
+
+DATASET = "dataset"
+_TEXT = np.dtypes.StringDType()
+_WHOLE = 64 << 20  # bytes up to which an in-memory array is one chunk, and a result opens without dask
+_CHUNK = 16 << 20  # bytes of a chunk of larger in-memory arrays
+
+
+def prepare(dataset: xr.Dataset) -> tuple[xr.Dataset, dict[str, dict[str, Any]]]:
+    """The dataset in storable form, and the Zarr encoding of each variable.
+
+    Nothing is computed. ShapeError for dtypes that cannot be stored.
+    """
+    dataset = dataset.drop_encoding()
+    texts = {}
+    for name, variable in dataset.variables.items():
+        if storable_dtype(str(name), variable.dtype) == "string":
+            texts[name] = (variable.dims, _as_text(str(name), variable), plain(variable.attrs))
+    coords = {name: value for name, value in texts.items() if name in dataset.coords}
+    dataset = dataset.assign_coords(coords).assign({n: v for n, v in texts.items() if n not in coords})
+    dataset.attrs = plain(dataset.attrs)
+    for variable in dataset.variables.values():
+        variable.attrs = plain(variable.attrs)
+    encoding = {
+        str(name): {"compressors": None, "_FillValue": None, "chunks": _chunks(variable)}
+        for name, variable in dataset.variables.items()
+    }
+    return dataset, encoding
+
+
+def _as_text(name: str, variable: xr.Variable) -> Any:
+    if variable.chunks is not None:
+        return variable.data.map_blocks(_text_block, variable=name, dtype=_TEXT, meta=np.empty(0, _TEXT))
+    return _text_block(np.asarray(variable.values), name)
+
+
+def _text_block(values: npt.NDArray[Any], variable: str) -> npt.NDArray[Any]:
+    if values.dtype.kind == "O":
+        # numpy would quietly write 1 as "1".
+        if wrong := [value for value in values.ravel() if not isinstance(value, str)]:
+            kind = type(wrong[0]).__name__
+            raise ShapeError(
+                f"variable {variable!r} holds {wrong[0]!r} ({kind}) among its text; expected str only"
+            )
+    return values.astype(_TEXT)
+
+
+def _chunks(variable: xr.Variable) -> tuple[int, ...]:
+    if variable.chunks is not None:
+        return tuple(max(1, *sizes) for sizes in variable.chunks)
+    shape = tuple(max(1, size) for size in variable.shape)
+    if variable.nbytes <= _WHOLE or not shape:
+        return shape
+    rows = max(1, _CHUNK * shape[0] // variable.nbytes)
+    return (rows, *shape[1:])
+
+
+def write_result(files: Folder, key: ResultKey, dataset: xr.Dataset, provenance: Mapping[str, Any]) -> Record:
+    """Store `dataset` under `key` unless it is there already; returns the record that stands.
+
+    Chunked (dask) variables are computed and written chunk by chunk.  provenance: plain values.
+    Raises ShapeError for what cannot be stored, StoreFull, ReadOnlyStore; a failed attempt leaves nothing
+    behind.
+    """
+    ready, encoding = prepare(dataset)
+    data = f"data/{key.digest[:2]}/{key.digest}.{secrets.token_hex(4)}"
+    try:
+        record = _attempt(files, data, key, ready, encoding, provenance)
+        if files.put_new(record.path, record.to_bytes()):
+            return record
+    except BaseException:
+        files.remove_tree(data)
+        raise
+    files.remove_tree(data)
+    return _lost(files, record, provenance)
+
+
+def _attempt(
+    files: Folder,
+    data: str,
+    key: ResultKey,
+    ready: xr.Dataset,
+    encoding: Mapping[str, Mapping[str, Any]],
+    provenance: Mapping[str, Any],
+) -> Record:
+    """Write everything of an attempt but the key."""
+    folder = files.make_folder(data) / DATASET
+    with files.writing(data):
+        ready.to_zarr(folder, zarr_format=3, consolidated=False, encoding=encoding, align_chunks=True)
+    content = content_of(read_folder(folder, chunks=None))
+    manifest = {"content": content, "files": files.settle(data)}
+    files.put_new(f"{data}/manifest.json", as_json(manifest))
+    label = f"{key.stage}/{key.version}"
+    note = {"key": key.digest, "request": key.request(), "content": content, "label": label}
+    put_provenance(files, data, {**provenance, **note})
+    return Record(key.digest, records.RESULT, data, content, records.now(), label)
+
+
+def _lost(files: Folder, record: Record, provenance: Mapping[str, Any]) -> Record:
+    """The record that came first; a difference in content is noted beside it, for people."""
+    text = files.get(record.path)
+    if text is None:
+        raise CorruptEntry(
+            f"{record.path} vanished while it was read: gc or quarantine ran; compute it again"
+        )
+    first = Record.from_bytes(record.key, text)
+    if first.content != record.content:
+        log.warning(
+            "%s %s gave %s where %s is stored: it is not deterministic; the stored result stands",
+            record.label,
+            record.short,
+            record.content,
+            first.content,
+        )
+        note = {"key": record.key, "label": record.label, "nondeterministic": record.content}
+        put_provenance(files, first.data, {**provenance, **note})
+    return first
+
+
+def read_folder(folder: str | Path, chunks: Mapping[str, int] | None) -> xr.Dataset:
+    """A result's folder as a lazy dataset, values exactly as stored."""
+    import xarray as xr
+
+    return xr.open_zarr(
+        folder, consolidated=False, chunks=chunks, mask_and_scale=False, decode_times=False, zarr_format=3
+    )
+
+
+def read_result(files: Folder, record: Record) -> xr.Dataset:
+    """A stored result, lazy: straight over the files when it is small, chunked by dask when it is not.
+
+    Raises CorruptEntry when the folder the record names is gone or cannot be read.
+    """
+    folder = files.path(record.data) / DATASET
+    try:
+        dataset = read_folder(folder, chunks=None)
+        return dataset if dataset.nbytes <= _WHOLE else read_folder(folder, chunks={})
+    except (OSError, ValueError, KeyError) as error:
+        raise CorruptEntry(
+            f"{record.label} {record.short} should lie in {folder}, which cannot be read ({error}); "
+            "run `mizarr verify`, or quarantine it and compute it again"
+        ) from error
