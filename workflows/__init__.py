@@ -1,0 +1,65 @@
+"""Workflows: questions composed of stages. A plain table; each is loaded when it is named.
+
+mizarr.compute("logit_lens", store="activations", prompts=["The capital of France is"]).render(console)
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..store.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from ..store import Store
+    from .workflow import Workflow
+
+__all__ = ["WORKFLOWS", "build", "compute"]
+
+# Name -> the module that defines it, as `<module>.WORKFLOW`.
+WORKFLOWS = {
+    "logit_lens": ".logit_lens",
+    "character_count_helix": ".character_count_helix",
+}
+
+
+def build(name: str, **settings: Any) -> Workflow:
+    """The workflow `name` with these settings (`model` is one of them), planned but not run; loads no
+    weights.
+
+    Raises ConfigError for an unknown workflow or setting, with the nearest name.
+    """
+    from .workflow import read_settings
+
+    if name not in WORKFLOWS:
+        near = nearest(name, WORKFLOWS)
+        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(WORKFLOWS)}"
+        raise ConfigError(f"no workflow {name!r}; {hint}")
+    kind = importlib.import_module(WORKFLOWS[name], __name__).WORKFLOW
+    workflow: Workflow = kind(read_settings(kind.settings_type, name, settings))
+    return workflow
+
+
+def compute(
+    name: str,
+    *,
+    store: Store | str | Path,
+    cluster: str | None = None,
+    threads: int | None = None,
+    memory: str | int | None = None,
+    progress: bool = True,
+    **settings: Any,
+) -> Workflow:
+    """Build a workflow, compute what the store does not hold yet, and return it with its results open.
+
+    store: a store, or where it lies.  cluster: address of a Dask scheduler; by default threads of this
+    process.
+    settings: of the workflow; `model` is a hub id, a directory or "specimen".
+    """
+    from ..store import open_store
+
+    opened = open_store(store) if isinstance(store, (str, Path)) else store
+    return build(name, **settings).run(
+        opened, cluster=cluster, threads=threads, memory=memory, progress=progress
+    )

@@ -1,0 +1,130 @@
+"""What every workflow is: settings, a graph of stages, and ways to show what came out.
+
+Border: composes nodes and hands them to the pipeline; computes nothing itself.
+
+A workflow answers one question about a model. Its settings are a frozen dataclass whose defaults run offline
+on the specimen; building it touches no weights, so that `mizarr explain` can print the whole graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from ..store.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..pipeline import Node
+    from ..store import Store
+
+__all__ = ["Workflow", "read_settings", "setting"]
+
+
+def setting(default: Any, description: str) -> Any:
+    """A field of a settings dataclass: its default, and one line on what it does."""
+    return dataclasses.field(default=default, metadata={"help": description})
+
+
+class Workflow:
+    """A question, the graph that answers it, and, once `run`, the answer."""
+
+    name: ClassVar[str]
+    question: ClassVar[str]
+    settings_type: ClassVar[type[Any]]
+
+    settings: Any
+    nodes: Mapping[str, Node]
+    """What is computed, by name; the graph below hangs on their inputs."""
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+        self._results: dict[str, xr.Dataset] = {}
+
+    def run(self, store: Store, **options: Any) -> Self:
+        """Compute what is not stored yet and open the results; options (cluster, …) go to the pipeline."""
+        from ..pipeline import run
+
+        run(list(self.nodes.values()), store, **options)
+        self._results = {name: node.open(store) for name, node in self.nodes.items()}
+        return self
+
+    def result(self, name: str) -> xr.Dataset:
+        """One of the results, lazy and labelled; ConfigError before `run`, or for a name there is not."""
+        if not self._results:
+            raise ConfigError(f"{self.name} has not run yet; call .run(store) first")
+        if name not in self._results:
+            near = nearest(name, self._results)
+            raise ConfigError(
+                f"{self.name} has no result {name!r}; expected one of {', '.join(self._results)}"
+                + (f", nearest is {near!r}" if near else "")
+            )
+        return self._results[name]
+
+    def tables(self) -> list[Table]:
+        """What came out, for a terminal."""
+        raise NotImplementedError
+
+    def draw(self, folder: Path) -> list[Path]:
+        """What came out, as PNG files in `folder`; files drawn from the same results are kept."""
+        raise NotImplementedError
+
+    def to_json(self) -> dict[str, Any]:
+        """What came out as plain JSON values, with the settings and the keys of the results."""
+        raise NotImplementedError
+
+    def render(self, console: Console, folder: Path | None = None) -> list[Path]:
+        """Print the tables, and write figures into `folder` unless it is None; returns the files."""
+        for table in self.tables():
+            console.print(table)
+        return [] if folder is None else self.draw(folder)
+
+
+def read_settings(kind: type[Any], name: str, given: Mapping[str, Any]) -> Any:
+    """A settings dataclass from `name=value` pairs as the command line or JSON has them.
+
+    Lists become tuples. Raises ConfigError for an unknown setting (with the nearest name) and a value of the
+    wrong type; what a value may be, the dataclass itself checks.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    hints = typing.get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in fields:
+            near = nearest(key, fields)
+            hint = f"did you mean {near!r}?" if near else f"it has {', '.join(fields)}"
+            raise ConfigError(f"workflow {name!r} has no setting {key!r}; {hint}")
+        values[key] = _as(hints[key], value, key)
+    return kind(**values)
+
+
+def _as(hint: Any, value: Any, key: str) -> Any:
+    """`value` as the annotation says; an int is taken for a float, a list or a single value for a tuple."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        for option in typing.get_args(hint):
+            try:
+                return _as(option, value, key)
+            except ConfigError:
+                continue
+    elif hint is type(None):
+        if value is None:
+            return None
+    elif origin is tuple:
+        inner = typing.get_args(hint)[0]
+        if isinstance(value, (list, tuple)):
+            return tuple(_as(inner, item, key) for item in value)
+        return (_as(inner, value, key),)
+    elif hint is float and type(value) in (int, float):
+        return float(value)
+    elif type(value) is hint:
+        return value
+    readable = str(hint).removeprefix("<class '").removesuffix("'>")
+    raise ConfigError(f"expected {key} to be {readable}, found {value!r} ({type(value).__name__})")
