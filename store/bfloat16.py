@@ -1,0 +1,86 @@
+"""bfloat16 as a Zarr v3 data type, so that what a model computed in half the bytes is stored in half the bytes.
+
+Zarr-python has no bfloat16 of its own; the name `bfloat16` and its two little-endian bytes are those that other Zarr readers know.
+Registered through an entry point: wherever mizarr is installed, plain `zarr.open` reads such arrays as `ml_dtypes.bfloat16`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+import ml_dtypes
+import numpy as np
+from zarr.core.dtype import data_type_registry
+from zarr.core.dtype.common import DataTypeValidationError, HasItemSize
+from zarr.core.dtype.npy.common import check_json_float_v3, float_from_json_v3, float_to_json_v3
+from zarr.core.dtype.wrapper import ZDType
+
+NATIVE = np.dtype(ml_dtypes.bfloat16)
+
+
+@dataclass(frozen=True)
+class BFloat16(ZDType[Any, Any], HasItemSize):
+    """Zarr's view of `ml_dtypes.bfloat16`; Zarr format 3 only."""
+
+    dtype_cls = type(NATIVE)
+    _zarr_v3_name: ClassVar[Literal["bfloat16"]] = "bfloat16"
+
+    @property
+    def item_size(self) -> int:
+        """Bytes per value."""
+        return 2
+
+    @classmethod
+    def from_native_dtype(cls, dtype: Any) -> Self:
+        """The Zarr type of a numpy dtype; DataTypeValidationError unless it is bfloat16."""
+        if dtype == NATIVE:
+            return cls()
+        raise DataTypeValidationError(f"expected {NATIVE}, found {dtype}")
+
+    def to_native_dtype(self) -> Any:
+        """`ml_dtypes.bfloat16` as a numpy dtype."""
+        return NATIVE
+
+    @classmethod
+    def _from_json_v2(cls, data: Any) -> Self:
+        raise DataTypeValidationError(f"Zarr format 2 has no bfloat16, found {data!r}")
+
+    @classmethod
+    def _from_json_v3(cls, data: Any) -> Self:
+        if data == cls._zarr_v3_name:
+            return cls()
+        raise DataTypeValidationError(f"expected {cls._zarr_v3_name!r}, found {data!r}")
+
+    def to_json(self, zarr_format: int) -> Any:
+        """The name in `zarr.json`."""
+        if zarr_format != 3:
+            raise ValueError("Zarr format 2 has no bfloat16")
+        return self._zarr_v3_name
+
+    def _check_scalar(self, data: object) -> bool:
+        return isinstance(data, int | float | np.number | ml_dtypes.bfloat16)
+
+    def cast_scalar(self, data: object) -> Any:
+        """A number as a bfloat16."""
+        if not self._check_scalar(data):
+            raise TypeError(f"cannot convert {data!r} to bfloat16")
+        return NATIVE.type(data)
+
+    def default_scalar(self) -> Any:
+        """Zero."""
+        return NATIVE.type(0)
+
+    def from_json_scalar(self, data: Any, *, zarr_format: int) -> Any:
+        """A fill value as `zarr.json` spells it."""
+        return NATIVE.type(float_from_json_v3(data) if check_json_float_v3(data) else float(data))
+
+    def to_json_scalar(self, data: object, *, zarr_format: int) -> Any:
+        """A fill value as `zarr.json` spells it."""
+        return float_to_json_v3(np.float32(self.cast_scalar(data)))
+
+
+def register() -> None:
+    """Make the type known to zarr in this process; harmless when it is."""
+    if BFloat16._zarr_v3_name not in data_type_registry.contents:
+        data_type_registry.register(BFloat16._zarr_v3_name, BFloat16)
