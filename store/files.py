@@ -112,7 +112,8 @@ class Folder:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
-        """Around a write: refuses a read-only store, and tells a full disk or a missing permission by its name."""
+        """Around a write: refuses a read-only store, and tells a full disk by its name."""
+        if self.read_only:
             raise ReadOnlyStore(
                 f"cannot write {name}: {self.root} was opened with mode='r'; open it with mode='a'"
             )
@@ -130,10 +131,8 @@ class Folder:
 
 
 def as_store_error(error: OSError, root: Path, name: str) -> OSError:
-    """The store's word for what the operating system said while `name` was written.
-
-    Other errors as they are.""" if error.errno in (errno.ENOSPC, errno.EDQUO
-    """
+    """The store's word for what the system said while `name` was written; other errors as they are."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreFull(
             f"no space left in {root} while writing {name}; what was committed stays. Free some space "
             "(mizarr gc) and run again: it resumes"

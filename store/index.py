@@ -212,7 +212,9 @@ class FileDigests(_Cache):
 
 
 def file_digests() -> FileDigests:
-    """The memo shared by all stores of this user: `$MIZARR_CACHE/digests.sqlite`, by default in ~/.cache/mizarr."""
+    """The memo shared by all stores of a user, in the folder $MIZARR_CACHE or else ~/.cache/mizarr."""
+    folder = Path(os.environ.get("MIZARR_CACHE") or Path.home() / ".cache" / "mizarr")
+    with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     return FileDigests(folder / "digests.sqlite")
 

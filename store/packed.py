@@ -56,7 +56,7 @@ class PackedTokens:
             raise PromptError("expected at least one prompt, found none; pass a non-empty list of prompts")
         if len(empty := np.flatnonzero(sizes <= 0)):
             raise PromptError(
-                f"prompt {int(empty[0])} is empty (row_size {int(sizes[empty[0]])}), expected at least one token; "
+                f"prompt {int(empty[0])} is empty ({int(sizes[empty[0]])}), expected at least one token; "
                 "drop it, or start every prompt with the beginning-of-sequence token"
             )
         if int(sizes.sum()) != len(ids):
@@ -157,16 +157,14 @@ class PackedTokens:
         return _token_digest(self.prompt(i), np.array([self.row_size[i]], np.int64))
 
     def prompt_of(self, tokens: slice | range | npt.NDArray[np.integer[Any]] | int) -> Ids:
-        """Prompt index of each given token, int32; `tokens` are packed indices or a slice of them."""
+        """Prompt index of each given token, int32; `tokens` are packed indices or a slice."""
         at = self._indices(tokens)
         return (np.searchsorted(self.row_start, at, side="right") - 1).astype(np.int32)
 
     def position_of(self, tokens: slice | range | npt.NDArray[np.integer[Any]] | int) -> Ids:
-        """Position of each given token in its prompt, int32.
-
-        `tokens` are packed indices or a slice of them.""" at = self._indices(tokens) return (at -
-        self.row_start[self.prompt_of(at)]).astype(np.int
-        """
+        """Position of each given token in its prompt, int32; `tokens` are packed indices or a slice."""
+        at = self._indices(tokens)
+        return (at - self.row_start[self.prompt_of(at)]).astype(np.int32)
 
     def select(self, prompts: Sequence[int] | npt.NDArray[np.integer[Any]]) -> PackedTokens:
         """The given prompts, in the given order, packed anew with their labels."""

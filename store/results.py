@@ -79,13 +79,12 @@ def _as_text(name: str, variable: xr.Variable) -> Any:
 
 
 def _text_block(values: npt.NDArray[Any], variable: str) -> npt.NDArray[Any]:
-    if values.dtype.kind == "O":
-        # numpy would quietly write 1 as "1".
-        if wrong := [value for value in values.ravel() if not isinstance(value, str)]:
-            kind = type(wrong[0]).__name__
-            raise ShapeError(
-                f"variable {variable!r} holds {wrong[0]!r} ({kind}) among its text; expected str only"
-            )
+    is_object = values.dtype.kind == "O"  # numpy would quietly write 1 as "1"
+    if wrong := [value for value in values.ravel() if is_object and not isinstance(value, str)]:
+        kind = type(wrong[0]).__name__
+        raise ShapeError(
+            f"variable {variable!r} holds {wrong[0]!r} ({kind}) among its text; expected str only"
+        )
     return values.astype(_TEXT)
 
 
@@ -161,11 +160,11 @@ def _lost(files: Folder, record: Record, provenance: Mapping[str, Any]) -> Recor
     return first
 
 
-def read_folder(folder: str | Path, chunks: Mapping[str, int] | None) -> xr.Dataset:
+def read_folder(folder: str | Path, chunks: dict[Any, Any] | None) -> xr.Dataset:
     """A result's folder as a lazy dataset, values exactly as stored."""
     import xarray as xr
 
-    return xr.open_zarr(
+    dataset: xr.Dataset = xr.open_zarr(
         folder, consolidated=False, chunks=chunks, mask_and_scale=False, decode_times=False, zarr_format=3
     )
 

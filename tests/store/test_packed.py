@@ -5,8 +5,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mizarr.store.errors import PromptError
 from mizarr.store.packed import PackedTokens
