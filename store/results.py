@@ -167,6 +167,7 @@ def read_folder(folder: str | Path, chunks: dict[Any, Any] | None) -> xr.Dataset
     dataset: xr.Dataset = xr.open_zarr(
         folder, consolidated=False, chunks=chunks, mask_and_scale=False, decode_times=False, zarr_format=3
     )
+    return dataset
 
 
 def read_result(files: Folder, record: Record) -> xr.Dataset:
