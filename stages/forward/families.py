@@ -35,6 +35,7 @@ class Family:
     gelu_is_tanh: bool = False
     """Legacy configs write "gelu" and mean the tanh approximation (Gemma)."""
     fused: bool = False
+    fused_mlp: bool = False
     plain_mlp: bool = False
     qkv_bias: bool | str = False
     """True, False, or the key that says (and its default False)."""
@@ -47,7 +48,7 @@ class Family:
     head_dim: int | None = None
     """Default when the key is absent; None divides hidden_size by heads."""
     windows: Windows = "none"
-    soft_caps: tuple[float, float] | None = None
+    soft_caps: tuple[float | None, float | None] | None = None
     """Defaults for attention scores and final logits, in families that have them."""
     query_scalar: float | None = None
     post_norms: bool = False
@@ -63,7 +64,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(max_positions=32768, head_dim=128, qkv_bias="attention_bias", o_bias="attention_bias", qk_norm=True, windows="from_max_window_layers"),
     "gemma": Family(norm="gemma_rms", activation_keys=("hidden_activation", "hidden_act"), activation="gelu_pytorch_tanh", gelu_is_tanh=True, scaled_embedding=True, tied=True, max_positions=8192, head_dim=256, qkv_bias="attention_bias", o_bias="attention_bias"),
     "gemma2": Family(norm="gemma_rms", activation_keys=("hidden_activation", "hidden_act"), activation="gelu_pytorch_tanh", gelu_is_tanh=True, scaled_embedding=True, tied=True, max_positions=8192, head_dim=256, qkv_bias="attention_bias", o_bias="attention_bias", soft_caps=(50.0, 30.0), query_scalar=256.0, post_norms=True, windows="alternating"),
-    "phi3": Family(eps=1e-5, fused=True, windows="all", original_context=4096),
+    "phi3": Family(eps=1e-5, fused=True, fused_mlp=True, windows="all", original_context=4096),
     "starcoder2": Family(norm="layer", eps_key="norm_epsilon", eps=1e-5, activation="gelu_pytorch_tanh", plain_mlp=True, qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", bias_default=True, tied=True, windows="all"),
 }  # fmt: skip
 SUPPORTED_MODEL_TYPES = tuple(sorted(FAMILIES))
@@ -114,7 +115,7 @@ def read_family(reader: ConfigReader, model_type: str, family: Family) -> Transf
         norm_eps=eps,
         activation=read_activation(reader, family),
         qkv_layout="fused" if family.fused else "separate",
-        mlp_layout="plain" if family.plain_mlp else "gated_fused" if family.fused else "gated_separate",
+        mlp_layout="plain" if family.plain_mlp else "gated_fused" if family.fused_mlp else "gated_separate",
         qkv_bias=_bias(reader, family.qkv_bias, family.bias_default),
         o_proj_bias=_bias(reader, family.o_bias, family.bias_default),
         mlp_bias=_bias(reader, family.mlp_bias, family.bias_default),
