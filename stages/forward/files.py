@@ -1,119 +1,237 @@
-"""A model's files: where they lie, which there are, and which model they are.
+"""Where a model's files are, and what the model is.
 
-A name is a directory, "specimen" (the model that ships with mizarr), or a hub id whose snapshot is in the local Hugging Face cache;
-nothing is downloaded here (`download.py` does). Torch-free. The identity of a model is the content of its files, never its name: two
-models under one name are two models, and one model under two names is one.
+A name is a local directory, "specimen" (the model that ships with mizarr), or a hub id whose files lie in the
+local cache; nothing is fetched here (`download.py` does that). The identity is made of the files' content and
+never of the name, because two models may share a name and one model may have several.
+
+Border: paths, parsed JSON and digests. Never imports torch: plans and cached runs need an identity, and no
+weights.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...store.digest import digest
-from ...store.errors import ConfigError, ModelNotFound, WeightsError
+from ...store.errors import ConfigError, ModelNotFound, WeightsError, nearest
 from ...store.index import file_digests
 from ...store.keys import ModelIdentity
 from .config import TransformerConfig
-from .tokens import Tokenizer
 
-SPECIMEN = Path(__file__).parent / "specimen"
+if TYPE_CHECKING:
+    from .tokens import Tokenizer
+
+SPECIMEN = "specimen"
 FORWARD_VERSION = "transformer/1"
 """Declared version of the forward pass: moves when its numbers move."""
-_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$|^[\w-]+$")
-_SHA256 = re.compile(r"^[0-9a-f]{64}$")
+CONFIG, WEIGHTS, INDEX, TOKENIZER = (
+    "config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The directory of a model, found."""
+    """The files of one model.
+
+    name: as it was asked for; part of no key. directory: where they lie. revision: commit of a hub snapshot,
+    else None.
+    """
 
     name: str
-    """As it was asked for; part of no key."""
     directory: Path
+    revision: str | None = None
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json, parsed; ConfigError if it is missing or no JSON object."""
-        path = self.directory / "config.json"
-        if not path.is_file():
-            raise ConfigError(f"expected a config.json in {self.directory}, found none; is this a model's directory?")
+        """config.json, parsed. Raises ConfigError if it is no JSON object."""
+        path = self.directory / CONFIG
         try:
-            parsed = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ConfigError(f"expected JSON in {path}, found {error}") from error
-        if not isinstance(parsed, dict):
-            raise ConfigError(f"expected a JSON object in {path}, found {type(parsed).__name__}")
-        return parsed
+            raise ConfigError(f"expected JSON in {path}, found {error}; fetch it again") from error
+        if not isinstance(found, dict):
+            raise ConfigError(
+                f"expected a JSON object in {path}, found {type(found).__name__}; is it a model's "
+                "config.json?"
+            )
+        return found
 
     @cached_property
     def weight_files(self) -> tuple[Path, ...]:
-        """The safetensors files, in the order of their names; WeightsError naming what is missing."""
-        index, single = self.directory / "model.safetensors.index.json", self.directory / "model.safetensors"
-        if index.is_file():
-            shards = sorted(set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()))
-            missing = [shard for shard in shards if not (self.directory / shard).is_file()]
-            if missing or not shards:
-                raise WeightsError(f"{index} names {len(shards)} shards, of which {len(missing)} are missing: expected {missing[0] if missing else 'some'!r} beside it; fetch the model again")
-            return tuple(self.directory / shard for shard in shards)
+        """The safetensors files, in the order of their names. Raises WeightsError naming the one that is
+        missing.
+        """
+        single = self.directory / WEIGHTS
         if single.is_file():
             return (single,)
-        others = sorted(path.name for path in self.directory.glob("*") if path.suffix in (".bin", ".safetensors", ".gguf", ".pth"))
-        raise WeightsError(f"expected model.safetensors or model.safetensors.index.json in {self.directory}, found {', '.join(others) or 'no weights'}; convert the checkpoint to safetensors")
+        index = self.directory / INDEX
+        if not index.is_file():
+            others = sorted(
+                path.name
+                for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors")
+                for path in self.directory.glob(pattern)
+            )
+            raise WeightsError(
+                f"expected {WEIGHTS} or {INDEX} in {self.directory}, found "
+                f"{', '.join(others) or 'no weights'}; {self._fetch_hint()}"
+            )
+        shards = tuple(self.directory / name for name in sorted(set(_weight_map(index).values())))
+        missing = [path.name for path in shards if not path.is_file()]
+        if missing:
+            rest = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            raise WeightsError(
+                f"{INDEX} lists {len(shards)} files, found no {missing[0]}{rest} in {self.directory}; "
+                f"{self._fetch_hint()}"
+            )
+        return shards
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """tokenizer.json, if the model has one."""
+        path = self.directory / TOKENIZER
+        return path if path.is_file() else None
 
     def transformer_config(self) -> TransformerConfig:
-        """The axes of this model: of its family, or worked out from config.json and tensor names (ConfigError lists what did not fit)."""
+        """The axes of the model, by its family's row or, for an unknown family, by its config and tensors.
+
+        Raises ConfigError listing everything that stands in the way.
+        """
         from .autoconfig import transformer_config
 
-        return transformer_config(self.config, self.weight_files, source=str(self.directory / "config.json"))
+        return transformer_config(self.config, self.weight_files, str(self.directory / CONFIG))
 
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer beside the weights, or None."""
-        return Tokenizer.from_directory(self.directory)
+        """The model's tokenizer; None without a tokenizer.json. Raises TokenizerError for one that cannot be
+        read.
+        """
+        from .tokens import Tokenizer
 
-    def identity(self, dtype: str = "float32", attention: str = "sdpa") -> ModelIdentity:
-        """What results of this model are keyed by; files are hashed once and remembered."""
-        return ModelIdentity(self.weights_digest, self.transformer_config().digest, FORWARD_VERSION, dtype, attention)
+        return Tokenizer.from_directory(self.directory, self.name)
 
-    @cached_property
-    def weights_digest(self) -> str:
-        """Digest of the weight files by content, whatever they are called."""
-        return "sha256:" + digest("weights", sorted(_file_digest(path) for path in self.weight_files))
+    def identity(
+        self, dtype: str = "float32", attention: str = "sdpa", *, verify: bool = False
+    ) -> ModelIdentity:
+        """What results of this model are keyed by: the content of its weight files, its configuration, how it
+        is computed.
 
+        The hub's own sha256 of a cached file is taken as it is, unless `verify` asks to read the file; other
+        files are digested once and remembered until they change.
+        """
+        contents = sorted(_file_digest(path, verify=verify) for path in self.weight_files)
+        weights = f"sha256:{digest('weights', contents)}"
+        return ModelIdentity(weights, self.transformer_config().digest, FORWARD_VERSION, dtype, attention)
 
-def resolve(name: str, revision: str | None = None) -> ModelFiles:
-    """Find a model's directory by path, "specimen" or hub id; ModelNotFound says how to get it otherwise."""
-    directory = Path(name).expanduser()
-    if name == "specimen":
-        return ModelFiles(name, SPECIMEN)
-    if directory.is_dir():
-        return ModelFiles(name, directory)
-    if directory.exists():
-        raise ModelNotFound(f"expected a model's directory, found the file {name!r}; give the directory it is in")
-    if not _HUB_ID.match(name):
-        raise ModelNotFound(f"expected a directory or a hub id such as 'org/name', found {name!r}, which is neither")
-    snapshot = cached_snapshot(name, revision)
-    if snapshot is None:
-        at = f" at revision {revision!r}" if revision else ""
-        raise ModelNotFound(f"model {name!r}{at} is neither a directory nor in the local hub cache; get it with `mizarr models fetch {name}`")
-    return ModelFiles(name, snapshot)
+    def _fetch_hint(self) -> str:
+        if self.revision is None:
+            return "mizarr reads safetensors files only, so convert or copy them there"
+        return f"fetch it again: mizarr models fetch {self.name}"
 
 
-def cached_snapshot(name: str, revision: str | None) -> Path | None:
-    """The directory of a hub model in the local cache, None if it is not there."""
-    from huggingface_hub import try_to_load_from_cache
+def resolve(name: str | Path, revision: str | None = None) -> ModelFiles:
+    """The files of a model named by directory, by "specimen", or by hub id, in that order of kinds; nothing
+    is fetched.
 
-    found = try_to_load_from_cache(name, "config.json", revision=revision)
-    return Path(found).parent if isinstance(found, str) else None
+    revision: branch, tag or commit of a hub id, default "main"; meaningless, and refused, for a directory.
+    Raises ModelNotFound saying how to get the model.
+    """
+    text = str(name)
+    if text == SPECIMEN:
+        folder = Path(__file__).parent / SPECIMEN
+    else:
+        folder = Path(text).expanduser()
+        if folder.is_file():
+            raise ModelNotFound(
+                f"expected a model's directory, found the file {text}; give the folder it lies in"
+            )
+        if not folder.is_dir():
+            return _from_hub_cache(text, revision)
+    if revision is not None:
+        raise ModelNotFound(
+            f"expected no revision for the directory {text}, found {revision!r}; revisions belong to hub ids"
+        )
+    if not (folder / CONFIG).is_file():
+        raise ModelNotFound(
+            f"expected a model in {folder}, found no {CONFIG}; give the folder that holds {CONFIG} and the "
+            "safetensors files"
+        )
+    return ModelFiles(text, folder)
 
 
-def _file_digest(path: Path) -> str:
-    """sha256 of a file: the hub cache names large files by it; others are hashed and remembered by inode, size and times."""
-    target = path.resolve()
-    if path.is_symlink() and target.parent.name == "blobs" and _SHA256.match(target.name):
-        return f"sha256:{target.name}"
-    return file_digests().digest(target)
+def hub_cache() -> Path:
+    """Where Hugging Face's libraries keep what they fetch, by the same variables as they do."""
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if os.environ.get(variable):
+            return Path(os.environ[variable]).expanduser()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser() / "hub"
+
+
+def cached_models() -> list[str]:
+    """Hub ids with files in the local cache, sorted."""
+    return sorted(
+        path.name.removeprefix("models--").replace("--", "/")
+        for path in hub_cache().glob("models--*")
+        if path.is_dir()
+    )
+
+
+def _from_hub_cache(name: str, revision: str | None) -> ModelFiles:
+    if not _HUB_ID.fullmatch(name) or name.startswith("."):
+        raise ModelNotFound(
+            f"expected a model directory, a hub id such as org/name, or {SPECIMEN!r}; found no directory "
+            f"{name}"
+        )
+    repository = hub_cache() / f"models--{name.replace('/', '--')}"
+    wanted = revision or "main"
+    command = f"mizarr models fetch {name}" + (f" --revision {revision}" if revision else "")
+    if not (repository / "snapshots").is_dir():
+        near = nearest(name, [*cached_models(), SPECIMEN])
+        hint = f"; nearest there is {near!r}" if near else ""
+        raise ModelNotFound(
+            f"{name} is no directory, and not in the local cache {hub_cache()}{hint}; fetch it: {command}"
+        )
+    reference = repository / "refs" / wanted
+    commit = reference.read_text().strip() if reference.is_file() else wanted
+    folder = repository / "snapshots" / commit
+    if not (folder / CONFIG).is_file():
+        held = sorted(path.name[:12] for path in (repository / "snapshots").iterdir())
+        raise ModelNotFound(
+            f"{name} is cached, but not its revision {wanted!r} with a {CONFIG} (cached: "
+            f"{', '.join(held) or 'none'}); fetch it: {command}"
+        )
+    return ModelFiles(name, folder, commit)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> shard, as a checkpoint's index lists them."""
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"expected a weight_map in {index}, found {error!r}; fetch it again") from error
+    names = found.values() if isinstance(found, dict) else [found]
+    strange = next((name for name in names if not isinstance(name, str) or Path(name).name != name), None)
+    if strange is not None or not found:
+        raise WeightsError(
+            f"expected {index} to map tensors to files beside it, found {strange if found else 'none'!r}; "
+            "fetch it again"
+        )
+    return dict(found)
+
+
+def _file_digest(path: Path, *, verify: bool) -> str:
+    """`sha256:…` of a file; the hub names large files in its cache by exactly that."""
+    blob = path.resolve()
+    if not verify and path.is_symlink() and blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name):
+        return f"sha256:{blob.name}"
+    return file_digests().digest(path)
