@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -31,8 +31,12 @@ def put_provenance(files: Folder, data: str, note: Mapping[str, Any]) -> None:
 
 def get_provenance(files: Folder, data: str) -> list[dict[str, Any]]:
     """All notes on the folder `data`, oldest first."""
-    texts = (files.get(name) for name in sorted(files.list(f"{data}/provenance")))
+    texts = (files.get(name) for name in sorted(_notes(files, data)))
     return [json.loads(text) for text in texts if text is not None]
+
+
+def _notes(files: Folder, data: str) -> Iterator[str]:
+    return (name for name in files.list(f"{data}/provenance") if not name.endswith("/zarr.json"))
 
 
 @cache

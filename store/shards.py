@@ -37,7 +37,7 @@ _ZEROS = bytes(CHUNK_BYTES)
 _IOV_MAX = 64
 
 Array = npt.NDArray[Any]
-DTYPES = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float64": np.dtype("<f8")}
+DTYPES = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float64": np.dtype("<f8"), "int32": np.dtype("<i4"), "int64": np.dtype("<i8")}
 
 
 @dataclass(frozen=True)

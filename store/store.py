@@ -19,21 +19,32 @@ comes second finds the first one's and takes it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import EntryNotFound, StoreFormatError
+from .errors import EntryNotFound, PromptError, StoreFormatError
 from .files import Folder
 from .index import StoreIndex
-from .keys import ActivationKey, ResultKey
-from .provenance import as_json, get_provenance
-from .records import Record, key_path, now
+from .keys import ActivationKey, ResultKey, RunKey
+from .packed import PackedTokens
+from .provenance import as_json, get_provenance, put_provenance
+from .records import RESULT, Record, key_path, now
 
 if TYPE_CHECKING:
     import xarray as xr
 
+    from .entries import ArraySpec, Entry
+    from .maintenance import Damage, GcReport, Usage
+
 FORMAT = 1
+_SHARD, _CORPUS_SHARD = 64 << 20, 256 << 20  # bytes of a shard below and above
+_CORPUS = 10_000_000  # tokens
+_INDEXED = 100_000  # prompts up to which an entry's prompts are indexed one by one
 
 Key = ActivationKey | ResultKey | str
 Mode = Literal["a", "r"]
@@ -110,7 +121,10 @@ class Store:
     def __getitem__(self, key: Key) -> xr.Dataset:
         """The labelled data under a key or a unique prefix of one, lazy."""
         record = self.record(key)
-        return self.open_result(record)
+        if record.kind == RESULT:
+            return self.open_result(record)
+        variable, _, layer = record.label.partition("/")
+        return self._entry_in(record.data).open([variable], [int(layer)] if layer else None)
 
     # -- results
     # ------------------------------------------------------------------------------------------------
@@ -137,6 +151,138 @@ class Store:
         self.index.touch(record.data)
         return read_result(self.files, record)
 
+    # -- runs
+
+    def create_entry(
+        self,
+        run: RunKey,
+        tokens: PackedTokens,
+        arrays: Sequence[ArraySpec],
+        *,
+        segment_tokens: int | None = None,
+        attrs: Mapping[str, Any] | None = None,
+    ) -> Entry:
+        """The entry that holds a run's activations, made if it is new; arrays it does not have yet are added.
+
+        segment_tokens: length of a segment; by default as long as makes files of about 64 MiB (256 MiB from
+        ten million tokens on). An entry keeps the length it was made with.
+        attrs: plain values for people (model name, hooks, versions), recorded as provenance and never
+        digested; "tokenizer", a digest, also leads to the token strings (`put_vocabulary`).
+        Raises PromptError when `tokens` are not those the run was keyed by, ShapeError for arrays that do not
+        fit.
+        """
+        from .coordinates import write_coordinates
+        from .entries import Entry, entry_digest, entry_path
+
+        if tokens.digest != run.prompt:
+            raise PromptError(
+                f"expected the tokens the run is keyed by ({run.prompt}), found tokens {tokens.digest}"
+            )
+        path = entry_path(entry_digest(run, arrays[0].dtype)) if arrays else ""
+        is_new = self.files.get(f"{path}/zarr.json") is None
+        length = segment_tokens or default_segment_tokens(tokens, arrays)
+        if is_new and arrays:
+            layers = next((spec.layers for spec in arrays if spec.layers is not None), None)
+            write_coordinates(self.files, path, tokens, layers, pairs=length >= tokens.n_tokens)
+        entry = Entry.create(
+            self.files, run, tokens, arrays, segment_tokens=length, attributes=_group_attributes(attrs or {})
+        )
+        if is_new:
+            put_provenance(
+                self.files, entry.path, {"run": run.request(), "entry": entry.digest, **(attrs or {})}
+            )
+        self._remember(entry)
+        self.index.touch(entry.path)
+        return entry
+
+    def entry(self, run: RunKey | str, dtype: str | None = None) -> Entry:
+        """The entry of a run, by its key and storage dtype, or by a unique prefix of the entry's digest.
+
+        A RunKey without `dtype` finds the one entry there is. Raises EntryNotFound.
+        """
+        from .entries import entry_digest, entry_path
+        from .shards import DTYPES
+
+        if isinstance(run, str):
+            name = _unique(run, self._entry_names(run), "run", self)
+            return self._entry_in(entry_path(name))
+        tried = [entry_path(entry_digest(run, kind)) for kind in ([dtype] if dtype else sorted(DTYPES))]
+        there = [path for path in tried if self.files.get(f"{path}/zarr.json") is not None]
+        if len(there) != 1:
+            found = (
+                f"{len(there)} entries, in several dtypes: name one" if there else "nothing: capture it first"
+            )
+            raise EntryNotFound(f"expected one entry of run {run.short} in {self.path}, found {found}")
+        return self._entry_in(there[0])
+
+    def entries(self) -> Iterator[Entry]:
+        """Every run that has been begun, in order of digest."""
+        from .entries import entry_path
+
+        for name in self._entry_names(""):
+            yield self._entry_in(entry_path(name))
+
+    def find_prompts(
+        self, run: RunKey, tokens: PackedTokens, dtype: str, wanted: Iterable[tuple[str, int | None]] = ()
+    ) -> tuple[Entry, list[int]] | None:
+        """An entry of another run of the same kind that holds all these prompts, and their rows in it.
+
+        Same model, same interventions, other or more prompts; `wanted` (variable, layer)s must be published
+        in it.
+        None when there is none, or the index has forgotten: then the run is computed, no more.
+        """
+        digests = [tokens.prompt_digest(i) for i in range(tokens.n_prompts)]
+        asked = list(wanted)
+        for path, rows in self.index.find_prompts(_family(run, dtype), digests).items():
+            if len(rows) < len(set(digests)):
+                continue
+            try:
+                entry = self._entry_in(path)
+                chosen = [rows[digest] for digest in digests]
+                # The index may lie; the ids do not.
+                if entry.tokens.select(chosen) == tokens and all(entry.record(*cell) for cell in asked):
+                    return entry, chosen
+            except (EntryNotFound, PromptError):
+                self.index.forget(path)
+        return None
+
+    def rebuild_index(self) -> None:
+        """Fill the index again from the entries; after it was deleted, or when it seems to lie."""
+        self.index.clear()
+        for entry in self.entries():
+            self._remember(entry)
+
+    def put_vocabulary(self, tokenizer: str, tokens: Sequence[str]) -> None:
+        """Keep the token strings of a tokenizer (by digest), so that datasets show them without it."""
+        self.files.put_new(vocabulary_path(tokenizer), json.dumps(list(tokens)).encode())
+
+    def vocabulary(self, tokenizer: str) -> list[str] | None:
+        """Token strings by id, as kept; None if they are not."""
+        text = self.files.get(vocabulary_path(tokenizer))
+        return None if text is None else list(json.loads(text))
+
+    # -- pins
+
+    def pin(self, name: str, key: Key | Record) -> None:
+        """Keep what is under a key, and all it was made from, from gc; ValueError if the name is taken."""
+        record = key if isinstance(key, Record) else self.record(key)
+        _check_pin(name)
+        if not self.files.put_new(f"pins/{name}.json", as_json({"key": record.key, "created": now()})):
+            there = self.pins().get(name)
+            if there != record.key:
+                raise ValueError(f"pin {name!r} already names {there}; unpin it first, or take another name")
+
+    def unpin(self, name: str) -> None:
+        """Remove a pin; EntryNotFound if there is none of that name."""
+        if name not in (there := self.pins()):
+            raise EntryNotFound(f"no pin {name!r}; there are {', '.join(there) or 'none'}")
+        self.files.delete(f"pins/{name}.json")
+
+    def pins(self) -> dict[str, str]:
+        """Key by pin name."""
+        texts = {Path(name).stem: self.files.get(name) for name in sorted(self.files.list("pins"))}
+        return {name: str(json.loads(text)["key"]) for name, text in texts.items() if text is not None}
+
     # -- where it came from
     # -------------------------------------------------------------------------------------
 
@@ -145,10 +291,114 @@ class Store:
         record = key if isinstance(key, Record) else self.record(key)
         return get_provenance(self.files, record.data)
 
+    def lineage(self, content: str) -> dict[str, Any]:
+        """Where a content digest R came from: its record, its request and, in turn, each of its inputs."""
+        from .maintenance import lineage
+
+        return lineage(self, content)
+
+    # -- upkeep (`maintenance.py`)
+
+    def verify(self, quick: bool = False, progress: Callable[[int, int], None] | None = None) -> list[Damage]:
+        """Files that are not what was committed; `quick` looks at existence and size only.
+
+        progress: called with bytes done and bytes in all.
+        """
+        from .maintenance import verify
+
+        return verify(self, quick=quick, progress=progress)
+
+    def quarantine(self, damage: Damage) -> None:
+        """Set a damaged file aside and withdraw what it belonged to; the next run computes just that."""
+        from .maintenance import quarantine
+
+        quarantine(self, damage)
+
+    def gc(self, grace: float = 24 * 3600.0, quota: int | None = None, dry_run: bool = False) -> GcReport:
+        """Remove leftovers older than `grace` seconds; above `quota` bytes, what was unused for longest."""
+        from .maintenance import gc
+
+        return gc(self, grace=grace, quota=quota, dry_run=dry_run)
+
+    def usage(self) -> list[Usage]:
+        """Bytes by run and result, largest first."""
+        from .maintenance import usage
+
+        return usage(self)
+
+    @contextmanager
+    def lease(self, key: Key | Record) -> Iterator[None]:
+        """Within: gc leaves what is stored under the key alone; for scans that take hours."""
+        from .maintenance import lease
+
+        with lease(self, key if isinstance(key, Record) else self.record(key)):
+            yield
+
+    def _entry_in(self, path: str) -> Entry:
+        from .coordinates import read_tokens
+        from .entries import Entry
+
+        entry = Entry.load(self.files, path, read_tokens(self.files, path))
+        self.index.touch(path)
+        return entry
+
+    def _entry_names(self, prefix: str) -> list[str]:
+        folder = self.files.path("data")
+        tops = [folder / prefix[:2]] if len(prefix) >= 2 else sorted(folder.glob("[0-9a-f][0-9a-f]"))
+        found = (path.parent.name for top in tops for path in top.glob("*/zarr.json"))
+        return sorted(name for name in found if name.startswith(prefix))
+
+    def _remember(self, entry: Entry) -> None:
+        tokens = entry.tokens
+        if tokens.n_prompts <= _INDEXED and not self.read_only:
+            digests = (tokens.prompt_digest(i) for i in range(tokens.n_prompts))
+            self.index.add_prompts(_family(entry.run, entry.dtype), entry.path, digests)
+
     def _key_names(self, prefix: str) -> list[str]:
         folder = f"keys/{prefix[:2]}" if len(prefix) >= 2 else "keys"
         names = (Path(name).stem for name in self.files.list(folder))
         return sorted(name for name in names if name.startswith(prefix))
+
+
+def default_segment_tokens(tokens: PackedTokens, arrays: Sequence[ArraySpec]) -> int:
+    """Tokens per segment: the power of two whose largest shard is nearest 64 MiB, 256 MiB for large corpora.
+
+    Fewer prompts than that are one segment.
+    """
+    target = _SHARD if tokens.n_tokens < _CORPUS else _CORPUS_SHARD
+    pairs = int((tokens.row_size * (tokens.row_size + 1) // 2).sum()) / tokens.n_tokens
+    per_token = [
+        math.prod(spec.tail)
+        * (2 if spec.dtype.endswith("16") else 4)
+        * (pairs if spec.packed == "pair" else 1)
+        for spec in arrays
+    ]
+    best = 2 ** max(0, round(math.log2(target / max(per_token, default=1))))
+    return int(min(best, 2 ** (tokens.n_tokens - 1).bit_length()))
+
+
+def vocabulary_path(tokenizer: str) -> str:
+    """Where the token strings of a tokenizer (by digest) lie, relative to the store."""
+    return f"vocabularies/{tokenizer.removeprefix('sha256:')}.json"
+
+
+def _family(run: RunKey, dtype: str) -> str:
+    """What two runs share that differ in their prompts only."""
+    from .entries import entry_digest
+
+    return entry_digest(replace(run, prompt=""), dtype)
+
+
+def _group_attributes(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes of the Zarr group: which arrays are labels, and the tokenizer. The rest is provenance."""
+    from .coordinates import NAMES
+
+    return {"coordinates": " ".join(NAMES), **{k: v for k, v in attrs.items() if k == "tokenizer"}}
+
+
+def _check_pin(name: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise ValueError(f"expected a pin name of letters, digits, '.', '_' and '-', found {name!r}")
 
 
 def _unique(prefix: str, names: list[str], kind: str, store: Store) -> str:
