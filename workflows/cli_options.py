@@ -1,15 +1,18 @@
-"""What several commands share: the store option, sizes and durations, settings, and printing.
+"""What several commands share: options, groups that suggest, sizes and durations, settings, printing.
 
 Knows no command and no science.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
+
+from ..store.errors import nearest
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -27,45 +30,45 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress bars.")
 
 
-class Size(click.ParamType):
-    """A number of bytes written as 500MB, 2GiB, 1.5e9."""
+class SuggestingGroup(click.Group):
+    """Offers the nearest name for a command it does not have."""
 
-    name = "size"
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does it, but in the same words for every version of click."""
+        if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            near = nearest(args[0], self.commands)
+            hint = f"did you mean {near!r}?" if near else f"there are {', '.join(self.commands)}"
+            raise click.UsageError(f"no command {args[0]!r}; {hint}", ctx)
+        return super().resolve_command(ctx, args)
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Bytes, as dask reads them."""
-        if isinstance(value, int):
-            return value
-        from dask.utils import parse_bytes
-
-        try:
-            # dask reads "MB" and "" as one of them
-            found = int(parse_bytes(value)) if value[:1].isdigit() else 0
-        except ValueError:
-            found = 0
-        if found <= 0:
-            self.fail(f"expected a size such as 500MB or 2GiB, found {value!r}", param, ctx)
-        return found
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order of use, not of the alphabet."""
+        return list(self.commands)
 
 
-class Duration(click.ParamType):
-    """A time span written as 90s, 24h, 7d."""
+def size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
+    """Bytes of a size written as 500MB, 2GiB or 1.5e9; None where none was given."""
+    if text is None:
+        return None
+    from dask.utils import parse_bytes
 
-    name = "duration"
+    # dask reads "MB" as one of them
+    with contextlib.suppress(ValueError):
+        if text[:1].isdigit() and (count := int(parse_bytes(text))) > 0:
+            return count
+    raise click.BadParameter(f"expected a size such as 500MB or 2GiB, found {text!r}", ctx, param)
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Seconds, as dask reads them."""
-        if isinstance(value, (int, float)):
-            return float(value)
-        from dask.utils import parse_timedelta
 
-        try:
-            found = float(parse_timedelta(value, default=False)) if value[:1].isdigit() else -1.0
-        except (ValueError, KeyError, TypeError):
-            found = -1.0
-        if found < 0:
-            self.fail(f"expected a duration such as 90s, 24h or 7d, found {value!r}", param, ctx)
-        return found
+def duration(ctx: click.Context, param: click.Parameter, text: str) -> float:
+    """Seconds of a time span written as 90s, 24h or 7d."""
+    from dask.utils import parse_timedelta
+
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        if text[:1].isdigit():
+            return float(parse_timedelta(text, default=False))
+    raise click.BadParameter(f"expected a duration such as 90s, 24h or 7d, found {text!r}", ctx, param)
 
 
 def settings(ctx: click.Context, param: click.Parameter, pairs: Sequence[str]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def _json_lines(source: str, lines: Iterable[str]) -> Iterator[str | list[int]]:
         except json.JSONDecodeError as error:
             found = line.strip()[:40]
             raise PromptError(f"{source}:{number}: expected JSON, found {found!r} ({error.msg})") from error
-        prompt = row.get("text", row.get("ids")) if isinstance(row, dict) else row
+        prompt: Any = row.get("text", row.get("ids")) if isinstance(row, dict) else row
         if not isinstance(prompt, str) and not _is_ids(prompt):
             raise PromptError(
                 f"{source}:{number}: expected a string, {{'text': string}} or {{'ids': [integers]}}, "

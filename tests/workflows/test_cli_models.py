@@ -1,0 +1,90 @@
+"""`mizarr models inspect` and `fetch`, on a checkpoint of two layers made here."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from mizarr.stages.forward.families import from_hf_config
+from mizarr.stages.forward.weights import expected_tensors
+from mizarr.workflows.cli import run
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 32,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A directory with config.json and weights; `leave_out` and `config` make it wrong."""
+
+    def write(leave_out="", **config):
+        described = CONFIG | config
+        (tmp_path / "config.json").write_text(json.dumps(described))
+        shapes = expected_tensors(from_hf_config(CONFIG))
+        rng = np.random.default_rng(0)
+        tensors = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+        tensors.pop(leave_out, None)
+        save_file(tensors, tmp_path / "model.safetensors")
+        return str(tmp_path)
+
+    return write
+
+
+def inspected(capsys, *arguments):
+    code = run(["models", "inspect", *arguments, "--json", "--quiet"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_inspect_lists_every_tensor_with_its_shape_and_norm(checkpoint, capsys):
+    code, found = inspected(capsys, checkpoint())
+    assert code == 0 and found["compatible"] and found["known_family"]
+    shapes = expected_tensors(from_hf_config(CONFIG))
+    assert {t["name"]: tuple(t["shape"]) for t in found["tensors"]} == shapes
+    assert found["parameters"] == sum(int(np.prod(shape)) for shape in shapes.values())
+    assert all(tensor["norm"] > 0 for tensor in found["tensors"])
+
+
+def test_shapes_only_reads_no_values(checkpoint, capsys):
+    _, found = inspected(capsys, checkpoint(), "--shapes-only")
+    assert {tensor["norm"] for tensor in found["tensors"]} == {None}
+
+
+def test_inspect_for_people_is_a_table_with_one_line_per_tensor(checkpoint, capsys):
+    assert run(["models", "inspect", checkpoint()]) == 0
+    said = capsys.readouterr().out
+    assert "llama (known family)" in said
+    assert "model.embed_tokens.weight" in said
+    assert "32x16" in said
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_explained_and_exits_with_1(checkpoint, capsys):
+    code, found = inspected(capsys, checkpoint(leave_out="model.layers.1.mlp.up_proj.weight"))
+    assert code == 1 and not found["compatible"]
+    assert "model.layers.1.mlp.up_proj.weight" in found["issues"][0]
+
+
+def test_a_family_no_table_knows_is_configured_from_its_tensors(checkpoint, capsys):
+    code, found = inspected(capsys, checkpoint(model_type="lama", surprise=3))
+    assert code == 0 and not found["known_family"]
+    assert found["config"]["num_kv_heads"] == 2
+    assert any("surprise" in warning for warning in found["warnings"])
+
+
+@pytest.mark.parametrize("name", ["no/such-model", "./nowhere"])
+def test_a_model_that_is_not_there_is_one_line(name, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert run(["models", "inspect", name]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("mizarr: error: ") and said.count("\n") == 1 and name in said

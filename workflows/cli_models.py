@@ -1,0 +1,90 @@
+"""Commands about models: `models fetch`, `models inspect`. Neither loads a model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from .cli_options import SuggestingGroup, human_bytes, json_option, print_json, print_table, quiet_option
+
+CANNOT_RUN = 1
+
+revision_option = click.option("--revision", help="Branch, tag or commit of a hub model.")
+
+
+@click.group(cls=SuggestingGroup)
+def models() -> None:
+    """Fetch checkpoints, and look into them."""
+
+
+@models.command(epilog="Example: mizarr models inspect specimen")
+@click.argument("model")
+@revision_option
+@click.option("--shapes-only", is_flag=True, help="Read headers, not values: no norms, but at once.")
+@json_option
+@quiet_option
+def inspect(model: str, revision: str | None, shapes_only: bool, as_json: bool, quiet: bool) -> int:
+    """Show tensors with shapes and norms, and how the configuration of MODEL was understood.
+
+    MODEL is a hub id, a directory or "specimen". Exit code 1 if the checkpoint cannot run, with the reasons.
+    """
+    from ..pipeline.progress import Progress
+    from ..stages.forward.autoconfig import report
+    from ..stages.forward.files import resolve
+    from .inspect_model import tensor_facts
+
+    files = resolve(model, revision)
+    size = sum(path.stat().st_size for path in files.weight_files)
+    with Progress(quiet=quiet or shapes_only) as bars:
+        read = bars.task(f"reading {files.name}", unit="numbers")
+        facts = list(tensor_facts(files.weight_files, values=not shapes_only, seen=read.advance))
+    understood = report(files.config, {fact.name: fact.shape for fact in facts}, source="config.json")
+    found = {
+        "name": files.name,
+        "directory": str(files.directory),
+        "model_type": understood.model_type,
+        "known_family": understood.known_family,
+        "compatible": understood.is_compatible,
+        "issues": understood.issues,
+        "warnings": understood.warnings,
+        "config": understood.config and asdict(understood.config),
+        "parameters": sum(fact.parameters for fact in facts),
+        "bytes": size,
+        "tensors": [asdict(fact) for fact in facts],
+    }
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+    return 0 if understood.is_compatible else CANNOT_RUN
+
+
+def _print(found: dict[str, Any]) -> None:
+    family = "known family" if found["known_family"] else "unknown family, configured from its tensors"
+    click.echo(f"{found['name']}: {found['model_type']} ({family})")
+    click.echo(f"{found['parameters']:,} parameters, {human_bytes(found['bytes'])}")
+    for name, value in (found["config"] or {}).items():
+        click.echo(f"  {name}: {value}")
+    for issue in found["issues"]:
+        click.echo(f"cannot run: {issue}")
+    for warning in found["warnings"]:
+        click.echo(f"warning: {warning}")
+    click.echo()
+    rows = [
+        {
+            "TENSOR": fact["name"],
+            "SHAPE": "x".join(map(str, fact["shape"])) or "scalar",
+            "DTYPE": fact["dtype"],
+            "NORM": "not finite" if fact["finite"] is False else _number(fact["norm"]),
+            "MEAN": _number(fact["mean"]),
+            "STD": _number(fact["std"]),
+        }
+        for fact in found["tensors"]
+    ]
+    print_table(["TENSOR", "SHAPE", "DTYPE", "NORM", "MEAN", "STD"], rows)
+
+
+def _number(value: float | None) -> str | None:
+    return None if value is None else f"{value:.4g}"

@@ -1,0 +1,152 @@
+"""Commands about a store: `ls`, `show`, `verify`, `gc`. None of them needs a model, weights or torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from .cli_options import (
+    duration,
+    human_bytes,
+    json_option,
+    print_json,
+    print_table,
+    quiet_option,
+    size,
+    store_option,
+)
+
+DAMAGED = 1
+
+
+@click.command(epilog="Example: mizarr ls --store activations")
+@store_option
+@json_option
+def ls(store_path: str, as_json: bool) -> None:
+    """List what a store holds: one line per activation array and per result.
+
+    KEY is what `mizarr show` takes; CONTENT digests the values, so equal contents are equal numbers.
+    """
+    from ..store import open_store
+
+    rows = [asdict(record) for record in open_store(store_path, mode="r").records()]
+    if as_json:
+        print_json(rows)
+        return
+    short = [
+        {
+            "KEY": row["key"][:12],
+            "LABEL": row["label"],
+            "DATA": row["data"].rpartition("/")[2][:12],
+            "CONTENT": row["content"].partition(":")[2][:12],
+            "CREATED": row["created"],
+        }
+        for row in rows
+    ]
+    print_table(["KEY", "LABEL", "DATA", "CONTENT", "CREATED"], short)
+
+
+@click.command(epilog="Example: mizarr show 3f9a0c --store activations")
+@click.argument("key")
+@store_option
+@json_option
+def show(key: str, store_path: str, as_json: bool) -> None:
+    """Show one array or result: its dims, coordinates and the recipe that made it.
+
+    KEY is any unique start of a key printed by `mizarr ls`.
+    """
+    from ..store import open_store
+
+    store = open_store(store_path, mode="r")
+    dataset = store[key]
+    provenance = store.provenance(key)
+    if as_json:
+        print_json({"dataset": _shape(dataset), "provenance": provenance})
+        return
+    click.echo(repr(dataset))
+    click.echo()
+    print_json(provenance)
+
+
+@click.command(epilog="Example: mizarr verify --quick --store activations")
+@store_option
+@click.option("--quick", is_flag=True, help="Compare existence and sizes only, not digests.")
+@click.option("--quarantine", is_flag=True, help="Move the damaged parts aside; the next run computes them.")
+@json_option
+@quiet_option
+def verify(store_path: str, quick: bool, quarantine: bool, as_json: bool, quiet: bool) -> int:
+    """Compare the bytes of a store with the digests recorded when they were written.
+
+    Exit code 1 if anything is damaged.
+    """
+    from ..pipeline.progress import Progress
+    from ..store import open_store
+
+    store = open_store(store_path, mode="a" if quarantine else "r")
+    with Progress(quiet=quiet) as bars:
+        read = bars.task("verifying", unit="B")
+
+        def seen(done: int, total: int) -> None:
+            read.total = total
+            read.advance(done - read.done)
+
+        damage = store.verify(quick=quick, progress=seen)
+    for item in damage if quarantine else ():
+        store.quarantine(item)
+    rows = [asdict(item) for item in damage]
+    if as_json:
+        print_json(rows)
+    elif rows:
+        print_table(list(rows[0]), rows)
+    else:
+        click.echo("no damage found", err=True)
+    return DAMAGED if damage else 0
+
+
+@click.command(epilog="Example: mizarr gc --grace 7d --dry-run --store activations")
+@store_option
+@click.option(
+    "--grace",
+    callback=duration,
+    metavar="TIME",
+    default="24h",
+    show_default=True,
+    help="Keep what is younger.",
+)
+@click.option(
+    "--quota",
+    callback=size,
+    metavar="SIZE",
+    help="Remove least recently used, unpinned data down to this size.",
+)
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@json_option
+def gc(store_path: str, grace: float, quota: int | None, dry_run: bool, as_json: bool) -> None:
+    """Remove leftovers of interrupted runs, and with --quota the least recently used data.
+
+    Pinned keys, and what they were computed from, always stay.
+    """
+    from ..store import open_store
+
+    report: dict[str, Any] = asdict(
+        open_store(store_path, mode="a").gc(grace=grace, quota=quota, dry_run=dry_run)
+    )
+    if as_json:
+        print_json(report)
+        return
+    print_table(["WHAT", "FOUND"], [{"WHAT": name, "FOUND": value} for name, value in report.items()])
+
+
+def _shape(dataset: Any) -> dict[str, Any]:
+    """Dims, variables and attributes of a dataset as plain values."""
+    return {
+        "sizes": dict(dataset.sizes),
+        "variables": {
+            str(name): {"dims": list(array.dims), "dtype": str(array.dtype), "attrs": dict(array.attrs)}
+            for name, array in dataset.data_vars.items()
+        },
+        "attrs": dict(dataset.attrs),
+        "size": human_bytes(dataset.nbytes),
+    }
