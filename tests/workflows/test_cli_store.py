@@ -1,0 +1,110 @@
+"""`mizarr ls`, `show`, `verify`, `gc` over a store that holds one small result."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from mizarr.store import ResultKey, open_store
+from mizarr.workflows.cli import run
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """A store with one result: (its path, the record)."""
+    path = tmp_path / "store"
+    recovery = xr.DataArray(np.arange(6.0).reshape(2, 3), dims=("layer", "position"), attrs={"unit": "1"})
+    key = ResultKey("recovery", 1, {"clean": 1.0}, {})
+    return path, open_store(path).put_result(key, recovery.to_dataset(name="recovery"))
+
+
+def said(capsys, *arguments):
+    assert run([*map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def test_ls_shows_one_line_per_key(stored, capsys):
+    path, record = stored
+    header, line = said(capsys, "ls", "--store", path).splitlines()
+    assert header.split()[0] == "KEY"
+    assert line.split()[0] == record.key[:12]
+    assert "recovery/1" in line
+
+
+def test_ls_for_machines_holds_the_whole_record(stored, capsys):
+    path, record = stored
+    (row,) = json.loads(said(capsys, "ls", "--store", path, "--json"))
+    assert (row["key"], row["content"], row["label"]) == (record.key, record.content, record.label)
+
+
+def test_the_store_may_come_from_the_environment(stored, capsys, monkeypatch):
+    path, record = stored
+    monkeypatch.setenv("MIZARR_STORE", str(path))
+    assert record.key[:12] in said(capsys, "ls")
+
+
+def test_show_takes_the_short_key_that_ls_prints(stored, capsys):
+    path, record = stored
+    text = said(capsys, "show", record.key[:12], "--store", path)
+    assert "recovery" in text
+    assert re.search(r"layer: 2, position: 3", text)
+
+
+def test_show_for_machines_gives_dims_and_recipe(stored, capsys):
+    path, record = stored
+    found = json.loads(said(capsys, "show", record.key, "--store", path, "--json"))
+    assert found["dataset"]["sizes"] == {"layer": 2, "position": 3}
+    assert found["dataset"]["variables"]["recovery"]["attrs"]["unit"] == "1"
+    assert found["provenance"][0]["request"]["stage"] == "recovery"
+
+
+def test_verify_finds_nothing_in_a_sound_store(stored, capsys):
+    path, _ = stored
+    assert json.loads(said(capsys, "verify", "--store", path, "--json")) == []
+
+
+def test_verify_exits_with_1_and_names_the_damaged_file(stored, capsys):
+    path, _ = stored
+    damaged = next(file for file in path.rglob("recovery/c/**/*") if file.is_file())
+    bits = bytearray(damaged.read_bytes())
+    bits[0] ^= 1
+    damaged.write_bytes(bits)
+    assert run(["verify", "--store", str(path)]) == 1
+    assert str(damaged.relative_to(path)) in capsys.readouterr().out
+    assert run(["verify", "--store", str(path), "--quarantine"]) == 1
+    capsys.readouterr()
+    assert said(capsys, "ls", "--store", path).splitlines()[1:] == [], "what was damaged is withdrawn"
+
+
+def test_gc_removes_nothing_in_a_dry_run(stored, capsys):
+    path, record = stored
+    assert said(capsys, "gc", "--store", path, "--dry-run", "--grace", "0s", "--quota", "1B")
+    assert record.key[:12] in said(capsys, "ls", "--store", path)
+
+
+def test_gc_with_a_quota_removes_what_is_not_pinned(stored, capsys):
+    path, record = stored
+    arguments = ["gc", "--store", path, "--grace", "0s", "--quota", "1B", "--json"]
+    open_store(path).pin("figure", record)
+    said(capsys, *arguments)
+    assert record.key[:12] in said(capsys, "ls", "--store", path)
+    open_store(path).unpin("figure")
+    said(capsys, *arguments)
+    assert record.key[:12] not in said(capsys, "ls", "--store", path)
+
+
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_looking_into_a_store_that_is_not_there_is_one_line_and_makes_none(command, tmp_path, capsys):
+    assert run([command, "--store", str(tmp_path / "absent")]) == 2
+    assert capsys.readouterr().err.startswith("mizarr: error: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_key_is_one_line(stored, capsys):
+    path, _ = stored
+    assert run(["show", "ffffffffffff", "--store", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
