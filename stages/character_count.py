@@ -16,12 +16,14 @@ counts ("true" or "shuffled": which counts a read-out was fitted to).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..pipeline import Output, stage
 from ..store.errors import ShapeError
 from .pca import Moments, pca, project_to_pcs, row_blocks
 
@@ -32,59 +34,97 @@ __all__ = ["add_sums", "count_geometry", "count_sums", "decodability", "ringing"
 
 Array = npt.NDArray[Any]
 
+COUNTS = ["true", "shuffled"]
+"""Labels of the `counts` axis."""
 
+
+def add_sums(parts: Iterable[xr.Dataset]) -> xr.Dataset:
+    """Sums of all segments together, layer by layer."""
+    import xarray as xr
+
+    by_layer: dict[Any, list[xr.Dataset]] = {}
+    for part in parts:
+        by_layer.setdefault(tuple(np.atleast_1d(part["layer"].values)) if "layer" in part else (), []).append(
+            part
+        )
+
+    def add(first: xr.Dataset, second: xr.Dataset) -> xr.Dataset:
+        return first.assign(total=first["total"] + second["total"], n=first["n"] + second["n"])
+
+    columns = [reduce(add, column) for column in by_layer.values()]
+    if len(columns) == 1:
+        return columns[0]
+    return xr.concat(columns, "layer", data_vars="minimal", coords="minimal", compat="equals", join="exact")
+
+
+@stage(
+    version=1,
+    inputs={"states": ("layer", "token", "hidden"), "count": ("token",)},
+    outputs={
+        "total": Output(("layer", "counts", "count", "hidden"), "1", "sum of the states at each count"),
+        "n": Output(("count",), "tokens", "tokens at each count"),
+    },
+    cells=("layer", "segment"),
+    combine=add_sums,
+)
 def count_sums(
-    states: xr.DataArray, count: xr.DataArray, *, max_count: int, shuffle_seed: int | None = None
+    states: xr.DataArray, count: xr.DataArray, *, max_count: int, shuffle_seed: int = 0
 ) -> xr.Dataset:
     """Sum of the states, and number of tokens, at each character count: the cacheable summary of one segment.
 
     states: [layer?, token, hidden], any float dtype, lazy or not.  count: int [token], characters; tokens
-    with a count outside 1 to max_count take no part.  shuffle_seed: shuffle the counts among the tokens first
-    (control).
-    Returns total float64 [layer?, count, hidden] and n int64 [count].
+    with a count outside 1 to max_count take no part.  shuffle_seed: of the control, for which the counts of
+    the segment are shuffled among its tokens.
+    Returns total float64 [layer?, counts, count, hidden] and n int64 [count], the same for both.
     """
     import xarray as xr
 
     counts = _aligned(states, count)
-    if shuffle_seed is not None:
-        counts = shuffled(counts, max_count, shuffle_seed)
     kept = _kept(counts, max_count)
+    both = [np.where(kept, c, 0) for c in (counts, shuffled(counts, max_count, shuffle_seed))]
     n = np.bincount(counts[kept], minlength=max_count + 1)[1:]
-    layers = range(states.sizes["layer"]) if "layer" in states.dims else [None]
-    totals = [
-        _sums(states if i is None else states.isel(layer=i), np.where(kept, counts, 0), max_count)
-        for i in layers
-    ]
     lead = ("layer",) if "layer" in states.dims else ()
-    coords: dict[str, Any] = {"count": np.arange(1, max_count + 1)}
+    if lead:
+        layers = range(states.sizes["layer"])
+        total = np.stack([_sums(states.isel(layer=i), both, max_count) for i in layers])
+    else:
+        total = _sums(states, both, max_count)
+    coords: dict[str, Any] = {"counts": COUNTS, "count": np.arange(1, max_count + 1)}
     if "layer" in states.coords:
         coords["layer"] = states["layer"]
     return xr.Dataset(
-        {
-            "total": ((*lead, "count", "hidden"), np.stack(totals) if lead else totals[0]),
-            "n": ("count", n.astype(np.int64)),
-        },
+        {"total": ((*lead, "counts", "count", "hidden"), total), "n": ("count", n.astype(np.int64))},
         coords=coords,
     )
 
 
-def add_sums(parts: Iterable[xr.Dataset]) -> xr.Dataset:
-    """Sums over all segments together."""
-    first, *others = parts
-    out = first.copy(deep=True)
-    for part in others:
-        out["total"] += part["total"]
-        out["n"] += part["n"]
-    return out
-
-
+@stage(
+    version=1,
+    inputs={"sums": None},
+    outputs={
+        "mean": Output(("layer", "count", "hidden"), "1", "mean state at each count"),
+        "n": Output(("count",), "tokens", "tokens at each count"),
+        "components": Output(("layer", "component", "hidden"), "1", "principal components of the means"),
+        "explained_variance_ratio": Output(("layer", "component"), "1", "share of the variance of the means"),
+        "projection": Output(("layer", "count", "component"), "1", "means along the components"),
+        "cosine": Output(("layer", "count", "other_count"), "1", "cosine between means"),
+        "ringing": Output(("layer", "offset"), "1", "mean cosine of means so many characters apart"),
+    },
+)
 def count_geometry(
-    sums: xr.Dataset, *, n_components: int = 6, min_count: int = 1, min_tokens: int = 1, centre: bool = True
+    sums: xr.Dataset,
+    *,
+    counts: str = "true",
+    n_components: int = 6,
+    min_count: int = 1,
+    min_tokens: int = 1,
+    centre: bool = True,
 ) -> xr.Dataset:
     """Curve traced by the mean states: principal components, projections, cosines and their ringing.
 
-    sums: of one `count_sums` or several added.  min_count: leave out the first positions of a line (the
-    roadmap of candle-mi calls this pca_n_omit).  min_tokens: leave out counts seen in fewer tokens.
+    sums: of one `count_sums` or several added.  counts: "true", or "shuffled" for the control.  min_count:
+    leave out the first positions of a line (the roadmap of candle-mi calls this pca_n_omit).  min_tokens:
+    leave out counts seen in fewer tokens.
     centre: subtract the mean of the means before projecting and before taking cosines. Without it all cosines
     are near 1, as all states share a large offset; candle-mi printed those. The components are the same
     either way.
@@ -96,7 +136,7 @@ def count_geometry(
     import xarray as xr
 
     keep = (sums["n"] >= max(min_tokens, 1)) & (sums["count"] >= min_count)
-    sums = sums.isel(count=np.flatnonzero(keep.values))
+    sums = sums.sel(counts=counts, drop=True).isel(count=np.flatnonzero(keep.values))
     if sums.sizes["count"] <= n_components:
         raise ShapeError(
             f"expected more than {n_components} character counts to take {n_components} components of, found "
@@ -141,6 +181,12 @@ def ringing(cosine: xr.DataArray, *, max_offset: int = 50) -> xr.DataArray:
     return xr.DataArray(means, dims=(*lead, "offset"), coords=coords, name="ringing")
 
 
+@stage(
+    version=1,
+    inputs={"states": ("layer", "token", "hidden"), "count": ("token",), "prompt": ("token",)},
+    outputs={"r2": Output(("layer", "counts"), "1", "R2 of the count on held-out prompts")},
+    cells="layer",
+)
 def decodability(
     states: xr.DataArray,
     count: xr.DataArray,
@@ -189,7 +235,7 @@ def decodability(
         assert first is not None
         assert second is not None
         scores = (_score(first, second, ridge) + _score(second, first, ridge)) / 2
-    coords: dict[str, Any] = {"counts": ["true", "shuffled"]}
+    coords: dict[str, Any] = {"counts": COUNTS}
     if "layer" in states.coords:
         coords["layer"] = states["layer"]
     return xr.Dataset({"r2": ("counts", scores)}, coords=coords)
@@ -220,20 +266,20 @@ def _aligned(states: xr.DataArray, labels: xr.DataArray) -> Array:
     return np.asarray(labels.values, np.int64)
 
 
-def _sums(states: xr.DataArray, counts: Array, max_count: int) -> Array:
-    """Sum of the rows at each count, float64 [max_count, hidden]; count 0 marks rows that take no part."""
-    total = np.zeros((max_count, states.sizes["hidden"]))
+def _sums(states: xr.DataArray, labellings: Sequence[Array], max_count: int) -> Array:
+    """Sum of the rows at each count, float64 [labelling, max_count, hidden]; count 0 marks rows left out."""
+    total = np.zeros((len(labellings), max_count, states.sizes["hidden"]))
     start = 0
     for block in row_blocks(states):
-        here = counts[start : start + len(block)]
+        for out, counts in zip(total, labellings, strict=True):
+            here = counts[start : start + len(block)]
+            order = np.argsort(here, kind="stable")
+            order = order[np.searchsorted(here[order], 1) :]
+            if len(order):
+                values, first = np.unique(here[order], return_index=True)
+                # Sorted rows of one count are contiguous, so that one reduceat adds each group in float64.
+                out[values - 1] += np.add.reduceat(block[order].astype(np.float64), first, axis=0)
         start += len(block)
-        order = np.argsort(here, kind="stable")
-        order = order[np.searchsorted(here[order], 1) :]
-        if len(order) == 0:
-            continue
-        values, first = np.unique(here[order], return_index=True)
-        # Sorted rows of one count are contiguous, so that one reduceat adds each group in float64.
-        total[values - 1] += np.add.reduceat(block[order].astype(np.float64), first, axis=0)
     return total
 
 

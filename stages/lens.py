@@ -17,11 +17,13 @@ Units: log-probabilities, entropy and KL in nats.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..pipeline import Output, stage
 from ..store.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -42,19 +44,41 @@ Array = npt.NDArray[Any]
 BLOCK_BYTES = 1 << 25  # of logits; about four such blocks exist at a time
 
 
+def join_tokens(parts: Sequence[xr.Dataset]) -> xr.Dataset:
+    """The lens of consecutive token ranges as one."""
+    import xarray as xr
+
+    return xr.concat(parts, "token", data_vars="all", coords="minimal", compat="override", join="exact")
+
+
+@stage(
+    version=1,
+    inputs={"resid_post": ("layer", "token", "hidden"), "targets": ("token",), "readout": None},
+    outputs={
+        "top_id": Output(("layer", "token", "rank"), "1", "most likely tokens"),
+        "top_logprob": Output(("layer", "token", "rank"), "nats", "their log-probabilities"),
+        "entropy": Output(("layer", "token"), "nats", "entropy of the distribution"),
+        "kl": Output(("layer", "token"), "nats", "KL(last layer || this layer)"),
+        "target_id": Output(("token",), "1", "token followed, -1 for none"),
+        "target_logprob": Output(("layer", "token"), "nats", "log-probability of the target"),
+        "target_rank": Output(("layer", "token"), "1", "rank of the target, 1 = most likely, 0 = no target"),
+    },
+    cells="segment",
+    combine=join_tokens,
+)
 def logit_lens(
     resid_post: xr.DataArray,
+    targets: xr.DataArray | None,
     readout: xr.Dataset,
     *,
     top_k: int = 10,
-    targets: xr.DataArray | None = None,
     soft_cap: bool = True,
 ) -> xr.Dataset:
     """Read a next-token distribution off every state.
 
     resid_post: [layer, token, hidden], any float dtype, lazy or not; the last layer given is "final" below.
-    readout: as `stages.readout` describes it.  targets: int [token], the token id whose probability is
-    followed, -1 where there is none.  soft_cap: apply the model's final soft cap, if it has one.
+    targets: int [token], the token id whose probability is followed, -1 where there is none; None for none.
+    readout: as `stages.readout` describes it.  soft_cap: apply the model's final soft cap, if it has one.
     Returns, with the coordinates of resid_post:
       top_id int32, top_logprob float32 [layer, token, rank]: most likely first, equal ones by smaller id;
       entropy float32 [layer, token];
@@ -279,7 +303,4 @@ def _labelled(found: dict[str, Array], targets: Array, states: xr.DataArray, axi
     coords = {name: c for name, c in states.coords.items() if "hidden" not in c.dims}
     data: dict[str, Any] = {name: (dims.get(name, ("layer", axis)), values) for name, values in found.items()}
     data["target_id"] = ((axis,), targets)
-    out = xr.Dataset(data, coords=coords)
-    for name in ("top_logprob", "entropy", "kl", "target_logprob"):
-        out[name].attrs["units"] = "nats"
-    return out
+    return xr.Dataset(data, coords=coords)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ..pipeline import Output, stage
 from ..store.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -136,6 +137,32 @@ class _Sums:
             np.copyto(out, rows)
 
 
+def merge_moments(parts: Iterable[xr.Dataset]) -> xr.Dataset:
+    """Moments of all parts together, layer by layer; the order of parts changes rounding only (float64)."""
+    parts = list(parts)
+    if not parts:
+        raise ShapeError("expected the moments of at least one segment, found none")
+    if "layer" not in parts[0].dims:
+        merged = reduce(Moments.merge, [_moments_of(part) for part in parts])
+        return _labelled(merged, parts[0].coords, parts[0].attrs["arithmetic"])
+    by_layer: dict[int, list[xr.Dataset]] = {}
+    for part in parts:
+        for i, layer in enumerate(part["layer"].values.tolist()):
+            by_layer.setdefault(layer, []).append(part.isel(layer=i))
+    return _stack_layers(merge_moments(column) for column in by_layer.values())
+
+
+@stage(
+    version=1,
+    inputs={"states": ("layer", "token", "hidden")},
+    outputs={
+        "n": Output(("layer",), "tokens", "number of states"),
+        "mean": Output(("layer", "hidden"), "1", "mean state"),
+        "scatter": Output(("layer", "hidden", "hidden_"), "1", "sum of (x - mean)(x - mean)'"),
+    },
+    cells=("layer", "segment"),
+    combine=merge_moments,
+)
 def moments(states: xr.DataArray, *, block: int | None = None) -> xr.Dataset:
     """Count, mean and scatter of states, the cacheable summary of one segment.
 
@@ -149,18 +176,17 @@ def moments(states: xr.DataArray, *, block: int | None = None) -> xr.Dataset:
     return _labelled(found, states.coords, "float64" if states.dtype == np.float64 else "float32")
 
 
-def merge_moments(parts: Iterable[xr.Dataset]) -> xr.Dataset:
-    """Moments of all parts together; the order of the parts changes rounding only (float64)."""
-    parts = list(parts)
-    if not parts:
-        raise ShapeError("expected the moments of at least one segment, found none")
-    if "layer" in parts[0].dims:
-        layers = range(parts[0].sizes["layer"])
-        return _stack_layers(merge_moments([part.isel(layer=i) for part in parts]) for i in layers)
-    merged = reduce(Moments.merge, [_moments_of(part) for part in parts])
-    return _labelled(merged, parts[0].coords, parts[0].attrs["arithmetic"])
-
-
+@stage(
+    version=1,
+    inputs={"summary": None},
+    outputs={
+        "components": Output(("layer", "component", "hidden"), "1", "directions of largest variance"),
+        "explained_variance": Output(("layer", "component"), "1", "variance along each component"),
+        "explained_variance_ratio": Output(("layer", "component"), "1", "share of the total variance"),
+        "mean": Output(("layer", "hidden"), "1", "mean state"),
+        "n": Output(("layer",), "tokens", "number of states"),
+    },
+)
 def principal_components(summary: xr.Dataset, *, n_components: int, n_omit: int = 0) -> xr.Dataset:
     """Components of largest variance, from merged moments.
 

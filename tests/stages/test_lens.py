@@ -37,14 +37,14 @@ def stream(values: object) -> xr.DataArray:
 
 
 def test_the_lens_reads_back_the_token_written_into_the_stream():
-    found = logit_lens(stream([[[0, 0, 2]], [[0, 3, 0]]]), readout(np.eye(3)), top_k=1)
+    found = logit_lens(stream([[[0, 0, 2]], [[0, 3, 0]]]), None, readout(np.eye(3)), top_k=1)
     assert found["top_id"].values[:, 0, 0].tolist() == [2, 1]
 
 
 def test_probabilities_entropy_and_kl_are_those_of_the_softmax():
     # Logits log 1, log 2, log 5 give 1/8, 2/8, 5/8; the final layer is uniform over three tokens.
     early, final = np.log([1.0, 2.0, 5.0]), np.zeros(3)
-    found = logit_lens(stream([[early], [final]]), readout(np.eye(3)), top_k=3).isel(token=0)
+    found = logit_lens(stream([[early], [final]]), None, readout(np.eye(3)), top_k=3).isel(token=0)
     p = np.array([1, 2, 5]) / 8
     assert found["top_id"].values.tolist() == [[2, 1, 0], [0, 1, 2]]  # equal tokens: smaller id first
     np.testing.assert_allclose(np.exp(found["top_logprob"][0]), [5 / 8, 2 / 8, 1 / 8], rtol=1e-6)
@@ -55,7 +55,7 @@ def test_probabilities_entropy_and_kl_are_those_of_the_softmax():
 def test_the_target_is_ranked_from_one_and_missing_targets_have_rank_zero():
     states = stream([[[3, 2, 1], [1, 2, 3], [1, 1, 1]]])
     targets = xr.DataArray([1, 0, -1], dims="token")
-    found = logit_lens(states, readout(np.eye(3)), targets=targets).isel(layer=0)
+    found = logit_lens(states, targets, readout(np.eye(3))).isel(layer=0)
     assert found["target_rank"].values.tolist() == [2, 3, 0]
     assert found["target_id"].values.tolist() == [1, 0, -1]
     norm = math.log(sum(math.exp(x) for x in (1, 2, 3)))
@@ -87,7 +87,7 @@ def test_the_soft_cap_is_on_by_default_and_can_be_left_out():
     np.testing.assert_allclose(logits(states, head)[0, 0], [30 * math.tanh(2), 0], rtol=1e-6)
     np.testing.assert_allclose(logits(states, head, soft_cap=False)[0, 0], [60, 0], rtol=1e-6)
     capped, plain = (
-        logit_lens(states, head, soft_cap=on)["top_logprob"].values[0, 0, 1] for on in (True, False)
+        logit_lens(states, None, head, soft_cap=on)["top_logprob"].values[0, 0, 1] for on in (True, False)
     )
     np.testing.assert_allclose([capped, plain], [-30 * math.tanh(2), -60], rtol=1e-5)
 
@@ -103,21 +103,21 @@ def test_blocks_of_tokens_change_nothing(monkeypatch: pytest.MonkeyPatch):
     states = stream(rng.normal(size=(3, 17, 8)))
     head = readout(rng.normal(size=(50, 8)), norm="rms")
     targets = xr.DataArray(rng.integers(0, 50, 17), dims="token")
-    whole = logit_lens(states, head, targets=targets)
+    whole = logit_lens(states, targets, head)
     monkeypatch.setattr(lens, "BLOCK_BYTES", 4 * 50 * 3)  # three tokens at a time
-    xr.testing.assert_allclose(logit_lens(states, head, targets=targets), whole, rtol=1e-5)
+    xr.testing.assert_allclose(logit_lens(states, targets, head), whole, rtol=1e-5)
 
 
 def test_lazy_states_are_read_block_by_block(monkeypatch: pytest.MonkeyPatch):
     rng = np.random.default_rng(1)
     states, head = stream(rng.normal(size=(2, 12, 4))), readout(rng.normal(size=(9, 4)))
     monkeypatch.setattr(lens, "BLOCK_BYTES", 4 * 9 * 5)
-    xr.testing.assert_allclose(logit_lens(states.chunk(token=4), head), logit_lens(states, head))
+    xr.testing.assert_allclose(logit_lens(states.chunk(token=4), None, head), logit_lens(states, None, head))
 
 
 def test_top_k_of_many_ties_takes_the_smallest_ids():
     values = np.zeros((1, 1, 1), np.float32)
-    found = logit_lens(stream(values), readout(np.zeros((1000, 1))), top_k=5)
+    found = logit_lens(stream(values), None, readout(np.zeros((1000, 1))), top_k=5)
     assert found["top_id"].values.ravel().tolist() == [0, 1, 2, 3, 4]
 
 
@@ -157,8 +157,8 @@ def test_probabilities_and_tokens_print_on_one_line():
 
 def test_states_of_another_width_and_targets_outside_the_vocabulary_are_refused():
     with pytest.raises(ShapeError, match="same model"):
-        logit_lens(stream([[[1, 2]]]), readout(np.eye(3)))
+        logit_lens(stream([[[1, 2]]]), None, readout(np.eye(3)))
     with pytest.raises(ShapeError, match="target ids"):
-        logit_lens(stream([[[1, 2]]]), readout(np.eye(2)), targets=xr.DataArray([2], dims="token"))
+        logit_lens(stream([[[1, 2]]]), xr.DataArray([2], dims="token"), readout(np.eye(2)))
     with pytest.raises(ShapeError, match="single layer"):
-        logit_lens(stream([[[1, 2]]])[0], readout(np.eye(2)))
+        logit_lens(stream([[[1, 2]]])[0], None, readout(np.eye(2)))
