@@ -130,11 +130,10 @@ def test_no_room_can_be_imported_under_its_bare_name():
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
-def test_every_module_says_what_it_is_for_in_one_line(path):
+def test_every_module_says_first_what_it_is_for(path):
     said = ast.get_docstring(ast.parse(path.read_text()))
     assert said, f"{dotted(path)} has no docstring"
-    first = said.splitlines()[0]
-    assert first.endswith((".", ":")) and len(first) <= 120, first
+    assert said.split("\n\n")[0].endswith((".", ":", "?")), "begin with a sentence"
 
 
 FORBIDDEN = {
@@ -155,9 +154,11 @@ def test_sources_name_no_machine_no_issue_and_no_loose_end(path):
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
 def test_examples_in_docstrings_are_true(path):
+    """Examples are written for users: public names are there as after `from mizarr import *`."""
     module = importlib.import_module(dotted(path))
-    outcome = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
-    assert outcome.failed == 0
+    public = {name: getattr(mizarr, name) for name in mizarr._HOME if not hasattr(module, name)}
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert doctest.testmod(module, extraglobs=public, optionflags=flags).failed == 0
 
 
 # Public names
