@@ -1,7 +1,7 @@
 """TransformerConfig: the axes along which decoder families differ, as one frozen value.
 
-A family is data, a row of `families.py`; the decoder reads this value and knows no family by name. Torch-free, so that hook points and
-identities can be had without loading anything.
+A family is data, a row of `families.py`; the decoder reads this value and knows no family by name.
+Torch-free, so that hook points and identities can be had without loading anything.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ RopeScheme = Literal["default", "linear", "dynamic", "llama3", "longrope"]
 class RopeConfig:
     """Rotary embedding of the first `dim` entries of a head.
 
-    theta: base wavelength. factor: how far the context is stretched. original_max_position_embeddings: context before stretching.
-    short_factor, long_factor: per-frequency divisors (longrope), [dim / 2]. attention_factor: multiplies cos and sin; None derives it.
+    theta: base wavelength. factor: how far the context is stretched. original_max_position_embeddings:
+    context before stretching. short_factor, long_factor: per-frequency divisors (longrope), [dim / 2].
+    attention_factor: multiplies cos and sin; None derives it.
     """
 
     theta: float
@@ -74,11 +75,20 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_kv_heads:
-            raise ConfigError(f"expected num_attention_heads ({self.num_attention_heads}) to be a multiple of num_key_value_heads, found {self.num_kv_heads}")
+            raise ConfigError(
+                f"expected num_attention_heads ({self.num_attention_heads}) to be a multiple of "
+                f"num_key_value_heads, found {self.num_kv_heads}; correct config.json, or fetch it again"
+            )
         if len(self.layer_windows) != self.num_layers:
-            raise ConfigError(f"expected one attention window per layer ({self.num_layers}), found {len(self.layer_windows)}")
-        if self.rope.dim % 2 or self.rope.dim > self.head_dim:
-            raise ConfigError(f"expected an even number of rotary dimensions up to head_dim={self.head_dim}, found {self.rope.dim}")
+            raise ConfigError(
+                f"expected one attention window per layer ({self.num_layers}), found "
+                f"{len(self.layer_windows)}"
+            )
+        if self.rope.dim % 2 or not 0 < self.rope.dim <= self.head_dim:
+            raise ConfigError(
+                f"expected an even number of rotary dimensions up to head_dim={self.head_dim}, found "
+                f"{self.rope.dim}; check head_dim and partial_rotary_factor in config.json"
+            )
 
     @property
     def attention_scale(self) -> float:
@@ -108,20 +118,35 @@ class ConfigReader:
         self.raw = raw
         self.source = source
         self.read: set[str] = set()
+        self.ignored: set[str] = set()
+        """Keys of nested sections that were seen and not read."""
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """An integer, the default where the key is absent or null."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ConfigError(f"{self.source}: expected {key} to be a positive integer, found {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            kind = "a positive integer" if least == 1 else f"an integer from {least}"
+            raise ConfigError(
+                f"{self.source}: expected {key} to be {kind}, found {self._shown(key, value)}; correct the "
+                "file, or fetch it again"
+            )
         return value
 
-    def optional_integer(self, key: str) -> int | None:
-        return None if self._get(key, None) is None else self.integer(key)
+    def optional_integer(self, key: str, default: int | None = None) -> int | None:
+        """A positive integer, None for an explicit null, the default where the key is absent."""
+        if key in self.raw and self.raw[key] is None:
+            self.read.add(key)
+            return None
+        return None if self._get(key, default) is None else self.integer(key, default)
 
     def number(self, key: str, default: float | None = None) -> float:
+        """A number, whole or not."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{self.source}: expected {key} to be a number, found {value!r}")
+            raise ConfigError(
+                f"{self.source}: expected {key} to be a number, found {self._shown(key, value)}; correct the "
+                "file, or fetch it again"
+            )
         return float(value)
 
     def optional_number(self, key: str, default: float | None = None) -> float | None:
@@ -132,32 +157,53 @@ class ConfigReader:
         return None if self._get(key, default) is None else self.number(key, default)
 
     def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
         value = self._get(key, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"{self.source}: expected {key} to be true or false, found {value!r}")
+            raise ConfigError(
+                f"{self.source}: expected {key} to be true or false, found {value!r}; correct the file, or "
+                "fetch it again"
+            )
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
+        """A string."""
         value = self._get(key, default)
         if not isinstance(value, str):
-            raise ConfigError(f"{self.source}: expected {key} to be a string, found {value!r}")
+            raise ConfigError(
+                f"{self.source}: expected {key} to be a string, found {value!r}; correct the file, or fetch "
+                "it again"
+            )
         return value
 
     def mapping(self, key: str) -> dict[str, Any]:
+        """An object, empty where the key is absent."""
         value = self._get(key, {})
         if not isinstance(value, dict):
-            raise ConfigError(f"{self.source}: expected {key} to be an object, found {value!r}")
+            raise ConfigError(
+                f"{self.source}: expected {key} to be an object, found {value!r}; correct the file, or fetch "
+                "it again"
+            )
         return value
 
     def strings(self, key: str) -> list[str] | None:
+        """A list of strings, None where the key is absent."""
         value = self._get(key, None)
-        if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
-            raise ConfigError(f"{self.source}: expected {key} to be a list of strings, found {value!r}")
+        if value is not None and not (
+            isinstance(value, list) and all(isinstance(item, str) for item in value)
+        ):
+            raise ConfigError(
+                f"{self.source}: expected {key} to be a list of strings, found {value!r}; correct the file, "
+                "or fetch it again"
+            )
         return value
 
     def has(self, key: str) -> bool:
         """Whether a key is there and not null."""
         return self.raw.get(key) is not None
+
+    def _shown(self, key: str, value: Any) -> str:
+        return "no such key" if key not in self.raw and value is None else repr(value)
 
     def _get(self, key: str, default: Any) -> Any:
         self.read.add(key)

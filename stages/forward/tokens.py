@@ -358,8 +358,8 @@ class Tokenizer:
             if not wanted:
                 return found
             raise TokenizerError(
-                f"{self.name} names no BOS token in tokenizer_config.json; expected one for prepend_bos=True, "
-                "so put its id in front of the ids yourself"
+                f"{self.name} names no BOS token in tokenizer_config.json; expected one for "
+                "prepend_bos=True, so put its id in front of the ids yourself"
             )
         has = found.ids[:1] == [bos]
         if wanted and not has:
