@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 Cell = tuple[str, int | None]
 """One array of a run: variable and layer, None where there is no layer axis."""
 PACKED_AXES = ("token", "pair")
+_WRITERS = 4  # threads that write one segment's shards
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,11 @@ class Entry:
         self.digest = entry_digest(run, dtype)
         self.path = entry_path(self.digest)
         self._claim_ttl = claim_ttl
-        self._records: dict[str, dict[str, Any]] = {}
-        self._mapped: dict[tuple[str, int | None, int], Array] = {}
+        self._known: dict[str, tuple[ArraySpec, ShardLayout | None]] = {}
+        self._records: dict[str, _SegmentRecord] = {}
+        self._held: list[dict[Cell, Written]] = [{} for _ in self.segments]
+        self._mapped: OrderedDict[tuple[str, int | None, int], tuple[int, Array]] = OrderedDict()
+        self._lock = threading.Lock()
 
     @classmethod
     def create(
@@ -168,71 +173,53 @@ class Entry:
     @property
     def specs(self) -> dict[str, ArraySpec]:
         """Every variable that has been declared, by name."""
-        names = [name.split("/")[-2] for name in self.folder.list(self.path) if name.count("/") == self.path.count("/") + 2 and name.endswith("/zarr.json")]
-        found = {name: self._read_spec(name) for name in sorted(names)}
-        return {name: spec for name, spec in found.items() if spec is not None}
+        found = {name: self._read_array(name) for name in sorted(self.folder.children(self.path))}
+        return {name: array[0] for name, array in found.items() if array is not None}
 
     def spec(self, variable: str) -> ArraySpec:
         """How a variable is stored; EntryNotFound names the nearest otherwise."""
-        held = self._known_specs.get(variable) or self._read_spec(variable)
-        if held is None:
-            near = nearest(variable, self.specs)
-            raise EntryNotFound(f"run {self.digest[:12]} has no variable {variable!r}; it has {', '.join(self.specs) or 'none'}" + (f"; nearest is {near!r}" if near else ""))
-        self._known_specs[variable] = held
-        return held
+        return self._array(variable)[0]
 
     def layout(self, variable: str) -> ShardLayout:
-        """How a variable's shards lie on disk."""
-        spec = self.spec(variable)
-        if variable not in self._layouts:
-            most = int(np.diff(self.pair_bounds).max()) if spec.packed == "pair" else self.segment_tokens
-            self._layouts[variable] = ShardLayout.of(spec.dtype, spec.tail, most, spec.layers is not None)
-        return self._layouts[variable]
+        """How a variable's shards lie on disk, as its `zarr.json` has it; StoreFormatError unless they are raw."""
+        layout = self._array(variable)[1]
+        if layout is None:
+            raise StoreFormatError(
+                f"{variable} in run {self.digest[:12]} was stored again with other codecs: it can be read, through zarr, not added to"
+            )
+        return layout
 
     # -- writing -------------------------------------------------------------------------------------------------
 
     def missing(self, wanted: Iterable[Cell]) -> dict[int, list[Cell]]:
         """Segment -> those wanted cells it has not committed, segments and cells in order; empty when all stand."""
         asked = list(dict.fromkeys(wanted))
-        held = self._committed()
-        missing = {n: [cell for cell in asked if cell not in held[n]] for n in range(len(self.segments))}
+        missing = {n: [cell for cell in asked if cell not in held] for n, held in enumerate(self._committed())}
         return {n: cells for n, cells in missing.items() if cells}
 
     def write_segment(self, n: int, arrays: Mapping[Cell, Array]) -> None:
-        """Commit whole shards of one segment.
+        """Commit whole shards of one segment: all files first, then the record that says they stand.
 
-        arrays: each [rows of the segment, *tail] of the declared dtype, in C order. Whatever stands already stays as it is. Raises
-        ShapeError before anything is written if an array does not fit.
+        arrays: each [rows of the segment, *tail] of the declared dtype, in C order; not to be changed before this returns. Whatever
+        stands already stays as it is. Raises ShapeError before anything is written if an array does not fit; StoreFull,
+        ReadOnlyStore.
         """
         for (variable, layer), rows in arrays.items():
-            self._check_cell(variable, layer)
-            expected = (self.rows(variable, n), *self.spec(variable).tail)
-            if rows.shape != expected:
-                raise ShapeError(f"segment {n} of {variable}: expected shape {list(expected)}, found {list(rows.shape)}")
-        files = {}
+            self._check_rows(variable, layer, n, rows)
+        files: dict[str, Written] = {}
         for (variable, layer), rows in arrays.items():
             layout = self.layout(variable)
             name = layout.path(variable, layer, n)
-            files[name] = list(write_shard(self.folder, f"{self.path}/{name}", rows, layout))
+            files[name] = write_shard(self.folder, f"{self.path}/{name}", rows, layout, sync_folder=False)
+        self.folder.sync_folders(f"{self.path}/{name}" for name in files)
         cells = sorted(_cell_name(cell) for cell in arrays)
         record = {"segment": n, "cells": cells, "files": files}
         name = f"{self.path}/seg/{n}.{digest('cells', cells)[:12]}.json"
         self.folder.put_new(name, canonical_json(record).encode())
 
     def claim(self, n: int) -> Claim:
-        """A claim on a segment: `acquire` it before the work, `release` it after the commit."""
-        return Claim(self.folder.path(f"{self.path}/seg/{n}.claim"), self._claim_ttl)
-
-    @contextmanager
-    def claimed(self, n: int) -> Iterator[bool]:
-        """Within: whether this segment is ours to compute."""
-        claim = self.claim(n)
-        mine = claim.acquire()
-        try:
-            yield mine
-        finally:
-            if mine:
-                claim.release()
+        """A claim on a segment: `with entry.claim(n) as mine:`, or acquire before the work and release after the commit."""
+        return Claim(self.folder, f"{self.path}/seg/{n}.claim", self._claim_ttl)
 
     def publish(self, wanted: Iterable[Cell]) -> list[Record]:
         """Make complete arrays visible: manifest, then key. Those with a segment missing are left out of the answer."""
@@ -271,22 +258,40 @@ class Entry:
 
     def segment_digest(self, variable: str, layer: int | None, n: int) -> str:
         """Digest of one committed shard; EntryNotFound if it is not committed."""
-        found = self._committed()[n].get((variable, layer))
+        cell = (variable, layer)
+        found = self._held[n].get(cell) or self._committed()[n].get(cell)
         if found is None:
-            raise EntryNotFound(f"segment {n} of {_cell_name((variable, layer))} in run {self.digest[:12]} is not committed; capture it first")
+            raise EntryNotFound(self._absent(variable, layer, n, "committed"))
         return found[1]
 
+    def files(self) -> dict[str, Written]:
+        """Every committed shard, relative to the entry's folder, with its size and digest: what `verify` checks."""
+        committed = self._committed()
+        return {path: found for record in self._records.values() for path, found in record.files(committed)}
+
     def shard(self, variable: str, layer: int | None, n: int) -> Array:
-        """Rows of one segment, memory-mapped and read-only, in the stored dtype: [rows, *tail]."""
+        """Rows of one segment, read-only, in the stored dtype, memory-mapped: [rows, *tail].
+
+        Raises EntryNotFound, CorruptEntry (a file cut short, an index that is not intact).
+        """
+        layout = self._array(variable)[1]
+        if layout is None:
+            return self._read_through_zarr(variable, layer, n)
+        path = self.folder.path(f"{self.path}/{layout.path(variable, layer, n)}")
         place = (variable, layer, n)
-        if place not in self._mapped:
-            layout = self.layout(variable)
-            path = self.folder.path(f"{self.path}/{layout.path(variable, layer, n)}")
-            try:
-                self._mapped[place] = read_shard(path, layout, self.rows(variable, n))
-            except FileNotFoundError:
-                raise EntryNotFound(f"segment {n} of {_cell_name((variable, layer))} in run {self.digest[:12]} is not stored; capture it first") from None
-        return self._mapped[place]
+        try:
+            # Another inode: the shard was quarantined and written anew since it was mapped.
+            inode = path.stat().st_ino
+            with self._lock:
+                known = self._mapped.get(place)
+                if known is None or known[0] != inode:
+                    known = self._mapped[place] = (inode, read_shard(path, layout, self.rows(variable, n)))
+                self._mapped.move_to_end(place)
+                if len(self._mapped) > _MAPPED:
+                    self._mapped.popitem(last=False)
+            return known[1]
+        except FileNotFoundError:
+            raise EntryNotFound(self._absent(variable, layer, n, "stored")) from None
 
     def open(self, variables: Sequence[str] | None = None, layers: Sequence[int] | None = None, **options: Any) -> xr.Dataset:
         """The published activations as a labelled lazy dataset (`datasets.open_entry`)."""
@@ -296,54 +301,94 @@ class Entry:
 
     # -- helpers -------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def _known_specs(self) -> dict[str, ArraySpec]:
-        return {}
-
-    @cached_property
-    def _layouts(self) -> dict[str, ShardLayout]:
-        return {}
-
     def _add(self, spec: ArraySpec) -> None:
-        self._known_specs[spec.variable] = spec
-        layout = self.layout(spec.variable)
-        packed = layout.rows * len(self.segments) if spec.packed == "pair" else self.tokens.n_tokens
+        many = len(self.segments) > 1
+        pairs = spec.packed == "pair"
+        most = int(np.diff(self.pair_bounds).max()) if pairs else self.segment_tokens
+        exact = many and not pairs
+        layout = ShardLayout.of(spec.dtype, spec.tail, most, spec.layers is not None, exact=exact)
+        packed = layout.rows * len(self.segments) if pairs else self.tokens.n_tokens
         front = () if spec.layers is None else (spec.layers,)
-        attributes = {"long_name": spec.long_name, "units": spec.unit, "mizarr": asdict(spec)}
-        if spec.packed == "token":
-            attributes["coordinates"] = "token_id"
+        attributes: dict[str, Any] = {"long_name": spec.long_name, "units": spec.unit, "mizarr": asdict(spec)}
+        if pairs and many:
+            # For readers without mizarr: pair i of segment n lies at n * shard length + i - pair_bounds[n]; what is between is NaN.
+            attributes["pair_bounds"] = self.pair_bounds.tolist()
         metadata = array_metadata(layout, (*front, packed, *spec.tail), spec.dims, attributes)
         if self.folder.put_new(f"{self.path}/{spec.variable}/zarr.json", metadata):
             return
-        there = self._read_spec(spec.variable)
-        if there is None or (there.dims, there.tail, there.dtype, there.layers) != (spec.dims, spec.tail, spec.dtype, spec.layers):
+        there = self.spec(spec.variable)
+        if (there.dims, there.tail, there.dtype, there.layers) != (spec.dims, spec.tail, spec.dtype, spec.layers):
             raise ShapeError(f"run {self.digest[:12]} already stores {spec.variable} as {there}; expected {spec}")
 
-    def _read_spec(self, variable: str) -> ArraySpec | None:
+    def _array(self, variable: str) -> tuple[ArraySpec, ShardLayout | None]:
+        """Spec and layout of a variable; both are fixed once it is declared."""
+        if variable not in self._known:
+            found = self._read_array(variable)
+            if found is None:
+                held = self.specs
+                near = nearest(variable, held)
+                raise EntryNotFound(
+                    f"run {self.digest[:12]} has no variable {variable!r}; it has {', '.join(held) or 'none'}"
+                    f"{f', nearest is {near!r}' if near else ''}. Capture it first"
+                )
+            self._known[variable] = found
+        return self._known[variable]
+
+    def _read_array(self, variable: str) -> tuple[ArraySpec, ShardLayout | None] | None:
         text = self.folder.get(f"{self.path}/{variable}/zarr.json")
-        fields = None if text is None else json.loads(text).get("attributes", {}).get("mizarr")
-        return ArraySpec.from_attributes(fields) if fields and "hook" in fields else None
+        metadata = {} if text is None else json.loads(text)
+        fields = metadata.get("attributes", {}).get("mizarr", {})
+        if "hook" not in fields:
+            return None
+        return ArraySpec.from_attributes(fields), ShardLayout.from_metadata(metadata)
 
-    def _check_cell(self, variable: str, layer: int | None) -> None:
-        layers = self.spec(variable).layers
-        if (layers is None) != (layer is None) or (layers is not None and layer is not None and not 0 <= layer < layers):
-            raise ShapeError(f"{variable} has {'no layer axis' if layers is None else f'layers 0..{layers - 1}'}, found layer {layer}")
+    def _read_through_zarr(self, variable: str, layer: int | None, n: int) -> Array:
+        import zarr
 
-    def _committed(self) -> list[dict[Cell, list[Any]]]:
-        """Per segment, cell -> [size, digest] of its shard, from the records; records never change, so each is read once."""
-        held: list[dict[Cell, list[Any]]] = [{} for _ in self.segments]
-        seen = set()
-        for name in self.folder.list(f"{self.path}/seg"):
-            if not name.endswith(".json") or name.endswith("/zarr.json"):  # zarr.json: an empty group, see coordinates.py
-                continue
-            seen.add(name)
-            if name not in self._records and (text := self.folder.get(name)) is not None:
-                self._records[name] = _parse_record(name, text)
-        for name in sorted(seen & set(self._records)):
-            record = self._records[name]
-            for cell, path in record["places"]:
-                held[record["segment"]].setdefault(cell, record["files"][path])
+        from . import bfloat16  # noqa: F401 - teaches zarr the dtype
+
+        array: Any = zarr.open_array(self.folder.path(f"{self.path}/{variable}"), mode="r")
+        shard = array.shards or array.chunks
+        start = n * shard[0 if layer is None else 1]
+        rows = slice(start, start + self.rows(variable, n))
+        held: Array = np.asarray(array[rows] if layer is None else array[layer, rows])
         return held
+
+    def _check_rows(self, variable: str, layer: int | None, n: int, rows: Array) -> None:
+        """Raise ShapeError unless these are the rows of that segment, as declared."""
+        spec = self.spec(variable)
+        if (spec.layers is None) != (layer is None) or (layer is not None and not 0 <= layer < (spec.layers or 0)):
+            has = "no layer axis" if spec.layers is None else f"layers 0 to {spec.layers - 1}"
+            raise ShapeError(f"{variable} has {has}, found layer {layer}")
+        if not 0 <= n < len(self.segments):
+            raise ShapeError(f"expected a segment from 0 to {len(self.segments) - 1}, found {n}")
+        expected = (self.rows(variable, n), *spec.tail)
+        if rows.shape != expected or rows.dtype != self.layout(variable).native or not rows.flags.c_contiguous:
+            order = "" if rows.flags.c_contiguous else ", not contiguous: make it so first"
+            raise ShapeError(
+                f"segment {n} of {_cell_name((variable, layer))}: expected {spec.dtype} of shape {list(expected)} in C order, "
+                f"found {rows.dtype} of shape {list(rows.shape)}{order}"
+            )
+
+    def _committed(self) -> list[dict[Cell, Written]]:
+        """Per segment, cell -> size and digest of its shard. Records never change, so each is read once."""
+        folder = f"{self.path}/seg"
+        # zarr.json: the folder is an empty group for Zarr's sake (coordinates.py).
+        names = {name for name in self.folder.children(folder) if name.endswith(".json") and name != "zarr.json"}
+        with self._lock:
+            if not names >= self._records.keys():  # quarantined
+                self._records = {name: record for name, record in self._records.items() if name in names}
+                self._held = [{} for _ in self.segments]
+                for record in self._records.values():
+                    self._held[record.segment].update(record.cells)
+            for name in names - self._records.keys():
+                if (text := self.folder.get(f"{folder}/{name}")) is not None:
+                    record = self._records[name] = _SegmentRecord.from_bytes(f"{folder}/{name}", text, len(self.segments))
+                    self._held[record.segment].update(record.cells)
+            return self._held
+
+    def _absent(self, variable: str, layer: int | None, n: int, what: str) -> str:
+        return f"segment {n} of {_cell_name((variable, layer))} in run {self.digest[:12]} is not {what}; capture it first"
 
     def _publish(self, cell: Cell, held: Sequence[Mapping[Cell, list[Any]]]) -> Record:
         variable, layer = cell

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...store.errors import ConfigError, InterventionError, PromptError, TokenizerError
+from ...store.errors import ConfigError, InterventionError, PromptError
 from ...store.keys import ModelIdentity
 from .cache import HookCache, stack_ragged
 from .hooks import BoundSpec, Capture, HookSpec
 from .interventions import Intervention
 from .points import HookPoint
+from .prompts import as_rows, check_prompts, no_tokenizer
 from .taps import Sink, Taps
 from .wants import Logits
 
@@ -121,7 +122,7 @@ class Model:
     def tokenizer(self) -> Tokenizer:
         """Raises TokenizerError if the model came without one; token ids can still be given."""
         if self._tokenizer is None:
-            raise TokenizerError(f"{self.name} has no tokenizer.json; expected one to read text, so pass token ids instead, or add the file")
+            raise no_tokenizer(self.name)
         return self._tokenizer
 
     def bind(self, hooks: HookSpec | None) -> BoundSpec:
@@ -220,31 +221,6 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def as_rows(prompts: Prompts) -> list[Any]:
-    """One entry per prompt: a text, or a sequence of ids."""
-    if isinstance(prompts, str):
-        return [prompts]
-    rows = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
-    if rows and isinstance(rows[0], int):
-        return [rows]
-    return list(rows)
-
-
-def check_prompts(rows: Sequence[Sequence[int]], vocab_size: int, context: int, model: str) -> None:
-    """Raise PromptError naming the first prompt that is empty, out of range or too long."""
-    if not rows:
-        raise PromptError("expected at least one prompt, found none")
-    for number, ids in enumerate(rows):
-        where = f"prompt {number}" if len(rows) > 1 else "the prompt"
-        if not ids:
-            raise PromptError(f"expected at least one token, found {where} empty")
-        if len(ids) > context:
-            raise PromptError(f"{model} reads at most {context} positions, found {len(ids)} in {where}; shorten or split it")
-        outside = next((i for i in ids if not 0 <= i < vocab_size), None)
-        if outside is not None:
-            raise PromptError(f"expected token ids in 0..{vocab_size - 1}, found {outside} in {where}; was it encoded with another tokenizer?")
 
 
 def _refuse_batched_payload(change: Intervention, groups: dict[int, list[int]]) -> None:

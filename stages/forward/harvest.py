@@ -1,0 +1,185 @@
+"""The harvest: segments of a corpus through a model and into the store.
+
+The forward pass fills a segment's buffers hook by hook; writer threads digest and commit them while the next segment is computed. Memory is
+a few buffers whatever the size of the corpus. Any number of harvests may work on one run: claims keep them apart, and if they do meet,
+they write the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...store.claims import Claim
+from ...store.entries import Cell, Entry
+from ...store.errors import ShapeError
+from ...store.packed import PackedTokens
+from .batches import Batch, Piece, pieces_of, plan_batches
+from .capture import BUFFERS
+from .hooks import BoundSpec, Capture
+from .model import DTYPES, Model
+from .overlap import OverlappedWriter, SegmentBuffer
+
+_WAIT = 0.2  # seconds before looking again at segments that others have claimed
+
+
+@dataclass(frozen=True)
+class Job:
+    """A filled buffer on its way to disk."""
+
+    segment: int
+    cells: tuple[Cell, ...]
+    claim: Claim | None
+
+
+def harvest(
+    model: Model, entry: Entry, spec: BoundSpec, *, batch_tokens: int, segments: Iterable[int] | None = None, advance: Callable[[int], None] = lambda tokens: None
+) -> int:  # fmt: skip
+    """Compute and commit what the entry is missing of a spec's captures; returns the tokens computed.
+
+    segments: only these; None waits for those others have claimed, until nothing is missing. advance: told tokens committed.
+    """
+    cells = [(capture.variable, capture.point.layer) for capture in spec.captures]
+    only = None if segments is None else set(segments)
+    total = 0
+    while missing := {n: todo for n, todo in entry.missing(cells).items() if only is None or n in only}:
+        done = _round(model, entry, spec, missing, batch_tokens, advance)
+        total += done
+        if not done:
+            time.sleep(_WAIT)
+    return total
+
+
+def _round(model: Model, entry: Entry, spec: BoundSpec, missing: dict[int, list[Cell]], batch_tokens: int, advance: Callable[[int], None]) -> int:
+    """One pass over the segments that are missing and not somebody else's; returns the tokens computed."""
+    cells = list(dict.fromkeys(cell for todo in missing.values() for cell in todo))
+    rows = {variable: max(entry.rows(variable, n) for n in missing) for variable, _ in cells}
+    shapes = {cell: (rows[cell[0]], *entry.spec(cell[0]).tail) for cell in cells}
+    dtypes = {cell: DTYPES[entry.dtype] for cell in cells}
+
+    def write(buffer: SegmentBuffer, job: Job) -> None:
+        try:
+            entry.write_segment(job.segment, {cell: as_numpy(buffer.view(cell, entry.rows(cell[0], job.segment))) for cell in job.cells})
+            advance(len(entry.segments[job.segment]))
+        finally:
+            if job.claim is not None:
+                job.claim.release()
+
+    done = 0
+    with OverlappedWriter(lambda: SegmentBuffer(shapes, dtypes), write, buffers=BUFFERS) as writer:
+        for n, todo in missing.items():
+            claim = entry.claim(n)
+            if not claim.acquire():
+                continue
+            try:
+                buffer = writer.buffer()
+                fill(model, entry, n, _only(spec, todo), buffer, batch_tokens)
+            except BaseException:
+                claim.release()
+                raise
+            writer.submit(buffer, Job(n, tuple(todo), claim))
+            done += len(entry.segments[n])
+    return done
+
+
+def fill(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer, batch_tokens: int) -> None:
+    """Forward passes over one segment's prompts, captured activations copied to their place in the buffer."""
+    tokens, segment = entry.tokens, entry.segments[n]
+    one_length = model.architecture.lengths_must_match or bool(spec.interventions)
+    pieces = pieces_of(segment, tokens.row_start, tokens.row_size, whole=one_length)
+    for batch in plan_batches(pieces, batch_tokens=batch_tokens, one_length=one_length):
+
+        def keep(capture: Capture, value: Tensor, batch: Batch = batch) -> None:
+            cell = (capture.variable, capture.point.layer)
+            place = buffer.view(cell, entry.rows(cell[0], n))
+            if entry.spec(cell[0]).packed == "pair":
+                _keep_pairs(value, batch, place, tokens, segment)
+            else:
+                _keep_rows(_token_major(value, capture), batch, place)
+
+        model.stream_batch([_padded(tokens, piece, batch.length) for piece in batch.pieces], spec, None, keep)
+    if entry.dtype == "float16":
+        _refuse_overflow(buffer, spec, entry, n)
+
+
+def _only(spec: BoundSpec, cells: Sequence[Cell]) -> BoundSpec:
+    wanted = set(cells)
+    return BoundSpec(tuple(c for c in spec.captures if (c.variable, c.point.layer) in wanted), spec.interventions)
+
+
+def _padded(tokens: PackedTokens, piece: Piece, length: int) -> list[int]:
+    ids = tokens.prompt(piece.prompt)[: piece.run].tolist()
+    return [*ids, *[0] * (length - len(ids))]
+
+
+def _token_major(value: Tensor, capture: Capture) -> Tensor:
+    """[batch, position, …] with heads behind positions, as stored; an axis of one is dropped."""
+    dims = capture.point.dims
+    if dims[-1] == "one":
+        return value.squeeze(-1)
+    return value.transpose(1, 2) if dims[1] in ("head", "kv_head") else value
+
+
+def _keep_rows(value: Tensor, batch: Batch, place: Tensor) -> None:
+    """Kept positions of [batch, position, …] to their tokens; neighbours in both go in one copy."""
+    pieces = batch.pieces
+    first = 0
+    while first < len(pieces):
+        last = first
+        while last + 1 < len(pieces) and _adjoin(pieces[last], pieces[last + 1], batch.length):
+            last += 1
+        head = pieces[first]
+        if last > first:
+            block = value[first : last + 1]
+            place[head.at : head.at + block.shape[0] * batch.length].view(block.shape).copy_(block)
+        else:
+            place[head.at : head.at + head.stop - head.start].copy_(value[first, head.start : head.stop])
+        first = last + 1
+
+
+def _adjoin(piece: Piece, other: Piece, length: int) -> bool:
+    """Whether two whole prompts of a batch lie next to each other in the segment."""
+    whole = piece.start == other.start == 0 and piece.stop == other.stop == length
+    return whole and other.at == piece.at + length
+
+
+def _keep_pairs(value: Tensor, batch: Batch, place: Tensor, tokens: PackedTokens, segment: range) -> None:
+    """Lower triangles of [batch, head, query, key] to [pair, head], row by row: query q of a prompt owns q + 1 pairs."""
+    for row, piece in enumerate(batch.pieces):
+        queries, keys = np.tril_indices(piece.stop)
+        chosen = queries >= piece.start
+        pairs = value[row][:, torch.from_numpy(queries[chosen]), torch.from_numpy(keys[chosen])].transpose(0, 1)
+        start = _pairs_before(tokens, segment.start, piece)
+        place[start : start + len(pairs)].copy_(pairs)
+
+
+def _pairs_before(tokens: PackedTokens, segment_start: int, piece: Piece) -> int:
+    """Pairs of the segment that come before a piece."""
+    sizes = tokens.row_size.astype(np.int64)
+    first = int(tokens.prompt_of(np.array([segment_start]))[0])
+    skipped = segment_start - int(tokens.row_start[first])
+    between = sizes[first : piece.prompt]
+    before = int((between * (between + 1) // 2).sum()) + piece.start * (piece.start + 1) // 2
+    return before - skipped * (skipped + 1) // 2
+
+
+def _refuse_overflow(buffer: SegmentBuffer, spec: BoundSpec, entry: Entry, n: int) -> None:
+    """float16 ends at 65504; massive activations of some models lie beyond and would be stored as infinity."""
+    for capture in spec.captures:
+        cell = (capture.variable, capture.point.layer)
+        if bool(buffer.view(cell, entry.rows(cell[0], n)).isinf().any()) and capture.point.kind != "attn_scores":
+            raise ShapeError(f"'{capture.point}' exceeds float16's largest number (65504) in segment {n}; store it as bfloat16 or float32 (dtype=…)")
+
+
+def as_numpy(rows: Tensor) -> Any:
+    """A CPU tensor as a numpy array without a copy; bfloat16 as ml_dtypes' own."""
+    if rows.dtype == torch.bfloat16:
+        return rows.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return rows.numpy()
