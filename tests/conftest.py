@@ -1,9 +1,12 @@
-"""What every test gets: an environment of its own, no network, and property tests that repeat."""
+"""What every test gets: its own environment, no network, property tests that repeat; and a tiny checkpoint."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -39,3 +42,44 @@ def no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         connect(self, address)  # type: ignore[arg-type]
 
     monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Callable[..., str]:
+    """A directory with a random Llama of two layers, 16 wide, without tokenizer.
+
+    checkpoint() is sound; `leave_out` names a tensor to forget, keywords change config.json only.
+    """
+
+    def write(leave_out: str = "", **config: object) -> str:
+        import numpy as np
+        from safetensors.numpy import save_file
+
+        from mizarr.stages.forward.families import from_hf_config
+        from mizarr.stages.forward.weights import expected_tensors
+
+        folder = tmp_path / "tiny"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(TINY | config))
+        rng = np.random.default_rng(0)
+        shapes = expected_tensors(from_hf_config(TINY))
+        tensors = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+        tensors.pop(leave_out, None)
+        save_file(tensors, folder / "model.safetensors")
+        return str(folder)
+
+    return write

@@ -6,7 +6,7 @@ import contextlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -21,12 +21,21 @@ from .cli_options import (
     size,
     store_option,
 )
+from .cli_prompts import read_prompts
 
 if TYPE_CHECKING:
+    from ..pipeline import Plan
+    from ..stages.forward.capture import CaptureNode
     from ..store import Store
+    from ..store.entries import Entry
 
 NAMES = ", ".join(WORKFLOWS)
 HOOKS_EXAMPLE = "--hooks 'blocks.*.hook_resid_post'"
+DTYPES = click.Choice(["float32", "float16", "bfloat16"])
+
+cluster_option = click.option(
+    "--cluster", metavar="ADDRESS", help="Dask scheduler, such as tcp://127.0.0.1:8786; default threads here."
+)
 
 
 def workflow_options(command: Command) -> Command:
@@ -50,6 +59,98 @@ def workflow_options(command: Command) -> Command:
     return command
 
 
+@click.command(epilog=f"Example: mizarr capture specimen 'It was the best of times' --text {HOOKS_EXAMPLE}")
+@click.argument("model")
+@click.argument("prompts", nargs=-1, required=True)
+@click.option("--text", is_flag=True, help="PROMPTS are the prompts themselves, not files.")
+@click.option("--hooks", multiple=True, required=True, metavar="GLOB", help="Hook points; repeat for more.")
+@store_option
+@click.option(
+    "--dtype", type=DTYPES, default="float32", show_default=True, help="What the model computes in."
+)
+@click.option("--storage-dtype", type=DTYPES, help="What is stored; default what the model computes in.")
+@click.option("--device", help="cpu, cuda or cuda:1; default a GPU where there is one.")
+@click.option("--batch-tokens", type=click.IntRange(min=1), help="Tokens per forward pass.")
+@click.option("--memory", callback=size, metavar="SIZE", help="What buffers may take; default 1GiB.")
+@cluster_option
+@click.option(
+    "--durability",
+    type=click.Choice(["disk", "process"]),
+    default="disk",
+    show_default=True,
+    help="Survive a power cut, or a killed process only (faster).",
+)
+@click.option("--dry-run", is_flag=True, help="Say what is cached and what the rest would take; do nothing.")
+@json_option
+@quiet_option
+def capture(
+    model: str,
+    prompts: tuple[str, ...],
+    text: bool,
+    hooks: tuple[str, ...],
+    store_path: str,
+    cluster: str | None,
+    durability: Literal["disk", "process"],
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Run MODEL over PROMPTS and store activations at the hook points that match.
+
+    MODEL is a hub id, a directory or "specimen", the model shipped with mizarr. PROMPTS are text files with
+    one per line, JSONL files with a string, {"text": …} or {"ids": […]} per line, or - for stdin. What the
+    store already holds is not computed again.
+    """
+    from ..pipeline import plan, run
+    from ..stages.forward.capture import CaptureNode
+    from ..stages.forward.hooks import HookSpec
+    from ..store import open_store
+
+    given = {name: value for name, value in options.items() if value is not None}
+    # Everything that can be wrong with the request is found here, before a store is made.
+    node = CaptureNode(model, read_prompts(prompts, literal=text), HookSpec().capture(*hooks), **given)
+    if dry_run:
+        with _store_to_look_into(store_path) as there:
+            _print_plan(plan(node, there), as_json)
+        return
+    store = open_store(store_path, durability=durability)
+    run(node, store, cluster=cluster, quiet=quiet)
+    _print_captured(node, store.entry(node.run_key, node.dtype), as_json)
+
+
+def _print_captured(node: CaptureNode, entry: Entry, as_json: bool) -> None:
+    """One line per captured variable and layer."""
+    records = [(variable, layer, entry.record(variable, layer)) for variable, layer in node.cells]
+    rows: list[dict[str, Any]] = [
+        {"variable": variable, "layer": layer, "key": record.key, "content": record.content}
+        for variable, layer, record in records
+        if record is not None
+    ]
+    if as_json:
+        sizes = {"prompts": node.tokens.n_prompts, "tokens": node.tokens.n_tokens}
+        print_json({"run": entry.digest, "data": entry.path, **sizes, "arrays": rows})
+        return
+    short = [
+        {
+            "KEY": row["key"][:12],
+            "VARIABLE": row["variable"],
+            "LAYER": row["layer"],
+            "CONTENT": row["content"].partition(":")[2][:12],
+        }
+        for row in rows
+    ]
+    print_table(["KEY", "VARIABLE", "LAYER", "CONTENT"], short)
+
+
+def _print_plan(steps: Plan, as_json: bool) -> None:
+    if as_json:
+        print_json(steps.to_json())
+        return
+    columns = ["STAGE", "STATE", "CELLS", "READ", "WRITTEN", "PEAK"]
+    print_table(columns, [dict(zip(columns, row, strict=True)) for row in steps.rows()])
+
+
 @click.command(
     help=f"""Compute a workflow, as far as the store does not hold it already, and print the answer.
 
@@ -59,7 +160,7 @@ def workflow_options(command: Command) -> Command:
 )
 @workflow_options
 @click.option("--figures", type=click.Path(file_okay=False, path_type=Path), help="Draw into this folder.")
-@click.option("--cluster", metavar="ADDRESS", help="Dask scheduler, such as tcp://host:8786.")
+@cluster_option
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of this process; default one per core.")
 @click.option("--memory", callback=size, metavar="SIZE", help="Refuse what would need more than this.")
 @quiet_option
@@ -110,12 +211,8 @@ def explain(
     planned = build(workflow, **_with_model(parameters, model))
     with _store_to_look_into(store_path) as store:
         steps = plan(planned.nodes.values(), store)
-    if as_json:
-        print_json({"workflow": workflow, "question": planned.question, **steps.to_json()})
-        return
     click.echo(planned.question, err=True)
-    columns = ["STAGE", "STATE", "CELLS", "READ", "WRITTEN", "PEAK"]
-    print_table(columns, [dict(zip(columns, row, strict=True)) for row in steps.rows()])
+    _print_plan(steps, as_json)
 
 
 @contextlib.contextmanager

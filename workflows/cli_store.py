@@ -1,4 +1,4 @@
-"""Commands about a store: `ls`, `show`, `verify`, `gc`. None of them needs a model, weights or torch."""
+"""Commands about a store: `ls`, `show`, `verify`, `gc`, `pin`. None needs a model, weights or torch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ DAMAGED = 1
 @store_option
 @json_option
 def ls(store_path: str, as_json: bool) -> None:
-    """List what a store holds: one line per activation array and per result.
+    """List what a store holds: one line per layer of a captured variable, and per result.
 
-    KEY is what `mizarr show` takes; CONTENT digests the values, so equal contents are equal numbers.
+    KEY is what `mizarr show` and `mizarr pin` take; lines with equal DATA share a run. CONTENT digests the
+    values: equal contents are equal numbers.
     """
     from ..store import open_store
 
-    rows = [asdict(record) for record in open_store(store_path, mode="r").records()]
+    store = open_store(store_path, mode="r")
+    pins = {key: name for name, key in store.pins().items()}
+    rows = [asdict(record) | {"pin": pins.get(record.key)} for record in store.records()]
     if as_json:
         print_json(rows)
         return
@@ -42,10 +45,11 @@ def ls(store_path: str, as_json: bool) -> None:
             "DATA": row["data"].rpartition("/")[2][:12],
             "CONTENT": row["content"].partition(":")[2][:12],
             "CREATED": row["created"],
+            "PIN": row["pin"],
         }
         for row in rows
     ]
-    print_table(["KEY", "LABEL", "DATA", "CONTENT", "CREATED"], short)
+    print_table(["KEY", "LABEL", "DATA", "CONTENT", "CREATED", "PIN"], short)
 
 
 @click.command(epilog="Example: mizarr show 3f9a0c --store activations")
@@ -95,13 +99,12 @@ def verify(store_path: str, quick: bool, quarantine: bool, as_json: bool, quiet:
         damage = store.verify(quick=quick, progress=seen)
     for item in damage if quarantine else ():
         store.quarantine(item)
-    rows = [asdict(item) for item in damage]
     if as_json:
-        print_json(rows)
-    elif rows:
-        print_table(list(rows[0]), rows)
+        print_json([asdict(item) for item in damage])
     else:
-        click.echo("no damage found", err=True)
+        for item in damage:
+            click.echo(str(item))
+        click.echo(f"{len(damage)} damaged files" if damage else "no damage found", err=True)
     return DAMAGED if damage else 0
 
 
@@ -130,13 +133,41 @@ def gc(store_path: str, grace: float, quota: int | None, dry_run: bool, as_json:
     """
     from ..store import open_store
 
-    report: dict[str, Any] = asdict(
-        open_store(store_path, mode="a").gc(grace=grace, quota=quota, dry_run=dry_run)
-    )
+    report = open_store(store_path).gc(grace=grace, quota=quota, dry_run=dry_run)
     if as_json:
-        print_json(report)
+        print_json(asdict(report))
         return
-    print_table(["WHAT", "FOUND"], [{"WHAT": name, "FOUND": value} for name, value in report.items()])
+    for name in (*report.leftovers, *report.removed):
+        click.echo(name)
+    done = "would be removed" if dry_run else "removed"
+    click.echo(f"{human_bytes(report.bytes)} {done}, {human_bytes(report.kept_bytes)} stay", err=True)
+    if report.over_quota:
+        over = human_bytes(report.over_quota)
+        click.echo(f"{over} over the quota are pinned or too young; see mizarr pin, --grace", err=True)
+
+
+@click.command(epilog="Example: mizarr pin figure-3 3f9a0c --store activations")
+@click.argument("name")
+@click.argument("key", required=False)
+@click.option("--remove", is_flag=True, help="Let go of the pin NAME; the data stays until gc.")
+@store_option
+def pin(name: str, key: str | None, remove: bool, store_path: str) -> None:
+    """Keep what is stored under KEY, and all it was computed from, out of reach of `mizarr gc`.
+
+    NAME is yours to choose; KEY is any unique start of a key printed by `mizarr ls`.
+    """
+    from ..store import open_store
+
+    if remove == (key is not None):
+        raise click.UsageError("expected NAME and KEY to pin, or NAME and --remove to let go")
+    store = open_store(store_path)
+    if key is None:
+        store.unpin(name)
+        return
+    try:
+        store.pin(name, key)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
 
 
 def _shape(dataset: Any) -> dict[str, Any]:

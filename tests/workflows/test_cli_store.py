@@ -89,12 +89,29 @@ def test_gc_removes_nothing_in_a_dry_run(stored, capsys):
 def test_gc_with_a_quota_removes_what_is_not_pinned(stored, capsys):
     path, record = stored
     arguments = ["gc", "--store", path, "--grace", "0s", "--quota", "1B", "--json"]
-    open_store(path).pin("figure", record)
+    said(capsys, "pin", "figure", record.key[:12], "--store", path)
     said(capsys, *arguments)
-    assert record.key[:12] in said(capsys, "ls", "--store", path)
-    open_store(path).unpin("figure")
+    (line,) = said(capsys, "ls", "--store", path).splitlines()[1:]
+    assert line.startswith(record.key[:12]) and line.endswith("figure")
+    said(capsys, "pin", "figure", "--remove", "--store", path)
     said(capsys, *arguments)
     assert record.key[:12] not in said(capsys, "ls", "--store", path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["figure"], "NAME and KEY"),
+        (["figure", "ab", "--remove"], "NAME and KEY"),
+        (["absent", "--remove"], "no pin 'absent'"),
+        (["a/b", "{key}"], "'a/b'"),
+    ],
+)
+def test_a_pin_that_makes_no_sense_is_refused(arguments, said, stored, capsys):
+    path, record = stored
+    filled = [argument.format(key=record.key) for argument in arguments]
+    assert run(["pin", *filled, "--store", str(path)]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["ls", "verify"])

@@ -1,0 +1,93 @@
+"""`mizarr capture` on a model of two layers, with token ids for prompts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mizarr.store import open_store
+from mizarr.workflows.cli import run
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("[1, 2, 3]\n[4, 5]\n")
+    return str(path)
+
+
+@pytest.fixture
+def capture(checkpoint, prompts, tmp_path, capsys):
+    """Run `mizarr capture` on the tiny model; (exit code, stdout, stderr)."""
+    model = checkpoint()
+
+    def call(*arguments, hooks="blocks.*.hook_resid_post"):
+        fixed = ["capture", model, prompts, "--hooks", hooks, "--store", str(tmp_path / "store"), "--quiet"]
+        code = run([*fixed, *arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_captured_layers_are_listed_and_can_be_opened(capture, tmp_path):
+    code, out, _ = capture()
+    assert code == 0
+    assert [line.split()[1:3] for line in out.splitlines()] == [
+        ["VARIABLE", "LAYER"],
+        ["resid_post", "0"],
+        ["resid_post", "1"],
+    ]
+    key = out.splitlines()[2].split()[0]
+    states = open_store(tmp_path / "store", mode="r")[key]["resid_post"]
+    assert dict(states.sizes)["hidden"] == 16
+    assert states.sizes["token"] == 5
+
+
+def test_capturing_again_gives_the_same_keys_and_contents(capture):
+    first, second = (json.loads(capture("--json")[1]) for _ in range(2))
+    assert first == second
+    assert (first["prompts"], first["tokens"]) == (2, 5)
+
+
+def test_a_dry_run_says_what_it_would_take_and_leaves_no_trace(capture, tmp_path):
+    code, out, _ = capture("--dry-run", "--json")
+    (step,) = json.loads(out)["steps"]
+    assert code == 0
+    assert step["state"].startswith("will run because")
+    assert step["bytes_written"] == 2 * 5 * 16 * 4
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_dry_run_over_what_is_stored_says_cached(capture):
+    capture()
+    assert " cached" in capture("--dry-run")[1]
+
+
+def test_storage_dtype_halves_what_is_stored(capture, tmp_path):
+    _, out, _ = capture("--storage-dtype", "bfloat16", "--json")
+    found = json.loads(out)
+    entry = open_store(tmp_path / "store", mode="r").entry(found["run"])
+    assert entry.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("hooks", "said"),
+    [
+        ("blocks.0.hook_resid_pots", "hook_resid_post"),
+        ("blocks.7.hook_resid_post", "blocks.1.hook_resid_post"),
+        ("block.*.hook_resid_post", "blocks."),
+    ],
+)
+def test_a_hook_point_the_model_lacks_is_refused_before_a_store_is_made(capture, tmp_path, hooks, said):
+    code, out, err = capture(hooks=hooks)
+    assert (code, out) == (2, "")
+    assert said in err and err.count("\n") == 1
+    assert not (tmp_path / "store").exists()
+
+
+def test_text_without_a_tokenizer_is_one_line(checkpoint, capsys, tmp_path):
+    arguments = ["capture", checkpoint(), "words", "--text", "--hooks", "hook_embed"]
+    assert run([*arguments, "--store", str(tmp_path / "store")]) == 2
+    assert "tokenizer.json" in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
