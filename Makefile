@@ -37,6 +37,7 @@ format: $(VENV)/installed-test
 
 typecheck: $(VENV)/installed-test
 	$(BIN)/mypy
+	$(BIN)/mypy tests/typing/api.py
 
 bench: $(VENV)/installed-test
 	@for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done

@@ -1,4 +1,4 @@
-"""What every test gets: its own environment, no network, property tests that repeat; and a tiny checkpoint."""
+"""What every test gets: its own environment, no network, property tests that repeat. A tiny checkpoint."""
 
 from __future__ import annotations
 

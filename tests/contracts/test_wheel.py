@@ -31,15 +31,17 @@ def wheel(tmp_path_factory):
     return next(target.glob("mizarr-*.whl"))
 
 
+def belongs(path: Path) -> bool:
+    """Modules and data; not what Python leaves behind, not the design notes."""
+    return path.suffix != ".pyc" and path.name != "DESIGN.md"
+
+
 def test_the_wheel_holds_the_modules_and_data_of_the_tree_and_nothing_else(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
     info = {name for name in names if ".dist-info/" in name}
-    modules = [ROOT / "__init__.py", *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
-    data = [
-        ROOT / "py.typed",
-        *(path for path in (ROOT / "stages/forward/specimen").iterdir() if path.is_file()),
-    ]
-    assert names - info == {f"mizarr/{path.relative_to(ROOT)}" for path in [*modules, *data]}
+    files = [path for room in ROOMS for path in (ROOT / room).rglob("*") if path.is_file()]
+    wanted = [ROOT / "__init__.py", ROOT / "py.typed", *(path for path in files if belongs(path))]
+    assert names - info == {f"mizarr/{path.relative_to(ROOT)}" for path in wanted}
     assert {Path(name).name for name in info} >= {"LICENSE-MIT", "LICENSE-APACHE", "entry_points.txt"}
 
 

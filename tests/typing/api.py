@@ -1,0 +1,40 @@
+"""What a user's type checker sees: never run, checked by `make typecheck`."""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+import torch
+import xarray as xr
+
+import mizarr
+from mizarr.store import Store
+from mizarr.workflows.workflow import Workflow
+
+model = mizarr.Model.from_pretrained("specimen")
+assert_type(model, mizarr.Model)
+
+point = mizarr.HookPoint.resid_post(1)
+assert_type(point, mizarr.HookPoint)
+
+hooks = mizarr.HookSpec().capture(point, "blocks.*.attn.hook_pattern")
+hooks = hooks.intervene("blocks.0.hook_mlp_out", mizarr.Scale(0.5))
+assert_type(hooks, mizarr.HookSpec)
+
+cache = model.forward("The capital of France is", hooks, want=mizarr.logits(position=-1))
+assert_type(cache, mizarr.HookCache)
+assert_type(cache.logits, torch.Tensor)
+assert_type(cache[point], torch.Tensor)
+
+store = mizarr.open_store("activations")
+assert_type(store, Store)
+assert_type(mizarr.capture(model, ["a prompt"], hooks, store=store), xr.Dataset)
+assert_type(mizarr.compute("logit_lens", store=store, model="specimen"), Workflow)
+
+try:
+    mizarr.open_store("nowhere", mode="r")
+except mizarr.MizarrError as error:
+    assert_type(error, mizarr.MizarrError)
+
+mizarr.open_store("activations", mode="w")  # type: ignore[arg-type]  # a mode there is not
+model.forward("text", hooks="blocks.0.hook_resid_post")  # type: ignore[arg-type]  # a HookSpec, not its string
