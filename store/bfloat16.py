@@ -1,7 +1,11 @@
 """bfloat16 as a Zarr v3 data type, so that what a model computed in half the bytes is stored in half the bytes.
 
-Zarr-python has no bfloat16 of its own; the name `bfloat16` and its two little-endian bytes are those that other Zarr readers know.
-Registered through an entry point: wherever mizarr is installed, plain `zarr.open` reads such arrays as `ml_dtypes.bfloat16`.
+Zarr-python has no bfloat16 of its own; the name `bfloat16` and its two little-endian bytes are those that
+other Zarr readers know.
+Importing this module registers it: from then on plain `zarr.open` reads such arrays as `ml_dtypes.bfloat16`.
+(An entry point is declared as well, but zarr 3.1 collects data types declared so and never loads them.)
+
+Border: one data type; nothing of shards or stores.
 """
 
 from __future__ import annotations
@@ -80,7 +84,4 @@ class BFloat16(ZDType[Any, Any], HasItemSize):
         return float_to_json_v3(np.float32(self.cast_scalar(data)))
 
 
-def register() -> None:
-    """Make the type known to zarr in this process; harmless when it is."""
-    if BFloat16._zarr_v3_name not in data_type_registry.contents:
-        data_type_registry.register(BFloat16._zarr_v3_name, BFloat16)
+data_type_registry.register(BFloat16._zarr_v3_name, BFloat16)  # harmless when repeated

@@ -1,52 +1,75 @@
 """Claims: "I am computing this segment", so that two workers do not do the same work.
 
-Only a courtesy: correctness rests on first-wins publication, and a lost or stolen claim costs time, never a result. A claim is a file
-created exclusively; its holder touches it now and then, and one that has not been touched for `ttl` seconds may be taken over.
+Border: one small file; what is computed under it is known elsewhere.
+
+Only a courtesy: correctness rests on first-wins publication, and a lost or stolen claim costs time, never a
+result. A claim is a file created exclusively; its holder touches it now and then, and one that has not been
+touched for `ttl` seconds was left by a dead process and may be taken over.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
+
+from .files import Folder
 
 TTL = 60.0
+"""Seconds: long enough for a stalled network disk, short enough to wait for after a crash."""
 
 
 class Claim:
-    """One claim; `acquire`, and `release` when the work is committed (from any thread)."""
+    """One claim. `with claim as mine:`, or `acquire` before the work and `release` after it, from any thread."""
 
-    def __init__(self, path: Path, ttl: float = TTL) -> None:
-        self._path = path
+    def __init__(self, folder: Folder, name: str, ttl: float = TTL) -> None:
+        self._folder = folder
+        self._name = name
         self._ttl = ttl
+        self._token = f"{os.getpid()}.{secrets.token_hex(4)}".encode()
         self._stop = threading.Event()
         self._beat: threading.Thread | None = None
 
     def acquire(self) -> bool:
-        """Whether the claim is ours now; an abandoned one is taken over."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
-            if time.time() - self._path.stat().st_mtime > self._ttl:
-                self._path.unlink(missing_ok=True)
-        try:
-            os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
-        except FileExistsError:
-            return False
+        """Whether the claim is ours now; an abandoned one is taken over. Raises ReadOnlyStore, StoreFull."""
+        path = self._folder.path(self._name)
+        with self._folder.writing(self._name):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > self._ttl:
+                    path.unlink(missing_ok=True)
+            try:
+                handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            except FileExistsError:
+                return False
+            try:
+                os.write(handle, self._token)
+            finally:
+                os.close(handle)
+        self._stop.clear()
         self._beat = threading.Thread(target=self._keep_alive, name="mizarr-claim", daemon=True)
         self._beat.start()
         return True
 
     def release(self) -> None:
-        """Let others have it."""
+        """Let others have it; harmless when it is not, or no longer, ours."""
+        if self._beat is None:
+            return
         self._stop.set()
-        if self._beat is not None:
-            self._beat.join()
-            self._beat = None
-            self._path.unlink(missing_ok=True)
+        self._beat.join()
+        self._beat = None
+        if self._folder.get(self._name) == self._token:
+            self._folder.path(self._name).unlink(missing_ok=True)
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def _keep_alive(self) -> None:
         while not self._stop.wait(self._ttl / 3):
-            with suppress(FileNotFoundError):  # taken over after a long pause of this process: harmless
-                os.utime(self._path)
+            with suppress(OSError):  # taken over after a long pause of this process: harmless
+                os.utime(self._folder.path(self._name))

@@ -1,11 +1,13 @@
 """Plain values and bytes -> digests that mean the same on every machine, in every process, in ten years.
 
-Border: JSON values, numpy arrays and files; never a torch tensor, a pickle, a repr or an address. What cannot be written down
-canonically is refused, because a key that is guessed is a key that returns somebody else's activations.
+Border: JSON values, numpy arrays and files; never a torch tensor, a pickle, a repr or an address. What cannot
+be written down canonically is refused, because a key that is guessed is a key that returns somebody else's
+activations.
 
-Canonical JSON: UTF-8, sorted keys, no spaces; floats as `float.hex()` strings with -0.0 folded into 0.0; no NaN or infinity; integers
-within 2**53; enums by name; numpy dtypes by their Zarr name; sets sorted. Two kinds of digest come out: `digest`, 64 hex digits, names a
-request; `content_digest` and its kin, "sha256:<hex>", name bytes.
+Canonical JSON: UTF-8, sorted keys, no spaces; floats as `float.hex()` strings with -0.0 folded into 0.0; no
+NaN or infinity; integers within 2**53; enums by name; numpy dtypes by their Zarr name; sets sorted. Two kinds
+of digest come out: `digest`, 64 hex digits, names a request; `content_digest` and its kin, "sha256:<hex>",
+name bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 _LARGEST = 2**53
-_BLOCK = 1 << 22
 Buffer = bytes | bytearray | memoryview
 
 
@@ -32,7 +33,9 @@ def canonical_json(value: Any) -> str:
     >>> canonical_json({"b": 1, "a": [0.5, None, True]})
     '{"a":["0x1.0000000000000p-1",null,true],"b":1}'
     """
-    return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return json.dumps(
+        _plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
 
 
 def digest(kind: str, *parts: Any) -> str:
@@ -46,9 +49,10 @@ def content_digest(data: Buffer) -> str:
 
 
 def array_digest(array: npt.NDArray[Any]) -> str:
-    """`sha256:<hex>` of an array's dtype, shape and bytes (C order, little-endian)."""
-    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<") if array.dtype.kind != "V" else array.dtype)
-    state = hashlib.sha256(canonical_json(["array", _dtype_name(array.dtype), list(array.shape)]).encode())
+    """`sha256:<hex>` of an array's dtype, shape and bytes (C order, little-endian); TypeError unless it holds numbers."""
+    name = _dtype_name(array.dtype)
+    little = np.ascontiguousarray(array, array.dtype if name == "bfloat16" else array.dtype.newbyteorder("<"))
+    state = hashlib.sha256(canonical_json(["array", name, list(array.shape)]).encode())
     state.update(little.reshape(-1).view(np.uint8).data)
     return f"sha256:{state.hexdigest()}"
 
@@ -61,10 +65,10 @@ def file_digest(path: Path) -> str:
 
 def _plain(value: Any) -> Any:
     """`value` as JSON values whose JSON text is unique."""
+    if isinstance(value, enum.Enum):  # before str and int: a StrEnum is an enum, too
+        return value.name
     if value is None or isinstance(value, str | bool):
         return value
-    if isinstance(value, enum.Enum):
-        return value.name
     if isinstance(value, int | np.integer):
         return _integer(int(value))
     if isinstance(value, float | np.floating):
@@ -87,7 +91,9 @@ def _plain(value: Any) -> Any:
 
 def _integer(value: int) -> int:
     if abs(value) > _LARGEST:
-        raise ValueError(f"expected integers within 2**53, which every JSON reader keeps exactly, found {value}")
+        raise ValueError(
+            f"expected integers within 2**53, which every JSON reader keeps exactly, found {value}"
+        )
     return value
 
 
@@ -104,5 +110,7 @@ def _name(key: Any) -> str:
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
-    """The name Zarr v3 gives a dtype, the same on machines of either byte order."""
-    return dtype.name
+    """The name Zarr v3 gives a dtype, the same on machines of either byte order; TypeError unless of numbers."""
+    if dtype.kind not in "biufc" and dtype.name != "bfloat16":
+        raise TypeError(f"expected a dtype of numbers, found {dtype}; its bytes do not say what it holds")
+    return str(dtype.name)

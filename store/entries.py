@@ -1,15 +1,16 @@
 """Entries: the stored activations of one run, committed segment by segment.
 
-A run's tokens lie end to end on one axis, cut into segments of equal length. The segment is the unit of everything: of work, of commit,
-of resume, of claim, of a Dask task. Its shards are written in place, never renamed and never changed; a small record then says that
-they stand, with their digests; when no segment of a (variable, layer) is missing, its manifest is written, then its key, and only a
-key makes data visible. Every step is "create if absent", so a kill at any moment loses at most the segment under way, and any
-number of writers converge on the same files.
+A run's tokens lie end to end on one axis, cut into segments of equal length. The segment is the unit of
+everything: of work, of commit, of resume, of claim, of a Dask task. Its shards are written in place, never
+renamed and never changed; a small record then says that they stand, with their digests; when no segment of a
+(variable, layer) is missing, its manifest is written, then its key, and only a key makes data visible. Every
+step is "create if absent", so a kill at any moment loses at most the segment under way, and any number of
+writers converge on the same files.
 
     data/<ab>/<D>/zarr.json                     the group; attributes say which run, and how it is cut
         resid_post/zarr.json, resid_post/c/…    one array per variable (`shards.py`)
-        seg/<n>.<set>.json                      record of the shards one pass wrote; <set> names which (variable, layer)s
-        seg/<n>.claim                           somebody is at it (`claims.py`)
+        seg/<n>.<set>.json                      record of the shards one pass wrote; <set> names which
+        (variable, layer)s seg/<n>.claim                           somebody is at it (`claims.py`)
         manifest/<variable>.<layer>.json        all shards of one array with size and digest
 
 Borders: arrays come as numpy, ready; which hook or model made them is told in attributes and never looked at.
@@ -18,10 +19,10 @@ Borders: arrays come as numpy, ready; which hook or model made them is told in a
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -32,12 +33,12 @@ import numpy.typing as npt
 from . import records
 from .claims import TTL, Claim
 from .digest import canonical_json, content_digest, digest
-from .errors import CorruptEntry, EntryNotFound, ShapeError, nearest
+from .errors import CorruptEntry, EntryNotFound, ShapeError, StoreFormatError, nearest
 from .files import Folder
 from .keys import ActivationKey, RunKey
 from .packed import PackedTokens
 from .records import Record
-from .shards import Array, ShardLayout, array_metadata, read_shard, write_shard
+from .shards import Array, ShardLayout, Written, array_metadata, read_shard, write_shard
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -45,15 +46,17 @@ if TYPE_CHECKING:
 Cell = tuple[str, int | None]
 """One array of a run: variable and layer, None where there is no layer axis."""
 PACKED_AXES = ("token", "pair")
-_WRITERS = 4  # threads that write one segment's shards
+_WRITERS = 2  # threads that write one segment's shards, each with another that digests: the disk is the limit
+_MAPPED = 256  # shards kept mapped: each map holds a file descriptor, of which a process has 1024 as a rule
 
 
 @dataclass(frozen=True)
 class ArraySpec:
     """One variable of a run.
 
-    dims: e.g. ("layer", "token", "hidden"); the packed axis is "token", or "pair" for attention patterns (row t of the packed axis owns
-    position(t) + 1 pairs, its lower triangle). sizes: of the axes after the packed one. layers: of the model, None without layer axis.
+    dims: e.g. ("layer", "token", "hidden"); the packed axis is "token", or "pair" for attention patterns (row
+    t of the packed axis owns position(t) + 1 pairs, its lower triangle). sizes: of the axes after the packed
+    one. layers: of the model, None without layer axis.
     """
 
     variable: str
@@ -67,8 +70,14 @@ class ArraySpec:
 
     def __post_init__(self) -> None:
         front = ("layer",) if self.layers is not None else ()
-        if self.dims[: len(front)] != front or len(self.dims) <= len(front) or self.dims[len(front)] not in PACKED_AXES:
-            raise ShapeError(f"{self.variable}: expected dims to start with {[*front, 'token or pair']}, found {list(self.dims)}")
+        if (
+            self.dims[: len(front)] != front
+            or len(self.dims) <= len(front)
+            or self.dims[len(front)] not in PACKED_AXES
+        ):
+            raise ShapeError(
+                f"{self.variable}: expected dims to start with {[*front, 'token or pair']}, found {list(self.dims)}"
+            )
 
     @property
     def packed(self) -> str:
@@ -99,7 +108,16 @@ def entry_path(name: str) -> str:
 class Entry:
     """The stored activations of one run; safe for any number of threads and processes at once."""
 
-    def __init__(self, folder: Folder, run: RunKey, dtype: str, tokens: PackedTokens, segment_tokens: int, *, claim_ttl: float = TTL) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        run: RunKey,
+        dtype: str,
+        tokens: PackedTokens,
+        segment_tokens: int,
+        *,
+        claim_ttl: float = TTL,
+    ) -> None:
         self.folder = folder
         self.run = run
         self.dtype = dtype
@@ -121,17 +139,31 @@ class Entry:
     ) -> Entry:  # fmt: skip
         """The entry of a run, made if it is new; arrays it does not have yet are added.
 
-        An entry keeps the segment length it was made with, whatever is asked later. Raises ShapeError if arrays mix dtypes, or one
-        was declared otherwise before.
+        An entry keeps the segment length it was made with, whatever is asked later. Raises ShapeError if
+        arrays mix dtypes, or one was declared otherwise before.
         """
         dtypes = sorted({spec.dtype for spec in arrays})
         if len(dtypes) != 1:
-            raise ShapeError(f"expected the arrays of one entry to share one dtype, found {', '.join(dtypes) or 'no arrays'}")
+            raise ShapeError(
+                f"expected the arrays of one entry to share one dtype, found {', '.join(dtypes) or 'no arrays'}"
+            )
         path = entry_path(entry_digest(run, dtypes[0]))
-        about = {"run": run.request(), "dtype": dtypes[0], "segment_tokens": segment_tokens, "n_tokens": tokens.n_tokens, "n_prompts": tokens.n_prompts}
-        group = {"zarr_format": 3, "node_type": "group", "attributes": {**(attributes or {}), "mizarr": about}}
+        about = {
+            "run": run.request(),
+            "dtype": dtypes[0],
+            "segment_tokens": segment_tokens,
+            "n_tokens": tokens.n_tokens,
+            "n_prompts": tokens.n_prompts,
+        }
+        group = {
+            "zarr_format": 3,
+            "node_type": "group",
+            "attributes": {**(attributes or {}), "mizarr": about},
+        }
         folder.put_new(f"{path}/zarr.json", json.dumps(group, indent=1).encode())
-        entry = cls(folder, run, dtypes[0], tokens, _group(folder, path)["segment_tokens"], claim_ttl=claim_ttl)
+        entry = cls(
+            folder, run, dtypes[0], tokens, _group(folder, path)["segment_tokens"], claim_ttl=claim_ttl
+        )
         for spec in arrays:
             entry._add(spec)
         return entry
@@ -146,13 +178,17 @@ class Entry:
     def __repr__(self) -> str:
         return f"Entry({self.digest[:12]}, {self.tokens!r}, {len(self.segments)} segments)"
 
-    # -- shape ---------------------------------------------------------------------------------------------------
+    # -- shape
+    # ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def segments(self) -> list[range]:
         """Token range of each segment: gap-free, equal but for the last."""
         total = self.tokens.n_tokens
-        return [range(start, min(start + self.segment_tokens, total)) for start in range(0, total, self.segment_tokens)]
+        return [
+            range(start, min(start + self.segment_tokens, total))
+            for start in range(0, total, self.segment_tokens)
+        ]
 
     @cached_property
     def pair_bounds(self) -> npt.NDArray[np.int64]:
@@ -189,28 +225,36 @@ class Entry:
             )
         return layout
 
-    # -- writing -------------------------------------------------------------------------------------------------
+    # -- writing
+    # -------------------------------------------------------------------------------------------------
 
     def missing(self, wanted: Iterable[Cell]) -> dict[int, list[Cell]]:
         """Segment -> those wanted cells it has not committed, segments and cells in order; empty when all stand."""
         asked = list(dict.fromkeys(wanted))
-        missing = {n: [cell for cell in asked if cell not in held] for n, held in enumerate(self._committed())}
+        missing = {
+            n: [cell for cell in asked if cell not in held] for n, held in enumerate(self._committed())
+        }
         return {n: cells for n, cells in missing.items() if cells}
 
     def write_segment(self, n: int, arrays: Mapping[Cell, Array]) -> None:
         """Commit whole shards of one segment: all files first, then the record that says they stand.
 
-        arrays: each [rows of the segment, *tail] of the declared dtype, in C order; not to be changed before this returns. Whatever
-        stands already stays as it is. Raises ShapeError before anything is written if an array does not fit; StoreFull,
-        ReadOnlyStore.
+        arrays: each [rows of the segment, *tail] of the declared dtype, in C order; not to be changed before
+        this returns. Whatever stands already stays as it is. Raises ShapeError before anything is written if
+        an array does not fit; StoreFull, ReadOnlyStore.
         """
         for (variable, layer), rows in arrays.items():
             self._check_rows(variable, layer, n, rows)
-        files: dict[str, Written] = {}
-        for (variable, layer), rows in arrays.items():
-            layout = self.layout(variable)
-            name = layout.path(variable, layer, n)
-            files[name] = write_shard(self.folder, f"{self.path}/{name}", rows, layout, sync_folder=False)
+
+        def write(cell: Cell) -> tuple[str, Written]:
+            layout = self.layout(cell[0])
+            name = layout.path(*cell, n)
+            return name, write_shard(
+                self.folder, f"{self.path}/{name}", arrays[cell], layout, sync_folder=False
+            )
+
+        with ThreadPoolExecutor(min(_WRITERS, len(arrays) or 1)) as pool:
+            files = dict(pool.map(write, arrays))
         self.folder.sync_folders(f"{self.path}/{name}" for name in files)
         cells = sorted(_cell_name(cell) for cell in arrays)
         record = {"segment": n, "cells": cells, "files": files}
@@ -231,7 +275,8 @@ class Entry:
                 published.append(self._publish(cell, held))
         return published
 
-    # -- reading -------------------------------------------------------------------------------------------------
+    # -- reading
+    # -------------------------------------------------------------------------------------------------
 
     def record(self, variable: str, layer: int | None) -> Record | None:
         """What is published of a cell; None while a segment is missing."""
@@ -245,15 +290,25 @@ class Entry:
 
     def published(self) -> list[Cell]:
         """Every cell that is visible, variables by name, layers in order."""
-        cells = [(name, layer) for name, spec in self.specs.items() for layer in ([None] if spec.layers is None else range(spec.layers))]
+        cells = [
+            (name, layer)
+            for name, spec in self.specs.items()
+            for layer in ([None] if spec.layers is None else range(spec.layers))
+        ]
         manifests = {name.rsplit("/", 1)[-1] for name in self.folder.list(f"{self.path}/manifest")}
-        return [cell for cell in cells if f"{_cell_name(cell)}.json" in manifests and self.record(*cell) is not None]
+        return [
+            cell
+            for cell in cells
+            if f"{_cell_name(cell)}.json" in manifests and self.record(*cell) is not None
+        ]
 
     def content(self, variable: str, layer: int | None) -> str:
         """R of a published cell; EntryNotFound while a segment is missing."""
         record = self.record(variable, layer)
         if record is None:
-            raise EntryNotFound(f"run {self.digest[:12]} has not stored {_cell_name((variable, layer))} completely; capture it first")
+            raise EntryNotFound(
+                f"run {self.digest[:12]} has not stored {_cell_name((variable, layer))} completely; capture it first"
+            )
         return record.content
 
     def segment_digest(self, variable: str, layer: int | None, n: int) -> str:
@@ -266,8 +321,8 @@ class Entry:
 
     def files(self) -> dict[str, Written]:
         """Every committed shard, relative to the entry's folder, with its size and digest: what `verify` checks."""
-        committed = self._committed()
-        return {path: found for record in self._records.values() for path, found in record.files(committed)}
+        self._committed()
+        return {path: found for record in self._records.values() for path, found in record.paths.items()}
 
     def shard(self, variable: str, layer: int | None, n: int) -> Array:
         """Rows of one segment, read-only, in the stored dtype, memory-mapped: [rows, *tail].
@@ -293,13 +348,16 @@ class Entry:
         except FileNotFoundError:
             raise EntryNotFound(self._absent(variable, layer, n, "stored")) from None
 
-    def open(self, variables: Sequence[str] | None = None, layers: Sequence[int] | None = None, **options: Any) -> xr.Dataset:
+    def open(
+        self, variables: Sequence[str] | None = None, layers: Sequence[int] | None = None, **options: Any
+    ) -> xr.Dataset:
         """The published activations as a labelled lazy dataset (`datasets.open_entry`)."""
         from .datasets import open_entry
 
         return open_entry(self, variables, layers, **options)
 
-    # -- helpers -------------------------------------------------------------------------------------------------
+    # -- helpers
+    # -------------------------------------------------------------------------------------------------
 
     def _add(self, spec: ArraySpec) -> None:
         many = len(self.segments) > 1
@@ -311,14 +369,22 @@ class Entry:
         front = () if spec.layers is None else (spec.layers,)
         attributes: dict[str, Any] = {"long_name": spec.long_name, "units": spec.unit, "mizarr": asdict(spec)}
         if pairs and many:
-            # For readers without mizarr: pair i of segment n lies at n * shard length + i - pair_bounds[n]; what is between is NaN.
+            # For readers without mizarr: pair i of segment n lies at n * shard length + i - pair_bounds[n];
+            # what is between is NaN.
             attributes["pair_bounds"] = self.pair_bounds.tolist()
         metadata = array_metadata(layout, (*front, packed, *spec.tail), spec.dims, attributes)
         if self.folder.put_new(f"{self.path}/{spec.variable}/zarr.json", metadata):
             return
         there = self.spec(spec.variable)
-        if (there.dims, there.tail, there.dtype, there.layers) != (spec.dims, spec.tail, spec.dtype, spec.layers):
-            raise ShapeError(f"run {self.digest[:12]} already stores {spec.variable} as {there}; expected {spec}")
+        if (there.dims, there.tail, there.dtype, there.layers) != (
+            spec.dims,
+            spec.tail,
+            spec.dtype,
+            spec.layers,
+        ):
+            raise ShapeError(
+                f"run {self.digest[:12]} already stores {spec.variable} as {there}; expected {spec}"
+            )
 
     def _array(self, variable: str) -> tuple[ArraySpec, ShardLayout | None]:
         """Spec and layout of a variable; both are fixed once it is declared."""
@@ -357,13 +423,19 @@ class Entry:
     def _check_rows(self, variable: str, layer: int | None, n: int, rows: Array) -> None:
         """Raise ShapeError unless these are the rows of that segment, as declared."""
         spec = self.spec(variable)
-        if (spec.layers is None) != (layer is None) or (layer is not None and not 0 <= layer < (spec.layers or 0)):
+        if (spec.layers is None) != (layer is None) or (
+            layer is not None and not 0 <= layer < (spec.layers or 0)
+        ):
             has = "no layer axis" if spec.layers is None else f"layers 0 to {spec.layers - 1}"
             raise ShapeError(f"{variable} has {has}, found layer {layer}")
         if not 0 <= n < len(self.segments):
             raise ShapeError(f"expected a segment from 0 to {len(self.segments) - 1}, found {n}")
         expected = (self.rows(variable, n), *spec.tail)
-        if rows.shape != expected or rows.dtype != self.layout(variable).native or not rows.flags.c_contiguous:
+        if (
+            rows.shape != expected
+            or rows.dtype != self.layout(variable).native
+            or not rows.flags.c_contiguous
+        ):
             order = "" if rows.flags.c_contiguous else ", not contiguous: make it so first"
             raise ShapeError(
                 f"segment {n} of {_cell_name((variable, layer))}: expected {spec.dtype} of shape {list(expected)} in C order, "
@@ -374,7 +446,9 @@ class Entry:
         """Per segment, cell -> size and digest of its shard. Records never change, so each is read once."""
         folder = f"{self.path}/seg"
         # zarr.json: the folder is an empty group for Zarr's sake (coordinates.py).
-        names = {name for name in self.folder.children(folder) if name.endswith(".json") and name != "zarr.json"}
+        names = {
+            name for name in self.folder.children(folder) if name.endswith(".json") and name != "zarr.json"
+        }
         with self._lock:
             if not names >= self._records.keys():  # quarantined
                 self._records = {name: record for name, record in self._records.items() if name in names}
@@ -383,23 +457,31 @@ class Entry:
                     self._held[record.segment].update(record.cells)
             for name in names - self._records.keys():
                 if (text := self.folder.get(f"{folder}/{name}")) is not None:
-                    record = self._records[name] = _SegmentRecord.from_bytes(f"{folder}/{name}", text, len(self.segments))
+                    record = self._records[name] = _SegmentRecord.from_bytes(
+                        f"{folder}/{name}", text, len(self.segments)
+                    )
                     self._held[record.segment].update(record.cells)
             return self._held
 
     def _absent(self, variable: str, layer: int | None, n: int, what: str) -> str:
         return f"segment {n} of {_cell_name((variable, layer))} in run {self.digest[:12]} is not {what}; capture it first"
 
-    def _publish(self, cell: Cell, held: Sequence[Mapping[Cell, list[Any]]]) -> Record:
+    def _publish(self, cell: Cell, held: Sequence[Mapping[Cell, Written]]) -> Record:
         variable, layer = cell
         layout = self.layout(variable)
         files = {layout.path(variable, layer, n): segment[cell] for n, segment in enumerate(held)}
         spec = self.spec(variable)
-        content = content_digest(canonical_json(["shards", spec.dtype, list(spec.tail), list(files.values())]).encode())
+        content = content_digest(
+            canonical_json(["shards", spec.dtype, list(spec.tail), list(files.values())]).encode()
+        )
         manifest = {"variable": variable, "layer": layer, "content": content, "files": files}
-        self.folder.put_new(f"{self.path}/manifest/{_cell_name(cell)}.json", canonical_json(manifest).encode())
+        self.folder.put_new(
+            f"{self.path}/manifest/{_cell_name(cell)}.json", canonical_json(manifest).encode()
+        )
         key = self.key(variable, layer).digest
-        record = Record(key, records.ACTIVATION, self.path, content, records.now(), _cell_name(cell).replace(".", "/"))
+        record = Record(
+            key, records.ACTIVATION, self.path, content, records.now(), _cell_name(cell).replace(".", "/")
+        )
         if self.folder.put_new(record.path, record.to_bytes()):
             return record
         standing = self.record(variable, layer)
@@ -416,22 +498,31 @@ def _cell(name: str) -> Cell:
     return (variable, int(layer)) if layer else (variable, None)
 
 
-def _parse_record(name: str, text: bytes) -> dict[str, Any]:
-    """A segment record with its cells matched to their files."""
-    try:
-        record: dict[str, Any] = json.loads(text)
-        by_cell = defaultdict(str)
-        for path in record["files"]:
-            variable, _, *place = path.split("/")
-            by_cell[variable, place[0]] = path
-        places = []
-        for cell in map(_cell, record["cells"]):
-            variable, layer = cell
-            places.append((cell, by_cell[variable, str(record["segment"] if layer is None else layer)]))
-        record["places"] = places
-    except (ValueError, KeyError, IndexError) as error:
-        raise CorruptEntry(f"{name} is not a segment record ({error}); delete it, and the segment is computed again") from error
-    return record
+@dataclass(frozen=True)
+class _SegmentRecord:
+    """What one pass committed of one segment."""
+
+    segment: int
+    cells: Mapping[Cell, Written]
+    paths: Mapping[str, Written]
+
+    @classmethod
+    def from_bytes(cls, name: str, text: bytes, n_segments: int) -> _SegmentRecord:
+        """The record in a file; CorruptEntry if it is not one."""
+        try:
+            fields = json.loads(text)
+            segment = range(n_segments)[fields["segment"]]
+            paths = {path: (int(size), str(digest)) for path, (size, digest) in fields["files"].items()}
+            # A path reads variable/c/layer/segment/…, or variable/c/segment/… where there is no layer axis.
+            by_place = {tuple(path.split("/", 3)[:3:2]): found for path, found in paths.items()}
+            cells = {}
+            for variable, layer in map(_cell, fields["cells"]):
+                cells[variable, layer] = by_place[variable, str(segment if layer is None else layer)]
+            return cls(segment, cells, paths)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise CorruptEntry(
+                f"{name} is not a segment record ({error}); delete it, and the segment is computed again"
+            ) from error
 
 
 def _group(folder: Folder, path: str) -> dict[str, Any]:

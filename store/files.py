@@ -14,16 +14,17 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .digest import file_digest
+from .digest import Buffer, file_digest
 from .errors import ReadOnlyStore, StoreError, StoreFull
 
 _THREADS = 4  # sha256 releases the GIL: two threads digest twice as fast, beyond four the disk is the limit
+_AT_ONCE = 64  # parts per call; every system takes that many
 
 Files = dict[str, list[int | str]]
 """Manifest part: path relative to the folder -> [size in bytes, "sha256:…"]."""
@@ -50,23 +51,46 @@ class Folder:
 
     def put_new(self, name: str, data: bytes) -> bool:
         """Create a file with these bytes; False, and nothing changes, when it is there already."""
+        return self.create(name, [data])
+
+    def create(self, name: str, parts: Sequence[Buffer], *, sync_folder: bool = True) -> bool:
+        """Create a file of these parts, end to end; False, and nothing changes, when it is there already.
+
+        sync_folder=False leaves the name itself unsynced until `sync_folders`, for many files at once.
+        """
         with self.writing(name):
             target = self.path(name)
+            if target.exists():
+                return False
+            fresh = not target.parent.is_dir()
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary = target.parent / f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}"
             try:
-                with temporary.open("xb") as file:
-                    file.write(data)
-                    file.flush()
-                    if self.durability == "disk":
-                        os.fsync(file.fileno())
+                _write(temporary, parts, sync=self.durability == "disk")
                 os.link(temporary, target)
             except FileExistsError:
                 return False
             finally:
                 temporary.unlink(missing_ok=True)
-            self._sync_folder(target.parent)
+            if sync_folder and fresh:
+                self.sync_folders([name])
+            elif sync_folder:
+                self._sync_folder(target.parent)
         return True
+
+    def sync_folders(self, names: Iterable[str]) -> None:
+        """Make the names of these files last: sync every folder on the way from the root to each of them."""
+        above = {parent for name in names for parent in Path(name).parents}
+        for folder in sorted(above, key=lambda path: -len(path.parts)):
+            self._sync_folder(self.root / folder)
+
+    def children(self, folder: str) -> Iterator[str]:
+        """Names of what lies directly in a folder, without the folder's; temporary ones left out."""
+        try:
+            with os.scandir(self.path(folder)) as found:
+                yield from (item.name for item in found if not item.name.startswith("."))
+        except (FileNotFoundError, NotADirectoryError):
+            return
 
     def make_folder(self, name: str) -> Path:
         """Create a folder that must be new, and those above it."""
@@ -141,7 +165,29 @@ def as_store_error(error: OSError, root: Path, name: str) -> OSError:
         return ReadOnlyStore(
             f"cannot write {name} in {root}: {error.strerror}. Open it with mode='r' to read"
         )
+    if error.errno in (errno.ENOTSUP, errno.EMLINK, errno.ENOSYS):
+        return StoreError(
+            f"cannot write {name} in {root}: {error.strerror}. A store needs a file system with hard links; "
+            "put it on another one"
+        )
     return error
+
+
+def _write(path: Path, parts: Sequence[Buffer], *, sync: bool) -> None:
+    """A new file of these parts, in as few calls as the kernel allows (it takes at most 2 GiB at a time)."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        waiting = [memoryview(part) for part in parts if len(part)]
+        while waiting:
+            written = os.writev(handle, waiting[:_AT_ONCE])
+            while waiting and written >= len(waiting[0]):
+                written -= len(waiting.pop(0))
+            if written:
+                waiting[0] = waiting[0][written:]
+        if sync:
+            os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _sync(path: Path) -> None:

@@ -1,8 +1,9 @@
 """Keys: small immutable values that say what was computed; their digests name it.
 
-In a key is everything that decides a number: the model (weights, config, declared version of the forward pass, dtype, attention), the
-token ids, the interventions, a stage's version and parameters, the content of what it reads. Not in a key: device, batch size,
-chunking, compression, worker count, library versions; those are provenance.
+In a key is everything that decides a number: the model (weights, config, declared version of the forward
+pass, dtype, attention), the token ids, the interventions, a stage's version and parameters, the content of
+what it reads. Not in a key: device, batch size, chunking, compression, worker count, library versions; those
+are provenance.
 
 Border: digests of models, prompts and hooks arrive as strings; how they were made is known elsewhere.
 """
@@ -10,6 +11,7 @@ Border: digests of models, prompts and hooks arrive as strings; how they were ma
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -44,8 +46,9 @@ class _Key:
 class ModelIdentity(_Key):
     """Which model: never its name, which two models may share.
 
-    weights: "sha256:…" over the digests of the weight files. config: digest of the configuration the forward pass reads. forward: its
-    declared version, e.g. "transformer/1". dtype: of the computation. attention: how attention is computed where nothing is asked of it.
+    weights: "sha256:…" over the digests of the weight files. config: digest of the configuration the forward
+    pass reads. forward: its declared version, e.g. "transformer/1". dtype: of the computation. attention: how
+    attention is computed where nothing is asked of it.
     """
 
     weights: str
@@ -57,6 +60,7 @@ class ModelIdentity(_Key):
     kind = "model"
 
     def request(self) -> dict[str, Any]:
+        """The five fields."""
         return asdict(self)
 
 
@@ -64,8 +68,8 @@ class ModelIdentity(_Key):
 class RunKey(_Key):
     """Which forward passes: one model over one set of prompts under one set of interventions.
 
-    model: `ModelIdentity.digest`. prompt: digest of the packed token ids. hooks: digest of the canonical interventions; captures are a
-    selection from the run and not part of it.
+    model: `ModelIdentity.digest`. prompt: digest of the packed token ids. hooks: digest of the canonical
+    interventions; captures are a selection from the run and not part of it.
     """
 
     model: str
@@ -75,6 +79,7 @@ class RunKey(_Key):
     kind = "run"
 
     def request(self) -> dict[str, Any]:
+        """The three digests, and how numbers are made."""
         return {"model": self.model, "prompt": self.prompt, "hooks": self.hooks, "numeric": NUMERIC}
 
 
@@ -90,12 +95,18 @@ class ActivationKey(_Key):
     kind = "activation"
 
     def request(self) -> dict[str, Any]:
+        """The run by its digest, and the array."""
         return {"run": self.run.digest, "variable": self.variable, "layer": self.layer, "dtype": self.dtype}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ResultKey(_Key):
-    """Which result of a stage: its version, its parameters, and the content (never the key) of each input."""
+    """Which result of a stage: its version, its parameters, and the content (never the key) of each input.
+
+    Takes its own copy of the parameters and is digested at once: whatever happens to them later, the key
+    stays what it was.
+    Raises TypeError or ValueError for parameters that are not plain values.
+    """
 
     stage: str
     version: int | str
@@ -104,8 +115,23 @@ class ResultKey(_Key):
 
     kind = "result"
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", deepcopy(dict(self.params)))
+        object.__setattr__(self, "inputs", dict(self.inputs))
+        self.digest  # noqa: B018 - computed and kept
+
     def request(self) -> dict[str, Any]:
-        return {"stage": self.stage, "version": self.version, "params": dict(self.params), "inputs": dict(self.inputs)}
+        """Stage, version, parameters, inputs."""
+        return {
+            "stage": self.stage,
+            "version": self.version,
+            "params": dict(self.params),
+            "inputs": dict(self.inputs),
+        }
+
+    def __eq__(self, other: object) -> bool:
+        # Not field by field: 1 == 1.0 == True in Python, but they are other parameters.
+        return self.digest == other.digest if isinstance(other, ResultKey) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self.digest)

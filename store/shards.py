@@ -1,10 +1,12 @@
 """Shards: the one file that knows bytes on disk.
 
-A shard holds one layer of one segment. It is the raw array, cut into inner chunks of about 1 MiB that follow each other, and behind
-them the index of the Zarr v3 `sharding_indexed` codec: (offset, bytes) of every chunk as little-endian u64, chunks that hold nothing as
-2**64 - 1 twice, then the crc32c of that index. So a shard is written with one `writev` and read through `mmap`, and is still an
-ordinary Zarr array to every other reader. Inner chunks carry no checksum of their own, which would break their alignment; integrity
-lives in the manifest. Nothing is compressed: float activations gain at most a tenth, for several times the time.
+A shard holds one layer of one segment. It is the raw array, cut into inner chunks of about 1 MiB that follow
+each other, and behind
+them the index of the Zarr v3 `sharding_indexed` codec: (offset, bytes) of every chunk as little-endian u64,
+chunks that hold nothing as 2**64 - 1 twice, then the crc32c of that index. So a shard is written with one
+`writev` and read through `mmap`, and is still an ordinary Zarr array to every other reader. Inner chunks
+carry no checksum of their own, which would break their alignment; integrity lives in the manifest. Nothing is
+compressed: float activations gain at most a tenth, for several times the time.
 
 Knows one array and one file; which segment or run they belong to is known elsewhere.
 """
@@ -16,8 +18,10 @@ import json
 import math
 import mmap
 import os
-import secrets
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,26 +30,36 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from .digest import file_digest
+from .digest import Buffer, file_digest
 from .errors import CorruptEntry, ShapeError
 from .files import Folder
 
 CHUNK_BYTES = 1 << 20
 """Smaller chunks cost other readers 3x in time; larger ones ruin the lookup of one prompt."""
-_ABSENT = np.uint64(2**64 - 1)
+_ABSENT = 2**64 - 1
 _ZEROS = bytes(CHUNK_BYTES)
-_IOV_MAX = 64
+_REPAIR = "run `mizarr verify`, which sets it aside for recomputation"
 
 Array = npt.NDArray[Any]
-DTYPES = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float64": np.dtype("<f8"), "int32": np.dtype("<i4"), "int64": np.dtype("<i8")}
+Written = tuple[int, str]
+"""Size in bytes and "sha256:…" of a file."""
+DTYPES = {
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float64": np.dtype("<f8"),
+    "int32": np.dtype("<i4"),
+    "int64": np.dtype("<i8"),
+}
 
 
 @dataclass(frozen=True)
 class ShardLayout:
     """How the rows of a segment lie in a shard.
 
-    dtype: name of the stored dtype. tail: axes after the packed one, e.g. (hidden,). rows: rows of a whole segment; chunk_rows: of one
-    inner chunk, dividing it. layered: whether the array has a layer axis in front.
+    dtype: name of the stored dtype. tail: axes after the packed one, e.g. (hidden,). rows: rows of a whole
+    segment; chunk_rows: of one inner chunk, dividing it. layered: whether the array has a layer axis in
+    front.
     """
 
     dtype: str
@@ -55,14 +69,52 @@ class ShardLayout:
     layered: bool
 
     @classmethod
-    def of(cls, dtype: str, tail: Sequence[int], rows: int, layered: bool) -> ShardLayout:
-        """The layout for segments of at most `rows` rows: inner chunks of a power of two rows, nearest below 1 MiB."""
+    def of(
+        cls, dtype: str, tail: Sequence[int], rows: int, layered: bool, *, exact: bool = False
+    ) -> ShardLayout:
+        """The layout for segments of at most `rows` rows: inner chunks of at most 1 MiB, a power of two rows.
+
+        exact: shards must be `rows` long, as segment follows segment on Zarr's regular grid; then the inner
+        chunk is a divisor of `rows`, and ShapeError is raised if only tiny ones divide it. Otherwise shards
+        are rounded up to whole chunks.
+        """
         if dtype not in DTYPES:
             raise ShapeError(f"expected a stored dtype among {', '.join(DTYPES)}, found {dtype!r}")
         row_bytes = math.prod(tail) * DTYPES[dtype].itemsize
-        chunk = 1 << max(0, (CHUNK_BYTES // max(row_bytes, 1)).bit_length() - 1)
-        chunk = min(chunk, 1 << max(0, rows - 1).bit_length())
-        return cls(dtype, tuple(tail), -(-rows // chunk) * chunk, chunk, layered)
+        most = 1 << max(0, (CHUNK_BYTES // max(row_bytes, 1)).bit_length() - 1)
+        if not exact:
+            chunk = min(most, 1 << max(0, rows - 1).bit_length())
+            return cls(dtype, tuple(tail), -(-rows // chunk) * chunk, chunk, layered)
+        chunk = next(size for size in range(min(most, rows), 0, -1) if rows % size == 0)
+        if chunk < min(most, rows) // 4:
+            raise ShapeError(
+                f"segments of {rows} rows divide into chunks of {chunk} rows only, which other readers would take ages to read; "
+                f"choose a power of two, e.g. {1 << rows.bit_length() - 1}, or a multiple of {most}"
+            )
+        return cls(dtype, tuple(tail), rows, chunk, layered)
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> ShardLayout | None:
+        """The layout an array's `zarr.json` declares; None unless its chunks are raw little-endian bytes, for zarr to read."""
+        try:
+            (sharding,) = metadata["codecs"]
+            inner = sharding["configuration"]
+            outer = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+            layered = metadata["dimension_names"][0] == "layer" and len(outer) > 1
+            layout = cls(
+                metadata["data_type"],
+                tuple(outer[1 + layered :]),
+                outer[layered],
+                inner["chunk_shape"][layered],
+                layered,
+            )
+            ours = json.loads(
+                array_metadata(layout, metadata["shape"], metadata["dimension_names"], metadata["attributes"])
+            )
+        except (KeyError, ValueError, TypeError, IndexError):
+            return None
+        ours["fill_value"] = metadata["fill_value"]  # decides nothing about bytes that are there
+        return layout if ours == metadata else None
 
     @property
     def native(self) -> np.dtype[Any]:
@@ -70,7 +122,13 @@ class ShardLayout:
         return DTYPES[self.dtype]
 
     @property
+    def fill(self) -> float:
+        """What an absent row reads as."""
+        return 0 if self.native.kind == "i" else math.nan
+
+    @property
     def chunk_bytes(self) -> int:
+        """Of one inner chunk."""
         return self.chunk_rows * math.prod(self.tail) * self.native.itemsize
 
     @property
@@ -80,6 +138,7 @@ class ShardLayout:
 
     @property
     def index_bytes(self) -> int:
+        """Of the index at the end of a shard, checksum included."""
         return 16 * self.n_chunks + 4
 
     def file_bytes(self, rows: int) -> int:
@@ -92,8 +151,10 @@ class ShardLayout:
         return "/".join([variable, "c", *map(str, place if layer is None else [layer, *place])])
 
 
-def array_metadata(layout: ShardLayout, shape: Sequence[int], dims: Sequence[str], attributes: Mapping[str, Any]) -> bytes:
-    """The `zarr.json` of an array laid out so; missing shards read as NaN.
+def array_metadata(
+    layout: ShardLayout, shape: Sequence[int], dims: Sequence[str], attributes: Mapping[str, Any]
+) -> bytes:
+    """The `zarr.json` of an array laid out so; missing shards read as NaN, or 0 for integers.
 
     shape, dims: of the whole array, layer axis included where there is one.
     """
@@ -114,9 +175,12 @@ def array_metadata(layout: ShardLayout, shape: Sequence[int], dims: Sequence[str
         "node_type": "array",
         "shape": list(shape),
         "data_type": layout.dtype,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1, *outer] if layout.layered else outer}},
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": [1, *outer] if layout.layered else outer},
+        },
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": "NaN",
+        "fill_value": "NaN" if math.isnan(layout.fill) else 0,
         "codecs": [sharding],
         "attributes": dict(attributes),
         "dimension_names": list(dims),
@@ -125,76 +189,87 @@ def array_metadata(layout: ShardLayout, shape: Sequence[int], dims: Sequence[str
     return json.dumps(metadata, indent=1).encode()
 
 
-def write_shard(folder: Folder, name: str, rows: Array, layout: ShardLayout) -> tuple[int, str]:
+def write_shard(
+    folder: Folder, name: str, rows: Array, layout: ShardLayout, *, sync_folder: bool = True
+) -> Written:
     """Write one shard under its final name, complete or not at all; returns its size and "sha256:…".
 
-    rows: [rows, *tail], the dtype of the layout, C order. The first writer wins; whoever finds the file there gets *its* digest.
-    Raises ShapeError, StoreFull, ReadOnlyStore.
+    rows: [rows, *tail], the dtype of the layout, C order. The first writer wins; whoever finds the file there
+    gets *its* digest.
+    sync_folder: as for `Folder.create`. Raises ShapeError, StoreFull, ReadOnlyStore.
     """
     _check_rows(name, rows, layout)
-    with folder.writing(name):
-        target = folder.path(name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.parent / f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}"
-        try:
-            digest = _write_synced(temporary, rows, layout, sync=folder.durability == "disk")
-            os.link(temporary, target)
-        except FileExistsError:
-            digest = file_digest(target)
-        finally:
-            temporary.unlink(missing_ok=True)
-    return target.stat().st_size, digest
+    index = _index(len(rows), layout).tobytes()
+    padding = layout.file_bytes(len(rows)) - layout.index_bytes - rows.nbytes
+    zeros = [_ZEROS[: min(CHUNK_BYTES, padding - at)] for at in range(0, padding, CHUNK_BYTES)]
+    parts = [_bytes_of(rows), *zeros, index + _crc32c(index)]
+    with _digesting(parts) as digest:
+        is_new = folder.create(name, parts, sync_folder=sync_folder)
+    if is_new:
+        return layout.file_bytes(len(rows)), digest.result()
+    target = folder.path(name)
+    return target.stat().st_size, file_digest(target)
 
 
 def read_shard(path: Path, layout: ShardLayout, rows: int) -> Array:
-    """The rows of a shard, read-only and memory-mapped, [rows, *tail].
+    """The rows of a shard, read-only, [rows, *tail]: memory-mapped when its chunks lie in order, as ours do, else copied.
 
-    Raises CorruptEntry when the file is not the raw array with a contiguous index behind it.
+    Raises CorruptEntry when the file is cut short or its index is not intact; the data are left to `verify`.
     """
-    expected = layout.file_bytes(rows)
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if size != expected:
-            raise CorruptEntry(f"{path}: expected {expected} bytes, found {size}; run `mizarr verify`, which sets it aside for recomputation")
+        if size < layout.index_bytes:
+            raise CorruptEntry(
+                f"{path}: expected at least {layout.index_bytes} bytes, found {size}; {_REPAIR}"
+            )
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     index = np.frombuffer(mapped, "<u8", 2 * layout.n_chunks, size - layout.index_bytes).reshape(-1, 2)
-    if not np.array_equal(index, _index(rows, layout)):
-        raise CorruptEntry(f"{path}: its shard index does not describe contiguous chunks; run `mizarr verify`")
+    if size != layout.file_bytes(rows) or not np.array_equal(index, _index(rows, layout)):
+        return _gather(path, mapped, index, layout, rows)
     held: Array = np.frombuffer(mapped, layout.native, rows * math.prod(layout.tail))
     return held.reshape(rows, *layout.tail)
 
 
-def _write_synced(path: Path, rows: Array, layout: ShardLayout, *, sync: bool) -> str:
-    index = _index(len(rows), layout).tobytes()
-    padding = layout.file_bytes(len(rows)) - layout.index_bytes - rows.nbytes
-    parts = [_bytes_of(rows), *(_ZEROS[: min(CHUNK_BYTES, padding - at)] for at in range(0, padding, CHUNK_BYTES)), index + _crc32c(index)]
-    state = hashlib.sha256()
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
+def _gather(
+    path: Path, mapped: mmap.mmap, index: npt.NDArray[np.uint64], layout: ShardLayout, rows: int
+) -> Array:
+    """The rows of a shard as another writer may have laid it out: chunks in any order, some absent (they read as the fill value)."""
+    held = np.full((layout.rows, *layout.tail), layout.fill, layout.native)
+    end = len(mapped) - layout.index_bytes
+    intact = mapped[end + index.nbytes :] == _crc32c(index.tobytes())
+    for n, (offset, length) in enumerate(index.tolist()):
+        if offset == length == _ABSENT:
+            continue
+        if not intact or length != layout.chunk_bytes or offset + length > end:
+            raise CorruptEntry(f"{path}: its shard index does not describe what lies before it; {_REPAIR}")
+        chunk = np.frombuffer(mapped, layout.native, layout.chunk_rows * math.prod(layout.tail), offset)
+        held[n * layout.chunk_rows : (n + 1) * layout.chunk_rows] = chunk.reshape(-1, *layout.tail)
+    held.flags.writeable = False
+    return held[:rows]
+
+
+@contextmanager
+def _digesting(parts: Sequence[Buffer]) -> Iterator[Future[str]]:
+    """Digest in another thread what is being written in this one: sha256, write and fsync all release the GIL."""
+    digest: Future[str] = Future()
+
+    def work() -> None:
+        state = hashlib.sha256()
         for part in parts:
             state.update(part)
-        _write_all(handle, parts)
-        if sync:
-            os.fsync(handle)
+        digest.set_result(f"sha256:{state.hexdigest()}")
+
+    thread = threading.Thread(target=work, name="mizarr-digest")
+    thread.start()
+    try:
+        yield digest
     finally:
-        os.close(handle)
-    return f"sha256:{state.hexdigest()}"
-
-
-def _write_all(handle: int, parts: Sequence[bytes | memoryview]) -> None:
-    """Every byte of every part, however little the kernel takes at a time (at most 2 GiB)."""
-    waiting = [memoryview(part) for part in parts if len(part)]
-    while waiting:
-        written = os.writev(handle, waiting[:_IOV_MAX])
-        while waiting and written >= len(waiting[0]):
-            written -= len(waiting.pop(0))
-        if written:
-            waiting[0] = waiting[0][written:]
+        thread.join()
 
 
 def _index(rows: int, layout: ShardLayout) -> npt.NDArray[np.uint64]:
     """(offset, bytes) of each inner chunk, those past the last row absent."""
-    index = np.full((layout.n_chunks, 2), _ABSENT, "<u8")
+    index = np.full((layout.n_chunks, 2), np.uint64(_ABSENT), "<u8")
     held = -(-rows // layout.chunk_rows)
     index[:held, 0] = np.arange(held, dtype=np.uint64) * np.uint64(layout.chunk_bytes)
     index[:held, 1] = layout.chunk_bytes
