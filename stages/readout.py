@@ -27,11 +27,16 @@ from ..store.errors import ShapeError, WeightsError, nearest
 if TYPE_CHECKING:
     import xarray as xr
 
+    from ..pipeline import SourceNode
     from .forward.config import TransformerConfig
+    from .forward.files import ModelFiles
 
-__all__ = ["readout", "readout_from_files"]
+__all__ = ["readout", "readout_from_files", "readout_node"]
 
 Array = npt.NDArray[Any]
+
+VERSION = 1
+"""Moves when the dataset described above changes."""
 
 
 def readout(
@@ -107,6 +112,27 @@ def readout_from_files(
         norm_bias=take(f"{FINAL_NORM}.bias") if config.norm_type == "layer" else None,
         vocabulary=vocabulary,
     )
+
+
+def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
+    """The readout of a model in a workflow's graph; stored once per model, tokenizer and dtype."""
+    from ..pipeline import Estimate, SourceNode
+
+    config, tokenizer = files.transformer_config(), files.tokenizer()
+    identity = files.identity(dtype=dtype)
+
+    def make() -> xr.Dataset:
+        words = () if tokenizer is None else tokenizer.vocabulary
+        return readout_from_files(files.weight_files, config, vocabulary=words, dtype=dtype)
+
+    params = {
+        "weights": identity.weights,
+        "config": identity.config,
+        "tokenizer": None if tokenizer is None else tokenizer.digest,
+        "dtype": dtype,
+    }
+    size = 4 * config.vocab_size * config.hidden_size
+    return SourceNode("readout", VERSION, params, make, Estimate(size, size, 2 * size))
 
 
 def read_tensor(files: Sequence[Path], name: str) -> Array:

@@ -36,8 +36,12 @@ def build(name: str, **settings: Any) -> Workflow:
         near = nearest(name, WORKFLOWS)
         hint = f"did you mean {near!r}?" if near else f"there are {', '.join(WORKFLOWS)}"
         raise ConfigError(f"no workflow {name!r}; {hint}")
+    model = settings.get("model")
+    loaded = None if model is None or isinstance(model, str) else model
+    if loaded is not None:
+        settings["model"] = loaded.name
     kind = importlib.import_module(WORKFLOWS[name], __name__).WORKFLOW
-    workflow: Workflow = kind(read_settings(kind.settings_type, name, settings))
+    workflow: Workflow = kind(read_settings(kind.settings_type, name, settings), loaded)
     return workflow
 
 
@@ -47,19 +51,17 @@ def compute(
     store: Store | str | Path,
     cluster: str | None = None,
     threads: int | None = None,
-    memory: str | int | None = None,
-    progress: bool = True,
+    memory: int | None = None,
+    quiet: bool = True,
     **settings: Any,
 ) -> Workflow:
     """Build a workflow, compute what the store does not hold yet, and return it with its results open.
 
     store: a store, or where it lies.  cluster: address of a Dask scheduler; by default threads of this
     process.
-    settings: of the workflow; `model` is a hub id, a directory or "specimen".
+    settings: of the workflow; see `build`.
     """
     from ..store import open_store
 
     opened = open_store(store) if isinstance(store, (str, Path)) else store
-    return build(name, **settings).run(
-        opened, cluster=cluster, threads=threads, memory=memory, progress=progress
-    )
+    return build(name, **settings).run(opened, cluster=cluster, threads=threads, memory=memory, quiet=quiet)

@@ -9,7 +9,9 @@ Every figure carries a footer with the keys of the results it shows, and the sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,12 +164,19 @@ def helix_page(
     return figure
 
 
-def save(figure: Figure, path: Path, keys: Mapping[str, str]) -> Path:
-    """Write a PNG whose metadata names the keys of what it shows; the folder is made if need be."""
+def save(figure: Figure, path: Path, *, recipe: str, footer: str) -> Path:
+    """Write a PNG whose metadata names recipe and keys of what it shows; the folder is made if need be.
+
+    Written beside and moved, so that a file under that name is always whole.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = "; ".join(f"{name} {key}" for name, key in keys.items())
-    with _style():
-        figure.savefig(path, dpi=160, metadata={"Software": "mizarr", "Description": text})
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with _style(), warnings.catch_warnings():
+        # Vocabularies hold every script of the world, fonts do not; a missing glyph is drawn as a box.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        metadata = {"Software": "mizarr", "Description": footer, "Comment": f"recipe {recipe}"}
+        figure.savefig(temporary, dpi=160, format="png", metadata=metadata)
+    temporary.replace(path)
     return path
 
 

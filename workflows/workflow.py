@@ -11,18 +11,22 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from .. import __version__
+from ..store.digest import digest
 from ..store.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     import xarray as xr
+    from matplotlib.figure import Figure
     from rich.console import Console
     from rich.table import Table
 
-    from ..pipeline import Node
+    from ..pipeline.nodes import ResultNode
+    from ..stages.forward.model import Model
     from ..store import Store
 
 __all__ = ["Workflow", "read_settings", "setting"]
@@ -41,19 +45,26 @@ class Workflow:
     settings_type: ClassVar[type[Any]]
 
     settings: Any
-    nodes: Mapping[str, Node]
+    nodes: Mapping[str, ResultNode]
     """What is computed, by name; the graph below hangs on their inputs."""
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: Any, model: Model | None = None) -> None:
+        """model: a loaded one to use in place of the one `settings` names."""
         self.settings = settings
         self._results: dict[str, xr.Dataset] = {}
+        self._keys: dict[str, str] = {}
 
     def run(self, store: Store, **options: Any) -> Self:
-        """Compute what is not stored yet and open the results; options (cluster, …) go to the pipeline."""
+        """Compute what is not stored yet and open the results.
+
+        options: those of `pipeline.run` (cluster, threads, memory, quiet).
+        """
         from ..pipeline import run
 
-        run(list(self.nodes.values()), store, **options)
+        run(self.nodes.values(), store, **options)
         self._results = {name: node.open(store) for name, node in self.nodes.items()}
+        keys = {name: node.key(store) for name, node in self.nodes.items()}
+        self._keys = {name: key.digest for name, key in keys.items() if key is not None}
         return self
 
     def result(self, name: str) -> xr.Dataset:
@@ -67,6 +78,30 @@ class Workflow:
                 + (f", nearest is {near!r}" if near else "")
             )
         return self._results[name]
+
+    @property
+    def footer(self) -> str:
+        """Which results a figure was drawn from."""
+        keys = " · ".join(f"{name} {key[:12]}" for name, key in self._keys.items())
+        return f"mizarr {__version__} · {self.name} · {keys}"
+
+    def header(self) -> dict[str, Any]:
+        """What every JSON document starts with: question, settings, and the keys of the results."""
+        return {
+            "workflow": self.name,
+            "question": self.question,
+            "settings": dataclasses.asdict(self.settings),
+            "provenance": {"mizarr": __version__, "keys": self._keys},
+        }
+
+    def figure(self, path: Path, draw: Callable[[], Figure]) -> Path:
+        """`draw()` as a PNG at `path`, unless the file there was drawn from the same results."""
+        recipe = digest("figure", path.name, dataclasses.asdict(self.settings), self._keys)
+        if not is_drawn(path, recipe):
+            from . import figures
+
+            figures.save(draw(), path, recipe=recipe, footer=self.footer)
+        return path
 
     def tables(self) -> list[Table]:
         """What came out, for a terminal."""
@@ -85,6 +120,15 @@ class Workflow:
         for table in self.tables():
             console.print(table)
         return [] if folder is None else self.draw(folder)
+
+
+def is_drawn(path: Path, recipe: str) -> bool:
+    """Whether the PNG at `path` says in its metadata that this recipe made it; needs no imaging library."""
+    try:
+        with path.open("rb") as file:
+            return recipe.encode() in file.read(4096)
+    except FileNotFoundError:
+        return False
 
 
 def read_settings(kind: type[Any], name: str, given: Mapping[str, Any]) -> Any:

@@ -152,7 +152,7 @@ def test_probabilities_and_tokens_print_on_one_line():
         "0.010%",
         "5.0e-03%",
     ]
-    assert format_token(" a\n\tb\r") == " a\\n\\tb\\r"
+    assert format_token(" a\n\tb\r\x0b é漢") == " a\\n\\tb\\r\\x0b é漢"
 
 
 def test_states_of_another_width_and_targets_outside_the_vocabulary_are_refused():

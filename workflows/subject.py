@@ -1,0 +1,122 @@
+"""The model a workflow is about, as far as it can be known without loading it: files, config, tokenizer.
+
+Border: never imports torch; running the model is the capture node's business.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..store.errors import ConfigError, TokenizerError
+from ..store.packed import PackedTokens
+
+if TYPE_CHECKING:
+    from ..stages.forward.capture import CaptureNode
+    from ..stages.forward.config import TransformerConfig
+    from ..stages.forward.files import ModelFiles
+    from ..stages.forward.model import Model
+    from ..stages.forward.tokens import Tokenizer
+
+__all__ = ["Subject", "read_texts", "shipped_facts", "shipped_prose"]
+
+SHIPPED = Path(__file__).parent / "specimen" / "data"
+
+
+class Subject:
+    """A model by name, or a loaded one that came from files, ready to tokenise for."""
+
+    def __init__(self, model: str | Model, dtype: str = "float32") -> None:
+        from ..stages.forward.files import resolve
+
+        self._model = None if isinstance(model, str) else model
+        self.files: ModelFiles = resolve(model if isinstance(model, str) else model.name)
+        self.dtype = dtype if isinstance(model, str) else model.require_identity().dtype
+
+    @property
+    def name(self) -> str:
+        """For titles: the last part of a path or hub id."""
+        return Path(self.files.name).name
+
+    @cached_property
+    def config(self) -> TransformerConfig:
+        """Layers, heads, sizes."""
+        return self.files.transformer_config()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Raises TokenizerError for a model without one, as workflows start from text."""
+        found = self.files.tokenizer()
+        if found is None:
+            raise TokenizerError(
+                f"expected a tokenizer.json in {self.files.directory}, found none; workflows start from text, "
+                "so add the file"
+            )
+        return found
+
+    @cached_property
+    def special_tokens(self) -> int:
+        """How many tokens the tokenizer adds to every prompt (a BOS: 1)."""
+        return sum(self.tokenizer.encode("a").special)
+
+    def pack(self, texts: Sequence[str]) -> PackedTokens:
+        """Texts as token ids with character offsets, special tokens at the empty span (0, 0)."""
+        encodings = self.tokenizer.encode_batch(texts)
+        return PackedTokens.from_lists(
+            [e.ids for e in encodings], list(texts), offsets=[e.offsets for e in encodings]
+        )
+
+    def capture(self, tokens: PackedTokens, *hooks: str) -> CaptureNode:
+        """The node that runs the model over these tokens and stores what the hook points (or globs) see."""
+        from ..stages.forward.capture import CaptureNode
+        from ..stages.forward.hooks import HookSpec
+
+        spec = HookSpec()
+        for hook in hooks:
+            spec.capture(hook)
+        return CaptureNode(self._model or self.files.name, tokens, spec, dtype=self.dtype)
+
+    def starts(self, text: str) -> npt.NDArray[np.int64]:
+        """First character of every token of a text, without special tokens."""
+        return np.array([start for start, _ in self.tokenizer.encode(text, add_special=False).offsets], np.int64)
+
+    def answer_id(self, prompt: str, answer: str) -> int:
+        """The token with which `answer` begins when it follows `prompt`.
+
+        Found by encoding both together; an answer that starts with a letter is set off by a space. Where the
+        prompt's last token changes with what follows, the answer is encoded by itself.
+        """
+        word = answer if not answer[:1].isalnum() or prompt[-1:].isspace() else f" {answer}"
+        before = self.tokenizer.encode(prompt, add_special=False).ids
+        both = self.tokenizer.encode(prompt + word, add_special=False).ids
+        if both[: len(before)] == before and len(both) > len(before):
+            return both[len(before)]
+        return self.tokenizer.encode(word, add_special=False).ids[0]
+
+
+def shipped_facts() -> list[dict[str, Any]]:
+    """Prompts and targets the specimen was tried on: [{"prompt": …, "target": …}, …]."""
+    facts: list[dict[str, Any]] = json.loads((SHIPPED / "facts.json").read_text("utf-8"))
+    return facts
+
+
+def shipped_prose() -> str:
+    """Prose the specimen never saw in training."""
+    return (SHIPPED / "prose.txt").read_text("utf-8")
+
+
+def read_texts(path: str) -> list[str]:
+    """The text of a file, or of every *.txt of a folder in order of name; the shipped prose for an empty path."""
+    if not path:
+        return [shipped_prose()]
+    found = Path(path).expanduser()
+    files = sorted(found.glob("*.txt")) if found.is_dir() else [found]
+    if not files or not files[0].is_file():
+        raise ConfigError(f"expected a text file, or a folder with *.txt, at {path!r}, found none")
+    return [file.read_text("utf-8") for file in files]
