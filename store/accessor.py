@@ -30,7 +30,7 @@ def register_vocabulary(tokenizer: str, load: Callable[[], Sequence[str] | None]
     _vocabularies[tokenizer] = load
 
 
-@xr.register_dataset_accessor("mi")
+@xr.register_dataset_accessor("mi")  # type: ignore[no-untyped-call]
 class PackedAccessor:
     """Ways into a dataset whose prompts lie end to end on the `token` axis."""
 
@@ -122,7 +122,8 @@ class PackedAccessor:
         `torch.from_numpy(a.view("u2")).view(torch.bfloat16)`; both share the mapped pages (torch warns that
         they must not be written).
         """
-        return self._entry.shard(variable, layer, segment)
+        shard: npt.NDArray[Any] = self._entry.shard(variable, layer, segment)
+        return shard
 
     @cached_property
     def _sizes(self) -> npt.NDArray[np.int64]:
@@ -132,9 +133,10 @@ class PackedAccessor:
                 f"{', '.join(map(str, self._ds.dims)) or 'none'}; .mi is for runs before they are reduced"
             )
         sizes = self._ds["row_size"].values.astype(np.int64)
-        if sizes.ndim != 1 or int(sizes.sum()) != self._ds.sizes["token"]:
+        held = self._ds.sizes["token"]
+        if sizes.ndim != 1 or int(sizes.sum()) != held:
             raise ShapeError(
-                f"row sizes sum to {int(sizes.sum())}, the token axis has {self._ds.sizes['token']}: it was cut. "
+                f"row sizes sum to {int(sizes.sum())}, but the token axis has {held}: it was cut. "
                 "Select whole prompts with ds.mi.prompts([...]), or use .mi before .isel(token=...)"
             )
         return sizes

@@ -22,7 +22,7 @@ from .errors import ShapeError
 if TYPE_CHECKING:
     import xarray as xr
 
-_SLAB = 32 << 20  # bytes of an array in memory at once while it is digested
+_SLAB = 16 << 20  # bytes of an array in memory at once while it is digested
 
 
 def content_of(dataset: xr.Dataset) -> str:
@@ -106,7 +106,8 @@ def _bytes(variable: xr.Variable) -> str:
                 state.update(len(raw).to_bytes(8, "little"))
                 state.update(raw)
         else:
-            state.update(np.ascontiguousarray(block, block.dtype.newbyteorder("<")).tobytes())
+            little = np.ascontiguousarray(block, block.dtype.newbyteorder("<"))
+            state.update(little.reshape(-1).view(np.uint8).data)
     return state.hexdigest()
 
 

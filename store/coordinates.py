@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, overload
 
@@ -75,6 +75,20 @@ def write_coordinates(
     if ours and tokens.texts is not None:
         files |= _write_texts(folder, path, tokens.texts)
     folder.put_new(f"{path}/coordinates/{labels[7:19] if ours else 'bare'}.json", as_json({"files": files}))
+
+
+def metadata_record(variable: str) -> str:
+    """Where the digest of a variable's `zarr.json` is kept, relative to the entry."""
+    return f"coordinates/{variable}.zarr.json"
+
+
+def record_metadata(folder: Folder, path: str, variables: Iterable[str]) -> None:
+    """Keep the digests of the variables' `zarr.json` for `verify`; the first to do so wins."""
+    for variable in variables:
+        if folder.get(f"{path}/{metadata_record(variable)}") is None:
+            file = f"{variable}/zarr.json"
+            told = {"files": {file: _measure(folder, f"{path}/{file}")}}
+            folder.put_new(f"{path}/{metadata_record(variable)}", as_json(told))
 
 
 def read_tokens(folder: Folder, path: str) -> PackedTokens:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
+import pandas as pd  # type: ignore[import-untyped]
 import xarray as xr
 from xarray.backends import BackendArray
 from xarray.core import indexing
@@ -34,6 +34,7 @@ from .coordinates import pair_starts, read_tokens
 from .entries import Entry
 from .errors import EntryNotFound, nearest
 from .files import Folder
+from .shards import DTYPES
 from .store import vocabulary_path
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class ShardedArray(BackendArray):
 
     def __init__(self, entry: Entry, variable: str, layers: tuple[int, ...] | None) -> None:
         spec = entry.spec(variable)
-        stored = entry.layout(variable).native
+        stored = DTYPES[spec.dtype]
         self.entry, self.variable, self.layers = entry, variable, layers
         self.bounds = bounds(entry, spec.packed)
         self.dtype = np.dtype(np.float32) if stored.name == "bfloat16" else stored.newbyteorder("=")

@@ -171,7 +171,7 @@ class Store:
         Raises PromptError when `tokens` are not those the run was keyed by, ShapeError for arrays that do not
         fit.
         """
-        from .coordinates import write_coordinates
+        from .coordinates import record_metadata, write_coordinates
         from .entries import Entry, entry_digest, entry_path
 
         if tokens.digest != run.prompt:
@@ -187,6 +187,7 @@ class Store:
         entry = Entry.create(
             self.files, run, tokens, arrays, segment_tokens=length, attributes=_group_attributes(attrs or {})
         )
+        record_metadata(self.files, entry.path, [spec.variable for spec in arrays])
         if is_new:
             put_provenance(
                 self.files, entry.path, {"run": run.request(), "entry": entry.digest, **(attrs or {})}

@@ -30,10 +30,9 @@ def packed(prompts=PROMPTS):
 
 
 def resid(dtype="float32", layers=LAYERS, variable="resid_post"):
-    return ArraySpec(
-        variable, "blocks.{}.hook_resid_post", ("layer", "token", "hidden"), {"hidden": HIDDEN}, dtype, layers,
-        "residual stream after the block", "",
-    )  # fmt: skip
+    dims = ("layer", "token", "hidden")
+    name = "residual stream after the block"
+    return ArraySpec(variable, "blocks.{}.hook_resid_post", dims, {"hidden": HIDDEN}, dtype, layers, name)
 
 
 EMBED = ArraySpec("embed", "hook_embed", ("token", "hidden"), {"hidden": HIDDEN}, "float32", None)
@@ -47,7 +46,7 @@ def run_of(tokens, model="m"):
 
 
 def values(layer, tokens, dtype="float32"):
-    """What the fake model writes at a layer: the layer in column 0, the token id and its packed index after it."""
+    """What the fake model writes at a layer: the layer, the token id and its packed index, + 0.5, 0, 0."""
     columns = [np.full(tokens.n_tokens, layer + 0.5), tokens.ids, np.arange(tokens.n_tokens)]
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     return np.stack(columns, axis=1).astype(kind)
@@ -291,7 +290,7 @@ def test_chosen_prompts_are_packed_anew_with_their_labels(entry):
 
 
 def test_a_cut_token_axis_is_refused_with_the_way_out(entry):
-    with pytest.raises(ShapeError, match="mi.prompts"):
+    with pytest.raises(ShapeError, match=r"mi\.prompts"):
         entry.open().isel(token=slice(0, 3)).mi.prompt(0)
 
 
