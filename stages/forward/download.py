@@ -56,7 +56,7 @@ def fetch(name: str, revision: str | None = None, *, progress: bool = True) -> M
 
 
 def remote_files(name: str, revision: str | None = None) -> tuple[str, dict[str, int]]:
-    """(commit, file -> bytes) of what `fetch` would fetch. Raises DownloadError without safetensors weights."""
+    """(commit, file -> bytes) of what `fetch` would fetch. DownloadError without safetensors."""
     from huggingface_hub import HfApi
 
     found = HfApi().model_info(name, revision=revision, files_metadata=True)
@@ -168,19 +168,20 @@ def _watch(blobs: Path, task: Task) -> Iterator[None]:
 @contextmanager
 def _quiet_hub() -> Iterator[None]:
     """The hub client's own bars off, for as long as ours is shown."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub import utils
 
-    were_off: Any = are_progress_bars_disabled()
-    disable_progress_bars()
+    hub: Any = utils
+    were_off = hub.are_progress_bars_disabled()
+    hub.disable_progress_bars()
     try:
         yield
     finally:
         if not were_off:
-            enable_progress_bars()
+            hub.enable_progress_bars()
 
 
 def _remember(cache: Path, name: str, revision: str, commit: str) -> None:
-    """Note which commit a branch or tag stood for, as the hub's client does when asked for the branch itself."""
+    """Note which commit a branch or tag stood for, as the hub's client does when asked for it."""
     if revision != commit:
         reference = cache / f"models--{name.replace('/', '--')}" / "refs" / revision
         reference.parent.mkdir(parents=True, exist_ok=True)

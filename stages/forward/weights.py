@@ -1,15 +1,15 @@
 """Weights: which tensors a configuration needs, and how they come from safetensors files.
 
-Files are memory-mapped and tensors are taken from the mapping as they are, so that loading in the checkpoint's dtype makes no second
-copy; another dtype or device is cast tensor by tensor. Every tensor is checked against the configuration before it is used: present,
-of the right shape, finite.
+Files are memory-mapped and tensors are taken from the mapping as they are, so that loading in the
+checkpoint's dtype makes no second copy; another dtype or device is cast tensor by tensor. Every tensor is
+checked against the configuration before it is used: present, of the right shape, finite.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # The names all supported families share; a family that renames tensors gets a map of its own beside this one.
 EMBED, FINAL_NORM, LM_HEAD = "model.embed_tokens", "model.norm", "lm_head"
 LAYER = "model.layers.{}."
+FLOATS = ("F64", "F32", "F16", "BF16")
 BENIGN = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 
 
@@ -127,7 +128,10 @@ def _norms(config: TransformerConfig) -> Iterator[tuple[str, str, int]]:
 def expected_tensors(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor a configuration needs, by its name in the checkpoint, with its shape."""
     c = config
-    found: dict[str, tuple[int, ...]] = {f"{EMBED}.weight": (c.vocab_size, c.hidden_size), f"{FINAL_NORM}.weight": (c.hidden_size,)}
+    found: dict[str, tuple[int, ...]] = {
+        f"{EMBED}.weight": (c.vocab_size, c.hidden_size),
+        f"{FINAL_NORM}.weight": (c.hidden_size,),
+    }
     if c.norm_type == "layer":
         found[f"{FINAL_NORM}.bias"] = (c.hidden_size,)
     if not c.tie_word_embeddings:
@@ -138,12 +142,26 @@ def expected_tensors(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def read_shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors in safetensors files, from their headers alone; WeightsError for a truncated file."""
+    """Names and shapes of all tensors in safetensors files, from their headers alone; WeightsError for a
+    truncated file.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
         for name, entry in _header(path).items():
             shapes[name] = tuple(entry["shape"])
     return shapes
+
+
+def check_dtypes(files: Sequence[Path], config: TransformerConfig) -> None:
+    """Raise WeightsError for the first needed tensor that does not hold plain floating-point numbers."""
+    expected = expected_tensors(config)
+    for path in files:
+        for name, entry in _header(path).items():
+            if name in expected and entry["dtype"] not in FLOATS:
+                raise WeightsError(
+                    f"expected {name!r} as one of {', '.join(FLOATS)}, found {entry['dtype']}; quantised "
+                    "weights do not run here, so fetch the model's unquantised checkpoint"
+                )
 
 
 def load(
@@ -162,6 +180,7 @@ def load(
     from ...pipeline.progress import Progress
 
     check_shapes(read_shapes(files), config)
+    check_dtypes(files, config)
     total = sum(path.stat().st_size for path in files)
     quiet = not progress if progress is not None else total < 1 << 30
     with ExitStack() as stack, Progress(quiet=quiet) as bars:
@@ -177,7 +196,7 @@ def load(
         return assemble(take, config)
 
 
-def assemble(take: Any, config: TransformerConfig) -> Weights:
+def assemble(take: Callable[[str], Tensor], config: TransformerConfig) -> Weights:
     """Weights from a function that gives a tensor by its checkpoint name."""
     fields = layer_tensors(config)
     layers = []
@@ -189,7 +208,9 @@ def assemble(take: Any, config: TransformerConfig) -> Weights:
                 kind = NormWeights if field.startswith("ln") or field.endswith("_norm") else Linear
                 parts[field] = kind(got[field], got.get(f"{field}.bias"))
         layers.append(LayerWeights(**parts))
-    final = NormWeights(take(f"{FINAL_NORM}.weight"), take(f"{FINAL_NORM}.bias") if config.norm_type == "layer" else None)
+    final = NormWeights(
+        take(f"{FINAL_NORM}.weight"), take(f"{FINAL_NORM}.bias") if config.norm_type == "layer" else None
+    )
     head = None if config.tie_word_embeddings else take(f"{LM_HEAD}.weight")
     return Weights(take(f"{EMBED}.weight"), tuple(layers), final, head)
 
@@ -201,23 +222,35 @@ def check_shapes(found: Mapping[str, tuple[int, ...]], config: TransformerConfig
     if missing:
         near = nearest(missing[0], found)
         rest = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise WeightsError(f"expected a tensor {missing[0]!r}{rest}, found none among {len(found)} tensors" + (f"; nearest is {near!r}" if near else "; run `mizarr models inspect` on the directory"))
+        raise WeightsError(
+            f"expected a tensor {missing[0]!r}{rest}, found none among {len(found)} tensors"
+            + (f"; nearest is {near!r}" if near else "; run `mizarr models inspect` on the directory")
+        )
     for name, shape in expected.items():
         if found[name] != shape:
-            raise WeightsError(f"expected {name!r} of shape {list(shape)} as config.json says, found {list(found[name])}; is config.json of another model?")
+            raise WeightsError(
+                f"expected {name!r} of shape {list(shape)} as config.json says, found {list(found[name])}; "
+                "is config.json of another model?"
+            )
 
 
 def unused_tensors(found: Mapping[str, Any], config: TransformerConfig) -> list[str]:
     """Tensors of a checkpoint no part of the forward pass reads, known buffers left out."""
     expected = expected_tensors(config)
-    return sorted(name for name in found if name not in expected and not name.endswith(BENIGN) and not (name == f"{LM_HEAD}.weight" and config.tie_word_embeddings))
+    return sorted(
+        name
+        for name in found
+        if name not in expected
+        and not name.endswith(BENIGN)
+        and not (name == f"{LM_HEAD}.weight" and config.tie_word_embeddings)
+    )
 
 
-def _mapped(files: Sequence[Path], stack: ExitStack) -> Any:
+def _mapped(files: Sequence[Path], stack: ExitStack) -> Callable[[str], Tensor]:
     from safetensors import safe_open
 
-    handles = [stack.enter_context(safe_open(path, framework="pt")) for path in files]
-    owner = {name: handle for handle in handles for name in handle.keys()}
+    handles: list[Any] = [stack.enter_context(safe_open(path, framework="pt")) for path in files]
+    owner = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 - no mapping, it only has keys()
     return lambda name: owner[name].get_tensor(name)
 
 
@@ -227,7 +260,10 @@ def _check_finite(name: str, tensor: Tensor) -> None:
 
     if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not bool(torch.isfinite(tensor).all()):
         bad = int((~torch.isfinite(tensor)).sum())
-        raise WeightsError(f"expected finite weights, found {bad} NaN or infinite values in {name!r}; the checkpoint is damaged, fetch it again")
+        raise WeightsError(
+            f"expected finite weights, found {bad} NaN or infinite values in {name!r}; the checkpoint is "
+            "damaged, fetch it again"
+        )
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -237,7 +273,10 @@ def _header(path: Path) -> dict[str, Any]:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 0 < length <= size - 8:
-            raise WeightsError(f"{path} is no complete safetensors file: expected a header of {length} bytes, found {max(size - 8, 0)}; fetch it again")
+            raise WeightsError(
+                f"{path} is no complete safetensors file: expected a header of {length} bytes, found "
+                f"{max(size - 8, 0)}; fetch it again"
+            )
         try:
             header: dict[str, Any] = json.loads(file.read(length))
         except ValueError as error:
@@ -245,5 +284,8 @@ def _header(path: Path) -> dict[str, Any]:
     header.pop("__metadata__", None)
     needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if needed != size:
-        raise WeightsError(f"{path} is {'truncated' if size < needed else 'damaged'}: expected {needed} bytes, found {size}; fetch it again")
+        raise WeightsError(
+            f"{path} is {'truncated' if size < needed else 'damaged'}: expected {needed} bytes, found "
+            f"{size}; fetch it again"
+        )
     return header
