@@ -1,4 +1,4 @@
-"""bfloat16 as a Zarr v3 data type, so that what a model computed in half the bytes is stored in half the bytes.
+"""bfloat16 as a Zarr v3 data type: what a model computes in two bytes a number is stored in two bytes.
 
 Zarr-python has no bfloat16 of its own; the name `bfloat16` and its two little-endian bytes are those that
 other Zarr readers know.

@@ -22,7 +22,7 @@ TTL = 60.0
 
 
 class Claim:
-    """One claim. `with claim as mine:`, or `acquire` before the work and `release` after it, from any thread."""
+    """One claim: `with claim as mine:`, or `acquire` before the work and `release` after it."""
 
     def __init__(self, folder: Folder, name: str, ttl: float = TTL) -> None:
         self._folder = folder

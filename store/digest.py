@@ -28,7 +28,9 @@ Buffer = bytes | bytearray | memoryview
 
 
 def canonical_json(value: Any) -> str:
-    """The one spelling of a plain value; TypeError for anything that has none, ValueError for NaN, infinity and huge integers.
+    """The one spelling of a plain value.
+
+    Raises TypeError for what has none, ValueError for NaN, infinity and integers beyond 2**53.
 
     >>> canonical_json({"b": 1, "a": [0.5, None, True]})
     '{"a":["0x1.0000000000000p-1",null,true],"b":1}'
@@ -39,7 +41,7 @@ def canonical_json(value: Any) -> str:
 
 
 def digest(kind: str, *parts: Any) -> str:
-    """64 hex digits for plain values, tagged by what they are: equal parts of another kind digest to something else."""
+    """64 hex digits for plain values; equal parts of another kind digest to something else."""
     return hashlib.sha256(canonical_json([kind, *parts]).encode()).hexdigest()
 
 
@@ -49,7 +51,7 @@ def content_digest(data: Buffer) -> str:
 
 
 def array_digest(array: npt.NDArray[Any]) -> str:
-    """`sha256:<hex>` of an array's dtype, shape and bytes (C order, little-endian); TypeError unless it holds numbers."""
+    """`sha256:<hex>` of dtype, shape and bytes (C order, little-endian) of numbers; else TypeError."""
     name = _dtype_name(array.dtype)
     little = np.ascontiguousarray(array, array.dtype if name == "bfloat16" else array.dtype.newbyteorder("<"))
     state = hashlib.sha256(canonical_json(["array", name, list(array.shape)]).encode())
@@ -84,7 +86,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted((_plain(item) for item in value), key=canonical_json)
     raise TypeError(
-        f"expected plain values (numbers, strings, lists, mappings), found {type(value).__name__} {value!r:.80}; "
+        f"expected plain values (numbers, strings, lists, mappings), found {type(value).__name__} "
+        f"{value!r:.80}; "
         "its identity cannot be established, so it has no place in a key"
     )
 
@@ -110,7 +113,7 @@ def _name(key: Any) -> str:
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
-    """The name Zarr v3 gives a dtype, the same on machines of either byte order; TypeError unless of numbers."""
+    """The name Zarr v3 gives a dtype of numbers, the same for either byte order; else TypeError."""
     if dtype.kind not in "biufc" and dtype.name != "bfloat16":
         raise TypeError(f"expected a dtype of numbers, found {dtype}; its bytes do not say what it holds")
     return str(dtype.name)

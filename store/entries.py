@@ -76,7 +76,8 @@ class ArraySpec:
             or self.dims[len(front)] not in PACKED_AXES
         ):
             raise ShapeError(
-                f"{self.variable}: expected dims to start with {[*front, 'token or pair']}, found {list(self.dims)}"
+                f"{self.variable}: expected dims to start with {[*front, 'token or pair']}, "
+                f"found {list(self.dims)}"
             )
 
     @property
@@ -115,7 +116,6 @@ class Entry:
         dtype: str,
         tokens: PackedTokens,
         segment_tokens: int,
-        *,
         claim_ttl: float = TTL,
     ) -> None:
         self.folder = folder
@@ -145,7 +145,8 @@ class Entry:
         dtypes = sorted({spec.dtype for spec in arrays})
         if len(dtypes) != 1:
             raise ShapeError(
-                f"expected the arrays of one entry to share one dtype, found {', '.join(dtypes) or 'no arrays'}"
+                "expected the arrays of one entry to share one dtype, "
+                f"found {', '.join(dtypes) or 'no arrays'}"
             )
         path = entry_path(entry_digest(run, dtypes[0]))
         about = {
@@ -178,8 +179,12 @@ class Entry:
     def __repr__(self) -> str:
         return f"Entry({self.digest[:12]}, {self.tokens!r}, {len(self.segments)} segments)"
 
+    def __reduce__(self) -> tuple[type[Entry], tuple[Any, ...]]:
+        # Into another process goes what it is, not what it remembers.
+        about = (self.folder, self.run, self.dtype, self.tokens, self.segment_tokens, self._claim_ttl)
+        return type(self), about
+
     # -- shape
-    # ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def segments(self) -> list[range]:
@@ -217,19 +222,19 @@ class Entry:
         return self._array(variable)[0]
 
     def layout(self, variable: str) -> ShardLayout:
-        """How a variable's shards lie on disk, as its `zarr.json` has it; StoreFormatError unless they are raw."""
+        """How a variable's shards lie on disk, by its `zarr.json`; StoreFormatError unless they are raw."""
         layout = self._array(variable)[1]
         if layout is None:
             raise StoreFormatError(
-                f"{variable} in run {self.digest[:12]} was stored again with other codecs: it can be read, through zarr, not added to"
+                f"{variable} in run {self.digest[:12]} was stored again with other codecs: it can be read, "
+                "through zarr, but not added to; capture into a new store"
             )
         return layout
 
     # -- writing
-    # -------------------------------------------------------------------------------------------------
 
     def missing(self, wanted: Iterable[Cell]) -> dict[int, list[Cell]]:
-        """Segment -> those wanted cells it has not committed, segments and cells in order; empty when all stand."""
+        """Segment -> those wanted cells it has not committed, in order; empty when all stand."""
         asked = list(dict.fromkeys(wanted))
         missing = {
             n: [cell for cell in asked if cell not in held] for n, held in enumerate(self._committed())
@@ -262,21 +267,17 @@ class Entry:
         self.folder.put_new(name, canonical_json(record).encode())
 
     def claim(self, n: int) -> Claim:
-        """A claim on a segment: `with entry.claim(n) as mine:`, or acquire before the work and release after the commit."""
+        """A claim on a segment: `with entry.claim(n) as mine:`, or `acquire` … `release` from any thread."""
         return Claim(self.folder, f"{self.path}/seg/{n}.claim", self._claim_ttl)
 
     def publish(self, wanted: Iterable[Cell]) -> list[Record]:
-        """Make complete arrays visible: manifest, then key. Those with a segment missing are left out of the answer."""
+        """Make complete arrays visible: manifest, then key. Those with a segment missing are left out."""
         asked = list(dict.fromkeys(wanted))
         held = self._committed()
-        published = []
-        for cell in asked:
-            if all(cell in segment for segment in held):
-                published.append(self._publish(cell, held))
-        return published
+        whole = [cell for cell in asked if all(cell in segment for segment in held)]
+        return [self._publish(cell, held) for cell in whole]
 
     # -- reading
-    # -------------------------------------------------------------------------------------------------
 
     def record(self, variable: str, layer: int | None) -> Record | None:
         """What is published of a cell; None while a segment is missing."""
@@ -307,7 +308,7 @@ class Entry:
         record = self.record(variable, layer)
         if record is None:
             raise EntryNotFound(
-                f"run {self.digest[:12]} has not stored {_cell_name((variable, layer))} completely; capture it first"
+                f"run {self.digest[:12]} has not all of {_cell_name((variable, layer))}; capture it first"
             )
         return record.content
 
@@ -320,7 +321,7 @@ class Entry:
         return found[1]
 
     def files(self) -> dict[str, Written]:
-        """Every committed shard, relative to the entry's folder, with its size and digest: what `verify` checks."""
+        """Every committed shard, relative to the entry's folder, with its size and digest."""
         self._committed()
         return {path: found for record in self._records.values() for path, found in record.paths.items()}
 
@@ -357,7 +358,6 @@ class Entry:
         return open_entry(self, variables, layers, **options)
 
     # -- helpers
-    # -------------------------------------------------------------------------------------------------
 
     def _add(self, spec: ArraySpec) -> None:
         many = len(self.segments) > 1
@@ -438,8 +438,8 @@ class Entry:
         ):
             order = "" if rows.flags.c_contiguous else ", not contiguous: make it so first"
             raise ShapeError(
-                f"segment {n} of {_cell_name((variable, layer))}: expected {spec.dtype} of shape {list(expected)} in C order, "
-                f"found {rows.dtype} of shape {list(rows.shape)}{order}"
+                f"segment {n} of {_cell_name((variable, layer))}: expected {spec.dtype} of shape "
+                f"{list(expected)} in C order, found {rows.dtype} of shape {list(rows.shape)}{order}"
             )
 
     def _committed(self) -> list[dict[Cell, Written]]:
@@ -464,7 +464,8 @@ class Entry:
             return self._held
 
     def _absent(self, variable: str, layer: int | None, n: int, what: str) -> str:
-        return f"segment {n} of {_cell_name((variable, layer))} in run {self.digest[:12]} is not {what}; capture it first"
+        cell = _cell_name((variable, layer))
+        return f"segment {n} of {cell} in run {self.digest[:12]} is not {what}; capture it first"
 
     def _publish(self, cell: Cell, held: Sequence[Mapping[Cell, Written]]) -> Record:
         variable, layer = cell

@@ -85,7 +85,10 @@ class RunKey(_Key):
 
 @dataclass(frozen=True)
 class ActivationKey(_Key):
-    """Which stored array: one variable of a run at one layer (None where there is no layer axis), in one storage dtype."""
+    """Which stored array: one variable of a run at one layer, in one storage dtype.
+
+    layer: None where there is no layer axis.
+    """
 
     run: RunKey
     variable: str

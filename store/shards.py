@@ -43,7 +43,7 @@ _REPAIR = "run `mizarr verify`, which sets it aside for recomputation"
 Array = npt.NDArray[Any]
 Written = tuple[int, str]
 """Size in bytes and "sha256:…" of a file."""
-DTYPES = {
+DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -88,14 +88,14 @@ class ShardLayout:
         chunk = next(size for size in range(min(most, rows), 0, -1) if rows % size == 0)
         if chunk < min(most, rows) // 4:
             raise ShapeError(
-                f"segments of {rows} rows divide into chunks of {chunk} rows only, which other readers would take ages to read; "
+                f"segments of {rows} rows divide into chunks of {chunk} rows only, which is slow to read; "
                 f"choose a power of two, e.g. {1 << rows.bit_length() - 1}, or a multiple of {most}"
             )
         return cls(dtype, tuple(tail), rows, chunk, layered)
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> ShardLayout | None:
-        """The layout an array's `zarr.json` declares; None unless its chunks are raw little-endian bytes, for zarr to read."""
+        """The layout an array's `zarr.json` declares; None unless its chunks are raw little-endian bytes."""
         try:
             (sharding,) = metadata["codecs"]
             inner = sharding["configuration"]
@@ -202,7 +202,7 @@ def write_shard(
     index = _index(len(rows), layout).tobytes()
     padding = layout.file_bytes(len(rows)) - layout.index_bytes - rows.nbytes
     zeros = [_ZEROS[: min(CHUNK_BYTES, padding - at)] for at in range(0, padding, CHUNK_BYTES)]
-    parts = [_bytes_of(rows), *zeros, index + _crc32c(index)]
+    parts: list[Buffer] = [_bytes_of(rows), *zeros, index + _crc32c(index)]
     with _digesting(parts) as digest:
         is_new = folder.create(name, parts, sync_folder=sync_folder)
     if is_new:
@@ -212,8 +212,9 @@ def write_shard(
 
 
 def read_shard(path: Path, layout: ShardLayout, rows: int) -> Array:
-    """The rows of a shard, read-only, [rows, *tail]: memory-mapped when its chunks lie in order, as ours do, else copied.
+    """The rows of a shard, read-only: [rows, *tail].
 
+    Memory-mapped when its chunks lie in order, as ours do; copied otherwise.
     Raises CorruptEntry when the file is cut short or its index is not intact; the data are left to `verify`.
     """
     with path.open("rb") as file:
@@ -233,7 +234,7 @@ def read_shard(path: Path, layout: ShardLayout, rows: int) -> Array:
 def _gather(
     path: Path, mapped: mmap.mmap, index: npt.NDArray[np.uint64], layout: ShardLayout, rows: int
 ) -> Array:
-    """The rows of a shard as another writer may have laid it out: chunks in any order, some absent (they read as the fill value)."""
+    """The rows of a shard as another writer may lay it out: chunks in any order, or absent (fill value)."""
     held = np.full((layout.rows, *layout.tail), layout.fill, layout.native)
     end = len(mapped) - layout.index_bytes
     intact = mapped[end + index.nbytes :] == _crc32c(index.tobytes())
@@ -250,7 +251,7 @@ def _gather(
 
 @contextmanager
 def _digesting(parts: Sequence[Buffer]) -> Iterator[Future[str]]:
-    """Digest in another thread what is being written in this one: sha256, write and fsync all release the GIL."""
+    """Digest in another thread what this one writes: sha256, write and fsync all release the GIL."""
     digest: Future[str] = Future()
 
     def work() -> None:
@@ -279,15 +280,15 @@ def _index(rows: int, layout: ShardLayout) -> npt.NDArray[np.uint64]:
 def _check_rows(name: str, rows: Array, layout: ShardLayout) -> None:
     if rows.dtype != layout.native or rows.shape[1:] != layout.tail or not 0 < len(rows) <= layout.rows:
         raise ShapeError(
-            f"{name}: expected {layout.dtype} of shape [1..{layout.rows}, {', '.join(map(str, layout.tail))}], "
-            f"found {rows.dtype} of shape {list(rows.shape)}"
+            f"{name}: expected {layout.dtype} of shape [1..{layout.rows}, {', '.join(map(str, layout.tail))}]"
+            f", found {rows.dtype} of shape {list(rows.shape)}"
         )
     if not rows.flags.c_contiguous:
         raise ShapeError(f"{name}: expected rows in C order; make them contiguous before they are written")
 
 
 def _bytes_of(rows: Array) -> memoryview:
-    return memoryview(rows.reshape(-1).view(np.uint8))
+    return rows.reshape(-1).view(np.uint8).data
 
 
 def _crc32c(data: bytes) -> bytes:
