@@ -21,7 +21,7 @@ from .. import __version__
 from ..store.errors import MizarrError
 from .cli_models import models
 from .cli_options import SuggestingGroup
-from .cli_runs import capture, compute, explain
+from .cli_runs import capture, compute, demo, explain
 from .cli_store import gc, ls, pin, show, verify
 
 __all__ = ["cli", "main"]
@@ -43,7 +43,7 @@ def cli() -> None:
     """
 
 
-for command in (capture, compute, explain, ls, show, verify, pin, gc, models):
+for command in (demo, capture, compute, explain, ls, show, verify, pin, gc, models):
     cli.add_command(command)
 
 

@@ -19,6 +19,27 @@ def models() -> None:
     """Fetch checkpoints, and look into them."""
 
 
+@models.command(epilog="Example: mizarr models fetch HuggingFaceTB/SmolLM2-135M")
+@click.argument("repo")
+@revision_option
+@json_option
+@quiet_option
+def fetch(repo: str, revision: str | None, as_json: bool, quiet: bool) -> None:
+    """Download REPO from the hub into its local cache, and print the directory.
+
+    Only what a forward pass reads: configuration, tokenizer, safetensors weights. Interrupted, it goes on
+    where it stopped. HF_TOKEN opens gated models.
+    """
+    from ..stages.forward import download
+
+    files = download.fetch(repo, revision, progress=not quiet)
+    directory = str(files.directory)
+    if as_json:
+        print_json({"name": files.name, "revision": files.revision, "directory": directory})
+    else:
+        click.echo(directory)
+
+
 @models.command(epilog="Example: mizarr models inspect specimen")
 @click.argument("model")
 @revision_option
@@ -43,6 +64,7 @@ def inspect(model: str, revision: str | None, shapes_only: bool, as_json: bool, 
     understood = report(files.config, {fact.name: fact.shape for fact in facts}, source="config.json")
     found = {
         "name": files.name,
+        "revision": files.revision,
         "directory": str(files.directory),
         "model_type": understood.model_type,
         "known_family": understood.known_family,

@@ -59,6 +59,34 @@ def workflow_options(command: Command) -> Command:
     return command
 
 
+@click.command(epilog="Example: mizarr demo --output demo")
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default="demo",
+    show_default=True,
+    help="Folder for the store and the figures.",
+)
+@click.option("--model", default="specimen", show_default=True, help='Hub id, directory or "specimen".')
+@json_option
+@quiet_option
+def demo(output: Path, model: str, as_json: bool, quiet: bool) -> None:
+    """Run the main job on the model shipped with mizarr, offline.
+
+    Captures activations, looks at them through the logit lens, finds the helix that counts characters. Tables go
+    to stdout, figures into the folder. The second time everything is cached.
+    """
+    from rich.console import Console
+
+    from ..store import open_store
+    from .demo import run
+
+    console = Console(stderr=as_json)
+    done = run(open_store(output / "store"), output / "figures", console=console, model=model, quiet=quiet)
+    if as_json:
+        print_json(done.to_json())
+
+
 @click.command(epilog=f"Example: mizarr capture specimen 'It was the best of times' --text {HOOKS_EXAMPLE}")
 @click.argument("model")
 @click.argument("prompts", nargs=-1, required=True)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mizarr.stages.forward.families import from_hf_config
+from mizarr.stages.forward.files import ModelFiles
 from mizarr.stages.forward.weights import expected_tensors
 from mizarr.workflows.cli import run
 
@@ -61,3 +62,17 @@ def test_a_model_that_is_not_there_is_one_line(name, capsys, monkeypatch, tmp_pa
     assert run(["models", "inspect", name]) == 2
     said = capsys.readouterr().err
     assert said.startswith("mizarr: error: ") and said.count("\n") == 1 and name in said
+
+
+def test_fetch_prints_where_the_model_lies(monkeypatch, capsys, tmp_path):
+    """The hub is not asked here; tests of the download are those of the forward room."""
+    asked = []
+
+    def fetch(name, revision, *, progress):
+        asked.append((name, revision, progress))
+        return ModelFiles(name, tmp_path)
+
+    monkeypatch.setattr("mizarr.stages.forward.download.fetch", fetch)
+    assert run(["models", "fetch", "org/name", "--revision", "v2", "--quiet"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}\n"
+    assert asked == [("org/name", "v2", False)]
