@@ -25,7 +25,7 @@ def models() -> None:
 @json_option
 @quiet_option
 def fetch(repo: str, revision: str | None, as_json: bool, quiet: bool) -> None:
-    """Download REPO from the hub into its local cache, and print the directory.
+    """Download REPO from the hub; print the directory.
 
     Only what a forward pass reads: configuration, tokenizer, safetensors weights. Interrupted, it goes on
     where it stopped. HF_TOKEN opens gated models.
@@ -47,7 +47,7 @@ def fetch(repo: str, revision: str | None, as_json: bool, quiet: bool) -> None:
 @json_option
 @quiet_option
 def inspect(model: str, revision: str | None, shapes_only: bool, as_json: bool, quiet: bool) -> int:
-    """Show tensors with shapes and norms, and how the configuration of MODEL was understood.
+    """Show shapes and norms, and how MODEL was understood.
 
     MODEL is a hub id, a directory or "specimen". Exit code 1 if the checkpoint cannot run, with the reasons.
     """

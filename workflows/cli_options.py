@@ -24,7 +24,7 @@ store_option = click.option(
     show_default=True,
     show_envvar=True,
     metavar="PATH",
-    help="Directory or URL of the store.",
+    help="Directory of the store.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress bars.")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,8 +75,8 @@ def workflow_options(command: Command) -> Command:
 def demo(output: Path, model: str, as_json: bool, quiet: bool) -> None:
     """Run the main job on the model shipped with mizarr, offline.
 
-    Captures activations, looks at them through the logit lens, finds the helix that counts characters. Tables go
-    to stdout, figures into the folder. The second time everything is cached.
+    Captures activations, looks at them through the logit lens, finds the helix that counts characters. Tables
+    are printed, figures go into the folder. The second time everything is cached.
     """
     from rich.console import Console
 
@@ -124,7 +126,7 @@ def capture(
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Run MODEL over PROMPTS and store activations at the hook points that match.
+    """Run MODEL over PROMPTS and store activations.
 
     MODEL is a hub id, a directory or "specimen", the model shipped with mizarr. PROMPTS are text files with
     one per line, JSONL files with a string, {"text": …} or {"ids": […]} per line, or - for stdin. What the
@@ -180,9 +182,9 @@ def _print_plan(steps: Plan, as_json: bool) -> None:
 
 
 @click.command(
-    help=f"""Compute a workflow, as far as the store does not hold it already, and print the answer.
+    help=f"""Compute a workflow as far as it is not cached; print the answer.
 
-    WORKFLOW is one of {NAMES}. An unknown setting is an error that names those there are.
+    WORKFLOW is one of {NAMES}. Its settings are listed by mizarr explain.
     """,
     epilog="Example: mizarr compute logit_lens --set 'prompts=[\"Once upon a time\"]' --figures figures",
 )
@@ -222,9 +224,11 @@ def compute(
 
 
 @click.command(
-    help=f"""Say for each stage of a workflow: cached, or will run because …; and what running it costs.
+    help=f"""Say for each stage: cached, or will run because …
 
-    WORKFLOW is one of {NAMES}. Nothing is computed or written; no model is loaded.
+    And what it would read, write and take in memory. Nothing is computed or written; no model is loaded.
+
+    WORKFLOW is one of {NAMES}.
     """,
     epilog="Example: mizarr explain logit_lens --model specimen",
 )
@@ -240,6 +244,9 @@ def explain(
     with _store_to_look_into(store_path) as store:
         steps = plan(planned.nodes.values(), store)
     click.echo(planned.question, err=True)
+    for field in dataclasses.fields(planned.settings):
+        value = json.dumps(getattr(planned.settings, field.name))
+        click.echo(f"  --set {field.name}={value}  {field.metadata.get('help', '')}", err=True)
     _print_plan(steps, as_json)
 
 

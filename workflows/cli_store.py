@@ -25,10 +25,10 @@ DAMAGED = 1
 @store_option
 @json_option
 def ls(store_path: str, as_json: bool) -> None:
-    """List what a store holds: one line per layer of a captured variable, and per result.
+    """List what a store holds.
 
-    KEY is what `mizarr show` and `mizarr pin` take; lines with equal DATA share a run. CONTENT digests the
-    values: equal contents are equal numbers.
+    One line per layer of a captured variable, and per result. KEY is what `mizarr show` and `mizarr pin` take;
+    lines with equal DATA share a run. CONTENT digests the values: equal contents are equal numbers.
     """
     from ..store import open_store
 
@@ -57,7 +57,7 @@ def ls(store_path: str, as_json: bool) -> None:
 @store_option
 @json_option
 def show(key: str, store_path: str, as_json: bool) -> None:
-    """Show one array or result: its dims, coordinates and the recipe that made it.
+    """Show one array or result, and the recipe that made it.
 
     KEY is any unique start of a key printed by `mizarr ls`.
     """
@@ -81,7 +81,7 @@ def show(key: str, store_path: str, as_json: bool) -> None:
 @json_option
 @quiet_option
 def verify(store_path: str, quick: bool, quarantine: bool, as_json: bool, quiet: bool) -> int:
-    """Compare the bytes of a store with the digests recorded when they were written.
+    """Compare the bytes of a store with their recorded digests.
 
     Exit code 1 if anything is damaged.
     """
@@ -127,7 +127,7 @@ def verify(store_path: str, quick: bool, quarantine: bool, as_json: bool, quiet:
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @json_option
 def gc(store_path: str, grace: float, quota: int | None, dry_run: bool, as_json: bool) -> None:
-    """Remove leftovers of interrupted runs, and with --quota the least recently used data.
+    """Remove leftovers; with --quota, what was not used lately.
 
     Pinned keys, and what they were computed from, always stay.
     """
@@ -152,7 +152,7 @@ def gc(store_path: str, grace: float, quota: int | None, dry_run: bool, as_json:
 @click.option("--remove", is_flag=True, help="Let go of the pin NAME; the data stays until gc.")
 @store_option
 def pin(name: str, key: str | None, remove: bool, store_path: str) -> None:
-    """Keep what is stored under KEY, and all it was computed from, out of reach of `mizarr gc`.
+    """Keep KEY, and all it was computed from, from gc.
 
     NAME is yours to choose; KEY is any unique start of a key printed by `mizarr ls`.
     """

@@ -70,6 +70,12 @@ def test_every_help_says_what_it_does_and_ends_with_an_example_that_parses(words
     COMMANDS[words].make_context(words[-1], rest[len(words) :])  # parses, or raises UsageError
 
 
+@pytest.mark.parametrize("group", [[], ["models"]], ids=["mizarr", "models"])
+def test_the_list_of_commands_cuts_no_line_short(group, capsys):
+    assert run([*group, "--help"]) == 0
+    assert "..." not in capsys.readouterr().out.partition("Commands:")[2]
+
+
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_every_option_says_what_it_is_for(words):
     silent = [p.name for p in COMMANDS[words].params if isinstance(p, click.Option) and not p.help]
