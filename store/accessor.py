@@ -187,15 +187,31 @@ class PackedAccessor:
 
     @property
     def _unchunked(self) -> xr.Dataset:
-        """The same variables straight over the shards, when this is a whole stored run seen through dask."""
+        """The same, straight over the shards where variables still are the stored ones seen through dask."""
         ds = self._ds
-        if not ds.chunks or "source" not in ds.encoding or "token" not in ds.dims:
+        if not ds.chunks or "source" not in ds.encoding:
             return ds
-        whole = self._entry.open(variables=[str(n) for n in ds.data_vars], chunks=None)
-        same = {d: s for d, s in whole.sizes.items() if d != "layer"} == {
-            d: s for d, s in ds.sizes.items() if d != "layer"
-        }
-        return whole.sel(layer=ds["layer"]) if same and "layer" in ds.dims else ds
+        held = self._entry.specs
+        direct = {name: self._direct(ds[name]) for name in ds.data_vars if name in held and ds[name].chunks}
+        return ds.assign({name: array for name, array in direct.items() if array is not None})
+
+    def _direct(self, array: xr.DataArray) -> xr.Variable | None:
+        """The variable as opened without dask; None when the dask array is not the stored one itself.
+
+        Told by its name, which digests what it is made of: a changed array keeps the source of its dataset.
+        """
+        layers = array["layer"].values.tolist() if "layer" in array.dims else None
+        try:
+            seen, plain = (
+                self._entry.open([str(array.name)], layers, chunks=chunks)[array.name]
+                for chunks in ("segment", None)
+            )
+        except EntryNotFound:
+            return None
+        if seen.dims != array.dims or seen.data.name != array.data.name:
+            return None
+        variable: xr.Variable = plain.variable
+        return variable
 
 
 def _ranges(starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -62,6 +62,10 @@ def open_store(path: str | Path, mode: Mode = "a", durability: Durability = "dis
         raise ValueError(f"expected mode 'a' (read, write, create) or 'r' (read only), found {mode!r}")
     if durability not in ("disk", "process"):
         raise ValueError(f"expected durability 'disk' or 'process', found {durability!r}")
+    if "://" in str(path):
+        raise StoreFormatError(
+            f"expected a folder, found {str(path)!r}; stores lie on a file system with hard links"
+        )
     files = Folder(Path(path).expanduser().absolute(), durability, mode == "r")
     _check_format(files)
     return Store(files)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from mizarr.store import PackedTokens, RunKey, open_store
+from mizarr.store import PackedTokens, ResultKey, RunKey, open_store
 from mizarr.store.entries import ArraySpec
 from mizarr.store.errors import EntryNotFound, PromptError, ShapeError
 
@@ -276,6 +276,33 @@ def test_scattered_tokens_are_gathered_in_the_order_asked(entry):
         got = entry.open(chunks=chunks).mi.tokens(at)
         np.testing.assert_array_equal(got["resid_post"].values, expected(packed(), [0, 2, 3])[:, at])
         assert got["token_id"].values.tolist() == packed().ids[at].tolist()
+
+
+def test_a_changed_dataset_gives_its_own_values_and_not_the_stored_ones(entry):
+    for ds in (entry.open(chunks="segment"), entry.open(chunks=None)):
+        doubled = ds.assign(resid_post=ds["resid_post"] * 2)
+        want = 2 * expected(packed(), [0, 2, 3])[:, [14, 3]]
+        np.testing.assert_array_equal(doubled.mi.tokens([14, 3])["resid_post"].values, want)
+        part = ds.sel(layer=[3]).mi.tokens([14, 3])["resid_post"].values
+        np.testing.assert_array_equal(part, want[2:] / 2)
+
+
+def test_stored_arrays_seen_through_dask_are_gathered_from_the_shards(entry, monkeypatch):
+    import dask.array
+
+    ds = entry.open(chunks="segment")
+    monkeypatch.setattr(dask.array.Array, "__getitem__", None)  # a gather through dask would now fail
+    got = ds[["resid_post", "embed"]].drop_vars(["prompt", "position", "token_id", "char_start", "char_end"])
+    assert got.mi.tokens([14, 3])["resid_post"].shape == (3, 2, 3)
+
+
+def test_a_reduced_run_is_a_result_and_keeps_its_prompts(entry, store):
+    norm = entry.open(chunks="segment")["resid_post"].mean("hidden").to_dataset(name="mean")
+    norm = norm.assign_coords(row_size=entry.open()["row_size"], prompt_id=entry.open()["prompt_id"])
+    store.put_result(ResultKey("mean", 1), norm)
+    back = store.open_result(ResultKey("mean", 1))
+    want = values(2, packed())[1:10].mean(axis=1)
+    np.testing.assert_allclose(back.mi.prompt(1)["mean"].sel(layer=2).values, want)
 
 
 def test_chosen_prompts_are_packed_anew_with_their_labels(entry):

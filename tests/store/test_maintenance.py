@@ -90,7 +90,7 @@ def test_flipped_bytes_are_pinned_to_their_file_and_mended_alone(store):
     aside = [p for p in (store.path / "quarantine").rglob("*") if p.is_file()]
     assert any(p.name == "0" and p.read_bytes() != good for p in aside)
 
-    again, after, computed = harvest(store)
+    _again, after, computed = harvest(store)
     assert computed == [(1, ("resid_post", 1))]
     assert {r.key: r.content for r in after} == {r.key: r.content for r in before}
     assert path.read_bytes() == good and store.verify() == []
@@ -255,14 +255,14 @@ def test_what_is_pinned_and_all_it_was_made_from_stays(store):
 
 
 def test_what_is_new_stays_with_its_inputs(store):
-    entry, records, _ = harvest(store)
+    _entry, records, _ = harvest(store)
     age_all(store, 2 * DAY)
     result(store, "new", {"resid": records[0].content})
     assert store.gc(quota=0).removed == ()
 
 
 def test_what_is_leased_or_claimed_stays(store):
-    entry, records, _ = harvest(store)
+    entry, _records, _ = harvest(store)
     read = result(store, "read")
     age_all(store, 2 * DAY)
     with store.lease(read), entry.claim(0) as mine:

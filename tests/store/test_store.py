@@ -77,7 +77,7 @@ def test_a_folder_with_other_things_is_not_adopted(path):
 def test_an_unreadable_description_is_no_store(path):
     open_store(path)
     (path / "store.json").write_text("[]")
-    with pytest.raises(StoreFormatError, match="store.json"):
+    with pytest.raises(StoreFormatError, match=r"store\.json"):
         open_store(path)
 
 
@@ -85,6 +85,13 @@ def test_reading_needs_a_store_that_is_there(path):
     with pytest.raises(StoreFormatError, match=r"no store\.json"):
         open_store(path, mode="r")
     assert not path.exists()
+
+
+def test_an_address_is_not_taken_for_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreFormatError, match="expected a folder"):
+        open_store("s3://bucket/store")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("wrong", [{"mode": "w"}, {"durability": "maybe"}])
@@ -251,12 +258,12 @@ def test_a_later_subset_of_prompts_is_a_hit(store, path):
 def test_an_index_that_lies_is_not_believed(store):
     entry, _ = harvest(store, tokens_of([1, 2, 3], [4]))
     wanted = tokens_of([4, 4])
-    family = StoreFamily(store, entry)
+    family = family_of(store, entry)
     store.index.add_prompts(family, entry.path, [wanted.prompt_digest(0)])
     assert store.find_prompts(replace(entry.run, prompt=wanted.digest), wanted, "float32") is None
 
 
-def StoreFamily(store, entry):
+def family_of(store, entry):
     from mizarr.store.store import _family
 
     return _family(entry.run, entry.dtype)
