@@ -1,0 +1,41 @@
+"""The science: labelled arrays in, labelled arrays out. This table is the registry; a stage loads when it is
+named.
+
+    from mizarr.stages import find
+    print(find("logit_lens").describe())
+
+A stage is a plain function with a declaration, in the module named after its subject; `forward/` holds the
+models.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..pipeline import Stage
+
+__all__ = ["STAGES", "find"]
+
+# Stage -> the module that declares it.
+STAGES = {
+    "moments": ".pca",
+    "principal_components": ".pca",
+    "logit_lens": ".lens",
+    "count_sums": ".character_count",
+    "count_geometry": ".character_count",
+    "decodability": ".character_count",
+}
+
+
+def find(name: str) -> Stage:
+    """The stage `name`; StageError for an unknown one, with the nearest name."""
+    from ..store.errors import StageError, nearest
+
+    if name not in STAGES:
+        near = nearest(name, STAGES)
+        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(STAGES)}"
+        raise StageError(f"no stage {name!r}; {hint}")
+    stage: Stage = getattr(importlib.import_module(STAGES[name], __name__), name)
+    return stage
