@@ -1,0 +1,220 @@
+"""Weights: what is loaded is what the files hold, and a damaged checkpoint names its tensor or file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mizarr.stages.forward import weights
+from mizarr.stages.forward.families import from_hf_config
+from mizarr.stages.forward.files import resolve
+from mizarr.store.errors import WeightsError
+
+RAW = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 32,
+}
+CONFIG = from_hf_config(RAW)
+CPU = torch.device("cpu")
+
+
+def tensors(config=CONFIG, dtype=torch.float32):
+    made = torch.Generator().manual_seed(0)
+    shapes = weights.expected_tensors(config)
+    return {name: torch.randn(shape, generator=made).to(dtype) for name, shape in shapes.items()}
+
+
+def load(path, config=CONFIG, dtype=torch.float32):
+    return weights.load([path], config, dtype=dtype, device=CPU, progress=False)
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Write tensors, return the file."""
+
+    def write(held):
+        save_file(held, tmp_path / "model.safetensors")
+        return tmp_path / "model.safetensors"
+
+    return write
+
+
+def test_every_tensor_arrives_under_its_field(file):
+    held = tensors()
+    loaded = load(file(held))
+    layer = loaded.layers[1]
+    assert torch.equal(layer.k.weight, held["model.layers.1.self_attn.k_proj.weight"])
+    assert torch.equal(layer.down.weight, held["model.layers.1.mlp.down_proj.weight"])
+    assert torch.equal(layer.ln2.weight, held["model.layers.1.post_attention_layernorm.weight"])
+    assert torch.equal(loaded.lm_head, held["lm_head.weight"]) and layer.q.bias is None
+
+
+def test_a_tied_head_is_the_embedding_even_when_the_file_holds_another(file):
+    """The reference implementation does the same: a tied model has one matrix."""
+    tied = from_hf_config(RAW | {"tie_word_embeddings": True})
+    assert load(file(tensors()), tied).lm_head is None
+
+
+def mapped_file(tensor):
+    """The file a tensor's memory is a mapping of."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *_, name = line.split(maxsplit=5)
+        start, end = (int(part, 16) for part in span.split("-"))
+        if start <= tensor.data_ptr() < end:
+            return name
+    return None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_another_dtype_is_cast_and_the_same_one_is_not_copied(file):
+    path = file(tensors(dtype=torch.bfloat16))
+    assert load(path).embed.dtype == torch.float32
+    loaded = load(path, dtype=torch.bfloat16)
+    assert loaded.embed.dtype == torch.bfloat16
+    assert {mapped_file(part.weight) for part in (loaded.layers[0].q, loaded.layers[1].o)} == {str(path)}
+
+
+def test_shards_are_read_through_their_index(tmp_path):
+    held = tensors()
+    names = sorted(held)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for shard, chosen in parts.items():
+        save_file({name: held[name] for name in chosen}, tmp_path / shard)
+    index = {"weight_map": {name: shard for shard, chosen in parts.items() for name in chosen}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_text(json.dumps(RAW))
+    files = resolve(tmp_path)
+    loaded = weights.load(files.weight_files, CONFIG, dtype=torch.float32, device=CPU, progress=False)
+    assert torch.equal(loaded.layers[0].gate.weight, held["model.layers.0.mlp.gate_proj.weight"])
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"lists 2 files, found no model-00002-of-00002.safetensors"):
+        _ = resolve(tmp_path).weight_files
+
+
+def test_a_missing_tensor_is_named_with_the_nearest_there_is(file):
+    held = tensors()
+    held["model.layers.1.self_attn.qproj.weight"] = held.pop("model.layers.1.self_attn.q_proj.weight")
+    with pytest.raises(
+        WeightsError, match=r"'model.layers.1.self_attn.q_proj.weight', found none .* nearest is '.*qproj"
+    ):
+        load(file(held))
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(file):
+    held = tensors() | {"model.norm.weight": torch.ones(17)}
+    with pytest.raises(
+        WeightsError, match=r"'model.norm.weight' of shape \[16\] as config.json says, found \[17\]"
+    ):
+        load(file(held))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_tensor_that_is_not_finite_is_named(file, bad):
+    held = tensors()
+    held["model.layers.0.mlp.up_proj.weight"][3, 4] = bad
+    with pytest.raises(
+        WeightsError, match=r"found 1 NaN or infinite values in 'model.layers.0.mlp.up_proj.weight'"
+    ):
+        load(file(held))
+
+
+def test_finite_weights_whose_sum_overflows_load(file):
+    held = tensors(dtype=torch.float64)
+    held["lm_head.weight"].fill_(3e38)
+    assert load(file(held), dtype=torch.float64).lm_head[0, 0] == 3e38
+
+
+def test_opposite_infinities_do_not_cancel(file):
+    held = tensors()
+    held["lm_head.weight"][0, :2] = torch.tensor([float("inf"), float("-inf")])
+    with pytest.raises(WeightsError, match=r"found 2 NaN or infinite"):
+        load(file(held))
+
+
+def test_quantised_tensors_are_refused(file):
+    held = tensors() | {"model.layers.0.mlp.up_proj.weight": torch.zeros(24, 16, dtype=torch.int8)}
+    with pytest.raises(WeightsError, match=r"found I8; quantised weights do not run here"):
+        load(file(held))
+
+
+def test_a_file_cut_short_is_named_with_both_sizes(file):
+    path = file(tensors())
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    with pytest.raises(
+        WeightsError,
+        match=rf"model.safetensors is truncated: expected {len(whole)} bytes, found {len(whole) - 100}",
+    ):
+        load(path)
+    path.write_bytes(whole + b"more")
+    with pytest.raises(WeightsError, match=r"is damaged"):
+        load(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 64, (20).to_bytes(8, "little") + b"x" * 20])
+def test_a_file_that_is_no_safetensors_file_is_named(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(WeightsError, match=r"model.safetensors is no (complete )?safetensors file"):
+        weights.read_shapes([tmp_path / "model.safetensors"])
+
+
+def test_tensors_nobody_reads_are_listed_without_known_buffers():
+    found = weights.expected_tensors(CONFIG) | {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": (2,),
+        "v_head.weight": (1, 16),
+    }
+    assert weights.unused_tensors(found, CONFIG) == ["v_head.weight"]
+
+
+def peak() -> int:
+    """Bytes: the most memory this process ever held."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def measure(path: str, raw: str) -> None:
+    """Print the bytes by which loading raises the peak; run in a process of its own."""
+    config = from_hf_config(json.loads(raw))
+    before = peak()
+    weights.load([Path(path)], config, dtype=torch.float32, device=CPU, progress=False)
+    print(peak() - before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_loading_takes_no_more_memory_than_the_checkpoint(tmp_path):
+    """One mapping and no second copy: the peak grows by the file's size, 15 % allowed."""
+    raw = RAW | {
+        "hidden_size": 1024,
+        "intermediate_size": 2800,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 4,
+    }
+    path = tmp_path / "model.safetensors"
+    save_file(
+        {
+            name: torch.full(shape, 0.01)
+            for name, shape in weights.expected_tensors(from_hf_config(raw)).items()
+        },
+        path,
+    )
+    ran = subprocess.run(
+        [sys.executable, __file__, str(path), json.dumps(raw)], capture_output=True, text=True, check=True
+    )
+    size = path.stat().st_size
+    assert size > 150e6
+    assert 0.5 * size < int(ran.stdout) <= 1.15 * size
+
+
+if __name__ == "__main__":
+    measure(*sys.argv[1:])
