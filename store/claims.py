@@ -4,12 +4,14 @@ Border: one small file; what is computed under it is known elsewhere.
 
 Only a courtesy: correctness rests on first-wins publication, and a lost or stolen claim costs time, never a
 result. A claim is a file created exclusively; its holder touches it now and then, and one that has not been
-touched for `ttl` seconds was left by a dead process and may be taken over.
+touched for `ttl` seconds was left by a dead process and may be taken over. One whose process is gone from this
+machine is taken over at once: whoever starts a killed run again does not wait.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import secrets
 import threading
 import time
@@ -28,7 +30,7 @@ class Claim:
         self._folder = folder
         self._name = name
         self._ttl = ttl
-        self._token = f"{os.getpid()}.{secrets.token_hex(4)}".encode()
+        self._token = f"{platform.node()} {os.getpid()} {secrets.token_hex(4)}".encode()
         self._stop = threading.Event()
         self._beat: threading.Thread | None = None
 
@@ -38,7 +40,7 @@ class Claim:
         with self._folder.writing(self._name):
             path.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > self._ttl:
+                if time.time() - path.stat().st_mtime > self._ttl or _is_orphan(path.read_text()):
                     path.unlink(missing_ok=True)
             try:
                 handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -73,3 +75,18 @@ class Claim:
         while not self._stop.wait(self._ttl / 3):
             with suppress(OSError):  # taken over after a long pause of this process: harmless
                 os.utime(self._folder.path(self._name))
+
+
+def _is_orphan(token: str) -> bool:
+    """Whether a claim's holder ran on this machine and is gone; False where that cannot be known."""
+    host, _, rest = token.partition(" ")
+    pid = rest.partition(" ")[0]
+    if host != platform.node() or not pid.isdigit():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False  # somebody else's process, but alive
+    return False
