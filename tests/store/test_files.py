@@ -1,0 +1,109 @@
+"""Files of a store on a local disk: the contract, and what can go wrong there."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from mizarr.store.errors import ReadOnlyStore, StoreError, StoreFull
+from mizarr.store.files import Folder
+from mizarr.tests.contracts.files_contract import FilesContract
+
+
+class TestSynced(FilesContract):
+    @pytest.fixture
+    def files(self, tmp_path):
+        return Folder(tmp_path, "disk")
+
+
+class TestUnsynced(FilesContract):
+    @pytest.fixture
+    def files(self, tmp_path):
+        return Folder(tmp_path, "process")
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """Paths that were synced, in order."""
+    paths = []
+    real = os.fsync
+
+    def fsync(handle):
+        paths.append(str(Path(f"/proc/self/fd/{handle}").readlink()))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return paths
+
+
+def test_a_file_is_synced_before_it_gets_its_name_and_then_its_folder(tmp_path, synced, monkeypatch):
+    real = os.link
+    monkeypatch.setattr(os, "link", lambda source, target: (synced.append("link"), real(source, target)))
+    Folder(tmp_path).put_new("a", b"one")
+    before = synced[: synced.index("link")]
+    assert [Path(path).name[:3] for path in before] == [".a."]
+    assert synced[len(before) + 1 :] == [str(tmp_path)]
+
+
+def test_new_folders_are_synced_up_to_the_root(tmp_path, synced):
+    Folder(tmp_path).put_new("x/y/a", b"one")
+    assert {str(tmp_path / part) for part in ("", "x", "x/y")} <= set(synced)
+
+
+def test_names_of_many_files_are_synced_together(tmp_path, synced):
+    folder = Folder(tmp_path)
+    for name in ("x/1/a", "x/2/a"):
+        folder.create(name, [b"one"], sync_folder=False)
+    assert all("/.a." in path for path in synced)
+    synced.clear()
+    folder.sync_folders(["x/1/a", "x/2/a"])
+    assert sorted(synced) == sorted(str(tmp_path / part) for part in ("", "x", "x/1", "x/2"))
+
+
+def test_durability_process_never_syncs(tmp_path, synced):
+    folder = Folder(tmp_path, "process")
+    folder.put_new("x/a", b"one")
+    folder.sync_folders(["x/a"])
+    folder.settle("x")
+    assert synced == []
+
+
+def test_temporary_files_are_not_listed(tmp_path):
+    (tmp_path / ".a.1.x").write_bytes(b"half")
+    folder = Folder(tmp_path)
+    assert list(folder.list("")) == list(folder.children("")) == []
+    assert folder.put_new("a", b"whole")
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "says"),
+    [
+        (errno.ENOSPC, StoreFull, "run again: it resumes"),
+        (errno.EDQUOT, StoreFull, "gc"),
+        (errno.EROFS, ReadOnlyStore, "mode='r'"),
+        (errno.EACCES, ReadOnlyStore, "mode='r'"),
+        (errno.EMLINK, StoreError, "hard links"),
+    ],
+)
+def test_what_the_system_refuses_is_told_by_name_and_leaves_nothing(tmp_path, monkeypatch, code, error, says):
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(error, match=says):
+        Folder(tmp_path).put_new("a", b"one")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_opened_for_reading_writes_nothing(tmp_path):
+    folder = Folder(tmp_path, read_only=True)
+    for write in (
+        lambda: folder.put_new("a", b""),
+        lambda: folder.create("a", [b""]),
+        lambda: folder.make_folder("a"),
+        lambda: folder.delete("a"),
+    ):
+        with pytest.raises(ReadOnlyStore, match="mode='a'"):
+            write()
+    assert list(tmp_path.iterdir()) == []
