@@ -60,14 +60,18 @@ TINY = {
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Callable[..., str]:
-    """A directory with a random Llama of two layers, 16 wide, without tokenizer.
+    """A directory with a random Llama of two layers, 16 wide; it reads the words `w0` to `w30`.
 
-    checkpoint() is sound; `leave_out` names a tensor to forget, keywords change config.json only.
+    checkpoint() is sound; `words=False` leaves the tokenizer out, `leave_out` a tensor; keywords change
+    config.json only.
     """
 
-    def write(leave_out: str = "", **config: object) -> str:
+    def write(leave_out: str = "", words: bool = True, **config: object) -> str:
         import numpy as np
         from safetensors.numpy import save_file
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        from tokenizers.pre_tokenizers import Whitespace
 
         from mizarr.stages.forward.families import from_hf_config
         from mizarr.stages.forward.weights import expected_tensors
@@ -80,6 +84,11 @@ def checkpoint(tmp_path: Path) -> Callable[..., str]:
         tensors = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
         tensors.pop(leave_out, None)
         save_file(tensors, folder / "model.safetensors")
+        if words:
+            vocabulary = {"<unk>": 0} | {f"w{n}": n + 1 for n in range(31)}
+            tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+            tokenizer.pre_tokenizer = Whitespace()
+            tokenizer.save(str(folder / "tokenizer.json"))
         return str(folder)
 
     return write

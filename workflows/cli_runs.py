@@ -243,9 +243,14 @@ def explain(
     planned = build(workflow, **_with_model(parameters, model))
     with _store_to_look_into(store_path) as store:
         steps = plan(planned.nodes.values(), store)
+    chosen = dataclasses.asdict(planned.settings)
+    if as_json:
+        about = {"workflow": workflow, "question": planned.question, "settings": chosen}
+        print_json(about | steps.to_json())
+        return
     click.echo(planned.question, err=True)
     for field in dataclasses.fields(planned.settings):
-        value = json.dumps(getattr(planned.settings, field.name))
+        value = json.dumps(chosen[field.name])
         click.echo(f"  --set {field.name}={value}  {field.metadata.get('help', '')}", err=True)
     _print_plan(steps, as_json)
 

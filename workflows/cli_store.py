@@ -27,8 +27,8 @@ DAMAGED = 1
 def ls(store_path: str, as_json: bool) -> None:
     """List what a store holds.
 
-    One line per layer of a captured variable, and per result. KEY is what `mizarr show` and `mizarr pin` take;
-    lines with equal DATA share a run. CONTENT digests the values: equal contents are equal numbers.
+    One line per layer of a captured variable, and per result. KEY is what `mizarr show` and `mizarr pin`
+    take; lines with equal DATA share a run. CONTENT digests the values: equal contents are equal numbers.
     """
     from ..store import open_store
 

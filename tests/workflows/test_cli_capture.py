@@ -87,7 +87,25 @@ def test_a_hook_point_the_model_lacks_is_refused_before_a_store_is_made(capture,
 
 
 def test_text_without_a_tokenizer_is_one_line(checkpoint, capsys, tmp_path):
-    arguments = ["capture", checkpoint(), "words", "--text", "--hooks", "hook_embed"]
+    arguments = ["capture", checkpoint(words=False), "words", "--text", "--hooks", "hook_embed"]
     assert run([*arguments, "--store", str(tmp_path / "store")]) == 2
     assert "tokenizer.json" in capsys.readouterr().err
     assert not (tmp_path / "store").exists()
+
+
+def test_text_is_kept_beside_its_activations(checkpoint, capsys, tmp_path):
+    arguments = [
+        "capture",
+        checkpoint(),
+        "w1 w2",
+        "w3",
+        "--text",
+        "--hooks",
+        "hook_embed",
+        "--json",
+        "--quiet",
+    ]
+    assert run([*arguments, "--store", str(tmp_path / "store")]) == 0
+    entry = open_store(tmp_path / "store", mode="r").entry(json.loads(capsys.readouterr().out)["run"])
+    assert list(entry.tokens.texts) == ["w1 w2", "w3"]
+    assert entry.open()["embed"].sizes["token"] == 3
