@@ -1,15 +1,18 @@
 """Stages, plans, execution: cached analyses as a dataflow graph over a store.
 
-Knows labelled arrays, keys and Dask; knows no model and no science, and never imports torch.
+Knows labelled arrays, keys and Dask; knows no model and no science, and never imports torch. Importing it
+costs numpy at most: xarray comes with the first result that is opened, Dask with the first cell that runs.
 """
 
 from __future__ import annotations
 
 from .execute import Context, run
-from .nodes import ConstantNode, Estimate, Node, Part, Port, SourceNode, StageNode, Status
+from .nodes import Estimate, Node, Part, Port, Status
 from .plan import Plan, Step, plan
 from .progress import Progress
+from .sources import ConstantNode, SourceNode
 from .stage import Output, Stage, stage
+from .stage_node import StageNode
 
 __all__ = [
     "stage",

@@ -1,76 +1,139 @@
 """Execution: a plan as Dask tasks, on threads here or on the workers of a cluster.
 
-Each task computes one cell and publishes it before it ends; what moves between processes is where the store is and which cell is
-meant, never an array. So Ctrl-C, an error or a kill loses the cells under way and nothing else, and running again goes on from there.
-We do not write schedulers: Dask's threaded one runs here, `dask.distributed` elsewhere.
+Each task computes one cell and publishes it before it ends; what moves between processes is where the store
+is and which cell is meant, never an array. So Ctrl-C, an error or a kill loses the cells under way and
+nothing else, and running again goes on from there.
+
+Border: runs what it is given, asks nodes what is missing; knows no key and no label. We do not write
+schedulers: Dask's threaded one runs here, `dask.distributed` elsewhere. Neither is imported while
+everything is cached.
 """
 
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from ..store.errors import MizarrError, PlanError, StageError
-from .nodes import Node, Selection
-from .plan import in_order, plan
+from ..store.errors import MizarrError, PlanError, ReadOnlyStore, StageError
+from .nodes import Node, Selection, one_look, status_of
+from .plan import as_bytes, in_order, plan
 from .progress import Progress, Task
+from .stage_node import Cell, selection_of
 
 if TYPE_CHECKING:
     from ..store import Store
 
-Work = Callable[[Any, Any, Selection], None]
+Work = Callable[[Any, Any, Any], None]
+"""work(job, store, cell): compute and publish one cell. Job and cell travel to workers: names, no arrays."""
 
 
 @dataclass
 class Context:
-    """How nodes run: where, how wide, and under whose eyes."""
+    """How nodes run: where, how wide, and under whose eyes.
 
-    threads: int
+    threads: of this process. cluster: address of a Dask scheduler, or None. memory: budget in bytes, or None.
+    """
+
+    threads: int = 1
     cluster: str | None = None
     memory: int | None = None
     progress: Progress = field(default_factory=lambda: Progress(quiet=True))
+    _client: Any = None
 
-    def map(self, work: Work, node: Node, store: Store, cells: Sequence[Selection]) -> None:
-        """`work(node, store, cell)` for every cell, in any order; the first error is raised when the others have ended.
+    def map(
+        self, work: Work, job: Any, store: Store, cells: Sequence[Selection | Cell], *, peak: int = 0
+    ) -> None:
+        """`work(job, store, cell)` for every cell, in any order; returns when all have ended.
 
-        An error that is not one of ours is raised as StageError naming node and cell; cells that ended stay stored.
+        job: anything with a name. peak: bytes one cell needs; no more run at once than fit the budget.
+        At the first error no further cell is started, those under way end, and the error is raised with the
+        names of job and cell; cells that ended stay stored.
         """
         if not cells:
             return
-        task = self.progress.task(node.name, total=len(cells), unit="cells")
+        task = self.progress.task(job.name, total=len(cells), unit="cells")
         if self.cluster is None:
-            self._map_threads(work, node, store, cells, task)
+            self._map_threads(work, job, store, cells, task, peak)
         else:
-            self._map_cluster(work, node, store, cells, task)
+            self._map_cluster(work, job, store, cells, task)
 
-    def _map_threads(self, work: Work, node: Node, store: Store, cells: Sequence[Selection], task: Task) -> None:
+    def _map_threads(
+        self, work: Work, job: Any, store: Store, cells: Sequence[Selection | Cell], task: Task, peak: int
+    ) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
         from dask.threaded import get
-        from threadpoolctl import threadpool_limits
+        from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
         def one(number: int) -> None:
-            _run_one(work, node, store, cells[number])
+            run_one(work, job, store, cells[number])
             task.advance()
 
-        # Dask's graph of independent tasks; names are ours, as arrays are never hashed by it.
-        graph = {f"{node.name}-{number}": (one, number) for number in range(len(cells))}
-        width = min(self.threads, len(cells))
-        with threadpool_limits(limits=max(1, self.threads // width), user_api="blas"):
-            get(graph, list(graph), num_workers=width)
+        # A graph of independent tasks, in our own names: dask hashes nothing.
+        graph = {_task_name(job, cell, number): (one, number) for number, cell in enumerate(cells)}
+        affordable = max(1, self.memory // peak) if self.memory and peak else self.threads
+        width = max(1, min(self.threads, affordable, len(cells)))
+        # One BLAS thread per worker thread: nested threads cost more than they give. The pool is our own, so
+        # that leaving it waits for cells under way; dask hands it no more than `width` cells at a time.
+        with threadpool_limits(max(1, self.threads // width), "blas"), ThreadPoolExecutor(width) as pool:
+            get(graph, list(graph), pool=pool)
 
-    def _map_cluster(self, work: Work, node: Node, store: Store, cells: Sequence[Selection], task: Task) -> None:
+    def _map_cluster(
+        self, work: Work, job: Any, store: Store, cells: Sequence[Selection | Cell], task: Task
+    ) -> None:
         from distributed import as_completed
 
-        with _client(self.cluster) as client:
-            futures = [client.submit(_run_one, work, node, store, cell, key=f"{node.name}-{os.getpid()}-{n}", pure=False) for n, cell in enumerate(cells)]
+        client = self._connected()
+
+        ahead = iter(range(len(cells)))
+        under_way: set[Any] = set()
+
+        def submit() -> list[Any]:
+            """The next cell, if there is one."""
+            for number in ahead:
+                name = _task_name(job, cells[number], number)
+                future = client.submit(run_one, work, job, store, cells[number], key=name, pure=False)
+                under_way.add(future)
+                return [future]
+            return []
+
+        # Twice as many as can run: workers never wait, and no scheduler holds a sweep of a million cells.
+        width = max(1, sum(client.nthreads().values()))
+        first = [future for _ in range(2 * width) for future in submit()]
+        try:
+            completed = as_completed(first)
+            for future in completed:
+                future.result()
+                under_way.remove(future)
+                task.advance()
+                completed.update(submit())
+        finally:
+            client.cancel(list(under_way))
+
+    def _connected(self) -> Any:
+        """A client of the cluster, one for all nodes of a run."""
+        if self._client is None:
+            from distributed import Client
+
             try:
-                for future in as_completed(futures):
-                    future.result()
-                    task.advance()
-            except BaseException:
-                client.cancel(futures)
-                raise
+                self._client = Client(self.cluster, timeout="10s", set_as_default=False)
+            except (OSError, ValueError) as error:
+                raise PlanError(
+                    f"expected a Dask scheduler at {self.cluster!r}, found none ({error}); start one with "
+                    "`dask scheduler` and workers with `dask worker`"
+                ) from error
+        return self._client
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
 
 
 def run(
@@ -79,40 +142,50 @@ def run(
     *,
     cluster: str | None = None,
     threads: int | None = None,
-    memory: int | None = None,
+    memory: int | str | None = None,
     quiet: bool = True,
 ) -> None:
     """Compute and store whatever of these nodes, and of what they read, is not stored yet.
 
-    cluster: address of a Dask scheduler, e.g. "tcp://127.0.0.1:8786"; None runs on threads here (default: one per core). memory:
-    budget in bytes; PlanError if a node needs more. Nothing is imported or opened for what is cached.
+    cluster: address of a Dask scheduler, e.g. "tcp://127.0.0.1:8786", whose workers see the store under the
+    same path; None runs on threads here (default: one per core). memory: budget, in bytes or as "2GiB".
+    Raises PlanError before anything starts if the budget is too small, ReadOnlyStore, and StageError naming
+    stage and cell when one fails. May be interrupted at any time and called again.
     """
-    ordered = in_order(nodes)
-    if plan(ordered, store).is_cached:
+    ordered, budget = in_order(nodes), as_bytes(memory)
+    planned = plan(ordered, store)
+    if planned.is_cached:
         return
-    with Progress(quiet=quiet) as progress:
-        context = Context(threads or os.cpu_count() or 1, cluster, memory, progress)
+    if store.read_only:
+        waiting = [step.name for step in planned.steps if not step.status.is_cached]
+        raise ReadOnlyStore(
+            f"{', '.join(waiting)} must run, but {store.path} is open for reading only; open it with mode='a'"
+        )
+    planned.check_memory(budget)
+    with (
+        Progress(quiet=quiet) as progress,
+        Context(threads or os.cpu_count() or 1, cluster, budget, progress) as context,
+    ):
         for node in ordered:
-            # Asked again after each step: an upstream that gave the bytes it gave before ends the work here.
-            if not node.status(store).is_cached:
-                plan([node], store).check_memory(memory)
-                node.run(store, context)
+            # Asked again at each step: an upstream that gave the bytes it gave before ends the work here.
+            with one_look():
+                if not status_of(node, store).is_cached:
+                    plan([node], store).check_memory(budget)
+                    node.run(store, context)
 
 
-def _run_one(work: Work, node: Node, store: Store, cell: Selection) -> None:
+def run_one(work: Work, job: Any, store: Store, cell: Selection | Cell) -> None:
+    """One cell; whatever goes wrong is told with the names of job and cell."""
     try:
-        work(node, store, cell)
-    except MizarrError:
-        raise
+        work(job, store, cell)
     except Exception as error:
-        where = ", ".join(f"{axis} {label}" for axis, label in cell.items())
-        raise StageError(f"stage {node.name!r}{f' at {where}' if where else ''} failed: {type(error).__name__}: {error}") from error
+        where = ", ".join(f"{axis} {label}" for axis, label in selection_of(cell).items())
+        told = f"stage {job.name!r}{f' at {where}' if where else ''} failed"
+        if isinstance(error, MizarrError):
+            raise type(error)(f"{told}: {error}") from error
+        raise StageError(f"{told}: {type(error).__name__}: {error}") from error
 
 
-def _client(address: str | None) -> Any:
-    from distributed import Client
-
-    try:
-        return Client(address, timeout="10s", set_as_default=False)
-    except (OSError, ValueError) as error:
-        raise PlanError(f"expected a Dask scheduler at {address!r}, found none ({error}); start one with `dask scheduler`") from error
+def _task_name(job: Any, cell: Selection | Cell, number: int) -> str:
+    """Name of a task: by its key, so that two clients of one cluster share it; else one of a kind."""
+    return f"{job.name}-{cell.key.digest if isinstance(cell, Cell) else f'{number}-{uuid.uuid4().hex}'}"

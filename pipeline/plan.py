@@ -1,6 +1,6 @@
 """Plans: the nodes of a workflow in order, with what each will do, before anything is done.
 
-Border: asks nodes; computes nothing and opens no data.
+Border: asks nodes; computes nothing, and works on a read-only store.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..store.errors import PlanError
-from .nodes import ConstantNode, Estimate, Node, Status
+from .nodes import Estimate, Node, Status, estimate_of, one_look, status_of
+from .sources import ConstantNode
 
 if TYPE_CHECKING:
     from ..store import Store
@@ -26,8 +27,9 @@ class Step:
 
     @property
     def state(self) -> str:
-        """"cached", or "will run because …"."""
-        return "cached" if self.status.is_cached else f"will run because {self.status.reason}"
+        """'cached', or 'will run because …'."""
+        told = "cached" if self.status.is_cached else f"will run because {self.status.reason}"
+        return f"{told} ({self.status.warning})" if self.status.warning else told
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for machines."""
@@ -47,44 +49,61 @@ class Plan:
 
     @property
     def bytes_read(self) -> int:
+        """Of all steps together."""
         return sum(step.estimate.bytes_read for step in self.steps)
 
     @property
     def bytes_written(self) -> int:
+        """Of all steps together, as far as it is known."""
         return sum(step.estimate.bytes_written for step in self.steps)
 
     @property
     def peak_bytes(self) -> int:
-        """Largest memory any one node needs, as far as it is known."""
+        """Largest memory any one cell needs, as far as it is known."""
         return max((step.estimate.peak_bytes for step in self.steps), default=0)
 
+    @property
+    def seconds(self) -> float | None:
+        """Of all steps one after another, as long as they took last time; None if one of them never ran."""
+        told = [step.estimate.seconds for step in self.steps if not step.status.is_cached]
+        return None if None in told else sum(second for second in told if second is not None)
+
     def check_memory(self, budget: int | None) -> None:
-        """Raise PlanError naming the node that does not fit a memory budget, in bytes."""
+        """Raise PlanError naming the node whose smallest piece of work exceeds a budget in bytes."""
         for step in self.steps:
             if budget is not None and step.estimate.peak_bytes > budget:
                 raise PlanError(
-                    f"{step.name} needs about {human_bytes(step.estimate.peak_bytes)} of memory, but the budget is {human_bytes(budget)}; "
-                    f"raise --memory, or capture in smaller segments"
+                    f"{step.name} needs about {human_bytes(step.estimate.peak_bytes)} of memory at once, the "
+                    f"budget is {human_bytes(budget)}; raise --memory, or capture with smaller segments"
                 )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for machines."""
-        totals = {"bytes_read": self.bytes_read, "bytes_written": self.bytes_written, "peak_bytes": self.peak_bytes}
-        return {"steps": [step.to_json() for step in self.steps], **totals}
+        return {
+            "steps": [step.to_json() for step in self.steps],
+            "is_cached": self.is_cached,
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "peak_bytes": self.peak_bytes,
+            "seconds": self.seconds,
+        }
 
     def rows(self) -> list[tuple[str, str, str, str, str, str]]:
         """(stage, state, cells done, bytes read, bytes written, peak memory) per node, as text."""
         rows = []
         for step in self.steps:
-            cells = f"{step.status.cells_cached}/{step.status.cells}" if step.status.cells > 1 else ""
-            cost = step.estimate
-            rows.append((step.name, step.state, cells, *(human_bytes(size) for size in (cost.bytes_read, cost.bytes_written, cost.peak_bytes))))
+            held, cost = step.status, step.estimate
+            cells = f"{held.cells_cached}/{held.cells}" if held.cells > 1 else ""
+            sizes = [human_bytes(size) for size in (cost.bytes_read, cost.bytes_written, cost.peak_bytes)]
+            rows.append((step.name, step.state, cells, sizes[0], sizes[1], sizes[2]))
         return rows
 
 
 def plan(nodes: Node | Iterable[Node], store: Store) -> Plan:
     """What computing these nodes would do now."""
-    return Plan(tuple(Step(node.name, node.status(store), node.estimate(store)) for node in in_order(nodes) if not isinstance(node, ConstantNode)))
+    with one_look():
+        asked = [node for node in in_order(nodes) if not isinstance(node, ConstantNode)]
+        return Plan(tuple(Step(n.name, status_of(n, store), estimate_of(n, store)) for n in asked))
 
 
 def in_order(nodes: Node | Iterable[Node]) -> Sequence[Node]:
@@ -102,12 +121,28 @@ def in_order(nodes: Node | Iterable[Node]) -> Sequence[Node]:
     return list(ordered.values())
 
 
+_UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def as_bytes(size: int | str | None) -> int | None:
+    """A memory budget in bytes from a number or a text like "2GiB"; PlanError for anything else."""
+    if size is None or isinstance(size, int):
+        return size
+    text = size.replace(" ", "").upper()
+    number = text.rstrip("KMGTIB")
+    try:
+        return int(float(number) * _UNITS[text[len(number) :] or "B"])
+    except (ValueError, KeyError):
+        raise PlanError(f'expected a size such as "2GiB" or "500MB", found {size!r}') from None
+
+
 def human_bytes(size: float) -> str:
     """A size in binary units: 1.5 MiB; empty for none."""
     if not size:
         return ""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
+        if size < 1023.5:
+            return f"{size:.3g} {unit}" if size < 999.5 else f"{size:.0f} {unit}"
         size /= 1024
     return f"{size:.3g} TiB"

@@ -1,7 +1,7 @@
 """Progress on stderr: what is done, of how much, how fast, and how long it will take.
 
-A bar on a terminal; a line every few seconds where stderr is a file; nothing when quiet. Border: counts and units; knows nothing of
-what is counted. rich is imported only when a bar is drawn.
+A bar on a terminal; a line every few seconds where stderr is a file; nothing when quiet. Border: counts and
+units; knows nothing of what is counted. rich is imported only when a bar is drawn.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from types import TracebackType
 from typing import Any
 
 _LINE_EVERY = 5.0  # seconds between plain lines
@@ -69,15 +68,15 @@ class Progress:
     def __enter__(self) -> Progress:
         if not self.quiet and sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, TextColumn
-            from rich.progress import Progress as Bars
+            from rich.progress import BarColumn, Progress as Bars, TextColumn
 
             console = Console(stderr=True)
-            self._bars = Bars(TextColumn("{task.fields[shown]}"), BarColumn(), console=console, transient=True)
+            columns = TextColumn("{task.fields[shown]}"), BarColumn()
+            self._bars = Bars(*columns, console=console, transient=True)
             self._bars.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
@@ -89,7 +88,7 @@ class Progress:
             self._bars.update(task._bar, completed=task.done, shown=task.describe())
         elif time.monotonic() - task._printed > _LINE_EVERY:
             task._printed = time.monotonic()
-            print(task.describe(), file=sys.stderr, flush=True)
+            sys.stderr.write(f"{task.describe()}\n")
 
 
 def short(count: float) -> str:

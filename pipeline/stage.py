@@ -1,14 +1,17 @@
 """Stages: cached pure analyses, declared by one decorator.
 
-A stage is a plain function on labelled arrays plus a declaration: version, the dims of its inputs, the dims and units of its outputs, and
-along which axes it may be cut into cells. The decorated name is still the function, and is tested as one; `.on(…)` puts it into a
-workflow's graph. It opens no file, holds no model and reads no clock; randomness comes as a parameter and is therefore in its key.
+A stage is a plain function on labelled arrays plus a declaration: version, the dims of its inputs, the dims
+and units of its outputs, and along which axes it may be cut into cells. The decorated name is still the
+function, and is tested as one; `.on(…)` puts it into a workflow's graph. It opens no file, holds no model
+and reads no clock; randomness comes as a parameter and is therefore in its key.
 
-Border: labels, dims and plain parameters; what is stored, and when something runs, is decided in `nodes.py` and `execute.py`.
+Border: labels, dims and plain parameters; what is stored, and when something runs, is decided in
+`stage_node.py` and `execute.py`.
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import importlib
 import inspect
@@ -22,89 +25,109 @@ from ..store.errors import ShapeError, StageError, nearest
 if TYPE_CHECKING:
     import xarray as xr
 
-    from .nodes import Node, Port, StageNode
+    from .stage_node import StageNode
 
 AXES: Mapping[str, tuple[str, ...]] = {"layer": ("layer",), "segment": ("token", "pair")}
-"""Axes a stage may be cut along, and the dims each of them cuts: a segment is a range of tokens (or of their pairs)."""
+"""Axes a stage may be cut along, and the dims each of them cuts: a segment is a range of tokens."""
+
+_REQUIRED = inspect.Parameter.empty
+Dims = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Output:
     """One array a stage gives: its dims, unit ("nats", "logits", "1" for none) and what it is."""
 
-    dims: tuple[str, ...]
+    dims: Dims
     unit: str = "1"
     long_name: str = ""
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """A declared stage; call it as the function it is, or put it into a graph with `on`."""
+    """A declared stage; call it as the function it is, or put it into a graph with `on`.
+
+    version: moves when numbers move; "source:…" for a stage declared without one. inputs: dims of each array,
+    None for an input taken as a whole dataset. params: name -> default, `inspect.Parameter.empty` for none.
+    memory: the most a cell needs, as a multiple of the bytes it reads. source: digest of the function's text,
+    recorded with results; when it changes and the version does not, `mizarr explain` says so.
+    """
 
     name: str
     version: int | str
-    """Moves when numbers move. For a stage declared without one, the digest of its source."""
     function: Callable[..., Any]
-    inputs: Mapping[str, tuple[str, ...] | None]
-    """Dims of each input array; None for an input taken as a whole dataset."""
+    inputs: Mapping[str, Dims | None]
     outputs: Mapping[str, Output]
     cells: tuple[str, ...] = ()
     combine: Callable[[Sequence[xr.Dataset]], xr.Dataset] | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
-    """Parameter -> default; `inspect.Parameter.empty` where there is none."""
+    memory: float = 2.0
     source: str = ""
-    """Digest of the function's text: recorded, and a change without a new version is pointed out."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain function."""
+        """The plain function: nothing is checked, stored or looked up."""
         return self.function(*args, **kwargs)
 
     def on(self, **given: Any) -> StageNode:
         """This stage in a workflow's graph: inputs are nodes (or arrays), parameters plain values.
 
-        Raises StageError for an input or parameter that is missing, unknown (with the nearest name), or not a plain value.
+        Raises StageError for an input or parameter that is missing, unknown (with the nearest name), or
+        without identity.
         """
-        from .nodes import StageNode, as_port
+        from .sources import as_port
+        from .stage_node import StageNode
 
         known = [*self.inputs, *self.params]
         for name in given:
             if name not in known:
                 near = nearest(name, known)
-                raise StageError(f"stage {self.name!r} takes {', '.join(known)}; found {name!r}" + (f", did you mean {near!r}?" if near else ""))
+                hint = f"; did you mean {near!r}?" if near else ""
+                raise StageError(f"stage {self.name!r} takes {', '.join(known)}, found {name!r}{hint}")
+        params = {name: given.get(name, default) for name, default in self.params.items()}
         missing = [name for name in self.inputs if name not in given]
-        missing += [name for name, default in self.params.items() if default is inspect.Parameter.empty and name not in given]
+        missing += [name for name, value in params.items() if value is _REQUIRED]
         if missing:
             raise StageError(f"stage {self.name!r} also needs {', '.join(missing)}; give it by name")
-        inputs: dict[str, Port] = {name: as_port(given[name], name) for name in self.inputs}
-        params = {name: given.get(name, default) for name, default in self.params.items()}
         try:
             canonical_json(params)
         except (TypeError, ValueError) as error:
-            raise StageError(f"stage {self.name!r}: parameters must be plain values, as they enter the key: {error}") from error
-        return StageNode(self, inputs, params)
+            raise StageError(f"stage {self.name!r}: parameters enter the key: {error}") from error
+        return StageNode(self, {name: as_port(given[name], name) for name in self.inputs}, params)
 
     def compute(self, inputs: Mapping[str, Any], params: Mapping[str, Any]) -> xr.Dataset:
-        """Run the function on labelled inputs and check what it gives against the declaration."""
+        """Run the function on labelled inputs and check what it gives against the declaration.
+
+        Inputs are told apart by name, so any order of dims will do; the function gets the declared one.
+        Raises ShapeError for dims that are missing or too many, StageError for undeclared outputs.
+        """
+        ready = {}
         for name, dims in self.inputs.items():
-            if dims is not None:
-                _check_dims(f"input {name!r} of stage {self.name!r}", inputs[name], dims)
-        return self.labelled(self.function(**inputs, **params))
+            if dims is not None and set(inputs[name].dims) != set(dims):
+                raise _wrong_dims(f"input {name!r} of stage {self.name!r}", inputs[name], dims)
+            ready[name] = inputs[name] if dims is None else inputs[name].transpose(*dims)
+        return self.labelled(self.function(**ready, **params))
 
     def labelled(self, given: Any) -> xr.Dataset:
-        """A stage's answer as a dataset with the declared units and names; StageError if it is not what was declared."""
+        """A stage's answer as a dataset with the declared units and names."""
         import xarray as xr
 
         if isinstance(given, xr.DataArray):
             given = given.to_dataset(name=next(iter(self.outputs)))
+        if not isinstance(given, xr.Dataset):
+            raise StageError(
+                f"stage {self.name!r}: expected a DataArray or Dataset, found {type(given).__name__}"
+            )
         dataset = given.copy(deep=False)
-        for name in dataset.data_vars:
-            if name not in self.outputs:
-                raise StageError(f"stage {self.name!r} declares {', '.join(self.outputs)}, but gave {name!r}; declare it")
+        gave, declared = {str(name) for name in dataset.data_vars}, set(self.outputs)
+        if gave != declared:
+            raise StageError(
+                f"stage {self.name!r} declares the outputs {', '.join(self.outputs)}, its function returned "
+                f"{', '.join(sorted(gave))}; make them equal"
+            )
         for name, output in self.outputs.items():
-            if name not in dataset:
-                raise StageError(f"stage {self.name!r} declares an output {name!r}, but gave {', '.join(map(str, dataset.data_vars))}")
-            _check_dims(f"output {name!r} of stage {self.name!r}", dataset[name], output.dims)
-            named = {"units": output.unit, "long_name": output.long_name or str(name).replace("_", " ")}
+            if dataset[name].dims != output.dims:
+                raise _wrong_dims(f"output {name!r} of stage {self.name!r}", dataset[name], output.dims)
+            named = {"units": output.unit, "long_name": output.long_name or name.replace("_", " ")}
             dataset[name].attrs = {**named, **dataset[name].attrs}
         return dataset
 
@@ -114,61 +137,144 @@ class Stage:
             return self.combine(parts)
         import xarray as xr
 
-        return xr.concat(parts, "layer", data_vars="minimal", coords="minimal", compat="equals", join="exact", combine_attrs="override")
+        if len(parts) == 1 or "layer" not in parts[0].dims:
+            return parts[0]
+        return xr.concat(
+            parts,
+            "layer",
+            data_vars="minimal",
+            coords="minimal",
+            compat="equals",
+            join="exact",
+            combine_attrs="override",
+        )
 
     def describe(self) -> str:
-        """One line per input and output, for people."""
-        lines = [f"{self.name} (version {self.version})"]
-        lines += [f"  in  {name} [{'dataset' if dims is None else ', '.join(dims)}]" for name, dims in self.inputs.items()]
-        lines += [f"  out {name} [{', '.join(output.dims)}] {output.unit}" for name, output in self.outputs.items()]
+        """The declaration in a few lines, for `mizarr explain`."""
+        cut = f", cut by {' and '.join(self.cells)}" if self.cells else ""
+        lines = [f"{self.name} (version {self.version}{cut})"]
+        for name, dims in self.inputs.items():
+            lines.append(f"  in  {name} [{'dataset' if dims is None else ', '.join(dims)}]")
+        for name, default in self.params.items():
+            lines.append(f"  set {name}{'' if default is _REQUIRED else f' = {default!r}'}")
+        for name, output in self.outputs.items():
+            told = f"{output.unit}  {output.long_name}".rstrip()
+            lines.append(f"  out {name} [{', '.join(output.dims)}] {told}")
         return "\n".join(lines)
 
     def __reduce__(self) -> Any:
-        # Sent to a worker by name: the decorator has put the stage where its function was.
-        return _find, (self.function.__module__, self.function.__qualname__)
+        # Sent to a worker by name, as the decorator has put the stage where its function was; a stage of a
+        # notebook or inside a function has no such name and travels with its code.
+        module, name = self.function.__module__, self.function.__qualname__
+        if module == "__main__" or "<locals>" in name:
+            return _made, (self.__dict__,)
+        return _find, (module, name)
 
 
 def stage(
     *,
     version: int | None = None,
-    inputs: Mapping[str, tuple[str, ...] | None],
-    outputs: Mapping[str, Output],
-    cells: str | tuple[str, ...] = (),
+    inputs: Mapping[str, Dims | None],
+    outputs: Mapping[str, Output | Dims],
+    cells: str | tuple[str, ...] | None = None,
     combine: Callable[[Sequence[xr.Dataset]], xr.Dataset] | None = None,
     name: str | None = None,
+    memory: float = 2.0,
+    depends: Sequence[Callable[..., Any]] = (),
 ) -> Callable[[Callable[..., Any]], Stage]:
-    """Declare a function on labelled arrays as a stage.
+    """Declare a function on labelled arrays as a stage; the parameters of the stage are its other parameters.
 
-    inputs: dims of each, in order; outputs: `Output` of each. cells: axes along which the work is cut, each cell cached by itself
-    ("layer", "segment" or both); combine: makes one dataset of the cells' (needed for segments; layers are stacked without it).
-    Parameters of the stage are the function's keyword parameters. Without a version the function's source text stands for it.
+    inputs: dims of each, in order, None for a whole dataset.  outputs: `Output` (or just the dims) of each.
+    cells: axes along which the work is cut, each cell cached by itself: "layer", "segment" or both.
+    combine: makes one dataset of the cells' (needed for segments; layers are stacked without it).
+    memory: the most a cell needs, as a multiple of the bytes it reads: 2 for the inputs and as much again for
+    work, less for a function that reads block by block.
+    depends: functions whose text counts as the stage's own, where it is declared without a version.
     """
-    axes = (cells,) if isinstance(cells, str) else tuple(cells)
+    axes = (cells,) if isinstance(cells, str) else tuple(cells or ())
 
     def declare(function: Callable[..., Any]) -> Stage:
         label = name or function.__name__
-        unknown = [axis for axis in axes if axis not in AXES]
-        if unknown:
-            raise StageError(f"stage {label!r}: expected cells among {', '.join(AXES)}, found {unknown[0]!r}")
-        if "segment" in axes and combine is None:
-            raise StageError(f"stage {label!r} is cut by segment, so it needs combine=… to make one result of the parts")
         found = inspect.signature(function).parameters
-        absent = [given for given in inputs if given not in found]
-        if absent:
-            raise StageError(f"stage {label!r} declares an input {absent[0]!r} its function does not take")
-        params = {key: parameter.default for key, parameter in found.items() if key not in inputs}
-        source = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()
-        made = Stage(label, f"source:{source[:16]}" if version is None else version, function, dict(inputs), dict(outputs), axes, combine, params, source)
-        for attribute in ("__doc__", "__name__", "__module__"):
+        _check(label, inputs, found, axes, combine)
+        source = _source(label, (function, *depends), version)
+        made = Stage(
+            label,
+            f"source:{source[:16]}" if version is None else version,
+            function,
+            dict(inputs),
+            {key: Output(tuple(o)) if not isinstance(o, Output) else o for key, o in outputs.items()},
+            axes,
+            combine,
+            {key: parameter.default for key, parameter in found.items() if key not in inputs},
+            memory,
+            source,
+        )
+        for attribute in ("__doc__", "__name__", "__qualname__", "__module__"):
             object.__setattr__(made, attribute, getattr(function, attribute))
         return made
 
     return declare
 
 
-def _check_dims(what: str, array: Any, dims: tuple[str, ...]) -> None:
-    if tuple(array.dims) != dims:
-        raise ShapeError(f"{what}: expected dims [{', '.join(dims)}], found [{', '.join(map(str, array.dims))}] of shape {list(array.shape)}")
+def _check(
+    label: str,
+    inputs: Mapping[str, Dims | None],
+    found: Mapping[str, inspect.Parameter],
+    axes: tuple[str, ...],
+    combine: Any,
+) -> None:
+    """StageError for a declaration that does not fit its function."""
+    for axis in axes:
+        if axis not in AXES:
+            raise StageError(f"stage {label!r}: expected cells among {', '.join(AXES)}, found {axis!r}")
+        if not any(dim in AXES[axis] for dims in inputs.values() for dim in dims or ()):
+            raise StageError(f"stage {label!r} is cut by {axis}, but no input has that axis")
+    if "segment" in axes and combine is None:
+        raise StageError(f"stage {label!r} is cut by segment; give combine=… to make one result of the parts")
+    for name in inputs:
+        if name not in found:
+            raise StageError(f"stage {label!r} declares an input {name!r} its function does not take")
+    loose = [name for name, each in found.items() if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+    if loose:
+        raise StageError(f"stage {label!r}: parameters enter the key by name; spell out {loose[0]!r}")
+
+
+def _source(label: str, functions: Sequence[Callable[..., Any]], version: int | None) -> str:
+    """Digest of the functions' text; empty where a stage with a version has none, as in a console."""
+    try:
+        text = "\n".join(inspect.getsource(function) for function in functions)
+    except (OSError, TypeError) as error:
+        if version is None:
+            raise StageError(
+                f"stage {label!r} has no version, and its source cannot be read ({error}); give version=1"
+            ) from error
+        return ""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def plain_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters as the JSON values that keys and provenance record."""
+    return {name: _plain(value) for name, value in params.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, Mapping):
+        return plain_params(value)
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(item) for item in value), key=canonical_json)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return value.item() if hasattr(value, "item") else getattr(value, "name", value)  # numpy scalars, dtypes
+
+
+def _wrong_dims(what: str, array: Any, dims: Dims) -> ShapeError:
+    found = ", ".join(f"{dim} {size}" for dim, size in array.sizes.items())
+    return ShapeError(f"{what}: expected dims [{', '.join(dims)}], found [{found}]; rename, select or expand")
 
 
 def _find(module: str, name: str) -> Any:
@@ -176,3 +282,10 @@ def _find(module: str, name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part)
     return found
+
+
+def _made(fields: Mapping[str, Any]) -> Stage:
+    made = object.__new__(Stage)
+    for name, value in fields.items():
+        object.__setattr__(made, name, value)
+    return made

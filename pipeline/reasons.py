@@ -1,0 +1,93 @@
+"""Why a result is not stored, in words: what differs from the nearest result that is.
+
+Border: reads provenance for people; nothing here decides a cache hit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .nodes import Selection, remembered
+
+if TYPE_CHECKING:
+    from ..store import Store
+    from ..store.keys import ResultKey
+    from ..store.records import Record
+
+NEWEST = 50
+"""Stored results of a stage that are compared: enough to find a neighbour, few enough to stay fast."""
+
+
+def why_not(store: Store, key: ResultKey | None) -> str:
+    """Why there is no result under a key: the fewest differences to a stored result of the same stage."""
+    if key is None:
+        return "an input will run"
+    requests = [note["request"] for note in notes(key.stage, store)]
+    if not requests:
+        return "there is no result yet"
+    wanted = json.loads(json.dumps(key.request()))  # as provenance spells it: lists for tuples
+    found = sorted((differences(wanted, stored) for stored in requests), key=len)
+    return ", ".join(found[0])
+
+
+def differences(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
+    """What differs between two requests, one phrase each: version, parameters, inputs."""
+    found = []
+    if wanted["version"] != stored["version"]:
+        found.append(f"version {stored['version']} -> {wanted['version']}")
+    for name in dict.fromkeys([*wanted["params"], *stored["params"]]):
+        old, new = (_shown(request["params"], name) for request in (stored, wanted))
+        if old != new:
+            found.append(f"parameter {name} changed {old} -> {new}")
+    inputs = dict.fromkeys([*wanted["inputs"], *stored["inputs"]])
+    was, now = stored["inputs"], wanted["inputs"]
+    found += [f"input {name} changed" for name in inputs if now.get(name) != was.get(name)]
+    return found or ["its stored result was removed"]
+
+
+def _shown(params: Mapping[str, Any], name: str) -> str:
+    return f"{params[name]!r:.60}" if name in params else "unset"
+
+
+def missing_cells(missing: Sequence[Selection], total: int) -> str:
+    """Cells for people: "layers 6-11 missing", "3 of 40 segments missing"."""
+    layers = {cell.get("layer") for cell in missing}
+    segments = {cell.get("segment") for cell in missing}
+    numbers = [layer for layer in layers if layer is not None]
+    if numbers and len(missing) == len(layers) * len(segments) and len(segments) == 1:
+        return f"layer{'s' if len(numbers) > 1 else ''} {spans(numbers)} missing"
+    what = "segments" if not numbers else "cells"
+    of = f" (layers {spans(numbers)})" if numbers else ""
+    return f"{len(missing)} of {total} {what} missing{of}"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Numbers as ranges: 0-3, 7, 9-10."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def notes(stage: str, store: Store) -> list[dict[str, Any]]:
+    """Provenance of the newest stored results of a stage, newest first."""
+    newest = sorted(_by_stage("", store).get(stage, ()), key=lambda record: record.created, reverse=True)
+    found = []
+    for record in newest[:NEWEST]:
+        written = [note for note in store.provenance(record) if "request" in note]
+        found += written[:1]
+    return found
+
+
+@remembered
+def _by_stage(_: str, store: Store) -> dict[str, list[Record]]:
+    """Every record by the stage that made it; one pass over the key files per look."""
+    found: dict[str, list[Record]] = {}
+    for record in store.records():
+        found.setdefault(record.label.rpartition("/")[0], []).append(record)
+    return found

@@ -1,0 +1,146 @@
+"""Where graphs begin: datasets made by a function of declared identity, and datasets in hand.
+
+Border: says what something is and gets it; what reads it is a stage's business. What cannot be identified is
+refused, as a key that guesses returns somebody else's numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..store.errors import StageError
+from ..store.keys import ResultKey
+from .nodes import Estimate, Node, Part, Port, Ports, ResultNode, Selection, Status, cut, status_of
+from .reasons import why_not
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ..store import Store
+    from .execute import Context
+
+NOTHING = Estimate()
+
+
+class SourceNode(ResultNode):
+    """A dataset made by a function from declared parameters, e.g. a model's readout from its files.
+
+    params: plain values that identify the result: digests of files, not their names. make: called in the main
+    process, and only while the result is not stored.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        version: int,
+        params: Mapping[str, Any],
+        make: Callable[[], xr.Dataset],
+        estimate: Estimate = NOTHING,
+    ) -> None:
+        self.name, self.version, self.params = name, version, dict(params)
+        self._make, self._estimate = make, estimate
+
+    def __repr__(self) -> str:
+        return f"SourceNode({self.name}, {self.params})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_make": None}  # a worker reads; what `make` holds on to stays here
+
+    def key(self, store: Store) -> ResultKey:
+        """Made of the parameters alone."""
+        return ResultKey(self.name, self.version, self.params, {})
+
+    def status(self, store: Store) -> Status:
+        """Cached, or why not."""
+        key = self.key(store)
+        return Status(True, cells_cached=1) if store.lookup(key) else Status(False, why_not(store, key))
+
+    def estimate(self, store: Store) -> Estimate:
+        """As declared, while it is missing."""
+        return NOTHING if status_of(self, store).is_cached else self._estimate
+
+    def run(self, store: Store, context: Context) -> None:
+        """Make and publish it, in the calling thread."""
+        store.put_result(self.key(store), self._make(), provenance={})
+
+
+class ConstantNode(Ports):
+    """A dataset in hand as an input: identified by its content, stored only when a cluster has to read it.
+
+    The dataset is copied, so that changing the original in place does not change what the digest stands for.
+    Raises ShapeError for dtypes and attributes that cannot be digested.
+    """
+
+    inputs: tuple[Node, ...] = ()
+
+    def __init__(self, dataset: xr.Dataset, name: str = "constant") -> None:
+        from ..store.content import content_of
+
+        self.name = name
+        self._dataset: xr.Dataset | None = dataset.copy(deep=True)
+        self.content = content_of(dataset)
+
+    def __repr__(self) -> str:
+        return f"ConstantNode({self.name}, {self.content[:19]})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_dataset": None}  # workers read what `keep` has stored
+
+    def keep(self, store: Store) -> None:
+        """Store it, so that workers of a cluster can read it: paths travel, arrays do not."""
+        store.put_result(self._key, self._held(store), provenance={})
+
+    def status(self, store: Store) -> Status:
+        """Always there."""
+        return Status(True, cells_cached=1)
+
+    def estimate(self, store: Store) -> Estimate:
+        """Nothing."""
+        return NOTHING
+
+    def labels(self, store: Store, axis: str) -> list[Any]:
+        """Its layers; all tokens are one segment."""
+        dataset = self._held(store)
+        if axis == "layer" and "layer" in dataset.dims:
+            return [int(layer) for layer in dataset["layer"].values]
+        return [(0, dataset.sizes["token"])] if axis == "segment" and "token" in dataset.dims else []
+
+    def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
+        """A piece of it."""
+        return cut(self.content, lambda: self._held(store), variable, selection)
+
+    def run(self, store: Store, context: Context) -> None:
+        """Nothing to do."""
+
+    def open(self, store: Store) -> xr.Dataset:
+        """The dataset."""
+        return self._held(store)
+
+    @property
+    def _key(self) -> ResultKey:
+        return ResultKey("constant", 1, {}, {"dataset": self.content})
+
+    def _held(self, store: Store) -> xr.Dataset:
+        if self._dataset is None:
+            self._dataset = store.open_result(self._key)
+        return self._dataset
+
+
+def as_port(given: Any, name: str) -> Port:
+    """Whatever may be given as a stage's input, as a port; StageError for what has no identity."""
+    if isinstance(given, Port):
+        return given
+    if isinstance(given, Node):
+        return Port(given)
+    import xarray as xr
+
+    if isinstance(given, xr.DataArray):
+        label = name if given.name is None else str(given.name)
+        return Port(ConstantNode(given.to_dataset(name=label), name), label)
+    if isinstance(given, xr.Dataset):
+        return Port(ConstantNode(given, name))
+    raise StageError(
+        f"input {name!r}: expected a node, node['variable'] or a labelled array (xarray), found "
+        f"{type(given).__name__}; name the axes of a bare array: xr.DataArray(values, dims=(…))"
+    )
