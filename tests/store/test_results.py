@@ -133,7 +133,7 @@ from mizarr.store.keys import ResultKey
 store = open_store(sys.argv[1], durability="process")
 store.put_result(ResultKey("small", 1), xr.Dataset({"x": ("a", da.zeros(4, chunks=2))}))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-x = da.random.RandomState(0).standard_normal((100_000_000,), chunks=1_000_000).astype("f4")
+x = da.arange(100_000_000, chunks=1_000_000, dtype="f4")
 with dask.config.set(scheduler="synchronous"):
     store.put_result(ResultKey("big", 1), xr.Dataset({"x": ("a", x)}))
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
