@@ -147,7 +147,7 @@ def save_tokenizer(directory: Path, *, bos: bool = True) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "bos_token": "<s>",
-        "eos_token": {"content": "</s>"},
+        "eos_token": {"__type": "AddedToken", "content": "</s>"},
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
