@@ -1,7 +1,8 @@
-"""Prompts as people keep them: text files, JSONL files, stdin, or words on the command line.
+"""Prompts as people keep them: text, JSONL and Parquet files, stdin, or words on the command line.
 
 A text file holds one prompt per line; blank lines are skipped. A JSONL file (.jsonl, .ndjson) holds one JSON
-value per line: a string, or an object with `text` or with `ids` (token ids). Knows files; knows no tokenizer.
+value per line: a string, or an object with `text` or with `ids` (token ids). A Parquet file holds a column
+`text` or `ids`. Knows files; knows no tokenizer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..store.errors import PromptError
+from ..store.errors import MissingExtra, PromptError
 
 JSON_LINES = (".jsonl", ".ndjson")
 
@@ -44,6 +45,9 @@ def _read(source: str) -> Iterator[str | list[int]]:
         raise PromptError(
             f"expected a file of prompts at {source!r}, found {state}; to give the prompt itself add --text"
         )
+    if path.suffix == ".parquet":
+        yield from _parquet(path)
+        return
     with path.open(encoding="utf-8") as lines:
         try:
             yield from _json_lines(source, lines) if path.suffix in JSON_LINES else _text(lines)
@@ -74,6 +78,32 @@ def _json_lines(source: str, lines: Iterable[str]) -> Iterator[str | list[int]]:
                 f"found {line.strip()[:40]!r}"
             )
         yield prompt
+
+
+def _parquet(path: Path) -> Iterator[str | list[int]]:
+    """The column `text`, else `ids`, of a Parquet file; a row group in memory at a time."""
+    try:
+        from pyarrow import ArrowInvalid
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise MissingExtra(
+            "Parquet files need pyarrow; install it with: pip install 'mizarr[corpora]'"
+        ) from error
+    try:
+        file = ParquetFile(path)
+    except ArrowInvalid as error:
+        raise PromptError(f"expected a Parquet file at {str(path)!r}, found {error}") from error
+    names = file.schema_arrow.names
+    column = next((name for name in ("text", "ids") if name in names), None)
+    if column is None:
+        raise PromptError(f"expected a column 'text' or 'ids' in {str(path)!r}, found {', '.join(names)}")
+    row = 0
+    for batch in file.iter_batches(columns=[column]):
+        for prompt in batch.column(0).to_pylist():
+            if not isinstance(prompt, str) and not _is_ids(prompt):
+                raise PromptError(f"{path}, row {row}: expected a string or a list of ids, found {prompt!r}")
+            yield prompt
+            row += 1
 
 
 def _is_ids(value: Any) -> bool:

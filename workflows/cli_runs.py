@@ -129,8 +129,8 @@ def capture(
     """Run MODEL over PROMPTS and store activations.
 
     MODEL is a hub id, a directory or "specimen", the model shipped with mizarr. PROMPTS are text files with
-    one per line, JSONL files with a string, {"text": …} or {"ids": […]} per line, or - for stdin. What the
-    store already holds is not computed again.
+    one per line, JSONL files with a string, {"text": …} or {"ids": […]} per line, Parquet files with such a
+    column, or - for stdin. What the store already holds is not computed again.
     """
     from ..pipeline import plan, run
     from ..stages.forward.capture import CaptureNode

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -275,6 +276,24 @@ def test_requirements_are_ranges_and_constraints_pin_each_of_them():
         pin = pins[canonicalize_name(requirement.name)]
         version = next(iter(pin.specifier)).version
         assert requirement.specifier.contains(version), f"{pin} is outside of {requirement}"
+
+
+def test_everything_imported_is_required():
+    """By the package or by an extra: not only present because something else needs it."""
+    extras = {
+        name: lines for name, lines in PROJECT["project"]["optional-dependencies"].items() if name != "test"
+    }
+    lines = [*PROJECT["project"]["dependencies"], *(line for extra in extras.values() for line in extra)]
+    asked = [Requirement(line) for line in lines]
+    # dask[distributed] asks for distributed
+    required = {canonicalize_name(name) for one in asked for name in (one.name, *one.extras)}
+    homes = packages_distributions()
+    imported = {
+        name.split(".")[0] for path in MODULES for name, typing_only in imports(path) if not typing_only
+    }
+    third_party = imported - set(sys.stdlib_module_names) - {"mizarr", "__future__"}
+    unclaimed = [n for n in third_party if not {canonicalize_name(d) for d in homes.get(n, ())} & required]
+    assert not [name for name in unclaimed if not name.startswith(".")]
 
 
 def test_newest_entry_of_the_changelog_is_this_version():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import sys
 
+import pyarrow.parquet
 import pytest
 
-from mizarr.store.errors import PromptError
+from mizarr.store.errors import MissingExtra, PromptError
 from mizarr.workflows.cli_prompts import read_prompts
 
 
@@ -83,3 +85,36 @@ def test_a_missing_file_says_how_to_pass_the_prompt_itself(tmp_path):
 def test_a_file_that_is_not_utf8_is_named(tmp_path):
     with pytest.raises(PromptError, match="UTF-8"):
         read_prompts([write(tmp_path, "latin.txt", "caf\xe9\n".encode("latin-1"))])
+
+
+def parquet(tmp_path, **columns):
+    path = tmp_path / "prompts.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return str(path)
+
+
+def test_a_parquet_file_holds_a_column_of_text_or_of_ids(tmp_path):
+    assert read_prompts([parquet(tmp_path, n=[1, 2], text=["a", "b"])]) == ["a", "b"]
+    assert read_prompts([parquet(tmp_path, ids=[[1, 2], [3]])]) == [[1, 2], [3]]
+
+
+def test_a_parquet_file_without_prompts_names_its_columns(tmp_path):
+    with pytest.raises(PromptError, match="found prompt, n"):
+        read_prompts([parquet(tmp_path, prompt=["a"], n=[1])])
+
+
+def test_a_null_in_a_parquet_file_is_named_by_row(tmp_path):
+    with pytest.raises(PromptError, match="row 1"):
+        read_prompts([parquet(tmp_path, text=["a", None])])
+
+
+def test_a_file_that_only_says_parquet_is_named(tmp_path):
+    with pytest.raises(PromptError, match="expected a Parquet file"):
+        read_prompts([write(tmp_path, "prompts.parquet", "words")])
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+    path = parquet(tmp_path, text=["a"])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MissingExtra, match=r"mizarr\[corpora\]"):
+        read_prompts([path])
