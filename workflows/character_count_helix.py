@@ -223,14 +223,14 @@ class CharacterCountHelix(Workflow):
         title = (
             f"Mean state of {self.subject.name} by character count: {tokens:,} tokens at {len(counts)} counts"
         )
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False, caption_justify="left")
+        table = Table(title=title, box=None, pad_edge=False)
         columns = (
             "layer",
             "PC1",
             "PC2",
             "PC3",
             f"top {self.settings.components}",
-            "furthest cosine",
+            "lowest cos",
             "R²",
             "shuffled",
         )
@@ -244,8 +244,8 @@ class CharacterCountHelix(Workflow):
             cells += [f"{float(part['ringing'].min()):+.2f}", *(f"{v:+.2f}" for v in scores)]
             table.add_row(*cells, style="bold" if layer == self.layer else "")
         table.caption = (
-            "share of the variance of the means; lowest mean cosine at any distance; linear read-out of the "
-            "count on held-out prompts, and with shuffled counts"
+            "share of the variance of the means; lowest mean cosine at any distance; "
+            "linear read-out of the count on held-out prompts, and with shuffled counts"
         )
         return table
 
@@ -253,17 +253,15 @@ class CharacterCountHelix(Workflow):
         from rich.table import Table
 
         part, control = self.geometry.sel(layer=self.layer), self.control.sel(layer=self.layer)
-        title = f"Ringing at layer {self.layer}: mean cosine between means so many characters apart"
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        offsets = [d for d in (0, 1, 2, 5, 10, 15, 20, 25, 30, 40, 49) if d in part["offset"].values]
-        table.add_column("characters apart")
+        title = f"Ringing at layer {self.layer}: mean cosine of means so many characters apart"
+        table = Table(title=title, box=None, pad_edge=False)
+        offsets = [d for d in (1, 2, 5, 10, 15, 20, 25, 30, 40, 49) if d in part["offset"].values]
+        table.add_column("apart", no_wrap=True)
         for d in offsets:
-            table.add_column(str(d), justify="right")
-        for name, curve in (("true counts", part["ringing"]), ("shuffled", control["ringing"])):
-            known = curve["offset"].values
-            table.add_row(
-                name, *(f"{float(curve.sel(offset=d)):+.2f}" if d in known else "" for d in offsets)
-            )
+            table.add_column(str(d), justify="right", no_wrap=True)
+        for name, curve in (("true", part["ringing"]), ("shuffled", control["ringing"])):
+            known = dict(zip(curve["offset"].values.tolist(), curve.values.tolist(), strict=True))
+            table.add_row(name, *(f"{known[d]:+.2f}" if d in known else "" for d in offsets))
         return table
 
 

@@ -36,6 +36,10 @@ TOP = 10
 """Layers are searched for the answer among this many tokens (candle-mi's `first_appearance`)."""
 
 
+ROWS = 12
+"""Prompts listed in the table of answers."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """What `--set` can change."""
@@ -199,7 +203,7 @@ class LogitLens(Workflow):
         last = self.prompt(i).isel(position=-1)
         shown = min(4, last.sizes["rank"])
         title = f"After each layer of {self.subject.name}: {_plain(self.texts[i])!r} …"
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False, caption_justify="left")
+        table = Table(title=title, box=None, pad_edge=False)
         table.add_column("layer", justify="right", style="bold")
         for k in range(shown):
             table.add_column(("most likely", "2nd", "3rd", "4th")[k], no_wrap=True)
@@ -220,22 +224,23 @@ class LogitLens(Workflow):
 def _answers_table(self: LogitLens, answers: xr.Dataset) -> Table:
     from rich.table import Table
 
-    table = Table(title="Where the answer appears", title_justify="left", box=None, pad_edge=False)
-    table.add_column("prompt", no_wrap=True, overflow="ellipsis")
-    table.add_column("answer", no_wrap=True)
-    for column in (f"in the top {TOP} from layer", "top 1 from layer", "probability at the end"):
-        table.add_column(column, justify="right")
-    for row in range(answers.sizes["prompt"]):
-        part = answers.isel(prompt=row)
-        i = int(part["prompt"])
-        target = int(part["target_id"])
-        found = [first_appearance(part["top_id"].transpose("layer", "rank"), target, k) for k in (TOP, 1)]
-        table.add_row(
-            _plain(self.texts[i]),
-            _plain(self.words[i]),
-            *("never" if layer is None else str(layer) for layer in found),
-            format_probability(float(np.exp(part["target_logprob"].values[-1]))),
-        )
+    n = answers.sizes["prompt"]
+    best = (answers["target_rank"].isel(layer=-1) == 1).values.sum()
+    title = f"Answers: the most likely token at the end of {best} of {n} prompts"
+    table = Table(title=title, box=None, pad_edge=False)
+    table.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=32)
+    table.add_column("answer", no_wrap=True, min_width=8)
+    for column in (f"top {TOP} from", "top 1 from", "at the end"):
+        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
+    ids, targets = answers["top_id"].transpose("prompt", "layer", "rank"), answers["target_id"].values
+    final = np.exp(answers["target_logprob"].transpose("prompt", "layer").values[:, -1])
+    for row, i in enumerate(answers["prompt"].values[:ROWS].tolist()):
+        found = [first_appearance(ids[row], int(targets[row]), k) for k in (TOP, 1)]
+        layers = ["never" if layer is None else f"layer {layer}" for layer in found]
+        words = (_plain(self.texts[i]), _plain(self.words[i]))
+        table.add_row(*words, *layers, format_probability(float(final[row])))
+    if n > ROWS:
+        table.caption = f"and {n - ROWS} more; all of them in the JSON"
     return table
 
 

@@ -118,7 +118,11 @@ class Workflow:
     def render(self, console: Console, folder: Path | None = None) -> list[Path]:
         """Print the tables, and write figures into `folder` unless it is None; returns the files."""
         for table in self.tables():
+            # Rich folds titles to the width of the table, which may be much narrower than the terminal.
+            title, caption, table.title, table.caption = table.title, table.caption, None, None
+            console.print(title, style="bold", highlight=False)
             console.print(table)
+            console.print(f"[dim]{caption}[/dim]\n" if caption else "", highlight=False)
         return [] if folder is None else self.draw(folder)
 
 
