@@ -1,9 +1,10 @@
 """Which prompts share a forward pass: decided from the corpus alone, never from timing.
 
-The same corpus, segment and batch size always give the same batches, so that a resumed or differently scheduled harvest computes the
-same bits. Prompts are sorted by length and padded on the right to the longest of their batch; in a causal model what stands to the
-right changes nothing to the left, and padded places are dropped before anything is stored. Where that does not hold (rotations that
-depend on the length of the sequence, interventions counted from the end of a prompt) only prompts of one length share a batch.
+The same corpus, segment and batch size always give the same batches, so that a resumed or differently
+scheduled harvest computes the same bits. Prompts are sorted by length and padded on the right to the
+longest of their batch; in a causal model what stands to the right changes nothing to the left, and padded
+places are dropped before anything is stored. Where that does not hold (rotations that depend on the length
+of the sequence, interventions counted from the end of a prompt) only prompts of one length share a batch.
 
 Knows lengths; knows no tokens, models or arrays.
 """
@@ -18,14 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_WASTE = 0.125
-"""Padded places may be at most this share of a batch: an eighth of the work lost at worst, for batches that stay full."""
+"""Padded places may be at most this share of a batch: an eighth of the work lost at worst, for batches that
+stay full."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """The part of a prompt that lies in a segment.
 
-    Positions [start, stop) of the prompt go to tokens [at, at + stop - start) of the segment; `run` positions have to be computed.
+    Positions [start, stop) of the prompt go to tokens [at, at + stop - start) of the segment; `run`
+    positions have to be computed.
     """
 
     prompt: int
@@ -43,8 +46,11 @@ class Batch:
     length: int
 
 
-def pieces_of(segment: range, row_start: npt.NDArray[Any], row_size: npt.NDArray[Any], *, whole: bool) -> list[Piece]:
-    """The prompts a token range touches, cut to it; a prompt that straddles its edge is run here and kept in part.
+def pieces_of(
+    segment: range, row_start: npt.NDArray[Any], row_size: npt.NDArray[Any], *, whole: bool
+) -> list[Piece]:
+    """The prompts a token range touches, cut to it; a prompt that straddles its edge is run here and kept
+    in part.
 
     whole: run every prompt to its end, because later positions do change earlier ones here.
     """

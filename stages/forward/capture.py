@@ -1,8 +1,8 @@
 """Capture: prompts through a model, activations into a store, once.
 
-`capture` is the function users call; `CaptureNode` the same thing as the source of a workflow's graph. Both are planned without torch:
-which run it is, what of it is stored, what the rest will cost. A model is loaded only when something is missing. Asking for more
-layers or hook points of a stored run computes just those.
+`capture` is the function users call; `CaptureNode` the same thing as the source of a workflow's graph. Both
+are planned without torch: which run it is, what of it is stored, what the rest will cost. A model is loaded
+only when something is missing. Asking for more layers or hook points of a stored run computes just those.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from ...store.digest import digest
 from ...store.entries import ArraySpec, Cell, Entry
 from ...store.errors import EntryNotFound, PlanError, StageError, nearest
 from ...store.keys import ModelIdentity, RunKey
-from ...store.packed import PackedTokens
 from ...store.provenance import put_provenance
 from .config import TransformerConfig
 from .files import ModelFiles, resolve
@@ -62,17 +61,26 @@ def capture(
 ) -> xr.Dataset:
     """Store activations of prompts at the hook points of a spec, and open them: labelled, lazy.
 
-    model: a loaded model, or the name of one, which is then loaded only if something is missing. prompts: texts, token ids, or
-    PackedTokens. dtype: of the computation (default float32). storage_dtype: default that of the computation. batch_tokens: positions
-    per forward pass. segment_tokens, memory: length of a segment, or the bytes its buffers may take. cluster: address of a Dask
-    scheduler whose workers compute segments.
-    What is stored is not computed again; a killed capture goes on where it was. Raises PromptError, HookPointNotFound, StoreFull, …
+    model: a loaded model, or the name of one, which is then loaded only if something is missing. prompts:
+    texts, token ids, or PackedTokens. dtype: of the computation (default float32). storage_dtype: default
+    that of the computation. batch_tokens: positions per forward pass. segment_tokens, memory: length of a
+    segment, or the bytes its buffers may take. cluster: address of a Dask scheduler whose workers compute
+    segments. What is stored is not computed again; a killed capture goes on where it was. Raises
+    PromptError, HookPointNotFound, StoreFull, …
     """
     from ...pipeline import run
 
     node = CaptureNode(
-        model, prompts, hooks, dtype=dtype, storage_dtype=storage_dtype, batch_tokens=batch_tokens, segment_tokens=segment_tokens, memory=memory, device=device
-    )  # fmt: skip
+        model,
+        prompts,
+        hooks,
+        dtype=dtype,
+        storage_dtype=storage_dtype,
+        batch_tokens=batch_tokens,
+        segment_tokens=segment_tokens,
+        memory=memory,
+        device=device,
+    )
     run(node, store, cluster=cluster, quiet=not progress)
     return node.open(store)
 
@@ -106,10 +114,19 @@ class CaptureNode:
     inputs: tuple[Node, ...] = ()
 
     def __init__(
-        self, model: Model | str | Path, prompts: Any, hooks: HookSpec, *, dtype: str | None = None, storage_dtype: str | None = None,
-        batch_tokens: int = BATCH_TOKENS, segment_tokens: int | None = None, memory: int = MEMORY, device: str | None = None,
+        self,
+        model: Model | str | Path,
+        prompts: Any,
+        hooks: HookSpec,
+        *,
+        dtype: str | None = None,
+        storage_dtype: str | None = None,
+        batch_tokens: int = BATCH_TOKENS,
+        segment_tokens: int | None = None,
+        memory: int = MEMORY,
+        device: str | None = None,
         name: str = "capture",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name = name
         self.batch_tokens, self.segment_tokens, self.memory = batch_tokens, segment_tokens, memory
         self._model: Model | None = None
@@ -131,12 +148,16 @@ class CaptureNode:
     def __repr__(self) -> str:
         return f"CaptureNode({self._source.name}, {self.tokens!r}, {len(self.spec.captures)} captures)"
 
-    # -- identity ------------------------------------------------------------------------------------------------
+    # -- identity ------------------------------------------------------------------------------------------
 
     @cached_property
     def identity(self) -> ModelIdentity:
         """Of the model, from its files; refused for a model made in memory."""
-        return self._files.identity(self._source.dtype) if self._files is not None else self._required_model.require_identity()
+        return (
+            self._files.identity(self._source.dtype)
+            if self._files is not None
+            else self._required_model.require_identity()
+        )
 
     @cached_property
     def run_key(self) -> RunKey:
@@ -153,7 +174,7 @@ class CaptureNode:
         captures = {capture.variable: capture for capture in self.spec.captures}
         return [array_spec(capture, self.config, self.dtype) for capture in captures.values()]
 
-    # -- planning ------------------------------------------------------------------------------------------------
+    # -- planning ------------------------------------------------------------------------------------------
 
     def status(self, store: Store) -> Status:
         """Cached when every capture is published; else what is missing."""
@@ -161,31 +182,49 @@ class CaptureNode:
         if entry is None:
             return Status(False, "this run is not stored yet", cells)
         missing = [cell for cell in self.cells if entry.record(*cell) is None]
-        return Status(not missing, f"{_name_cells(missing)} missing" if missing else "", cells, cells - len(missing))
+        return Status(
+            not missing, f"{_name_cells(missing)} missing" if missing else "", cells, cells - len(missing)
+        )
 
     def estimate(self, store: Store) -> Estimate:
         """Bytes that missing captures will take on disk, and in buffers while they are computed."""
         entry = self._entry(store)
         missing = [cell for cell in self.cells if entry is None or entry.record(*cell) is None]
         per_token = self._bytes_per_token(missing)
-        length = min(entry.segment_tokens if entry is not None else self._segment_tokens(), self.tokens.n_tokens)
+        length = min(
+            entry.segment_tokens if entry is not None else self._segment_tokens(), self.tokens.n_tokens
+        )
         return Estimate(0, per_token * self.tokens.n_tokens, BUFFERS * per_token * length)
 
     def labels(self, store: Store, axis: str) -> list[Any]:
         """Captured layers of the first variable with layers; (start, stop) of each segment."""
         if axis == "layer":
             found = layers_by_variable(self.spec.captures).values()
-            return next((sorted(layer for layer in layers if layer is not None) for layers in found if None not in layers), [])
+            return next(
+                (
+                    sorted(layer for layer in layers if layer is not None)
+                    for layers in found
+                    if None not in layers
+                ),
+                [],
+            )
         entry = self._entry(store)
         return [] if entry is None else [(segment.start, segment.stop) for segment in entry.segments]
 
     def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
         """Stored activations of one variable (or all), of one layer, of one segment."""
         entry = self._stored(store)
-        cells = [cell for cell in self.cells if variable in (None, cell[0]) and selection.get("layer", cell[1]) == cell[1]]
+        cells = [
+            cell
+            for cell in self.cells
+            if variable in (None, cell[0]) and selection.get("layer", cell[1]) == cell[1]
+        ]
         if not cells:
             near = nearest(variable or "", {name for name, _ in self.cells})
-            raise StageError(f"{self.name} does not capture {variable!r} at layer {selection.get('layer')}" + (f"; nearest is {near!r}" if near else ""))
+            raise StageError(
+                f"{self.name} does not capture {variable!r} at layer {selection.get('layer')}"
+                + (f"; nearest is {near!r}" if near else "")
+            )
         layers = sorted({layer for _, layer in cells if layer is not None}) or None
         names = list(dict.fromkeys(name for name, _ in cells))
         segment = selection.get("segment")
@@ -199,10 +238,12 @@ class CaptureNode:
             dataset = entry.open(names, layers)
             return dataset if segment is None else dataset.isel(token=slice(*segment))
 
-        size = self._bytes_per_token(cells) * (self.tokens.n_tokens if segment is None else segment[1] - segment[0])
+        size = self._bytes_per_token(cells) * (
+            self.tokens.n_tokens if segment is None else segment[1] - segment[0]
+        )
         return Part(digest("activations", self.tokens.digest, content), load, size)
 
-    # -- running -------------------------------------------------------------------------------------------------
+    # -- running -------------------------------------------------------------------------------------------
 
     def run(self, store: Store, context: Context) -> None:
         """Compute and store what is missing, here or on the workers of a cluster."""
@@ -217,7 +258,9 @@ class CaptureNode:
             from .harvest import harvest
 
             task = context.progress.task(self.name, total=total, unit="tokens")
-            harvest(self._required_model, entry, self.spec, batch_tokens=self.batch_tokens, advance=task.advance)
+            harvest(
+                self._required_model, entry, self.spec, batch_tokens=self.batch_tokens, advance=task.advance
+            )
         if missing:
             took = {"tokens": total, "seconds": round(time.monotonic() - started, 3)}
             put_provenance(store.files, entry.path, self.provenance() | took)
@@ -234,17 +277,24 @@ class CaptureNode:
         """What a person will want to know, and no key holds."""
         source = self._source
         return {
-            "model": source.name, "identity": self.identity.request(), "device": source.device, "hooks": self.spec.canonical(), "batch_tokens": self.batch_tokens,
-        }  # fmt: skip
+            "model": source.name,
+            "identity": self.identity.request(),
+            "device": source.device,
+            "hooks": self.spec.canonical(),
+            "batch_tokens": self.batch_tokens,
+        }
 
-    # -- helpers -------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------
 
     def _bind(self, hooks: HookSpec) -> BoundSpec:
         c = self.config
         points = transformer_points(c.num_layers, post_norms=c.use_post_norms, gated=c.mlp_layout != "plain")
         spec = hooks.bind(points, self._source.name)
         if not spec.captures:
-            raise StageError("expected a HookSpec that captures something, found none; add .capture('blocks.*.hook_resid_post')")
+            raise StageError(
+                "expected a HookSpec that captures something, found none; add "
+                ".capture('blocks.*.hook_resid_post')"
+            )
         return spec
 
     @cached_property
@@ -271,10 +321,15 @@ class CaptureNode:
 
     def _made(self, store: Store) -> Entry:
         tokenizer = self._tokenizer
-        about = {"model": self._source.name, **({"tokenizer": tokenizer.digest} if tokenizer is not None else {})}
+        about = {
+            "model": self._source.name,
+            **({"tokenizer": tokenizer.digest} if tokenizer is not None else {}),
+        }
         if tokenizer is not None and store.vocabulary(tokenizer.digest) is None:
             store.put_vocabulary(tokenizer.digest, tokenizer.vocabulary)
-        return store.create_entry(self.run_key, self.tokens, self.specs(), segment_tokens=self._segment_tokens(), attrs=about)
+        return store.create_entry(
+            self.run_key, self.tokens, self.specs(), segment_tokens=self._segment_tokens(), attrs=about
+        )
 
     def _segment_tokens(self) -> int:
         """As long as the store likes, but no longer than the buffers' memory allows."""
@@ -284,19 +339,27 @@ class CaptureNode:
 
         affordable = self.memory // (BUFFERS * self._bytes_per_token(self.cells))
         if affordable < 1:
-            raise PlanError(f"a token of {len(self.cells)} captures needs {self._bytes_per_token(self.cells)} bytes, more than the memory of {self.memory}; capture fewer points, or raise memory=")
+            raise PlanError(
+                f"a token of {len(self.cells)} captures needs {self._bytes_per_token(self.cells)} bytes, "
+                f"more than the memory of {self.memory}; capture fewer points, or raise memory="
+            )
         return min(default_segment_tokens(self.tokens, self.specs()), 1 << (affordable.bit_length() - 1))
 
     def _bytes_per_token(self, cells: Sequence[Cell]) -> int:
         """Stored bytes of one token over some cells; attention patterns by the mean number of pairs."""
         specs = {spec.variable: spec for spec in self.specs()}
         pairs = float((self.tokens.row_size * (self.tokens.row_size + 1) // 2).sum()) / self.tokens.n_tokens
-        sizes = (math.prod(specs[name].tail) * (pairs if specs[name].packed == "pair" else 1) for name, _ in cells)
+        sizes = (
+            math.prod(specs[name].tail) * (pairs if specs[name].packed == "pair" else 1) for name, _ in cells
+        )
         return math.ceil(sum(sizes) * _ITEMSIZE[self.dtype])
 
     def _for_workers(self) -> Any:
         if self._files is None:
-            raise PlanError("workers of a cluster load the model themselves; pass its name to capture instead of a loaded model")
+            raise PlanError(
+                "workers of a cluster load the model themselves; pass its name to capture instead of a "
+                "loaded model"
+            )
         return WorkerJob(self.name, self._source, self.run_key, self.dtype, self.spec, self.batch_tokens)
 
 
@@ -321,17 +384,30 @@ def harvest_segment(job: WorkerJob, store: Store, cell: Mapping[str, int]) -> No
 
 
 def array_spec(capture: Capture, config: TransformerConfig, dtype: str) -> ArraySpec:
-    """How a captured activation is stored: token-major, batch and positions packed, heads behind tokens, an axis of one dropped."""
+    """How a captured activation is stored: token-major, batch and positions packed, heads behind tokens, an
+    axis of one dropped."""
     kind = BY_NAME[capture.point.kind]
     c = config
-    sizes = {"hidden": c.hidden_size, "head": c.num_attention_heads, "kv_head": c.num_kv_heads, "d_head": c.head_dim, "mlp": c.intermediate_size}
+    sizes = {
+        "hidden": c.hidden_size,
+        "head": c.num_attention_heads,
+        "kv_head": c.num_kv_heads,
+        "d_head": c.head_dim,
+        "mlp": c.intermediate_size,
+    }
     packed = "pair" if "query_position" in kind.dims else "token"
     rest = tuple(dim for dim in kind.dims if dim in sizes)
     front = ("layer",) if kind.per_layer else ()
     return ArraySpec(
-        capture.variable, kind.path,
-        (*front, packed, *rest), {dim: sizes[dim] for dim in rest}, dtype, c.num_layers if kind.per_layer else None, kind.meaning, "1",
-    )  # fmt: skip
+        capture.variable,
+        kind.path,
+        (*front, packed, *rest),
+        {dim: sizes[dim] for dim in rest},
+        dtype,
+        c.num_layers if kind.per_layer else None,
+        kind.meaning,
+        "1",
+    )
 
 
 def _name_cells(cells: Sequence[Cell]) -> str:
@@ -342,7 +418,10 @@ def _name_cells(cells: Sequence[Cell]) -> str:
     parts = []
     for variable, layers in by_variable.items():
         numbers = [layer for layer in layers if layer is not None]
-        span = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1 else ", ".join(map(str, numbers))
+        span = (
+            f"{numbers[0]}-{numbers[-1]}"
+            if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1
+            else ", ".join(map(str, numbers))
+        )
         parts.append(f"layer{'s' if len(numbers) > 1 else ''} {span} of {variable}" if numbers else variable)
     return "; ".join(parts)
-

@@ -1,8 +1,8 @@
 """Fetch a model's files from the Hugging Face hub into its usual local cache.
 
 Border: names and files; knows no model. Only what a forward pass reads is fetched, into the cache every other
-tool shares; what arrived before an interruption is kept and resumed. HF_TOKEN, HF_ENDPOINT, HF_HOME and
-HF_HUB_OFFLINE mean what they mean to huggingface_hub, which does the work.
+tool shares. A broken connection is tried again; after an interruption the files that had arrived are kept.
+HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE mean what they mean to huggingface_hub, which does the work.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def fetch(name: str, revision: str | None = None, *, progress: bool = True) -> M
         commit, sizes = remote_files(name, revision)
         cache = hub_cache()
         blobs = cache / f"models--{name.replace('/', '--')}" / "blobs"
-        _check_space(name, cache, sum(sizes.values()) - _arrived(blobs))
+        _check_space(name, cache, sum(sizes.values()) - _arrived(blobs, unfinished=False))
         with Progress(quiet=not progress) as bars, _quiet_hub():
             task = bars.task(f"fetching {name}", total=sum(sizes.values()), unit="B")
             with _watch(blobs, task):
@@ -128,10 +128,12 @@ def _check_space(name: str, cache: Path, needed: int) -> None:
         )
 
 
-def _arrived(blobs: Path) -> int:
-    """Bytes in a repository's cache, unfinished files included."""
+def _arrived(blobs: Path, *, unfinished: bool = True) -> int:
+    """Bytes in a repository's cache. unfinished: count files on their way as well."""
     total = 0
     for path in blobs.glob("*"):
+        if path.suffix == ".incomplete" and not unfinished:
+            continue
         try:
             total += path.stat().st_size
         except OSError:  # a file was renamed as it was finished

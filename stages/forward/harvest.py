@@ -1,8 +1,8 @@
 """The harvest: segments of a corpus through a model and into the store.
 
-The forward pass fills a segment's buffers hook by hook; writer threads digest and commit them while the next segment is computed. Memory is
-a few buffers whatever the size of the corpus. Any number of harvests may work on one run: claims keep them apart, and if they do meet,
-they write the same bits.
+The forward pass fills a segment's buffers hook by hook; writer threads digest and commit them while the
+next segment is computed. Memory is a few buffers whatever the size of the corpus. Any number of harvests
+may work on one run: claims keep them apart, and if they do meet, they write the same bits.
 """
 
 from __future__ import annotations
@@ -40,11 +40,18 @@ class Job:
 
 
 def harvest(
-    model: Model, entry: Entry, spec: BoundSpec, *, batch_tokens: int, segments: Iterable[int] | None = None, advance: Callable[[int], None] = lambda tokens: None
-) -> int:  # fmt: skip
+    model: Model,
+    entry: Entry,
+    spec: BoundSpec,
+    *,
+    batch_tokens: int,
+    segments: Iterable[int] | None = None,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> int:
     """Compute and commit what the entry is missing of a spec's captures; returns the tokens computed.
 
-    segments: only these; None waits for those others have claimed, until nothing is missing. advance: told tokens committed.
+    segments: only these; None waits for those others have claimed, until nothing is missing. advance: told
+    tokens committed.
     """
     cells = [(capture.variable, capture.point.layer) for capture in spec.captures]
     only = None if segments is None else set(segments)
@@ -57,16 +64,26 @@ def harvest(
     return total
 
 
-def _round(model: Model, entry: Entry, spec: BoundSpec, missing: dict[int, list[Cell]], batch_tokens: int, advance: Callable[[int], None]) -> int:
+def _round(
+    model: Model,
+    entry: Entry,
+    spec: BoundSpec,
+    missing: dict[int, list[Cell]],
+    batch_tokens: int,
+    advance: Callable[[int], None],
+) -> int:
     """One pass over the segments that are missing and not somebody else's; returns the tokens computed."""
     cells = list(dict.fromkeys(cell for todo in missing.values() for cell in todo))
     rows = {variable: max(entry.rows(variable, n) for n in missing) for variable, _ in cells}
     shapes = {cell: (rows[cell[0]], *entry.spec(cell[0]).tail) for cell in cells}
-    dtypes = {cell: DTYPES[entry.dtype] for cell in cells}
+    dtypes = dict.fromkeys(cells, DTYPES[entry.dtype])
 
     def write(buffer: SegmentBuffer, job: Job) -> None:
         try:
-            entry.write_segment(job.segment, {cell: as_numpy(buffer.view(cell, entry.rows(cell[0], job.segment))) for cell in job.cells})
+            entry.write_segment(
+                job.segment,
+                {cell: as_numpy(buffer.view(cell, entry.rows(cell[0], job.segment))) for cell in job.cells},
+            )
             advance(len(entry.segments[job.segment]))
         finally:
             if job.claim is not None:
@@ -89,7 +106,9 @@ def _round(model: Model, entry: Entry, spec: BoundSpec, missing: dict[int, list[
     return done
 
 
-def fill(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer, batch_tokens: int) -> None:
+def fill(
+    model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer, batch_tokens: int
+) -> None:
     """Forward passes over one segment's prompts, captured activations copied to their place in the buffer."""
     tokens, segment = entry.tokens, entry.segments[n]
     one_length = model.architecture.lengths_must_match or bool(spec.interventions)
@@ -111,7 +130,9 @@ def fill(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuf
 
 def _only(spec: BoundSpec, cells: Sequence[Cell]) -> BoundSpec:
     wanted = set(cells)
-    return BoundSpec(tuple(c for c in spec.captures if (c.variable, c.point.layer) in wanted), spec.interventions)
+    return BoundSpec(
+        tuple(c for c in spec.captures if (c.variable, c.point.layer) in wanted), spec.interventions
+    )
 
 
 def _padded(tokens: PackedTokens, piece: Piece, length: int) -> list[int]:
@@ -151,11 +172,14 @@ def _adjoin(piece: Piece, other: Piece, length: int) -> bool:
 
 
 def _keep_pairs(value: Tensor, batch: Batch, place: Tensor, tokens: PackedTokens, segment: range) -> None:
-    """Lower triangles of [batch, head, query, key] to [pair, head], row by row: query q of a prompt owns q + 1 pairs."""
+    """Lower triangles of [batch, head, query, key] to [pair, head], row by row: query q of a prompt owns q
+    + 1 pairs."""
     for row, piece in enumerate(batch.pieces):
         queries, keys = np.tril_indices(piece.stop)
         chosen = queries >= piece.start
-        pairs = value[row][:, torch.from_numpy(queries[chosen]), torch.from_numpy(keys[chosen])].transpose(0, 1)
+        pairs = value[row][:, torch.from_numpy(queries[chosen]), torch.from_numpy(keys[chosen])].transpose(
+            0, 1
+        )
         start = _pairs_before(tokens, segment.start, piece)
         place[start : start + len(pairs)].copy_(pairs)
 
@@ -171,11 +195,18 @@ def _pairs_before(tokens: PackedTokens, segment_start: int, piece: Piece) -> int
 
 
 def _refuse_overflow(buffer: SegmentBuffer, spec: BoundSpec, entry: Entry, n: int) -> None:
-    """float16 ends at 65504; massive activations of some models lie beyond and would be stored as infinity."""
+    """float16 ends at 65504; massive activations of some models lie beyond and would be stored as
+    infinity."""
     for capture in spec.captures:
         cell = (capture.variable, capture.point.layer)
-        if bool(buffer.view(cell, entry.rows(cell[0], n)).isinf().any()) and capture.point.kind != "attn_scores":
-            raise ShapeError(f"'{capture.point}' exceeds float16's largest number (65504) in segment {n}; store it as bfloat16 or float32 (dtype=…)")
+        if (
+            bool(buffer.view(cell, entry.rows(cell[0], n)).isinf().any())
+            and capture.point.kind != "attn_scores"
+        ):
+            raise ShapeError(
+                f"'{capture.point}' exceeds float16's largest number (65504) in segment {n}; store it as "
+                "bfloat16 or float32 (dtype=…)"
+            )
 
 
 def as_numpy(rows: Tensor) -> Any:

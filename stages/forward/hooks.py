@@ -1,11 +1,12 @@
 """HookSpec: what is wanted from a forward pass, and what is changed in it.
 
-A spec is plain data. Captures say what is wanted; interventions say which run it is; the two are digested apart, so that asking for
-one more layer of the same run computes one more layer. Knows no model until `bind` is given the points a model has; never imports
-torch.
+A spec is plain data. Captures say what is wanted; interventions say which run it is; the two are digested
+apart, so that asking for one more layer of the same run computes one more layer. Knows no model until
+`bind` is given the points a model has; never imports torch.
 
-A captured value is by default the one *after* the interventions at its own point (what the next operation sees, and what
-TransformerLens users expect); ``when="before"`` asks for the value before them (what candle-mi stores).
+A captured value is by default the one *after* the interventions at its own point (what the next operation
+sees, and what TransformerLens users expect); ``when="before"`` asks for the value before them (what
+candle-mi stores).
 """
 
 from __future__ import annotations
@@ -38,20 +39,26 @@ class Capture:
 
 @dataclass(frozen=True)
 class BoundSpec:
-    """A spec whose globs are expanded against one model: captures in execution order, interventions in the order given."""
+    """A spec whose globs are expanded against one model: captures in execution order, interventions in the
+    order given."""
 
     captures: tuple[Capture, ...] = ()
     interventions: tuple[tuple[HookPoint, Intervention], ...] = ()
 
     @property
     def is_empty(self) -> bool:
+        """Whether the pass is a plain one."""
         return not self.captures and not self.interventions
 
     def canonical(self) -> dict[str, Any]:
         """Plain JSON values: captures sorted, interventions in order, payloads by digest."""
-        return {"captures": [[str(c.point), c.when] for c in self.captures], "interventions": self.canonical_interventions()}
+        return {
+            "captures": [[str(c.point), c.when] for c in self.captures],
+            "interventions": self.canonical_interventions(),
+        }
 
     def canonical_interventions(self) -> list[Any]:
+        """Plain JSON values of the interventions, in order."""
         return [[str(point), intervention.canonical()] for point, intervention in self.interventions]
 
     @property
@@ -66,14 +73,15 @@ class BoundSpec:
 
 
 class HookSpec:
-    """Captures and interventions for a forward pass; methods change it in place and return it, so that calls chain.
+    """Captures and interventions for a forward pass; methods change it in place and return it, so that
+    calls chain.
 
     >>> spec = HookSpec().capture("blocks.*.hook_resid_post").intervene("blocks.2.hook_mlp_out", Zero())
     >>> spec.num_interventions
     1
 
-    Points are HookPoint values or their string forms; globs expand against the model the spec meets. Interventions at one point
-    apply in the order they were registered.
+    Points are HookPoint values or their string forms; globs expand against the model the spec meets.
+    Interventions at one point apply in the order they were registered.
     """
 
     def __init__(self) -> None:
@@ -106,9 +114,11 @@ class HookSpec:
         return self
 
     def is_captured(self, point: HookPoint | str) -> bool:
+        """Whether a point is asked for, by name or by glob."""
         return any(_matches(held, as_point(point)) for held, _ in self._captures)
 
     def has_intervention_at(self, point: HookPoint | str) -> bool:
+        """Whether a point is changed."""
         return bool(self.interventions_at(point))
 
     def interventions_at(self, point: HookPoint | str) -> list[Intervention]:
@@ -122,10 +132,12 @@ class HookSpec:
 
     @property
     def num_interventions(self) -> int:
+        """Interventions registered."""
         return len(self._interventions)
 
     @property
     def is_empty(self) -> bool:
+        """Whether nothing is asked for and nothing is changed."""
         return not self._captures and not self._interventions
 
     def bind(self, available: Sequence[HookPoint], model: str = "the model") -> BoundSpec:
@@ -133,15 +145,22 @@ class HookSpec:
 
         Raises HookPointNotFound for a point, layer or glob the model does not have; nothing is ignored.
         """
-        captures = {Capture(p, when) for held, when in self._captures for p in _expanded(held, available, model)}
-        interventions = [(p, change) for held, change in self._interventions for p in _expanded(held, available, model)]
+        captures = {
+            Capture(p, when) for held, when in self._captures for p in _expanded(held, available, model)
+        }
+        interventions = [
+            (p, change) for held, change in self._interventions for p in _expanded(held, available, model)
+        ]
         ordered = sorted(captures, key=lambda c: (c.point.order, c.when))
         return BoundSpec(tuple(ordered), tuple(interventions))
 
     def canonical(self) -> dict[str, Any]:
         """Plain JSON values of the spec as written, globs unexpanded; a key uses those of `bind` instead."""
         captures = sorted([str(held), when] for held, when in self._captures)
-        return {"captures": captures, "interventions": [[str(held), change.canonical()] for held, change in self._interventions]}
+        return {
+            "captures": captures,
+            "interventions": [[str(held), change.canonical()] for held, change in self._interventions],
+        }
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HookSpec) and self.canonical() == other.canonical()
@@ -149,13 +168,17 @@ class HookSpec:
     __hash__ = None  # type: ignore[assignment]  # mutable
 
     def __repr__(self) -> str:
-        captures = "".join(f".capture({str(held)!r}{'' if when == 'after' else ', when=' + repr(when)})" for held, when in self._captures)
+        captures = "".join(
+            f".capture({str(held)!r}{'' if when == 'after' else ', when=' + repr(when)})"
+            for held, when in self._captures
+        )
         changes = "".join(f".intervene({str(held)!r}, {change!r})" for held, change in self._interventions)
         return f"HookSpec(){captures}{changes}"
 
 
 def layers_by_variable(captures: Iterable[Capture]) -> dict[str, list[int | None]]:
-    """Which layers of each stored variable a set of captures asks for; [None] where there is no layer axis."""
+    """Which layers of each stored variable a set of captures asks for; [None] where there is no layer
+    axis."""
     found: dict[str, list[int | None]] = defaultdict(list)
     for capture in captures:
         found[capture.variable].append(capture.point.layer)
@@ -182,4 +205,3 @@ def _expanded(held: HookPoint | str, available: Sequence[HookPoint], model: str)
         return expand(held, available)
     require_known([held], available, model)
     return [held]
-

@@ -1,12 +1,14 @@
 """Interventions: frozen values that say how an activation is changed at a hook point.
 
-Know tensors and the axes of the hook point they are applied at; know nothing of models or stores. An intervention is data, not a
-callback, so that it can be checked before a forward pass starts and digested into the key of what it produces. Importing this
-module does not import torch; payloads may be torch tensors, numpy arrays or lists of floats.
+Know tensors and the axes of the hook point they are applied at; know nothing of models or stores. An
+intervention is data, not a callback, so that it can be checked before a forward pass starts and digested
+into the key of what it produces. Importing this module does not import torch; payloads may be torch
+tensors, numpy arrays or lists of floats.
 
-Payloads must be real floating point and finite; they are cast to the dtype of the activation they meet. ``positions`` and ``heads``
-narrow an intervention to part of the tensor; negative positions count from the end. Attention edges are (query, key) pairs, the
-query attending to the key; None on one side means every position.
+Payloads must be real floating point and finite; they are cast to the dtype of the activation they meet.
+``positions`` and ``heads`` narrow an intervention to part of the tensor; negative positions count from the
+end. Attention edges are (query, key) pairs, the query attending to the key; None on one side means every
+position.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Intervention:
     """Hook point kinds this intervention makes sense at; None for all."""
 
     def canonical(self) -> dict[str, Any]:
-        """Plain JSON values that identify the intervention; payloads enter by dtype, shape and sha256 of their bytes."""
+        """Plain JSON values that identify the intervention; payloads enter by dtype, shape and sha256 of
+        their bytes."""
         fields = {name: _plain(value) for name, value in vars(self).items() if value is not None}
         return {"intervention": type(self).__name__, **fields}
 
@@ -48,10 +51,14 @@ class Intervention:
         """Raise InterventionError unless this can be applied at `point`, whose axes have these sizes."""
         if self.kinds is not None and point.kind not in self.kinds:
             places = " or ".join(f"'{HookPoint(kind, point.layer or 0)}'" for kind in self.kinds)
-            raise InterventionError(f"{type(self).__name__} belongs at {places}, found it at '{point}'; use Replace, Scale or Zero there")
+            raise InterventionError(
+                f"{type(self).__name__} belongs at {places}, found it at '{point}'; use Replace, Scale or "
+                "Zero there"
+            )
 
     def apply(self, x: Tensor, point: HookPoint, allowed: Tensor | None = None) -> Tensor:
-        """The changed activation, a new tensor. allowed: bool [query, key], where attention may look (patterns only)."""
+        """The changed activation, a new tensor. allowed: bool [query, key], where attention may look
+        (patterns only)."""
         raise NotImplementedError
 
     def __eq__(self, other: object) -> bool:
@@ -74,18 +81,27 @@ class _Selective(Intervention):
             if chosen is not None:
                 chosen = (chosen,) if isinstance(chosen, int) else tuple(int(index) for index in chosen)
                 if not chosen:
-                    raise InterventionError(f"{type(self).__name__}: expected at least one of {name}, found none; leave {name} out to mean all")
+                    raise InterventionError(
+                        f"{type(self).__name__}: expected at least one of {name}, found none; leave {name} "
+                        "out to mean all"
+                    )
                 object.__setattr__(self, name, chosen)
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
+        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
         super().check(point, sizes)
-        for name, chosen, axes in (("positions", self.positions, _POSITION_AXES), ("heads", self.heads, _HEAD_AXES)):
+        for name, chosen, axes in (
+            ("positions", self.positions, _POSITION_AXES),
+            ("heads", self.heads, _HEAD_AXES),
+        ):
             if chosen is not None:
-                _check_indices(f"{type(self).__name__} at '{point}'", name, chosen, sizes.get(_axis(point, axes, name)))
+                _check_indices(
+                    f"{type(self).__name__} at '{point}'", name, chosen, sizes.get(_axis(point, axes, name))
+                )
 
     def region(self, point: HookPoint, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of the part of the activation that is touched."""
-        shape = dict((axis, sizes[axis]) for axis in point.dims)
+        shape = {axis: sizes[axis] for axis in point.dims}
         if self.positions is not None:
             shape[_axis(point, _POSITION_AXES, "positions")] = len(self.positions)
         if self.heads is not None:
@@ -93,7 +109,8 @@ class _Selective(Intervention):
         return tuple(shape.values())
 
     def _where(self, point: HookPoint) -> tuple[Any, ...]:
-        """Index of the touched part: heads and positions are neighbouring axes, so their indices broadcast as an outer product."""
+        """Index of the touched part: heads and positions are neighbouring axes, so their indices broadcast
+        as an outer product."""
         index: list[Any] = [slice(None)] * len(point.dims)
         both = self.positions is not None and self.heads is not None
         if self.positions is not None:
@@ -104,6 +121,7 @@ class _Selective(Intervention):
         return tuple(index)
 
     def apply(self, x: Tensor, point: HookPoint, allowed: Tensor | None = None) -> Tensor:
+        """The changed activation, a new tensor."""
         if self.positions is None and self.heads is None:
             return self.change(x)
         where = self._where(point)
@@ -127,6 +145,7 @@ class _WithPayload(_Selective):
         object.__setattr__(self, "value", _payload(type(self).__name__, self.value))
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
+        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
         super().check(point, sizes)
         region, found = self.region(point, sizes), tuple(self.value.shape)
         try:
@@ -136,8 +155,10 @@ class _WithPayload(_Selective):
         if not fits:
             named = ", ".join(f"{axis}={size}" for axis, size in zip(point.dims, region, strict=True))
             raise InterventionError(
-                f"{type(self).__name__} at '{point}': expected a tensor that broadcasts to [{named}], found shape {list(found)}; "
-                f"reshape it, or choose positions/heads")
+                f"{type(self).__name__} at '{point}': expected a tensor that broadcasts to [{named}], found "
+                f"shape {list(found)}; "
+                f"reshape it, or choose positions/heads"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +166,7 @@ class Replace(_WithPayload):
     """The activation becomes `value` (Replace(captured) changes nothing)."""
 
     def change(self, part: Tensor) -> Tensor:
+        """The new value of the touched part."""
         return _tensor(self.value, part).expand_as(part)
 
 
@@ -153,6 +175,7 @@ class Add(_WithPayload):
     """x + value, broadcast: a [hidden] vector is added at every position (or at `positions`)."""
 
     def change(self, part: Tensor) -> Tensor:
+        """The new value of the touched part."""
         return part + _tensor(self.value, part)
 
 
@@ -167,6 +190,7 @@ class Scale(_Selective):
         object.__setattr__(self, "factor", _finite("Scale", self.factor))
 
     def change(self, part: Tensor) -> Tensor:
+        """The new value of the touched part."""
         return part * self.factor
 
 
@@ -175,6 +199,7 @@ class Zero(_Selective):
     """The activation becomes zero."""
 
     def change(self, part: Tensor) -> Tensor:
+        """The new value of the touched part."""
         return part.new_zeros(()).expand_as(part)
 
 
@@ -192,19 +217,31 @@ class AddAtPositions(Intervention):
         pairs = self.vectors.items() if isinstance(self.vectors, Mapping) else self.vectors
         kept = tuple((int(position), _payload("AddAtPositions", vector)) for position, vector in pairs)
         if not kept:
-            raise InterventionError("AddAtPositions: expected at least one (position, vector) pair, found none")
+            raise InterventionError(
+                "AddAtPositions: expected at least one (position, vector) pair, found none"
+            )
         object.__setattr__(self, "vectors", kept)
         object.__setattr__(self, "scale", _finite("AddAtPositions", self.scale))
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
-        if "position" not in point.dims or "hidden" != point.dims[-1]:
-            raise InterventionError(f"AddAtPositions adds vectors to a [batch, position, hidden] activation, found it at '{point}' with axes {list(point.dims)}")
-        _check_indices(f"AddAtPositions at '{point}'", "positions", [p for p, _ in self.vectors], sizes["position"])
+        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
+        if "position" not in point.dims or point.dims[-1] != "hidden":
+            raise InterventionError(
+                "AddAtPositions adds vectors to a [batch, position, hidden] activation, found it at "
+                f"'{point}' with axes {list(point.dims)}"
+            )
+        _check_indices(
+            f"AddAtPositions at '{point}'", "positions", [p for p, _ in self.vectors], sizes["position"]
+        )
         for position, vector in self.vectors:
             if tuple(vector.shape) != (sizes["hidden"],):
-                raise InterventionError(f"AddAtPositions at '{point}': expected a vector of length {sizes['hidden']} for position {position}, found shape {list(vector.shape)}")
+                raise InterventionError(
+                    f"AddAtPositions at '{point}': expected a vector of length {sizes['hidden']} for "
+                    f"position {position}, found shape {list(vector.shape)}"
+                )
 
     def apply(self, x: Tensor, point: HookPoint, allowed: Tensor | None = None) -> Tensor:
+        """The changed activation, a new tensor."""
         import torch
 
         delta = torch.zeros(x.shape[-2], x.shape[-1], dtype=torch.float32, device=x.device)
@@ -217,8 +254,9 @@ class AddAtPositions(Intervention):
 class Knockout(Intervention):
     """Cut attention edges: their scores become -inf together with the causal mask, after any soft cap.
 
-    edges: (query, key) pairs, None on one side for every position. Or mask: [query, key] or [head, query, key], True (or -inf) where
-    cut. heads: default all. A row left with nothing to attend to raises InterventionError instead of giving NaN.
+    edges: (query, key) pairs, None on one side for every position. Or mask: [query, key] or [head, query,
+    key], True (or -inf) where cut. heads: default all. A row left with nothing to attend to raises
+    InterventionError instead of giving NaN.
     """
 
     kinds: ClassVar[tuple[str, ...]] = _SCORES
@@ -230,17 +268,23 @@ class Knockout(Intervention):
         object.__setattr__(self, "edges", _edges("Knockout", self.edges))
         object.__setattr__(self, "heads", _heads(self.heads))
         if bool(self.edges) == (self.mask is not None):
-            raise InterventionError("Knockout takes either edges or a mask, found " + ("both" if self.edges else "neither"))
+            raise InterventionError(
+                "Knockout takes either edges or a mask, found " + ("both" if self.edges else "neither")
+            )
         if self.mask is not None:
             object.__setattr__(self, "mask", _cut_mask(self.mask))
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
+        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
         super().check(point, sizes)
         _check_edges("Knockout", point, self.edges, self.heads, sizes)
         if self.mask is not None:
             full = (sizes["head"], sizes["query_position"], sizes["key_position"])
             if tuple(self.mask.shape) not in (full, full[1:], (1, *full), (1, 1, *full[1:])):
-                raise InterventionError(f"Knockout at '{point}': expected a mask of shape {list(full[1:])} or {list(full)}, found {list(self.mask.shape)}")
+                raise InterventionError(
+                    f"Knockout at '{point}': expected a mask of shape {list(full[1:])} or {list(full)}, "
+                    f"found {list(self.mask.shape)}"
+                )
 
     def cut(self, heads: int, queries: int, keys: int, device: Any) -> Tensor:
         """Bool [head, query, key], True where an edge is cut."""
@@ -261,7 +305,8 @@ class Knockout(Intervention):
 class Steer(Intervention):
     """Multiply the attention weight of edges by `factor`, then renormalise the touched rows.
 
-    For one edge of weight a: a' = factor * a / (1 + (factor - 1) * a). An edge named twice counts once. Weights stay causal.
+    For one edge of weight a: a' = factor * a / (1 + (factor - 1) * a). An edge named twice counts once.
+    Weights stay causal.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("pattern",)
@@ -276,10 +321,12 @@ class Steer(Intervention):
             raise InterventionError(f"Steer: expected a factor >= 0, found {self.factor}")
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
+        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
         super().check(point, sizes)
         _check_edges("Steer", point, self.edges, self.heads, sizes)
 
     def apply(self, x: Tensor, point: HookPoint, allowed: Tensor | None = None) -> Tensor:
+        """The changed activation, a new tensor."""
         import torch
 
         def scaled(weights: Tensor, targets: Tensor) -> Tensor:
@@ -290,10 +337,12 @@ class Steer(Intervention):
 
 @dataclass(frozen=True, eq=False)
 class SetValue(Intervention):
-    """Set the attention weight of each edge to `value`; the rest of the row shares what is left, in proportion.
+    """Set the attention weight of each edge to `value`; the rest of the row shares what is left, in
+    proportion.
 
-    Only keys the query may see take part, so that nothing leaks to the future. A row whose visible keys are all targets is
-    renormalised. Raises InterventionError when value * targets exceeds 1 in a row that has other keys to give weight to.
+    Only keys the query may see take part, so that nothing leaks to the future. A row whose visible keys are
+    all targets is renormalised. Raises InterventionError when value * targets exceeds 1 in a row that has
+    other keys to give weight to.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("pattern",)
@@ -308,10 +357,12 @@ class SetValue(Intervention):
             raise InterventionError(f"SetValue: expected a weight in [0, 1], found {self.value}")
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
+        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
         super().check(point, sizes)
         _check_edges("SetValue", point, self.edges, self.heads, sizes)
 
     def apply(self, x: Tensor, point: HookPoint, allowed: Tensor | None = None) -> Tensor:
+        """The changed activation, a new tensor."""
         import torch
 
         def with_value(weights: Tensor, targets: Tensor) -> Tensor:
@@ -319,11 +370,16 @@ class SetValue(Intervention):
             others = visible & ~targets
             asked = self.value * targets.sum(-1, keepdim=True)
             if bool(((asked > 1 + 1e-6) & others.any(-1, keepdim=True)).any()):
-                raise InterventionError(f"SetValue at '{point}': {self.value} on {int(targets.sum(-1).max())} targets of one row exceeds a total weight of 1; lower the value")
+                raise InterventionError(
+                    f"SetValue at '{point}': {self.value} on {int(targets.sum(-1).max())} targets of one "
+                    "row exceeds a total weight of 1; lower the value"
+                )
             rest = weights.masked_fill(~others, 0)
             total = rest.sum(-1, keepdim=True)
             # A row that gave nothing to its other keys shares the remainder equally among them.
-            share = torch.where(total > 0, rest / total.clamp_min(1e-30), others / others.sum(-1, keepdim=True).clamp_min(1))
+            share = torch.where(
+                total > 0, rest / total.clamp_min(1e-30), others / others.sum(-1, keepdim=True).clamp_min(1)
+            )
             return torch.where(targets, weights.new_full((), self.value), share * (1 - asked))
 
         return _steered(x, self.edges, self.heads, allowed, with_value)
@@ -332,7 +388,9 @@ class SetValue(Intervention):
 INTERVENTIONS = (Replace, Add, AddAtPositions, Knockout, Scale, Zero, Steer, SetValue)
 
 
-def _steered(x: Tensor, edges: Sequence[Edge], heads: tuple[int, ...] | None, allowed: Tensor | None, change: Any) -> Tensor:
+def _steered(
+    x: Tensor, edges: Sequence[Edge], heads: tuple[int, ...] | None, allowed: Tensor | None, change: Any
+) -> Tensor:
     """A pattern [batch, head, query, key] with the touched rows changed in float32 and renormalised to 1."""
     import torch
 
@@ -382,15 +440,30 @@ def _heads(heads: Sequence[int] | int | None) -> tuple[int, ...] | None:
     return (heads,) if isinstance(heads, int) else tuple(int(head) for head in heads)
 
 
-def _check_edges(name: str, point: HookPoint, edges: Sequence[Edge], heads: tuple[int, ...] | None, sizes: Mapping[str, int]) -> None:
+def _check_edges(
+    name: str,
+    point: HookPoint,
+    edges: Sequence[Edge],
+    heads: tuple[int, ...] | None,
+    sizes: Mapping[str, int],
+) -> None:
     where = f"{name} at '{point}'"
     if heads is not None:
         _check_indices(where, "heads", heads, sizes["head"])
     for query, key in edges:
-        _check_indices(where, "query positions", [query] if query is not None else [], sizes["query_position"])
+        _check_indices(
+            where, "query positions", [query] if query is not None else [], sizes["query_position"]
+        )
         _check_indices(where, "key positions", [key] if key is not None else [], sizes["key_position"])
-        if query is not None and key is not None and query % sizes["query_position"] < key % sizes["key_position"]:
-            raise InterventionError(f"{where}: expected a query at or after its key, found edge ({query}, {key}); a causal model has no weight there")
+        if (
+            query is not None
+            and key is not None
+            and query % sizes["query_position"] < key % sizes["key_position"]
+        ):
+            raise InterventionError(
+                f"{where}: expected a query at or after its key, found edge ({query}, {key}); a causal "
+                "model has no weight there"
+            )
 
 
 def _check_indices(where: str, name: str, chosen: Sequence[int], size: int | None) -> None:
@@ -398,7 +471,9 @@ def _check_indices(where: str, name: str, chosen: Sequence[int], size: int | Non
         return
     outside = [index for index in chosen if not -size <= index < size]
     if outside:
-        raise InterventionError(f"{where}: expected {name} in 0..{size - 1} (or negative, from the end), found {outside[0]}")
+        raise InterventionError(
+            f"{where}: expected {name} in 0..{size - 1} (or negative, from the end), found {outside[0]}"
+        )
 
 
 def _axis(point: HookPoint, axes: tuple[str, ...], name: str) -> str:
@@ -409,17 +484,25 @@ def _axis(point: HookPoint, axes: tuple[str, ...], name: str) -> str:
 
 
 def _payload(name: str, value: Payload) -> Payload:
-    """A torch tensor as it is, anything else as a numpy array; InterventionError unless floating point and finite."""
+    """A torch tensor as it is, anything else as a numpy array; InterventionError unless floating point and
+    finite."""
     if not hasattr(value, "detach"):
         value = np.asarray(value)
         if value.dtype == np.float64:
             value = value.astype(np.float32)
     floating = value.is_floating_point() if hasattr(value, "is_floating_point") else value.dtype.kind in "fV"
     if not floating:
-        raise InterventionError(f"{name}: expected a floating-point tensor, found dtype {str(value.dtype).removeprefix('torch.')}; convert it to float32")
-    finite = value.isfinite().all() if hasattr(value, "isfinite") else np.isfinite(value.astype(np.float32)).all()
+        raise InterventionError(
+            f"{name}: expected a floating-point tensor, found dtype "
+            f"{str(value.dtype).removeprefix('torch.')}; convert it to float32"
+        )
+    finite = (
+        value.isfinite().all() if hasattr(value, "isfinite") else np.isfinite(value.astype(np.float32)).all()
+    )
     if not bool(finite):
-        raise InterventionError(f"{name}: expected finite numbers, found NaN or infinity in a tensor of shape {list(value.shape)}")
+        raise InterventionError(
+            f"{name}: expected finite numbers, found NaN or infinity in a tensor of shape {list(value.shape)}"
+        )
     return value
 
 
@@ -428,8 +511,12 @@ def _cut_mask(mask: Payload) -> Payload:
     array = np.asarray(mask.detach().cpu().float() if hasattr(mask, "detach") else mask)
     if array.dtype == bool:
         return array
-    if not np.isin(array, (0.0, -np.inf)).all() and not (hasattr(mask, "detach") and str(mask.dtype) == "torch.bool"):
-        raise InterventionError("Knockout: expected a mask of True/False or of 0 and -inf, found other values")
+    if not np.isin(array, (0.0, -np.inf)).all() and not (
+        hasattr(mask, "detach") and str(mask.dtype) == "torch.bool"
+    ):
+        raise InterventionError(
+            "Knockout: expected a mask of True/False or of 0 and -inf, found other values"
+        )
     return (array == -np.inf) if np.isneginf(array).any() else array.astype(bool)
 
 
@@ -466,4 +553,8 @@ def _payload_identity(value: Payload) -> dict[str, Any]:
     else:
         dtype = str(value.dtype)
         bits = value.view(np.int16) if dtype == "bfloat16" else value
-    return {"dtype": dtype, "shape": [int(size) for size in value.shape], "sha256": array_digest(np.ascontiguousarray(bits))}
+    return {
+        "dtype": dtype,
+        "shape": [int(size) for size in value.shape],
+        "sha256": array_digest(np.ascontiguousarray(bits)),
+    }

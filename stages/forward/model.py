@@ -1,7 +1,7 @@
 """Model: a language model whose every activation has a name.
 
-Joins an architecture (how a forward pass is computed), a tokenizer and an identity (what its results are keyed by). Knows nothing of
-stores; `capture.py` brings the two together.
+Joins an architecture (how a forward pass is computed), a tokenizer and an identity (what its results are
+keyed by). Knows nothing of stores; `capture.py` brings the two together.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -23,14 +23,19 @@ from .interventions import Intervention
 from .points import HookPoint
 from .prompts import as_rows, check_prompts, no_tokenizer
 from .taps import Sink, Taps
-from .wants import Logits
+from .wants import ALL_LOGITS, Logits
 
 if TYPE_CHECKING:
     from .config import TransformerConfig
     from .tokens import Tokenizer
 
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor | np.ndarray
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
 
 
 class Architecture(Protocol):
@@ -41,13 +46,30 @@ class Architecture(Protocol):
     config: TransformerConfig
 
     @property
-    def axis_sizes(self) -> dict[str, int]: ...
+    def axis_sizes(self) -> dict[str, int]:
+        """Sizes of the axes that do not depend on the batch."""
+        ...
+
     @property
-    def lengths_must_match(self) -> bool: ...
-    def forward(self, ids: Tensor, taps: Taps, want: Logits | None) -> Tensor | None: ...
-    def embed(self, ids: Tensor) -> Tensor: ...
-    def final_norm(self, x: Tensor) -> Tensor: ...
-    def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor: ...
+    def lengths_must_match(self) -> bool:
+        """Whether prompts of different length may not share a batch."""
+        ...
+
+    def forward(self, ids: Tensor, taps: Taps, want: Logits | None) -> Tensor | None:
+        """Token ids [batch, position] -> the logits wanted, hook points shown to the taps on the way."""
+        ...
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token ids -> what enters the first block."""
+        ...
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        """Residual states normalised for the LM head."""
+        ...
+
+    def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:
+        """Normalised states -> logits."""
+        ...
 
 
 class Model:
@@ -81,9 +103,9 @@ class Model:
     ) -> Model:
         """Load a model by hub id, local directory, or "specimen" (the one that ships with mizarr).
 
-        dtype: of the computation, default float32 whatever the checkpoint holds. device: default CUDA when there is one, else CPU.
-        progress: show a bar on stderr; None does so for large checkpoints on a terminal.
-        Raises ModelNotFound, ConfigError (with a compatibility report), WeightsError.
+        dtype: of the computation, default float32 whatever the checkpoint holds. device: default CUDA when
+        there is one, else CPU. progress: show a bar on stderr; None does so for large checkpoints on a
+        terminal. Raises ModelNotFound, ConfigError (with a compatibility report), WeightsError.
         """
         from . import files, weights
         from .transformer.decoder import Decoder
@@ -103,14 +125,17 @@ class Model:
 
     @property
     def config(self) -> TransformerConfig:
+        """The axes of the architecture."""
         return self.architecture.config
 
     @property
     def device(self) -> torch.device:
+        """Where the weights are."""
         return self._embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """What the model computes in."""
         return self._embedding.dtype
 
     @property
@@ -134,16 +159,22 @@ class Model:
 
         Raises PromptError for an empty prompt, an id out of range, or a prompt longer than the context.
         """
-        rows = [self.tokenizer.encode(row).ids if isinstance(row, str) else [int(i) for i in row] for row in as_rows(prompts)]
+        rows = [
+            self.tokenizer.encode(row).ids if isinstance(row, str) else [int(i) for i in row]
+            for row in as_rows(prompts)
+        ]
         check_prompts(rows, self.config.vocab_size, self.config.context_length, self.name)
         return rows
 
-    def forward(self, prompts: Prompts, hooks: HookSpec | None = None, *, want: Logits | None = Logits()) -> HookCache:
+    def forward(
+        self, prompts: Prompts, hooks: HookSpec | None = None, *, want: Logits | None = ALL_LOGITS
+    ) -> HookCache:
         """One forward pass over each prompt.
 
-        prompts: a text, several texts, or token ids ([position] or [batch, position]).
-        hooks: what to capture and change. want: which logits, default all; None runs no LM head, and no layer above the last
-        capture. Prompts of different length are run apart, never padded; what lies past the end of a prompt is NaN in the result.
+        prompts: a text, several texts, or token ids ([position] or [batch, position]). hooks: what to
+        capture and change. want: which logits, default all; None runs no LM head, and no layer above the
+        last capture. Prompts of different length are run apart, never padded; what lies past the end of a
+        prompt is NaN in the result.
         """
         rows = self.tokenize(prompts)
         spec = self.bind(hooks)
@@ -152,29 +183,44 @@ class Model:
             groups[len(ids)].append(row)
         for _, change in spec.interventions:
             _refuse_batched_payload(change, groups)
-        parts = [(chosen, *self.run_batch([rows[row] for row in chosen], spec, want)) for chosen in groups.values()]
+        parts = [
+            (chosen, *self.run_batch([rows[row] for row in chosen], spec, want)) for chosen in groups.values()
+        ]
         if len(parts) == 1:
             _, logits, captured = parts[0]
             return HookCache(rows, logits, captured)
         longest = max(groups)
         captured = {
-            capture: stack_ragged([(chosen, held[capture]) for chosen, _, held in parts], capture.point.dims, len(rows), longest)
+            capture: stack_ragged(
+                [(chosen, held[capture]) for chosen, _, held in parts], capture.point.dims, len(rows), longest
+            )
             for capture in spec.captures
         }
         logits = _stack_logits([(chosen, part) for chosen, part, _ in parts], want, len(rows), longest)
         return HookCache(rows, logits, captured)
 
-    def run_batch(self, rows: Sequence[Sequence[int]], spec: BoundSpec, want: Logits | None) -> tuple[Tensor | None, dict[Capture, Tensor]]:
+    def run_batch(
+        self, rows: Sequence[Sequence[int]], spec: BoundSpec, want: Logits | None
+    ) -> tuple[Tensor | None, dict[Capture, Tensor]]:
         """Prompts of one length through the model: (logits wanted, captured activations)."""
         captured: dict[Capture, Tensor] = {}
         logits = self.stream_batch(rows, spec, want, captured.__setitem__)
         return logits, captured
 
-    def stream_batch(self, rows: Sequence[Sequence[int]], spec: BoundSpec, want: Logits | None, sink: Sink) -> Tensor | None:
-        """As `run_batch`, each captured activation handed to `sink` the moment it exists, so that none has to be kept."""
+    def stream_batch(
+        self, rows: Sequence[Sequence[int]], spec: BoundSpec, want: Logits | None, sink: Sink
+    ) -> Tensor | None:
+        """As `run_batch`, each captured activation handed to `sink` the moment it exists, so that none has
+        to be kept."""
         ids = torch.tensor(rows, dtype=torch.long, device=self.device)
         batch, length = ids.shape
-        sizes = {**self.architecture.axis_sizes, "batch": batch, "position": length, "query_position": length, "key_position": length}
+        sizes = {
+            **self.architecture.axis_sizes,
+            "batch": batch,
+            "position": length,
+            "query_position": length,
+            "key_position": length,
+        }
         for point, change in spec.interventions:
             change.check(point, sizes)
         if want is not None:
@@ -182,18 +228,25 @@ class Model:
         with torch.no_grad():
             return self.architecture.forward(ids, Taps(spec, sink, stop_early=want is None), want)
 
-    def project_to_vocab(self, resid: Tensor, *, softcap: bool = True, tokens: Sequence[int] | None = None) -> Tensor:
-        """Residual states [..., hidden], not yet normalised -> logits [..., vocab] by the final norm and the LM head.
+    def project_to_vocab(
+        self, resid: Tensor, *, softcap: bool = True, tokens: Sequence[int] | None = None
+    ) -> Tensor:
+        """Residual states [..., hidden], not yet normalised -> logits [..., vocab] by the final norm and
+        the LM head.
 
-        softcap: apply the family's final soft cap, as the model's own output does (Gemma 2); False gives raw logits.
+        softcap: apply the family's final soft cap, as the model's own output does (Gemma 2); False gives
+        raw logits.
         """
         want = Logits(tokens=None if tokens is None else tuple(tokens))
         want.check(1, self.config.vocab_size)
         with torch.no_grad():
-            return self.architecture.unembed(self.architecture.final_norm(resid.to(self.device, self.dtype)), want, softcap=softcap)
+            return self.architecture.unembed(
+                self.architecture.final_norm(resid.to(self.device, self.dtype)), want, softcap=softcap
+            )
 
     def embedding_vector(self, token: int | str) -> Tensor:
-        """Row of the embedding matrix [hidden] for a token id or a single-token word, without the family's embedding scale."""
+        """Row of the embedding matrix [hidden] for a token id or a single-token word, without the family's
+        embedding scale."""
         index = self.tokenizer.find_token_id(token) if isinstance(token, str) else token
         if not 0 <= index < self.config.vocab_size:
             raise PromptError(f"expected a token id in 0..{self.config.vocab_size - 1}, found {index}")
@@ -202,12 +255,16 @@ class Model:
     def require_identity(self) -> ModelIdentity:
         """What this model's results are keyed by; refused, never guessed, when it cannot be established."""
         if self.identity is None:
-            raise ConfigError(f"{self.name} has no established identity (weights made in memory); save it to a directory and load it with Model.from_pretrained")
+            raise ConfigError(
+                f"{self.name} has no established identity (weights made in memory); save it to a directory "
+                "and load it with Model.from_pretrained"
+            )
         return self.identity
 
     def __repr__(self) -> str:
         c = self.config
-        return f"Model({self.name!r}, {c.model_type}, {c.num_layers} layers, hidden {c.hidden_size}, {dtype_name(self.dtype)}, {self.device})"
+        shape = f"{c.model_type}, {c.num_layers} layers, hidden {c.hidden_size}"
+        return f"Model({self.name!r}, {shape}, {dtype_name(self.dtype)}, {self.device})"
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -220,20 +277,23 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """A torch dtype as keys and stores spell it: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def _refuse_batched_payload(change: Intervention, groups: dict[int, list[int]]) -> None:
     """A payload with a row per prompt cannot follow prompts into batches of their own length."""
-    value = getattr(change, "value", None)
-    if len(groups) > 1 and getattr(value, "ndim", 0) >= 3 and value.shape[0] > 1:
+    shape: tuple[int, ...] = tuple(getattr(getattr(change, "value", None), "shape", ()))
+    if len(groups) > 1 and len(shape) >= 3 and shape[0] > 1:
         raise InterventionError(
-            f"{type(change).__name__} carries one row per prompt ({value.shape[0]}), but the prompts have {len(groups)} different lengths; "
-            f"run prompts of each length by themselves"
+            f"{type(change).__name__} carries one row per prompt ({shape[0]}), but the prompts have "
+            f"{len(groups)} different lengths; run prompts of each length by themselves"
         )
 
 
-def _stack_logits(parts: Sequence[tuple[list[int], Tensor | None]], want: Logits | None, rows: int, longest: int) -> Tensor | None:
+def _stack_logits(
+    parts: Sequence[tuple[list[int], Tensor | None]], want: Logits | None, rows: int, longest: int
+) -> Tensor | None:
     if want is None:
         return None
     present = [(chosen, part) for chosen, part in parts if part is not None]

@@ -1,8 +1,9 @@
 """Segment buffers handed from the forward pass to writer threads, with back-pressure.
 
-A fixed pool of buffers bounds the memory of a harvest of any size: `OverlappedWriter.buffer` waits until one is free. A writer's
-error surfaces in the forward loop at its next call, so that a full disk stops the run at a segment boundary. Knows buffers and a
-function that writes one; knows no models, and of the store only that function.
+A fixed pool of buffers bounds the memory of a harvest of any size: `OverlappedWriter.buffer` waits until
+one is free. A writer's error surfaces in the forward loop at its next call, so that a full disk stops the
+run at a segment boundary. Knows buffers and a function that writes one; knows no models, and of the store
+only that function.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Cell = tuple[str, int | None]
 
 
 class SegmentBuffer:
-    """Arrays of one segment, allocated once and reused: page faults of fresh memory cost more than the copy."""
+    """Arrays of one segment, allocated once and reused: page faults of fresh memory cost more than the
+    copy."""
 
     def __init__(self, shapes: Mapping[Cell, tuple[int, ...]], dtypes: Mapping[Cell, torch.dtype]) -> None:
         self._whole = {cell: torch.empty(shape, dtype=dtypes[cell]) for cell, shape in shapes.items()}
@@ -33,17 +35,27 @@ class SegmentBuffer:
 class OverlappedWriter:
     """Writes filled buffers on threads of its own while the next segment is computed.
 
-    make: creates one buffer; write: stores the segment a job names. Use as a context manager: leaving it waits for what is under
-    way, and raises the first error of a writer.
+    make: creates one buffer; write: stores the segment a job names. Use as a context manager: leaving it
+    waits for what is under way, and raises the first error of a writer.
     """
 
-    def __init__(self, make: Callable[[], SegmentBuffer], write: Callable[[SegmentBuffer, Any], None], *, buffers: int = 2, threads: int = 1) -> None:
+    def __init__(
+        self,
+        make: Callable[[], SegmentBuffer],
+        write: Callable[[SegmentBuffer, Any], None],
+        *,
+        buffers: int = 2,
+        threads: int = 1,
+    ) -> None:
         self._make, self._write = make, write
         self._unmade = buffers
         self._free: queue.Queue[SegmentBuffer] = queue.Queue()
         self._jobs: queue.Queue[tuple[SegmentBuffer, Any] | None] = queue.Queue()
         self._error: BaseException | None = None
-        self._threads = [threading.Thread(target=self._work, name=f"mizarr-writer-{n}", daemon=True) for n in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._work, name=f"mizarr-writer-{n}", daemon=True)
+            for n in range(threads)
+        ]
 
     def __enter__(self) -> OverlappedWriter:
         for thread in self._threads:
@@ -68,7 +80,9 @@ class OverlappedWriter:
         """Give back a buffer that turned out not to be needed."""
         self._free.put(buffer)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:

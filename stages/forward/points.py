@@ -2,15 +2,17 @@
 
 Knows names, axes and order; knows neither models nor tensors, and never imports torch.
 
-Axes, in this order everywhere: ``batch head position hidden``. Sizes: hidden = residual width, d_head = width of one head,
-mlp = width inside the MLP, one = 1. Attention matrices are [batch, head, query_position, key_position]: row = query (target),
-column = key (source). ``kv_head`` counts key/value heads, which grouped-query models have fewer of.
+Axes, in this order everywhere: ``batch head position hidden``. Sizes: hidden = residual width, d_head =
+width of one head, mlp = width inside the MLP, one = 1. Attention matrices are [batch, head, query_position,
+key_position]: row = query (target), column = key (source). ``kv_head`` counts key/value heads, which
+grouped-query models have fewer of.
 
-Three names mean one thing to the Rust library candle-mi, whose strings these are, and another to TransformerLens (TL):
-``mlp.hook_pre``/``mlp.hook_post`` are the MLP's input and output here, and its pre- and post-*activation* in TL (here
-``mlp.hook_pre_act``/``mlp.hook_post_act``); TL's ``attn.hook_attn_scores`` is soft-capped and masked, ``attn.hook_scores`` is
-neither. Both meanings are offered; `HookPoint.from_transformer_lens` translates. TL puts positions before heads in q, k, v, z
-and result; here heads come first.
+Three names mean one thing to the Rust library candle-mi, whose strings these are, and another to
+TransformerLens (TL): ``mlp.hook_pre``/``mlp.hook_post`` are the MLP's input and output here, and its pre-
+and post-*activation* in TL (here ``mlp.hook_pre_act``/``mlp.hook_post_act``); TL's
+``attn.hook_attn_scores`` is soft-capped and masked, ``attn.hook_scores`` is neither. Both meanings are
+offered; `HookPoint.from_transformer_lens` translates. TL puts positions before heads in q, k, v, z and
+result; here heads come first.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ class HookKind:
 
     @property
     def per_layer(self) -> bool:
+        """Whether there is one per layer."""
         return "{}" in self.path
 
 
@@ -55,7 +58,9 @@ def _block(name: str, suffix: str, dims: tuple[str, ...], meaning: str, tl: str 
 
 # In execution order: planning "what runs last" is reading this table from the bottom.
 KINDS: tuple[HookKind, ...] = (
-    HookKind("embed", "hook_embed", HIDDEN, "token embedding, after the family's embedding scale", "hook_embed"),
+    HookKind(
+        "embed", "hook_embed", HIDDEN, "token embedding, after the family's embedding scale", "hook_embed"
+    ),
     _block("resid_pre", "hook_resid_pre", HIDDEN, "residual stream entering the block"),
     _block("ln1_scale", "ln1.hook_scale", SCALE, "divisor of the pre-attention norm, sqrt(var + eps)"),
     _block("ln1_normalized", "ln1.hook_normalized", HIDDEN, "pre-attention norm before weight and bias"),
@@ -65,29 +70,77 @@ KINDS: tuple[HookKind, ...] = (
     _block("rot_q", "attn.hook_rot_q", QUERY_HEADS, "queries after rope"),
     _block("rot_k", "attn.hook_rot_k", KV_HEADS, "keys after rope"),
     _block("scores", "attn.hook_scores", ATTENTION, "scale * q k^T, before soft cap and mask", None),
-    _block("attn_scores", "attn.hook_attn_scores", ATTENTION, "scores after soft cap and mask (-inf where masked)"),
+    _block(
+        "attn_scores",
+        "attn.hook_attn_scores",
+        ATTENTION,
+        "scores after soft cap and mask (-inf where masked)",
+    ),
     _block("pattern", "attn.hook_pattern", ATTENTION, "attention weights after softmax; rows sum to 1"),
     _block("z", "attn.hook_z", QUERY_HEADS, "pattern-weighted values per head, before the output projection"),
-    _block("result", "attn.hook_result", ("batch", "head", "position", "hidden"), "z W_O per head; sum over heads + bias = attention output before any post-norm"),
-    _block("ln1_post_scale", "ln1_post.hook_scale", SCALE, "divisor of the post-attention norm (4-norm families)"),
-    _block("ln1_post_normalized", "ln1_post.hook_normalized", HIDDEN, "post-attention norm before its weight (4-norm families)"),
-    _block("attn_out", "hook_attn_out", HIDDEN, "what attention adds to the residual stream, after any post-norm"),
+    _block(
+        "result",
+        "attn.hook_result",
+        ("batch", "head", "position", "hidden"),
+        "z W_O per head; sum over heads + bias = attention output before any post-norm",
+    ),
+    _block(
+        "ln1_post_scale", "ln1_post.hook_scale", SCALE, "divisor of the post-attention norm (4-norm families)"
+    ),
+    _block(
+        "ln1_post_normalized",
+        "ln1_post.hook_normalized",
+        HIDDEN,
+        "post-attention norm before its weight (4-norm families)",
+    ),
+    _block(
+        "attn_out", "hook_attn_out", HIDDEN, "what attention adds to the residual stream, after any post-norm"
+    ),
     _block("resid_mid", "hook_resid_mid", HIDDEN, "resid_pre + attn_out"),
     _block("ln2_scale", "ln2.hook_scale", SCALE, "divisor of the pre-MLP norm"),
     _block("ln2_normalized", "ln2.hook_normalized", HIDDEN, "pre-MLP norm before weight and bias"),
     _block("mlp_pre", "mlp.hook_pre", HIDDEN, "MLP input: the pre-MLP norm with weight and bias", None),
-    _block("mlp_pre_act", "mlp.hook_pre_act", MLP, "gate (or only) projection before the activation", "blocks.{}.mlp.hook_pre"),
+    _block(
+        "mlp_pre_act",
+        "mlp.hook_pre_act",
+        MLP,
+        "gate (or only) projection before the activation",
+        "blocks.{}.mlp.hook_pre",
+    ),
     _block("mlp_pre_linear", "mlp.hook_pre_linear", MLP, "up projection of gated MLPs"),
-    _block("mlp_post_act", "mlp.hook_post_act", MLP, "what the down projection reads: act(gate) * up, or act(up)", "blocks.{}.mlp.hook_post"),
+    _block(
+        "mlp_post_act",
+        "mlp.hook_post_act",
+        MLP,
+        "what the down projection reads: act(gate) * up, or act(up)",
+        "blocks.{}.mlp.hook_post",
+    ),
     _block("mlp_post", "mlp.hook_post", HIDDEN, "MLP output before any post-norm", None),
     _block("ln2_post_scale", "ln2_post.hook_scale", SCALE, "divisor of the post-MLP norm (4-norm families)"),
-    _block("ln2_post_normalized", "ln2_post.hook_normalized", HIDDEN, "post-MLP norm before its weight (4-norm families)"),
-    _block("mlp_out", "hook_mlp_out", HIDDEN, "what the MLP adds to the residual stream, after any post-norm"),
+    _block(
+        "ln2_post_normalized",
+        "ln2_post.hook_normalized",
+        HIDDEN,
+        "post-MLP norm before its weight (4-norm families)",
+    ),
+    _block(
+        "mlp_out", "hook_mlp_out", HIDDEN, "what the MLP adds to the residual stream, after any post-norm"
+    ),
     _block("resid_post", "hook_resid_post", HIDDEN, "resid_mid + mlp_out"),
-    HookKind("ln_final_scale", "ln_final.hook_scale", SCALE, "divisor of the final norm", "ln_final.hook_scale"),
-    HookKind("ln_final_normalized", "ln_final.hook_normalized", HIDDEN, "final norm before weight and bias", "ln_final.hook_normalized"),
-    HookKind("final_norm", "hook_final_norm", HIDDEN, "final norm with weight and bias: what the LM head reads"),
-)  # fmt: skip
+    HookKind(
+        "ln_final_scale", "ln_final.hook_scale", SCALE, "divisor of the final norm", "ln_final.hook_scale"
+    ),
+    HookKind(
+        "ln_final_normalized",
+        "ln_final.hook_normalized",
+        HIDDEN,
+        "final norm before weight and bias",
+        "ln_final.hook_normalized",
+    ),
+    HookKind(
+        "final_norm", "hook_final_norm", HIDDEN, "final norm with weight and bias: what the LM head reads"
+    ),
+)
 BY_NAME = {kind.name: kind for kind in KINDS}
 ORDER = {kind.name: place for place, kind in enumerate(KINDS)}
 _FIRST_AFTER_BLOCKS = ORDER["ln_final_scale"]
@@ -142,8 +195,13 @@ class HookPoint:
             raise HookPointNotFound(_unknown(self.kind, BY_NAME))
         if BY_NAME[self.kind].per_layer != (self.layer is not None):
             expected = "a layer" if BY_NAME[self.kind].per_layer else "no layer"
-            raise HookPointNotFound(f"{self.kind} takes {expected}, found layer={self.layer!r}; its form is {BY_NAME[self.kind].path!r}")
-        if self.layer is not None and (not isinstance(self.layer, int) or isinstance(self.layer, bool) or self.layer < 0):
+            raise HookPointNotFound(
+                f"{self.kind} takes {expected}, found layer={self.layer!r}; its form is "
+                f"{BY_NAME[self.kind].path!r}"
+            )
+        if self.layer is not None and (
+            not isinstance(self.layer, int) or isinstance(self.layer, bool) or self.layer < 0
+        ):
             raise HookPointNotFound(f"expected a layer counted from 0, found {self.layer!r} for {self.kind}")
 
     @classmethod
@@ -153,7 +211,8 @@ class HookPoint:
 
     @classmethod
     def from_transformer_lens(cls, name: str) -> HookPoint:
-        """The point that holds what TransformerLens calls `name` (axes ordered as here, heads before positions)."""
+        """The point that holds what TransformerLens calls `name` (axes ordered as here, heads before
+        positions)."""
         return cls._from_path(name, _BY_TRANSFORMER_LENS)
 
     @classmethod
@@ -174,6 +233,7 @@ class HookPoint:
 
     @property
     def dims(self) -> tuple[str, ...]:
+        """Axes of the activation, batch first."""
         return BY_NAME[self.kind].dims
 
     @property
@@ -197,6 +257,7 @@ def as_point(point: HookPoint | str) -> HookPoint:
 
 
 def is_glob(name: str) -> bool:
+    """Whether a name is a shell pattern."""
     return any(mark in name for mark in "*?[")
 
 
@@ -215,10 +276,14 @@ def expand(pattern: str, points: Iterable[HookPoint]) -> list[HookPoint]:
 def transformer_points(num_layers: int, *, post_norms: bool, gated: bool) -> tuple[HookPoint, ...]:
     """Every hook point of a transformer, in execution order.
 
-    post_norms: the family normalises what attention and MLP add (4 norms per block). gated: its MLP has an up projection beside
-    the activated one.
+    post_norms: the family normalises what attention and MLP add (4 norms per block). gated: its MLP has an
+    up projection beside the activated one.
     """
-    absent = set() if post_norms else {"ln1_post_scale", "ln1_post_normalized", "ln2_post_scale", "ln2_post_normalized"}
+    absent = (
+        set()
+        if post_norms
+        else {"ln1_post_scale", "ln1_post_normalized", "ln2_post_scale", "ln2_post_normalized"}
+    )
     if not gated:
         absent.add("mlp_pre_linear")
     kinds = [kind for kind in KINDS if kind.name not in absent]
@@ -241,6 +306,11 @@ def require_known(points: Sequence[HookPoint], available: Sequence[HookPoint], m
             continue
         layers = [p.layer for p in available if p.kind == point.kind and p.layer is not None]
         if layers and point.layer is not None:
-            raise HookPointNotFound(f"{model} has layers 0 to {max(layers)}, found {str(point)!r}; the last one is {str(HookPoint(point.kind, max(layers)))!r}")
+            raise HookPointNotFound(
+                f"{model} has layers 0 to {max(layers)}, found {str(point)!r}; the last one is "
+                f"{str(HookPoint(point.kind, max(layers)))!r}"
+            )
         near = nearest(str(point), [str(p) for p in available])
-        raise HookPointNotFound(f"{model} has no hook point {str(point)!r} ({BY_NAME[point.kind].meaning}); nearest is {near!r}")
+        raise HookPointNotFound(
+            f"{model} has no hook point {str(point)!r} ({BY_NAME[point.kind].meaning}); nearest is {near!r}"
+        )

@@ -1,4 +1,5 @@
-"""Prompts in whatever form they come, as packed tokens: texts, token ids, or a corpus that is packed already. Torch-free."""
+"""Prompts in whatever form they come, as packed tokens: texts, token ids, or a corpus that is packed
+already. Torch-free."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def as_rows(prompts: Any) -> list[Any]:
 def pack(prompts: Any, tokenizer: Tokenizer | None, config: TransformerConfig, model: str) -> PackedTokens:
     """Prompts as token ids end to end, texts with their character offsets.
 
-    Raises PromptError for an empty prompt, an id out of range, a prompt longer than the context; TokenizerError for texts without a
-    tokenizer.
+    Raises PromptError for an empty prompt, an id out of range, a prompt longer than the context;
+    TokenizerError for texts without a tokenizer.
     """
     if isinstance(prompts, PackedTokens):
         check_prompts(list(prompts), config.vocab_size, config.context_length, model)
@@ -40,7 +41,9 @@ def pack(prompts: Any, tokenizer: Tokenizer | None, config: TransformerConfig, m
         raise no_tokenizer(model)
     encodings = tokenizer.encode_batch(rows)
     check_prompts([encoding.ids for encoding in encodings], config.vocab_size, config.context_length, model)
-    return PackedTokens.from_lists([e.ids for e in encodings], texts=rows, offsets=[e.offsets for e in encodings])
+    return PackedTokens.from_lists(
+        [e.ids for e in encodings], texts=rows, offsets=[e.offsets for e in encodings]
+    )
 
 
 def check_prompts(rows: Sequence[Any], vocab_size: int, context: int, model: str) -> None:
@@ -52,12 +55,20 @@ def check_prompts(rows: Sequence[Any], vocab_size: int, context: int, model: str
         if len(ids) == 0:
             raise PromptError(f"expected at least one token, found {where} empty")
         if len(ids) > context:
-            raise PromptError(f"{model} reads at most {context} positions, found {len(ids)} in {where}; shorten or split it")
+            raise PromptError(
+                f"{model} reads at most {context} positions, found {len(ids)} in {where}; shorten or split it"
+            )
         low, high = min(ids), max(ids)
         if low < 0 or high >= vocab_size:
-            raise PromptError(f"expected token ids in 0..{vocab_size - 1}, found {low if low < 0 else high} in {where}; was it encoded with another tokenizer?")
+            raise PromptError(
+                f"expected token ids in 0..{vocab_size - 1}, found {low if low < 0 else high} in {where}; "
+                "was it encoded with another tokenizer?"
+            )
 
 
 def no_tokenizer(model: str) -> TokenizerError:
     """What to say when a model without tokenizer is given text."""
-    return TokenizerError(f"expected a tokenizer.json beside the weights of {model} to read text, found none; add the file, or pass token ids")
+    return TokenizerError(
+        f"expected a tokenizer.json beside the weights of {model} to read text, found none; add the file, "
+        "or pass token ids"
+    )

@@ -1,7 +1,8 @@
 """Taps: a bound HookSpec while a forward pass runs.
 
-A model calls its taps at every hook point with the value it has there, and goes on with the value it gets back. A point nobody
-asked about costs one set lookup. Captured tensors are handed to a sink by reference; nothing is copied here.
+A model calls its taps at every hook point with the value it has there, and goes on with the value it gets
+back. A point nobody asked about costs one set lookup. Captured tensors are handed to a sink by reference;
+nothing is copied here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ Place = tuple[str, int | None]
 class EverythingHeld(Exception):
     """Raised at the last wanted point of a pass that has nothing left to compute.
 
-    Like StopIteration an end, not an error: it leaves the nest of blocks from wherever the last wanted value appears.
+    Like StopIteration an end, not an error: it leaves the nest of blocks from wherever the last wanted
+    value appears.
     """
 
 
@@ -45,7 +47,8 @@ class Taps:
         self._last = _place_of_last(spec) if stop_early and spec.captures else None
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """The value to go on with at a hook point. allowed: where attention may look, for interventions on patterns."""
+        """The value to go on with at a hook point. allowed: where attention may look, for interventions on
+        patterns."""
         place = (kind, layer)
         if place not in self._touched:
             return x
@@ -69,9 +72,11 @@ class Taps:
         return any((kind, layer) in self._changes for kind in kinds)
 
     def count_changes(self, layer: int | None, *kinds: str) -> int:
+        """How many interventions there are at these points."""
         return sum(len(self._changes.get((kind, layer), ())) for kind in kinds)
 
     def touches(self, layer: int | None, *kinds: str) -> bool:
+        """Whether someone reads or changes one of these points."""
         return any((kind, layer) in self._touched for kind in kinds)
 
     def knockouts(self, layer: int) -> list[Knockout]:

@@ -1,6 +1,7 @@
 """What is wanted of a run besides its captures: logits, at which positions and for which vocabulary rows.
 
-The LM head of a small model costs as much as several of its layers; naming the rows wanted is how that is not paid.
+The LM head of a small model costs as much as several of its layers; naming the rows wanted is how that is
+not paid.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Logits:
-    """Logits at some positions (default all; negative from the end) for some vocabulary items (default all)."""
+    """Logits at some positions (default all; negative from the end) for some vocabulary items (default
+    all)."""
 
     positions: tuple[int, ...] | None = None
     tokens: tuple[int, ...] | None = None
 
     def check(self, length: int, vocab_size: int) -> None:
         """Raise PromptError if a position or token is out of range."""
-        for name, chosen, low, size in (("position", self.positions, -length, length), ("token id", self.tokens, 0, vocab_size)):
+        for name, chosen, low, size in (
+            ("position", self.positions, -length, length),
+            ("token id", self.tokens, 0, vocab_size),
+        ):
             outside = [index for index in chosen or () if not low <= index < size]
             if outside:
                 raise PromptError(f"logits: expected a {name} in {low}..{size - 1}, found {outside[0]}")
@@ -38,8 +43,12 @@ class Logits:
         return head if self.tokens is None else head[list(self.tokens)]
 
 
+ALL_LOGITS = Logits()
+
+
 def logits(position: int | Sequence[int] | None = None, tokens: int | Sequence[int] | None = None) -> Logits:
-    """Ask for logits: ``logits()`` all of them, ``logits(position=-1, tokens=[a, b])`` two numbers per prompt."""
+    """Ask for logits: ``logits()`` all of them, ``logits(position=-1, tokens=[a, b])`` two numbers per
+    prompt."""
     return Logits(_indices(position), _indices(tokens))
 
 

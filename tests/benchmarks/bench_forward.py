@@ -2,10 +2,10 @@
 
     python tests/benchmarks/bench_forward.py [--rounds 9] [--threads 2]
 
-A random Llama of 8 layers, hidden 512, 8 heads, 4 key/value heads, MLP 1408, vocabulary 4096, float32, 8 prompts of 256 tokens.
-Rows, each over transformers' sdpa forward with logits (1.0 = as fast; targets in the last column):
-an empty spec; every hook point of the field's table plus per-head z, captured in memory; resid_post of all layers into a durable
-store, end to end (tokens per second, so higher is better).
+A random Llama of 8 layers, hidden 512, 8 heads, 4 key/value heads, MLP 1408, vocabulary 4096, float32, 8
+prompts of 256 tokens. Rows, each over transformers' sdpa forward with logits (1.0 = as fast; targets in the
+last column): an empty spec; every hook point of the field's table plus per-head z, captured in memory;
+resid_post of all layers into a durable store, end to end (tokens per second, so higher is better).
 """
 
 from __future__ import annotations
@@ -26,8 +26,20 @@ from mizarr.stages.forward.points import HookPoint
 
 PROMPTS, LENGTH, LAYERS = 8, 256, 8
 EVERY_POINT = (
-    "resid_pre", "q", "k", "v", "scores", "pattern", "z", "attn_out", "resid_mid", "mlp_pre", "mlp_post", "mlp_out", "resid_post",
-)  # fmt: skip
+    "resid_pre",
+    "q",
+    "k",
+    "v",
+    "scores",
+    "pattern",
+    "z",
+    "attn_out",
+    "resid_mid",
+    "mlp_pre",
+    "mlp_post",
+    "mlp_out",
+    "resid_post",
+)
 
 
 def save_random_llama(folder: Path) -> Any:
@@ -36,9 +48,16 @@ def save_random_llama(folder: Path) -> Any:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        num_hidden_layers=LAYERS, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1408,
-        vocab_size=4096, max_position_embeddings=2048, tie_word_embeddings=False, attn_implementation="sdpa",
-    )  # fmt: skip
+        num_hidden_layers=LAYERS,
+        hidden_size=512,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=1408,
+        vocab_size=4096,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+    )
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(folder)
     return model
@@ -46,7 +65,9 @@ def save_random_llama(folder: Path) -> Any:
 
 def main() -> None:
     """Run the rounds and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -82,14 +103,24 @@ def measure(scratch: Path, rounds: int) -> None:
     for name, taken in seconds.items():
         over = ratio(taken, base)
         throughput = PROMPTS * LENGTH / statistics.median(taken)
-        rows.append((name, f"{statistics.median(taken):.3f}", f"{over:.3f}", f"{1 / over:.3f}", f"{throughput:,.0f}", goals.get(name, "")))
+        rows.append(
+            (
+                name,
+                f"{statistics.median(taken):.3f}",
+                f"{over:.3f}",
+                f"{1 / over:.3f}",
+                f"{throughput:,.0f}",
+                goals.get(name, ""),
+            )
+        )
     rows[-1] = (*rows[-1][:-1], ">= 1.0 x tokens/s")
     title = f"{PROMPTS} x {LENGTH} tokens, {rounds} rounds; max |logit difference| {difference:.1e}"
     print_table(title, ("", "seconds", "x time", "x tokens/s", "tokens/s", "target"), rows)
 
 
 def into_store(model: mizarr.Model, ids: torch.Tensor, root: Path) -> Callable[[], None]:
-    """A capture that finds nothing stored: the store is emptied before each round, outside of nothing; removal is cheap beside it."""
+    """A capture that finds nothing stored: the store is emptied before each round, outside of nothing;
+    removal is cheap beside it."""
     hooks = mizarr.HookSpec().capture("blocks.*.hook_resid_post")
 
     def capture() -> None:

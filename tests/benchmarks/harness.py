@@ -1,7 +1,8 @@
-"""How every benchmark measures: contestants in alternation in one process, ratios within a round, medians over rounds.
+"""How every benchmark measures: contestants in alternation in one process, ratios within a round, medians
+over rounds.
 
-Alternation lets the drift of a shared machine hit everybody alike; a ratio taken within one round cancels it. Nothing here judges:
-targets are printed beside what was measured.
+Alternation lets the drift of a shared machine hit everybody alike; a ratio taken within one round cancels
+it. Nothing here judges: targets are printed beside what was measured.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def ratio(numerator: list[float], denominator: list[float]) -> float:
 
 def print_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     """A table on stdout, the first column to the left."""
-    table = Table(title=f"{title}\n{os.cpu_count()} CPUs, {platform.machine()}, Python {platform.python_version()}")
+    table = Table(
+        title=f"{title}\n{os.cpu_count()} CPUs, {platform.machine()}, Python {platform.python_version()}"
+    )
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
     for row in rows:

@@ -38,7 +38,15 @@ def test_json_values_are_taken_as_the_fields_say():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("widths", ["a"]), ("widths", "20,30"), ("scale", "1"), ("layer", 1.5), ("layer", True), ("centre", 1), ("text", 3)],
+    [
+        ("widths", ["a"]),
+        ("widths", "20,30"),
+        ("scale", "1"),
+        ("layer", 1.5),
+        ("layer", True),
+        ("centre", 1),
+        ("text", 3),
+    ],
 )
 def test_a_value_of_another_type_is_refused_by_name(name: str, value: object):
     with pytest.raises(ConfigError, match=f"expected {name} to be"):

@@ -1,7 +1,8 @@
 """Self-attention of one layer: grouped queries, rope, soft cap, sliding window, and the hook points inside.
 
-The fused kernel computes the output unless someone changes scores or patterns, or the family soft-caps its scores (no fused kernel
-does). Someone who only reads them gets them computed on the side; the output keeps every bit.
+The fused kernel computes the output unless someone changes scores or patterns, or the family soft-caps its
+scores (no fused kernel does). Someone who only reads them gets them computed on the side; the output keeps
+every bit.
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ class Positions:
         return self.windows.get(window)
 
 
+def linear(x: Tensor, part: Linear | None) -> Tensor:
+    """x weight^T + bias. A part the layout of this family does not have is never asked for."""
+    assert part is not None
+    return F.linear(x, part.weight, part.bias)
+
+
 def causal(length: int, window: int | None, device: torch.device) -> Tensor:
     """Bool [query, key]: key <= query, and query - key < window where there is one."""
     place = torch.arange(length, device=device)
@@ -43,7 +50,9 @@ def causal(length: int, window: int | None, device: torch.device) -> Tensor:
     return seen if window is None else seen & (distance < window)
 
 
-def attention(x: Tensor, weights: LayerWeights, config: TransformerConfig, layer: int, positions: Positions, taps: Taps) -> Tensor:
+def attention(
+    x: Tensor, weights: LayerWeights, config: TransformerConfig, layer: int, positions: Positions, taps: Taps
+) -> Tensor:
     """Normalised x [B, S, D] -> what the output projection gives [B, S, D], before any post-norm."""
     q, k, v = project(x, weights, config, layer, taps)
     q = taps("rot_q", layer, rotate(q, positions.cos, positions.sin))
@@ -52,13 +61,15 @@ def attention(x: Tensor, weights: LayerWeights, config: TransformerConfig, layer
     return output(z, weights.o, layer, taps)
 
 
-def project(x: Tensor, weights: LayerWeights, config: TransformerConfig, layer: int, taps: Taps) -> tuple[Tensor, Tensor, Tensor]:
+def project(
+    x: Tensor, weights: LayerWeights, config: TransformerConfig, layer: int, taps: Taps
+) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, H, S, dh], k and v [B, Hk, S, dh], before rope."""
     if weights.qkv is not None:
         sizes = [config.num_attention_heads * config.head_dim, *[config.num_kv_heads * config.head_dim] * 2]
-        flat = _linear(x, weights.qkv).split(sizes, dim=-1)
+        flat = linear(x, weights.qkv).split(sizes, dim=-1)
     else:
-        flat = tuple(_linear(x, part) for part in (weights.q, weights.k, weights.v) if part is not None)
+        flat = tuple(linear(x, part) for part in (weights.q, weights.k, weights.v) if part is not None)
     q, k, v = (part.unflatten(-1, (-1, config.head_dim)).transpose(1, 2) for part in flat)
     if weights.q_norm is not None and weights.k_norm is not None:
         q = apply_norm(q, weights.q_norm, config.norm_type, config.qk_norm_eps)
@@ -66,19 +77,36 @@ def project(x: Tensor, weights: LayerWeights, config: TransformerConfig, layer: 
     return taps("q", layer, q), taps("k", layer, k), taps("v", layer, v)
 
 
-def mix(q: Tensor, k: Tensor, v: Tensor, config: TransformerConfig, layer: int, positions: Positions, taps: Taps) -> Tensor:
+def mix(
+    q: Tensor, k: Tensor, v: Tensor, config: TransformerConfig, layer: int, positions: Positions, taps: Taps
+) -> Tensor:
     """Pattern-weighted values z [B, H, S, dh] from rotated q, k and v."""
     window = config.layer_windows[layer]
     knockouts = taps.knockouts(layer)
     cap = config.attn_logit_softcapping
     by_hand = cap is not None or taps.changes(layer, "pattern") or _changes_scores(taps, layer, knockouts)
     if by_hand:
-        return _weigh(_pattern(q, k, config, layer, _seen(q, k, positions, window, knockouts, layer), taps), v)
+        return _weigh(
+            _pattern(q, k, config, layer, _seen(q, k, positions, window, knockouts, layer), taps), v
+        )
     seen = positions.allowed(window) if not knockouts else _seen(q, k, positions, window, knockouts, layer)
     if taps.captures(layer, "scores", "attn_scores", "pattern"):
-        _pattern(q, k, config, layer, _seen(q, k, positions, window, knockouts, layer) if seen is None else seen, taps)
+        _pattern(
+            q,
+            k,
+            config,
+            layer,
+            _seen(q, k, positions, window, knockouts, layer) if seen is None else seen,
+            taps,
+        )
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=seen, is_causal=seen is None and q.shape[-2] > 1, scale=config.attention_scale, enable_gqa=q.shape[1] != k.shape[1]
+        q,
+        k,
+        v,
+        attn_mask=seen,
+        is_causal=seen is None and q.shape[-2] > 1,
+        scale=config.attention_scale,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
 
 
@@ -91,15 +119,18 @@ def output(z: Tensor, projection: Linear, layer: int, taps: Taps) -> Tensor:
         if taps.changes(layer, "result"):
             mixed = result.sum(1)
             return mixed if projection.bias is None else mixed + projection.bias
-    return _linear(z.transpose(1, 2).flatten(2), projection)
+    return linear(z.transpose(1, 2).flatten(2), projection)
 
 
 def _changes_scores(taps: Taps, layer: int, knockouts: list[Knockout]) -> bool:
-    """Knockouts are a mask, which the fused kernel takes; any other change of the scores needs them materialised."""
+    """Knockouts are a mask, which the fused kernel takes; any other change of the scores needs them
+    materialised."""
     return taps.count_changes(layer, "scores", "attn_scores") > len(knockouts)
 
 
-def _seen(q: Tensor, k: Tensor, positions: Positions, window: int | None, knockouts: list[Knockout], layer: int) -> Tensor:
+def _seen(
+    q: Tensor, k: Tensor, positions: Positions, window: int | None, knockouts: list[Knockout], layer: int
+) -> Tensor:
     """Bool, broadcastable to [B, H, query, key]: where attention may look."""
     queries, keys = q.shape[-2], k.shape[-2]
     seen = positions.allowed(window)
@@ -113,8 +144,10 @@ def _seen(q: Tensor, k: Tensor, positions: Positions, window: int | None, knocko
     if len(blind):
         head, row = blind[0].tolist()
         raise InterventionError(
-            f"Knockout at 'blocks.{layer}.attn.hook_scores' leaves query {row} of head {head} no key to attend to; "
-            f"expected at least one uncut key per row, so spare one, or zero the head at 'blocks.{layer}.attn.hook_z'"
+            f"Knockout at 'blocks.{layer}.attn.hook_scores' leaves query {row} of head {head} no key to "
+            "attend to; "
+            "expected at least one uncut key per row, so spare one, or zero the head at "
+            f"'blocks.{layer}.attn.hook_z'"
         )
     return seen
 
@@ -139,7 +172,3 @@ def _weigh(pattern: Tensor, v: Tensor) -> Tensor:
     stacked = pattern.reshape(batch * kv_heads, -1, keys)
     mixed: Tensor = torch.bmm(stacked, v.reshape(batch * kv_heads, keys, -1))
     return mixed.view(batch, heads, queries, -1)
-
-
-def _linear(x: Tensor, part: Linear) -> Tensor:
-    return F.linear(x, part.weight, part.bias)

@@ -1,13 +1,17 @@
-"""The decoder: embedding, blocks, final norm, LM head, as plain code over a TransformerConfig and its weights.
+"""The decoder: embedding, blocks, final norm, LM head, as plain code over a TransformerConfig and its
+weights.
 
-Knows tensors and taps; knows no text, files or stores. Computes only what is asked: it ends at the last wanted hook point, and the
-LM head runs only where logits are wanted.
+Knows tensors and taps; knows no text, files or stores. Computes only what is asked: it ends at the last
+wanted hook point, and the LM head runs only where logits are wanted.
 
     embed -> [resid_pre -> ln1 -> attention -> (ln1_post) -> attn_out -> resid_mid
-                        -> ln2 -> MLP       -> (ln2_post) -> mlp_out  -> resid_post] * L -> final_norm -> logits
+                        -> ln2 -> MLP       -> (ln2_post) -> mlp_out  -> resid_post] * L -> final_norm ->
+                        logits
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +22,11 @@ from ..points import HookPoint, transformer_points
 from ..taps import EverythingHeld, Taps
 from ..wants import Logits
 from ..weights import LayerWeights, Weights
-from .attention import Positions, attention, causal
+from .attention import Positions, attention, causal, linear
 from .norms import apply_norm, normalise
 from .rope import depends_on_length, rope_tables
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -53,7 +57,14 @@ class Decoder:
     def axis_sizes(self) -> dict[str, int]:
         """Sizes of the axes that do not depend on the batch."""
         c = self.config
-        return {"hidden": c.hidden_size, "head": c.num_attention_heads, "kv_head": c.num_kv_heads, "d_head": c.head_dim, "mlp": c.intermediate_size, "one": 1}
+        return {
+            "hidden": c.hidden_size,
+            "head": c.num_attention_heads,
+            "kv_head": c.num_kv_heads,
+            "d_head": c.head_dim,
+            "mlp": c.intermediate_size,
+            "one": 1,
+        }
 
     def forward(self, ids: Tensor, taps: Taps, want: Logits | None) -> Tensor | None:
         """ids: int [B, S]. Returns the logits wanted, [B, positions, tokens], or None if none are.
@@ -74,6 +85,7 @@ class Decoder:
         return x
 
     def embed(self, ids: Tensor) -> Tensor:
+        """Token ids [B, S] -> embeddings [B, S, D], scaled where the family does."""
         x = F.embedding(ids, self.weights.embed)
         if self.config.embedding_scale is None:
             return x
@@ -101,17 +113,18 @@ class Decoder:
         return taps("resid_post", layer, x + taps("mlp_out", layer, h))
 
     def _mlp(self, x: Tensor, layer: int, weights: LayerWeights, taps: Taps) -> Tensor:
+        gate: Tensor | None
         if weights.gate_up is not None:
-            gate, up = F.linear(x, weights.gate_up.weight, weights.gate_up.bias).chunk(2, dim=-1)
-            up = taps("mlp_pre_linear", layer, up) if taps.touches(layer, "mlp_pre_linear") else up
-            inner = self._activation(taps("mlp_pre_act", layer, gate)) * up
-        elif weights.gate is not None:
-            gate = taps("mlp_pre_act", layer, F.linear(x, weights.gate.weight, weights.gate.bias))
-            up = taps("mlp_pre_linear", layer, F.linear(x, weights.up.weight, weights.up.bias))
-            inner = self._activation(gate) * up
+            gate, up = linear(x, weights.gate_up).chunk(2, dim=-1)
         else:
-            inner = self._activation(taps("mlp_pre_act", layer, F.linear(x, weights.up.weight, weights.up.bias)))
-        return F.linear(taps("mlp_post_act", layer, inner), weights.down.weight, weights.down.bias)
+            gate = None if weights.gate is None else linear(x, weights.gate)
+            up = linear(x, weights.up)
+        if gate is None:
+            inner = self._activation(taps("mlp_pre_act", layer, up))
+        else:
+            gate = taps("mlp_pre_act", layer, gate)
+            inner = self._activation(gate) * taps("mlp_pre_linear", layer, up)
+        return linear(taps("mlp_post_act", layer, inner), weights.down)
 
     def _final(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
         c, final = self.config, self.weights.final_norm
@@ -130,4 +143,3 @@ class Decoder:
         logits = F.linear(x, want.of_tokens(head))
         cap = self.config.final_logit_softcapping
         return cap * torch.tanh(logits / cap) if softcap and cap is not None else logits
-

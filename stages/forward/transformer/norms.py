@@ -1,7 +1,8 @@
 """Norms: RMSNorm, Gemma's RMSNorm with weight 1 + w, and LayerNorm, with their hook points.
 
-Statistics are float32 in any dtype. The fused kernel gives the output unless someone *changes* a scale or a normalised value;
-reading them computes them on the side, so that a capture never changes a bit of the result.
+Statistics are float32 in any dtype. The fused kernel gives the output unless someone *changes* a scale or a
+normalised value; reading them computes them on the side, so that a capture never changes a bit of the
+result.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from ..taps import Taps
 from ..weights import NormWeights
 
 
-def normalise(x: Tensor, norm: NormWeights, kind: str, eps: float, taps: Taps, name: str, layer: int | None) -> Tensor:
-    """x [B, S, D] normalised over D; taps see ``{name}_scale`` [B, S, 1] and ``{name}_normalized`` [B, S, D]."""
+def normalise(
+    x: Tensor, norm: NormWeights, kind: str, eps: float, taps: Taps, name: str, layer: int | None
+) -> Tensor:
+    """x [B, S, D] normalised over D; taps see ``{name}_scale`` [B, S, 1] and ``{name}_normalized`` [B, S,
+    D]."""
     scale_point, value_point = f"{name}_scale", f"{name}_normalized"
     if taps.changes(layer, scale_point, value_point):
         return _by_parts(x, norm, kind, eps, taps, name, layer)
@@ -40,7 +44,9 @@ def apply_norm(x: Tensor, norm: NormWeights, kind: str, eps: float) -> Tensor:
     return norm.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def _by_parts(x: Tensor, norm: NormWeights, kind: str, eps: float, taps: Taps, name: str, layer: int | None) -> Tensor:
+def _by_parts(
+    x: Tensor, norm: NormWeights, kind: str, eps: float, taps: Taps, name: str, layer: int | None
+) -> Tensor:
     wide = x.float()
     if kind == "layer":
         wide = wide - wide.mean(-1, keepdim=True)

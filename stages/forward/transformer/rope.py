@@ -1,8 +1,8 @@
 """Rotary position embeddings: tables of cosines and sines for each scaling scheme.
 
-Knows one RopeConfig and a sequence length; knows no layers. Rotate-half layout over the first ``rope.dim`` entries of a head
-(Su et al. 2021, RoFormer, eq. 15). Frequencies are computed in float64 and tables in float32 whatever the model's dtype, because a
-bfloat16 cannot tell position 257 from 256.
+Knows one RopeConfig and a sequence length; knows no layers. Rotate-half layout over the first ``rope.dim``
+entries of a head (Su et al. 2021, RoFormer, eq. 15). Frequencies are computed in float64 and tables in
+float32 whatever the model's dtype, because a bfloat16 cannot tell position 257 from 256.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from ..config import RopeConfig
 def rope_tables(rope: RopeConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos, sin, each float32 [length, rope.dim / 2], for positions 0 … length-1.
 
-    Schemes "dynamic" (NTK: the base grows with the sequence) and "longrope" (Phi-3: short or long factors) depend on the length of
-    the whole sequence, so tables of a longer one cannot be cut down to a shorter one.
+    Schemes "dynamic" (NTK: the base grows with the sequence) and "longrope" (Phi-3: short or long factors)
+    depend on the length of the whole sequence, so tables of a longer one cannot be cut down to a shorter
+    one.
     """
     positions = torch.arange(length, dtype=torch.float64)
     angles = torch.outer(positions, inverse_frequencies(rope, length)).float()
@@ -49,7 +50,8 @@ def inverse_frequencies(rope: RopeConfig, length: int) -> Tensor:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """What cos and sin are multiplied by: 1 but for longrope, where it keeps the scale of the scores (LongRoPE, section 3.2)."""
+    """What cos and sin are multiplied by: 1 but for longrope, where it keeps the scale of the scores
+    (LongRoPE, section 3.2)."""
     if rope.scheme != "longrope":
         return 1.0
     if rope.attention_factor is not None:
@@ -80,7 +82,8 @@ def _ntk_base(rope: RopeConfig, length: int) -> float:
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Slow frequencies divided by the factor, fast ones kept, a linear blend between (Llama 3.1 reference code)."""
+    """Slow frequencies divided by the factor, fast ones kept, a linear blend between (Llama 3.1 reference
+    code)."""
     original = _original(rope)
     wavelength = 2 * math.pi / plain
     blend = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)

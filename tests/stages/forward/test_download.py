@@ -34,7 +34,8 @@ class Hub(BaseHTTPRequestHandler):
     status = 200
     refusal = ""
     asked: list[str] = []  # noqa: RUF012 - reset by the fixture
-    starts: list[int] = []  # noqa: RUF012 - reset by the fixture
+    cut: list[str] = []  # noqa: RUF012 - files whose connection breaks half-way, once
+    broken: list[str] = []  # noqa: RUF012 - files that are not delivered
 
     def log_message(self, *arguments):
         """Quiet."""
@@ -74,8 +75,8 @@ class Hub(BaseHTTPRequestHandler):
         content = self.files[name]
         etag = hashlib.sha256(content).hexdigest() if lfs(name, content) else sha1(content)
         start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
-        if not head:
-            self.starts.append(start)
+        if name in self.broken and not head:
+            return self.answer(404, b"", head, {"X-Error-Code": "EntryNotFound"})
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         return self.answer(206 if start else 200, content[start:], head, headers)
 
@@ -89,7 +90,12 @@ class Hub(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.end_headers()
         if not head:
-            self.wfile.write(body)
+            name = self.path.rpartition("/")[2]
+            half = name in self.cut
+            self.wfile.write(body[: len(body) // 2] if half else body)
+            if half:
+                self.cut.remove(name)
+                self.close_connection = True
 
 
 def sha1(content):
@@ -115,7 +121,7 @@ def lfs(name, content):
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """The server, as the hub's client sees the real one; yields the handler to change what it answers."""
-    handler = type("Handler", (Hub,), {"asked": [], "starts": []})
+    handler = type("Handler", (Hub,), {"asked": [], "cut": [], "broken": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     endpoint = f"http://127.0.0.1:{server.server_address[1]}"
@@ -222,15 +228,21 @@ def test_a_disk_too_small_is_noticed_before_the_download(hub, monkeypatch):
     assert not any("/resolve/" in path for path in hub.asked)
 
 
-def test_a_broken_download_is_resumed(hub, tmp_path):
-    """Half a file left behind by a killed process: the rest is asked for, and the file is whole."""
-    content = FILES["model.safetensors"]
-    blobs = tmp_path / "hub" / "models--org--name" / "blobs"
-    blobs.mkdir(parents=True)
-    half = blobs / f"{hashlib.sha256(content).hexdigest()}.incomplete"
-    half.write_bytes(content[:50_000])
-    assert fetch("org/name", progress=False).weight_files[0].read_bytes() == content
-    assert 50_000 in hub.starts
+def test_a_connection_that_breaks_is_tried_again(hub):
+    hub.cut.append("model.safetensors")
+    found = fetch("org/name", progress=False)
+    assert found.weight_files[0].read_bytes() == FILES["model.safetensors"]
+    assert sum(path.endswith("/model.safetensors") for path in hub.asked) == 2
+
+
+def test_files_that_arrived_before_an_interruption_are_kept(hub):
+    hub.broken.append("model.safetensors")
+    with pytest.raises(DownloadError, match="what arrived is kept"):
+        fetch("org/name", progress=False)
+    hub.broken.clear()
+    hub.asked.clear()
+    fetch("org/name", progress=False)
+    assert [path.rpartition("/")[2] for path in hub.asked if "/resolve/" in path] == ["model.safetensors"]
 
 
 def test_sizes_are_known_before_anything_is_fetched(hub):

@@ -22,7 +22,9 @@ def test_every_point_survives_the_trip_through_its_string_form(kind):
     assert HookPoint.parse(str(point)) == point
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.transformer_lens], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind.transformer_lens], ids=lambda kind: kind.name
+)
 def test_every_transformer_lens_name_translates_back(kind):
     point = HookPoint(kind.name, 2 if kind.per_layer else None)
     assert HookPoint.from_transformer_lens(point.transformer_lens) == point
@@ -48,12 +50,12 @@ def test_an_unknown_name_is_refused_with_the_nearest(name, near):
 
 
 def test_a_layer_the_model_lacks_is_refused():
-    with pytest.raises(HookPointNotFound, match="layers 0 to 3, found 'blocks.9.hook_resid_post'"):
+    with pytest.raises(HookPointNotFound, match=r"layers 0 to 3, found 'blocks.9.hook_resid_post'"):
         HookSpec().capture("blocks.9.hook_resid_post").bind(POINTS)
 
 
 def test_a_point_another_family_has_is_refused():
-    with pytest.raises(HookPointNotFound, match="no hook point 'blocks.0.ln1_post.hook_scale'"):
+    with pytest.raises(HookPointNotFound, match=r"no hook point 'blocks.0.ln1_post.hook_scale'"):
         HookSpec().capture("blocks.0.ln1_post.hook_scale").bind(POINTS)
 
 
@@ -74,14 +76,20 @@ def test_capturing_twice_is_capturing_once():
 
 def test_extend_appends_interventions_and_unites_captures():
     first = HookSpec().capture("hook_embed").intervene("blocks.0.hook_mlp_out", Zero())
-    second = HookSpec().capture("hook_embed", "hook_final_norm").intervene("blocks.0.hook_mlp_out", Scale(2.0))
+    second = (
+        HookSpec().capture("hook_embed", "hook_final_norm").intervene("blocks.0.hook_mlp_out", Scale(2.0))
+    )
     first.extend(second)
     assert first.num_captures == 2
     assert first.interventions_at("blocks.0.hook_mlp_out") == [Zero(), Scale(2.0)]
 
 
 def test_the_run_digest_ignores_captures_and_their_order():
-    a = HookSpec().capture("hook_embed", "blocks.1.hook_resid_post").intervene("blocks.0.hook_mlp_out", Zero())
+    a = (
+        HookSpec()
+        .capture("hook_embed", "blocks.1.hook_resid_post")
+        .intervene("blocks.0.hook_mlp_out", Zero())
+    )
     b = HookSpec().intervene("blocks.0.hook_mlp_out", Zero()).capture("blocks.*.hook_resid_pre")
     assert a.bind(POINTS).run_digest == b.bind(POINTS).run_digest
     assert a.bind(POINTS).digest != b.bind(POINTS).digest
@@ -97,7 +105,10 @@ def test_one_bit_of_a_payload_changes_the_run_digest():
     vector = np.linspace(0, 1, 16, dtype=np.float32)
     other = vector.copy()
     other.view(np.uint32)[3] ^= 1
-    digests = {HookSpec().intervene("hook_embed", Add(v)).bind(POINTS).run_digest for v in (vector, other, vector.copy())}
+    digests = {
+        HookSpec().intervene("hook_embed", Add(v)).bind(POINTS).run_digest
+        for v in (vector, other, vector.copy())
+    }
     assert len(digests) == 2
 
 
@@ -113,12 +124,19 @@ def test_digests_do_not_depend_on_the_process():
         "from mizarr.stages.forward.hooks import HookSpec\n"
         "from mizarr.stages.forward.interventions import Add, Scale\n"
         "from mizarr.stages.forward.points import transformer_points\n"
-        "spec = HookSpec().capture('hook_embed').intervene('hook_embed', Scale(0.1)).intervene('hook_embed', Add([1.0, 2.5]))\n"
+        "spec = HookSpec().capture('hook_embed').intervene('hook_embed', "
+        "Scale(0.1)).intervene('hook_embed', Add([1.0, 2.5]))\n"
         "print(spec.bind(transformer_points(2, post_norms=True, gated=True)).digest)\n"
         "import sys; assert 'torch' not in sys.modules, 'planning must not import torch'\n"
     )
     runs = {
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}).stdout
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONHASHSEED": seed},
+        ).stdout
         for seed in ("1", "2")
     }
     assert len(runs) == 1

@@ -1,4 +1,5 @@
-"""What must hold inside every family, whatever the weights: sums of the residual stream, and interventions that change nothing."""
+"""What must hold inside every family, whatever the weights: sums of the residual stream, and interventions
+that change nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +46,10 @@ def test_capturing_everything_changes_no_bit_of_the_output(model, ids, everythin
 def test_the_residual_stream_is_a_sum(model, everything):
     close(everything[HookPoint.embed()], everything[HookPoint.resid_pre(0)], atol=0)
     for layer in range(model.config.num_layers):
-        at = {kind: everything[HookPoint(kind, layer)] for kind in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")}
+        at = {
+            kind: everything[HookPoint(kind, layer)]
+            for kind in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+        }
         assert torch.equal(at["resid_mid"], at["resid_pre"] + at["attn_out"])
         assert torch.equal(at["resid_post"], at["resid_mid"] + at["mlp_out"])
         if layer:
@@ -53,14 +57,17 @@ def test_the_residual_stream_is_a_sum(model, everything):
 
 
 def test_head_results_and_bias_sum_to_the_attention_output(model, everything):
-    """Before any post-norm: for 4-norm families the post-norm's scale and normalised value give that output back."""
+    """Before any post-norm: for 4-norm families the post-norm's scale and normalised value give that output
+    back."""
     for layer in range(model.config.num_layers):
         summed = everything[HookPoint.result(layer)].sum(1)
         bias = model.architecture.weights.layers[layer].o.bias
         if bias is not None:
             summed = summed + bias
         if model.config.use_post_norms:
-            expected = everything[HookPoint.ln1_post_scale(layer)] * everything[HookPoint.ln1_post_normalized(layer)]
+            expected = (
+                everything[HookPoint.ln1_post_scale(layer)] * everything[HookPoint.ln1_post_normalized(layer)]
+            )
         else:
             expected = everything[HookPoint.attn_out(layer)]
         close(summed, expected)
@@ -74,14 +81,20 @@ def test_patterns_are_causal_windowed_distributions_that_mix_the_values(model, e
         unseen = (distance < 0) | (distance >= (window or LENGTH))
         assert (pattern[..., unseen] == 0).all()
         assert everything[HookPoint.attn_scores(layer)][..., unseen].isneginf().all()
-        value = everything[HookPoint.v(layer)].repeat_interleave(pattern.shape[1] // everything[HookPoint.v(layer)].shape[1], 1)
+        value = everything[HookPoint.v(layer)].repeat_interleave(
+            pattern.shape[1] // everything[HookPoint.v(layer)].shape[1], 1
+        )
         close(pattern @ value, everything[HookPoint.z(layer)])
 
 
 def test_scores_are_scaled_products_of_rotated_queries_and_keys(model, everything):
     query, key = everything[HookPoint.rot_q(0)], everything[HookPoint.rot_k(0)]
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-    close(everything[HookPoint.scores(0)], query @ key.transpose(-1, -2) * model.config.attention_scale, atol=1e-4)
+    close(
+        everything[HookPoint.scores(0)],
+        query @ key.transpose(-1, -2) * model.config.attention_scale,
+        atol=1e-4,
+    )
 
 
 def test_normalised_values_times_scale_are_the_input_of_the_norm(model, everything):
@@ -96,19 +109,45 @@ def test_normalised_values_times_scale_are_the_input_of_the_norm(model, everythi
 def test_mlp_activations_project_to_the_mlp_output(model, everything):
     for layer in range(model.config.num_layers):
         down = model.architecture.weights.layers[layer].down
-        expected = everything[HookPoint.mlp_post_act(layer)] @ down.weight.T + (0 if down.bias is None else down.bias)
+        expected = everything[HookPoint.mlp_post_act(layer)] @ down.weight.T + (
+            0 if down.bias is None else down.bias
+        )
         close(everything[HookPoint.mlp_post(layer)], expected, atol=1e-4)
 
 
 KINDS_THAT_FLOW = (
-    "embed", "resid_pre", "ln1_scale", "ln1_normalized", "q", "k", "v", "rot_q", "rot_k", "scores", "attn_scores", "pattern", "z", "result", "attn_out",
-    "resid_mid", "ln2_scale", "ln2_normalized", "mlp_pre", "mlp_pre_act", "mlp_post_act", "mlp_post", "mlp_out", "resid_post", "final_norm",
-)  # fmt: skip
+    "embed",
+    "resid_pre",
+    "ln1_scale",
+    "ln1_normalized",
+    "q",
+    "k",
+    "v",
+    "rot_q",
+    "rot_k",
+    "scores",
+    "attn_scores",
+    "pattern",
+    "z",
+    "result",
+    "attn_out",
+    "resid_mid",
+    "ln2_scale",
+    "ln2_normalized",
+    "mlp_pre",
+    "mlp_pre_act",
+    "mlp_post_act",
+    "mlp_post",
+    "mlp_out",
+    "resid_post",
+    "final_norm",
+)
 
 
 @pytest.mark.parametrize("kind", KINDS_THAT_FLOW)
 def test_putting_back_what_was_there_changes_nothing(model, ids, everything, kind):
-    """Scale(1), Add(0) and Replace(captured), at every point; scores and patterns leave the fused kernel, so to rounding only."""
+    """Scale(1), Add(0) and Replace(captured), at every point; scores and patterns leave the fused kernel,
+    so to rounding only."""
     point = HookPoint(kind, None if kind in ("embed", "final_norm") else 1)
     value = everything[point]
     neutral = [Scale(1.0)]
@@ -148,7 +187,14 @@ def test_captures_are_after_interventions_unless_asked_before(model, ids, everyt
 def test_interventions_at_one_point_apply_in_order(model, ids):
     point = HookPoint.resid_post(0)
     one = torch.ones(model.config.hidden_size)
-    cache = model.forward(ids, HookSpec().intervene(point, Zero()).intervene(point, Add(one)).intervene(point, Scale(3.0)).capture(point))
+    cache = model.forward(
+        ids,
+        HookSpec()
+        .intervene(point, Zero())
+        .intervene(point, Add(one))
+        .intervene(point, Scale(3.0))
+        .capture(point),
+    )
     assert (cache[point] == 3).all()
 
 
@@ -156,7 +202,11 @@ def test_a_knocked_out_edge_has_no_weight_and_its_row_still_sums_to_one(model, i
     row = 4 if (model.config.layer_windows[1] or LENGTH) > 2 else None
     if row is None:
         pytest.skip("a window this narrow leaves no second key")
-    spec = HookSpec().intervene(HookPoint.scores(1), Knockout([(row, row - 1)], heads=(0,))).capture(HookPoint.pattern(1))
+    spec = (
+        HookSpec()
+        .intervene(HookPoint.scores(1), Knockout([(row, row - 1)], heads=(0,)))
+        .capture(HookPoint.pattern(1))
+    )
     pattern = model.forward(ids, spec)[HookPoint.pattern(1)]
     assert (pattern[:, 0, row, row - 1] == 0).all()
     close(pattern.sum(-1), torch.ones_like(pattern.sum(-1)))
@@ -166,7 +216,11 @@ def test_a_knockout_gives_the_output_its_pattern_says(model, ids):
     """The fused kernel under a mask and the pattern computed on the side are one computation."""
     if (model.config.layer_windows[1] or LENGTH) <= 2:
         pytest.skip("a window this narrow leaves no second key")
-    spec = HookSpec().intervene(HookPoint.scores(1), Knockout([(9, 8), (6, 5)])).capture(HookPoint.pattern(1), HookPoint.v(1), HookPoint.z(1))
+    spec = (
+        HookSpec()
+        .intervene(HookPoint.scores(1), Knockout([(9, 8), (6, 5)]))
+        .capture(HookPoint.pattern(1), HookPoint.v(1), HookPoint.z(1))
+    )
     cache = model.forward(ids, spec)
     value = cache[HookPoint.v(1)]
     pattern = cache[HookPoint.pattern(1)]
@@ -182,8 +236,13 @@ def test_steering_in_the_model_follows_the_formula_and_stays_causal(model, ids, 
     if (model.config.layer_windows[0] or LENGTH) <= 2:
         pytest.skip("a window this narrow leaves nothing to steer")
     weight = everything[HookPoint.pattern(0)][:, :, 6, 5]
-    for change, expected in ((Steer([(6, 5)], 4.0), 4 * weight / (1 + 3 * weight)), (SetValue([(6, 5)], 0.25), torch.full_like(weight, 0.25))):
-        pattern = model.forward(ids, HookSpec().intervene(HookPoint.pattern(0), change).capture(HookPoint.pattern(0)))[HookPoint.pattern(0)]
+    for change, expected in (
+        (Steer([(6, 5)], 4.0), 4 * weight / (1 + 3 * weight)),
+        (SetValue([(6, 5)], 0.25), torch.full_like(weight, 0.25)),
+    ):
+        pattern = model.forward(
+            ids, HookSpec().intervene(HookPoint.pattern(0), change).capture(HookPoint.pattern(0))
+        )[HookPoint.pattern(0)]
         close(pattern[:, :, 6, 5], expected)
         assert (pattern[:, :, 6, 7:] == 0).all()
 
@@ -191,7 +250,11 @@ def test_steering_in_the_model_follows_the_formula_and_stays_causal(model, ids, 
 def test_nothing_above_the_last_wanted_point_is_computed(model, ids, monkeypatch):
     ran = []
     block = type(model.architecture).block
-    monkeypatch.setattr(type(model.architecture), "block", lambda self, x, layer, *rest: ran.append(layer) or block(self, x, layer, *rest))
+    monkeypatch.setattr(
+        type(model.architecture),
+        "block",
+        lambda self, x, layer, *rest: ran.append(layer) or block(self, x, layer, *rest),
+    )
     monkeypatch.setattr(type(model.architecture), "unembed", lambda *_: pytest.fail("the LM head ran"))
     model.forward(ids, HookSpec().capture(HookPoint.resid_mid(0)), want=None)
     assert ran == [0]
@@ -201,8 +264,16 @@ def test_nothing_above_the_last_wanted_point_is_computed(model, ids, monkeypatch
     ("hooks", "error", "message"),
     [
         (HookSpec().capture("blocks.99.hook_resid_post"), HookPointNotFound, "has layers 0 to"),
-        (HookSpec().intervene("blocks.0.hook_mlp_out", Add(torch.zeros(7))), InterventionError, r"found shape \[7\]"),
-        (HookSpec().intervene("blocks.0.hook_mlp_out", Zero(positions=(LENGTH,))), InterventionError, "found 23"),
+        (
+            HookSpec().intervene("blocks.0.hook_mlp_out", Add(torch.zeros(7))),
+            InterventionError,
+            r"found shape \[7\]",
+        ),
+        (
+            HookSpec().intervene("blocks.0.hook_mlp_out", Zero(positions=(LENGTH,))),
+            InterventionError,
+            "found 23",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_runs(model, ids, hooks, error, message, monkeypatch):
@@ -233,14 +304,16 @@ def test_a_prompt_longer_than_the_context_is_refused(model):
 
 def test_what_was_not_captured_is_named_with_the_nearest(model, ids):
     cache = model.forward(ids, HookSpec().capture(HookPoint.resid_post(0)))
-    with pytest.raises(HookPointNotFound, match="nearest is 'blocks.0.hook_resid_post'"):
+    with pytest.raises(HookPointNotFound, match=r"nearest is 'blocks.0.hook_resid_post'"):
         cache["blocks.1.hook_resid_post"]
     with pytest.raises(HookPointNotFound, match="no logits"):
         _ = model.forward(ids, want=None).logits
 
 
 def test_labelled_captures_name_their_axes(model, ids):
-    dataset = model.forward(ids, HookSpec().capture("blocks.*.hook_resid_post", "blocks.0.attn.hook_pattern")).to_xarray()
+    dataset = model.forward(
+        ids, HookSpec().capture("blocks.*.hook_resid_post", "blocks.0.attn.hook_pattern")
+    ).to_xarray()
     assert dataset["resid_post"].dims == ("layer", "batch", "position", "hidden")
     assert dataset["pattern"].dims == ("layer", "batch", "head", "query_position", "key_position")
 

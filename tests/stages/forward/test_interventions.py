@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from mizarr.stages.forward.interventions import Add, AddAtPositions, Knockout, Replace, Scale, SetValue, Steer, Zero
+from mizarr.stages.forward.interventions import (
+    Add,
+    AddAtPositions,
+    Knockout,
+    Replace,
+    Scale,
+    SetValue,
+    Steer,
+    Zero,
+)
 from mizarr.stages.forward.points import HookPoint
 from mizarr.store.errors import InterventionError
 
@@ -15,8 +24,14 @@ HEADS = HookPoint.z(0)
 PATTERN = HookPoint.pattern(0)
 SCORES = HookPoint.scores(0)
 SIZES = {
-    "batch": 2, "position": 4, "hidden": 3, "head": 2, "d_head": 5, "query_position": 4, "key_position": 4,
-}  # fmt: skip
+    "batch": 2,
+    "position": 4,
+    "hidden": 3,
+    "head": 2,
+    "d_head": 5,
+    "query_position": 4,
+    "key_position": 4,
+}
 CAUSAL = torch.ones(4, 4, dtype=torch.bool).tril()
 
 
@@ -55,7 +70,9 @@ def test_replace_of_one_cell_takes_the_region_of_the_value():
 
 
 def test_vectors_at_one_position_add_up():
-    changed = AddAtPositions([(1, [1.0, 0.0, 0.0]), (1, [0.0, 2.0, 0.0]), (-1, [0.0, 0.0, 4.0])], scale=0.5).apply(torch.zeros(2, 4, 3), RESID)
+    changed = AddAtPositions(
+        [(1, [1.0, 0.0, 0.0]), (1, [0.0, 2.0, 0.0]), (-1, [0.0, 0.0, 4.0])], scale=0.5
+    ).apply(torch.zeros(2, 4, 3), RESID)
     expected = torch.zeros(2, 4, 3)
     expected[:, 1] = torch.tensor([0.5, 1.0, 0.0])
     expected[:, 3, 2] = 2.0
@@ -63,7 +80,9 @@ def test_vectors_at_one_position_add_up():
 
 
 def test_a_float32_vector_enters_a_bfloat16_pass():
-    changed = AddAtPositions([(0, torch.ones(3))], scale=3.0).apply(torch.zeros(1, 4, 3, dtype=torch.bfloat16), RESID)
+    changed = AddAtPositions([(0, torch.ones(3))], scale=3.0).apply(
+        torch.zeros(1, 4, 3, dtype=torch.bfloat16), RESID
+    )
     assert changed.dtype == torch.bfloat16
     assert torch.equal(changed[0, 0].float(), torch.full((3,), 3.0))
 
@@ -76,7 +95,9 @@ def test_steering_one_edge_follows_the_formula():
 
 
 def test_an_edge_named_twice_counts_once():
-    once, twice = (Steer(edges, 3.0).apply(uniform_pattern(), PATTERN, CAUSAL) for edges in ([(3, 1)], [(3, 1), (3, 1)]))
+    once, twice = (
+        Steer(edges, 3.0).apply(uniform_pattern(), PATTERN, CAUSAL) for edges in ([(3, 1)], [(3, 1), (3, 1)])
+    )
     assert torch.equal(once, twice)
 
 
@@ -122,7 +143,11 @@ def test_an_open_edge_means_every_position():
 @pytest.mark.parametrize(
     ("intervention", "point", "message"),
     [
-        (Replace(np.zeros((2, 5, 3), np.float32)), RESID, r"broadcasts to \[batch=2, position=4, hidden=3\], found shape \[2, 5, 3\]"),
+        (
+            Replace(np.zeros((2, 5, 3), np.float32)),
+            RESID,
+            r"broadcasts to \[batch=2, position=4, hidden=3\], found shape \[2, 5, 3\]",
+        ),
         (Add(np.zeros(4, np.float32)), RESID, r"found shape \[4\]"),
         (Replace(np.zeros((3, 2, 4, 3), np.float32)), RESID, "broadcasts to"),
         (Zero(positions=(4,)), RESID, r"expected positions in 0..3 .*found 4"),
@@ -151,7 +176,7 @@ def test_what_cannot_be_applied_is_refused_before_the_pass(intervention, point, 
         lambda: Steer([(1, 0)], -1.0),
         lambda: SetValue([(1, 0)], 1.5),
         lambda: SetValue([], 0.5),
-        lambda: Knockout(),
+        Knockout,
         lambda: Knockout([(None, None)]),
         lambda: Knockout([(1, 0)], mask=np.zeros((4, 4), bool)),
         lambda: Knockout(mask=np.full((4, 4), 0.5)),

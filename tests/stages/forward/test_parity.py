@@ -1,4 +1,5 @@
-"""Every family computes what the reference implementation computes: transformers, eager attention, float32, random configurations."""
+"""Every family computes what the reference implementation computes: transformers, eager attention, float32,
+random configurations."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from mizarr.stages.forward.points import HookPoint
 from .random_models import FAMILIES, VOCAB, save_random_model
 
 pytest.importorskip("transformers")
-LENGTHS = (1, 2, 37, 70)  # past every drawn window, and past the 32 positions at which longrope changes its factors
+LENGTHS = (
+    1,
+    2,
+    37,
+    70,
+)  # past every drawn window, and past the 32 positions at which longrope changes its factors
 DRAWS = 4
 
 
@@ -33,7 +39,9 @@ def test_logits_and_hidden_states_agree_with_transformers(family, seed, tmp_path
         # The reference lists the input of every block, and the normalised output of the last.
         for layer, hidden in enumerate(expected.hidden_states[:layers]):
             torch.testing.assert_close(cache[HookPoint.resid_pre(layer)], hidden, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(cache[HookPoint.final_norm()], expected.hidden_states[layers], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            cache[HookPoint.final_norm()], expected.hidden_states[layers], atol=1e-4, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -72,9 +80,16 @@ def test_a_prompt_gives_the_same_alone_and_in_company(tmp_path):
         length = len(ids)
         torch.testing.assert_close(together.logits[row, :length], alone.logits[0], atol=1e-5, rtol=0)
         assert together.logits[row, length:].isnan().all(), "past its end a prompt holds no number"
-        torch.testing.assert_close(together[HookPoint.resid_post(1)][row, :length], alone[HookPoint.resid_post(1)][0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            together[HookPoint.resid_post(1)][row, :length],
+            alone[HookPoint.resid_post(1)][0],
+            atol=1e-5,
+            rtol=0,
+        )
         pattern = together[HookPoint.pattern(0)][row]
-        torch.testing.assert_close(pattern[:, :length, :length], alone[HookPoint.pattern(0)][0], atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            pattern[:, :length, :length], alone[HookPoint.pattern(0)][0], atol=1e-6, rtol=0
+        )
 
 
 def test_wanted_logits_are_rows_of_all_logits(tmp_path):
