@@ -2,10 +2,10 @@
 
 Border: one small file; what is computed under it is known elsewhere.
 
-Only a courtesy: correctness rests on first-wins publication, and a lost or stolen claim costs time, never a
+Only a courtesy: correctness rests on first-wins publication; a lost or stolen claim costs time, never a
 result. A claim is a file created exclusively; its holder touches it now and then, and one that has not been
-touched for `ttl` seconds was left by a dead process and may be taken over. One whose process is gone from this
-machine is taken over at once: whoever starts a killed run again does not wait.
+touched for `ttl` seconds was left by a dead process and may be taken over. One whose process is gone from
+this machine is taken over at once: whoever starts a killed run again does not wait.
 """
 
 from __future__ import annotations

@@ -149,30 +149,22 @@ class Entry:
                 f"found {', '.join(dtypes) or 'no arrays'}"
             )
         path = entry_path(entry_digest(run, dtypes[0]))
-        about = {
-            "run": run.request(),
-            "dtype": dtypes[0],
-            "segment_tokens": segment_tokens,
-            "n_tokens": tokens.n_tokens,
-            "n_prompts": tokens.n_prompts,
-        }
-        group = {
-            "zarr_format": 3,
-            "node_type": "group",
-            "attributes": {**(attributes or {}), "mizarr": about},
-        }
-        folder.put_new(f"{path}/zarr.json", json.dumps(group, indent=1).encode())
-        entry = cls(
-            folder, run, dtypes[0], tokens, _group(folder, path)["segment_tokens"], claim_ttl=claim_ttl
-        )
+        entry = cls(folder, run, dtypes[0], tokens, _length(folder, path) or segment_tokens, claim_ttl)
+        layouts = [entry._plan(spec) for spec in arrays]  # refuses before anything is written
+        if folder.put_new(f"{path}/zarr.json", entry._group(attributes or {})):
+            for spec, layout in zip(arrays, layouts, strict=True):
+                entry._add(spec, layout)
+            return entry
+        # The other one's length stands, which may differ from ours if it came first just now.
+        entry = cls(folder, run, dtypes[0], tokens, _length(folder, path) or segment_tokens, claim_ttl)
         for spec in arrays:
-            entry._add(spec)
+            entry._add(spec, entry._plan(spec))
         return entry
 
     @classmethod
     def load(cls, folder: Folder, path: str, tokens: PackedTokens) -> Entry:
         """The entry in a folder (relative to the store); EntryNotFound if there is none."""
-        about = _group(folder, path)
+        about = _about(folder, path)
         run = RunKey(about["run"]["model"], about["run"]["prompt"], about["run"]["hooks"])
         return cls(folder, run, about["dtype"], tokens, about["segment_tokens"])
 
@@ -359,12 +351,27 @@ class Entry:
 
     # -- helpers
 
-    def _add(self, spec: ArraySpec) -> None:
-        many = len(self.segments) > 1
+    def _group(self, attributes: Mapping[str, Any]) -> bytes:
+        """The `zarr.json` of the group."""
+        about = {
+            "run": self.run.request(),
+            "dtype": self.dtype,
+            "segment_tokens": self.segment_tokens,
+            "n_tokens": self.tokens.n_tokens,
+            "n_prompts": self.tokens.n_prompts,
+        }
+        group = {"zarr_format": 3, "node_type": "group", "attributes": {**attributes, "mizarr": about}}
+        return json.dumps(group, indent=1).encode()
+
+    def _plan(self, spec: ArraySpec) -> ShardLayout:
+        """The layout of a new variable; ShapeError if segments of this length do not allow one."""
         pairs = spec.packed == "pair"
         most = int(np.diff(self.pair_bounds).max()) if pairs else self.segment_tokens
-        exact = many and not pairs
-        layout = ShardLayout.of(spec.dtype, spec.tail, most, spec.layers is not None, exact=exact)
+        exact = len(self.segments) > 1 and not pairs
+        return ShardLayout.of(spec.dtype, spec.tail, most, spec.layers is not None, exact=exact)
+
+    def _add(self, spec: ArraySpec, layout: ShardLayout) -> None:
+        many, pairs = len(self.segments) > 1, spec.packed == "pair"
         packed = layout.rows * len(self.segments) if pairs else self.tokens.n_tokens
         front = () if spec.layers is None else (spec.layers,)
         attributes: dict[str, Any] = {"long_name": spec.long_name, "units": spec.unit, "mizarr": asdict(spec)}
@@ -526,7 +533,15 @@ class _SegmentRecord:
             ) from error
 
 
-def _group(folder: Folder, path: str) -> dict[str, Any]:
+def _length(folder: Folder, path: str) -> int | None:
+    """The segment length of an entry; None when there is no entry."""
+    return (
+        int(_about(folder, path)["segment_tokens"]) if folder.get(f"{path}/zarr.json") is not None else None
+    )
+
+
+def _about(folder: Folder, path: str) -> dict[str, Any]:
+    """What an entry's group says of it; EntryNotFound if there is none."""
     text = folder.get(f"{path}/zarr.json")
     about = None if text is None else json.loads(text).get("attributes", {}).get("mizarr")
     if about is None:

@@ -45,7 +45,9 @@ class Folder:
     def get(self, name: str) -> bytes | None:
         """The bytes of a file; None when there is none."""
         try:
-            return self.path(name).read_bytes()
+            # Not through Path: half of the time in which a harvest reads ten thousand records.
+            with open(f"{self.root}/{name}", "rb", buffering=0) as file:  # noqa: PTH123
+                return file.read()
         except (FileNotFoundError, NotADirectoryError):
             return None
 

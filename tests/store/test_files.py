@@ -5,10 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
+from files_contract import FilesContract  # conftest.py says where
 
 from mizarr.store.errors import ReadOnlyStore, StoreError, StoreFull
 from mizarr.store.files import Folder
-from mizarr.tests.contracts.files_contract import FilesContract
 
 
 class TestSynced(FilesContract):
