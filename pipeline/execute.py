@@ -104,7 +104,7 @@ class Context:
         width = max(1, sum(client.nthreads().values()))
         first = [future for _ in range(2 * width) for future in submit()]
         try:
-            completed = as_completed(first)
+            completed = as_completed(first, loop=client.loop)
             for future in completed:
                 future.result()
                 under_way.remove(future)

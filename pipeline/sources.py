@@ -119,7 +119,7 @@ class ConstantNode(Ports):
 
     @property
     def _key(self) -> ResultKey:
-        return ResultKey("constant", 1, {}, {"dataset": self.content})
+        return ResultKey("constant", 1, {"content": self.content}, {})
 
     def _held(self, store: Store) -> xr.Dataset:
         if self._dataset is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -266,6 +267,32 @@ def test_a_cluster_that_is_not_there_is_told(store, monkeypatch):
     monkeypatch.setattr(distributed, "Client", refuse)
     with pytest.raises(PlanError, match=r"expected a Dask scheduler at 'tcp://127.0.0.1:1'"):
         run(lib.norm.on(states=lib.states()), store, cluster="tcp://127.0.0.1:1")
+
+
+def test_an_array_in_hand_travels_as_a_key_not_as_bytes(store):
+    big = lib.states(tokens=50_000).to_dataset()
+    node = lib.norm.on(states=mizarr.pipeline.ConstantNode(big)["resid_post"])
+    node.inputs[0].keep(store)
+    sent = pickle.dumps(node)
+    assert len(sent) < 5_000 < big.nbytes
+    (constant,) = pickle.loads(sent).inputs
+    assert constant.open(store).identical(big)
+    assert store.lineage(constant.content)["label"] == "constant/1"
+
+
+def test_no_more_cells_run_at_once_than_fit_the_budget(store):
+    running, most = [], []
+
+    def work(job, store, cell):
+        running.append(cell)
+        most.append(len(running))
+        time.sleep(0.02)
+        running.remove(cell)
+
+    cells = [{"layer": number} for number in range(12)]
+    with mizarr.pipeline.Context(threads=8, memory=25) as context:
+        context.map(work, lib.norm, store, cells, peak=10)
+    assert len(most) == 12 and max(most) == 2
 
 
 # What it costs to find that nothing has to run
