@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from .cli_options import SuggestingGroup, human_bytes, json_option, print_json, print_table, quiet_option
+from .cli_options import SuggestingGroup, json_option, print_json, print_table, quiet_option
 
 CANNOT_RUN = 1
 
@@ -84,6 +84,8 @@ def inspect(model: str, revision: str | None, shapes_only: bool, as_json: bool, 
 
 
 def _print(found: dict[str, Any]) -> None:
+    from ..pipeline.plan import human_bytes
+
     family = "known family" if found["known_family"] else "unknown family, configured from its tensors"
     click.echo(f"{found['name']}: {found['model_type']} ({family})")
     click.echo(f"{found['parameters']:,} parameters, {human_bytes(found['bytes'])}")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ..store.errors import nearest
+from ..store.errors import PlanError, nearest
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -52,11 +52,10 @@ def size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | 
     """Bytes of a size written as 500MB, 2GiB or 1.5e9; None where none was given."""
     if text is None:
         return None
-    from dask.utils import parse_bytes
+    from ..pipeline.plan import as_bytes
 
-    # dask reads "MB" as one of them
-    with contextlib.suppress(ValueError):
-        if text[:1].isdigit() and (count := int(parse_bytes(text))) > 0:
+    with contextlib.suppress(PlanError):
+        if (count := as_bytes(text)) and count > 0:
             return count
     raise click.BadParameter(f"expected a size such as 500MB or 2GiB, found {text!r}", ctx, param)
 
@@ -98,17 +97,6 @@ def print_table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> No
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for line in lines:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-def human_bytes(count: float | None) -> str:
-    """2.1 GiB for people; '-' where the count is unknown."""
-    if count is None:
-        return "-"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def _cell(value: Any) -> str:

@@ -9,7 +9,6 @@ import click
 
 from .cli_options import (
     duration,
-    human_bytes,
     json_option,
     print_json,
     print_table,
@@ -131,6 +130,7 @@ def gc(store_path: str, grace: float, quota: int | None, dry_run: bool, as_json:
 
     Pinned keys, and what they were computed from, always stay.
     """
+    from ..pipeline.plan import human_bytes
     from ..store import open_store
 
     report = open_store(store_path).gc(grace=grace, quota=quota, dry_run=dry_run)
@@ -140,7 +140,8 @@ def gc(store_path: str, grace: float, quota: int | None, dry_run: bool, as_json:
     for name in (*report.leftovers, *report.removed):
         click.echo(name)
     done = "would be removed" if dry_run else "removed"
-    click.echo(f"{human_bytes(report.bytes)} {done}, {human_bytes(report.kept_bytes)} stay", err=True)
+    gone, kept = human_bytes(report.bytes) or "nothing", human_bytes(report.kept_bytes) or "nothing"
+    click.echo(f"{gone} {done}, {kept} stays", err=True)
     if report.over_quota:
         over = human_bytes(report.over_quota)
         click.echo(f"{over} over the quota are pinned or too young; see mizarr pin, --grace", err=True)
@@ -179,5 +180,5 @@ def _shape(dataset: Any) -> dict[str, Any]:
             for name, array in dataset.data_vars.items()
         },
         "attrs": dict(dataset.attrs),
-        "size": human_bytes(dataset.nbytes),
+        "bytes": dataset.nbytes,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 import pytest
 
-from mizarr.workflows.cli_options import duration, human_bytes, print_table, settings, size
+from mizarr.workflows.cli_options import duration, print_table, settings, size
 
 OPTION = click.Option(["--set"])
 CONTEXT = click.Context(click.Command("compute"))
@@ -68,11 +68,3 @@ def test_settings_without_a_name_or_given_twice_are_refused(pairs, said):
 def test_tables_are_aligned_and_show_what_is_missing(capsys):
     print_table(["KEY", "SIZE"], [{"KEY": "ab12", "SIZE": 3}, {"KEY": "c", "SIZE": None}])
     assert capsys.readouterr().out == "KEY   SIZE\nab12  3\nc     -\n"
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**31, "2.0 GiB"), (2**50, "1024.0 TiB"), (None, "-")],
-)
-def test_bytes_are_written_in_powers_of_two(count, text):
-    assert human_bytes(count) == text
