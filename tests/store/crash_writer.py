@@ -27,14 +27,14 @@ TTL = 0.1  # seconds: claims of the dead, and of the slow, are soon taken over
 
 def open_entry(root):
     """The entry under harvest, made if it is new."""
-    folder = Folder(root, "process")  # a killed process, not a power cut
+    folder = Folder(root, "disk")  # with fsync, so that many kills hit a file half written
     return Entry.create(folder, RUN, TOKENS, [RESID, PATTERN], segment_tokens=64, claim_ttl=TTL)
 
 
 def values(entry, cell, n):
     """What a deterministic forward pass would give."""
     shape = (entry.rows(cell[0], n), *entry.spec(cell[0]).tail)
-    return np.random.default_rng([n, *repr(cell).encode()]).standard_normal(shape).astype("f4")
+    return np.random.default_rng([n, *repr(cell).encode()]).random(shape, "f4")
 
 
 def harvest(root, seed):
