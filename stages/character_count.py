@@ -287,7 +287,7 @@ def _cosines(vectors: xr.DataArray) -> xr.DataArray:
     """Cosine of every two counts, [layer?, count, other_count]; 0 with a zero vector."""
     import xarray as xr
 
-    length = np.sqrt((vectors**2).sum("hidden"))
+    length = (vectors**2).sum("hidden") ** 0.5
     unit = vectors / length.where(length > 0, 1.0)
     cosine: xr.DataArray = xr.dot(unit, unit.rename(count="other_count"), dim="hidden")
     return cosine.clip(-1.0, 1.0).transpose(..., "count", "other_count")

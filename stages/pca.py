@@ -96,8 +96,9 @@ class _Sums:
         is_far = bool((np.abs(offset) > 2 * spread).any())
         self.shift = offset.astype(self.kind) if is_far else None
         self.n = 0
-        self.total, self.gram = np.zeros(width), np.zeros((width, width))
-        self._product = np.empty((width, width), self.kind)
+        self.total: npt.NDArray[np.float64] = np.zeros(width)
+        self.gram: npt.NDArray[np.float64] = np.zeros((width, width))
+        self._product: npt.NDArray[np.float64] = np.empty((width, width), self.kind)
         self._buffer = np.empty((0, width), self.kind)
         self._ones = np.ones(0, self.kind)
 
@@ -108,7 +109,7 @@ class _Sums:
         # numpy sees that both factors are one array and calls syrk: half the flops of a general product.
         np.matmul(rows.T, rows, out=self._product)
         self.gram += self._product
-        self.total += self._ones[: len(rows)] @ rows
+        self.total += np.asarray(self._ones[: len(rows)] @ rows, np.float64)
         self.n += len(rows)
 
     def moments(self) -> Moments:
@@ -230,7 +231,8 @@ def principal_components(summary: xr.Dataset, *, n_components: int, n_omit: int 
 
 def pca(states: xr.DataArray, *, n_components: int, n_omit: int = 0) -> xr.Dataset:
     """Principal components of states [layer?, samples..., hidden], as `principal_components` returns them."""
-    return principal_components(moments(states), n_components=n_components, n_omit=n_omit)
+    found: xr.Dataset = principal_components(moments(states), n_components=n_components, n_omit=n_omit)
+    return found
 
 
 def project_to_pcs(states: xr.DataArray, fitted: xr.Dataset, *, centre: bool = True) -> xr.DataArray:
@@ -238,7 +240,8 @@ def project_to_pcs(states: xr.DataArray, fitted: xr.Dataset, *, centre: bool = T
     import xarray as xr
 
     shifted = states - fitted["mean"] if centre else states
-    return xr.dot(shifted, fitted["components"], dim="hidden").transpose(..., "component")
+    found: xr.DataArray = xr.dot(shifted, fitted["components"], dim="hidden").transpose(..., "component")
+    return found
 
 
 def reconstruct_from_pcs(
@@ -247,7 +250,7 @@ def reconstruct_from_pcs(
     """States [..., hidden] with these coordinates; `centred` says whether projecting removed the mean."""
     import xarray as xr
 
-    states = xr.dot(projected, fitted["components"], dim="component").transpose(..., "hidden")
+    states: xr.DataArray = xr.dot(projected, fitted["components"], dim="component").transpose(..., "hidden")
     return states + fitted["mean"] if centred else states
 
 

@@ -185,7 +185,8 @@ def _dtype(code: str, name: str) -> np.dtype[Any]:
         raise WeightsError(
             f"expected {name!r} as one of {', '.join(known)}, found {code}; dequantise the checkpoint"
         )
-    return np.dtype(known[code])
+    found: np.dtype[Any] = np.dtype(known[code])
+    return found
 
 
 def _rounded(values: Array, dtype: str) -> Array:

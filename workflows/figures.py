@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["answers_by_layer", "helix_page", "lens_heatmap", "save"]
 
 INK, FAINT, ACCENT, CONTROL = "#1f2430", "#8a90a0", "#c2410c", "#9aa1b1"
-STYLE = {
+STYLE: Any = {
     "font.size": 9,
     "font.family": "DejaVu Sans",
     "text.color": INK,
@@ -305,7 +305,7 @@ def _fit(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def _figure(width: float, height: float) -> Any:
+def _figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")

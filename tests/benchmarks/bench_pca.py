@@ -10,9 +10,7 @@ machine; still, take figures on a quiet one. Peak extra memory is measured in a 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import xarray as xr
-from rich.console import Console
-from rich.table import Table
+from harness import alternate, print_table, ratio
 
 from mizarr.stages.pca import moments, pca
 
@@ -53,25 +50,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     runs = contestants(args.tokens, args.hidden)
-    names = list(runs)
-    for run in runs.values():
-        run()
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(args.rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            start = time.perf_counter()
-            runs[name]()
-            seconds[name].append(time.perf_counter() - start)
-    limit = seconds[names[0]]
-    table = Table(title=f"{args.tokens} x {args.hidden}, {args.rounds} rounds, {os.cpu_count()} CPUs")
-    for column in ("", "seconds", "of the limit", "extra MB"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name in names:
-        ratio = statistics.median(a / b for a, b in zip(limit, seconds[name], strict=True))
-        row = (f"{statistics.median(seconds[name]):.3f}", f"{ratio:.2f}", f"{_peak(runs[name]):.0f}")
-        table.add_row(name, *row)
-    Console().print(table)
+    seconds = alternate(runs, args.rounds)
+    limit = next(iter(runs))
+    rows = []
+    for name, run in runs.items():
+        speed = f"{ratio(seconds[limit], seconds[name]):.2f}"
+        rows.append((name, f"{statistics.median(seconds[name]):.3f}", speed, f"{_peak(run):.0f}"))
+    title = f"PCA of {args.tokens} x {args.hidden}, {args.rounds} rounds; target: moments at 0.9 of the limit"
+    print_table(title, ("", "seconds", "of the limit", "extra MB"), rows)
 
 
 def _peak(run: Callable[[], Any]) -> float:
