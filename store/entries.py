@@ -252,7 +252,7 @@ class Entry:
 
         with ThreadPoolExecutor(min(_WRITERS, len(arrays) or 1)) as pool:
             files = dict(pool.map(write, arrays))
-        self.folder.sync_folders(f"{self.path}/{name}" for name in files)
+        self.folder.sync_folders([f"{self.path}/{name}" for name in files])
         cells = sorted(_cell_name(cell) for cell in arrays)
         record = {"segment": n, "cells": cells, "files": files}
         name = f"{self.path}/seg/{n}.{digest('cells', cells)[:12]}.json"
@@ -312,11 +312,6 @@ class Entry:
             raise EntryNotFound(self._absent(variable, layer, n, "committed"))
         return found[1]
 
-    def files(self) -> dict[str, Written]:
-        """Every committed shard, relative to the entry's folder, with its size and digest."""
-        self._committed()
-        return {path: found for record in self._records.values() for path, found in record.paths.items()}
-
     def shard(self, variable: str, layer: int | None, n: int) -> Array:
         """Rows of one segment, read-only, in the stored dtype, memory-mapped: [rows, *tail].
 
@@ -342,7 +337,10 @@ class Entry:
             raise EntryNotFound(self._absent(variable, layer, n, "stored")) from None
 
     def open(
-        self, variables: Sequence[str] | None = None, layers: Sequence[int] | None = None, **options: Any
+        self,
+        variables: Sequence[str] | None = None,
+        layers: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
+        **options: Any,
     ) -> xr.Dataset:
         """The published activations as a labelled lazy dataset (`datasets.open_entry`)."""
         from .datasets import open_entry
@@ -512,7 +510,6 @@ class _SegmentRecord:
 
     segment: int
     cells: Mapping[Cell, Written]
-    paths: Mapping[str, Written]
 
     @classmethod
     def from_bytes(cls, name: str, text: bytes, n_segments: int) -> _SegmentRecord:
@@ -526,7 +523,7 @@ class _SegmentRecord:
             cells = {}
             for variable, layer in map(_cell, fields["cells"]):
                 cells[variable, layer] = by_place[variable, str(segment if layer is None else layer)]
-            return cls(segment, cells, paths)
+            return cls(segment, cells)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise CorruptEntry(
                 f"{name} is not a segment record ({error}); delete it, and the segment is computed again"

@@ -14,16 +14,18 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .digest import Buffer, file_digest
 from .errors import ReadOnlyStore, StoreError, StoreFull
 
 _THREADS = 4  # sha256 releases the GIL: two threads digest twice as fast, beyond four the disk is the limit
+_SYNCS = 8  # at once: a disk groups them
+_REMEMBERED = 20_000  # folders
 _AT_ONCE = 64  # parts per call; every system takes that many
 
 Files = dict[str, list[int | str]]
@@ -37,6 +39,8 @@ class Folder:
     root: Path
     durability: str = "disk"
     read_only: bool = False
+    # Folders whose own names are known to last; only saves time.
+    _settled: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
 
     def path(self, name: str) -> Path:
         """Where a name lies on disk."""
@@ -64,7 +68,6 @@ class Folder:
             target = self.path(name)
             if target.exists():
                 return False
-            fresh = not target.parent.is_dir()
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary = target.parent / f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}"
             try:
@@ -74,17 +77,27 @@ class Folder:
                 return False
             finally:
                 temporary.unlink(missing_ok=True)
-            if sync_folder and fresh:
+            if sync_folder:
                 self.sync_folders([name])
-            elif sync_folder:
-                self._sync_folder(target.parent)
         return True
 
-    def sync_folders(self, names: Iterable[str]) -> None:
-        """Make the names of these files last: sync every folder on the way from the root to each of them."""
-        above = {parent for name in names for parent in Path(name).parents}
-        for folder in sorted(above, key=lambda path: -len(path.parts)):
-            self._sync_folder(self.root / folder)
+    def sync_folders(self, names: Collection[str]) -> None:
+        """Make the names of these files last: sync the folders they lie in, and those new folders lie in."""
+        if self.durability != "disk" or not names:
+            return
+        changed, settled = {str(Path(name).parent) for name in names}, set()
+        for name in names:
+            for folder in map(str, Path(name).parents):
+                if folder in self._settled or folder == ".":
+                    break
+                changed.add(str(Path(folder).parent))
+                settled.add(folder)
+        # A sync waits for the disk; those that wait together are served together.
+        with ThreadPoolExecutor(min(_SYNCS, len(changed))) as pool:
+            list(pool.map(self._sync_folder, (self.root / folder for folder in changed)))
+        if len(self._settled) > _REMEMBERED:
+            self._settled.clear()
+        self._settled.update(settled)
 
     def children(self, folder: str) -> Iterator[str]:
         """Names of what lies directly in a folder, without the folder's; temporary ones left out."""
@@ -134,6 +147,7 @@ class Folder:
     def remove_tree(self, folder: str) -> None:
         """Remove a folder and all below it, if it is there; what cannot be removed stays for gc."""
         if not self.read_only:
+            self._settled.clear()
             shutil.rmtree(self.path(folder), ignore_errors=True)
 
     @contextmanager

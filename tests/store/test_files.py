@@ -59,6 +59,12 @@ def test_names_of_many_files_are_synced_together(tmp_path, synced):
     synced.clear()
     folder.sync_folders(["x/1/a", "x/2/a"])
     assert sorted(synced) == sorted(str(tmp_path / part) for part in ("", "x", "x/1", "x/2"))
+    synced.clear()
+    folder.create("x/2/b", [b"two"])
+    folder.create("x/3/a", [b"three"])
+    folders = [path for path in synced if "/." not in path]
+    assert folders[0] == str(tmp_path / "x/2")  # its own name lasts already
+    assert sorted(folders[1:]) == sorted(str(tmp_path / part) for part in ("x", "x/3"))
 
 
 def test_durability_process_never_syncs(tmp_path, synced):
