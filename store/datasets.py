@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -49,12 +49,13 @@ Chunks = Literal["auto", "segment"] | None
 def open_entry(
     entry: Entry,
     variables: Sequence[str] | None = None,
-    layers: Sequence[int] | None = None,
+    layers: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
     chunks: Chunks = "auto",
 ) -> xr.Dataset:
     """The published activations of a run, labelled and lazy.
 
-    variables: names, by default all that are published.  layers: real indices, by default all that are.
+    variables: names, by default all that are published.  layers: real indices, by default all that are; by
+    variable where they differ.
     chunks: "segment" for dask, one chunk per layer and segment; None for plain lazy indexing, which is
     quicker on single prompts; "auto" chunks what is larger than 256 MiB.
     Raises EntryNotFound, with what is there, for a variable or layer that is not published.
@@ -63,7 +64,8 @@ def open_entry(
     for variable, layer in entry.published():
         held.setdefault(variable, []).append(layer)
     names = sorted(held) if variables is None else list(dict.fromkeys(variables))
-    picked = {name: _layers(entry, name, layers, held) for name in names}
+    asked = layers if isinstance(layers, Mapping) else dict.fromkeys(names, layers)
+    picked = {name: _layers(entry, name, asked.get(name), held) for name in names}
     about = json.loads(entry.folder.get(f"{entry.path}/zarr.json") or b"{}").get("attributes", {})
     coords, data = _token_coordinates(entry.tokens), {}
     shared = _largest({found for found in picked.values() if found is not None}, picked)

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...pipeline.nodes import Estimate, Part, Port, Selection, Status
+from ...pipeline.nodes import Estimate, Part, Ports, Selection, Status, remembered
 from ...store.digest import digest
 from ...store.entries import ArraySpec, Cell, Entry
 from ...store.errors import EntryNotFound, PlanError, StageError, nearest
@@ -23,7 +23,7 @@ from ...store.keys import ModelIdentity, RunKey
 from ...store.provenance import put_provenance
 from .config import TransformerConfig
 from .files import ModelFiles, resolve
-from .hooks import BoundSpec, Capture, HookSpec, layers_by_variable
+from .hooks import BoundSpec, Capture, HookSpec, as_spec, layers_by_variable
 from .points import BY_NAME, transformer_points
 from .prompts import pack
 
@@ -47,9 +47,10 @@ _PACKED_DIMS = {"position": "token", "query_position": "pair"}
 def capture(
     model: Model | str | Path,
     prompts: Any,
-    hooks: HookSpec,
+    hooks: HookSpec | str | Sequence[str],
     *,
     store: Store,
+    revision: str | None = None,
     dtype: str | None = None,
     storage_dtype: str | None = None,
     batch_tokens: int = BATCH_TOKENS,
@@ -61,12 +62,12 @@ def capture(
 ) -> xr.Dataset:
     """Store activations of prompts at the hook points of a spec, and open them: labelled, lazy.
 
-    model: a loaded model, or the name of one, which is then loaded only if something is missing. prompts:
-    texts, token ids, or PackedTokens. dtype: of the computation (default float32). storage_dtype: default
-    that of the computation. batch_tokens: positions per forward pass. segment_tokens, memory: length of a
-    segment, or the bytes its buffers may take. cluster: address of a Dask scheduler whose workers compute
-    segments. What is stored is not computed again; a killed capture goes on where it was. Raises
-    PromptError, HookPointNotFound, StoreFull, …
+    model: a loaded model, or the name of one (and revision), which is then loaded only if something is
+    missing. prompts: texts, token ids, or PackedTokens. dtype: of the computation (default float32).
+    storage_dtype: default that of the computation. batch_tokens: positions per forward pass.
+    segment_tokens, memory: length of a segment, or the bytes its buffers may take. cluster: address of a
+    Dask scheduler whose workers compute segments. What is stored is not computed again; a killed capture
+    goes on where it was. Raises PromptError, HookPointNotFound, StoreFull, …
     """
     from ...pipeline import run
 
@@ -74,6 +75,7 @@ def capture(
         model,
         prompts,
         hooks,
+        revision=revision,
         dtype=dtype,
         storage_dtype=storage_dtype,
         batch_tokens=batch_tokens,
@@ -90,6 +92,7 @@ class Source:
     """Where a worker gets the model from."""
 
     name: str
+    revision: str | None
     dtype: str
     device: str | None
 
@@ -102,10 +105,12 @@ class Source:
 def _loaded(source: Source) -> Model:
     from .model import Model
 
-    return Model.from_pretrained(source.name, dtype=source.dtype, device=source.device)
+    return Model.from_pretrained(
+        source.name, revision=source.revision, dtype=source.dtype, device=source.device
+    )
 
 
-class CaptureNode:
+class CaptureNode(Ports):
     """The activations of some prompts at some hook points, as a node of a workflow's graph.
 
     node["resid_post"] is the port of one variable. Cells: layers, and segments of the token axis.
@@ -117,8 +122,9 @@ class CaptureNode:
         self,
         model: Model | str | Path,
         prompts: Any,
-        hooks: HookSpec,
+        hooks: HookSpec | str | Sequence[str],
         *,
+        revision: str | None = None,
         dtype: str | None = None,
         storage_dtype: str | None = None,
         batch_tokens: int = BATCH_TOKENS,
@@ -131,19 +137,18 @@ class CaptureNode:
         self.batch_tokens, self.segment_tokens, self.memory = batch_tokens, segment_tokens, memory
         self._model: Model | None = None
         if isinstance(model, str | Path):
-            self._files: ModelFiles | None = resolve(str(model))
-            self._source = Source(str(model), dtype or "float32", device)
+            self._files: ModelFiles | None = resolve(str(model), revision)
+            self._source = Source(str(model), revision, dtype or "float32", device)
             self.config: TransformerConfig = self._files.transformer_config()
         else:
             self._model, self._files = model, None
-            self._source = Source(model.name, str(model.dtype).removeprefix("torch."), str(model.device))
+            self._source = Source(
+                model.name, None, str(model.dtype).removeprefix("torch."), str(model.device)
+            )
             self.config = model.config
         self.dtype = storage_dtype or self._source.dtype
         self.spec = self._bind(hooks)
         self.tokens = pack(prompts, self._tokenizer, self.config, self._source.name)
-
-    def __getitem__(self, variable: str) -> Port:
-        return Port(self, variable)
 
     def __repr__(self) -> str:
         return f"CaptureNode({self._source.name}, {self.tokens!r}, {len(self.spec.captures)} captures)"
@@ -178,70 +183,48 @@ class CaptureNode:
 
     def status(self, store: Store) -> Status:
         """Cached when every capture is published; else what is missing."""
-        cells, entry = len(self.cells), self._entry(store)
-        if entry is None:
+        cells, found = len(self.cells), self._find(store)
+        if found is None:
             return Status(False, "this run is not stored yet", cells)
-        missing = [cell for cell in self.cells if entry.record(*cell) is None]
-        return Status(
-            not missing, f"{_name_cells(missing)} missing" if missing else "", cells, cells - len(missing)
-        )
+        missing = [cell for cell in self.cells if found.entry.record(*cell) is None]
+        reason = f"{_name_cells(missing)} missing" if missing else ""
+        return Status(not missing, reason, cells, cells - len(missing))
 
     def estimate(self, store: Store) -> Estimate:
         """Bytes that missing captures will take on disk, and in buffers while they are computed."""
-        entry = self._entry(store)
-        missing = [cell for cell in self.cells if entry is None or entry.record(*cell) is None]
+        found = self._find(store)
+        missing = [cell for cell in self.cells if found is None or found.entry.record(*cell) is None]
         per_token = self._bytes_per_token(missing)
-        length = min(
-            entry.segment_tokens if entry is not None else self._segment_tokens(), self.tokens.n_tokens
-        )
+        segment = found.entry.segment_tokens if found is not None else self._segment_tokens()
+        length = min(segment, self.tokens.n_tokens)
         return Estimate(0, per_token * self.tokens.n_tokens, BUFFERS * per_token * length)
 
     def labels(self, store: Store, axis: str) -> list[Any]:
-        """Captured layers of the first variable with layers; (start, stop) of each segment."""
+        """Captured layers of the first variable that has them; (start, stop) of each segment."""
         if axis == "layer":
-            found = layers_by_variable(self.spec.captures).values()
-            return next(
-                (
-                    sorted(layer for layer in layers if layer is not None)
-                    for layers in found
-                    if None not in layers
-                ),
-                [],
-            )
-        entry = self._entry(store)
-        return [] if entry is None else [(segment.start, segment.stop) for segment in entry.segments]
+            return next(iter(self._layers.values()), [])
+        found = self._find(store)
+        return [] if found is None else found.segments
 
     def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
         """Stored activations of one variable (or all), of one layer, of one segment."""
-        entry = self._stored(store)
-        cells = [
-            cell
-            for cell in self.cells
-            if variable in (None, cell[0]) and selection.get("layer", cell[1]) == cell[1]
-        ]
+        found = self._stored(store)
+        layer = selection.get("layer")
+        cells = [cell for cell in self.cells if variable in (None, cell[0]) and layer in (None, cell[1])]
         if not cells:
             near = nearest(variable or "", {name for name, _ in self.cells})
-            raise StageError(
-                f"{self.name} does not capture {variable!r} at layer {selection.get('layer')}"
-                + (f"; nearest is {near!r}" if near else "")
-            )
-        layers = sorted({layer for _, layer in cells if layer is not None}) or None
-        names = list(dict.fromkeys(name for name, _ in cells))
+            hint = f"; nearest is {near!r}" if near else ""
+            raise StageError(f"{self.name} does not capture {variable!r} at layer {layer}{hint}")
         segment = selection.get("segment")
-        if segment is None:
-            content = [[*cell, entry.content(*cell)] for cell in cells]
-        else:
-            number = [(s.start, s.stop) for s in entry.segments].index(tuple(segment))
-            content = [[*cell, number, entry.segment_digest(*cell, number)] for cell in cells]
+        contents = found.contents(cells, segment)
 
         def load() -> xr.Dataset:
-            dataset = entry.open(names, layers)
+            dataset = found.open(cells)
             return dataset if segment is None else dataset.isel(token=slice(*segment))
 
-        size = self._bytes_per_token(cells) * (
-            self.tokens.n_tokens if segment is None else segment[1] - segment[0]
-        )
-        return Part(digest("activations", self.tokens.digest, content), load, size)
+        rows = found.n_tokens if segment is None else segment[1] - segment[0]
+        content = digest("activations", self.run_key.prompt, found.rows, segment, contents)
+        return Part(content, load, self._row_bytes(cells) * rows, [item[-1] for item in contents])
 
     # -- running -------------------------------------------------------------------------------------------
 
@@ -268,10 +251,7 @@ class CaptureNode:
 
     def open(self, store: Store) -> xr.Dataset:
         """The stored activations, labelled and lazy; EntryNotFound while something is missing."""
-        entry = self._stored(store)
-        variables = list(dict.fromkeys(name for name, _ in self.cells))
-        layers = sorted({layer for _, layer in self.cells if layer is not None}) or None
-        return entry.open(variables, layers)
+        return self._stored(store).open(self.cells)
 
     def provenance(self) -> dict[str, Any]:
         """What a person will want to know, and no key holds."""
@@ -286,10 +266,15 @@ class CaptureNode:
 
     # -- helpers -------------------------------------------------------------------------------------------
 
-    def _bind(self, hooks: HookSpec) -> BoundSpec:
+    def __getstate__(self) -> dict[str, Any]:
+        # Sent to a worker a node is names and digests: whoever needs ids or weights there reads them from
+        # disk.
+        return {**vars(self), "_model": None, "_files": None, "tokens": None, "run_key": self.run_key}
+
+    def _bind(self, hooks: HookSpec | str | Sequence[str]) -> BoundSpec:
         c = self.config
         points = transformer_points(c.num_layers, post_norms=c.use_post_norms, gated=c.mlp_layout != "plain")
-        spec = hooks.bind(points, self._source.name)
+        spec = as_spec(hooks).bind(points, self._source.name)
         if not spec.captures:
             raise StageError(
                 "expected a HookSpec that captures something, found none; add "
@@ -307,17 +292,37 @@ class CaptureNode:
             self._model = self._source.load()
         return self._model
 
+    @cached_property
+    def _layers(self) -> dict[str, list[int]]:
+        """Captured layers of each variable that has a layer axis."""
+        found = layers_by_variable(self.spec.captures)
+        return {
+            name: sorted(n for n in held if n is not None) for name, held in found.items() if None not in held
+        }
+
+    @remembered
+    def _find(self, store: Store) -> Found | None:
+        """This run in the store, or a larger one that holds all these prompts; None when neither is there."""
+        entry = self._entry(store)
+        if entry is not None and all(entry.record(*cell) for cell in self.cells):
+            return Found(entry)
+        if self.tokens is not None:
+            larger = store.find_prompts(self.run_key, self.tokens, self.dtype, self.cells)
+            if larger is not None:
+                return Found(*larger)
+        return None if entry is None else Found(entry)
+
     def _entry(self, store: Store) -> Entry | None:
         try:
             return store.entry(self.run_key, self.dtype)
         except EntryNotFound:
             return None
 
-    def _stored(self, store: Store) -> Entry:
-        entry = self._entry(store)
-        if entry is None:
-            raise EntryNotFound(f"these activations are not stored in {store}; run the capture first")
-        return entry
+    def _stored(self, store: Store) -> Found:
+        found = self._find(store)
+        if found is None:
+            raise EntryNotFound(f"these activations are not stored in {store.path}; run the capture first")
+        return found
 
     def _made(self, store: Store) -> Entry:
         tokenizer = self._tokenizer
@@ -347,8 +352,11 @@ class CaptureNode:
 
     def _bytes_per_token(self, cells: Sequence[Cell]) -> int:
         """Stored bytes of one token over some cells; attention patterns by the mean number of pairs."""
-        specs = {spec.variable: spec for spec in self.specs()}
         pairs = float((self.tokens.row_size * (self.tokens.row_size + 1) // 2).sum()) / self.tokens.n_tokens
+        return self._row_bytes(cells, pairs)
+
+    def _row_bytes(self, cells: Sequence[Cell], pairs: float = 1.0) -> int:
+        specs = {spec.variable: spec for spec in self.specs()}
         sizes = (
             math.prod(specs[name].tail) * (pairs if specs[name].packed == "pair" else 1) for name, _ in cells
         )
@@ -361,6 +369,47 @@ class CaptureNode:
                 "loaded model"
             )
         return WorkerJob(self.name, self._source, self.run_key, self.dtype, self.spec, self.batch_tokens)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run in the store, whole or some prompts of it."""
+
+    entry: Entry
+    rows: list[int] | None = None
+    """Which of the entry's prompts are meant; None for all, in order."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the prompts meant."""
+        tokens = self.entry.tokens
+        return tokens.n_tokens if self.rows is None else int(tokens.row_size[self.rows].sum())
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        """(start, stop) of each segment; prompts picked from a larger run are one."""
+        if self.rows is not None:
+            return [(0, self.n_tokens)]
+        return [(segment.start, segment.stop) for segment in self.entry.segments]
+
+    def contents(self, cells: Sequence[Cell], segment: tuple[int, int] | None) -> list[list[Any]]:
+        """[variable, layer, digest] of what is stored for each cell."""
+        if segment is None or self.rows is not None:
+            return [[*cell, self.entry.content(*cell)] for cell in cells]
+        number = self.segments.index((segment[0], segment[1]))
+        return [[*cell, self.entry.segment_digest(*cell, number)] for cell in cells]
+
+    def open(self, cells: Sequence[Cell]) -> xr.Dataset:
+        """The given cells, labelled and lazy."""
+        layers: dict[str, list[int]] = {}
+        for name, layer in cells:
+            layers.setdefault(name, []).extend([] if layer is None else [layer])
+        held = {name: sorted(chosen) for name, chosen in layers.items() if chosen}
+        dataset = self.entry.open(list(layers), held)
+        if self.rows is None:
+            return dataset
+        picked: xr.Dataset = dataset.mi.prompts(self.rows)
+        return picked
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Job:
 
     segment: int
     cells: tuple[Cell, ...]
-    claim: Claim | None
+    claim: Claim
 
 
 def harvest(
@@ -86,11 +86,12 @@ def _round(
             )
             advance(len(entry.segments[job.segment]))
         finally:
-            if job.claim is not None:
-                job.claim.release()
+            job.claim.release()
 
     done = 0
-    with OverlappedWriter(lambda: SegmentBuffer(shapes, dtypes), write, buffers=BUFFERS) as writer:
+    with OverlappedWriter(
+        lambda: SegmentBuffer(shapes, dtypes), write, lambda job: job.claim.release(), buffers=BUFFERS
+    ) as writer:
         for n, todo in missing.items():
             claim = entry.claim(n)
             if not claim.acquire():

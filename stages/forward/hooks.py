@@ -176,6 +176,13 @@ class HookSpec:
         return f"HookSpec(){captures}{changes}"
 
 
+def as_spec(hooks: HookSpec | str | Sequence[str]) -> HookSpec:
+    """A spec, or the names and globs of what to capture, as a spec."""
+    if isinstance(hooks, HookSpec):
+        return hooks
+    return HookSpec().capture(*([hooks] if isinstance(hooks, str) else hooks))
+
+
 def layers_by_variable(captures: Iterable[Capture]) -> dict[str, list[int | None]]:
     """Which layers of each stored variable a set of captures asks for; [None] where there is no layer
     axis."""

@@ -35,19 +35,21 @@ class SegmentBuffer:
 class OverlappedWriter:
     """Writes filled buffers on threads of its own while the next segment is computed.
 
-    make: creates one buffer; write: stores the segment a job names. Use as a context manager: leaving it
-    waits for what is under way, and raises the first error of a writer.
+    make: creates one buffer; write: stores the segment a job names; drop: told of jobs that an earlier
+    error leaves unwritten. Use as a context manager: leaving it waits for what is under way, and raises the
+    first error of a writer.
     """
 
     def __init__(
         self,
         make: Callable[[], SegmentBuffer],
         write: Callable[[SegmentBuffer, Any], None],
+        drop: Callable[[Any], None] = lambda job: None,
         *,
         buffers: int = 2,
         threads: int = 1,
     ) -> None:
-        self._make, self._write = make, write
+        self._make, self._write, self._drop = make, write, drop
         self._unmade = buffers
         self._free: queue.Queue[SegmentBuffer] = queue.Queue()
         self._jobs: queue.Queue[tuple[SegmentBuffer, Any] | None] = queue.Queue()
@@ -96,6 +98,8 @@ class OverlappedWriter:
             try:
                 if self._error is None:
                     self._write(buffer, job)
+                else:
+                    self._drop(job)
             except BaseException as error:  # noqa: BLE001  # carried to the forward loop, which raises it
                 self._error = error
             finally:

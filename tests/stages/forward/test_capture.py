@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -208,32 +209,53 @@ def test_numbers_too_large_for_float16_are_refused_not_stored_as_infinity(tmp_pa
 
 
 def test_a_full_disk_stops_at_a_segment_and_the_run_goes_on_later(folder, prompts, store, monkeypatch):
-    from mizarr.store import shards
+    writes, link = [], os.link
 
-    written, write = [], shards._write_synced
-    monkeypatch.setattr(
-        shards,
-        "_write_synced",
-        lambda *a, **k: written.append(1) or (write(*a, **k) if len(written) < 6 else _raise_full()),
-    )
+    def filling(*args, **kwargs):
+        writes.append(args)
+        if len(writes) > 40:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return link(*args, **kwargs)
+
+    monkeypatch.setattr(os, "link", filling)
     with pytest.raises(StoreFull, match="no space left"):
-        mizarr.capture(folder, prompts, RESID, store=store, segment_tokens=32, progress=False)
+        mizarr.capture(folder, prompts, RESID, store=store, segment_tokens=16, progress=False)
     assert not list(store.records()), "nothing is visible before it is complete"
     monkeypatch.undo()
-    resumed = mizarr.capture(folder, prompts, RESID, store=store, segment_tokens=32, progress=False)
-    undisturbed = mizarr.capture(
-        folder,
-        prompts,
-        RESID,
-        store=mizarr.open_store(store.path.parent / "other"),
-        segment_tokens=32,
-        progress=False,
-    )
+    entry = next(iter(store.entries()))
+    before = len(entry.missing([("resid_post", 0)]))
+    assert 0 < before < len(entry.segments), "some segments stand, some do not"
+    resumed = mizarr.capture(folder, prompts, RESID, store=store, segment_tokens=16, progress=False)
+    calm = mizarr.open_store(store.path.parent / "other")
+    undisturbed = mizarr.capture(folder, prompts, RESID, store=calm, segment_tokens=16, progress=False)
     np.testing.assert_array_equal(resumed["resid_post"].values, undisturbed["resid_post"].values)
 
 
-def _raise_full():
-    raise OSError(28, os.strerror(28))
+def test_a_subset_of_stored_prompts_is_a_hit(folder, prompts, store, monkeypatch):
+    whole = mizarr.capture(folder, prompts, RESID, store=store, segment_tokens=64, progress=False)
+    monkeypatch.setattr(Model, "from_pretrained", lambda *_, **__: pytest.fail("the model was loaded"))
+    some = mizarr.capture(folder, [prompts[7], prompts[0]], RESID, store=store, progress=False)
+    start = sum(map(len, prompts[:7]))
+    expected = np.concatenate(
+        [whole["resid_post"][:, start : start + 70], whole["resid_post"][:, :5]], axis=1
+    )
+    np.testing.assert_array_equal(some["resid_post"].values, expected)
+    assert some["token_id"].values.tolist() == prompts[7] + prompts[0]
+
+
+def test_kinds_captured_at_different_layers_keep_their_own_layer_labels(folder, prompts, store):
+    hooks = HookSpec().capture("blocks.*.hook_resid_post", "blocks.1.attn.hook_pattern", "hook_embed")
+    stored = mizarr.capture(folder, prompts, hooks, store=store, progress=False)
+    assert stored["pattern"].coords["layer_pattern"].values.tolist() == [1]
+    assert len(stored["resid_post"]["layer"]) == Model.from_pretrained(folder).config.num_layers
+
+
+def test_names_and_globs_may_stand_for_a_spec(folder, prompts):
+    by_name = CaptureNode(folder, prompts, ["blocks.*.hook_resid_post", "hook_embed"])
+    assert (
+        by_name.spec
+        == CaptureNode(folder, prompts, HookSpec().capture("hook_embed", "blocks.*.hook_resid_post")).spec
+    )
 
 
 @pytest.mark.parametrize(

@@ -161,9 +161,10 @@ def test_putting_back_what_was_there_changes_nothing(model, ids, everything, kin
 @pytest.mark.parametrize("kind", KINDS_THAT_FLOW)
 def test_a_change_at_every_point_reaches_the_output(model, ids, everything, kind):
     point = HookPoint(kind, None if kind in ("embed", "final_norm") else 0)
-    # Not a mere factor, which a post-norm would take out again.
+    # Not a mere factor, which a post-norm takes out again; but one vector added to every key shifts all
+    # scores of a row alike, which the softmax takes out.
     tilt = torch.linspace(0.5, 1.5, everything[point].shape[-1])
-    change = Steer([(-1, -1)], 9.0) if kind == "pattern" else Add(tilt)
+    change = {"pattern": Steer([(-1, -1)], 9.0), "rot_k": Scale(1.7)}.get(kind, Add(tilt))
     logits = model.forward(ids, HookSpec().intervene(point, change)).logits
     assert (logits - everything.logits).abs().max() > 1e-4
 
