@@ -47,7 +47,7 @@ class Settings:
     widths: tuple[int, ...] = setting((30, 40, 50, 60, 70, 80), "line widths to wrap at")
     max_count: int = setting(0, "largest character count; 0 means the largest width")
     min_count: int = setting(1, "leave out the first positions of a line")
-    min_tokens: int = setting(5, "leave out counts seen in fewer tokens")
+    min_tokens: int = setting(30, "leave out counts seen in fewer tokens")
     line_breaks: bool = setting(False, "let tokens that are line breaks take part, as candle-mi does")
     context: int = setting(0, "tokens per forward pass; 0 means the model's context, at most 4096")
     layers: tuple[int, ...] = setting((), "layers to study; none means all")

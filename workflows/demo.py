@@ -26,7 +26,7 @@ __all__ = ["DEMO", "Demo", "run"]
 
 DEMO: dict[str, dict[str, Any]] = {
     "logit_lens": {},
-    "character_count_helix": {"characters": 30_000},
+    "character_count_helix": {"characters": 24_000},
 }
 """Workflow -> settings; the prose is cut so that a laptop needs less than a minute the first time."""
 

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["answers_by_layer", "helix_page", "lens_heatmap", "save"]
 
+DRAWING = 1
+"""Moves when figures change their looks, so that files drawn before are drawn anew."""
+
 INK, FAINT, ACCENT, CONTROL = "#1f2430", "#8a90a0", "#c2410c", "#9aa1b1"
 STYLE: Any = {
     "font.size": 9,
@@ -61,12 +64,14 @@ def lens_heatmap(
     n_layers, n_positions = top.shape
     names = [format_token(token) for token in tokens]
     with _style():
-        figure = _figure(max(6.5, 1.9 + 0.82 * n_positions), max(3.4, 2.1 + 0.34 * n_layers))
+        width = min(15.0, max(6.5, 1.9 + 0.82 * n_positions))
+        figure = _figure(width, max(3.4, 2.1 + 0.34 * n_layers))
+        room = max(4, int(11 * (width - 1.9) / n_positions))
         axes = figure.add_subplot()
         image = axes.imshow(probability, cmap="YlGnBu", vmin=0, vmax=1, aspect="auto", origin="lower")
         for layer in range(n_layers):
             for position in range(n_positions):
-                token = _fit(format_token(vocabulary[top[layer, position]]), 9)
+                token = _fit(format_token(vocabulary[top[layer, position]]), room)
                 is_dark = probability[layer, position] > 0.55
                 is_right = top[layer, position] == target[position]
                 axes.text(
@@ -154,7 +159,8 @@ def helix_page(
         bar.outline.set_visible(False)
         tokens = int(geometry["n"].sum())
         figure.suptitle(
-            f"How {model} counts the characters of a line: layer {layer}, {tokens:,} tokens by count\n",
+            f"Where in its line is a token? Mean states of {model} after layer {layer}, "
+            f"{tokens:,} tokens by character count\n",
             x=0.01,
             ha="left",
             fontsize=13,

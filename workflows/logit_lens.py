@@ -239,8 +239,8 @@ def _answers_table(self: LogitLens, answers: xr.Dataset) -> Table:
         layers = ["never" if layer is None else f"layer {layer}" for layer in found]
         words = (_plain(self.texts[i]), _plain(self.words[i]))
         table.add_row(*words, *layers, format_probability(float(final[row])))
-    if n > ROWS:
-        table.caption = f"and {n - ROWS} more; all of them in the JSON"
+    more = f"and {n - ROWS} more, all in the JSON; " if n > ROWS else ""
+    table.caption = f"{more}an answer of several tokens is followed by its first one"
     return table
 
 

@@ -96,10 +96,10 @@ class Workflow:
 
     def figure(self, path: Path, draw: Callable[[], Figure]) -> Path:
         """`draw()` as a PNG at `path`, unless the file there was drawn from the same results."""
-        recipe = digest("figure", path.name, dataclasses.asdict(self.settings), self._keys)
-        if not is_drawn(path, recipe):
-            from . import figures
+        from . import figures
 
+        recipe = digest("figure", figures.DRAWING, path.name, dataclasses.asdict(self.settings), self._keys)
+        if not is_drawn(path, recipe):
             figures.save(draw(), path, recipe=recipe, footer=self.footer)
         return path
 
