@@ -1,0 +1,333 @@
+"""What the specimen reads: wrapped prose, short facts, repeated sequences - and its tokenizer.
+
+Border: text, integers and numpy; knows no model and no torch.
+
+Idea. Three kinds of row teach three things that can be looked at inside a model:
+  prose     words of a chapter wrapped greedily (stages/text.py) at one random width per row. Earlier lines
+            show the width, so predicting the line break needs a count of the characters in this line
+            (Gurnee et al. 2025, "When Models Manipulate Manifolds").
+  facts     "<s>prompt target.</s>", many per row; only memory can complete them.
+  repeats   spans of random tokens, or of shuffled words, repeated within the row; only copying from earlier
+            in the row predicts the later occurrences (Olsson et al. 2022, induction heads).
+
+Every batch is a pure function of (seed, step): a run that resumes at step n reads what it would have read.
+
+Axes: row, token. A row of length T gives T inputs and, shifted by one, T targets, each with a loss weight.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+__all__ = [
+    "BOS", "EOS", "HELD_OUT", "WATCHED", "Batches", "Chapter", "Fact", "Mixture", "Prose", "read_chapters",
+    "read_facts", "repeated_row", "train_tokenizer", "wrapped_row",
+]  # fmt: skip
+
+BOS, EOS = "<s>", "</s>"
+HELD_OUT = (
+    "CHAPTER_V_The_Wine_shop",
+    "CHAPTER_XII_The_Fellow_of_Delicacy",
+    "CHAPTER_XVI_Still_Knitting",
+    "CHAPTER_XIX_An_Opinion",
+)
+"""Chapters neither the model nor its tokenizer ever sees; they are the test set and the demo's prose."""
+WATCHED = ("CHAPTER_X_Two_Promises",)
+"""A chapter never trained on either, on which the held-out loss is watched while training."""
+
+Ids = npt.NDArray[np.int64]
+Weights = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A stretch of prose: its name and its paragraphs, one string each, without line breaks inside."""
+
+    name: str
+    paragraphs: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The paragraphs, one blank line between them."""
+        return "\n\n".join(self.paragraphs)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A statement without its end, and its end."""
+
+    prompt: str
+    target: str
+
+
+def read_chapters(folder: Path) -> list[Chapter]:
+    """One chapter per *.txt of `folder`, sorted by name; straight quotes become typographic ones."""
+    chapters = []
+    for path in sorted(folder.glob("*.txt")):
+        text = _typographic(path.read_text(encoding="utf-8-sig"))
+        paragraphs = (" ".join(block.split()) for block in re.split(r"\n\s*\n", text))
+        chapters.append(Chapter(path.stem, tuple(p for p in paragraphs if p)))
+    return chapters
+
+
+def read_facts(folder: Path) -> list[Fact]:
+    """The facts of the counterfact files, one per prompt, in order of first appearance.
+
+    A prompt is the text before the first blank line. Where the files give one prompt two targets, the first
+    is kept: a model cannot answer both.
+    """
+    facts: dict[str, str] = {}
+    for path in sorted(folder.glob("*.json")):
+        for entry in json.loads(path.read_text("utf-8")):
+            for side in ("original", "counterfactual"):
+                prompt = entry[f"{side}_prompt"].split("\n\n")[0].strip()
+                facts.setdefault(prompt, entry[f"gt_{side}_target"].strip())
+    return [Fact(prompt, target) for prompt, target in facts.items()]
+
+
+def train_tokenizer(
+    chapters: Sequence[Chapter], facts: Sequence[Fact], *, vocabulary: int, seed: int
+) -> Tokenizer:
+    """A byte-level BPE tokenizer of `vocabulary` tokens in which every line break is a token of its own.
+
+    A word at the start of a line has no space before it, so it is another token than the same word inside a
+    line; hence the prose is wrapped here as it is in training.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex("\n"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=[BOS, EOS], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(_tokenizer_text(chapters, facts, seed), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return tokenizer
+
+
+class Prose:
+    """A chapter cut into words, each with its length in characters and its tokens in both forms.
+
+    The pre-tokenizer splits at white space, so the tokens of a word do not depend on its neighbours.
+    """
+
+    def __init__(self, text: str, tokenizer: Tokenizer):
+        self.words = text.split()
+        self.lengths = [len(word) for word in self.words]
+        forms: dict[str, list[int]] = {}
+        wanted = sorted(set(self.words))
+        for prefix in ("", " "):
+            codes = tokenizer.encode_batch([prefix + word for word in wanted], add_special_tokens=False)
+            forms.update({prefix + word: code.ids for word, code in zip(wanted, codes, strict=True)})
+        self.first = [forms[word] for word in self.words]
+        self.inner = [forms[" " + word] for word in self.words]
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+
+def wrapped_row(
+    prose: Prose, order: Sequence[int], width: int, size: int, *, bos: int, newline: int
+) -> tuple[list[int], list[int], int]:
+    """`size` tokens of the words `order`, greedily wrapped at `width` characters, after a BOS.
+
+    The rule is that of `mizarr.stages.text.wrap`. Fewer tokens when the words run out.
+    Returns the ids, the column (characters of the line up to and including each token's word; 0 for BOS and
+    line breaks), and how many words were used.
+    """
+    ids, columns, used = [bos], [0], 0
+    taken = 0
+    for i in order:
+        if len(ids) >= size:
+            break
+        taken += 1
+        length = prose.lengths[i]
+        if used and used + 1 + length > width:
+            ids.append(newline)
+            columns.append(0)
+            used = 0
+        tokens = prose.inner[i] if used else prose.first[i]
+        used += length + (used > 0)
+        ids += tokens
+        columns += [used] * len(tokens)
+    return ids[:size], columns[:size], taken
+
+
+def repeated_row(
+    rng: np.random.Generator,
+    draw: Callable[[int], Sequence[int]],
+    size: int,
+    *,
+    bos: int,
+    shortest: int = 6,
+    longest: int = 80,
+    most: int = 4,
+) -> tuple[list[int], list[bool]]:
+    """`size` tokens: groups of a span that occurs 2 to 4 times, or `most` times throughout if that is not 4.
+
+    draw(n): n tokens of a fresh span. Returns the ids and, for each, whether it can be copied: not in the
+    first occurrence of its span, and not the first token of an occurrence.
+    """
+    ids, copied = [bos], [False]
+    while len(ids) < size:
+        length = int(np.exp(rng.uniform(np.log(shortest), np.log(longest))))
+        span = list(draw(length))
+        for occurrence in range(int(rng.integers(2, 5)) if most == 4 else most):
+            ids += span
+            copied += [occurrence > 0 and k > 0 for k in range(len(span))]
+    return ids[:size], copied[:size]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Shares of the kinds of row, row sizes and loss weights of a training run."""
+
+    prose: float = 0.6
+    facts: float = 0.22
+    random_repeats: float = 0.1
+    word_repeats: float = 0.08
+    rows: int = 32
+    size: int = 256
+    long_share: float = 0.1
+    """Share of the steps with rows twice as long, and half as many."""
+    narrowest: int = 30
+    widest: int = 80
+    fact_prompt_weight: float = 0.1
+    """Loss weight of the tokens of a fact's prompt; those of its target weigh 1."""
+    line_end_weight: float = 1.0
+    """Loss weight of the tokens within `line_end` characters of the width."""
+    line_end: int = 12
+    cycles: float = 0.0
+    """Share of the rows of random repeats that are one short span over and over, as copying is learned sooner
+    where most of a row can be copied."""
+    own_prose: float = 0.5
+    """Share of the prose rows taken from the main chapters rather than the additional prose."""
+
+
+class Batches:
+    """The batches of a training run; `batches(step)` is a pure function of (seed, step)."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chapters: Sequence[Chapter],
+        additional: Sequence[Chapter],
+        facts: Sequence[Fact],
+        mixture: Mixture,
+        *,
+        seed: int,
+    ):
+        self.mixture = mixture
+        self.seed = seed
+        self.vocabulary = tokenizer.get_vocab_size()
+        self.bos = int(tokenizer.token_to_id(BOS))
+        self.eos = int(tokenizer.token_to_id(EOS))
+        self.newline = int(tokenizer.encode("\n", add_special_tokens=False).ids[0])
+        self.prose = [Prose(chapter.text, tokenizer) for chapter in chapters]
+        self.additional = [Prose(chapter.text, tokenizer) for chapter in additional]
+        self.facts = [_fact_tokens(fact, tokenizer) for fact in facts]
+
+    def __call__(self, step: int) -> tuple[Ids, Weights]:
+        """ids int64 [row, token + 1] and the loss weight of each target, float32 [row, token]."""
+        rng = np.random.default_rng([self.seed, step])
+        mix = self.mixture
+        stretch = 2 if rng.random() < mix.long_share else 1
+        size = mix.size * stretch + 1
+        shares = np.array([mix.prose, mix.facts, mix.random_repeats, mix.word_repeats])
+        makers = (self._prose_row, self._fact_row, self._random_row, self._word_row)
+        kinds = rng.choice(len(makers), mix.rows // stretch, p=shares / shares.sum())
+        rows = [makers[kind](rng, size) for kind in kinds]
+        ids = np.array([ids for ids, _ in rows], np.int64)
+        return ids, np.array([weights for _, weights in rows], np.float32)[:, 1:]
+
+    def _prose_row(self, rng: np.random.Generator, size: int) -> tuple[list[int], list[float]]:
+        prose = self._some_prose(rng)
+        start = int(rng.integers(max(1, len(prose) - size // 2)))
+        width = int(rng.integers(self.mixture.narrowest, self.mixture.widest + 1))
+        order = [i % len(prose) for i in range(start, start + size)]
+        ids, columns, _ = wrapped_row(prose, order, width, size, bos=self.bos, newline=self.newline)
+        edge = width - self.mixture.line_end
+        # Whether the line ends after this token is decided by the token after it: weigh all such decisions,
+        # breaks and words alike, or the model would learn wrong odds.
+        near = [False, *(column >= edge for column in columns[:-1])]
+        return ids, [self.mixture.line_end_weight if n else 1.0 for n in near]
+
+    def _fact_row(self, rng: np.random.Generator, size: int) -> tuple[list[int], list[float]]:
+        ids: list[int] = []
+        weights: list[float] = []
+        low = self.mixture.fact_prompt_weight
+        while len(ids) < size:
+            prompt, target = self.facts[int(rng.integers(len(self.facts)))]
+            ids += [self.bos, *prompt, *target, self.eos]
+            weights += [0.0] + [low] * len(prompt) + [1.0] * len(target) + [low]
+        return ids[:size], weights[:size]
+
+    def _random_row(self, rng: np.random.Generator, size: int) -> tuple[list[int], list[float]]:
+        def draw(n: int) -> list[int]:
+            return [int(token) for token in rng.integers(2, self.vocabulary, n)]
+
+        share = self.mixture.cycles
+        if share and rng.random() < share:
+            ids, copied = repeated_row(rng, draw, size, bos=self.bos, shortest=3, longest=40, most=size)
+        else:
+            ids, copied = repeated_row(rng, draw, size, bos=self.bos)
+        return ids, [float(c) for c in copied]
+
+    def _word_row(self, rng: np.random.Generator, size: int) -> tuple[list[int], list[float]]:
+        prose = self._some_prose(rng)
+
+        def draw(n: int) -> list[int]:
+            tokens: list[int] = []
+            while len(tokens) < n:
+                tokens += prose.inner[int(rng.integers(len(prose)))]
+            return tokens
+
+        ids, copied = repeated_row(rng, draw, size, bos=self.bos)
+        return ids, [float(c) for c in copied]
+
+    def _some_prose(self, rng: np.random.Generator) -> Prose:
+        """A chapter, each as likely as it is long."""
+        own = not self.additional or rng.random() < self.mixture.own_prose
+        shelf = self.prose if own else self.additional
+        sizes = np.array([len(prose) for prose in shelf], np.float64)
+        return shelf[int(rng.choice(len(shelf), p=sizes / sizes.sum()))]
+
+
+def _fact_tokens(fact: Fact, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Tokens of the prompt, and of the target with the full stop after it."""
+    prompt: list[int] = tokenizer.encode(fact.prompt, add_special_tokens=False).ids
+    target: list[int] = tokenizer.encode(f" {fact.target}.", add_special_tokens=False).ids
+    return prompt, target
+
+
+def _tokenizer_text(chapters: Sequence[Chapter], facts: Sequence[Fact], seed: int) -> Iterator[str]:
+    from ...stages.text import wrap
+
+    rng = np.random.default_rng(seed)
+    for chapter in chapters:
+        yield wrap(chapter.text, int(rng.integers(30, 81)))
+    for fact in facts:
+        yield f"{fact.prompt} {fact.target}."
+
+
+def _typographic(text: str) -> str:
+    """Straight quotes as opening and closing ones, so that all prose is spelled alike."""
+    text = re.sub(r"(?<=[\w.,;:!?-])'", "’", text).replace("'", "‘")
+    return re.sub(r'(?<=[\w.,;:!?’-])"', "”", text).replace('"', "“")
+
+
+def describe(mixture: Mixture) -> dict[str, Any]:
+    """The mixture as plain values, for the card."""
+    return {name: getattr(mixture, name) for name in mixture.__dataclass_fields__}
