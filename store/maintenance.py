@@ -324,7 +324,8 @@ def _marked(store: Store, keys: dict[str, list[Record]], horizon: float) -> set[
             parents = {
                 parent
                 for note in get_provenance(store.files, data)
-                for content in _inputs(note).values()
+                for contents in _inputs(note).values()
+                for content in contents
                 for parent in by_content.get(content, ())
             }
             waiting += [parent for parent in parents if parent not in marked]
@@ -413,28 +414,41 @@ def lineage(store: Store, content: str) -> dict[str, Any]:
     return _walk(store, content, by_content)
 
 
-def _walk(store: Store, content: str, by_content: dict[str, Record]) -> dict[str, Any]:
+def _walk(
+    store: Store, content: str, by_content: dict[str, Record], below: frozenset[str] = frozenset()
+) -> dict[str, Any]:
     record = by_content.get(content)
-    if record is None:
+    # A stage may give back its input to the bit; that is an end, not a circle to walk.
+    if record is None or content in below:
         return {"content": content}
     notes = get_provenance(store.files, record.data)
     note = next(
         (n for n in notes if n.get("key") == record.key and "request" in n), notes[0] if notes else {}
     )
+    inputs = {}
+    for name, contents in _inputs(note).items():
+        for number, told in enumerate(contents):
+            label = name if len(contents) == 1 else f"{name}[{number}]"
+            inputs[label] = _walk(store, told, by_content, below | {content})
     return {
         "content": content,
         "key": record.key,
         "label": record.label,
         "request": note.get("request", note.get("run", {})),
         "at": note.get("at", record.created),
-        "inputs": {name: _walk(store, told, by_content) for name, told in _inputs(note).items()},
+        "inputs": inputs,
     }
 
 
-def _inputs(note: dict[str, Any]) -> dict[str, str]:
-    """Inputs a provenance note names: name -> content digest."""
-    inputs = note.get("request", {}).get("inputs", {})
-    return {str(name): str(told) for name, told in inputs.items()}
+def _inputs(note: dict[str, Any]) -> dict[str, list[str]]:
+    """What a provenance note says was read: input -> content digests.
+
+    A stage notes the stored arrays behind each input ("parents"): an input made of many layers, or a piece of
+    one, has a digest of its own, which names nothing in the store.
+    """
+    inputs = {name: [told] for name, told in note.get("request", {}).get("inputs", {}).items()}
+    parents = {name: told for name, told in note.get("parents", {}).items() if told}
+    return {str(name): [str(one) for one in told] for name, told in {**inputs, **parents}.items()}
 
 
 # -- the folders of a store

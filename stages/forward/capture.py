@@ -224,7 +224,8 @@ class CaptureNode(Ports):
 
         rows = found.n_tokens if segment is None else segment[1] - segment[0]
         content = digest("activations", self.run_key.prompt, found.rows, segment, contents)
-        return Part(content, load, self._row_bytes(cells) * rows, [item[-1] for item in contents])
+        parents = [found.entry.content(*cell) for cell in cells]
+        return Part(content, load, self._row_bytes(cells) * rows, parents)
 
     # -- running -------------------------------------------------------------------------------------------
 
