@@ -140,7 +140,7 @@ def count_geometry(
     if sums.sizes["count"] <= n_components:
         raise ShapeError(
             f"expected more than {n_components} character counts to take {n_components} components of, found "
-            f"{sums.sizes['count']}; give more text, longer lines, or fewer components"
+            f"{sums.sizes['count']}; give more text, longer lines, fewer components or a smaller min_tokens"
         )
     mean = sums["total"] / sums["n"]
     fitted = pca(mean, n_components=n_components)

@@ -187,12 +187,12 @@ def format_probability(p: float) -> str:
 
 
 def format_token(token: str) -> str:
-    """A token on one line: newline, tab and carriage return escaped.
+    """A token on one line: newline, tab and whatever else one cannot see escaped.
 
     >>> format_token(" a\\n")
     ' a\\\\n'
     """
-    return token.replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token)
 
 
 class _Head:

@@ -46,7 +46,9 @@ def shipped(prose_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (folder / "facts.json").write_text(json.dumps(FACTS))
     monkeypatch.setattr(subject, "SHIPPED", folder)
     monkeypatch.setattr(
-        demo, "DEMO", {"logit_lens": {}, "character_count_helix": {"widths": [20, 27], "components": 3}}
+        demo,
+        "DEMO",
+        {"logit_lens": {}, "character_count_helix": {"widths": [20, 27], "components": 3, "min_tokens": 1}},
     )
     return folder
 
