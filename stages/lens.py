@@ -177,8 +177,8 @@ def first_appearance(top_id: xr.DataArray, token_id: int, k: int = 10) -> int | 
 def format_probability(p: float) -> str:
     """A probability as a percentage one can read at a glance.
 
-    >>> [format_probability(p) for p in (0.4093, 0.00031, 0.0000135)]
-    ['40.9%', '0.031%', '1.4e-03%']
+    >>> [format_probability(p) for p in (0.4093, 0.00031, 0.000012)]
+    ['40.9%', '0.031%', '1.2e-03%']
     """
     percent = 100 * p
     if percent >= 1:
