@@ -22,7 +22,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from . import evaluate
-from .data import BOS, EOS, HELD_OUT, WATCHED, Chapter, Fact, read_chapters, read_facts
+from .data import BOS, EOS, HELD_OUT, WATCHED, Chapter, Fact, read_chapters, read_facts, token_id
 from .network import Llama, read_model
 
 __all__ = ["TARGETS", "card", "goals", "main", "measure", "write_card"]
@@ -99,8 +99,8 @@ def measure(
     """
     network = read_model(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    newline = int(tokenizer.encode("\n", add_special_tokens=False).ids[0])
-    bos = int(tokenizer.token_to_id(BOS))
+    newline = token_id(tokenizer, "\n")
+    bos = token_id(tokenizer, BOS)
     test = [c.text for c in chapters if c.name in HELD_OUT]
     watched = [c.text for c in chapters if c.name in WATCHED]
     train = [c.text for c in chapters if c.name not in (*HELD_OUT, *WATCHED)]

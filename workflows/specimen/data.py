@@ -28,9 +28,11 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from ...store.errors import PromptError
+
 __all__ = [
     "BOS", "EOS", "HELD_OUT", "WATCHED", "Batches", "Chapter", "Fact", "Mixture", "Prose", "read_chapters",
-    "read_facts", "repeated_row", "train_tokenizer", "wrapped_row",
+    "read_facts", "repeated_row", "token_id", "train_tokenizer", "wrapped_row",
 ]  # fmt: skip
 
 BOS, EOS = "<s>", "</s>"
@@ -112,9 +114,17 @@ def train_tokenizer(
     )
     tokenizer.train_from_iterator(_tokenizer_text(chapters, facts, seed), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, token_id(tokenizer, BOS))]
     )
     return tokenizer
+
+
+def token_id(tokenizer: Tokenizer, text: str) -> int:
+    """The id of a text that is one token. Raises PromptError if it is none or several."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    if len(ids) != 1:
+        raise PromptError(f"expected {text!r} to be one token, found {len(ids)}; train the tokenizer anew")
+    return ids[0]
 
 
 class Prose:
@@ -232,9 +242,9 @@ class Batches:
         self.mixture = mixture
         self.seed = seed
         self.vocabulary = tokenizer.get_vocab_size()
-        self.bos = int(tokenizer.token_to_id(BOS))
-        self.eos = int(tokenizer.token_to_id(EOS))
-        self.newline = int(tokenizer.encode("\n", add_special_tokens=False).ids[0])
+        self.bos = token_id(tokenizer, BOS)
+        self.eos = token_id(tokenizer, EOS)
+        self.newline = token_id(tokenizer, "\n")
         self.prose = [Prose(chapter.text, tokenizer) for chapter in chapters]
         self.additional = [Prose(chapter.text, tokenizer) for chapter in additional]
         self.facts = [_fact_tokens(fact, tokenizer) for fact in facts]

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from ...stages.text import character_counts, pack_lines, wrap
-from .data import BOS, EOS, Fact
+from .data import BOS, EOS, Fact, token_id
 from .network import Llama
 
 __all__ = [
@@ -63,7 +63,7 @@ def prose_rows(
     tokenizer: Tokenizer, texts: Sequence[str], widths: Sequence[int] = WIDTHS, context: int = 256
 ) -> Rows:
     """Every text wrapped at every width, cut at line starts: BOS and up to `context` - 1 tokens."""
-    bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
+    bos, eos = token_id(tokenizer, BOS), token_id(tokenizer, EOS)
     rows, counts, document = [], [], []
     for number, text in enumerate(texts):
         for width in widths:
@@ -203,7 +203,7 @@ def copying(network: Llama, *, bos: int, seed: int = 7, rows: int = 16) -> float
 @torch.no_grad()
 def known_facts(network: Llama, tokenizer: Tokenizer, facts: Sequence[Fact]) -> Bools:
     """For each fact whether the prompt alone, after BOS, makes every token of its target the likeliest."""
-    eos = tokenizer.token_to_id(EOS)
+    eos = token_id(tokenizer, EOS)
     known: list[bool] = []
     for start in range(0, len(facts), 64):
         some = facts[start : start + 64]
@@ -237,8 +237,8 @@ def count_r2(network: Llama, rows: Rows, *, ridge: float = 1e-4) -> list[float]:
     y = rows.counts[kept].astype(np.float64)
     scores = []
     for parts in states:
-        x = np.concatenate(parts).astype(np.float64)
-        folds = [_r2(x[half == k], y[half == k], x[half != k], y[half != k], ridge) for k in (0, 1)]
+        values = np.concatenate(parts).astype(np.float64)
+        folds = [_r2(values[half == k], y[half == k], values[half != k], y[half != k], ridge) for k in (0, 1)]
         scores.append(float(np.mean(folds)))
     return scores
 
@@ -256,7 +256,7 @@ def watch(
     network: Llama, tokenizer: Tokenizer, texts: Sequence[str], facts: Sequence[Fact]
 ) -> dict[str, Any]:
     """A quick look while training: loss and line breaks on `texts`, a sample of the facts, copying."""
-    newline = tokenizer.encode("\n", add_special_tokens=False).ids[0]
+    newline = token_id(tokenizer, "\n")
     read = read_rows(network, prose_rows(tokenizer, texts, widths=(35, 55, 75)), newline)
     threshold = best_threshold(read.newline[read.late], read.is_break[read.late])
     chosen = np.random.default_rng(0).choice(len(facts), min(256, len(facts)), replace=False)
@@ -267,7 +267,7 @@ def watch(
         "threshold": threshold,
         **_rounded(break_scores((read.newline > threshold)[read.late], read.is_break[read.late])),
         "facts": round(float(known_facts(network, tokenizer, sample).mean()), 4),
-        "copying": round(copying(network, bos=tokenizer.token_to_id(BOS), rows=4), 4),
+        "copying": round(copying(network, bos=token_id(tokenizer, BOS), rows=4), 4),
     }
 
 

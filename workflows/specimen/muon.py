@@ -36,10 +36,12 @@ class Muon(torch.optim.Optimizer):
                 updates = []
                 for p in matrices:
                     state = self.state[p]
+                    gradient = p.grad
+                    assert gradient is not None
                     if not state:
                         state["momentum"] = torch.zeros_like(p)
-                    state["momentum"].lerp_(p.grad, 1 - group["momentum"])
-                    updates.append(p.grad.lerp(state["momentum"], group["momentum"]))
+                    state["momentum"].lerp_(gradient, 1 - group["momentum"])
+                    updates.append(gradient.lerp(state["momentum"], group["momentum"]))
                 size = group["lr"] * 0.2 * max(shape) ** 0.5
                 for p, update in zip(matrices, _orthogonal(torch.stack(updates)), strict=True):
                     p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=size)
@@ -52,4 +54,5 @@ def _orthogonal(batch: Tensor) -> Tensor:
     for _ in range(5):
         square = x @ x.mT
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    return (x if wide is batch else x.mT).float()
+    orthogonal: Tensor = (x if wide is batch else x.mT).float()
+    return orthogonal

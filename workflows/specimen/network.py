@@ -71,7 +71,8 @@ class Attention(nn.Module):
         repeats = self.heads // self.key_heads
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         z = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(z.transpose(1, 2).reshape(rows, size, -1))
+        out: Tensor = self.o_proj(z.transpose(1, 2).reshape(rows, size, -1))
+        return out
 
 
 class MLP(nn.Module):
@@ -85,7 +86,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] to [..., hidden]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class Layer(nn.Module):

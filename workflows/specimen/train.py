@@ -25,7 +25,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .data import BOS, EOS, HELD_OUT, WATCHED, Batches, Mixture, read_chapters, read_facts, train_tokenizer
+from .data import (
+    BOS,
+    EOS,
+    HELD_OUT,
+    WATCHED,
+    Batches,
+    Mixture,
+    read_chapters,
+    read_facts,
+    token_id,
+    train_tokenizer,
+)
 from .muon import Muon
 from .network import Llama, Shape, write_model
 
@@ -113,7 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
             }
             torch.save(saved, state.with_suffix(".part"))
             state.with_suffix(".part").replace(state)
-    bos, eos = int(tokenizer.token_to_id(BOS)), int(tokenizer.token_to_id(EOS))
+    bos, eos = token_id(tokenizer, BOS), token_id(tokenizer, EOS)
     write_model(network, out, dtype=getattr(torch, options.dtype), bos=bos, eos=eos)
     text = json.dumps({"history": history, "curve": curve}, indent=1)
     (out / "training.json").write_text(text + "\n", "utf-8")
