@@ -131,8 +131,8 @@ def break_scores(said: Bools, truth: Bools) -> dict[str, float]:
 
 
 def best_threshold(chance: Floats, truth: Bools) -> float:
-    """The probability, 0.05 to 0.95, above which to say "line break" for the best min(recall, precision)."""
-    steps = np.arange(1, 20) / 20
+    """The probability, 0.01 to 0.99, above which to say "line break" for the best min(recall, precision)."""
+    steps = np.arange(1, 100) / 100
     return float(max(steps, key=lambda step: min(break_scores(chance > step, truth).values())))
 
 
