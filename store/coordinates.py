@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, overload
 
@@ -56,6 +57,9 @@ NAMES = tuple(name for name in _ABOUT if name != "layer")
 """Every coordinate but `layer`, for the `coordinates` attribute by which xarray tells labels from data."""
 
 
+_WAITERS = 8  # threads that put small files side by side: each waits for the disk, none works
+
+
 def write_coordinates(
     folder: Folder, path: str, tokens: PackedTokens, layers: int | None, *, pairs: bool
 ) -> None:
@@ -67,13 +71,17 @@ def write_coordinates(
     labels = _labels_digest(tokens)
     folder.put_new(f"{path}/coordinates/labels.json", as_json({"labels": labels}))
     ours = json.loads(folder.get(f"{path}/coordinates/labels.json") or b"{}").get("labels") == labels
-    for name in BOOKKEEPING:
-        folder.put_new(f"{path}/{name}/zarr.json", _EMPTY_GROUP)
     files: Files = {}
-    for name, values in _integers(tokens, layers, pairs=pairs, labelled=ours):
-        files |= _write_integers(folder, path, name, values)
-    if ours and tokens.texts is not None:
-        files |= _write_texts(folder, path, tokens.texts)
+    # Small files that each wait for the disk: those that wait together are served together.
+    with ThreadPoolExecutor(_WAITERS) as pool:
+        groups = [f"{path}/{name}/zarr.json" for name in BOOKKEEPING]
+        columns = _integers(tokens, layers, pairs=pairs, labelled=ours)
+        waiting = [pool.submit(_write_integers, folder, path, *column) for column in columns]
+        if ours and tokens.texts is not None:
+            waiting.append(pool.submit(_write_texts, folder, path, tokens.texts))
+        list(pool.map(lambda group: folder.put_new(group, _EMPTY_GROUP), groups))
+        for written in waiting:
+            files |= written.result()
     folder.put_new(f"{path}/coordinates/{labels[7:19] if ours else 'bare'}.json", as_json({"files": files}))
 
 

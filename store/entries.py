@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 Cell = tuple[str, int | None]
 """One array of a run: variable and layer, None where there is no layer axis."""
 PACKED_AXES = ("token", "pair")
+_WAITERS = 8  # threads that put small files side by side: each waits for the disk, none works
 _WRITERS = 2  # threads that write one segment's shards, each with another that digests: the disk is the limit
 _MAPPED = 256  # shards kept mapped: each map holds a file descriptor, of which a process has 1024 as a rule
 
@@ -267,7 +268,9 @@ class Entry:
         asked = list(dict.fromkeys(wanted))
         held = self._committed()
         whole = [cell for cell in asked if all(cell in segment for segment in held)]
-        return [self._publish(cell, held) for cell in whole]
+        # Each waits for the disk a few times; those that wait together are served together.
+        with ThreadPoolExecutor(_WAITERS) as pool:
+            return list(pool.map(lambda cell: self._publish(cell, held), whole))
 
     # -- reading
 

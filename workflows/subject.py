@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Subject", "read_texts", "shipped_facts", "shipped_prose"]
 
-SHIPPED = Path(__file__).parent / "specimen" / "data"
+SHIPPED = Path(__file__).parent.parent / "stages" / "forward" / "specimen"
 
 
 class Subject:

@@ -20,6 +20,7 @@ from ...store.keys import ModelIdentity
 from .cache import HookCache, stack_ragged
 from .hooks import BoundSpec, Capture, HookSpec
 from .interventions import Intervention
+from .memory import keep_freed_memory
 from .points import HookPoint
 from .prompts import as_rows, check_prompts, no_tokenizer
 from .taps import Sink, Taps
@@ -111,6 +112,8 @@ class Model:
         from .transformer.decoder import Decoder
 
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if place.type == "cpu":
+            keep_freed_memory()
         numbers = as_dtype(dtype)
         found = files.resolve(str(name), revision=revision)
         config = found.transformer_config()
