@@ -446,9 +446,11 @@ def _inputs(note: dict[str, Any]) -> dict[str, list[str]]:
     A stage notes the stored arrays behind each input ("parents"): an input made of many layers, or a piece of
     one, has a digest of its own, which names nothing in the store.
     """
-    inputs = {name: [told] for name, told in note.get("request", {}).get("inputs", {}).items()}
-    parents = {name: told for name, told in note.get("parents", {}).items() if told}
-    return {str(name): [str(one) for one in told] for name, told in {**inputs, **parents}.items()}
+    parents = {name: list(told) for name, told in note.get("parents", {}).items() if told}
+    # A request names the variable that is read, as in states[resid_post]; a note on parents does not.
+    inputs = note.get("request", {}).get("inputs", {})
+    plain = {name: [told] for name, told in inputs.items() if name.partition("[")[0] not in parents}
+    return {str(name): [str(one) for one in told] for name, told in {**plain, **parents}.items()}
 
 
 # -- the folders of a store

@@ -103,8 +103,11 @@ def lens_heatmap(
     return figure
 
 
+_LINES = 60  # prompts up to which each has a line of its own
+
+
 def answers_by_layer(lens: xr.Dataset, labels: Sequence[str], *, model: str, footer: str) -> Figure:
-    """Probability of each prompt's answer by layer, one thin line per prompt and their median.
+    """Probability of each prompt's answer by layer: a thin line per prompt, bands for many; and their median.
 
     lens: target_logprob, target_rank [layer, prompt], natural order of layers.  labels: one per prompt.
     """
@@ -114,13 +117,18 @@ def answers_by_layer(lens: xr.Dataset, labels: Sequence[str], *, model: str, foo
     with _style():
         figure = _figure(9.5, 4.2)
         left, right = figure.subplots(1, 2, gridspec_kw={"width_ratios": [1.25, 1]})
-        left.plot(layers, probability, color="#7aa6c2", lw=0.9, alpha=0.75)
+        if len(labels) <= _LINES:
+            left.plot(layers, probability, color="#7aa6c2", lw=0.9, alpha=0.75)
+            _subtitle(left, f"{len(labels)} prompts (thin) and their median (thick)")
+        else:
+            for low, high, shade in ((5, 95, "#dbe7ef"), (25, 75, "#a9c7da")):
+                left.fill_between(layers, *np.percentile(probability, (low, high), axis=1), color=shade, lw=0)
+            _subtitle(left, f"{len(labels)} prompts: middle half, middle nine tenths, median")
         left.plot(layers, np.median(probability, axis=1), color=ACCENT, lw=2.2)
-        best = np.argsort(-probability[-1])[: min(3, len(labels))]
+        best = np.argsort(-probability[-1])[: min(3, len(labels))] if len(labels) <= _LINES else []
         _label_ends(left, layers[-1], [(probability[-1, i], labels[i]) for i in best])
         left.set(xlabel="layer", ylabel="probability of the answer", ylim=(-0.02, 1.02))
         left.set_title("Where the answer appears", pad=22)
-        _subtitle(left, f"{len(labels)} prompts (thin) and their median (thick)")
         share = [(rank <= k).mean(axis=1) for k in (10, 5, 1)]
         for values, k, shade in zip(share, (10, 5, 1), ("#c9dbe6", "#7aa6c2", "#1d5b7f"), strict=True):
             right.fill_between(layers, values, color=shade, lw=0, label=f"top {k}")

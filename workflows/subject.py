@@ -55,7 +55,8 @@ class Subject:
         found = self.files.tokenizer()
         if found is None:
             raise TokenizerError(
-                f"expected a tokenizer.json in {self.files.directory}, found none; workflows start from text, "
+                f"expected a tokenizer.json in {self.files.directory}, found none; workflows start from "
+                "text, "
                 "so add the file"
             )
         return found
@@ -84,7 +85,9 @@ class Subject:
 
     def starts(self, text: str) -> npt.NDArray[np.int64]:
         """First character of every token of a text, without special tokens."""
-        return np.array([start for start, _ in self.tokenizer.encode(text, add_special=False).offsets], np.int64)
+        return np.array(
+            [start for start, _ in self.tokenizer.encode(text, add_special=False).offsets], np.int64
+        )
 
     def answer_id(self, prompt: str, answer: str) -> int:
         """The token with which `answer` begins when it follows `prompt`.
@@ -112,7 +115,8 @@ def shipped_prose() -> str:
 
 
 def read_texts(path: str) -> list[str]:
-    """The text of a file, or of every *.txt of a folder in order of name; the shipped prose for an empty path."""
+    """The text of a file, or of every *.txt of a folder in order of name; the shipped prose for an empty
+    path."""
     if not path:
         return [shipped_prose()]
     found = Path(path).expanduser()

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-PROSE = """It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of
-foolishness, it was the epoch of belief, it was the epoch of incredulity, it was the season of Light, it was the
-season of Darkness, it was the spring of hope, it was the winter of despair, we had everything before us, we had
-nothing before us, we were all going direct to Heaven, we were all going direct the other way."""
+PROSE = """It was the best of times, it was the worst of times, it was the age of wisdom, it was
+the age of foolishness, it was the epoch of belief, it was the epoch of incredulity, it was the
+season of Light, it was the season of Darkness, it was the spring of hope, it was the winter of
+despair, we had everything before us, we had nothing before us, we were all going direct to
+Heaven, we were all going direct the other way."""
 
 
 @pytest.fixture(scope="session")

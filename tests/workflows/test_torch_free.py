@@ -34,7 +34,10 @@ ANSWERS = ["light", "us"]
 def without_torch(program: str, *arguments: object) -> dict:
     """What a program prints as JSON when run with torch blocked; arguments arrive in sys.argv."""
     done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + program, *map(str, arguments)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", PRELUDE + program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -51,7 +54,9 @@ def lens(tiny_model: Path, store: Path):
 
 
 def test_the_block_blocks():
-    program = "try:\n    import torch\nexcept ImportError as error:\n    print(json.dumps({'said': str(error)}))"
+    program = (
+        "try:\n    import torch\nexcept ImportError as error:\n    print(json.dumps({'said': str(error)}))"
+    )
     assert without_torch(program) == {"said": "torch is blocked"}
 
 
