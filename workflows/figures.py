@@ -125,7 +125,7 @@ def answers_by_layer(lens: xr.Dataset, labels: Sequence[str], *, model: str, foo
                 left.fill_between(layers, *np.percentile(probability, (low, high), axis=1), color=shade, lw=0)
             _subtitle(left, f"{len(labels)} prompts: middle half, middle nine tenths, median")
         left.plot(layers, np.median(probability, axis=1), color=ACCENT, lw=2.2)
-        best = np.argsort(-probability[-1])[: min(3, len(labels))] if len(labels) <= _LINES else []
+        best = np.argsort(-probability[-1])[:3] if len(labels) <= _LINES else np.array([], int)
         _label_ends(left, layers[-1], [(probability[-1, i], labels[i]) for i in best])
         left.set(xlabel="layer", ylabel="probability of the answer", ylim=(-0.02, 1.02))
         left.set_title("Where the answer appears", pad=22)

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 BATCH_TOKENS = 2048
 BUFFERS = 2
 """Segment buffers: one being filled, one being written."""
+OVERLAP = 8
+"""Segments a corpus is cut into at least, so that writing one hides behind computing the next."""
+SMALLEST_SHARD = 4 << 20
+"""Bytes below which shards are not made smaller for the sake of overlap: each costs a sync."""
 MEMORY = 1 << 30
 """Bytes for segment buffers unless told otherwise."""
 _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
@@ -338,18 +342,26 @@ class CaptureNode(Ports):
         )
 
     def _segment_tokens(self) -> int:
-        """As long as the store likes, but no longer than the buffers' memory allows."""
+        """As long as the store likes, but no longer than memory allows, nor so long that nothing overlaps.
+
+        While a segment is written the next is computed: a corpus is cut into at least `OVERLAP` of them, as
+        long as its largest shards stay above a few MiB.
+        """
         if self.segment_tokens is not None:
             return self.segment_tokens
         from ...store.store import default_segment_tokens
 
-        affordable = self.memory // (BUFFERS * self._bytes_per_token(self.cells))
+        per_token = self._bytes_per_token(self.cells)
+        affordable = self.memory // (BUFFERS * per_token)
         if affordable < 1:
             raise PlanError(
-                f"a token of {len(self.cells)} captures needs {self._bytes_per_token(self.cells)} bytes, "
-                f"more than the memory of {self.memory}; capture fewer points, or raise memory="
+                f"a token of {len(self.cells)} captures needs {per_token} bytes, more than the memory of "
+                f"{self.memory}; capture fewer points, or raise memory="
             )
-        return min(default_segment_tokens(self.tokens, self.specs()), 1 << (affordable.bit_length() - 1))
+        largest = max(self._row_bytes([(spec.variable, None)]) for spec in self.specs())
+        overlapping = max(self.tokens.n_tokens // OVERLAP, SMALLEST_SHARD // largest, 1)
+        longest = min(affordable, overlapping)
+        return min(default_segment_tokens(self.tokens, self.specs()), 1 << (longest.bit_length() - 1))
 
     def _bytes_per_token(self, cells: Sequence[Cell]) -> int:
         """Stored bytes of one token over some cells; attention patterns by the mean number of pairs."""
