@@ -27,8 +27,8 @@ def models() -> None:
 def fetch(repo: str, revision: str | None, as_json: bool, quiet: bool) -> None:
     """Download REPO from the hub; print the directory.
 
-    Only what a forward pass reads: configuration, tokenizer, safetensors weights. Interrupted, it goes on
-    where it stopped. HF_TOKEN opens gated models.
+    Only what a forward pass reads: configuration, tokenizer, safetensors weights. Interrupted, it keeps the
+    files that are finished and goes on with the next. HF_TOKEN opens gated models.
     """
     from ..stages.forward import download
 

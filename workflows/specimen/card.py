@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from ...store.digest import file_digest
 from . import evaluate
 from .data import BOS, EOS, HELD_OUT, WATCHED, Chapter, Fact, read_chapters, read_facts, token_id
 from .network import Llama, read_model
@@ -57,7 +58,12 @@ def main(arguments: list[str] | None = None) -> None:
         pack(options.run, options.to, [c for c in chapters if c.name in HELD_OUT], facts)
         training = json.loads((options.run / "training.json").read_text("utf-8"))
         figures = measure(options.to, chapters, additional, facts, training["curve"])
-        _write_json(options.to / "evaluation.json", {**figures, "training": training})
+        more = (
+            {path.name: file_digest(path) for path in sorted(options.more_prose.glob("*.txt"))}
+            if options.more_prose
+            else {}
+        )
+        _write_json(options.to / "evaluation.json", {**figures, "more_prose": more, "training": training})
     write_card(options.to)
     log.info("%s", (options.to / "README.md").read_text("utf-8"))
 
@@ -195,6 +201,7 @@ def card(figures: dict[str, Any]) -> str:
     )
     widths = ", ".join(map(str, figures["widths"]))
     steps = f"{last['steps']} steps of {last['rows'] * last['size']} tokens"
+    further = [[name, told.removeprefix("sha256:")] for name, told in figures["more_prose"].items()]
     return f"""# The specimen
 
 A small language model that ships with `mizarr`, so that everything runs offline on a model that has really
@@ -244,10 +251,12 @@ knowledge.
 
 ## Training
 
-Prose: the other chapters of the first two books of *A Tale of Two Cities*, with its third book, *Great
-Expectations*, *Oliver Twist* and *A Christmas Carol*, by Charles Dickens, in the public domain; wrapped at a
-random width of {last["narrowest"]} to {last["widest"]} characters. Facts: prompts and targets of the
-CounterFact data set (Meng et al. 2022). `prose.txt` holds the held-out chapters, unwrapped.
+Prose: the other chapters of the first two books of *A Tale of Two Cities* by Charles Dickens, and plain texts
+of other books of his, all in the public domain, which are not part of this package (below, with their
+sha256); wrapped at a random width of {last["narrowest"]} to {last["widest"]} characters. Facts: prompts and
+targets of the CounterFact data set (Meng et al. 2022). `prose.txt` holds the held-out chapters, unwrapped.
+
+{_table(["further prose", "sha256"], further)}
 
 {steps} by `mizarr.workflows.specimen.train`, seed {last["seed"]}.
 {_stages(history)}
