@@ -235,6 +235,8 @@ class CaptureNode(Ports):
 
     def run(self, store: Store, context: Context) -> None:
         """Compute and store what is missing, here or on the workers of a cluster."""
+        if context.cluster is None and self.status(store).cells_cached < len(self.cells):
+            self._required_model  # noqa: B018 - a checkpoint that cannot be loaded must leave the store untouched
         entry = self._made(store)
         missing = entry.missing(self.cells)
         started = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,14 @@ from mizarr import HookPoint, HookSpec, Zero
 from mizarr.stages.forward.batches import MAX_WASTE, pieces_of, plan_batches
 from mizarr.stages.forward.capture import CaptureNode
 from mizarr.stages.forward.model import Model
-from mizarr.store.errors import HookPointNotFound, PromptError, ShapeError, StageError, StoreFull
+from mizarr.store.errors import (
+    HookPointNotFound,
+    PromptError,
+    ShapeError,
+    StageError,
+    StoreFull,
+    WeightsError,
+)
 from mizarr.store.packed import PackedTokens
 
 from .random_models import VOCAB, save_random_model
@@ -334,3 +342,42 @@ def _shards(root: Path) -> dict[str, bytes]:
         and not path.name.startswith(".")
     )
     return {str(path.relative_to(root)): path.read_bytes() for path in files}
+
+
+def test_weights_that_cannot_be_loaded_leave_the_store_untouched(folder, tmp_path, store):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, tmp_path / "m")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, tmp_path / "m" / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
+        mizarr.capture(tmp_path / "m", [[1, 2, 3]], RESID, store=store, progress=False)
+    assert not (store.path / "data").exists()
+
+
+MEASURED = """
+import resource, mizarr, numpy as np
+from mizarr.store.packed import PackedTokens
+tokens = PackedTokens(
+    np.random.default_rng(0).integers(0, {vocab}, {prompts} * 64).astype(np.int32), np.full({prompts}, 64))
+mizarr.capture({folder!r}, tokens, mizarr.HookSpec().capture("*resid*", "*mlp*"), memory=16 << 20, progress=False,
+               store=mizarr.open_store({store!r}, durability="process"))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_peak_memory_does_not_grow_with_the_corpus(folder, tmp_path):
+    """Eight times the corpus, stored in hundreds of MB, in the same memory."""
+
+    def peak(prompts: int) -> int:
+        code = MEASURED.format(
+            vocab=VOCAB, folder=str(folder), prompts=prompts, store=str(tmp_path / str(prompts))
+        )
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        return int(found.stdout) * 1024
+
+    small, large = peak(500), peak(4000)
+    stored = sum(path.stat().st_size for path in (tmp_path / "4000").rglob("*") if path.is_file())
+    assert stored > 300 << 20
+    assert large - small < 40 << 20, f"{small >> 20} MiB for 500 prompts, {large >> 20} MiB for 4000"
