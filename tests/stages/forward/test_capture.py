@@ -361,7 +361,7 @@ import resource, mizarr, numpy as np
 from mizarr.store.packed import PackedTokens
 tokens = PackedTokens(
     np.random.default_rng(0).integers(0, {vocab}, {prompts} * 64).astype(np.int32), np.full({prompts}, 64))
-mizarr.capture({folder!r}, tokens, mizarr.HookSpec().capture("*resid*", "*mlp*"), memory=16 << 20, progress=False,
+mizarr.capture({folder!r}, tokens, ["*resid*", "*mlp*"], memory=16 << 20, progress=False,
                store=mizarr.open_store({store!r}, durability="process"))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
@@ -381,3 +381,20 @@ def test_peak_memory_does_not_grow_with_the_corpus(folder, tmp_path):
     stored = sum(path.stat().st_size for path in (tmp_path / "4000").rglob("*") if path.is_file())
     assert stored > 300 << 20
     assert large - small < 40 << 20, f"{small >> 20} MiB for 500 prompts, {large >> 20} MiB for 4000"
+
+
+@pytest.mark.slow
+def test_workers_of_a_cluster_store_and_read_the_same_bytes(folder, prompts, tmp_path):
+    from distributed import LocalCluster
+
+    from mizarr.pipeline import run
+    from mizarr.stages import pca
+
+    here, there = (mizarr.open_store(tmp_path / name) for name in ("here", "there"))
+    node = CaptureNode(folder, prompts, RESID, segment_tokens=32)
+    moments = pca.moments.on(states=node["resid_post"])
+    run(moments, here)
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+        run(moments, there, cluster=cluster.scheduler_address)
+    contents = [{record.key: record.content for record in store.records()} for store in (here, there)]
+    assert contents[0] == contents[1]
