@@ -383,7 +383,10 @@ class CaptureNode(Ports):
                 "workers of a cluster load the model themselves; pass its name to capture instead of a "
                 "loaded model"
             )
-        return WorkerJob(self.name, self._source, self.run_key, self.dtype, self.spec, self.batch_tokens)
+        import torch
+
+        job = (self.name, self._source, self.run_key, self.dtype, self.spec, self.batch_tokens)
+        return WorkerJob(*job, torch.get_num_threads())
 
 
 @dataclass(frozen=True)
@@ -437,12 +440,18 @@ class WorkerJob:
     dtype: str
     spec: BoundSpec
     batch_tokens: int
+    threads: int
+    """Of torch, as in the process that asks: sums are split over threads, so another number gives other
+    last bits."""
 
 
 def harvest_segment(job: WorkerJob, store: Store, cell: Mapping[str, int]) -> None:
     """Compute and commit one segment; a Dask task."""
+    import torch
+
     from .harvest import harvest
 
+    torch.set_num_threads(job.threads)
     entry = store.entry(job.run, job.dtype)
     harvest(job.source.load(), entry, job.spec, batch_tokens=job.batch_tokens, segments=[cell["segment"]])
 
