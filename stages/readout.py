@@ -13,8 +13,6 @@ A readout is a dataset:
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,9 +136,11 @@ def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
 def read_tensor(files: Sequence[Path], name: str) -> Array:
     """One tensor of some safetensors files, mapped; bfloat16 as ml_dtypes.bfloat16, which safetensors' own
     numpy reader does not know."""
+    from .forward.weights import read_header
+
     names: list[str] = []
     for path in files:
-        header, start = _header(path)
+        header, start = read_header(path)
         names += header
         if name not in header:
             continue
@@ -154,22 +154,6 @@ def read_tensor(files: Sequence[Path], name: str) -> Array:
         f"expected a tensor {name!r}, found {len(names)} others, nearest {nearest(name, names)!r}; "
         "are all files of the checkpoint there?"
     )
-
-
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """Entries by tensor name, and where the data begin (format: 8 bytes length, JSON, data)."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))[0]
-        if not 0 < length <= size - 8:
-            raise WeightsError(
-                f"expected a safetensors file at {str(path)!r}, found {size} other bytes; fetch it again"
-            )
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    if 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0) > size:
-        raise WeightsError(f"{str(path)!r} is truncated at {size} bytes; fetch it again")
-    return header, 8 + length
 
 
 def _span(entry: dict[str, Any]) -> int:

@@ -176,7 +176,7 @@ class CaptureNode(Ports):
     @cached_property
     def cells(self) -> tuple[Cell, ...]:
         """(variable, layer) of every capture."""
-        return tuple((capture.variable, capture.point.layer) for capture in self.spec.captures)
+        return tuple(capture.cell for capture in self.spec.captures)
 
     def specs(self) -> list[ArraySpec]:
         """How each captured variable is stored."""

@@ -53,7 +53,7 @@ def harvest(
     segments: only these; None waits for those others have claimed, until nothing is missing. advance: told
     tokens committed.
     """
-    cells = [(capture.variable, capture.point.layer) for capture in spec.captures]
+    cells = [capture.cell for capture in spec.captures]
     only = None if segments is None else set(segments)
     total = 0
     while missing := {n: todo for n, todo in entry.missing(cells).items() if only is None or n in only}:
@@ -117,7 +117,7 @@ def fill(
     for batch in plan_batches(pieces, batch_tokens=batch_tokens, one_length=one_length):
 
         def keep(capture: Capture, value: Tensor, batch: Batch = batch) -> None:
-            cell = (capture.variable, capture.point.layer)
+            cell = capture.cell
             place = buffer.view(cell, entry.rows(cell[0], n))
             if entry.spec(cell[0]).packed == "pair":
                 _keep_pairs(value, batch, place, tokens, segment)
@@ -131,9 +131,7 @@ def fill(
 
 def _only(spec: BoundSpec, cells: Sequence[Cell]) -> BoundSpec:
     wanted = set(cells)
-    return BoundSpec(
-        tuple(c for c in spec.captures if (c.variable, c.point.layer) in wanted), spec.interventions
-    )
+    return BoundSpec(tuple(c for c in spec.captures if c.cell in wanted), spec.interventions)
 
 
 def _padded(tokens: PackedTokens, piece: Piece, length: int) -> list[int]:
@@ -199,7 +197,7 @@ def _refuse_overflow(buffer: SegmentBuffer, spec: BoundSpec, entry: Entry, n: in
     """float16 ends at 65504; massive activations of some models lie beyond and would be stored as
     infinity."""
     for capture in spec.captures:
-        cell = (capture.variable, capture.point.layer)
+        cell = capture.cell
         if (
             bool(buffer.view(cell, entry.rows(cell[0], n)).isinf().any())
             and capture.point.kind != "attn_scores"

@@ -36,6 +36,11 @@ class Capture:
         """Name of the array that holds it in a store; all layers share one array."""
         return self.point.kind if self.when == "after" else f"{self.point.kind}__pre"
 
+    @property
+    def cell(self) -> tuple[str, int | None]:
+        """Variable and layer: which stored array it is."""
+        return self.variable, self.point.layer
+
 
 @dataclass(frozen=True)
 class BoundSpec:

@@ -385,9 +385,6 @@ class SetValue(Intervention):
         return _steered(x, self.edges, self.heads, allowed, with_value)
 
 
-INTERVENTIONS = (Replace, Add, AddAtPositions, Knockout, Scale, Zero, Steer, SetValue)
-
-
 def _steered(
     x: Tensor, edges: Sequence[Edge], heads: tuple[int, ...] | None, allowed: Tensor | None, change: Any
 ) -> Tensor:

@@ -78,10 +78,6 @@ class OverlappedWriter:
         """Hand over a filled buffer; it comes back to `buffer` when written."""
         self._jobs.put((buffer, job))
 
-    def release(self, buffer: SegmentBuffer) -> None:
-        """Give back a buffer that turned out not to be needed."""
-        self._free.put(buffer)
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

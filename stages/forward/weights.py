@@ -147,16 +147,45 @@ def read_shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
-        for name, entry in _header(path).items():
+        for name, entry in read_header(path)[0].items():
             shapes[name] = tuple(entry["shape"])
     return shapes
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Entries of a safetensors file by tensor name, and where its data begin; WeightsError unless the file
+    is whole.
+
+    The format: 8 bytes of header length, the header as JSON, the data.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 0 < length <= size - 8:
+            raise WeightsError(
+                f"{path} is no complete safetensors file: expected a header of {length} bytes, found "
+                f"{max(size - 8, 0)}; fetch it again"
+            )
+        try:
+            header: dict[str, Any] = json.loads(file.read(length))
+        except ValueError as error:
+            raise WeightsError(f"{path} is no safetensors file: its header is not JSON ({error})") from error
+    header.pop("__metadata__", None)
+    needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if needed != size:
+        raise WeightsError(
+            f"{path} is {'truncated' if size < needed else 'damaged'}: expected {needed} bytes, found "
+            f"{size}; fetch it again"
+        )
+    return header, 8 + length
 
 
 def check_dtypes(files: Sequence[Path], config: TransformerConfig) -> None:
     """Raise WeightsError for the first needed tensor that does not hold plain floating-point numbers."""
     expected = expected_tensors(config)
     for path in files:
-        for name, entry in _header(path).items():
+        for name, entry in read_header(path)[0].items():
             if name in expected and entry["dtype"] not in FLOATS:
                 raise WeightsError(
                     f"expected {name!r} as one of {', '.join(FLOATS)}, found {entry['dtype']}; quantised "
@@ -264,28 +293,3 @@ def _check_finite(name: str, tensor: Tensor) -> None:
             f"expected finite weights, found {bad} NaN or infinite values in {name!r}; the checkpoint is "
             "damaged, fetch it again"
         )
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """The JSON header of a safetensors file, checked against the file's size."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 0 < length <= size - 8:
-            raise WeightsError(
-                f"{path} is no complete safetensors file: expected a header of {length} bytes, found "
-                f"{max(size - 8, 0)}; fetch it again"
-            )
-        try:
-            header: dict[str, Any] = json.loads(file.read(length))
-        except ValueError as error:
-            raise WeightsError(f"{path} is no safetensors file: its header is not JSON ({error})") from error
-    header.pop("__metadata__", None)
-    needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if needed != size:
-        raise WeightsError(
-            f"{path} is {'truncated' if size < needed else 'damaged'}: expected {needed} bytes, found "
-            f"{size}; fetch it again"
-        )
-    return header
