@@ -156,3 +156,13 @@ def test_payloads_with_nan_are_refused():
 def test_something_that_is_no_intervention_is_refused():
     with pytest.raises(InterventionError, match="expected an intervention"):
         HookSpec().intervene("hook_embed", lambda x: x)  # type: ignore[arg-type]
+
+
+def test_a_spec_knows_what_it_asks_for_by_name_and_by_glob():
+    spec = HookSpec().capture("blocks.*.hook_resid_post").intervene("blocks.*.hook_mlp_out", Zero())
+    assert spec.is_captured("blocks.3.hook_resid_post")
+    assert not spec.is_captured("blocks.3.hook_resid_pre")
+    assert spec.has_intervention_at(HookPoint.mlp_out(1))
+    assert not spec.has_intervention_at(HookPoint.attn_out(1))
+    assert (spec.num_captures, spec.num_interventions, spec.is_empty) == (1, 1, False)
+    assert HookSpec().is_empty

@@ -9,6 +9,7 @@ import torch
 import mizarr
 from mizarr.stages.forward.model import Model
 from mizarr.stages.forward.points import HookPoint
+from mizarr.store.errors import PromptError
 
 from .random_models import FAMILIES, VOCAB, save_random_model
 
@@ -110,3 +111,13 @@ def test_project_to_vocab_of_the_last_state_is_the_models_output(tmp_path):
     torch.testing.assert_close(model.project_to_vocab(last), cache.logits, atol=1e-5, rtol=0)
     raw = model.project_to_vocab(last, softcap=False)
     torch.testing.assert_close(3.0 * torch.tanh(raw / 3.0), cache.logits, atol=1e-5, rtol=0)
+
+
+def test_an_embedding_vector_is_the_unscaled_row_of_its_token(tmp_path):
+    reference = save_random_model(tmp_path, "gemma", 4)
+    model = Model.from_pretrained(tmp_path)
+    torch.testing.assert_close(
+        model.embedding_vector(7), reference.model.embed_tokens.weight[7], atol=0, rtol=0
+    )
+    with pytest.raises(PromptError, match=f"found {VOCAB}"):
+        model.embedding_vector(VOCAB)
