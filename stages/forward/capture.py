@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,13 @@ from ...pipeline.nodes import Estimate, Part, Ports, Selection, Status, remember
 from ...store.digest import digest
 from ...store.entries import ArraySpec, Cell, Entry
 from ...store.errors import EntryNotFound, PlanError, StageError, nearest
-from ...store.keys import ModelIdentity, RunKey
+from ...store.keys import RunKey
 from ...store.provenance import put_provenance
 from .config import TransformerConfig
-from .files import ModelFiles, resolve
 from .hooks import BoundSpec, Capture, HookSpec, as_spec, layers_by_variable
 from .points import BY_NAME, transformer_points
 from .prompts import pack
+from .source import ModelSource
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -91,29 +91,6 @@ def capture(
     return node.open(store)
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where a worker gets the model from."""
-
-    name: str
-    revision: str | None
-    dtype: str
-    device: str | None
-
-    def load(self) -> Model:
-        """The model, loaded once per process."""
-        return _loaded(self)
-
-
-@lru_cache(maxsize=1)
-def _loaded(source: Source) -> Model:
-    from .model import Model
-
-    return Model.from_pretrained(
-        source.name, revision=source.revision, dtype=source.dtype, device=source.device
-    )
-
-
 class CaptureNode(Ports):
     """The activations of some prompts at some hook points, as a node of a workflow's graph.
 
@@ -139,39 +116,20 @@ class CaptureNode(Ports):
     ) -> None:
         self.name = name
         self.batch_tokens, self.segment_tokens, self.memory = batch_tokens, segment_tokens, memory
-        self._model: Model | None = None
-        if isinstance(model, str | Path):
-            self._files: ModelFiles | None = resolve(str(model), revision)
-            self._source = Source(str(model), revision, dtype or "float32", device)
-            self.config: TransformerConfig = self._files.transformer_config()
-        else:
-            self._model, self._files = model, None
-            self._source = Source(
-                model.name, None, str(model.dtype).removeprefix("torch."), str(model.device)
-            )
-            self.config = model.config
-        self.dtype = storage_dtype or self._source.dtype
+        self.source = ModelSource(model, revision=revision, dtype=dtype, device=device)
+        self.dtype = storage_dtype or self.source.dtype
         self.spec = self._bind(hooks)
-        self.tokens = pack(prompts, self._tokenizer, self.config, self._source.name)
+        self.tokens = pack(prompts, self.source.tokenizer, self.source.config, self.source.name)
 
     def __repr__(self) -> str:
-        return f"CaptureNode({self._source.name}, {self.tokens!r}, {len(self.spec.captures)} captures)"
+        return f"CaptureNode({self.source.name}, {self.tokens!r}, {len(self.spec.captures)} captures)"
 
     # -- identity ------------------------------------------------------------------------------------------
 
     @cached_property
-    def identity(self) -> ModelIdentity:
-        """Of the model, from its files; refused for a model made in memory."""
-        return (
-            self._files.identity(self._source.dtype)
-            if self._files is not None
-            else self._required_model.require_identity()
-        )
-
-    @cached_property
     def run_key(self) -> RunKey:
         """Which run this is: model, tokens, interventions."""
-        return RunKey(self.identity.digest, self.tokens.digest, self.spec.run_digest)
+        return RunKey(self.source.identity.digest, self.tokens.digest, self.spec.run_digest)
 
     @cached_property
     def cells(self) -> tuple[Cell, ...]:
@@ -181,7 +139,7 @@ class CaptureNode(Ports):
     def specs(self) -> list[ArraySpec]:
         """How each captured variable is stored."""
         captures = {capture.variable: capture for capture in self.spec.captures}
-        return [array_spec(capture, self.config, self.dtype) for capture in captures.values()]
+        return [array_spec(capture, self.source.config, self.dtype) for capture in captures.values()]
 
     # -- planning ------------------------------------------------------------------------------------------
 
@@ -236,7 +194,7 @@ class CaptureNode(Ports):
     def run(self, store: Store, context: Context) -> None:
         """Compute and store what is missing, here or on the workers of a cluster."""
         if context.cluster is None and self.status(store).cells_cached < len(self.cells):
-            self._required_model  # noqa: B018 - a checkpoint that cannot be loaded must leave the store untouched
+            self.source.load()  # a checkpoint that cannot be loaded must leave the store untouched
         entry = self._made(store)
         missing = entry.missing(self.cells)
         started = time.monotonic()
@@ -249,7 +207,7 @@ class CaptureNode(Ports):
 
             task = context.progress.task(self.name, total=total, unit="tokens")
             harvest(
-                self._required_model, entry, self.spec, batch_tokens=self.batch_tokens, advance=task.advance
+                self.source.load(), entry, self.spec, batch_tokens=self.batch_tokens, advance=task.advance
             )
         if missing:
             took = {"tokens": total, "seconds": round(time.monotonic() - started, 3)}
@@ -262,10 +220,10 @@ class CaptureNode(Ports):
 
     def provenance(self) -> dict[str, Any]:
         """What a person will want to know, and no key holds."""
-        source = self._source
+        source = self.source
         return {
             "model": source.name,
-            "identity": self.identity.request(),
+            "identity": source.identity.request(),
             "device": source.device,
             "hooks": self.spec.canonical(),
             "batch_tokens": self.batch_tokens,
@@ -276,28 +234,18 @@ class CaptureNode(Ports):
     def __getstate__(self) -> dict[str, Any]:
         # Sent to a worker a node is names and digests: whoever needs ids or weights there reads them from
         # disk.
-        return {**vars(self), "_model": None, "_files": None, "tokens": None, "run_key": self.run_key}
+        return {**vars(self), "tokens": None, "run_key": self.run_key}
 
     def _bind(self, hooks: HookSpec | str | Sequence[str]) -> BoundSpec:
-        c = self.config
+        c = self.source.config
         points = transformer_points(c.num_layers, post_norms=c.use_post_norms, gated=c.mlp_layout != "plain")
-        spec = as_spec(hooks).bind(points, self._source.name)
+        spec = as_spec(hooks).bind(points, self.source.name)
         if not spec.captures:
             raise StageError(
                 "expected a HookSpec that captures something, found none; add "
                 ".capture('blocks.*.hook_resid_post')"
             )
         return spec
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        return self._files.tokenizer() if self._files is not None else self._required_model._tokenizer
-
-    @property
-    def _required_model(self) -> Model:
-        if self._model is None:
-            self._model = self._source.load()
-        return self._model
 
     @cached_property
     def _layers(self) -> dict[str, list[int]]:
@@ -332,9 +280,9 @@ class CaptureNode(Ports):
         return found
 
     def _made(self, store: Store) -> Entry:
-        tokenizer = self._tokenizer
+        tokenizer = self.source.tokenizer
         about = {
-            "model": self._source.name,
+            "model": self.source.name,
             **({"tokenizer": tokenizer.digest} if tokenizer is not None else {}),
         }
         if tokenizer is not None and store.vocabulary(tokenizer.digest) is None:
@@ -378,14 +326,9 @@ class CaptureNode(Ports):
         return math.ceil(sum(sizes) * _ITEMSIZE[self.dtype])
 
     def _for_workers(self) -> Any:
-        if self._files is None:
-            raise PlanError(
-                "workers of a cluster load the model themselves; pass its name to capture instead of a "
-                "loaded model"
-            )
         import torch
 
-        job = (self.name, self._source, self.run_key, self.dtype, self.spec, self.batch_tokens)
+        job = (self.name, self.source.for_workers(), self.run_key, self.dtype, self.spec, self.batch_tokens)
         return WorkerJob(*job, torch.get_num_threads())
 
 
@@ -435,7 +378,7 @@ class WorkerJob:
     """What a worker needs to know to compute a segment: names and digests, no arrays."""
 
     name: str
-    source: Source
+    source: ModelSource
     run: RunKey
     dtype: str
     spec: BoundSpec

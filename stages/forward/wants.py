@@ -44,6 +44,7 @@ class Logits:
 
 
 ALL_LOGITS = Logits()
+LAST_LOGITS = Logits(positions=(-1,))
 
 
 def logits(position: int | Sequence[int] | None = None, tokens: int | Sequence[int] | None = None) -> Logits:

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 import mizarr
-from mizarr.stages.text import wrap
+from mizarr.stages.text import character_counts, wrap
 from mizarr.workflows.specimen import card, evaluate, train
 from mizarr.workflows.specimen.data import (
     HELD_OUT,
@@ -27,6 +27,7 @@ from mizarr.workflows.specimen.data import (
     repeated_row,
     wrapped_row,
 )
+from mizarr.workflows.specimen.guides import COUNTS, Guides
 from mizarr.workflows.specimen.muon import Muon
 from mizarr.workflows.specimen.network import Llama, Shape, read_model, write_model
 
@@ -163,26 +164,52 @@ def test_a_batch_depends_on_seed_and_step_alone(batches):
     assert not np.array_equal(one(2)[0], batches(4)(2)[0])
 
 
-def test_rows_are_wrapped_by_the_rule_of_the_workflows(tokenizer, prose):
+def test_rows_are_wrapped_and_counted_by_the_rules_of_the_workflows(tokenizer, prose):
     words = Prose(prose, tokenizer)
     newline = tokenizer.encode("\n", add_special_tokens=False).ids[0]
     bos = tokenizer.token_to_id("<s>")
-    ids, columns, taken = wrapped_row(words, range(len(words)), 43, 10**9, bos=bos, newline=newline)
-    assert ids == tokenizer.encode(wrap(prose, 43)).ids
-    assert taken == len(prose.split())
-    assert max(columns) == max(map(len, wrap(prose, 43).split("\n")))
+    ids, counts, columns = wrapped_row(words, range(len(words)), 43, 10**9, bos=bos, newline=newline)
+    wrapped = wrap(prose, 43)
+    code = tokenizer.encode(wrapped, add_special_tokens=False)
+    assert ids == [bos, *code.ids]
+    assert counts == [-1, *character_counts(wrapped, [start for start, _ in code.offsets])]
+    assert max(columns) == max(map(len, wrapped.split("\n")))
 
 
-def test_only_what_can_be_copied_counts_in_repeats():
+def test_a_source_is_where_the_next_token_stands_already():
     rng = np.random.default_rng(0)
     fresh = iter(range(2, 100_000))
-    ids, copied = repeated_row(rng, lambda n: [next(fresh) for _ in range(n)], 500, bos=0)
-    assert len(ids) == len(copied) == 500
-    for i, token in enumerate(ids):
-        if copied[i]:
-            # The token after the same predecessor, earlier in the row.
-            assert token == ids[ids.index(ids[i - 1]) + 1]
-    assert 0.3 < np.mean(copied) < 0.8
+    ids, sources = repeated_row(rng, lambda n: [next(fresh) for _ in range(n)], 500, bos=0)
+    assert len(ids) == len(sources) == 500
+    for i, source in enumerate(sources[:-1]):
+        if source >= 0:
+            assert source <= i
+            assert (ids[source - 1], ids[source]) == (ids[i], ids[i + 1])
+    assert 0.3 < np.mean(np.array(sources) >= 0) < 0.8
+
+
+def test_only_what_can_be_copied_counts_in_rows_of_repeats(tokenizer, prose, facts):
+    mixture = Mixture(rows=6, size=64, prose=0, facts=0, random_repeats=1, word_repeats=0)
+    batch = Batches(tokenizer, [Chapter("own", (prose,))], [], facts, mixture, seed=0)(0)
+    np.testing.assert_array_equal(batch.weights, batch.sources >= 0)
+    assert batch.weights.any()
+
+
+def test_guides_ask_heads_for_the_token_before_and_the_source_and_a_state_for_the_count():
+    torch.manual_seed(0)
+    shape = Shape(vocabulary=16)
+    network, guides = Llama(shape), Guides(shape)
+    ids = torch.tensor([[0, 3, 4, 5, 3, 4, 5]])
+    sources = torch.tensor([[-1, -1, -1, -1, 2, 3, -1]])
+    counts = torch.tensor([[-1, 0, 4, 9, -1, -1, -1]])
+    attention, count = guides(network, network.states(ids), sources, counts)
+    # Untrained heads look everywhere alike: log(position + 1), meaned over the positions that are asked.
+    previous = np.mean([np.log(i + 1) for i in range(1, 7)])
+    induction = np.mean([np.log(5), np.log(6)])
+    assert float(attention) == pytest.approx(previous + induction, abs=0.05)
+    assert float(count) == pytest.approx(np.log(COUNTS), abs=0.3)
+    nowhere = torch.full_like(sources, -1)
+    assert float(guides(network, network.states(ids), nowhere, nowhere)[1]) == 0
 
 
 def test_facts_are_one_per_prompt_and_end_before_the_blank_line(tmp_path):

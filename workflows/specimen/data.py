@@ -13,6 +13,7 @@ Idea. Three kinds of row teach three things that can be looked at inside a model
 Every batch is a pure function of (seed, step): a run that resumes at step n reads what it would have read.
 
 Axes: row, token. A row of length T gives T inputs and, shifted by one, T targets, each with a loss weight.
+Each input also says what a helpful head or state would hold there (guides.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +32,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from ...store.errors import PromptError
 
 __all__ = [
-    "BOS", "EOS", "HELD_OUT", "WATCHED", "Batches", "Chapter", "Fact", "Mixture", "Prose", "read_chapters",
-    "read_facts", "repeated_row", "token_id", "train_tokenizer", "wrapped_row",
+    "BOS", "EOS", "HELD_OUT", "WATCHED", "Batch", "Batches", "Chapter", "Fact", "Mixture", "Prose",
+    "read_chapters", "read_facts", "repeated_row", "token_id", "train_tokenizer", "wrapped_row",
 ]  # fmt: skip
 
 BOS, EOS = "<s>", "</s>"
@@ -127,8 +128,28 @@ def token_id(tokenizer: Tokenizer, text: str) -> int:
     return ids[0]
 
 
+class Batch(NamedTuple):
+    """Rows to train on.
+
+    ids: int64 [row, token + 1]; inputs are all but the last token, targets all but the first.
+    weights: float32 [row, token], loss weight of each target.
+    sources: int64 [row, token], for an input whose target can be copied from earlier in the row, where that
+    stands; -1 elsewhere.
+    counts: int64 [row, token], characters between the start of the line and the start of the input, as in
+    `mizarr.stages.text`; -1 for whatever is not wrapped prose.
+    """
+
+    ids: Ids
+    weights: Weights
+    sources: Ids
+    counts: Ids
+
+
 class Prose:
     """A chapter cut into words, each with its length in characters and its tokens in both forms.
+
+    `first` and `inner` are the tokens of each word at the start of a line and inside it; `first_starts` and
+    `inner_starts` where each token starts, in characters from the start of the word or the space before it.
 
     The pre-tokenizer splits at white space, so the tokens of a word do not depend on its neighbours.
     """
@@ -136,13 +157,16 @@ class Prose:
     def __init__(self, text: str, tokenizer: Tokenizer):
         self.words = text.split()
         self.lengths = [len(word) for word in self.words]
-        forms: dict[str, list[int]] = {}
+        forms: dict[str, tuple[list[int], list[int]]] = {}
         wanted = sorted(set(self.words))
         for prefix in ("", " "):
             codes = tokenizer.encode_batch([prefix + word for word in wanted], add_special_tokens=False)
-            forms.update({prefix + word: code.ids for word, code in zip(wanted, codes, strict=True)})
-        self.first = [forms[word] for word in self.words]
-        self.inner = [forms[" " + word] for word in self.words]
+            for word, code in zip(wanted, codes, strict=True):
+                forms[prefix + word] = (code.ids, [start for start, _ in code.offsets])
+        self.first = [forms[word][0] for word in self.words]
+        self.inner = [forms[" " + word][0] for word in self.words]
+        self.first_starts = [forms[word][1] for word in self.words]
+        self.inner_starts = [forms[" " + word][1] for word in self.words]
 
     def __len__(self) -> int:
         return len(self.words)
@@ -150,29 +174,31 @@ class Prose:
 
 def wrapped_row(
     prose: Prose, order: Sequence[int], width: int, size: int, *, bos: int, newline: int
-) -> tuple[list[int], list[int], int]:
+) -> tuple[list[int], list[int], list[int]]:
     """`size` tokens of the words `order`, greedily wrapped at `width` characters, after a BOS.
 
     The rule is that of `mizarr.stages.text.wrap`. Fewer tokens when the words run out.
-    Returns the ids, the column (characters of the line up to and including each token's word; 0 for BOS and
-    line breaks), and how many words were used.
+    Returns the ids, their character counts (-1 for BOS), and the column of each token (characters of the line
+    up to and including its word; 0 for BOS and line breaks).
     """
-    ids, columns, used = [bos], [0], 0
-    taken = 0
+    ids, counts, columns, used = [bos], [-1], [0], 0
     for i in order:
         if len(ids) >= size:
             break
-        taken += 1
         length = prose.lengths[i]
         if used and used + 1 + length > width:
             ids.append(newline)
+            counts.append(used)
             columns.append(0)
             used = 0
-        tokens = prose.inner[i] if used else prose.first[i]
-        used += length + (used > 0)
+        tokens, starts = (
+            (prose.inner[i], prose.inner_starts[i]) if used else (prose.first[i], prose.first_starts[i])
+        )
         ids += tokens
+        counts += [used + start for start in starts]
+        used += length + (used > 0)
         columns += [used] * len(tokens)
-    return ids[:size], columns[:size], taken
+    return ids[:size], counts[:size], columns[:size]
 
 
 def repeated_row(
@@ -184,20 +210,21 @@ def repeated_row(
     shortest: int = 6,
     longest: int = 80,
     most: int = 4,
-) -> tuple[list[int], list[bool]]:
+) -> tuple[list[int], list[int]]:
     """`size` tokens: groups of a span that occurs 2 to 4 times, or `most` times throughout if that is not 4.
 
-    draw(n): n tokens of a fresh span. Returns the ids and, for each, whether it can be copied: not in the
-    first occurrence of its span, and not the first token of an occurrence.
+    draw(n): n tokens of a fresh span. Returns the ids and, for each, where the token after it stands in the
+    occurrence before: -1 in the first occurrence of a span, and at the last token of every occurrence.
     """
-    ids, copied = [bos], [False]
+    ids, sources = [bos], [-1]
     while len(ids) < size:
         length = int(np.exp(rng.uniform(np.log(shortest), np.log(longest))))
         span = list(draw(length))
         for occurrence in range(int(rng.integers(2, 5)) if most == 4 else most):
+            before = len(ids) - length
+            sources += [before + k + 1 if occurrence and k + 1 < length else -1 for k in range(length)]
             ids += span
-            copied += [occurrence > 0 and k > 0 for k in range(len(span))]
-    return ids[:size], copied[:size]
+    return ids[:size], sources[:size]
 
 
 @dataclass(frozen=True)
@@ -249,8 +276,8 @@ class Batches:
         self.additional = [Prose(chapter.text, tokenizer) for chapter in additional]
         self.facts = [_fact_tokens(fact, tokenizer) for fact in facts]
 
-    def __call__(self, step: int) -> tuple[Ids, Weights]:
-        """ids int64 [row, token + 1] and the loss weight of each target, float32 [row, token]."""
+    def __call__(self, step: int) -> Batch:
+        """The batch of a step."""
         rng = np.random.default_rng([self.seed, step])
         mix = self.mixture
         stretch = 2 if rng.random() < mix.long_share else 1
@@ -259,22 +286,27 @@ class Batches:
         makers = (self._prose_row, self._fact_row, self._random_row, self._word_row)
         kinds = rng.choice(len(makers), mix.rows // stretch, p=shares / shares.sum())
         rows = [makers[kind](rng, size) for kind in kinds]
-        ids = np.array([ids for ids, _ in rows], np.int64)
-        return ids, np.array([weights for _, weights in rows], np.float32)[:, 1:]
+        return Batch(
+            ids=np.array([row.ids for row in rows], np.int64),
+            weights=np.array([row.weights for row in rows], np.float32)[:, 1:],
+            sources=np.array([row.sources for row in rows], np.int64)[:, :-1],
+            counts=np.array([row.counts for row in rows], np.int64)[:, :-1],
+        )
 
-    def _prose_row(self, rng: np.random.Generator, size: int) -> tuple[list[int], list[float]]:
+    def _prose_row(self, rng: np.random.Generator, size: int) -> _Row:
         prose = self._some_prose(rng)
         start = int(rng.integers(max(1, len(prose) - size // 2)))
         width = int(rng.integers(self.mixture.narrowest, self.mixture.widest + 1))
         order = [i % len(prose) for i in range(start, start + size)]
-        ids, columns, _ = wrapped_row(prose, order, width, size, bos=self.bos, newline=self.newline)
+        ids, counts, columns = wrapped_row(prose, order, width, size, bos=self.bos, newline=self.newline)
         edge = width - self.mixture.line_end
         # Whether the line ends after this token is decided by the token after it: weigh all such decisions,
         # breaks and words alike, or the model would learn wrong odds.
         near = [False, *(column >= edge for column in columns[:-1])]
-        return ids, [self.mixture.line_end_weight if n else 1.0 for n in near]
+        weights = [self.mixture.line_end_weight if n else 1.0 for n in near]
+        return _Row(ids, weights, [-1] * size, counts)
 
-    def _fact_row(self, rng: np.random.Generator, size: int) -> tuple[list[int], list[float]]:
+    def _fact_row(self, rng: np.random.Generator, size: int) -> _Row:
         ids: list[int] = []
         weights: list[float] = []
         low = self.mixture.fact_prompt_weight
@@ -282,30 +314,27 @@ class Batches:
             prompt, target = self.facts[int(rng.integers(len(self.facts)))]
             ids += [self.bos, *prompt, *target, self.eos]
             weights += [0.0] + [low] * len(prompt) + [1.0] * len(target) + [low]
-        return ids[:size], weights[:size]
+        return _Row(ids[:size], weights[:size], [-1] * size, [-1] * size)
 
-    def _random_row(self, rng: np.random.Generator, size: int) -> tuple[list[int], list[float]]:
+    def _random_row(self, rng: np.random.Generator, size: int) -> _Row:
         def draw(n: int) -> list[int]:
             return [int(token) for token in rng.integers(2, self.vocabulary, n)]
 
         share = self.mixture.cycles
         if share and rng.random() < share:
-            ids, copied = repeated_row(rng, draw, size, bos=self.bos, shortest=3, longest=40, most=size)
-        else:
-            ids, copied = repeated_row(rng, draw, size, bos=self.bos)
-        return ids, [float(c) for c in copied]
+            return _copies(*repeated_row(rng, draw, size, bos=self.bos, shortest=3, longest=40, most=size))
+        return _copies(*repeated_row(rng, draw, size, bos=self.bos))
 
-    def _word_row(self, rng: np.random.Generator, size: int) -> tuple[list[int], list[float]]:
+    def _word_row(self, rng: np.random.Generator, size: int) -> _Row:
         prose = self._some_prose(rng)
 
         def draw(n: int) -> list[int]:
             tokens: list[int] = []
             while len(tokens) < n:
                 tokens += prose.inner[int(rng.integers(len(prose)))]
-            return tokens
+            return tokens[:n]
 
-        ids, copied = repeated_row(rng, draw, size, bos=self.bos)
-        return ids, [float(c) for c in copied]
+        return _copies(*repeated_row(rng, draw, size, bos=self.bos))
 
     def _some_prose(self, rng: np.random.Generator) -> Prose:
         """A chapter, each as likely as it is long."""
@@ -313,6 +342,18 @@ class Batches:
         shelf = self.prose if own else self.additional
         sizes = np.array([len(prose) for prose in shelf], np.float64)
         return shelf[int(rng.choice(len(shelf), p=sizes / sizes.sum()))]
+
+
+class _Row(NamedTuple):
+    ids: list[int]
+    weights: list[float]
+    sources: list[int]
+    counts: list[int]
+
+
+def _copies(ids: list[int], sources: list[int]) -> _Row:
+    """A row of which only what can be copied counts."""
+    return _Row(ids, [0.0] + [float(source >= 0) for source in sources[:-1]], sources, [-1] * len(ids))
 
 
 def _fact_tokens(fact: Fact, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

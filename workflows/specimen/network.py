@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Llama", "Shape", "read_model", "write_model"]
+__all__ = ["Llama", "Shape", "read_model", "rotate", "write_model"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         q = self.q_proj(x).view(rows, size, self.heads, self.head).transpose(1, 2)
         k = self.k_proj(x).view(rows, size, self.key_heads, self.head).transpose(1, 2)
         v = self.v_proj(x).view(rows, size, self.key_heads, self.head).transpose(1, 2)
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         repeats = self.heads // self.key_heads
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         z = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -146,12 +146,16 @@ class Llama(nn.Module):
             states.append(layer(states[-1], cos, sin))
         return states
 
+    def logits(self, state: Tensor) -> Tensor:
+        """[row, position, vocabulary] of the last state, [row, position, hidden]."""
+        return F.linear(self.model.norm(state), self.model.embed_tokens.weight)
+
     def forward(self, ids: Tensor) -> Tensor:
         """Logits [row, position, vocabulary] of ids [row, position]."""
-        return F.linear(self.model.norm(self.states(ids)[-1]), self.model.embed_tokens.weight)
+        return self.logits(self.states(ids)[-1])
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions in the half-split convention of transformers; x: [row, head, position, head size]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)

@@ -37,6 +37,7 @@ from .data import (
     token_id,
     train_tokenizer,
 )
+from .guides import Guides
 from .muon import Muon
 from .network import Llama, Shape, write_model
 
@@ -71,7 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
     torch.manual_seed(options.seed)
     network = Llama(shape, options.dropout)
     log.info("%.2f M parameters, %d facts", sum(p.numel() for p in network.parameters()) / 1e6, len(facts))
-    optimizers = _optimizers(network, options)
+    guides = Guides(shape)
+    optimizers = _optimizers(network, guides, options)
     watched = [c.text for c in chapters if c.name in WATCHED]
 
     state = out / "checkpoint.pt"
@@ -79,6 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
     if state.exists():
         saved = torch.load(state, weights_only=True)
         network.load_state_dict(saved["network"])
+        guides.load_state_dict(saved["guides"])
         for optimizer, values in zip(optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(values)
         start, curve, history = saved["step"], saved["curve"], saved["history"]
@@ -94,20 +97,22 @@ def main(arguments: list[str] | None = None) -> None:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * factor
-        ids, weights = (torch.from_numpy(a) for a in batches(step))
-        loss = loss_of(network, ids, weights, options.bf16)
-        loss.backward()
+        guide = torch.tensor([options.guide_attention, options.guide_count]) * _guidance(step, options)
+        loss, guided = loss_of(network, guides, [torch.from_numpy(a) for a in batches(step)], options.bf16)
+        (loss + guided @ guide).backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-        seen += ids.numel()
+        losses.append([loss.item(), *guided.tolist()])
+        seen += mixture.rows * mixture.size
         last = step + 1 == options.steps
         if (step + 1) % 50 == 0 or last:
             rate = seen / (time.monotonic() - began)
             left = (options.steps - step - 1) * (time.monotonic() - began) / (step + 1 - start)
-            log.info("step %d loss %.3f, %.0f tokens/s, %.0f s left", step + 1, np.mean(losses), rate, left)
+            plain, attention, count = np.mean(losses, axis=0)
+            log.info("step %d loss %.3f, attention %.2f, count %.2f", step + 1, plain, attention, count)
+            log.info("%.0f tokens/s, %.0f s left", rate, left)
             losses = []
         if (step + 1) % options.every == 0 or last:
             network.eval()
@@ -117,6 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
             log.info("step %d %s", step + 1, json.dumps(figures))
             saved = {
                 "network": network.state_dict(),
+                "guides": guides.state_dict(),
                 "optimizers": [o.state_dict() for o in optimizers],
                 "step": step + 1,
                 "curve": curve,
@@ -130,10 +136,10 @@ def main(arguments: list[str] | None = None) -> None:
     (out / "training.json").write_text(text + "\n", "utf-8")
 
 
-def _optimizers(network: Llama, options: argparse.Namespace) -> list[torch.optim.Optimizer]:
+def _optimizers(network: Llama, guides: Guides, options: argparse.Namespace) -> list[torch.optim.Optimizer]:
     """AdamW for everything, or Muon for the matrices of the layers and AdamW for the rest."""
     matrices = [p for name, p in network.named_parameters() if p.dim() == 2 and "layers" in name]
-    embedding = [network.model.embed_tokens.weight]
+    embedding = [network.model.embed_tokens.weight, *guides.parameters()]
     vectors = [p for p in network.parameters() if p.dim() == 1]
     decay = options.weight_decay
     adam = [
@@ -150,12 +156,21 @@ def _optimizers(network: Llama, options: argparse.Namespace) -> list[torch.optim
     return [torch.optim.AdamW(adam, lr=options.lr, betas=(0.9, 0.98), fused=True)]
 
 
-def _loss(network: Llama, ids: Tensor, weights: Tensor, bf16: bool) -> Tensor:
-    """Weighted mean cross-entropy; one function, so that it compiles as a whole."""
+def _loss(network: Llama, guides: Guides, batch: list[Tensor], bf16: bool) -> tuple[Tensor, Tensor]:
+    """Weighted mean cross-entropy, and the guides' losses; one function, so that it compiles as a whole."""
+    ids, weights, sources, counts = batch
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        logits = network(ids[:, :-1])
+        states = network.states(ids[:, :-1])
+        logits = network.logits(states[-1])
+        guided = guides(network, states, sources, counts)
     each = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-    return (each * weights.flatten()).sum() / weights.sum()
+    return (each * weights.flatten()).sum() / weights.sum(), guided
+
+
+def _guidance(step: int, options: argparse.Namespace) -> float:
+    """1 for the first half of the guided steps, then down to 0 in a straight line."""
+    end = options.guided * options.steps
+    return min(1.0, max(0.0, 2 * (1 - step / end))) if end else 0.0
 
 
 def _schedule(step: int, steps: int, warmup: int) -> float:
@@ -177,6 +192,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--muon-lr", type=float, default=0.0, help="Muon for the matrices; 0: AdamW alone")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--guide-attention", type=float, default=0.1, help="loss weight of the guided heads")
+    parser.add_argument("--guide-count", type=float, default=0.1, help="loss weight of the guided count")
+    parser.add_argument("--guided", type=float, default=0.7, help="share of the steps with guides")
     parser.add_argument("--every", type=int, default=250, help="steps between checkpoints")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="float16", help="of the stored weights")

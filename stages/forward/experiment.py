@@ -1,0 +1,214 @@
+"""Experiments: stages made of runs of a model, cut into cells that are stored one by one.
+
+An `Experiment` declares which runs its cells need, what is measured of each run, and how the measurements of
+a cell become a labelled dataset. `ExperimentNode` puts it into a workflow's graph: it finds what is stored,
+hands the runs of all missing cells to the planner as one list, so that cells share what they have in common,
+and publishes each cell when its last run is measured. A killed experiment goes on where it was; one with one
+more layer computes one layer.
+
+Border: knows the store's keys and a model by name; what is science is in the declaration, what is shared
+between runs is in planner.py. Planning imports no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ...pipeline.nodes import Estimate, Node, ResultNode, Status, one_look, remembered, status_of
+from ...pipeline.reasons import missing_cells, why_not
+from ...store.errors import StageError
+from ...store.keys import ResultKey
+from .runs import Run, stream
+from .source import ModelSource
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ...pipeline import Context
+    from ...store import Store
+    from .cache import HookCache
+    from .config import TransformerConfig
+    from .model import Model
+
+__all__ = ["Cell", "Experiment", "ExperimentNode"]
+
+Cell = Mapping[str, Any]
+"""Labels of one piece of an experiment, plain values: {"layer": 3}."""
+
+
+class Experiment(ABC):
+    """What a stage made of runs declares. A frozen dataclass of plain values, which are its parameters."""
+
+    name: ClassVar[str]
+    version: ClassVar[int]
+    """Moves when numbers move."""
+
+    def params(self) -> dict[str, Any]:
+        """Plain values that, with the cell, decide every number: prompts as token ids, seeds, metrics."""
+        return dict(vars(self))
+
+    @abstractmethod
+    def cells(self, config: TransformerConfig) -> Sequence[Cell]:
+        """The pieces, in the order in which they are joined."""
+
+    def prepare(self, model: Model) -> Any:
+        """What all cells need to make their runs and to measure them: clean activations, a baseline."""
+        return None
+
+    @abstractmethod
+    def runs(self, prepared: Any, cell: Cell) -> Sequence[Run]:
+        """The runs of one cell."""
+
+    @abstractmethod
+    def measure(self, prepared: Any, cell: Cell, result: HookCache) -> Any:
+        """What is kept of one run, numbers or numpy arrays; its activations are gone afterwards."""
+
+    @abstractmethod
+    def dataset(self, prepared: Any, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+        """The measurements of a cell's runs, in their order, as a labelled dataset with units."""
+
+    @abstractmethod
+    def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
+        """The datasets of all cells, in their order, as one."""
+
+    def on(
+        self, model: Model | str | Path, *, dtype: str | None = None, memory: int | str | None = None
+    ) -> ExperimentNode:
+        """This experiment on a model, as a node of a workflow's graph."""
+        return ExperimentNode(self, ModelSource(model, dtype=dtype), memory=memory)
+
+
+class ExperimentNode(ResultNode):
+    """An experiment on a model, in a graph.
+
+    memory: bytes the passes may take, or "2GiB".
+    """
+
+    inputs: tuple[Node, ...] = ()
+
+    def __init__(
+        self, experiment: Experiment, source: ModelSource, *, memory: int | str | None = None
+    ) -> None:
+        self.experiment = experiment
+        self.source = source
+        self.memory = memory
+        self.name = experiment.name
+
+    def __repr__(self) -> str:
+        return f"ExperimentNode({self.experiment!r}, {self.source!r})"
+
+    # -- identity
+
+    def key(self, store: Store) -> ResultKey:
+        """Of the whole: the parameters and every cell's labels."""
+        cells = [dict(cell) for cell in self.cells()]
+        return self._key(self.name, {**self.experiment.params(), "cells": cells})
+
+    def cells(self) -> Sequence[Cell]:
+        """The labels of every cell."""
+        return self.experiment.cells(self.source.config)
+
+    def cell_key(self, cell: Cell) -> ResultKey:
+        """Of one cell: which others are asked for does not matter to it."""
+        return self._key(f"{self.name}/cell", {**self.experiment.params(), "cell": dict(cell)})
+
+    def _key(self, label: str, params: Mapping[str, Any]) -> ResultKey:
+        model = {"model": self.source.identity.digest}
+        return ResultKey(label, self.experiment.version, params, model)
+
+    @remembered
+    def missing(self, store: Store) -> list[Cell]:
+        """Cells that are not stored."""
+        return [cell for cell in self.cells() if store.lookup(self.cell_key(cell)) is None]
+
+    # -- planning
+
+    def status(self, store: Store) -> Status:
+        """Cached, or why it will run and how much of it stands already."""
+        with one_look():
+            key = self.key(store)
+            if store.lookup(key) is not None:
+                return Status(True, cells_cached=1)
+            cells, missing = len(self.cells()), self.missing(store)
+            if not missing:
+                return Status(False, "its cells are stored, but not joined yet", cells, cells)
+            reason = missing_cells(missing, cells) if len(missing) < cells else why_not(store, key)
+            return Status(False, reason, cells, cells - len(missing))
+
+    def estimate(self, store: Store) -> Estimate:
+        """Memory as given; results are small, and how long runs take is not known before."""
+        from ...pipeline.plan import as_bytes
+
+        if status_of(self, store).is_cached:
+            return Estimate()
+        return Estimate(peak_bytes=as_bytes(self.memory) or 0)
+
+    # -- running
+
+    def run(self, store: Store, context: Context) -> None:
+        """Runs of the missing cells; each cell published when its last run is measured; then the whole."""
+        with one_look():
+            missing = list(self.missing(store))
+        if missing and context.cluster is not None:
+            self.source.for_workers()
+            context.map(compute_cell, self, store, missing)
+        elif missing:
+            task = context.progress.task(self.name, total=len(missing), unit="cells")
+            self.compute(store, missing, task.advance)
+        with one_look():
+            started = time.monotonic()
+            parts = [store.open_result(self.cell_key(cell)).load() for cell in self.cells()]
+            self._put(store, self.key(store), self.experiment.joined(parts), started)
+
+    def compute(self, store: Store, cells: Sequence[Cell], advance: Any = lambda: None) -> None:
+        """Compute and publish some cells."""
+        started = time.monotonic()
+        experiment, model = self.experiment, self.source.load()
+        prepared = experiment.prepare(model)
+        listed = [experiment.runs(prepared, cell) for cell in cells]
+        place = [(number, i) for number, runs in enumerate(listed) for i in range(len(runs))]
+        measured: list[dict[int, Any]] = [{} for _ in cells]
+
+        def finish(number: int) -> None:
+            kept = [measured[number][i] for i in range(len(listed[number]))]
+            measured[number].clear()
+            given = experiment.dataset(prepared, cells[number], kept)
+            self._put(store, self.cell_key(cells[number]), given, started)
+            advance()
+
+        for number, runs in enumerate(listed):
+            if not runs:
+                finish(number)
+        every = [run for runs in listed for run in runs]
+        for index, result in stream(model, every, memory=self.memory):
+            number, i = place[index]
+            measured[number][i] = experiment.measure(prepared, cells[number], result)
+            if len(measured[number]) == len(listed[number]):
+                finish(number)
+
+    def _put(self, store: Store, key: ResultKey, given: xr.Dataset, started: float) -> None:
+        note = {
+            "model": self.source.name,
+            "identity": self.source.identity.request(),
+            "device": self.source.device,
+            "seconds": round(time.monotonic() - started, 6),
+            "bytes_written": int(given.nbytes),
+        }
+        store.put_result(key, given, provenance=note)
+
+
+def compute_cell(node: ExperimentNode, store: Store, cell: Cell) -> None:
+    """Compute and publish one cell; a task of its own on a worker elsewhere."""
+    node.compute(store, [cell])
+
+
+def one_prompt(model_ids: Sequence[int], what: str, length: int) -> None:
+    """StageError unless a prompt has the length it must share with another."""
+    if len(model_ids) != length:
+        raise StageError(
+            f"expected {what} of {length} tokens, found {len(model_ids)}; choose prompts of equal length"
+        )
