@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any
 
 from .hooks import BoundSpec, Capture
 from .interventions import Intervention, Knockout
@@ -71,18 +73,25 @@ class Taps:
         """Whether someone changes one of these points."""
         return any((kind, layer) in self._changes for kind in kinds)
 
-    def count_changes(self, layer: int | None, *kinds: str) -> int:
-        """How many interventions there are at these points."""
-        return sum(len(self._changes.get((kind, layer), ())) for kind in kinds)
-
     def touches(self, layer: int | None, *kinds: str) -> bool:
         """Whether someone reads or changes one of these points."""
         return any((kind, layer) in self._touched for kind in kinds)
 
-    def knockouts(self, layer: int) -> list[Knockout]:
-        """Attention edges to cut in a layer."""
-        found = [*self._changes.get(("scores", layer), ()), *self._changes.get(("attn_scores", layer), ())]
-        return [change for change in found if isinstance(change, Knockout)]
+    def changes_attention(self, layer: int) -> bool:
+        """Whether someone changes scores or patterns by more than cutting edges, which is a mask."""
+        scores = (*self._changes.get(("scores", layer), ()), *self._changes.get(("attn_scores", layer), ()))
+        return self.changes(layer, "pattern") or any(not isinstance(change, Knockout) for change in scores)
+
+    def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
+        """Bool [head, query, key], True at attention edges that are cut; None if none are."""
+        places = self._changes.get(("scores", layer), ()), self._changes.get(("attn_scores", layer), ())
+        masks = [
+            change.cut(heads, queries, keys, device)
+            for place in places
+            for change in place
+            if isinstance(change, Knockout)
+        ]
+        return reduce(or_, masks) if masks else None
 
 
 def _place_of_last(spec: BoundSpec) -> Place:

@@ -202,7 +202,7 @@ def test_guides_ask_heads_for_the_token_before_and_the_source_and_a_state_for_th
     ids = torch.tensor([[0, 3, 4, 5, 3, 4, 5]])
     sources = torch.tensor([[-1, -1, -1, -1, 2, 3, -1]])
     counts = torch.tensor([[-1, 0, 4, 9, -1, -1, -1]])
-    attention, count = guides(network, network.states(ids), sources, counts)
+    attention, count = guides(network, network.states(ids), sources, counts).detach()
     # Untrained heads look everywhere alike: log(position + 1), meaned over the positions that are asked.
     previous = np.mean([np.log(i + 1) for i in range(1, 7)])
     induction = np.mean([np.log(5), np.log(6)])

@@ -8,6 +8,7 @@ every bit.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,25 +16,52 @@ from torch import Tensor
 
 from ....store.errors import InterventionError
 from ..config import TransformerConfig
-from ..interventions import Knockout
 from ..taps import Taps
 from ..weights import LayerWeights, Linear
 from .norms import apply_norm
 from .rope import rotate
 
 
-@dataclass(frozen=True)
-class Positions:
-    """What depends on the positions of a batch alone, made once per pass and shared by its layers."""
+class Positions(Protocol):
+    """Which positions a pass computes, and how they see each other: what attention alone needs to know."""
 
+    @property
+    def cos(self) -> Tensor:
+        """Rope table of the tokens computed, float32 [token, half head]."""
+        ...
+
+    @property
+    def sin(self) -> Tensor:
+        """As `cos`."""
+        ...
+
+    def kept(self, x: Tensor) -> Tensor:
+        """x [..., token, width] at those tokens whose output of this layer anyone needs."""
+        ...
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, layer: int, taps: Taps) -> Tensor:
+        """Pattern-weighted values z [B, H, kept, dh] from rotated q (of kept tokens), rotated k, and v."""
+        ...
+
+
+@dataclass(frozen=True)
+class WholeSequences:
+    """Every position of a batch of prompts of one length: a plain forward pass."""
+
+    config: TransformerConfig
     cos: Tensor
     sin: Tensor
     windows: dict[int | None, Tensor]
-    """Bool [query, key], True where attention may look, for each window size of the model."""
+    """Bool [query, key], True where attention may look, for each window size shorter than the prompts."""
 
-    def allowed(self, window: int | None) -> Tensor | None:
-        """None where the mask is plainly causal, which fused kernels know by themselves."""
-        return self.windows.get(window)
+    def kept(self, x: Tensor) -> Tensor:
+        """All of them."""
+        return x
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, layer: int, taps: Taps) -> Tensor:
+        """See `Positions`."""
+        seen = self.windows.get(self.config.layer_windows[layer])
+        return attend(q, k, v, seen, self.config, layer, taps)
 
 
 def linear(x: Tensor, part: Linear | None) -> Tensor:
@@ -53,11 +81,12 @@ def causal(length: int, window: int | None, device: torch.device) -> Tensor:
 def attention(
     x: Tensor, weights: LayerWeights, config: TransformerConfig, layer: int, positions: Positions, taps: Taps
 ) -> Tensor:
-    """Normalised x [B, S, D] -> what the output projection gives [B, S, D], before any post-norm."""
+    """Normalised x [B, S, D] -> what the output projection gives [B, kept, D], before any post-norm."""
     q, k, v = project(x, weights, config, layer, taps)
-    q = taps("rot_q", layer, rotate(q, positions.cos, positions.sin))
-    k = taps("rot_k", layer, rotate(k, positions.cos, positions.sin))
-    z = taps("z", layer, mix(q, k, v, config, layer, positions, taps))
+    cos, sin = positions.cos, positions.sin
+    q = taps("rot_q", layer, rotate(positions.kept(q), positions.kept(cos), positions.kept(sin)))
+    k = taps("rot_k", layer, rotate(k, cos, sin))
+    z = taps("z", layer, positions.mix(q, k, v, layer, taps))
     return output(z, weights.o, layer, taps)
 
 
@@ -77,28 +106,31 @@ def project(
     return taps("q", layer, q), taps("k", layer, k), taps("v", layer, v)
 
 
-def mix(
-    q: Tensor, k: Tensor, v: Tensor, config: TransformerConfig, layer: int, positions: Positions, taps: Taps
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    config: TransformerConfig,
+    layer: int,
+    taps: Taps,
 ) -> Tensor:
-    """Pattern-weighted values z [B, H, S, dh] from rotated q, k and v."""
-    window = config.layer_windows[layer]
-    knockouts = taps.knockouts(layer)
+    """Pattern-weighted values z [B, H, query, dh] from rotated q, k and v.
+
+    allowed: bool, broadcastable to [B, H, query, key], True where attention may look; None where that is
+    plainly causal, which the fused kernel knows by itself.
+    """
+    seen = allowed
+    cut = taps.cut(layer, q.shape[1], q.shape[2], k.shape[2], q.device)
+    if cut is not None:
+        seen = _spared(causal(k.shape[2], None, q.device) if seen is None else seen, cut, layer)
     cap = config.attn_logit_softcapping
-    by_hand = cap is not None or taps.changes(layer, "pattern") or _changes_scores(taps, layer, knockouts)
-    if by_hand:
-        return _weigh(
-            _pattern(q, k, config, layer, _seen(q, k, positions, window, knockouts, layer), taps), v
-        )
-    seen = positions.allowed(window) if not knockouts else _seen(q, k, positions, window, knockouts, layer)
-    if taps.captures(layer, "scores", "attn_scores", "pattern"):
-        _pattern(
-            q,
-            k,
-            config,
-            layer,
-            _seen(q, k, positions, window, knockouts, layer) if seen is None else seen,
-            taps,
-        )
+    by_hand = cap is not None or taps.changes_attention(layer)
+    if by_hand or taps.captures(layer, "scores", "attn_scores", "pattern"):
+        whole = causal(k.shape[2], None, q.device) if seen is None else seen
+        pattern = _pattern(q, k, config, layer, whole, taps)
+        if by_hand:
+            return _weigh(pattern, v)
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -122,31 +154,15 @@ def output(z: Tensor, projection: Linear, layer: int, taps: Taps) -> Tensor:
     return linear(z.transpose(1, 2).flatten(2), projection)
 
 
-def _changes_scores(taps: Taps, layer: int, knockouts: list[Knockout]) -> bool:
-    """Knockouts are a mask, which the fused kernel takes; any other change of the scores needs them
-    materialised."""
-    return taps.count_changes(layer, "scores", "attn_scores") > len(knockouts)
-
-
-def _seen(
-    q: Tensor, k: Tensor, positions: Positions, window: int | None, knockouts: list[Knockout], layer: int
-) -> Tensor:
-    """Bool, broadcastable to [B, H, query, key]: where attention may look."""
-    queries, keys = q.shape[-2], k.shape[-2]
-    seen = positions.allowed(window)
-    if seen is None:
-        seen = causal(keys, None, q.device)
-    if not knockouts:
-        return seen
-    for knockout in knockouts:
-        seen = seen & ~knockout.cut(q.shape[1], queries, keys, q.device)
+def _spared(seen: Tensor, cut: Tensor, layer: int) -> Tensor:
+    """Where attention may look once edges are cut; InterventionError for a query left with no key."""
+    seen = seen & ~cut
     blind = (~seen.any(-1)).nonzero()
     if len(blind):
-        head, row = blind[0].tolist()
+        head, row = blind[0].tolist()[-2:]
         raise InterventionError(
             f"Knockout at 'blocks.{layer}.attn.hook_scores' leaves query {row} of head {head} no key to "
-            "attend to; "
-            "expected at least one uncut key per row, so spare one, or zero the head at "
+            "attend to; expected at least one uncut key per row, so spare one, or zero the head at "
             f"'blocks.{layer}.attn.hook_z'"
         )
     return seen

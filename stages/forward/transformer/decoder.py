@@ -22,7 +22,7 @@ from ..points import HookPoint, transformer_points
 from ..taps import EverythingHeld, Taps
 from ..wants import Logits
 from ..weights import LayerWeights, Weights
-from .attention import Positions, attention, causal, linear
+from .attention import Positions, WholeSequences, attention, causal, linear
 from .norms import apply_norm, normalise
 from .rope import depends_on_length, rope_tables
 
@@ -92,20 +92,21 @@ class Decoder:
         # Rounded to the model's dtype first, as the reference implementations do.
         return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device=x.device)
 
-    def positions(self, length: int, device: torch.device) -> Positions:
+    def positions(self, length: int, device: torch.device) -> WholeSequences:
         """Rope tables and the masks of every window size, for positions 0 … length-1."""
         cos, sin = rope_tables(self.config.rope, length, device)
         narrow = {window for window in self.config.layer_windows if window is not None and window < length}
-        return Positions(cos, sin, {window: causal(length, window, device) for window in narrow})
+        windows: dict[int | None, Tensor] = {window: causal(length, window, device) for window in narrow}
+        return WholeSequences(self.config, cos, sin, windows)
 
     def block(self, x: Tensor, layer: int, weights: LayerWeights, positions: Positions, taps: Taps) -> Tensor:
-        """resid_pre [B, S, D] -> resid_post [B, S, D] of one layer."""
+        """resid_pre [B, S, D] -> resid_post [B, kept, D] of one layer."""
         c = self.config
         h = normalise(x, weights.ln1, c.norm_type, c.norm_eps, taps, "ln1", layer)
         h = attention(h, weights, c, layer, positions, taps)
         if weights.ln1_post is not None:
             h = normalise(h, weights.ln1_post, c.norm_type, c.norm_eps, taps, "ln1_post", layer)
-        x = taps("resid_mid", layer, x + taps("attn_out", layer, h))
+        x = taps("resid_mid", layer, positions.kept(x) + taps("attn_out", layer, h))
         h = taps("mlp_pre", layer, normalise(x, weights.ln2, c.norm_type, c.norm_eps, taps, "ln2", layer))
         h = taps("mlp_post", layer, self._mlp(h, layer, weights, taps))
         if weights.ln2_post is not None:
