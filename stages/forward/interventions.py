@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from ...store.digest import array_digest, canonical_json
 from ...store.errors import InterventionError
@@ -29,9 +30,29 @@ if TYPE_CHECKING:
 Payload = Any
 """A torch tensor, a numpy array, or nested sequences of floats."""
 Edge = tuple[int | None, int | None]
+Chosen = tuple[int, list[int]] | None
+"""Position axis of a payload, counted from the end, and entries of it; None for all."""
 _POSITION_AXES = ("position", "query_position")
 _HEAD_AXES = ("head", "kv_head")
 _SCORES = ("scores", "attn_scores")
+
+
+@dataclass(frozen=True)
+class Held:
+    """Which positions of a prompt a tensor holds, where it does not hold them all.
+
+    positions: int [held], ascending. length: of the prompt, from whose end negative positions count.
+    """
+
+    positions: npt.NDArray[np.int64]
+    length: int
+
+    def places(self, positions: Sequence[int]) -> tuple[list[int], list[int]]:
+        """(index in the tensor, index in `positions`) of those positions that are held."""
+        where = {int(position): i for i, position in enumerate(self.positions)}
+        wanted = enumerate(position % self.length for position in positions)
+        found = [(where[position], i) for i, position in wanted if position in where]
+        return [place for place, _ in found], [i for _, i in found]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +77,15 @@ class Intervention:
                 "Zero there"
             )
 
-    def apply(self, x: Tensor, point: HookPoint, allowed: Tensor | None = None) -> Tensor:
+    def touched(self, length: int) -> tuple[int, ...] | None:
+        """Positions (on attention: queries) of a prompt of `length` that may change; None for all of them."""
+        return None
+
+    def apply(
+        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, held: Held | None = None
+    ) -> Tensor:
         """The changed activation, a new tensor. allowed: bool [query, key], where attention may look
-        (patterns only)."""
+        (patterns only). held: which positions x holds; None for all."""
         raise NotImplementedError
 
     def __eq__(self, other: object) -> bool:
@@ -108,29 +135,46 @@ class _Selective(Intervention):
             shape[_axis(point, _HEAD_AXES, "heads")] = len(self.heads)
         return tuple(shape.values())
 
-    def _where(self, point: HookPoint) -> tuple[Any, ...]:
+    def _where(self, point: HookPoint, positions: tuple[int, ...] | None) -> tuple[Any, ...]:
         """Index of the touched part: heads and positions are neighbouring axes, so their indices broadcast
         as an outer product."""
         index: list[Any] = [slice(None)] * len(point.dims)
-        both = self.positions is not None and self.heads is not None
-        if self.positions is not None:
-            index[point.dims.index(_axis(point, _POSITION_AXES, "positions"))] = np.asarray(self.positions)
+        both = positions is not None and self.heads is not None
+        if positions is not None:
+            index[point.dims.index(_axis(point, _POSITION_AXES, "positions"))] = np.asarray(positions)
         if self.heads is not None:
             heads = np.asarray(self.heads)
             index[point.dims.index(_axis(point, _HEAD_AXES, "heads"))] = heads[:, None] if both else heads
         return tuple(index)
 
-    def apply(self, x: Tensor, point: HookPoint, allowed: Tensor | None = None) -> Tensor:
+    def touched(self, length: int) -> tuple[int, ...] | None:
+        """The positions chosen."""
+        return None if self.positions is None else tuple(position % length for position in self.positions)
+
+    def apply(
+        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, held: Held | None = None
+    ) -> Tensor:
         """The changed activation, a new tensor."""
-        if self.positions is None and self.heads is None:
-            return self.change(x)
-        where = self._where(point)
+        positions, chosen = self.positions, None
+        if held is not None:
+            axis = len(point.dims) - point.dims.index(_axis(point, _POSITION_AXES, "positions"))
+            if self.positions is None:
+                chosen = (axis, held.positions.tolist())
+            else:
+                places, among = held.places(self.positions)
+                if not places:
+                    return x
+                positions, chosen = tuple(places), (axis, among)
+        if positions is None and self.heads is None:
+            return self.change(x, chosen)
+        where = self._where(point, positions)
         changed = x.clone()
-        changed[where] = self.change(x[where])
+        changed[where] = self.change(x[where], chosen)
         return changed
 
-    def change(self, part: Tensor) -> Tensor:
-        """The new value of the touched part."""
+    def change(self, part: Tensor, chosen: Chosen = None) -> Tensor:
+        """The new value of the touched part. chosen: which entries of a payload's position axis it is, where
+        it is not all of them."""
         raise NotImplementedError
 
 
@@ -165,18 +209,18 @@ class _WithPayload(_Selective):
 class Replace(_WithPayload):
     """The activation becomes `value` (Replace(captured) changes nothing)."""
 
-    def change(self, part: Tensor) -> Tensor:
+    def change(self, part: Tensor, chosen: Chosen = None) -> Tensor:
         """The new value of the touched part."""
-        return _tensor(self.value, part).expand_as(part)
+        return _tensor(_picked(self.value, chosen), part).expand_as(part)
 
 
 @dataclass(frozen=True, eq=False)
 class Add(_WithPayload):
     """x + value, broadcast: a [hidden] vector is added at every position (or at `positions`)."""
 
-    def change(self, part: Tensor) -> Tensor:
+    def change(self, part: Tensor, chosen: Chosen = None) -> Tensor:
         """The new value of the touched part."""
-        return part + _tensor(self.value, part)
+        return part + _tensor(_picked(self.value, chosen), part)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +233,7 @@ class Scale(_Selective):
         super().__post_init__()
         object.__setattr__(self, "factor", _finite("Scale", self.factor))
 
-    def change(self, part: Tensor) -> Tensor:
+    def change(self, part: Tensor, chosen: Chosen = None) -> Tensor:
         """The new value of the touched part."""
         return part * self.factor
 
@@ -198,7 +242,7 @@ class Scale(_Selective):
 class Zero(_Selective):
     """The activation becomes zero."""
 
-    def change(self, part: Tensor) -> Tensor:
+    def change(self, part: Tensor, chosen: Chosen = None) -> Tensor:
         """The new value of the touched part."""
         return part.new_zeros(()).expand_as(part)
 
@@ -240,13 +284,24 @@ class AddAtPositions(Intervention):
                     f"position {position}, found shape {list(vector.shape)}"
                 )
 
-    def apply(self, x: Tensor, point: HookPoint, allowed: Tensor | None = None) -> Tensor:
+    def touched(self, length: int) -> tuple[int, ...] | None:
+        """The positions that have a vector."""
+        return tuple(position % length for position, _ in self.vectors)
+
+    def apply(
+        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, held: Held | None = None
+    ) -> Tensor:
         """The changed activation, a new tensor."""
         import torch
 
+        places = [position for position, _ in self.vectors]
+        vectors = [vector for _, vector in self.vectors]
+        if held is not None:
+            places, among = held.places(places)
+            vectors = [vectors[i] for i in among]
         delta = torch.zeros(x.shape[-2], x.shape[-1], dtype=torch.float32, device=x.device)
-        for position, vector in self.vectors:
-            delta[position] += self.scale * _tensor(vector, delta)
+        for place, vector in zip(places, vectors, strict=True):
+            delta[place] += self.scale * _tensor(vector, delta)
         return x + delta.to(x.dtype)
 
 
@@ -285,6 +340,13 @@ class Knockout(Intervention):
                     f"Knockout at '{point}': expected a mask of shape {list(full[1:])} or {list(full)}, "
                     f"found {list(self.mask.shape)}"
                 )
+
+    def touched(self, length: int) -> tuple[int, ...] | None:
+        """Queries with a cut edge."""
+        if self.mask is None:
+            return _queries(self.edges, length)
+        cut = np.asarray(self.mask).reshape(-1, length, length).any(axis=(0, 2))
+        return tuple(np.flatnonzero(cut).tolist())
 
     def cut(self, heads: int, queries: int, keys: int, device: Any) -> Tensor:
         """Bool [head, query, key], True where an edge is cut."""
@@ -325,14 +387,20 @@ class Steer(Intervention):
         super().check(point, sizes)
         _check_edges("Steer", point, self.edges, self.heads, sizes)
 
-    def apply(self, x: Tensor, point: HookPoint, allowed: Tensor | None = None) -> Tensor:
+    def touched(self, length: int) -> tuple[int, ...] | None:
+        """Queries with a steered edge."""
+        return _queries(self.edges, length)
+
+    def apply(
+        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, held: Held | None = None
+    ) -> Tensor:
         """The changed activation, a new tensor."""
         import torch
 
         def scaled(weights: Tensor, targets: Tensor) -> Tensor:
             return torch.where(targets, weights * self.factor, weights)
 
-        return _steered(x, self.edges, self.heads, allowed, scaled)
+        return _steered(x, self.edges, self.heads, allowed, held, scaled)
 
 
 @dataclass(frozen=True, eq=False)
@@ -361,7 +429,13 @@ class SetValue(Intervention):
         super().check(point, sizes)
         _check_edges("SetValue", point, self.edges, self.heads, sizes)
 
-    def apply(self, x: Tensor, point: HookPoint, allowed: Tensor | None = None) -> Tensor:
+    def touched(self, length: int) -> tuple[int, ...] | None:
+        """Queries with a changed edge."""
+        return _queries(self.edges, length)
+
+    def apply(
+        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, held: Held | None = None
+    ) -> Tensor:
         """The changed activation, a new tensor."""
         import torch
 
@@ -382,17 +456,24 @@ class SetValue(Intervention):
             )
             return torch.where(targets, weights.new_full((), self.value), share * (1 - asked))
 
-        return _steered(x, self.edges, self.heads, allowed, with_value)
+        return _steered(x, self.edges, self.heads, allowed, held, with_value)
 
 
 def _steered(
-    x: Tensor, edges: Sequence[Edge], heads: tuple[int, ...] | None, allowed: Tensor | None, change: Any
+    x: Tensor,
+    edges: Sequence[Edge],
+    heads: tuple[int, ...] | None,
+    allowed: Tensor | None,
+    held: Held | None,
+    change: Any,
 ) -> Tensor:
     """A pattern [batch, head, query, key] with the touched rows changed in float32 and renormalised to 1."""
     import torch
 
-    queries, keys = x.shape[-2:]
-    targets = _edge_mask(edges, queries, keys, x.device)
+    keys = x.shape[-1]
+    targets = _edge_mask(edges, keys, keys, x.device)
+    if held is not None:
+        targets = targets[torch.as_tensor(held.positions, device=x.device)]
     if allowed is not None:
         targets = targets & allowed
     touched = targets.any(-1, keepdim=True)
@@ -403,6 +484,15 @@ def _steered(
     weights = change(x.float(), targets)
     total = weights.sum(-1, keepdim=True)
     return torch.where(touched & (total > 1e-10), weights / total.clamp_min(1e-10), x.float()).to(x.dtype)
+
+
+def _queries(edges: Sequence[Edge], length: int) -> tuple[int, ...]:
+    """Queries that own one of the edges; an edge from all of them starts at its key: attention is causal."""
+    found: set[int] = set()
+    for query, key in edges:
+        first = 0 if key is None else key % length
+        found.update(range(first, length) if query is None else [query % length])
+    return tuple(sorted(found))
 
 
 def _edge_mask(edges: Sequence[Edge], queries: int, keys: int, device: Any) -> Tensor:
@@ -515,6 +605,13 @@ def _cut_mask(mask: Payload) -> Payload:
             "Knockout: expected a mask of True/False or of 0 and -inf, found other values"
         )
     return (array == -np.inf) if np.isneginf(array).any() else array.astype(bool)
+
+
+def _picked(value: Payload, chosen: Chosen) -> Payload:
+    """The entries of a payload that belong to some positions; the axis is counted from the end."""
+    if chosen is None or value.ndim < chosen[0] or value.shape[-chosen[0]] == 1:
+        return value
+    return value[(..., chosen[1], *[slice(None)] * (chosen[0] - 1))]
 
 
 def _tensor(value: Payload, like: Tensor) -> Tensor:
