@@ -7,7 +7,7 @@ keyed by). Knows nothing of stores; `capture.py` brings the two together.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,14 +23,18 @@ from .interventions import Intervention
 from .memory import keep_freed_memory
 from .points import HookPoint
 from .prompts import as_rows, check_prompts, no_tokenizer
-from .taps import Sink, Taps
+from .taps import RunTaps, Sink
 from .wants import ALL_LOGITS, Logits
 
 if TYPE_CHECKING:
+    from .branches import Wanted
     from .config import TransformerConfig
+    from .planner import Block
     from .tokens import Tokenizer
 
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor | np.ndarray
+Result = tuple[int, "Tensor | None", dict[Capture, "Tensor"]]
+"""Index of a run, the logits it wants [1, positions, tokens], and what it captured."""
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -56,8 +60,12 @@ class Architecture(Protocol):
         """Whether prompts of different length may not share a batch."""
         ...
 
-    def forward(self, ids: Tensor, taps: Taps, want: Logits | None) -> Tensor | None:
+    def forward(self, ids: Tensor, taps: RunTaps, want: Logits | None) -> Tensor | None:
         """Token ids [batch, position] -> the logits wanted, hook points shown to the taps on the way."""
+        ...
+
+    def sweep(self, block: Block, wanted: Sequence[Wanted], room: int) -> Iterator[Result]:
+        """What the runs that end in a block give; see planner.py."""
         ...
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -216,7 +224,12 @@ class Model:
         """As `run_batch`, each captured activation handed to `sink` the moment it exists, so that none has
         to be kept."""
         ids = torch.tensor(rows, dtype=torch.long, device=self.device)
-        batch, length = ids.shape
+        self.check(spec, want, batch=ids.shape[0], length=ids.shape[1])
+        with torch.no_grad():
+            return self.architecture.forward(ids, RunTaps(spec, sink, stop_early=want is None), want)
+
+    def check(self, spec: BoundSpec, want: Logits | None, *, batch: int, length: int) -> None:
+        """Raise InterventionError or PromptError unless these fit a batch of prompts of one length."""
         sizes = {
             **self.architecture.axis_sizes,
             "batch": batch,
@@ -228,8 +241,6 @@ class Model:
             change.check(point, sizes)
         if want is not None:
             want.check(length, self.config.vocab_size)
-        with torch.no_grad():
-            return self.architecture.forward(ids, Taps(spec, sink, stop_early=want is None), want)
 
     def project_to_vocab(
         self, resid: Tensor, *, softcap: bool = True, tokens: Sequence[int] | None = None

@@ -13,7 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ...pipeline.plan import as_bytes
+from .branches import Wanted
 from .hooks import HookSpec
+from .planner import MEMORY, plan_runs
 from .wants import LAST_LOGITS, Logits
 
 if TYPE_CHECKING:
@@ -39,11 +42,27 @@ class Run:
 def stream(
     model: Model, runs: Sequence[Run], *, memory: int | str | None = None
 ) -> Iterator[tuple[int, HookCache]]:
-    """(index, result) of every run, as they are finished; a result is what `Model.forward` would give for
-    its prompt alone: logits [1, positions wanted, tokens wanted], captures with a batch axis of one.
+    """(index, result) of every run, block by block; a result is what `Model.forward` would give for its
+    prompt alone, within rounding: logits [1, positions wanted, tokens wanted], captures with a batch axis of
+    one. Runs that are equal share tensors.
 
     memory: bytes the passes may take, or "2GiB"; default 1 GiB.
+    Raises PromptError, HookPointNotFound, InterventionError naming what does not fit, and PlanError if a
+    single run needs more memory, all before anything is computed.
     """
-    for index, each in enumerate(runs):
-        prompt: Any = each.prompt if isinstance(each.prompt, str) else list(each.prompt)
-        yield index, model.forward(prompt, each.hooks, want=each.want)
+    from .cache import HookCache
+
+    wanted = [resolve(model, each) for each in runs]
+    plan = plan_runs(wanted, model.config, model.dtype.itemsize, as_bytes(memory) or MEMORY)
+    for block in plan.blocks:
+        for index, logits, captured in model.architecture.sweep(block, wanted, plan.room):
+            yield index, HookCache([list(wanted[index].tokens)], logits, captured)
+
+
+def resolve(model: Model, run: Run) -> Wanted:
+    """A run with its prompt tokenised and its spec bound and checked against a model."""
+    prompt: Any = run.prompt if isinstance(run.prompt, str) else list(run.prompt)
+    (tokens,) = model.tokenize(prompt)
+    spec = model.bind(run.hooks)
+    model.check(spec, run.want, batch=1, length=len(tokens))
+    return Wanted(tuple(tokens), spec, run.want)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .hooks import BoundSpec, Capture
 from .interventions import Intervention, Knockout
@@ -32,8 +32,49 @@ class EverythingHeld(Exception):
     """
 
 
-class Taps:
-    """What a forward pass consults at its hook points."""
+class AttentionTaps(Protocol):
+    """What attention consults at scores and patterns."""
+
+    def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """The value to go on with at a hook point. allowed: where attention may look, for interventions on
+        patterns."""
+        ...
+
+    def captures(self, layer: int | None, *kinds: str) -> bool:
+        """Whether someone reads one of these points."""
+        ...
+
+    def changes_attention(self, layer: int) -> bool:
+        """Whether someone changes scores or patterns by more than cutting edges, which is a mask."""
+        ...
+
+    def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
+        """Bool [head, query, key] (or with a batch axis), True at edges that are cut; None if none are."""
+        ...
+
+
+class Taps(Protocol):
+    """What a decoder consults at its hook points."""
+
+    def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """The value to go on with at a hook point."""
+        ...
+
+    def captures(self, layer: int | None, *kinds: str) -> bool:
+        """Whether someone reads one of these points."""
+        ...
+
+    def changes(self, layer: int | None, *kinds: str) -> bool:
+        """Whether someone changes one of these points."""
+        ...
+
+    def touches(self, layer: int | None, *kinds: str) -> bool:
+        """Whether someone reads or changes one of these points."""
+        ...
+
+
+class RunTaps:
+    """Taps of a plain forward pass under one spec."""
 
     def __init__(self, spec: BoundSpec, sink: Sink, *, stop_early: bool = False) -> None:
         self._before: dict[Place, Capture] = {}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ....store.errors import InterventionError
 from ..config import TransformerConfig
-from ..taps import Taps
+from ..taps import AttentionTaps, Taps
 from ..weights import LayerWeights, Linear
 from .norms import apply_norm
 from .rope import rotate
@@ -39,7 +39,7 @@ class Positions(Protocol):
         """x [..., token, width] at those tokens whose output of this layer anyone needs."""
         ...
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, layer: int, taps: Taps) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """Pattern-weighted values z [B, H, kept, dh] from rotated q (of kept tokens), rotated k, and v."""
         ...
 
@@ -49,6 +49,7 @@ class WholeSequences:
     """Every position of a batch of prompts of one length: a plain forward pass."""
 
     config: TransformerConfig
+    taps: AttentionTaps
     cos: Tensor
     sin: Tensor
     windows: dict[int | None, Tensor]
@@ -58,10 +59,10 @@ class WholeSequences:
         """All of them."""
         return x
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, layer: int, taps: Taps) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """See `Positions`."""
         seen = self.windows.get(self.config.layer_windows[layer])
-        return attend(q, k, v, seen, self.config, layer, taps)
+        return attend(q, k, v, seen, self.config, layer, self.taps)
 
 
 def linear(x: Tensor, part: Linear | None) -> Tensor:
@@ -86,7 +87,7 @@ def attention(
     cos, sin = positions.cos, positions.sin
     q = taps("rot_q", layer, rotate(positions.kept(q), positions.kept(cos), positions.kept(sin)))
     k = taps("rot_k", layer, rotate(k, cos, sin))
-    z = taps("z", layer, positions.mix(q, k, v, layer, taps))
+    z = taps("z", layer, positions.mix(q, k, v, layer))
     return output(z, weights.o, layer, taps)
 
 
@@ -113,7 +114,7 @@ def attend(
     allowed: Tensor | None,
     config: TransformerConfig,
     layer: int,
-    taps: Taps,
+    taps: AttentionTaps,
 ) -> Tensor:
     """Pattern-weighted values z [B, H, query, dh] from rotated q, k and v.
 
@@ -168,7 +169,9 @@ def _spared(seen: Tensor, cut: Tensor, layer: int) -> Tensor:
     return seen
 
 
-def _pattern(q: Tensor, k: Tensor, config: TransformerConfig, layer: int, seen: Tensor, taps: Taps) -> Tensor:
+def _pattern(
+    q: Tensor, k: Tensor, config: TransformerConfig, layer: int, seen: Tensor, taps: AttentionTaps
+) -> Tensor:
     """Attention weights [B, H, query, key], by way of every hook point on scores and pattern."""
     batch, heads, queries, _ = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]

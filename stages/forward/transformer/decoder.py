@@ -11,7 +11,8 @@ wanted hook point, and the LM head runs only where logits are wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +20,17 @@ from torch import Tensor
 
 from ..config import TransformerConfig
 from ..points import HookPoint, transformer_points
-from ..taps import EverythingHeld, Taps
+from ..taps import AttentionTaps, EverythingHeld, RunTaps, Taps
 from ..wants import Logits
 from ..weights import LayerWeights, Weights
 from .attention import Positions, WholeSequences, attention, causal, linear
 from .norms import apply_norm, normalise
 from .rope import depends_on_length, rope_tables
+from .sweep import Result, sweep
+
+if TYPE_CHECKING:
+    from ..branches import Wanted
+    from ..planner import Block
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -66,20 +72,24 @@ class Decoder:
             "one": 1,
         }
 
-    def forward(self, ids: Tensor, taps: Taps, want: Logits | None) -> Tensor | None:
+    def forward(self, ids: Tensor, taps: RunTaps, want: Logits | None) -> Tensor | None:
         """ids: int [B, S]. Returns the logits wanted, [B, positions, tokens], or None if none are.
 
         Taps made with ``stop_early`` end the pass at the last wanted hook point.
         """
         try:
-            x = self._final(self._blocks(ids, taps), taps, want)
+            x = self.finish(self._blocks(ids, taps), taps, want)
             return None if want is None else self.unembed(x, want)
         except EverythingHeld:
             return None
 
-    def _blocks(self, ids: Tensor, taps: Taps) -> Tensor:
+    def sweep(self, block: Block, wanted: Sequence[Wanted], room: int) -> Iterator[Result]:
+        """What the runs that end in a block of a plan give, many runs in one pass over the layers."""
+        return sweep(self, block, wanted, room)
+
+    def _blocks(self, ids: Tensor, taps: RunTaps) -> Tensor:
         x = taps("embed", None, self.embed(ids))
-        positions = self.positions(ids.shape[1], x.device)
+        positions = self.positions(ids.shape[1], x.device, taps)
         for layer, weights in enumerate(self.weights.layers):
             x = self.block(taps("resid_pre", layer, x), layer, weights, positions, taps)
         return x
@@ -92,12 +102,12 @@ class Decoder:
         # Rounded to the model's dtype first, as the reference implementations do.
         return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device=x.device)
 
-    def positions(self, length: int, device: torch.device) -> WholeSequences:
+    def positions(self, length: int, device: torch.device, taps: AttentionTaps) -> WholeSequences:
         """Rope tables and the masks of every window size, for positions 0 … length-1."""
         cos, sin = rope_tables(self.config.rope, length, device)
         narrow = {window for window in self.config.layer_windows if window is not None and window < length}
         windows: dict[int | None, Tensor] = {window: causal(length, window, device) for window in narrow}
-        return WholeSequences(self.config, cos, sin, windows)
+        return WholeSequences(self.config, taps, cos, sin, windows)
 
     def block(self, x: Tensor, layer: int, weights: LayerWeights, positions: Positions, taps: Taps) -> Tensor:
         """resid_pre [B, S, D] -> resid_post [B, kept, D] of one layer."""
@@ -127,7 +137,8 @@ class Decoder:
             inner = self._activation(gate) * taps("mlp_pre_linear", layer, up)
         return linear(taps("mlp_post_act", layer, inner), weights.down)
 
-    def _final(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
+    def finish(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
+        """The last residual stream [B, S, D] -> normalised, [B, wanted positions, D]."""
         c, final = self.config, self.weights.final_norm
         if want is not None and not taps.touches(None, "ln_final_scale", "ln_final_normalized", "final_norm"):
             return apply_norm(want.at_positions(x), final, c.norm_type, c.norm_eps)

@@ -1,0 +1,235 @@
+"""Taps of a sweep: the hook points of many branches whose tokens lie side by side.
+
+A hook point shows the tokens of all branches at once; each branch's interventions are applied to its own, and
+what a branch wants to read is gathered position by position, its own tokens and its ancestors'. Scores and
+patterns are seen group by group (`GroupTaps`).
+
+An intervention that changes nothing (a patch with the very values that stand there) is noticed here: a branch
+that never moved is its parent, and need not be computed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..branches import ENTERS, SPREADS, Branch
+from ..hooks import Capture
+from ..interventions import Intervention, Knockout
+from ..points import HookPoint
+from .spread import Forest, Group, Row
+
+ATTENTION = ("scores", "attn_scores", "pattern")
+BEFORE_QUERIES = (*SPREADS, "q")
+"""Kinds that are met while a layer still has all tokens of the row, not only those that are kept."""
+
+Place = tuple[str, int | None]
+
+
+class BranchTaps:
+    """What the decoder consults at its hook points while it computes a row of branches."""
+
+    def __init__(self, forest: Forest, ending: Collection[Branch]) -> None:
+        self._forest = forest
+        self._changes: dict[Place, list[tuple[int, Intervention]]] = defaultdict(list)
+        self._captures: dict[tuple[str, int | None, str], list[int]] = defaultdict(list)
+        self._reading: dict[int | None, set[int]] = defaultdict(set)
+        """Layer -> branches whose scores or patterns somebody reads or changes, their ancestors included."""
+        for number, branch in enumerate(forest.branches):
+            for point, change in branch.changes:
+                self._changes[point.kind, point.layer].append((number, change))
+                if point.kind in ATTENTION and not isinstance(change, Knockout):
+                    self._reading[point.layer].add(number)
+            for capture in branch.captures if branch in ending else ():
+                point = capture.point
+                self._captures[point.kind, point.layer, capture.when].append(number)
+                if point.kind in ATTENTION:
+                    self._reading[point.layer].update(self._lineage(number))
+        self._touched = {*self._changes, *((kind, layer) for kind, layer, _ in self._captures)}
+        self.captured: dict[int, dict[Capture, Tensor]] = defaultdict(dict)
+        """What each branch read."""
+        self._moved: dict[int, list[Tensor]] = defaultdict(list)
+        self._row = self._kept = Row(forest, {})
+        self._attention: dict[tuple[str, str], Tensor] = {}
+
+    def _lineage(self, number: int) -> list[int]:
+        found = []
+        while number >= 0:
+            found.append(number)
+            number = int(self._forest.parent[number])
+        return found
+
+    # -- a slot of the sweep
+
+    def begin(self, row: Row, kept: Row) -> None:
+        """A new slot, with these tokens."""
+        self._row, self._kept = row, kept
+
+    def enter(self, kind: str, layer: int | None, x: Tensor) -> Tensor:
+        """The stream [1, token, D] that enters a slot, read and changed."""
+        return self._visit(kind, layer, x, self._row) if (kind, layer) in self._touched else x
+
+    def unmoved(self) -> list[int]:
+        """Branches whose interventions so far all gave what stood there before; told once per slot."""
+        if not self._moved:
+            return []
+        numbers = list(self._moved)
+        moved = torch.stack([torch.stack(self._moved[n]).any() for n in numbers]).tolist()
+        return [n for n, has_moved in zip(numbers, moved, strict=True) if not has_moved]
+
+    # -- what the decoder asks
+
+    def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """The value to go on with at a hook point, [1, token, ...] or [1, head, token, ...]."""
+        if (kind, layer) not in self._touched or kind in ENTERS:  # what enters a slot is met there
+            return x
+        return self._visit(kind, layer, x, self._row if kind in BEFORE_QUERIES else self._kept)
+
+    def captures(self, layer: int | None, *kinds: str) -> bool:
+        """Whether a branch reads one of these points."""
+        return any((kind, layer, when) in self._captures for kind in kinds for when in ("after", "before"))
+
+    def changes(self, layer: int | None, *kinds: str) -> bool:
+        """Whether a branch changes one of these points."""
+        return any((kind, layer) in self._changes for kind in kinds)
+
+    def touches(self, layer: int | None, *kinds: str) -> bool:
+        """Whether a branch reads or changes one of these points."""
+        return any((kind, layer) in self._touched for kind in kinds)
+
+    # -- attention
+
+    def reads_attention(self, branch: int, layer: int) -> bool:
+        """Whether scores or patterns of a branch must be computed by hand."""
+        return branch in self._reading[layer]
+
+    def of_group(self, group: Group, kept: Row, layer: int) -> GroupTaps:
+        """Taps for the attention of some branches."""
+        return GroupTaps(self, group, kept, layer)
+
+    def attention_done(self, layer: int, kept: Row) -> None:
+        """Hands over the scores and patterns of a layer that somebody wants to read."""
+        for (kind, when), held in self._attention.items():
+            for number in self._captures[kind, layer, when]:
+                length = self._forest.branches[number].length
+                rows = held[torch.from_numpy(kept.where[number, :length]).to(held.device)]
+                value = rows[..., :length].transpose(0, 1)[None]
+                self._keep(number, kind, layer, when, value.contiguous())
+        self._attention.clear()
+
+    # -- helpers
+
+    def _visit(self, kind: str, layer: int | None, x: Tensor, row: Row) -> Tensor:
+        self._read(kind, layer, "before", x, row)
+        for number, change in self._changes.get((kind, layer), ()):
+            if number not in row.slices:
+                continue
+            tokens, branch = row.slices[number], self._forest.branches[number]
+            part = x[..., tokens, :]
+            new = change.apply(part, HookPoint(kind, layer), None, row.part(number, branch.length))
+            self.note(number, new, part)
+            x[..., tokens, :] = new
+        self._read(kind, layer, "after", x, row)
+        return x
+
+    def note(self, number: int, new: Tensor, old: Tensor) -> None:
+        """Remember whether an intervention changed anything."""
+        self._moved[number].append((new != old).any())
+
+    def _read(self, kind: str, layer: int | None, when: str, x: Tensor, row: Row) -> None:
+        for number in self._captures.get((kind, layer, when), ()):
+            length = self._forest.branches[number].length
+            places = torch.from_numpy(row.where[number, :length]).to(x.device)
+            self._keep(number, kind, layer, when, x.index_select(-2, places))
+
+    def _keep(self, number: int, kind: str, layer: int | None, when: Any, value: Tensor) -> None:
+        self.captured[number][Capture(HookPoint(kind, layer), when)] = value
+
+
+class GroupTaps:
+    """Taps for the attention of a group of branches: [row, head, query, key], queries padded."""
+
+    def __init__(self, taps: BranchTaps, group: Group, kept: Row, layer: int) -> None:
+        self._taps, self._group, self._kept, self._layer = taps, group, kept, layer
+        members = set(group.branches)
+        self._changes: dict[str, dict[int, list[Intervention]]] = {}
+        for kind in ATTENTION:
+            chosen: dict[int, list[Intervention]] = defaultdict(list)
+            for number, change in taps._changes.get((kind, layer), ()):
+                if number in members:
+                    chosen[number].append(change)
+            self._changes[kind] = chosen
+
+    def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """The value to go on with, changed row by row in place."""
+        self._read(kind, "before", x)
+        if any(self._changes[kind].values()):
+            for place, (number, count, length) in enumerate(self._members()):
+                changes = [c for c in self._changes[kind].get(number, ()) if not isinstance(c, Knockout)]
+                for change in changes:
+                    part = x[place : place + 1, :, :count, :length]
+                    seen = allowed if allowed is None or allowed.ndim == 2 else allowed[place]
+                    seen = None if seen is None else seen[..., :count, :length]
+                    held = self._kept.part(number, length)
+                    new = change.apply(part, HookPoint(kind, layer), seen, held)
+                    self._taps.note(number, new, part)
+                    x[place : place + 1, :, :count, :length] = new
+        self._read(kind, "after", x)
+        return x
+
+    def captures(self, layer: int | None, *kinds: str) -> bool:
+        """Whether a branch of the group, or one that descends from it, reads one of these points."""
+        here = any(self._taps.reads_attention(number, self._layer) for number in self._group.branches)
+        return here and self._taps.captures(layer, *kinds)
+
+    def changes_attention(self, layer: int) -> bool:
+        """Whether scores or patterns are changed by more than cutting edges."""
+        return any(
+            not isinstance(change, Knockout)
+            for chosen in self._changes.values()
+            for changes in chosen.values()
+            for change in changes
+        )
+
+    def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
+        """Bool [row, head, query, key], True at edges that are cut; None if none are."""
+        found: Tensor | None = None
+        for place, (number, count, length) in enumerate(self._members()):
+            masks = [
+                change.cut(heads, length, length, device)
+                for kind in ("scores", "attn_scores")
+                for change in self._changes[kind].get(number, ())
+                if isinstance(change, Knockout)
+            ]
+            if not masks:
+                continue
+            if found is None:
+                rows = len(self._group.branches)
+                found = torch.zeros(rows, heads, queries, keys, dtype=torch.bool, device=device)
+            held = torch.from_numpy(self._kept.held[number]).to(device)
+            found[place, :, :count, :length] = reduce(or_, masks)[:, held]
+            self._taps._moved[number].append(found.new_ones(()))
+        return found
+
+    def _members(self) -> list[tuple[int, int, int]]:
+        """(branch, queries, length of its prompt) of each row."""
+        group = self._group
+        return list(zip(group.branches, group.counts, group.lengths, strict=True))
+
+    def _read(self, kind: str, when: str, x: Tensor) -> None:
+        if not self._taps._captures.get((kind, self._layer, when)):
+            return
+        longest = self._taps._forest.longest
+        if (kind, when) not in self._taps._attention:
+            shape = (len(self._kept), x.shape[1], longest)
+            self._taps._attention[kind, when] = x.new_zeros(shape)
+        table = self._taps._attention[kind, when]
+        for place, (number, count, length) in enumerate(self._members()):
+            part = x[place, :, :count, :length].transpose(0, 1)
+            table[self._kept.slices[number], :, :length] = part

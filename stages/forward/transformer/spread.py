@@ -1,0 +1,220 @@
+"""Spread: tokens of many branches side by side in one row, and how they see each other.
+
+A layer is linear algebra on single tokens, and attention. For the first it does not matter which branch a
+token belongs to: all tokens of all branches lie in one row, in as large a matrix product as memory allows.
+For attention each query gathers the keys of its own branch; where the branch does not hold a position, an
+index says which ancestor's token stands for it, so that no key is ever computed or kept twice.
+
+Axes: branch, position; token = a place in the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..branches import Branch
+from ..config import RopeConfig, TransformerConfig
+from ..interventions import Held
+from .attention import attend
+from .rope import depends_on_length, rope_tables
+
+if TYPE_CHECKING:
+    from .branch_taps import BranchTaps
+
+Ints = npt.NDArray[np.int64]
+
+RAGGED = 0.75
+"""Branches whose numbers of queries differ by no more share an attention call, padded."""
+
+
+@dataclass(frozen=True)
+class Forest:
+    """The branches of a sweep, parents before children."""
+
+    branches: Sequence[Branch]
+
+    def __post_init__(self) -> None:
+        number = {id(branch): i for i, branch in enumerate(self.branches)}
+        parents = [-1 if b.parent is None else number[id(b.parent)] for b in self.branches]
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        object.__setattr__(self, "parent", np.array(parents, np.int64))
+        object.__setattr__(self, "depth", np.array(depths, np.int64))
+        object.__setattr__(self, "longest", max(branch.length for branch in self.branches))
+
+    parent: Ints = None  # type: ignore[assignment]
+    """Index of each branch's parent, -1 for roots."""
+    depth: Ints = None  # type: ignore[assignment]
+    longest: int = 0
+
+
+class Row:
+    """Which tokens lie in a row, in order of branches, and which token stands for each position of each.
+
+    held: branch -> its positions, ascending.
+    """
+
+    def __init__(self, forest: Forest, held: dict[int, Ints]) -> None:
+        self.held = {branch: positions for branch, positions in held.items() if len(positions)}
+        sizes = [len(positions) for positions in self.held.values()]
+        ends = np.cumsum(sizes).tolist()
+        self.slices = {
+            branch: slice(end - size, end) for branch, size, end in zip(self.held, sizes, ends, strict=True)
+        }
+        """Tokens of each branch."""
+        self.branch = np.repeat(np.array(list(self.held), np.int64), sizes)
+        """[token]"""
+        self.position = np.concatenate([*self.held.values(), np.zeros(0, np.int64)])
+        """[token]"""
+        self.where = np.zeros((len(forest.branches), forest.longest), np.int64)
+        """[branch, position] -> token: its own, or that of the nearest ancestor that holds the position."""
+        own_depth = forest.depth[self.branch]
+        for depth in range(int(forest.depth.max()) + 1):
+            level = np.flatnonzero(forest.depth == depth)
+            if depth:
+                self.where[level] = self.where[forest.parent[level]]
+            mine = np.flatnonzero(own_depth == depth)
+            self.where[self.branch[mine], self.position[mine]] = mine
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+    def part(self, branch: int, length: int) -> Held:
+        """What the row holds of a branch."""
+        return Held(self.held[branch], length)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Branches whose queries share one attention call.
+
+    branches: [row]; counts: queries of each. queries: token of each query, [row, query], padded with its last
+    one; positions: likewise. keys: token of each key, [row, key].
+    """
+
+    branches: list[int]
+    counts: list[int]
+    queries: Ints
+    positions: Ints
+    keys: Ints
+    lengths: list[int]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every position of prompts of one length is asked: attention is then plainly causal."""
+        return bool(self.keys.shape[1] == min(self.counts) == min(self.lengths))
+
+
+class Spread:
+    """Positions of a slot of a sweep; see `Positions` in attention.py."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        forest: Forest,
+        row: Row,
+        kept: Row,
+        taps: BranchTaps,
+        *,
+        room: int,
+        device: torch.device,
+    ) -> None:
+        self._config, self._row, self._kept, self._taps = config, row, kept, taps
+        self._forest, self._room, self._device = forest, room, device
+        self.cos, self.sin = _tables(config.rope, forest, row, device)
+        self._chosen: Tensor | None = None
+        if len(kept) < len(row):
+            self._chosen = torch.from_numpy(row.where[kept.branch, kept.position]).to(device)
+
+    def kept(self, x: Tensor) -> Tensor:
+        """x [..., token, width] at the tokens whose output is needed."""
+        return x if self._chosen is None else x.index_select(-2, self._chosen)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """q [1, H, kept token, dh], k and v [1, Hk, token, dh] -> z [1, H, kept token, dh]."""
+        window = self._config.layer_windows[layer]
+        z = q.new_empty(q.shape[2], q.shape[1], v.shape[3])
+        for group in self._groups(layer, q.element_size()):
+            queries, keys = (torch.from_numpy(part).to(self._device) for part in (group.queries, group.keys))
+            gathered = (
+                q[0][:, queries].transpose(0, 1),
+                k[0][:, keys].transpose(0, 1),
+                v[0][:, keys].transpose(0, 1),
+            )
+            allowed = self._allowed(group, window)
+            mixed = attend(
+                *gathered, allowed, self._config, layer, self._taps.of_group(group, self._kept, layer)
+            )
+            real = np.arange(queries.shape[1]) < np.array(group.counts)[:, None]
+            z[queries[torch.from_numpy(real).to(self._device)]] = mixed.transpose(1, 2)[
+                torch.from_numpy(real).to(self._device)
+            ]
+        self._taps.attention_done(layer, self._kept)
+        return z.transpose(0, 1)[None]
+
+    def _allowed(self, group: Group, window: int | None) -> Tensor | None:
+        """Bool [row, 1, query, key]; None where attention is plainly causal."""
+        size = group.keys.shape[1]
+        if group.is_whole and (window is None or window >= size):
+            return None
+        distance = torch.from_numpy(group.positions).to(self._device)[:, None, :, None] - torch.arange(
+            size, device=self._device
+        )
+        seen = distance >= 0
+        return seen if window is None else seen & (distance < window)
+
+    def _groups(self, layer: int, itemsize: int) -> Iterator[Group]:
+        """Branches by whether their patterns are touched, then by number of queries, as fit the room."""
+        c = self._config
+        for by_hand in (False, True):
+            chosen = [b for b in self._kept.held if self._taps.reads_attention(b, layer) == by_hand]
+            chosen.sort(key=lambda b: (-len(self._kept.held[b]), self._forest.branches[b].length))
+            start = 0
+            while start < len(chosen):
+                most = len(self._kept.held[chosen[start]])
+                stop, cost = start, 0
+                while stop < len(chosen) and len(self._kept.held[chosen[stop]]) >= RAGGED * most:
+                    size = self._forest.branches[chosen[stop]].length
+                    scores = c.num_attention_heads * most * size
+                    materialised = by_hand or c.attn_logit_softcapping is not None
+                    cost += itemsize * (2 * c.num_kv_heads * c.head_dim * size + 3 * scores * materialised)
+                    cost += most * size
+                    if cost > self._room and stop > start:
+                        break
+                    stop += 1
+                yield self._group(chosen[start:stop])
+                start = stop
+
+    def _group(self, branches: list[int]) -> Group:
+        counts = [len(self._kept.held[b]) for b in branches]
+        last = np.array(counts)[:, None] - 1
+        place = np.minimum(np.arange(max(counts)), last)
+        starts = np.array([self._kept.slices[b].start for b in branches])[:, None]
+        queries = starts + place
+        lengths = [self._forest.branches[b].length for b in branches]
+        keys = self._row.where[branches, : max(lengths)]
+        return Group(branches, counts, queries, self._kept.position[queries], keys, lengths)
+
+
+def _tables(rope: RopeConfig, forest: Forest, row: Row, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos, sin [token, half head]; each token's by the length of its own prompt where that matters."""
+    position = torch.from_numpy(row.position).to(device)
+    if not depends_on_length(rope):
+        cos, sin = rope_tables(rope, forest.longest, device)
+        return cos[position], sin[position]
+    lengths = np.array([branch.length for branch in forest.branches])[row.branch]
+    parts = {length: rope_tables(rope, int(length), device) for length in np.unique(lengths)}
+    first = next(iter(parts.values()))[0]
+    cos, sin = first.new_empty(len(row), first.shape[1]), first.new_empty(len(row), first.shape[1])
+    for length, tables in parts.items():
+        mine = torch.from_numpy(np.flatnonzero(lengths == length)).to(device)
+        cos[mine], sin[mine] = tables[0][position[mine]], tables[1][position[mine]]
+    return cos, sin
