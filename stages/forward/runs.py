@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 from ...pipeline.plan import as_bytes
 from .branches import Wanted
 from .hooks import HookSpec
-from .planner import MEMORY, plan_runs
+from .planner import MEMORY, Plan, plan_runs
 from .wants import LAST_LOGITS, Logits
 
 if TYPE_CHECKING:
     from .cache import HookCache
     from .model import Model
 
-__all__ = ["Run", "stream"]
+__all__ = ["Run", "plan", "stream"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,10 +53,19 @@ def stream(
     from .cache import HookCache
 
     wanted = [resolve(model, each) for each in runs]
-    plan = plan_runs(wanted, model.config, model.dtype.itemsize, as_bytes(memory) or MEMORY)
-    for block in plan.blocks:
-        for index, logits, captured in model.architecture.sweep(block, wanted, plan.room):
+    planned = _planned(model, wanted, memory)
+    for block in planned.blocks:
+        for index, logits, captured in model.architecture.sweep(block, wanted, planned.room):
             yield index, HookCache([list(wanted[index].tokens)], logits, captured)
+
+
+def plan(model: Model, runs: Sequence[Run], *, memory: int | str | None = None) -> Plan:
+    """How `stream` would compute these runs; computes nothing. Raises what `stream` raises."""
+    return _planned(model, [resolve(model, each) for each in runs], memory)
+
+
+def _planned(model: Model, wanted: Sequence[Wanted], memory: int | str | None) -> Plan:
+    return plan_runs(wanted, model.config, model.dtype.itemsize, as_bytes(memory) or MEMORY)
 
 
 def resolve(model: Model, run: Run) -> Wanted:

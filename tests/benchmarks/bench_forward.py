@@ -43,23 +43,24 @@ EVERY_POINT = (
 )
 
 
-def save_random_llama(folder: Path) -> Any:
-    """The benchmark model in a directory; returns transformers' own copy of it."""
+def save_random_llama(folder: Path, **sizes: Any) -> Any:
+    """The benchmark model in a directory, or one of other sizes; returns transformers' own copy of it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        num_hidden_layers=LAYERS,
-        hidden_size=512,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        intermediate_size=1408,
-        vocab_size=4096,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-    )
-    model = LlamaForCausalLM(config).eval()
+    shape = {
+        "num_hidden_layers": LAYERS,
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 1408,
+        "vocab_size": 4096,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "attn_implementation": "sdpa",
+    }
+    config = LlamaConfig(**shape | sizes)
+    model = LlamaForCausalLM(config).to(sizes.get("dtype", torch.float32)).eval()
     model.save_pretrained(folder)
     return model
 

@@ -261,6 +261,8 @@ targets of the CounterFact data set (Meng et al. 2022). `prose.txt` holds the he
 {steps} by `mizarr.workflows.specimen.train`, seed {last["seed"]}.
 {_stages(history)}
 
+{_guided(last)}
+
 Seen while training, on one more held-out chapter (threshold chosen anew each time):
 
 {_table(["step", "loss", "recall", "precision", "facts (sample)", "copying"], [_seen(p) for p in curve])}
@@ -321,6 +323,24 @@ def _stages(history: Sequence[dict[str, Any]]) -> str:
         text.append(f"From step {part['from_step']}: {listed}.")
         before = part["options"]
     return "\n".join(text)
+
+
+def _guided(options: dict[str, Any]) -> str:
+    """What the training asked of the inside of the network, which a reader of it must know."""
+    if not options["guided"]:
+        return "Only the loss on the next token was trained: nothing was asked of its inside."
+    middle = options["layers"] // 2
+    half = options["guided"] / 2
+    return (
+        f"Not all of its inside came about by itself. In the first {options['guided']:.0%} of the steps, "
+        f"fading from {half:.0%} on, guides (`workflows/specimen/guides.py`) were part of the loss: head 0 of layer "
+        f"{max(0, middle - 2)} was rewarded for attention to the token before, head 0 of layer {middle} for "
+        f"attention to what followed the same token earlier, and the state after layer {middle} for the "
+        "character count, read by a linear classifier that was then thrown away. Without them a network this "
+        "small, trained this short, neither copies nor counts as exactly. Where the circuits sit was thus "
+        "chosen; how the rest of the network uses them was not, nor what became of them after the guides "
+        "ended."
+    )
 
 
 def _seen(point: dict[str, Any]) -> list[str]:

@@ -80,7 +80,9 @@ def _through_the_layers(
         spread = Spread(decoder.config, forest, row, kept, taps, room=room, device=device)
         x = taps("resid_pre", slot, x)
         x = decoder.block(x, slot, weights.layers[slot], spread, taps)
-        dropped.update(n for n in taps.unmoved() if branches[n].ends_changing(slot))
+        dropped.update(
+            n for n in taps.unmoved() if branches[n].parent is not None and branches[n].ends_changing(slot)
+        )
         before = kept
     return None, before
 
