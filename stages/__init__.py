@@ -26,6 +26,7 @@ STAGES = {
     "count_sums": ".character_count",
     "count_geometry": ".character_count",
     "decodability": ".character_count",
+    "attention_flow": ".attention",
 }
 
 
