@@ -30,6 +30,8 @@ _HOME = {
     "Steer": ".stages.forward.interventions",
     "SetValue": ".stages.forward.interventions",
     "logits": ".stages.forward.wants",
+    "Run": ".stages.forward.runs",
+    "run": ".stages.forward.runs",
     "capture": ".stages.forward.capture",
     "compute": ".workflows",
     "open_store": ".store",
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     )
     from .stages.forward.model import Model as Model
     from .stages.forward.points import HookPoint as HookPoint
+    from .stages.forward.runs import Run as Run, run as run
     from .stages.forward.wants import logits as logits
     from .store import open_store as open_store
     from .store.errors import MizarrError as MizarrError

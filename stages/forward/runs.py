@@ -20,10 +20,11 @@ from .planner import MEMORY, Plan, plan_runs
 from .wants import LAST_LOGITS, Logits
 
 if TYPE_CHECKING:
+    from ...store import Store
     from .cache import HookCache
     from .model import Model
 
-__all__ = ["Run", "plan", "stream"]
+__all__ = ["Run", "plan", "run", "stream"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +58,33 @@ def stream(
     for block in planned.blocks:
         for index, logits, captured in model.architecture.sweep(block, wanted, planned.room):
             yield index, HookCache([list(wanted[index].tokens)], logits, captured)
+
+
+def run(
+    model: Model,
+    runs: Sequence[Run],
+    *,
+    store: Store | None = None,
+    memory: int | str | None = None,
+) -> list[HookCache]:
+    """The results of runs, in order: what `Model.forward` would give for each prompt alone, within rounding,
+    at the cost of what differs between them.
+
+    store: read what is stored of these runs, and store the rest as it is computed. memory: bytes the passes
+    may take, or "2GiB"; default 1 GiB. All results are held at once; `stream` gives them one by one.
+    Raises PromptError, HookPointNotFound, InterventionError or PlanError before anything is computed, and
+    ConfigError for a store and a model without identity.
+    """
+    if store is None:
+        found = dict(stream(model, runs, memory=memory))
+    else:
+        from .stored_runs import stored
+
+        wanted = [resolve(model, each) for each in runs]
+        found = stored(
+            model, wanted, store, lambda missing: stream(model, [runs[i] for i in missing], memory=memory)
+        )
+    return [found[index] for index in range(len(runs))]
 
 
 def plan(model: Model, runs: Sequence[Run], *, memory: int | str | None = None) -> Plan:

@@ -333,9 +333,9 @@ def _guided(options: dict[str, Any]) -> str:
     half = options["guided"] / 2
     return (
         f"Not all of its inside came about by itself. In the first {options['guided']:.0%} of the steps, "
-        f"fading from {half:.0%} on, guides (`workflows/specimen/guides.py`) were part of the loss: head 0 of layer "
-        f"{max(0, middle - 2)} was rewarded for attention to the token before, head 0 of layer {middle} for "
-        f"attention to what followed the same token earlier, and the state after layer {middle} for the "
+        f"fading from {half:.0%} on, guides (`workflows/specimen/guides.py`) were part of the loss: head 0 "
+        f"of layer {max(0, middle - 2)} was rewarded for attention to the token before, head 0 of layer "
+        f"{middle} for attention to what followed the same token earlier, the state after that layer for the "
         "character count, read by a linear classifier that was then thrown away. Without them a network this "
         "small, trained this short, neither copies nor counts as exactly. Where the circuits sit was thus "
         "chosen; how the rest of the network uses them was not, nor what became of them after the guides "
