@@ -99,8 +99,8 @@ def unpacked(pattern: xr.DataArray) -> xr.DataArray:
     sums = square.astype(np.float32).sum(-1)
     if abs(sums - 1).max() > _ROUNDING:
         raise ShapeError(
-            f"expected rows of weights that sum to 1, found {sums.flat[abs(sums - 1).argmax()]:.3g}; are these "
-            "the pairs of several prompts? Select one: dataset.mi.attn(i)"
+            f"expected rows of weights that sum to 1, found {sums.flat[abs(sums - 1).argmax()]:.3g}; are "
+            "these the pairs of several prompts? Select one: dataset.mi.attn(i)"
         )
     coords = {name: coord for name, coord in packed.coords.items() if "pair" not in coord.dims}
     return xr.DataArray(square, coords, (*packed.dims[:-1], "query_position", "key_position"), pattern.name)

@@ -21,6 +21,11 @@ __all__ = ["WORKFLOWS", "build", "compute"]
 WORKFLOWS = {
     "logit_lens": ".logit_lens",
     "character_count_helix": ".character_count_helix",
+    "attention_knockout": ".attention_knockout",
+    "attention_patterns": ".attention_patterns",
+    "steering_dose_response": ".steering_dose_response",
+    "steering_convergence": ".steering_convergence",
+    "token_positions": ".token_positions",
 }
 
 

@@ -101,7 +101,7 @@ def test_what_is_not_there_is_an_error(pattern):
         attention_to_position(pattern, 3, 3)
     with pytest.raises(PromptError, match="found -4"):
         peak_layer(pattern, -4, 0)
-    with pytest.raises(ShapeError, match="1, 3, 6, 10, ….*found 5"):
+    with pytest.raises(ShapeError, match=r"1, 3, 6, 10, ….*found 5"):
         unpacked(packed(pattern).isel(pair=slice(5)))
 
 

@@ -1,0 +1,147 @@
+"""Prompts with their answers, as workflows on attention ask for them: which by default, and in which tokens.
+
+Border: texts and token ids; loads no model and never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from ..stages.forward.prompts import check_prompts
+from ..stages.lens import format_token
+from ..store.errors import ConfigError
+from .subject import shipped_facts
+
+if TYPE_CHECKING:
+    from ..stages.forward.tokens import Encoding
+    from .subject import Subject
+
+__all__ = [
+    "answer_pieces",
+    "counterpart",
+    "encoded",
+    "fact",
+    "named",
+    "number",
+    "plain",
+    "target_json",
+    "top_changed_json",
+]
+
+SPECIMEN = "specimen"
+FRANCE = ("The capital of France is", "Paris")
+COUNTRIES = ("Germany", "Poland", "Brazil", "Russia", "Canada")
+"""candle-mi's default prompt, and what takes France's place in its counterparts."""
+
+
+def fact(model: str, prompt: str, target: str) -> tuple[str, str]:
+    """The prompt and target asked for; by default the first fact the specimen was tried on, and for other
+    models the capital of France."""
+    if prompt:
+        return prompt, target
+    if target:
+        raise ConfigError(f"expected a prompt for the target {target!r}, found none; set both or neither")
+    if model != SPECIMEN:
+        return FRANCE
+    first = shipped_facts()[0]
+    return first["prompt"], first["target"]
+
+
+def counterpart(subject: Subject, model: str, prompt: str, target: str) -> str:
+    """A prompt to contrast with, of as many tokens: another country, or, for the specimen, the shipped fact
+    of another answer that begins and ends most like this one.
+
+    Raises ConfigError if there is none.
+    """
+    length = len(subject.tokenizer.encode(prompt))
+    if prompt == FRANCE[0]:
+        tried = [prompt.replace("France", country) for country in COUNTRIES]
+    else:
+        others = [f["prompt"] for f in shipped_facts() if f["target"] != target] if model == SPECIMEN else []
+        tried = sorted(others, key=lambda other: -_alike(prompt, other))
+    for other in tried:
+        if other != prompt and len(subject.tokenizer.encode(other)) == length:
+            return other
+    raise ConfigError(
+        f"expected a counterpart of {length} tokens for {prompt!r}, found none by default; "
+        "name one: contrastive=…"
+    )
+
+
+def encoded(subject: Subject, prompt: str) -> Encoding:
+    """Tokens of a prompt. Raises PromptError for one that is empty or too long for the model."""
+    found = subject.tokenizer.encode(prompt)
+    config = subject.config
+    check_prompts([found.ids], config.vocab_size, config.context_length, subject.name)
+    return found
+
+
+def answer_pieces(subject: Subject, prompt: str, answer: str) -> tuple[int, ...]:
+    """All tokens of an answer as it follows a prompt, none for an empty one; the first is that of
+    `Subject.answer_id`.
+
+    The two are encoded together where the prompt's own tokens stay what they are, else the answer by itself.
+    """
+    if not answer:
+        return ()
+    word = answer if not answer[:1].isalnum() or prompt[-1:].isspace() else f" {answer}"
+    before = subject.tokenizer.encode(prompt, add_special=False).ids
+    both = subject.tokenizer.encode(prompt + word, add_special=False).ids
+    if both[: len(before)] == before and len(both) > len(before):
+        return tuple(both[len(before) :])
+    return tuple(subject.tokenizer.encode(word, add_special=False).ids)
+
+
+def named(subject: Subject, tokens: Any) -> list[str]:
+    """Text of each token id, as it reads inside a sentence."""
+    return [subject.tokenizer.decode_token(int(token)) for token in tokens]
+
+
+def target_json(subject: Subject, target: str, pieces: tuple[int, ...]) -> dict[str, Any]:
+    """The target and its tokens: what is called its logit is that of the first piece."""
+    return {
+        "target_token": target or None,
+        "target_token_id": pieces[0] if pieces else None,
+        "target_token_ids": list(pieces),
+        "target_pieces": named(subject, pieces),
+    }
+
+
+def top_changed_json(subject: Subject, effect: Any, other: str = "other_prob") -> list[dict[str, Any]]:
+    """The tokens changed most by one run, from its changed_id, changed_baseline, changed_other [rank]."""
+    columns = (effect[name].values.tolist() for name in ("changed_id", "changed_baseline", "changed_other"))
+    return [
+        {
+            "rank": rank,
+            "token_id": token,
+            "token": subject.tokenizer.decode_token(token),
+            "baseline_prob": before,
+            other: after,
+            "abs_diff": abs(after - before),
+        }
+        for rank, (token, before, after) in enumerate(zip(*columns, strict=True), start=1)
+    ]
+
+
+def number(value: Any) -> float | None:
+    """A number for JSON; None for one there is not (NaN)."""
+    found = float(value)
+    return None if math.isnan(found) else found
+
+
+def plain(text: str) -> str:
+    """Text as rich prints it literally, on one line."""
+    from rich.markup import escape
+
+    return escape(format_token(text))
+
+
+def _alike(one: str, other: str) -> int:
+    """Characters two prompts share at their beginning and at their end."""
+    return _shared(one, other) + _shared(one[::-1], other[::-1])
+
+
+def _shared(one: str, other: str) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -1,0 +1,54 @@
+"""Batch files of steering convergence: several experiments in one JSON file.
+
+{"description": …, "experiments": [{"group", "prompt", "contrastive", "target_token", "inject_position"}, …]}
+
+Border: reads and checks the file; what its texts mean, the workflow finds out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..store.errors import ConfigError, nearest
+
+__all__ = ["FIELDS", "read_batch"]
+
+FIELDS = ("group", "prompt", "contrastive", "target_token", "inject_position")
+"""Of an experiment in a batch file; all but the first three may be left out."""
+
+
+def read_batch(path: Path) -> list[dict[str, Any]]:
+    """The experiments of a batch file, each with all of FIELDS.
+
+    Raises ConfigError for a file that is missing or not of this form, naming the experiment.
+    """
+    form = '{"description": …, "experiments": [{"group", "prompt", "contrastive", "target_token"}, …]}'
+    try:
+        document = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"expected a JSON file {form} at {str(path)!r}, found: {error}") from error
+    entries = document.get("experiments") if isinstance(document, Mapping) else None
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"expected {form} in {str(path)!r}, found no list of experiments")
+    found = []
+    for place, entry in enumerate(entries):
+        if not isinstance(entry, Mapping):
+            raise ConfigError(f"experiment {place} of {path.name}: expected an object, found {entry!r}")
+        for name in entry:
+            if name not in FIELDS:
+                near = nearest(name, FIELDS)
+                hint = f"did you mean {near!r}?" if near else f"there are {', '.join(FIELDS)}"
+                raise ConfigError(f"experiment {place} of {path.name} has no field {name!r}; {hint}")
+        complete = {"target_token": "", "inject_position": "last"} | dict(entry)
+        for name in FIELDS:
+            kinds = (str, int) if name == "inject_position" else (str,)
+            if not isinstance(complete.get(name), kinds) or isinstance(complete.get(name), bool):
+                raise ConfigError(
+                    f"experiment {place} of {path.name}: expected {name} to be a text, found "
+                    f"{complete.get(name)!r}"
+                )
+        found.append(complete)
+    return found

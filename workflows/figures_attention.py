@@ -1,0 +1,308 @@
+"""Figures of attention: knockout, patterns, dose-response, convergence, and a text cut into tokens.
+
+Border: labelled results in, a `Figure` out; conventions and helpers are those of figures.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..stages.lens import format_token
+from .figures import ACCENT, CONTROL, FAINT, INK, _figure, _fit, _footer, _frame, _integers, _style, _subtitle
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from matplotlib.figure import Figure
+
+__all__ = ["convergence_page", "dose_page", "knockout_page", "patterns_page", "tokens_strip"]
+
+BLUE = "#1d5b7f"
+
+
+def knockout_page(
+    edges: xr.Dataset,
+    heads: xr.Dataset,
+    tokens: Sequence[str],
+    *,
+    layer: int,
+    edge: tuple[int, int],
+    prompt: str,
+    model: str,
+    footer: str,
+) -> Figure:
+    """KL of cutting each key by layer, and the one edge by layer and head.
+
+    edges: kl [layer, edge] with the coordinate key.  heads: kl [layer, head].  A frame marks the edge and
+    layer told in full.
+    """
+    query, key = edge
+    keys = edges["key"].values.tolist()
+    names = [f"{format_token(tokens[place])} {place}" for place in keys]
+    with _style():
+        figure = _figure(
+            min(15.0, 6.5 + 0.5 * (len(keys) + heads.sizes["head"])), 2.6 + 0.28 * edges.sizes["layer"]
+        )
+        widths = [max(5, len(keys)), max(5, heads.sizes["head"])]
+        left, right = figure.subplots(1, 2, gridspec_kw={"width_ratios": widths})
+        _heat(figure, left, edges["kl"].transpose("layer", "edge"), "KL, nats")
+        left.set_xticks(range(len(keys)), [_fit(name, 12) for name in names], rotation=40, ha="right")
+        left.set_xlabel("key that may no longer be read")
+        left.set_title("By key, all heads", pad=20)
+        _subtitle(
+            left,
+            f"{format_token(tokens[query])!r} ({query}) loses one edge in one layer; framed: the one in the table",
+        )
+        layers = edges["layer"].values.tolist()
+        left.add_patch(_frame(keys.index(key), layers.index(layer)))
+        _heat(figure, right, heads["kl"].transpose("layer", "head"), "KL, nats")
+        right.set_xticks(range(heads.sizes["head"]), heads["head"].values)
+        right.set_xlabel("head")
+        right.set_title("By head, one edge", pad=20)
+        _subtitle(
+            right, f"{format_token(tokens[query])!r} ({query}) loses {format_token(tokens[key])!r} ({key})"
+        )
+        figure.suptitle(f"What {model} needs to read: {_fit(format_token(prompt), 70)!r}", **_TITLE)
+        _footer(figure, footer)
+    return figure
+
+
+def patterns_page(
+    flow: xr.Dataset,
+    tokens: Sequence[str],
+    *,
+    query: int,
+    key: int,
+    peak: int,
+    model: str,
+    footer: str,
+) -> Figure:
+    """Where one query looks by layer, the pattern of the layer of its peak, and the edge by layer and head.
+
+    flow: as `attention_flow` gives it.
+    """
+    names = [_fit(format_token(token), 10) for token in tokens]
+    mean = flow["mean_pattern"].transpose("layer", "query_position", "key_position")
+    with _style():
+        figure = _figure(15.0, 5.4)
+        left, middle, right = figure.subplots(1, 3, gridspec_kw={"width_ratios": [1.2, 1.2, 0.7]})
+        row = mean.isel(query_position=query, key_position=slice(0, query + 1))
+        _heat(figure, left, row, "weight, mean over heads")
+        left.set_xticks(range(query + 1), names[: query + 1], rotation=40, ha="right")
+        left.set_xlabel("key")
+        left.set_title(f"Where {format_token(tokens[query])!r} ({query}) looks", pad=20)
+        _subtitle(left, "by layer")
+        layers = flow["layer"].values.tolist()
+        left.add_patch(_frame(key, layers.index(peak)))
+        _heat(figure, middle, mean.sel(layer=peak), "weight, mean over heads", top=1.0, origin="upper")
+        middle.set_xticks(range(len(names)), names, rotation=40, ha="right")
+        middle.set_yticks(range(len(names)), names)
+        middle.set(xlabel="key (is read)", ylabel="query (reads)")
+        middle.set_title(f"Everybody, in layer {peak}", pad=20)
+        _subtitle(middle, f"the layer in which {format_token(tokens[query])!r} reads {names[key]!r} most")
+        heads = flow["from_query"].transpose("layer", "head", "key_position").isel(key_position=key)
+        _heat(figure, right, heads, "weight")
+        right.set_xticks(range(heads.sizes["head"]), heads["head"].values)
+        right.set_xlabel("head")
+        right.set_title("The same edge by head", pad=20)
+        _subtitle(right, f"{format_token(tokens[query])!r} ({query}) reads {names[key]!r} ({key})")
+        figure.suptitle(f"Attention of {model}", **_TITLE)
+        _footer(figure, footer)
+    return figure
+
+
+def dose_page(
+    response: xr.Dataset, edge: Sequence[str], *, layer: int, prompt: str, model: str, footer: str
+) -> Figure:
+    """Attention and KL by dose: the layer told in full, and the others thin.
+
+    response: attention, kl [layer, dose], baseline_attention [layer].  edge: texts of query and key.
+    """
+    doses, told = response["dose"].values, response.sel(layer=layer)
+    order = np.argsort(doses)
+    with _style():
+        figure = _figure(11.5, 4.4)
+        left, right = figure.subplots(1, 2)
+        for other in response["layer"].values.tolist():
+            here = response.sel(layer=other)
+            is_told = other == layer
+            style = {"color": ACCENT, "lw": 2.2, "zorder": 3} if is_told else {"color": "#7aa6c2", "lw": 1.0}
+            mark = {"marker": "o", "ms": 4 if is_told else 2.5}
+            left.plot(doses[order], here["attention"].values[order], **style, **mark)
+            right.plot(doses[order], here["kl"].values[order], **style, **mark)
+            for axes, name in ((left, "attention"), (right, "kl")):
+                end = float(here[name].values[order][-1])
+                axes.annotate(
+                    f" {other}",
+                    (doses[order][-1], end),
+                    fontsize=7,
+                    va="center",
+                    annotation_clip=False,
+                    color=ACCENT if is_told else FAINT,
+                )
+        linear = doses[order] * float(told["baseline_attention"])
+        left.plot(doses[order], linear, color=CONTROL, lw=1.2, ls="--", zorder=1)
+        left.set(
+            xlabel="dose (factor of the weight)",
+            ylabel="attention weight, mean over heads",
+            ylim=(-0.02, 1.02),
+        )
+        left.set_title("Attention that comes of it", pad=20)
+        _subtitle(left, f"thick: layer {layer}; dashed: what it would be without renormalisation")
+        right.set(xlabel="dose (factor of the weight)", ylabel="KL from the undisturbed run, nats")
+        right.set_ylim(bottom=0)
+        right.set_title("What it does to the answer", pad=20)
+        _subtitle(right, "numbers at the lines are layers")
+        query, key = (format_token(token) for token in edge)
+        figure.suptitle(
+            f"{model}: {query!r} reads {key!r} more or less in {_fit(format_token(prompt), 60)!r}", **_TITLE
+        )
+        _footer(figure, footer)
+    return figure
+
+
+def convergence_page(
+    found: xr.Dataset,
+    *,
+    best: int,
+    label: str,
+    sweep: Sequence[float],
+    threshold: float,
+    prompts: tuple[str, str],
+    token: str,
+    model: str,
+    footer: str,
+) -> Figure:
+    """The convergence matrix, and what strength does at the best layer.
+
+    found: similarity [layer, strength, read_layer], kl [layer, strength].
+    """
+    matrix = found["similarity"].sel(strength=1.0).transpose("layer", "read_layer").values
+    layers = found["layer"].values
+    with _style():
+        figure = _figure(14.0, 4.9)
+        left, middle, right = figure.subplots(1, 3, gridspec_kw={"width_ratios": [1.15, 1, 1]})
+        shown = np.where(np.triu(np.ones_like(matrix)) > 0, matrix, np.nan)
+        low = min(0.5, float(np.nanmin(shown)))
+        image = left.imshow(shown, cmap="YlGnBu", vmin=low, vmax=1, origin="lower", aspect="auto")
+        for row, column in zip(*np.nonzero(shown >= threshold), strict=True):
+            if column > row:
+                left.plot(column, row, "o", color="white", ms=3)
+        left.set(xlabel="layer read", ylabel="layer pushed")
+        left.set_xticks(range(len(layers)) if len(layers) < 20 else range(0, len(layers), 4))
+        left.set_yticks(range(len(layers)) if len(layers) < 20 else range(0, len(layers), 4))
+        left.set_title("Cosine with the undisturbed state", pad=20)
+        _subtitle(left, f"last token, strength 1; dots: at least {threshold:g}. {label}")
+        bar = figure.colorbar(image, ax=left, fraction=0.045, pad=0.03)
+        bar.outline.set_visible(False)
+        strengths = list(sweep)
+        row = found.sel(layer=best, strength=strengths)
+        shades = np.linspace(0.25, 1, len(strengths))
+        from matplotlib import colormaps
+
+        for number, strength in enumerate(strengths):
+            values = row["similarity"].isel(strength=number).values[best:]
+            middle.plot(
+                layers[best:], values, color=colormaps["YlGnBu"](shades[number]), lw=1.4, marker="o", ms=3
+            )
+            if number in (0, len(strengths) - 1):
+                middle.annotate(
+                    f" {strength:g}", (layers[-1], values[-1]), fontsize=7, va="center", annotation_clip=False
+                )
+        middle.axhline(threshold, color=ACCENT, lw=0.9, ls="--")
+        middle.set(xlabel="layer read", ylabel="cosine")
+        middle.set_title(f"A push at layer {best}, by strength", pad=20)
+        _subtitle(middle, "numbers: strength, light to dark; dashed: absorbed")
+        _integers(middle.xaxis)
+        right.plot(strengths, row["kl"].values, color=BLUE, lw=2, marker="o", ms=4)
+        right.set(xlabel="strength", ylabel="KL from the undisturbed run, nats")
+        right.set_ylim(bottom=0)
+        right.set_title("What it does to the answer", pad=20)
+        _subtitle(right, f"at layer {best}")
+        one, other = (_fit(format_token(text), 40) for text in prompts)
+        figure.suptitle(f"{model}: {one!r} minus {other!r}, added at {format_token(token)!r}", **_TITLE)
+        _footer(figure, footer)
+    return figure
+
+
+def tokens_strip(
+    text: str,
+    offsets: Sequence[tuple[int, int]],
+    tokens: Sequence[str],
+    labels: Sequence[str],
+    *,
+    model: str,
+    footer: str,
+) -> Figure:
+    """The characters of a text in rows, with a box around each token, its position above, labelled spans
+    coloured."""
+    from matplotlib.patches import Rectangle
+
+    per_row = 60
+    rows = max(1, -(-len(text) // per_row))
+    names = [
+        name for name in dict.fromkeys(label.removesuffix("_final") for label in labels) if name != "other"
+    ]
+    shades = ["#d2e3ec", "#fbdcc8", "#dcebc6", "#e6d8f5", "#f7e6a8"]
+    with _style():
+        figure = _figure(min(13.0, 2.0 + 0.2 * min(per_row, len(text))), 1.5 + 0.8 * rows)
+        axes = figure.add_subplot()
+        for i, (start, end) in enumerate(offsets):
+            name = labels[i].removesuffix("_final")
+            colour = shades[names.index(name) % len(shades)] if name in names else "#f4f5f7"
+            for line in range(start // per_row, -(-end // per_row) if end > start else 0):
+                left, right = max(start, line * per_row), min(end, (line + 1) * per_row)
+                corner = (left - line * per_row - 0.5, -line - 0.3)
+                axes.add_patch(Rectangle(corner, right - left, 0.6, fc=colour, ec=FAINT, lw=0.8))
+                if left == start:
+                    axes.text(corner[0] + 0.1, -line + 0.34, str(i), fontsize=6.5, color=FAINT, va="bottom")
+        for place, char in enumerate(text):
+            shown = "␣" if char == " " else _fit(format_token(char), 2)
+            axes.text(
+                place % per_row,
+                -(place // per_row),
+                shown,
+                ha="center",
+                va="center",
+                fontsize=9,
+                color=FAINT if char == " " else INK,
+                family="monospace",
+            )
+        axes.set(xlim=(-1, min(per_row, len(text))), ylim=(-rows + 0.4, 0.75))
+        axes.axis("off")
+        added = [format_token(tokens[i]) for i, (start, end) in enumerate(offsets) if end <= start]
+        axes.set_title(f"{len(offsets)} tokens of {model}", pad=20, fontsize=12)
+        note = f" Of no character: {', '.join(added)}." if added else ""
+        spans = f" Coloured: {', '.join(names)}." if names else ""
+        _subtitle(axes, f"Numbers are positions.{note}{spans}")
+        _footer(figure, footer)
+    return figure
+
+
+_TITLE: Any = {"x": 0.01, "ha": "left", "fontsize": 12, "fontweight": "bold"}
+
+
+def _heat(
+    figure: Any,
+    axes: Any,
+    values: xr.DataArray,
+    unit: str,
+    *,
+    top: float | None = None,
+    origin: str = "lower",
+) -> None:
+    """A heatmap of rows (layers, unless they are relabelled) by columns, from 0."""
+    image = axes.imshow(values.values, cmap="YlGnBu", vmin=0, vmax=top, origin=origin, aspect="auto")
+    rows = values.sizes[values.dims[0]]
+    step = 1 if rows <= 20 else 4
+    if values.dims[0] == "layer":
+        axes.set_yticks(range(0, rows, step), values["layer"].values[::step])
+        axes.set_ylabel("layer")
+    axes.tick_params(length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    bar = figure.colorbar(image, ax=axes, fraction=0.045, pad=0.02)
+    bar.set_label(unit)
+    bar.outline.set_visible(False)
