@@ -7,6 +7,7 @@ may work on one run: claims keep them apart, and if they do meet, they write the
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -110,7 +111,8 @@ def _round(
 def fill(
     model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer, batch_tokens: int
 ) -> None:
-    """Forward passes over one segment's prompts, captured activations copied to their place in the buffer."""
+    """Forward passes over one segment's prompts, captured activations copied to their place in the buffer, or
+    kept as they are where a pass gives a segment whole."""
     tokens, segment = entry.tokens, entry.segments[n]
     one_length = model.architecture.lengths_must_match or bool(spec.interventions)
     pieces = pieces_of(segment, tokens.row_start, tokens.row_size, whole=one_length)
@@ -118,11 +120,15 @@ def fill(
 
         def keep(capture: Capture, value: Tensor, batch: Batch = batch) -> None:
             cell = capture.cell
-            place = buffer.view(cell, entry.rows(cell[0], n))
+            rows = entry.rows(cell[0], n)
             if entry.spec(cell[0]).packed == "pair":
-                _keep_pairs(value, batch, place, tokens, segment)
+                _keep_pairs(value, batch, buffer.view(cell, rows), tokens, segment)
+                return
+            value = _token_major(value, capture)
+            if _is_segment(value, batch, segment, DTYPES[entry.dtype]):
+                buffer.take(cell, value.flatten(0, 1))
             else:
-                _keep_rows(_token_major(value, capture), batch, place)
+                _keep_rows(value, batch, buffer.view(cell, rows))
 
         model.stream_batch([_padded(tokens, piece, batch.length) for piece in batch.pieces], spec, None, keep)
     if entry.dtype == "float16":
@@ -162,6 +168,16 @@ def _keep_rows(value: Tensor, batch: Batch, place: Tensor) -> None:
         else:
             place[head.at : head.at + head.stop - head.start].copy_(value[first, head.start : head.stop])
         first = last + 1
+
+
+def _is_segment(value: Tensor, batch: Batch, segment: range, dtype: torch.dtype) -> bool:
+    """Whether [batch, position, …] is the whole segment as it is stored: its tokens, in order, in memory."""
+    pieces = batch.pieces
+    in_order = pieces[0].at == pieces[0].start == 0 and all(
+        _adjoin(one, other, batch.length) for one, other in itertools.pairwise(pieces)
+    )
+    whole = in_order and pieces[-1].stop == batch.length and len(pieces) * batch.length == len(segment)
+    return whole and value.is_contiguous() and value.dtype == dtype and value.device.type == "cpu"
 
 
 def _adjoin(piece: Piece, other: Piece, length: int) -> bool:

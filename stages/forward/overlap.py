@@ -21,15 +21,31 @@ Cell = tuple[str, int | None]
 
 
 class SegmentBuffer:
-    """Arrays of one segment, allocated once and reused: page faults of fresh memory cost more than the
-    copy."""
+    """Arrays of one segment, allocated once and reused: page faults of fresh memory cost more than the copy.
+
+    An array that one pass gives whole is kept as it is, and nothing is copied.
+    """
 
     def __init__(self, shapes: Mapping[Cell, tuple[int, ...]], dtypes: Mapping[Cell, torch.dtype]) -> None:
-        self._whole = {cell: torch.empty(shape, dtype=dtypes[cell]) for cell, shape in shapes.items()}
+        self._shapes, self._dtypes = shapes, dtypes
+        self._whole: dict[Cell, Tensor] = {}
+        self._taken: dict[Cell, Tensor] = {}
 
     def view(self, cell: Cell, rows: int) -> Tensor:
         """The first `rows` rows of a cell's array."""
+        if cell in self._taken:
+            return self._taken[cell]
+        if cell not in self._whole:
+            self._whole[cell] = torch.empty(self._shapes[cell], dtype=self._dtypes[cell])
         return self._whole[cell][:rows]
+
+    def take(self, cell: Cell, rows: Tensor) -> None:
+        """Use these rows, which nobody will change, as the cell's array until the segment is written."""
+        self._taken[cell] = rows
+
+    def clear(self) -> None:
+        """Let go of arrays that were taken."""
+        self._taken.clear()
 
 
 class OverlappedWriter:
@@ -99,6 +115,7 @@ class OverlappedWriter:
             except BaseException as error:  # noqa: BLE001  # carried to the forward loop, which raises it
                 self._error = error
             finally:
+                buffer.clear()
                 self._free.put(buffer)
 
     def _raise(self) -> None:

@@ -133,8 +133,9 @@ class Decoder:
         if gate is None:
             inner = self._activation(taps("mlp_pre_act", layer, up))
         else:
-            gate = taps("mlp_pre_act", layer, gate)
-            inner = self._activation(gate) * taps("mlp_pre_linear", layer, up)
+            inner = self._activation(taps("mlp_pre_act", layer, gate))
+            # In place: this is the widest tensor of a layer, and nobody else has seen it.
+            inner.mul_(taps("mlp_pre_linear", layer, up))
         return linear(taps("mlp_post_act", layer, inner), weights.down)
 
     def finish(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
