@@ -45,10 +45,11 @@ def read_batch(path: Path) -> list[dict[str, Any]]:
         complete = {"target_token": "", "inject_position": "last"} | dict(entry)
         for name in FIELDS:
             kinds = (str, int) if name == "inject_position" else (str,)
-            if not isinstance(complete.get(name), kinds) or isinstance(complete.get(name), bool):
+            value = complete.get(name)
+            is_empty = value == "" and name in ("prompt", "contrastive")
+            if not isinstance(value, kinds) or isinstance(value, bool) or is_empty:
                 raise ConfigError(
-                    f"experiment {place} of {path.name}: expected {name} to be a text, found "
-                    f"{complete.get(name)!r}"
+                    f"experiment {place} of {path.name}: expected {name} to be a text, found {value!r}"
                 )
         found.append(complete)
     return found

@@ -53,7 +53,7 @@ def knockout_page(
         left.set_title("By key, all heads", pad=20)
         _subtitle(
             left,
-            f"{format_token(tokens[query])!r} ({query}) loses one edge in one layer; framed: the one in the table",
+            f"{format_token(tokens[query])!r} ({query}) loses one edge in one layer; framed: as in the table",
         )
         layers = edges["layer"].values.tolist()
         left.add_patch(_frame(keys.index(key), layers.index(layer)))

@@ -1,0 +1,227 @@
+"""Attention knockout and attention patterns, from a prompt to tables, figures and JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+import mizarr
+from mizarr import HookSpec, Knockout
+from mizarr.store.errors import ConfigError, InterventionError, MizarrError, PromptError
+from mizarr.workflows import build, compute
+from mizarr.workflows.subject import shipped_facts
+
+PROMPT, TARGET = "it was the age of", "wisdom"
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path):
+    return mizarr.Model.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("attention") / "store"
+
+
+@pytest.fixture(scope="module")
+def knockout(tiny_model: Path, store: Path):
+    return compute("attention_knockout", store=store, model=str(tiny_model), prompt=PROMPT, target=TARGET)
+
+
+@pytest.fixture(scope="module")
+def patterns(tiny_model: Path, store: Path):
+    return compute("attention_patterns", store=store, model=str(tiny_model), prompt=PROMPT)
+
+
+def last_logits(model, hooks=None) -> torch.Tensor:
+    return model.forward(PROMPT, hooks).logits[0, -1].double()
+
+
+def cut(model, layer: int, query: int, key: int, heads=None) -> torch.Tensor:
+    change = Knockout([(query, key)], heads=heads)
+    return last_logits(model, HookSpec().intervene(f"blocks.{layer}.attn.hook_scores", change))
+
+
+def kl(one: torch.Tensor, other: torch.Tensor) -> float:
+    p, q = one.log_softmax(-1), other.log_softmax(-1)
+    return float((p.exp() * (p - q)).sum())
+
+
+def test_the_edge_told_is_a_plain_pass_with_that_edge_cut(knockout, model):
+    document = knockout.to_json()
+    last = len(model.tokenizer.encode(PROMPT)) - 1
+    assert document["target_layer"] == 1
+    assert document["knockout_edge"] == [last, 0]
+    before, after = last_logits(model), cut(model, 1, last, 0)
+    assert document["kl_divergence"] == pytest.approx(kl(before, after), rel=1e-3, abs=1e-8)
+    token = document["target_token_id"]
+    assert document["target_logit_diff"] == pytest.approx(float(before[token] - after[token]), abs=1e-4)
+    change = (before.softmax(-1) - after.softmax(-1)).abs()
+    top = document["top_changed"]
+    assert [one["rank"] for one in top] == list(range(1, 11))
+    np.testing.assert_allclose([one["abs_diff"] for one in top], change.topk(10).values, atol=1e-6)
+    best = top[0]["token_id"]
+    assert top[0]["baseline_prob"] == pytest.approx(float(before.softmax(-1)[best]), abs=1e-5)
+    assert top[0]["ablated_prob"] == pytest.approx(float(after.softmax(-1)[best]), abs=1e-5)
+    assert top[0]["token"] == model.tokenizer.decode_token(best)
+
+
+def test_the_sweep_has_every_key_layer_and_head(knockout, model):
+    document, last = knockout.to_json(), knockout.edge[0]
+    sweep, heads = document["sweep"], document["heads"]
+    assert sweep["keys"] == list(range(last + 1))
+    before = last_logits(model)
+    for layer in range(3):
+        for key in (0, last):
+            expected = kl(before, cut(model, layer, last, key))
+            assert sweep["kl_divergence"][layer][key] == pytest.approx(expected, rel=1e-3, abs=1e-8)
+        for head in range(2):
+            expected = kl(before, cut(model, layer, last, 0, [head]))
+            assert heads["kl_divergence"][layer][head] == pytest.approx(expected, rel=1e-3, abs=1e-8)
+
+
+def test_the_target_is_followed_by_its_first_piece_and_by_all_of_them(knockout, model):
+    """A word of several tokens is never followed by its last piece alone."""
+    document = knockout.to_json()
+    encode = model.tokenizer.encode
+    both, before = encode(f"{PROMPT} {TARGET}").ids, encode(PROMPT).ids
+    pieces = both[len(before) :]
+    assert len(pieces) > 1, "the word must be split for this to say something"
+    assert document["target_token_ids"] == pieces
+    assert document["target_token_id"] == pieces[0]
+    logprob = model.forward(both).logits[0].double().log_softmax(-1)
+    whole = sum(logprob[len(before) - 1 + i, token] for i, token in enumerate(pieces))
+    assert document["baseline_p_target"] == pytest.approx(float(whole.exp()), rel=1e-3)
+
+
+def test_without_sweep_one_edge_is_cut_and_told_the_same(knockout, tiny_model, tmp_path):
+    alone = compute(
+        "attention_knockout",
+        store=tmp_path / "store",
+        model=str(tiny_model),
+        prompt=PROMPT,
+        target=TARGET,
+        sweep=False,
+    )
+    document, whole = alone.to_json(), knockout.to_json()
+    assert alone.edges["kl"].shape == (1, 1)
+    assert document["kl_divergence"] == pytest.approx(whole["kl_divergence"], rel=1e-4)
+    assert "sweep" not in document and "heads" not in document
+    assert alone.draw(tmp_path) == []
+
+
+def test_queries_and_keys_are_named_by_phrase(tiny_model, model):
+    planned = build("attention_knockout", model=str(tiny_model), prompt=PROMPT, query="age", key="was")
+    encoding = model.tokenizer.encode(PROMPT)
+    at = [encoding.char_range_to_tokens(start, start + 3)[-1] for start in (11, 3)]
+    assert planned.edge == tuple(at)
+
+
+def test_paris_keeps_its_own_field(tiny_model, tmp_path):
+    done = compute("attention_knockout", store=tmp_path / "s", model=str(tiny_model), sweep=False)
+    document = done.to_json()
+    assert document["prompt"] == "The capital of France is"
+    assert document["paris_logit_diff"] == document["target_logit_diff"]
+
+
+def test_the_patterns_are_those_of_the_model(patterns, model):
+    document = patterns.to_json()
+    cache = model.forward(PROMPT, HookSpec().capture("blocks.*.attn.hook_pattern"))
+    own = torch.stack([cache[f"blocks.{layer}.attn.hook_pattern"][0] for layer in range(3)]).double()
+    row = own.mean(1)[:, -1]
+    for layer in range(3):
+        top = document["layers"][layer]["top_attended"]
+        np.testing.assert_allclose([one["weight"] for one in top], row[layer].topk(5).values, atol=1e-6)
+        assert top[0]["position"] == int(row[layer].argmax())
+        np.testing.assert_allclose(
+            document["layers"][layer]["weight_by_head"], own[layer, :, -1, 0], atol=1e-6
+        )
+    assert document["peak_layer"] == int(row[:, 0].argmax())
+    incoming = own[document["peak_layer"]].mean(0)[:, 0]
+    np.testing.assert_allclose([one["weight"] for one in document["incoming"]], incoming, atol=1e-6)
+
+
+def test_the_keys_of_a_query_that_is_not_the_last_end_with_it(tiny_model, tmp_path):
+    done = compute(
+        "attention_patterns", store=tmp_path / "s", model=str(tiny_model), prompt=PROMPT, query=2, key=1
+    )
+    document = done.to_json()
+    assert (document["query"], document["key"]) == (2, 1)
+    for layer in document["layers"]:
+        assert {one["position"] for one in layer["top_attended"] if one["weight"] > 0} <= {0, 1, 2}
+    assert document["incoming"][0]["position"] == 1
+    assert done.draw(tmp_path / "figures")
+
+
+@pytest.mark.parametrize("name", ["attention_knockout", "attention_patterns"])
+def test_a_second_call_is_a_hit_and_needs_no_torch(name, knockout, patterns, tiny_model, store):
+    given = {"model": str(tiny_model), "prompt": PROMPT}
+    given |= {"target": TARGET} if name == "attention_knockout" else {}
+    program = (
+        "import sys, json\n"
+        "sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from mizarr.workflows import compute\n"
+        "done = compute(sys.argv[1], store=sys.argv[2], **json.loads(sys.argv[3]))\n"
+        "print(json.dumps(done.to_json()))"
+    )
+    command = [sys.executable, "-c", program, name, str(store), json.dumps(given)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first = knockout if name == "attention_knockout" else patterns
+    assert json.loads(done.stdout) == json.loads(json.dumps(first.to_json(), allow_nan=False))
+
+
+@pytest.mark.parametrize("name", ["attention_knockout", "attention_patterns"])
+def test_tables_and_figures_show_the_prompt_and_name_the_results(name, knockout, patterns, tmp_path, capsys):
+    done = knockout if name == "attention_knockout" else patterns
+    (path,) = done.render(Console(width=120), tmp_path)
+    printed = capsys.readouterr().out
+    assert "' of'" in printed
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert next(iter(done.to_json()["provenance"]["keys"].values()))[:12].encode() in path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "error", "message"),
+    [
+        ("attention_knockout", {"layer": 3}, ConfigError, r"layer in 0\.\.2, found 3"),
+        ("attention_knockout", {"key": 99}, PromptError, "found 99"),
+        ("attention_knockout", {"query": 2, "key": 3}, InterventionError, "no weight there"),
+        ("attention_knockout", {"query": 0}, InterventionError, "leaves query 0 no key"),
+        ("attention_knockout", {"query": "aeg"}, PromptError, "did you mean 'age'"),
+        (
+            "attention_knockout",
+            {"prompt": "", "target": "x"},
+            ConfigError,
+            "a prompt for the target",
+        ),
+        ("attention_knockout", {"top_k": 0}, ConfigError, "top_k"),
+        ("attention_patterns", {"query": 2, "key": 3}, InterventionError, "no weight there"),
+        ("attention_patterns", {"top_k": 0}, ConfigError, "top_k"),
+        ("attention_patterns", {"prompt": "word " * 99}, PromptError, "at most 64 positions"),
+    ],
+)
+def test_wrong_input_gives_one_clear_line_before_anything_runs(tiny_model, name, given, error, message):
+    with pytest.raises(error, match=message) as found:
+        build(name, **{"model": str(tiny_model), "prompt": PROMPT} | given)
+    assert isinstance(found.value, MizarrError)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("name", ["attention_knockout", "attention_patterns"])
+def test_defaults_run_offline_on_the_specimen(name, tmp_path):
+    """What a person meets first; the numbers belong to the weights."""
+    given = {"sweep": False} if name == "attention_knockout" else {}
+    done = compute(name, store=tmp_path / "store", **given)
+    document = json.loads(json.dumps(done.to_json(), allow_nan=False))
+    assert document["model_id"] == "specimen"
+    assert document["prompt"] == shipped_facts()[0]["prompt"]
+    assert done.tables()

@@ -1,0 +1,369 @@
+"""Dose-response and steering convergence, from a prompt (or a batch file) to tables, figures and JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+import mizarr
+from mizarr import Add, HookSpec, Steer
+from mizarr.stages.steering import DOSE_LEVELS
+from mizarr.store.errors import ConfigError, MizarrError, PromptError
+from mizarr.workflows import build, compute
+from mizarr.workflows.answers import counterpart, fact
+from mizarr.workflows.subject import Subject
+
+PROMPT, OTHER, TARGET = "it was the age of", "it was the epoch of", "wisdom"
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path):
+    return mizarr.Model.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("steering") / "store"
+
+
+@pytest.fixture(scope="module")
+def doses(tiny_model: Path, store: Path):
+    return compute("steering_dose_response", store=store, model=str(tiny_model), prompt=PROMPT, target=TARGET)
+
+
+@pytest.fixture(scope="module")
+def pushes(tiny_model: Path, store: Path, model):
+    ids, others = (model.tokenizer.encode(text).ids for text in (PROMPT, OTHER))
+    assert len(ids) == len(others)
+    return compute(
+        "steering_convergence",
+        store=store,
+        model=str(tiny_model),
+        prompt=PROMPT,
+        contrastive=OTHER,
+        target=TARGET,
+        inject_position="auto",
+    )
+
+
+def kl(one: torch.Tensor, other: torch.Tensor) -> float:
+    p, q = one.double().log_softmax(-1), other.double().log_softmax(-1)
+    return float((p.exp() * (p - q)).sum())
+
+
+# -- doses
+
+
+def test_every_dose_is_a_plain_pass_with_the_edge_steered(doses, model):
+    document = doses.to_json()
+    last = len(model.tokenizer.encode(PROMPT)) - 1
+    assert (document["target_layer"], document["edge"]) == (1, [last, 0])
+    point = "blocks.1.attn.hook_pattern"
+    plain = model.forward(PROMPT, HookSpec().capture(point))
+    assert document["baseline_attention"] == pytest.approx(
+        float(plain[point][0, :, last, 0].mean()), abs=1e-6
+    )
+    assert [one["scale_factor"] for one in document["points"]] == list(DOSE_LEVELS)
+    for one in document["points"]:
+        hooks = HookSpec().intervene(point, Steer([(last, 0)], one["scale_factor"])).capture(point)
+        steered = model.forward(PROMPT, hooks)
+        assert one["attention_level"] == pytest.approx(float(steered[point][0, :, last, 0].mean()), abs=1e-6)
+        expected = kl(plain.logits[0, -1], steered.logits[0, -1])
+        assert one["kl_divergence"] == pytest.approx(expected, rel=1e-3, abs=1e-8)
+        token = document["target_token_id"]
+        difference = float(plain.logits[0, -1, token] - steered.logits[0, -1, token])
+        assert one["target_logit_diff"] == pytest.approx(difference, abs=1e-4)
+
+
+def test_the_exact_factor_reaches_the_aim_and_the_linear_one_falls_short(doses, model):
+    found = doses.to_json()["calibration"]
+    point, last = "blocks.1.attn.hook_pattern", doses.edge[0]
+
+    def reached(factor: float) -> float:
+        hooks = HookSpec().intervene(point, Steer([(last, 0)], factor)).capture(point)
+        return float(model.forward(PROMPT, hooks)[point][0, :, last, 0].mean())
+
+    assert reached(found["scale_factor_exact"]) == pytest.approx(found["aim"], abs=1e-5)
+    assert reached(found["scale_factor_linear"]) < found["aim"]
+    assert found["scale_factor_interpolated"] == pytest.approx(found["scale_factor_exact"], rel=0.1)
+    assert found["dose_levels_absolute_linear"][0] == pytest.approx([0.5, 0.25 * found["aim"]])
+
+
+def test_layers_alone_or_in_a_sweep_say_the_same(doses, tiny_model, tmp_path):
+    alone = compute(
+        "steering_dose_response",
+        store=tmp_path / "store",
+        model=str(tiny_model),
+        prompt=PROMPT,
+        target=TARGET,
+        layer=2,
+        sweep=False,
+        doses=[0.5, 6.0],
+    )
+    (layer,) = alone.to_json()["layers"]
+    told = doses.to_json()["layers"][2]["points"]
+    for one, other in zip(layer["points"], (told[0], told[-1]), strict=True):
+        assert one["kl_divergence"] == pytest.approx(other["kl_divergence"], rel=1e-3, abs=1e-9)
+
+
+def test_a_window_has_no_exact_factor(tiny_model, tmp_path):
+    done = compute(
+        "steering_dose_response",
+        store=tmp_path / "store",
+        model=str(tiny_model),
+        prompt=PROMPT,
+        window=2,
+        doses=[2.0],
+    )
+    document = done.to_json()
+    assert document["calibration"]["scale_factor_exact"] is None
+    assert document["points"][0]["target_logit_diff"] is None, "no target, no number"
+    assert [one["layer"] for one in document["layers"]] == [0, 1]
+
+
+# -- pushes
+
+
+def test_the_matrix_is_that_of_plain_passes_with_the_vector_added(pushes, model):
+    document = pushes.to_json()
+    spec = HookSpec().capture("blocks.*.hook_resid_post")
+    one, other = model.forward(PROMPT, spec), model.forward(OTHER, spec)
+    ids, others = one.tokens[0], other.tokens[0]
+    position = next(i for i, pair in enumerate(zip(ids, others, strict=True)) if pair[0] != pair[1])
+    assert document["inject_position"] == position
+    for layer in range(3):
+        point = f"blocks.{layer}.hook_resid_post"
+        vector = (one[point] - other[point])[0, position]
+        for strength in (1.0, 6.0):
+            hooks = HookSpec().intervene(point, Add(strength * vector, positions=position))
+            steered = model.forward(PROMPT, hooks.capture("blocks.*.hook_resid_post"))
+            similarity = [
+                float(torch.cosine_similarity(one[p][0, -1].double(), steered[p][0, -1].double(), dim=0))
+                for p in (f"blocks.{read}.hook_resid_post" for read in range(3))
+            ]
+            found = pushes.answer().found.sel(layer=layer, strength=strength)
+            np.testing.assert_allclose(found["similarity"], similarity, atol=1e-5)
+            if strength == 1.0:
+                np.testing.assert_allclose(document["convergence_matrix"][layer], similarity, atol=1e-5)
+                expected = kl(one.logits[0, -1], steered.logits[0, -1])
+                summary = document["layer_summaries"][layer]
+                assert summary["kl_divergence"] == pytest.approx(expected, rel=1e-3, abs=1e-8)
+
+
+def test_the_json_has_the_fields_of_the_original(pushes):
+    document = json.loads(json.dumps(pushes.to_json(), allow_nan=False))
+    assert {
+        "model_id",
+        "prompt",
+        "contrastive_prompt",
+        "n_layers",
+        "hidden_size",
+        "target_token",
+        "target_token_id",
+        "baseline_p_target",
+        "baseline_top5",
+        "convergence_matrix",
+        "layer_summaries",
+        "best_injection_layer",
+        "strength_sweep",
+        "threshold",
+    } <= document.keys()
+    assert [one["strength"] for one in document["strength_sweep"]] == [k / 2 for k in range(1, 13)]
+    assert document["threshold"] == 0.95
+    assert len(document["baseline_top5"]) == 5
+    assert document["layer_summaries"][-1]["absorption_layer"] is None, "nothing comes after the last layer"
+
+
+def test_the_answer_has_the_probability_of_all_its_pieces(pushes, model):
+    document = pushes.to_json()
+    before = model.tokenizer.encode(PROMPT).ids
+    both = model.tokenizer.encode(f"{PROMPT} {TARGET}").ids
+    pieces = both[len(before) :]
+    assert document["target_token_ids"] == pieces and len(pieces) > 1
+    logprob = model.forward(both).logits[0].double().log_softmax(-1)
+    whole = sum(logprob[len(before) - 1 + i, token] for i, token in enumerate(pieces))
+    assert document["baseline_p_target"] == pytest.approx(float(whole.exp()), rel=1e-3)
+
+
+def test_a_lower_threshold_reads_the_same_runs(pushes, tiny_model, store):
+    again = build(
+        "steering_convergence",
+        model=str(tiny_model),
+        prompt=PROMPT,
+        contrastive=OTHER,
+        target=TARGET,
+        inject_position="auto",
+        threshold=-1.0,
+    )
+    assert again.nodes["convergence"].status(mizarr.open_store(store)).is_cached
+    again.run(mizarr.open_store(store))
+    assert [one["absorption_layer"] for one in again.to_json()["layer_summaries"]] == [1, 2, None]
+    assert again.to_json()["best_injection_layer"] == 1
+
+
+def test_prompts_of_different_length_can_be_contrasted_at_their_ends_only(tiny_model):
+    longer = f"{OTHER} all"
+    given = {"model": str(tiny_model), "prompt": PROMPT, "contrastive": longer}
+    assert build("steering_convergence", **given).cases[0].contrastive == longer
+    with pytest.raises(PromptError, match="equal length"):
+        build("steering_convergence", **given, inject_position="auto")
+
+
+# -- batches
+
+
+def write_batch(path: Path, *experiments: dict) -> str:
+    path.write_text(json.dumps({"description": "two words", "experiments": list(experiments)}))
+    return str(path)
+
+
+GOOD = {"group": "ages", "prompt": PROMPT, "contrastive": OTHER, "target_token": TARGET}
+
+
+def test_a_batch_answers_every_experiment_and_says_which_cannot_be_run(
+    pushes, tiny_model, store, tmp_path, capsys
+):
+    file = write_batch(
+        tmp_path / "batch.json",
+        GOOD | {"inject_position": "auto"},
+        {"group": "bad", "prompt": PROMPT, "contrastive": PROMPT, "inject_position": "auto"},
+        {"group": "seasons", "prompt": "it was the season of", "contrastive": PROMPT},
+    )
+    done = compute("steering_convergence", store=store, model=str(tiny_model), batch_file=file)
+    document = done.to_json()
+    assert [one["group"] for one in document["results"]] == ["ages", "seasons"]
+    assert [one["group"] for one in document["skipped"]] == ["bad"]
+    assert "the same one twice" in document["skipped"][0]["error"]
+    alone = pushes.to_json()
+    assert document["results"][0]["convergence_matrix"] == alone["convergence_matrix"], "a hit in the store"
+    paths = done.render(Console(width=140), tmp_path / "figures")
+    assert [path.name for path in paths] == ["steering_convergence_0.png", "steering_convergence_1.png"]
+    printed = capsys.readouterr().out
+    assert "seasons" in printed and "left out: bad" in printed
+
+
+@pytest.mark.parametrize(
+    ("experiments", "message"),
+    [
+        ((), "no list of experiments"),
+        (({"group": "a", "prompt": "b"},), "expected contrastive to be a text, found None"),
+        ((GOOD | {"promt": "x"},), "did you mean 'prompt'"),
+        ((GOOD | {"inject_position": 1.5},), "expected inject_position to be a text"),
+        (("text",), "expected an object, found 'text'"),
+        ((GOOD | {"prompt": ""},), "expected prompt to be a text, found ''"),
+        (
+            ({"group": "a", "prompt": PROMPT, "contrastive": PROMPT, "inject_position": 1},),
+            "the same one twice",
+        ),
+    ],
+)
+def test_a_batch_file_that_cannot_be_used_is_one_clear_line(tiny_model, tmp_path, experiments, message):
+    file = write_batch(tmp_path / "batch.json", *experiments)
+    with pytest.raises(MizarrError, match=message) as found:
+        build("steering_convergence", model=str(tiny_model), batch_file=file).run(
+            mizarr.open_store(tmp_path / "store")
+        )
+    assert "\n" not in str(found.value)
+
+
+def test_a_batch_file_that_is_not_there_is_an_error(tiny_model, tmp_path):
+    with pytest.raises(ConfigError, match="expected a JSON file"):
+        build("steering_convergence", model=str(tiny_model), batch_file=str(tmp_path / "none.json"))
+    (tmp_path / "text.json").write_text("no JSON")
+    with pytest.raises(ConfigError, match="expected a JSON file"):
+        build("steering_convergence", model=str(tiny_model), batch_file=str(tmp_path / "text.json"))
+
+
+# -- both
+
+
+@pytest.mark.parametrize("name", ["doses", "pushes"])
+def test_a_second_call_is_a_hit_and_needs_no_torch(name, doses, pushes, store):
+    first = doses if name == "doses" else pushes
+    given = {k: v for k, v in first.to_json()["settings"].items() if v is not None}
+    program = (
+        "import sys, json\n"
+        "sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from mizarr.workflows import compute\n"
+        "done = compute(sys.argv[1], store=sys.argv[2], **json.loads(sys.argv[3]))\n"
+        "print(json.dumps(done.to_json()))"
+    )
+    command = [sys.executable, "-c", program, first.name, str(store), json.dumps(given)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads(json.dumps(first.to_json(), allow_nan=False))
+
+
+@pytest.mark.parametrize("name", ["doses", "pushes"])
+def test_tables_and_figures_name_the_results(name, doses, pushes, tmp_path, capsys):
+    done = doses if name == "doses" else pushes
+    (path,) = done.render(Console(width=140), tmp_path)
+    printed = capsys.readouterr().out
+    assert "interpolated" in printed if name == "doses" else "absorbed at" in printed
+    (key,) = done.to_json()["provenance"]["keys"].values()
+    assert key[:12].encode() in path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("steering_dose_response", {"layer": 3}, r"layer in 0\.\.2"),
+        ("steering_dose_response", {"layer": 2, "window": 2}, r"layer in 0\.\.1 \(with a window of 2\)"),
+        ("steering_dose_response", {"doses": []}, "expected doses"),
+        ("steering_dose_response", {"doses": [-1.0]}, "factor >= 0"),
+        ("steering_dose_response", {"ratio": 0.0}, "ratio to be above 0"),
+        ("steering_dose_response", {"query": 1, "key": 2}, "no weight there"),
+        ("steering_convergence", {"contrastive": ""}, "name one: contrastive="),
+        ("steering_convergence", {"strength_steps": 0}, "strength_steps of at least 1"),
+        ("steering_convergence", {"max_strength": 0.0}, "max_strength above 0"),
+        ("steering_convergence", {"threshold": 2.0}, "threshold"),
+        ("steering_convergence", {"inject_position": 99}, "found 99"),
+        ("steering_convergence", {"batch_file": "x.json"}, "found both"),
+    ],
+)
+def test_wrong_input_gives_one_clear_line_before_anything_runs(tiny_model, name, given, message):
+    base = {"model": str(tiny_model), "prompt": PROMPT}
+    base |= {"contrastive": OTHER} if name == "steering_convergence" else {}
+    with pytest.raises(MizarrError, match=message) as found:
+        build(name, **base | given)
+    assert "\n" not in str(found.value)
+
+
+def test_the_default_counterpart_is_as_long_and_has_another_answer():
+    subject = Subject("specimen")
+    prompt, target = fact("specimen", "", "")
+    other = counterpart(subject, "specimen", prompt, target)
+    assert other != prompt
+    assert len(subject.tokenizer.encode(other)) == len(subject.tokenizer.encode(prompt))
+    from mizarr.workflows.subject import shipped_facts
+
+    assert all(f["target"] != target for f in shipped_facts() if f["prompt"] == other)
+
+
+def test_other_models_contrast_france_with_the_first_country_of_as_many_tokens(tiny_model):
+    subject = Subject(str(tiny_model))
+    prompt, target = fact(str(tiny_model), "", "")
+    assert (prompt, target) == ("The capital of France is", "Paris")
+    lengths = {
+        country: len(subject.tokenizer.encode(prompt.replace("France", country)))
+        for country in ("Germany", "Poland", "Brazil", "Russia", "Canada")
+    }
+    fitting = [c for c, length in lengths.items() if length == len(subject.tokenizer.encode(prompt))]
+    assert counterpart(subject, str(tiny_model), prompt, target) == f"The capital of {fitting[0]} is"
+
+
+@pytest.mark.parametrize("name", ["steering_dose_response", "steering_convergence"])
+def test_defaults_run_offline_on_the_specimen(name, tmp_path):
+    given = {"sweep": False} if name == "steering_dose_response" else {"strength_steps": 1}
+    done = compute(name, store=tmp_path / "store", **given)
+    document = json.loads(json.dumps(done.to_json(), allow_nan=False))
+    assert document["model_id"] == "specimen"
+    assert document["baseline_p_target"] > 0
+    assert done.tables()
