@@ -257,8 +257,8 @@ class TokenStream:
         """Interventions must fit when the prompt is read, and when the last position that may come is."""
         for length in {each.start for each in self._sequences}:
             last = max(each.start + each.limit - 1 for each in self._sequences if each.start == length)
-            for size in (last, length):
-                self._model.check(spec_so_far(self._spec, size), LAST_LOGITS, batch=1, length=size)
+            self._model.check(self._spec, LAST_LOGITS, batch=1, length=last)
+            self._model.check(spec_so_far(self._spec, length), LAST_LOGITS, batch=1, length=length)
 
     def _reader(self) -> Reader:
         if not self.settings.cache:

@@ -135,7 +135,8 @@ class Generation(Sequence[GenerationResult]):
 
     def to_xarray(self) -> xarray.Dataset:
         """Tokens, log-probabilities and captured activations, labelled: a variable per kind of hook point,
-        [prompt, step, layer, …], bfloat16 as float32."""
+        [prompt, step, layer, …], bfloat16 as float32. Layers a kind was not captured at are NaN where another
+        kind has them."""
         import xarray as xr
 
         steps = max(result.generated_tokens for result in self._results)
