@@ -21,6 +21,9 @@ __all__ = ["WORKFLOWS", "build", "compute"]
 WORKFLOWS = {
     "logit_lens": ".logit_lens",
     "character_count_helix": ".character_count_helix",
+    "activation_patching": ".activation_patching",
+    "counterfact_patching": ".counterfact_patching",
+    "factual_routing": ".factual_routing",
     "attention_knockout": ".attention_knockout",
     "attention_patterns": ".attention_patterns",
     "steering_dose_response": ".steering_dose_response",

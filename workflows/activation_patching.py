@@ -1,0 +1,290 @@
+"""Where does the model keep what makes two prompts differ? A causal trace by activation patching.
+
+A clean prompt and a corrupted one of as many tokens differ in their subject. The corrupted prompt is run
+with one state of the clean run put in, layer by layer and position by position (stages/patching.py); recovery
+says how much of the clean prediction comes back: 1 - KL(clean || patched) / KL(clean || corrupted), 0 as
+corrupted, 1 as clean, not clipped.
+
+Defaults: two pairs of shipped facts on the specimen; for other models candle-mi's France and Space Needle. Of
+several corrupted prompts, the first with as many tokens as the clean one is taken; none is an error. An
+answer of several tokens is refused unless `answer_piece=first` says which is meant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..stages.lens import format_probability
+from ..stages.patching import ActivationPatching, common_ends
+from ..stages.patching_grid import HIDDEN_KINDS
+from ..stages.patching_metrics import KL, Metric, Probability, Recovery
+from ..store.errors import ConfigError, nearest
+from .answers import SPECIMEN, answer_pieces, encoded, named, plain
+from .fact_pairs import shipped_pairs
+from .subject import Subject
+from .workflow import Workflow, setting
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from matplotlib.figure import Figure
+    from rich.table import Table
+
+    from ..stages.forward.model import Model
+
+__all__ = ["ActivationPatchingTrace", "Settings"]
+
+CITIES = (
+    (
+        "The capital of France is",
+        "Paris",
+        tuple(f"The capital of {name} is" for name in ("Poland", "Brazil", "Russia", "Canada", "Turkey")),
+    ),
+    (
+        "The Space Needle is in downtown",
+        "Seattle",
+        (
+            "The Eiffel Tower is in downtown",
+            "The Colosseum is located in downtown",
+            "The Big Ben is located in downtown",
+            "The Great Wall is located in downtown",
+        ),
+    ),
+)
+"""candle-mi's pairs: clean prompt, its answer, corrupted prompts to choose from."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `--set` can change."""
+
+    model: str = setting("specimen", 'hub id, directory, or "specimen"')
+    prompt: str = setting("", "clean prompt; none: shipped facts, or candle-mi's pairs")
+    answer: str = setting("", "what comes next in the clean prompt; may be empty")
+    corrupted: tuple[str, ...] = setting((), "corrupted prompts; the first of as many tokens is taken")
+    kinds: tuple[str, ...] = setting(("resid_post", "attn_out", "mlp_out"), "what is patched")
+    window: int = setting(1, "neighbouring layers patched together")
+    pairs: int = setting(2, "how many of the default pairs")
+    answer_piece: str = setting("only", '"only" refuses answers of several tokens, "first" follows the first')
+    dtype: str = setting("float32", "what the model computes in")
+
+    def __post_init__(self) -> None:
+        if bool(self.prompt) != bool(self.corrupted):
+            raise ConfigError("expected a clean prompt and corrupted ones, found one without the other")
+        if self.answer and not self.prompt:
+            raise ConfigError(f"expected a prompt for the answer {self.answer!r}, found none")
+        if self.answer_piece not in ("only", "first"):
+            raise ConfigError(f"expected answer_piece to be only or first, found {self.answer_piece!r}")
+        if self.pairs < 1:
+            raise ConfigError(f"expected at least one pair, found pairs={self.pairs}")
+        for kind in self.kinds:
+            if kind not in HIDDEN_KINDS:
+                near = nearest(kind, HIDDEN_KINDS) or HIDDEN_KINDS[0]
+                raise ConfigError(
+                    f"expected kinds among {', '.join(HIDDEN_KINDS)}, found {kind!r}; nearest is {near!r}"
+                )
+        if not self.kinds:
+            raise ConfigError("expected at least one of kinds, found none")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A pair chosen: texts, token ids, the subject's first and last position, and the answer's tokens."""
+
+    clean: str
+    corrupted: str
+    answer: str
+    clean_ids: tuple[int, ...]
+    corrupted_ids: tuple[int, ...]
+    pieces: tuple[int, ...]
+
+    @property
+    def subject(self) -> tuple[int, int]:
+        """First and last position at which the prompts differ."""
+        start, end = common_ends(self.clean_ids, self.corrupted_ids)
+        return start, len(self.clean_ids) - end - 1
+
+
+class ActivationPatchingTrace(Workflow):
+    """One grid of patches per pair and kind."""
+
+    name = "activation_patching"
+    question = "Where does the model keep what makes two prompts differ?"
+    settings_type = Settings
+
+    def __init__(self, settings: Settings, model: Model | None = None) -> None:
+        super().__init__(settings)
+        self.subject = Subject(model or settings.model, settings.dtype)
+        self.traced = [self._chosen(*each) for each in self._asked()]
+        self.nodes = {
+            f"pair_{i}": self._experiment(each).on(model or settings.model, dtype=settings.dtype)
+            for i, each in enumerate(self.traced)
+        }
+
+    def _asked(self) -> list[tuple[str, str, tuple[str, ...]]]:
+        """Clean prompts, answers and what may corrupt them."""
+        given = self.settings
+        if given.prompt:
+            return [(given.prompt, given.answer, given.corrupted)]
+        if given.model != SPECIMEN:
+            return list(CITIES[: given.pairs])
+        return [
+            (record["original_prompt"], record["gt_original_target"], (record["counterfactual_prompt"],))
+            for record in shipped_pairs(self.subject)[: given.pairs]
+        ]
+
+    def _chosen(self, clean: str, answer: str, candidates: tuple[str, ...]) -> Traced:
+        ids = tuple(encoded(self.subject, clean).ids)
+        tried = {text: tuple(encoded(self.subject, text).ids) for text in candidates}
+        corrupted = next((text for text, other in tried.items() if len(other) == len(ids)), None)
+        if corrupted is None:
+            lengths = ", ".join(f"{text!r} has {len(other)}" for text, other in tried.items())
+            raise ConfigError(
+                f"expected a corrupted prompt of {len(ids)} tokens, as {clean!r} has, found none "
+                f"({lengths}); choose another"
+            )
+        if tried[corrupted] == ids:
+            raise ConfigError(
+                f"expected a corrupted prompt that differs from the clean one, found {clean!r} twice"
+            )
+        pieces = answer_pieces(self.subject, clean, answer)
+        if len(pieces) > 1 and self.settings.answer_piece == "only":
+            raise ConfigError(
+                f"expected an answer of one token, found {answer!r} as {named(self.subject, pieces)}; choose "
+                "another, or follow its first token: answer_piece=first"
+            )
+        return Traced(clean, corrupted, answer, ids, tried[corrupted], pieces)
+
+    def _experiment(self, traced: Traced) -> ActivationPatching:
+        metrics: tuple[Metric, ...] = (Recovery(KL()), KL())
+        if traced.pieces:
+            metrics += (Probability(traced.pieces[0]),)
+        return ActivationPatching(
+            clean=traced.clean_ids,
+            corrupted=traced.corrupted_ids,
+            kinds=self.settings.kinds,
+            metrics=metrics,
+            window=self.settings.window,
+        )
+
+    def grid(self, i: int) -> xr.Dataset:
+        """Pair `i` in memory, [kind, layer, position], also where one kind is patched."""
+        found = self.result(f"pair_{i}").load()
+        if "kind" in found.dims:
+            return found
+        whole = found.drop_vars("kind").expand_dims(kind=list(self.settings.kinds))
+        return whole.assign(unpatched=found["unpatched"])
+
+    def tables(self) -> list[Table]:
+        """Per pair: the best place of each layer, by kind."""
+        return [self._table(i) for i in range(len(self.traced))]
+
+    def draw(self, folder: Path) -> list[Path]:
+        """One page of heatmaps per pair."""
+        from .figures_patching import trace_page
+
+        def page(i: int) -> Figure:
+            traced = self.traced[i]
+            return trace_page(
+                self.grid(i),
+                subject=traced.subject,
+                prompts=(traced.clean, traced.corrupted),
+                model=self.subject.name,
+                footer=self.footer,
+            )
+
+        return [
+            self.figure(folder / f"activation_patching_{i}.png", partial(page, i))
+            for i in range(len(self.traced))
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Per pair the fields of candle-mi's example, the grids of every kind, and where it comes from."""
+        return {**self.header(), "results": [self._pair_json(i) for i in range(len(self.traced))]}
+
+    def _pair_json(self, i: int) -> dict[str, Any]:
+        traced, found = self.traced[i], self.grid(i)
+        percent = 100 * found["recovery"]
+        first = percent.isel(kind=0)
+        start, last = traced.subject
+        unpatched = found["unpatched"]
+        told: dict[str, Any] = {
+            "model_id": self.subject.name,
+            "clean_prompt": traced.clean,
+            "corrupted_prompt": traced.corrupted,
+            "subject_pos": start,
+            "subject_last_pos": last,
+            "tokens": named(self.subject, traced.corrupted_ids),
+            "clean_tokens": named(self.subject, traced.clean_ids),
+            "n_layers": self.subject.config.num_layers,
+            "seq_len": len(traced.clean_ids),
+            "corrupted_kl": float(unpatched.sel(run="corrupted", metric="kl")),
+            "unit": "percent recovered, 0 = corrupted, 100 = clean",
+            "kind": str(first["kind"].values),
+            "window": self.settings.window,
+            "subject_recovery": first.sel(position=start).values.tolist(),
+            "grid": first.values.tolist(),
+            "grids": {str(kind): percent.sel(kind=kind).values.tolist() for kind in found["kind"].values},
+            "best": [_best(percent.sel(kind=kind)) for kind in found["kind"].values],
+        }
+        if traced.pieces:
+            probabilities = unpatched.sel(metric="probability")
+            told |= {
+                "answer": traced.answer,
+                "answer_token_ids": list(traced.pieces),
+                "answer_token": named(self.subject, traced.pieces[:1])[0],
+                "answer_probability": {str(run["run"].values): float(run) for run in probabilities},
+                "answer_probability_grids": {
+                    str(kind): found["probability"].sel(kind=kind).values.tolist()
+                    for kind in found["kind"].values
+                },
+            }
+        return told
+
+    def _table(self, i: int) -> Table:
+        from rich.table import Table
+
+        traced, recovery = self.traced[i], self.grid(i)["recovery"]
+        tokens = [plain(text) for text in named(self.subject, traced.corrupted_ids)]
+        title = f"{self.subject.name}: {plain(traced.clean)!r} put into {plain(traced.corrupted)!r}"
+        table = Table(title=title, box=None, pad_edge=False)
+        table.add_column("layer", justify="right", style="bold")
+        kinds = [str(kind) for kind in recovery["kind"].values]
+        for kind in kinds:
+            table.add_column(kind, justify="right", no_wrap=True)
+            table.add_column("at", no_wrap=True)
+        for layer in recovery["layer"].values.tolist():
+            row = []
+            for kind in kinds:
+                values = recovery.sel(kind=kind, layer=layer).values
+                place = int(values.argmax())
+                row += [f"{100 * values[place]:.1f} %", f"[dim]{tokens[place]} ({place})[/dim]"]
+            table.add_row(str(layer), *row)
+        unpatched = self.grid(i)["unpatched"]
+        table.caption = (
+            "share of the clean prediction recovered at the best position; KL(clean || corrupted) "
+            f"{float(unpatched.sel(run='corrupted', metric='kl')):.3f} nats"
+        )
+        if traced.pieces:
+            clean, corrupted = map(format_probability, unpatched.sel(metric="probability").values.tolist())
+            word = plain(named(self.subject, traced.pieces[:1])[0])
+            table.caption += f"; {word!r} {clean} clean, {corrupted} corrupted"
+        return table
+
+
+def _best(percent: xr.DataArray) -> dict[str, Any]:
+    """The largest cell of a grid [layer, position], the earliest of equal ones."""
+    layer, position = np.unravel_index(int(percent.values.argmax()), percent.shape)
+    return {
+        "kind": str(percent["kind"].values),
+        "layer": int(percent["layer"][layer]),
+        "position": int(percent["position"][position]),
+        "recovery": float(percent.values[layer, position]),
+    }
+
+
+WORKFLOW = ActivationPatchingTrace

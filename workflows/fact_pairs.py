@@ -1,0 +1,142 @@
+"""Pairs of facts that differ in their subject: from a file of CounterFact records, or the shipped ones.
+
+Border: texts and token ids; loads no model and never imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..stages.counterfact import Pair, differing_subject, position_map
+from ..store.errors import ConfigError
+from .answers import answer_pieces, named
+from .subject import shipped_facts
+
+if TYPE_CHECKING:
+    from .subject import Subject
+
+__all__ = ["FactPair", "both_continuations", "fact_pairs", "shipped_pairs"]
+
+FIELDS = ("original_prompt", "counterfactual_prompt", "gt_original_target", "gt_counterfactual_target")
+SHARED_BY = 3
+"""A relation is the longest ending that this many shipped facts have in common: "is developed by"."""
+
+
+@dataclass(frozen=True)
+class FactPair:
+    """One record of CounterFact, tokenised. labels: fact, fact_final or other, per token of the original."""
+
+    original: str
+    counterfactual: str
+    target: str
+    counterfactual_target: str
+    pair: Pair
+    labels: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """For people: the fact and the two targets."""
+        return f"{self.original.split(chr(10))[0]} {self.target} -> {self.counterfactual_target}"
+
+
+def fact_pairs(subject: Subject, data: str, limit: int, *, rule: str = "differing") -> list[FactPair]:
+    """The first pairs of a file, or of the shipped facts for an empty path; limit 0 takes all.
+
+    rule: where a subject is: "differing", the last token of the span in which the prompts differ, or
+    "last_fact", the last token of the fact, as candle-mi has it.
+    """
+    records = read_records(data) if data else shipped_pairs(subject)
+    chosen = records[: limit or None]
+    if not chosen:
+        raise ConfigError("expected at least one pair of facts, found none; see data=… and limit=…")
+    return [_tokenised(subject, record, rule) for record in chosen]
+
+
+def read_records(path: str) -> list[dict[str, str]]:
+    """A JSON list of records; ConfigError for one without the four fields."""
+    found = Path(path).expanduser()
+    if not found.is_file():
+        raise ConfigError(f"expected a JSON file of CounterFact records at {path!r}, found none")
+    try:
+        records = json.loads(found.read_text("utf-8"))
+    except ValueError as error:
+        raise ConfigError(
+            f"expected a JSON list of records in {path!r}, found other text ({error})"
+        ) from error
+    for i, record in enumerate(records if isinstance(records, list) else [records]):
+        missing = [name for name in FIELDS if not isinstance(record, dict) or name not in record]
+        if missing:
+            raise ConfigError(
+                f"record {i} of {path!r}: expected the fields {', '.join(FIELDS)}, it lacks "
+                f"{', '.join(missing)}"
+            )
+    return list(records)
+
+
+def shipped_pairs(subject: Subject) -> list[dict[str, str]]:
+    """Shipped facts of one relation, as many tokens and other answers, each fact in one pair at most.
+
+    Those whose answers are single tokens come first; else in the order of the facts.
+    """
+    facts = shipped_facts()
+    endings = Counter(ending for fact in facts for ending in _endings(fact["prompt"]))
+    alike: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for fact in facts:
+        relation = next((e for e in _endings(fact["prompt"]) if endings[e] >= SHARED_BY), None)
+        if relation is not None:
+            alike[relation, len(subject.tokenizer.encode(fact["prompt"]))].append(fact)
+    order = {fact["prompt"]: i for i, fact in enumerate(facts)}
+    found = []
+    for group in alike.values():
+        waiting: list[dict[str, Any]] = []
+        for fact in group:
+            other = next((o for o in waiting if o["target"] != fact["target"]), None)
+            if other is None:
+                waiting.append(fact)
+            else:
+                waiting.remove(other)
+                found.append((other, fact))
+    records = [
+        dict(zip(FIELDS, (a["prompt"], b["prompt"], a["target"], b["target"]), strict=True))
+        for a, b in sorted(found, key=lambda pair: order[pair[0]["prompt"]])
+    ]
+
+    def pieces(record: dict[str, str]) -> int:
+        prompts, targets = [record[name] for name in FIELDS[:2]], [record[name] for name in FIELDS[2:]]
+        return max(len(answer_pieces(subject, *each)) for each in zip(prompts, targets, strict=True))
+
+    return sorted(records, key=lambda record: pieces(record) > 1)
+
+
+def _endings(prompt: str) -> list[str]:
+    """What a prompt ends with, in words, longest first, its first word left out and single words too."""
+    words = prompt.split(" ")
+    return [" ".join(words[i:]) for i in range(1, len(words) - 1)]
+
+
+def _tokenised(subject: Subject, record: dict[str, str], rule: str) -> FactPair:
+    texts = [record[name] for name in FIELDS[:2]]
+    encodings = subject.tokenizer.encode_batch(texts)
+    end = texts[0].find("\n\n")
+    labels = encodings[0].label_spans([("fact", (0, end if end > 0 else len(texts[0])))])
+    ids = [tuple(encoding.ids) for encoding in encodings]
+    fact = tuple(i for i, label in enumerate(labels) if label != "other")
+    pair = Pair(ids[0], ids[1], fact)
+    pair.check()
+    if rule == "differing":
+        place = differing_subject(*ids)
+    else:
+        place = (fact[-1], position_map(pair)[fact[-1]])
+    pair = Pair(ids[0], ids[1], fact, place)
+    targets = [record[name] for name in FIELDS[2:]]
+    return FactPair(texts[0], texts[1], targets[0], targets[1], pair, tuple(labels))
+
+
+def both_continuations(subject: Subject, result: Any, i: int) -> dict[str, str]:
+    """What the two prompts of pair `i` would say, from the variables of a result."""
+    ids = [int(result[f"{name}_token_id"][i]) for name in ("original", "counterfactual")]
+    return dict(zip(("original_continuation", "cf_continuation"), named(subject, ids), strict=True))
