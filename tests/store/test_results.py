@@ -14,6 +14,7 @@ import xarray as xr
 from mizarr.store import open_store
 from mizarr.store.errors import CorruptEntry, ReadOnlyStore, ShapeError, StoreFull
 from mizarr.store.keys import ResultKey
+from tests.memory import PEAK, printed
 
 KEY = ResultKey("lens", 1, {"k": 2}, {"resid": "sha256:ab"})
 
@@ -125,23 +126,21 @@ def test_chunked_results_of_any_chunking_come_back_equal(store):
 
 
 def test_a_large_chunked_result_streams_and_opens_chunked(store):
-    script = """
-import resource, sys
+    script = f"""
+import sys
 import dask.array as da, numpy as np, xarray as xr, dask
 from mizarr.store import open_store
 from mizarr.store.keys import ResultKey
 store = open_store(sys.argv[1], durability="process")
-store.put_result(ResultKey("small", 1), xr.Dataset({"x": ("a", da.zeros(4, chunks=2))}))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+store.put_result(ResultKey("small", 1), xr.Dataset({{"x": ("a", da.zeros(4, chunks=2))}}))
+before = {PEAK}
 x = da.arange(100_000_000, chunks=1_000_000, dtype="f4")
 with dask.config.set(scheduler="synchronous"):
-    store.put_result(ResultKey("big", 1), xr.Dataset({"x": ("a", x)}))
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+    store.put_result(ResultKey("big", 1), xr.Dataset({{"x": ("a", x)}}))
+print(({PEAK} - before) >> 20)
 """
-    out = subprocess.run(
-        [sys.executable, "-c", script, str(store.path)], check=True, capture_output=True, text=True
-    )
-    assert int(out.stdout) < 190, f"{out.stdout} MiB extra for a result of 381 MiB"
+    extra = printed(script, str(store.path))
+    assert extra < 190, f"{extra} MiB extra for a result of 381 MiB"
     found = store.open_result(ResultKey("big", 1))
     assert found.chunks["a"][0] == 1_000_000 and found.sizes["a"] == 100_000_000
 

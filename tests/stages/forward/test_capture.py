@@ -30,6 +30,7 @@ from mizarr.store.errors import (
     WeightsError,
 )
 from mizarr.store.packed import PackedTokens
+from tests.memory import PEAK, printed
 
 from .random_models import VOCAB, save_random_model
 
@@ -357,13 +358,13 @@ def test_weights_that_cannot_be_loaded_leave_the_store_untouched(folder, tmp_pat
 
 
 MEASURED = """
-import resource, mizarr, numpy as np
+import mizarr, numpy as np
 from mizarr.store.packed import PackedTokens
 tokens = PackedTokens(
     np.random.default_rng(0).integers(0, {vocab}, {prompts} * 64).astype(np.int32), np.full({prompts}, 64))
 mizarr.capture({folder!r}, tokens, ["*resid*", "*mlp*"], memory=16 << 20, progress=False,
                store=mizarr.open_store({store!r}, durability="process"))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print({peak})
 """
 
 
@@ -371,11 +372,10 @@ def test_peak_memory_does_not_grow_with_the_corpus(folder, tmp_path):
     """Eight times the corpus, stored in hundreds of MB, in the same memory."""
 
     def peak(prompts: int) -> int:
-        code = MEASURED.format(
-            vocab=VOCAB, folder=str(folder), prompts=prompts, store=str(tmp_path / str(prompts))
+        store = str(tmp_path / str(prompts))
+        return printed(
+            MEASURED.format(vocab=VOCAB, folder=str(folder), prompts=prompts, store=store, peak=PEAK)
         )
-        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        return int(found.stdout) * 1024
 
     small, large = peak(500), peak(4000)
     stored = sum(path.stat().st_size for path in (tmp_path / "4000").rglob("*") if path.is_file())

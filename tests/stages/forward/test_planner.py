@@ -15,6 +15,7 @@ from mizarr.stages.forward.stored_runs import GROUP, stored
 from mizarr.stages.forward.transformer.decoder import Decoder
 from mizarr.stages.forward.wants import Logits
 from mizarr.store.errors import InterventionError, PlanError
+from tests.memory import PEAK, printed
 from tests.stages.forward.random_models import FAMILIES, save_random_model
 from tests.stages.forward.random_runs import draw_runs
 
@@ -230,3 +231,36 @@ def test_a_killed_list_of_runs_goes_on_where_it_was(models, tmp_path):
         lambda missing: asked.extend(missing) or stream(model, [runs[i] for i in missing]),
     )
     assert asked == list(range(GROUP, len(runs)))
+
+
+MEASURED = """
+import torch
+from mizarr import HookSpec, Model, Replace, Run
+from mizarr.stages.forward.runs import stream
+
+torch.set_num_threads(1)
+model = Model.from_pretrained({folder!r})
+prompt, hidden, POINT = list(range(2, 66)), model.config.hidden_size, "blocks.0.hook_resid_pre"
+runs = [
+    Run(prompt, HookSpec().intervene(POINT, Replace(i + torch.zeros(hidden), positions=(p,))))
+    for i in torch.arange({samples}) / 100
+    for p in range(len(prompt))
+]
+total = sum(float(result.logits.sum()) for _, result in stream(model, runs, memory={memory!r}))
+print({peak})
+"""
+
+
+def test_peak_memory_follows_the_budget_not_the_number_of_runs(tmp_path):
+    save_random_model(tmp_path, "llama", 0, num_hidden_layers=4, hidden_size=192, intermediate_size=1024)
+
+    def peak(samples: int, memory: str) -> int:
+        return printed(MEASURED.format(folder=str(tmp_path), samples=samples, memory=memory, peak=PEAK))
+
+    few, many = peak(1, "24MiB"), peak(12, "24MiB")
+    unbounded = peak(12, "1GiB")
+    told = (
+        f"{few >> 20} MiB for 64 runs, {many >> 20} MiB for 768; {unbounded >> 20} MiB with a larger budget"
+    )
+    assert many - few < 24 << 20, told
+    assert unbounded - many > 24 << 20, told
