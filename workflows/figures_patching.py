@@ -68,9 +68,11 @@ def trace_page(
         bar = figure.colorbar(image, ax=list(panels), fraction=0.025, pad=0.015, extend="both")
         bar.set_label("share of the clean prediction recovered")
         bar.outline.set_visible(False)
-        room = int(3.1 * width)
+        room = int(2.9 * width)
         given, changed = (_fit(format_token(prompt), room) for prompt in prompts)
-        _title(figure, f"Where {model} keeps what makes prompts differ\n{given!r} put into {changed!r}")
+        _title(
+            figure, f"Where {model} keeps what makes prompts differ\nStates of {given!r} put into {changed!r}"
+        )
         _footer(figure, footer)
     return figure
 
@@ -122,7 +124,7 @@ def counterfact_page(
             if changes:
                 right.add_patch(_frame(place % len(tokens), place // len(tokens)))
         right.set_title("One pair: how far the prediction moves", pad=20)
-        _subtitle(right, f"{_fit(format_token(label), 60)}; framed: the next word changes")
+        _subtitle(right, f"{_fit(format_token(label), 72)}; framed: the next word changes")
         bar = figure.colorbar(image, ax=right, fraction=0.05, pad=0.03)
         bar.set_label("KL, nats")
         bar.outline.set_visible(False)
@@ -169,14 +171,13 @@ def routing_page(routing: xr.Dataset, blocks: Sequence[str], *, rule: str, model
         last.set_xticks(places, blocks)
         last.set_ylabel("attention moved, sum over heads")
         last.set_title("How much moves", pad=20)
-        changed = 100 * routing["is_different"].values.mean(0)
-        told = ", ".join(f"{share:.0f} %" for share in changed)
-        _subtitle(last, f"bars: mean of {pairs} pairs; next word changes in {told}")
-        subject = "where the prompts differ" if rule == "differing" else "the last token of the fact"
-        _title(
-            figure,
-            f"Heads of {model} that look at the fact otherwise once its subject is another ({subject})",
-        )
+        _subtitle(last, f"bars: mean of {pairs} pairs; above: next word changes")
+        changed, top = 100 * routing["is_different"].values.mean(0), max(float(total.max()), 1e-6)
+        last.set_ylim(0, 1.12 * top)
+        for block, share in zip(places, changed, strict=True):
+            last.text(block, 1.11 * top, f"{share:.0f} %", ha="center", va="top", fontsize=8)
+        subject = "where the prompts differ" if rule == "differing" else "the fact's last token"
+        _title(figure, f"Which heads of {model} look elsewhere once the subject is another ({subject})")
         _footer(figure, footer)
     return figure
 

@@ -1,0 +1,166 @@
+"""The causal trace from prompts to figures, on a random model and on the specimen."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import mizarr
+from mizarr.stages.forward.runs import Run, stream
+from mizarr.store.errors import ConfigError
+from mizarr.workflows import build, compute
+
+CLEAN, CORRUPTED = "it was the age of wisdom", "it was the age of despair"
+
+
+def tokens_of(folder: Path, text: str) -> int:
+    return len(mizarr.Model.from_pretrained(folder).tokenizer.encode(text))
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny_model: Path) -> tuple[str, str, str]:
+    """A clean prompt, a corrupted one of as many tokens, and one of more."""
+    words = ["season", "spring", "winter", "epoch", "belief", "light"]
+    lengths = {word: tokens_of(tiny_model, f"it was the {word} of") for word in words}
+    one, other = next((a, b) for a in words for b in words if a < b and lengths[a] == lengths[b])
+    return f"it was the {one} of", f"it was the {other} of", "we had everything before us in the season of"
+
+
+@pytest.fixture(scope="module")
+def done(tiny_model: Path, prompts, tmp_path_factory: pytest.TempPathFactory):
+    store = tmp_path_factory.mktemp("trace") / "store"
+    given = {"prompt": prompts[0], "corrupted": [prompts[2], prompts[1]], "answer": " w"}
+    return compute("activation_patching", store=store, model=str(tiny_model), answer_piece="first", **given)
+
+
+def test_the_first_corrupted_prompt_of_as_many_tokens_is_taken(done, prompts):
+    assert done.traced[0].corrupted == prompts[1]
+
+
+def test_json_has_the_fields_of_the_original_and_the_numbers_of_the_model(done, tiny_model: Path, prompts):
+    document = json.loads(json.dumps(done.to_json(), allow_nan=False))
+    found = document["results"][0]
+    assert {
+        "model_id",
+        "clean_prompt",
+        "corrupted_prompt",
+        "subject_pos",
+        "tokens",
+        "n_layers",
+        "seq_len",
+        "corrupted_kl",
+        "subject_recovery",
+        "grid",
+    } <= found.keys()
+    model = mizarr.Model.from_pretrained(tiny_model)
+    logits = {i: result.logits[0, -1].double() for i, result in stream(model, [Run(p) for p in prompts[:2]])}
+    p, q = (logits[i].log_softmax(-1) for i in range(2))
+    assert found["corrupted_kl"] == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-4)
+    grid = np.array(found["grid"])
+    assert grid.shape == (3, found["seq_len"]) == (found["n_layers"], len(found["tokens"]))
+    np.testing.assert_allclose(grid[-1, -1], 100, atol=1e-2)
+    np.testing.assert_allclose(grid[:, : found["subject_pos"]], 0, atol=1e-2)
+    assert found["subject_recovery"] == grid[:, found["subject_pos"]].tolist()
+    ids = [model.tokenizer.encode(text).ids for text in prompts[:2]]
+    assert found["subject_pos"] == next(i for i, (a, b) in enumerate(zip(*ids, strict=True)) if a != b)
+    answer = found["answer_token_ids"][0]
+    assert found["answer_probability"]["clean"] == pytest.approx(float(p[answer].exp()), abs=1e-5)
+    assert found["grids"].keys() == {"resid_post", "attn_out", "mlp_out"}
+    best = found["best"][0]
+    assert best["recovery"] == grid.max() == grid[best["layer"], best["position"]]
+
+
+def test_a_single_kind_is_told_the_same_way(done, tiny_model: Path, prompts, tmp_path: Path):
+    one = compute(
+        "activation_patching",
+        store=tmp_path / "store",
+        model=str(tiny_model),
+        prompt=prompts[0],
+        corrupted=[prompts[1]],
+        kinds=["attn_out"],
+    )
+    np.testing.assert_allclose(
+        one.to_json()["results"][0]["grid"], done.to_json()["results"][0]["grids"]["attn_out"], atol=1e-3
+    )
+    assert "answer" not in one.to_json()["results"][0]
+    one.render(Console())
+
+
+def test_tables_and_figures_name_places_and_keys(done, tmp_path: Path, capsys):
+    (path,) = done.render(Console(width=160), tmp_path)
+    printed = capsys.readouterr().out
+    assert "resid_post" in printed
+    assert "100.0 %" in printed
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert done.to_json()["provenance"]["keys"]["pair_0"][:12].encode() in path.read_bytes()
+
+
+def test_the_specimen_is_traced_through_pairs_of_its_own_facts(tmp_path: Path):
+    done = compute("activation_patching", store=tmp_path / "store", pairs=1, kinds=["resid_post"])
+    (found,) = done.to_json()["results"]
+    assert len(found["answer_token_ids"]) == 1, "defaults have answers of one token"
+    assert found["answer_probability"]["clean"] > found["answer_probability"]["corrupted"]
+    assert found["best"][0]["recovery"] == pytest.approx(100, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"prompt": "it was"}, "one without the other"),
+        ({"corrupted": ["it was"]}, "one without the other"),
+        ({"answer": "of"}, "expected a prompt"),
+        ({"kinds": ["resid_pots"]}, "nearest is 'resid_post'"),
+        ({"kinds": ["z"]}, "expected kinds among"),
+        ({"kinds": []}, "at least one of kinds"),
+        ({"pairs": 0}, "at least one pair"),
+        ({"answer_piece": "last"}, "only or first"),
+        ({"prompt": CLEAN, "corrupted": ["it was"]}, "tokens, as .* has, found none .'it was' has"),
+        ({"prompt": CLEAN, "corrupted": [CLEAN]}, "that differs"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(given, match, tiny_model: Path):
+    with pytest.raises(ConfigError, match=match):
+        build("activation_patching", model=str(tiny_model), **given)
+
+
+def test_an_answer_of_several_tokens_needs_a_choice(tiny_model: Path, prompts):
+    given = {"model": str(tiny_model), "prompt": prompts[0], "corrupted": [prompts[1]], "answer": "honey"}
+    with pytest.raises(ConfigError, match=r"one token.*answer_piece=first"):
+        build("activation_patching", **given)
+    chosen = build("activation_patching", answer_piece="first", **given).traced[0]
+    tokenizer = mizarr.Model.from_pretrained(tiny_model).tokenizer
+    assert len(chosen.pieces) > 1
+    assert "".join(tokenizer.decode_token(token) for token in chosen.pieces) == " honey"
+
+
+def test_what_is_stored_is_told_again_where_there_is_no_torch(tmp_path: Path):
+    program = """
+import json, sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers"):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, NoTorch())
+from mizarr.workflows import compute
+for name, given in json.loads(sys.argv[2]).items():
+    print(json.dumps(compute(name, store=sys.argv[1], **given).to_json()))
+"""
+    settings = {
+        "activation_patching": {"pairs": 1, "kinds": ["mlp_out"]},
+        "counterfact_patching": {"limit": 1},
+        "factual_routing": {"limit": 1},
+    }
+    store = tmp_path / "store"
+    here = [compute(name, store=store, **given).to_json() for name, given in settings.items()]
+    arguments = [sys.executable, "-c", program, str(store), json.dumps(settings)]
+    told = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+    assert [json.loads(line) for line in told.stdout.splitlines()] == json.loads(json.dumps(here))
