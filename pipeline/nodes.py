@@ -55,12 +55,14 @@ class Status:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run would cost. Bytes; peak of memory; seconds None where nothing is known."""
+    """What a run would cost. Bytes; peak of memory; seconds None where nothing is known; work: what will be
+    computed, in words, where there is more to say than that."""
 
     bytes_read: int = 0
     bytes_written: int = 0
     peak_bytes: int = 0
     seconds: float | None = None
+    work: str = ""
 
 
 class Part:

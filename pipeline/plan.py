@@ -28,7 +28,8 @@ class Step:
     @property
     def state(self) -> str:
         """'cached', or 'will run because …'."""
-        told = "cached" if self.status.is_cached else f"will run because {self.status.reason}"
+        work = f": {self.estimate.work}" if self.estimate.work else ""
+        told = "cached" if self.status.is_cached else f"will run because {self.status.reason}{work}"
         return f"{told} ({self.status.warning})" if self.status.warning else told
 
     def to_json(self) -> dict[str, Any]:

@@ -60,6 +60,11 @@ class Baseline:
     logits: Floats
     pattern: Mapping[int, npt.NDArray[np.float32]]
 
+    @classmethod
+    def sketch(cls, config: TransformerConfig) -> Baseline:
+        """Of a model nobody has loaded: enough to say which runs there will be."""
+        return cls(config, np.zeros((0, 0)), {})
+
     def weight(self, layer: int, heads: Sequence[int] | None, edges: Sequence[tuple[int, int]]) -> Floats:
         """Mean attention weight of edges in each of some heads (None: all), float64 [head]."""
         return edge_weight(self.pattern[layer], heads, edges)

@@ -82,6 +82,10 @@ class _Knockout(Experiment):
         layers = [cell["layer"] for cell in self.cells(model.config)]
         return baseline_run(model, self.tokens, self.target, layers)
 
+    def sketch(self, config: TransformerConfig, cell: Cell) -> Sequence[Run]:
+        """The runs themselves: nothing in them comes from the model."""
+        return self.runs(Baseline.sketch(config), cell)
+
     def measure(self, prepared: Baseline, cell: Cell, result: HookCache) -> dict[str, Any]:
         """What changed, and by how much."""
         return effect(prepared.logits, read_logits(result), self.target, self.top_k)

@@ -118,6 +118,10 @@ class DoseResponse(Experiment):
         ]
         return [Run(ids, spec.capture(*points), want) for spec in hooks]
 
+    def sketch(self, config: TransformerConfig, cell: Cell) -> Sequence[Run]:
+        """The runs themselves: nothing in them comes from the model."""
+        return self.runs(Baseline.sketch(config), cell)
+
     def measure(self, prepared: Baseline, cell: Cell, result: HookCache) -> dict[str, Any]:
         """What changed, and the weight of the edges in the steered run, by head."""
         patterns = [array(result[HookPoint.pattern(layer)][0]) for layer in self._steered(cell)]

@@ -19,9 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...pipeline.nodes import Estimate, Node, ResultNode, Status, one_look, remembered, status_of
+from ...pipeline.plan import as_bytes
 from ...pipeline.reasons import missing_cells, why_not
 from ...store.errors import StageError
 from ...store.keys import ResultKey
+from .branches import Wanted
+from .hooks import HookSpec
+from .planner import MEMORY, Plan, plan_runs
+from .points import transformer_points
 from .runs import Run, stream
 from .source import ModelSource
 
@@ -62,6 +67,11 @@ class Experiment(ABC):
     @abstractmethod
     def runs(self, prepared: Any, cell: Cell) -> Sequence[Run]:
         """The runs of one cell."""
+
+    def sketch(self, config: TransformerConfig, cell: Cell) -> Sequence[Run] | None:
+        """Runs that act where those of a cell will, with payloads of no meaning: what a plan can be made of
+        without a model. None where nobody can say."""
+        return None
 
     @abstractmethod
     def measure(self, prepared: Any, cell: Cell, result: HookCache) -> Any:
@@ -140,12 +150,29 @@ class ExperimentNode(ResultNode):
             return Status(False, reason, cells, cells - len(missing))
 
     def estimate(self, store: Store) -> Estimate:
-        """Memory as given; results are small, and how long runs take is not known before."""
-        from ...pipeline.plan import as_bytes
-
+        """Memory as given, and the work as planned; how long it takes is not known before."""
         if status_of(self, store).is_cached:
             return Estimate()
-        return Estimate(peak_bytes=as_bytes(self.memory) or 0)
+        planned = self.plan(store)
+        work = "" if planned is None else planned.describe()
+        return Estimate(peak_bytes=as_bytes(self.memory) or 0, work=work)
+
+    def plan(self, store: Store) -> Plan | None:
+        """How the runs of the missing cells would be computed; None where that takes the model to say."""
+        config = self.source.config
+        points = transformer_points(
+            config.num_layers, post_norms=config.use_post_norms, gated=config.mlp_layout != "plain"
+        )
+        wanted = []
+        for cell in self.missing(store):
+            sketched = self.experiment.sketch(config, cell)
+            if sketched is None:
+                return None
+            for run in sketched:
+                spec = (run.hooks or HookSpec()).bind(points, self.source.name)
+                wanted.append(Wanted(tuple(int(token) for token in run.prompt), spec, run.want))
+        itemsize = 8 if self.source.dtype == "float64" else 4 if self.source.dtype == "float32" else 2
+        return plan_runs(wanted, config, itemsize, as_bytes(self.memory) or MEMORY)
 
     # -- running
 
