@@ -21,14 +21,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...store.errors import ConfigError, ModelNotFound, PromptError
 from .files import resolve
-from .generation import Generation, GenerationResult
+from .generation import Generation, GenerationResult, Kept, Settings
 from .growing import spec_so_far
 from .hooks import BoundSpec, Capture, HookSpec
 from .model import Model, Prompts
@@ -40,64 +40,7 @@ from .transformer.cached import CachedReader
 from .transformer.decoder import Decoder
 from .wants import LAST_LOGITS
 
-__all__ = ["NewToken", "Settings", "TokenStream", "generate"]
-
-Kept = Literal["new", "every"]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How tokens are chosen, and when to stop; see `generate`."""
-
-    max_tokens: int = 20
-    temperature: float = 0.0
-    seed: int | Sequence[int] | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    stop: str | int | Sequence[str | int] = ()
-    eos: Sequence[int] | None = None
-    cache: bool = False
-    capture_positions: Kept = "new"
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ConfigError(f"expected max_tokens of at least 1, found {self.max_tokens}")
-        if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"expected a temperature >= 0, found {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(
-                f"expected top_k of at least 1, found {self.top_k}; leave it out for all tokens"
-            )
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigError(f"expected top_p in (0, 1], found {self.top_p}")
-        if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
-            raise ConfigError(
-                "top_k and top_p choose among draws, but temperature 0 always takes the most likely token; "
-                "give a temperature > 0"
-            )
-        if self.temperature > 0 and self.seed is None:
-            raise ConfigError(
-                f"expected a seed to draw tokens at temperature {self.temperature}, found none; pass seed=0"
-            )
-        if self.capture_positions not in ("new", "every"):
-            raise ConfigError(
-                f"expected capture_positions='new' or 'every', found {self.capture_positions!r}"
-            )
-        if self.cache and self.capture_positions == "every":
-            raise ConfigError(
-                "with cache=True a step computes the newest position only; capture it alone "
-                "(capture_positions='new'), or read every position anew (cache=False)"
-            )
-
-    def seeds(self, prompts: int) -> list[int | None]:
-        """One per prompt."""
-        if self.seed is None or isinstance(self.seed, int):
-            return [self.seed] * prompts
-        if len(self.seed) != prompts:
-            raise PromptError(
-                f"expected one seed, or one for each of {prompts} prompts, found {len(self.seed)}"
-            )
-        return [int(seed) for seed in self.seed]
+__all__ = ["NewToken", "TokenStream", "generate"]
 
 
 @dataclass(frozen=True)

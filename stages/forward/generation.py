@@ -1,6 +1,6 @@
-"""What a generation gave: tokens, texts, probabilities, and activations with a step axis.
+"""What a generation is asked for, and what it gave: tokens, texts, probabilities, and activations by step.
 
-Border: holds results; how they came about is generate.py's business.
+Border: settings and results; how one comes of the other is generate.py's business. Never imports torch.
 
 Axes: prompt step layer head position …. Step s read position prompt_tokens - 1 + s and gave the s-th new
 token. What a shorter prompt or an earlier step does not have is NaN (activations, log-probabilities) or -1
@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from ...store.errors import HookPointNotFound, nearest
+from ...store.errors import ConfigError, HookPointNotFound, PromptError, nearest
 from .hooks import Capture, When
 from .points import HookPoint, as_point
 from .stopping import Reason
@@ -25,7 +25,64 @@ if TYPE_CHECKING:
     import xarray
     from torch import Tensor
 
-__all__ = ["Generation", "GenerationResult"]
+__all__ = ["Generation", "GenerationResult", "Settings"]
+
+Kept = Literal["new", "every"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How tokens are chosen, and when to stop; see `generate`."""
+
+    max_tokens: int = 20
+    temperature: float = 0.0
+    seed: int | Sequence[int] | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    stop: str | int | Sequence[str | int] = ()
+    eos: Sequence[int] | None = None
+    cache: bool = False
+    capture_positions: Kept = "new"
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"expected max_tokens of at least 1, found {self.max_tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"expected a temperature >= 0, found {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(
+                f"expected top_k of at least 1, found {self.top_k}; leave it out for all tokens"
+            )
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(f"expected top_p in (0, 1], found {self.top_p}")
+        if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
+            raise ConfigError(
+                "top_k and top_p choose among draws, but temperature 0 always takes the most likely token; "
+                "give a temperature > 0"
+            )
+        if self.temperature > 0 and self.seed is None:
+            raise ConfigError(
+                f"expected a seed to draw tokens at temperature {self.temperature}, found none; pass seed=0"
+            )
+        if self.capture_positions not in ("new", "every"):
+            raise ConfigError(
+                f"expected capture_positions='new' or 'every', found {self.capture_positions!r}"
+            )
+        if self.cache and self.capture_positions == "every":
+            raise ConfigError(
+                "with cache=True a step computes the newest position only; capture it alone "
+                "(capture_positions='new'), or read every position anew (cache=False)"
+            )
+
+    def seeds(self, prompts: int) -> list[int | None]:
+        """One per prompt."""
+        if self.seed is None or isinstance(self.seed, int):
+            return [self.seed] * prompts
+        if len(self.seed) != prompts:
+            raise PromptError(
+                f"expected one seed, or one for each of {prompts} prompts, found {len(self.seed)}"
+            )
+        return [int(seed) for seed in self.seed]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ import torch
 
 import mizarr
 from mizarr import Add, AddAtPositions, HookSpec, Knockout, Replace, Scale, SetValue, Steer, Zero
-from mizarr.stages.forward.generate import NewToken, Settings, TokenStream, generate, narrowed
+from mizarr.stages.forward.generate import NewToken, TokenStream, generate, narrowed
+from mizarr.stages.forward.generation import Settings
+from mizarr.stages.forward.growing import so_far
 from mizarr.stages.forward.model import Model
 from mizarr.stages.forward.points import HookPoint
 from mizarr.stages.forward.stopping import GeneratedText
@@ -319,6 +321,22 @@ def test_a_position_to_come_is_left_in_peace_until_it_is_there(model):
     for cache in (False, True):
         found = generate(model, ids, spec, max_tokens=16, eos=(), cache=cache)
         assert found.ids[0] == by_hand(model, ids, so_far, 16)
+
+
+def test_payloads_and_masks_are_cut_to_the_positions_there_are():
+    values = torch.randn(2, 3, 10)  # of [head, query, key], queries 1, 5 and 9
+    spread = Replace(values, positions=(1, 5, 9))
+    for length, there in ((10, 3), (9, 2), (6, 2), (5, 1)):
+        found = so_far(HookPoint.scores(0), spread, length)
+        assert found.positions == (1, 5, 9)[:there]
+        torch.testing.assert_close(found.value, values[:, :there, :length])
+    assert so_far(HookPoint.scores(0), spread, 1) is None
+    whole = Add(torch.randn(1, 10, 4))
+    torch.testing.assert_close(so_far(HookPoint.resid_post(0), whole, 6).value, whole.value[:, :6])
+    mask = np.tril(np.ones((10, 10), bool), -1)
+    np.testing.assert_array_equal(so_far(HookPoint.scores(0), Knockout(mask=mask), 4).mask, mask[:4, :4])
+    for change in (Add(torch.randn(4)), Scale(2.0), Replace(torch.randn(1, 4), positions=(-1,))):
+        assert so_far(HookPoint.resid_post(0), change, 6) is change
 
 
 def draw_spec(rng: random.Random, model: Model, length: int) -> HookSpec:
