@@ -22,7 +22,8 @@ from .forward.hooks import HookSpec
 from .forward.interventions import Replace, Zero
 from .forward.points import HookPoint
 from .forward.runs import Run, stream
-from .patching_grid import Grid, Place, Prepared, as_vector, part_of, points, token_texts, where
+from .patching_grid import Grid, Place, part_of, points, where
+from .patching_results import Prepared, as_vector, token_texts
 
 if TYPE_CHECKING:
     from torch import Tensor

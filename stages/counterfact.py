@@ -6,13 +6,12 @@ say next either changes or it does not (protocol: Transluce's activation-patchin
 candle-mi's program replaces the whole sequence at every layer of the block, so that only the block's last
 layer has an effect; here each layer's patch acts.
 
-`FactualRouting` asks what such a patch does to attention: how much the last token then attends to the fact,
-per head.
+What such a patch does to attention is asked in factual_routing.py.
 
 Border: token ids and positions in, labelled arrays out; texts and labels of tokens are made in workflows. A
 cell is one pair of prompts. Planning imports no torch.
 
-Axes: pair; patch (one position and block of one pair); block, layer, head.
+Axes: pair; patch (one position and block of one pair).
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ from .forward.points import HookPoint
 from .forward.runs import Run, stream
 from .metrics import kl_divergence
 from .patching import common_ends
-from .patching_grid import as_vector, in_range, points
+from .patching_grid import in_range, points
+from .patching_results import Blank, as_vector
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CounterFactPatching",
-    "FactualRouting",
     "Pair",
     "blocks_of",
     "differing_subject",
@@ -117,16 +116,22 @@ class Unpatched(NamedTuple):
 
 @dataclass
 class Pairs:
-    """A model, and the pairs run through it so far: each is run when its first patch is planned."""
+    """A model, and the pairs run through it so far: each is run when its first patch is planned.
 
-    model: Model
+    model: None where runs are only sketched; every state is zero then.
+    """
+
+    config: TransformerConfig
+    model: Model | None
     with_attention: bool = False
     held: dict[Pair, Unpatched] = field(default_factory=dict)
 
     def of(self, pair: Pair) -> Unpatched:
         """A pair's own two runs."""
+        if self.model is None:
+            return Unpatched(np.zeros(0), np.zeros(0), Blank(self.config, len(pair.counterfactual)), None)
         if pair not in self.held:
-            layers = range(self.model.config.num_layers)
+            layers = range(self.config.num_layers)
             states, patterns = points(["resid_post"], layers), points(["pattern"], layers)
             asked = [
                 Run(pair.original, HookSpec().capture(*patterns) if self.with_attention else None),
@@ -159,7 +164,7 @@ def attention_to(fact: Sequence[int], result: HookCache) -> Floats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OnPairs(Experiment):
+class OnPairs(Experiment):
     """What both experiments have in common: pairs as cells, blocks of layers, one metric."""
 
     pairs: tuple[Pair, ...]
@@ -181,14 +186,18 @@ class _OnPairs(Experiment):
         for pair in self.pairs:
             pair.check()
 
-    def _changes(self, prepared: Pairs, pair: Pair, result: HookCache) -> tuple[float, int]:
+    def sketch(self, config: TransformerConfig, cell: Cell) -> Sequence[Run]:
+        """The runs of a cell with zeros for every state."""
+        return self.runs(Pairs(config, None), cell)
+
+    def changes(self, prepared: Pairs, pair: Pair, result: HookCache) -> tuple[float, int]:
         """KL(original || patched) in nats, and the token the patched run would say."""
         logits = as_vector(result.logits)
         return float(kl_divergence(prepared.of(pair).original, logits)), int(logits.argmax())
 
 
 @dataclass(frozen=True, kw_only=True)
-class CounterFactPatching(_OnPairs):
+class CounterFactPatching(OnPairs):
     """Every position and block of layers of every pair.
 
     pairs: of prompts; lengths may differ (`position_map`). block_size: layers patched together.
@@ -200,43 +209,47 @@ class CounterFactPatching(_OnPairs):
     def cells(self, config: TransformerConfig) -> Sequence[Cell]:
         """One per pair."""
         self.check(config)
-        return [_cell(pair) for pair in self.pairs]
+        return [cell_of(pair) for pair in self.pairs]
 
     def prepare(self, model: Model) -> Pairs:
         """The model; pairs are run as they come up."""
-        return Pairs(model)
+        return Pairs(model.config, model)
 
     def runs(self, prepared: Pairs, cell: Cell) -> Sequence[Run]:
         """One per block and position, positions fastest."""
-        pair = _pair(cell)
+        pair = pair_of(cell)
         return [
             Run(pair.original, patched(pair, prepared.of(pair), block, position, source))
-            for block in blocks_of(prepared.model.config.num_layers, self.block_size)
+            for block in blocks_of(prepared.config.num_layers, self.block_size)
             for position, source in enumerate(position_map(pair))
         ]
 
     def measure(self, prepared: Pairs, cell: Cell, result: HookCache) -> tuple[float, int]:
         """KL from the original run, and what would be said."""
-        return self._changes(prepared, _pair(cell), result)
+        return self.changes(prepared, pair_of(cell), result)
 
     def dataset(self, prepared: Pairs, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
         """The patches of one pair, [patch], and what its two prompts would say."""
         import xarray as xr
 
-        pair = _pair(cell)
+        pair = pair_of(cell)
         sources = np.array(position_map(pair), np.int64)
-        blocks = len(blocks_of(prepared.model.config.num_layers, self.block_size))
+        blocks = len(blocks_of(prepared.config.num_layers, self.block_size))
         coords = {
             "block": ("patch", np.repeat(np.arange(blocks), len(sources))),
             "position": ("patch", np.tile(np.arange(len(sources)), blocks)),
             "counterfactual_position": ("patch", np.tile(sources, blocks)),
         }
-        kl, said = (np.array(column) for column in zip(*measured, strict=True))
+        kl, told_tokens = (np.array(column) for column in zip(*measured, strict=True))
         told = {"units": "nats", "long_name": "KL(original || patched) of next-token distributions"}
         arrays = {
             "kl": ("patch", kl.astype(np.float64), told),
-            "token_id": ("patch", said.astype(np.int64), {"units": "1", "long_name": "said when patched"}),
-            **_said(prepared.of(pair)),
+            "token_id": (
+                "patch",
+                told_tokens.astype(np.int64),
+                {"units": "1", "long_name": "said when patched"},
+            ),
+            **said(prepared.of(pair)),
         }
         return xr.Dataset(arrays, coords)
 
@@ -251,88 +264,7 @@ class CounterFactPatching(_OnPairs):
         return patches.merge(pairs)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FactualRouting(_OnPairs):
-    """The subject of every pair patched, block by block, and the attention of the last token to the fact.
-
-    pairs: with `subject`. block_size: layers patched together.
-    """
-
-    name: ClassVar[str] = "factual_routing"
-    version: ClassVar[int] = 1
-
-    def check(self, config: TransformerConfig) -> None:
-        """As for patching; PromptError for a pair whose subject is missing or outside its prompts."""
-        super().check(config)
-        for pair in self.pairs:
-            if pair.subject is None:
-                raise PromptError(f"{self.name}: expected the subject's position in both prompts, found none")
-            in_range("subject", "position", pair.subject[:1], len(pair.original))
-            in_range("counterfactual subject", "position", pair.subject[1:], len(pair.counterfactual))
-
-    def cells(self, config: TransformerConfig) -> Sequence[Cell]:
-        """One per pair."""
-        self.check(config)
-        return [{**_cell(pair), "subject": list(pair.subject or ())} for pair in self.pairs]
-
-    def prepare(self, model: Model) -> Pairs:
-        """The model; pairs are run as they come up, the original's attention looked at."""
-        return Pairs(model, with_attention=True)
-
-    def runs(self, prepared: Pairs, cell: Cell) -> Sequence[Run]:
-        """One per block, with the attention of every layer."""
-        pair, config = _pair(cell), prepared.model.config
-        position, source = cell["subject"]
-        patterns = points(["pattern"], range(config.num_layers))
-        return [
-            Run(
-                pair.original,
-                patched(pair, prepared.of(pair), block, position, source).capture(*patterns),
-            )
-            for block in blocks_of(config.num_layers, self.block_size)
-        ]
-
-    def measure(self, prepared: Pairs, cell: Cell, result: HookCache) -> tuple[float, int, Floats]:
-        """KL from the original run, what would be said, and the attention of the last token to the fact."""
-        pair = _pair(cell)
-        return (*self._changes(prepared, pair, result), attention_to(pair.fact, result))
-
-    def dataset(self, prepared: Pairs, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
-        """One pair: attention [pair, block, layer, head], and as it is unpatched [pair, layer, head]."""
-        import xarray as xr
-
-        unpatched = prepared.of(_pair(cell))
-        assert unpatched.attention is not None
-        kl, said, attention = zip(*measured, strict=True)
-        weight = {"units": "1", "long_name": "mean attention of the last token over the fact, patched"}
-        nats = {"units": "nats", "long_name": "KL(original || patched) of next-token distributions"}
-        arrays = {
-            "attention": (["pair", "block", "layer", "head"], np.stack(attention)[None], weight),
-            "baseline_attention": (
-                ["pair", "layer", "head"],
-                unpatched.attention[None],
-                {**weight, "long_name": "mean attention of the last token over the fact"},
-            ),
-            "kl": (["pair", "block"], np.array(kl, np.float64)[None], nats),
-            "token_id": (
-                ["pair", "block"],
-                np.array(said, np.int64)[None],
-                {"units": "1", "long_name": "said when patched"},
-            ),
-            **_said(unpatched),
-        }
-        layers, heads = unpatched.attention.shape
-        return xr.Dataset(arrays, {"layer": np.arange(layers), "head": np.arange(heads)})
-
-    def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """Pairs one after another."""
-        import xarray as xr
-
-        whole: xr.Dataset = xr.concat(parts, "pair", join="exact", combine_attrs="override")
-        return whole
-
-
-def _said(unpatched: Unpatched) -> dict[str, Any]:
+def said(unpatched: Unpatched) -> dict[str, Any]:
     """What both prompts of a pair would say by themselves, [pair]."""
     return {
         f"{name}_token_id": (
@@ -344,7 +276,8 @@ def _said(unpatched: Unpatched) -> dict[str, Any]:
     }
 
 
-def _cell(pair: Pair) -> dict[str, Any]:
+def cell_of(pair: Pair) -> dict[str, Any]:
+    """The labels of a pair's cell; its subject is not one of them."""
     return {
         "original": list(pair.original),
         "counterfactual": list(pair.counterfactual),
@@ -352,5 +285,6 @@ def _cell(pair: Pair) -> dict[str, Any]:
     }
 
 
-def _pair(cell: Cell) -> Pair:
+def pair_of(cell: Cell) -> Pair:
+    """The pair a cell is about."""
     return Pair(tuple(cell["original"]), tuple(cell["counterfactual"]), tuple(cell["fact"]))

@@ -27,21 +27,9 @@ from .forward.interventions import Replace
 from .forward.points import HookPoint
 from .forward.runs import Run, stream
 from .forward.wants import Logits
-from .patching_grid import (
-    HEAD_KINDS,
-    Grid,
-    Place,
-    Prepared,
-    as_vector,
-    in_range,
-    metrics_of,
-    num_heads,
-    part_of,
-    points,
-    token_texts,
-    where,
-)
+from .patching_grid import HEAD_KINDS, Grid, Place, in_range, num_heads, part_of, points, where
 from .patching_metrics import Metric
+from .patching_results import Prepared, as_vector, metrics_of, token_texts
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -109,7 +97,7 @@ class ActivationPatching(Grid):
             value = part_of(prepared.activations["clean", point], place)
             if place.key is not None:
                 # The row is that of the corrupted run up to here: nothing before the pattern is changed.
-                row = part_of(prepared.activations["corrupted", point], place).clone()
+                row = part_of(prepared.activations["corrupted", point], place) * 1  # a copy to write to
                 row[..., place.key] = value[..., place.key]
                 value = row
             spec.intervene(point, Replace(value, **where(place)))
@@ -254,6 +242,10 @@ class PatchTable(Experiment):
         ]
         specs = [grid.change(HookSpec(), prepared, cell["kind"], layers, place, 0) for place in chosen]
         return [Run(self.corrupted, spec, grid.want) for spec in specs]
+
+    def sketch(self, config: TransformerConfig, cell: Cell) -> Sequence[Run]:
+        """The runs with constants at every place."""
+        return self.runs(Prepared(config, np.zeros(0), [], self.grid.blank(config), {}), cell)
 
     def measure(self, prepared: Prepared, cell: Cell, result: HookCache) -> Any:
         """Every metric of one run."""

@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ..store.errors import InterventionError, StageError, TokenizerError, nearest
+from ..store.errors import InterventionError, StageError, nearest
 from .forward.experiment import Cell, Experiment
 from .forward.hooks import HookSpec
 from .forward.points import HookPoint
 from .forward.runs import Run
 from .forward.wants import Logits
 from .patching_metrics import Metric, Recovery, check_metrics, read, wanted
+from .patching_results import Blank, Prepared, as_vector, metrics_of, stack
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -36,9 +37,8 @@ if TYPE_CHECKING:
 
     from .forward.cache import HookCache
     from .forward.config import TransformerConfig
-    from .forward.model import Model
 
-__all__ = ["HEAD_KINDS", "KINDS", "Grid", "Place", "Prepared", "layer_window"]
+__all__ = ["HEAD_KINDS", "KINDS", "Grid", "Place", "layer_window"]
 
 Floats = npt.NDArray[np.float64]
 HIDDEN_KINDS = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
@@ -63,22 +63,6 @@ class Place:
     position: int | None = None
     head: int | None = None
     key: int | None = None
-
-
-@dataclass
-class Prepared:
-    """What the runs of a grid are made of and measured against.
-
-    clean: logits of the clean run, float64 [vocab wanted]. unpatched: the same of the run that is changed,
-    one per sample; none where there is no run but the clean one. activations: by hook point, as the
-    experiment needs them. tokens: labels of positions, coordinate -> texts.
-    """
-
-    config: TransformerConfig
-    clean: Floats
-    unpatched: list[Floats]
-    activations: Any
-    tokens: Mapping[str, list[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +204,14 @@ class Grid(Experiment):
             for sample in range(self.num_samples)
         ]
 
+    def sketch(self, config: TransformerConfig, cell: Cell) -> Sequence[Run]:
+        """The runs with constants at every place."""
+        return self.runs(Prepared(config, np.zeros(0), [], self.blank(config), {}), cell)
+
+    def blank(self, config: TransformerConfig) -> Mapping[Any, Any]:
+        """Stands for activations nobody has computed."""
+        return Blank(config, len(self.prompt))
+
     @property
     def want(self) -> Logits:
         """Logits at one position, of the tokens that the metrics read."""
@@ -271,54 +263,6 @@ class Grid(Experiment):
         return both
 
 
-def metrics_of(
-    prepared: Prepared, chosen: Sequence[Metric], values: Floats, dims: Sequence[str]
-) -> xr.Dataset:
-    """Numbers of runs as labelled arrays, one per metric, and those of the runs nothing was patched in.
-
-    values: [*dims, sample, metric], not yet rescaled; means over samples are kept, of several samples the
-    standard deviation, too.
-    """
-    import xarray as xr
-
-    clean = read(chosen, prepared.clean, prepared.clean)
-    runs = {"clean": clean}
-    if prepared.unpatched:
-        runs["corrupted"] = np.mean(
-            [read(chosen, each, prepared.clean) for each in prepared.unpatched], axis=0
-        )
-    arrays: dict[str, Any] = {}
-    for i, metric in enumerate(chosen):
-        scaled = metric.scaled(values[..., i], clean[i], runs.get("corrupted", clean)[i])
-        told = {"units": metric.units, "long_name": metric.long_name}
-        arrays[metric.name] = (dims, scaled.mean(-1), told)
-        if values.shape[-2] > 1:
-            told = {**told, "long_name": f"standard deviation over samples of {metric.long_name}"}
-            arrays[f"{metric.name}_std"] = (dims, scaled.std(-1), told)
-    told = {
-        "units": "as the metric",
-        "long_name": "metric of the runs nothing was patched in; of a recovery, the metric it rescales",
-    }
-    arrays["unpatched"] = (["run", "metric"], np.stack(list(runs.values())), told)
-    return xr.Dataset(arrays, {"run": list(runs), "metric": [metric.name for metric in chosen]})
-
-
-def stack(parts: Sequence[xr.Dataset], axis: str) -> xr.Dataset:
-    """Datasets along an axis; variables that have no layers are the same in all and taken from the first."""
-    import xarray as xr
-
-    changing = [name for name, variable in parts[0].data_vars.items() if "layer" in variable.dims]
-    return xr.concat(
-        parts,
-        axis,
-        data_vars=changing,
-        coords="minimal",
-        compat="override",
-        join="exact",
-        combine_attrs="override",
-    )
-
-
 def layer_window(layer: int, width: int, num_layers: int) -> list[int]:
     """`width` layers centred on one, cut at the ends of the model (ROME: from layer - width // 2)."""
     return list(range(max(0, layer - width // 2), min(num_layers, layer + (width + 1) // 2)))
@@ -348,20 +292,6 @@ def where(place: Place) -> dict[str, tuple[int, ...] | None]:
 def points(kinds: Sequence[str], layers: Sequence[int]) -> list[HookPoint]:
     """Every kind at every layer."""
     return [HookPoint(kind, layer) for kind in kinds for layer in layers]
-
-
-def as_vector(logits: Tensor) -> Floats:
-    """Logits [1, 1, vocab] as float64 [vocab]."""
-    vector: Floats = logits[0, 0].detach().float().cpu().numpy().astype(np.float64)
-    return vector
-
-
-def token_texts(model: Model, ids: Sequence[int]) -> list[str] | None:
-    """Texts of token ids; None for a model without tokenizer."""
-    try:
-        return [model.tokenizer.decode_token(token) for token in ids]
-    except TokenizerError:
-        return None
 
 
 def _index(place: Place, axes: Sequence[tuple[str, list[int]]]) -> tuple[int, ...]:

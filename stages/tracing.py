@@ -16,7 +16,7 @@ patching_grid.py. Planning imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,7 +27,8 @@ from .forward.hooks import HookSpec
 from .forward.interventions import Add, Replace
 from .forward.points import HookPoint
 from .forward.runs import Run, stream
-from .patching_grid import Grid, Place, Prepared, as_vector, in_range, part_of, points, token_texts, where
+from .patching_grid import Grid, Place, in_range, part_of, points, where
+from .patching_results import Blank, Prepared, as_vector, token_texts
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -105,6 +106,15 @@ class CausalTracing(Grid):
             {**states, "noise": noise, "deviation": deviation},
             {} if texts is None else {"token": texts},
         )
+
+    def blank(self, config: TransformerConfig) -> Mapping[Any, Any]:
+        """Stands for activations nobody has computed; the noise is known up to its scale."""
+        blank = Blank(config, len(self.prompt))
+        blank["noise"] = [
+            Add(self.noise(sample, config.hidden_size), positions=self.subject)
+            for sample in range(self.samples)
+        ]
+        return blank
 
     def noise(self, sample: int, hidden_size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Standard normal numbers of one sample, float32 [subject, hidden]."""

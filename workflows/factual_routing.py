@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.counterfact import FactualRouting, blocks_of
+from ..stages.counterfact import blocks_of
+from ..stages.factual_routing import FactualRouting
 from ..store.errors import ConfigError
 from .answers import named, plain
 from .counterfact_patching import layers_told

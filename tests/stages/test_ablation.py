@@ -118,6 +118,15 @@ def test_resampling_several_times_gives_mean_and_spread(random_model, tmp_path):
     assert float(cell["kl_std"]) == pytest.approx(np.std(values), abs=1e-5)
 
 
+def test_samples_are_planned_as_runs_of_their_own(random_model, tmp_path):
+    folder, _ = random_model
+    store = mizarr.open_store(tmp_path)
+    one, three = (
+        ablation(how="resample", references=REFERENCES, samples=n).on(str(folder)).plan(store) for n in (1, 3)
+    )
+    assert three.branches == 3 * one.branches
+
+
 def test_resampling_a_prompt_from_itself_changes_nothing(random_model, tmp_path):
     folder, _ = random_model
     difference = LogitDifference(3, 4)

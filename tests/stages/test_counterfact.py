@@ -11,12 +11,13 @@ import mizarr
 from mizarr.pipeline import run
 from mizarr.stages.counterfact import (
     CounterFactPatching,
-    FactualRouting,
     Pair,
     blocks_of,
     differing_subject,
     position_map,
 )
+from mizarr.stages.factual_routing import FactualRouting
+from mizarr.stages.forward.runs import plan
 from mizarr.store.errors import InterventionError, PromptError, StageError
 
 from .forward.random_models import save_random_model
@@ -155,6 +156,17 @@ def test_one_more_pair_computes_one_pair(random_model, tmp_path, monkeypatch):
     assert asked == [len(LONG.original), len(SHORT.original)]
     assert both["pair_of"].values.tolist() == [0] * len(SHORT.original) + [1] * len(LONG.original)
     np.testing.assert_array_equal(both["kl"].values[-len(LONG.original) :], one["kl"])
+
+
+@pytest.mark.parametrize("kind", [CounterFactPatching, FactualRouting])
+def test_patches_are_planned_without_the_model(kind, random_model, tmp_path):
+    folder, _ = random_model
+    experiment = kind(pairs=(SHORT, LONG), block_size=1)
+    model = mizarr.Model.from_pretrained(folder)
+    prepared = experiment.prepare(model)
+    runs = [each for cell in experiment.cells(model.config) for each in experiment.runs(prepared, cell)]
+    sketched = experiment.on(str(folder)).plan(mizarr.open_store(tmp_path))
+    assert sketched.positions == plan(model, runs).positions < sketched.naive
 
 
 def test_keys_move_with_pairs_blocks_facts_and_subjects(random_model, tmp_path):

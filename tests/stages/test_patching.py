@@ -12,6 +12,7 @@ import torch
 import mizarr
 from mizarr.pipeline import run
 from mizarr.stages import patching_metrics
+from mizarr.stages.forward.runs import plan
 from mizarr.stages.patching import (
     ActivationPatching,
     PatchTable,
@@ -218,6 +219,30 @@ def test_runs_name_the_one_place_they_act_at(model):
             assert len(change.positions) == 1
             assert change.heads is None or len(change.heads) == 1
             assert change.value.numel() <= max(model.config.hidden_size, LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("kind", "over"), [("resid_pre", "position"), ("k", "head_position"), ("z", "head"), ("pattern", "edge")]
+)
+def test_a_sketch_without_the_model_is_planned_as_the_runs_are(kind, over, folder, model, tmp_path):
+    experiment = grid(kinds=(kind,), over=over)
+    node = experiment.on(str(folder))
+    sketched = node.plan(mizarr.open_store(tmp_path))
+    prepared = experiment.prepare(model)
+    runs = [each for cell in node.cells() for each in experiment.runs(prepared, cell)]
+    planned = plan(model, runs)
+    assert (sketched.runs, sketched.naive) == (planned.runs, planned.naive)
+    # Runs that happen to put in what is there already are one run only where the numbers are known.
+    assert planned.positions <= sketched.positions <= 1.1 * planned.positions
+
+
+def test_a_table_is_planned_without_the_model_too(folder, model, tmp_path):
+    index = (("z", 2, None, 1), ("resid_pre", 0, 3, None), ("k", 1, 2, 1))
+    table = PatchTable(clean=CLEAN, corrupted=CORRUPTED, metrics=(DIFFERENCE,), index=index)
+    sketched = table.on(str(folder)).plan(mizarr.open_store(tmp_path))
+    prepared = table.prepare(model)
+    runs = [each for cell in table.cells(model.config) for each in table.runs(prepared, cell)]
+    assert sketched.positions == plan(model, runs).positions
 
 
 def test_metrics_are_those_of_the_logits(folder, reference, tmp_path):

@@ -10,6 +10,7 @@ import torch
 
 import mizarr
 from mizarr.pipeline import run
+from mizarr.stages.forward.runs import plan
 from mizarr.stages.patching_metrics import KL, Probability, Recovery
 from mizarr.stages.tracing import CausalTracing, embedding_deviation
 from mizarr.store.errors import InterventionError, StageError
@@ -125,6 +126,16 @@ def test_a_sample_is_the_same_whatever_their_number():
     np.testing.assert_array_equal(tracing(samples=2).noise(1, 8), tracing(samples=5).noise(1, 8))
     assert not np.array_equal(tracing().noise(0, 8), tracing().noise(1, 8))
     assert not np.array_equal(tracing(seed=1).noise(0, 8), tracing().noise(0, 8))
+
+
+def test_noise_is_planned_without_the_model(random_model, tmp_path):
+    folder, _ = random_model
+    experiment = tracing()
+    model = mizarr.Model.from_pretrained(folder)
+    prepared = experiment.prepare(model)
+    runs = [each for cell in experiment.cells(model.config) for each in experiment.runs(prepared, cell)]
+    sketched = experiment.on(str(folder)).plan(mizarr.open_store(tmp_path))
+    assert sketched.positions == plan(model, runs).positions < sketched.naive
 
 
 def test_keys_move_with_every_parameter(random_model, tmp_path):
