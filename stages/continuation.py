@@ -112,8 +112,15 @@ class Continuation(Experiment):
         import xarray as xr
 
         fills = {name: _PAST.get(str(name), np.nan) for part in parts for name in part.variables}
-        found: xr.Dataset = xr.concat(parts, "prompt", join="outer", coords="minimal", compat="override",
-                                      data_vars="minimal", fill_value=fills)  # fmt: skip
+        found: xr.Dataset = xr.concat(
+            parts,
+            "prompt",
+            join="outer",
+            coords="minimal",
+            compat="override",
+            data_vars="minimal",
+            fill_value=fills,
+        )
         return found
 
     def __getstate__(self) -> dict[str, Any]:

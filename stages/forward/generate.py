@@ -94,9 +94,7 @@ def generate(
 
     Raises PromptError, HookPointNotFound, InterventionError, ConfigError, before anything is computed.
     """
-    chosen = Settings(
-        max_tokens, temperature, seed, top_k, top_p, stop, eos, cache, capture_positions
-    )  # fmt: skip
+    chosen = Settings(max_tokens, temperature, seed, top_k, top_p, stop, eos, cache, capture_positions)
     stream = TokenStream(model, prompts, hooks, chosen)
     for new in stream:
         if on_token is not None:
@@ -178,9 +176,12 @@ class TokenStream:
 
     def result(self) -> Generation:
         """Everything so far, all of it once the iteration has ended."""
-        return Generation([self._result_of(each) for each in self._sequences], self._spec.captures,
-                          [each.captured for each in self._sequences],
-                          newest_only=self.settings.capture_positions == "new")  # fmt: skip
+        return Generation(
+            [self._result_of(each) for each in self._sequences],
+            self._spec.captures,
+            [each.captured for each in self._sequences],
+            newest_only=self.settings.capture_positions == "new",
+        )
 
     def _sequence(self, number: int, prompt: str | None, ids: list[int], seed: int | None) -> _Sequence:
         context = self._model.config.context_length

@@ -410,8 +410,11 @@ def test_steps_have_labels(model):
         hidden = model.config.hidden_size
         assert dataset["token_id"].dims == ("prompt", "step")
         assert dict(dataset["resid_post"].sizes) == {
-            "prompt": 2, "step": steps, "layer": layers, "hidden": hidden
-        }  # fmt: skip
+            "prompt": 2,
+            "step": steps,
+            "layer": layers,
+            "hidden": hidden,
+        }
         assert dataset["z"].dims == ("prompt", "step", "layer", "head", "d_head")
         assert dataset["embed"].dims == ("prompt", "step", "hidden")
         assert dataset["pattern"].dims == ("prompt", "step", "layer", "head", "key_position")
