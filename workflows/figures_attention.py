@@ -245,6 +245,11 @@ def tokens_strip(
     names = [
         name for name in dict.fromkeys(label.removesuffix("_final") for label in labels) if name != "other"
     ]
+    # Byte-level vocabularies split rare characters: several tokens then begin at one.
+    sharing: dict[int, list[int]] = {}
+    for i, (start, end) in enumerate(offsets):
+        if end > start:
+            sharing.setdefault(start, []).append(i)
     shades = ["#d2e3ec", "#fbdcc8", "#dcebc6", "#e6d8f5", "#f7e6a8"]
     with _style():
         figure = _figure(min(13.0, 2.0 + 0.2 * min(per_row, len(text))), 1.5 + 0.8 * rows)
@@ -256,8 +261,12 @@ def tokens_strip(
                 left, right = max(start, line * per_row), min(end, (line + 1) * per_row)
                 corner = (left - line * per_row - 0.5, -line - 0.3)
                 axes.add_patch(Rectangle(corner, right - left, 0.6, fc=colour, ec=FAINT, lw=0.8))
-                if left == start:
-                    axes.text(corner[0] + 0.1, -line + 0.34, str(i), fontsize=6.5, color=FAINT, va="bottom")
+        for start, positions in sharing.items():
+            at = (start % per_row - 0.4, -(start // per_row) + 0.34)
+            number = "–".join(str(i) for i in dict.fromkeys((positions[0], positions[-1])))
+            axes.text(
+                *at, number, fontsize=6.5, color=FAINT, va="bottom", rotation=90 if "–" in number else 0
+            )
         for place, char in enumerate(text):
             shown = "␣" if char == " " else _fit(format_token(char), 2)
             axes.text(
