@@ -32,6 +32,7 @@ _HOME = {
     "logits": ".stages.forward.wants",
     "Run": ".stages.forward.runs",
     "run": ".stages.forward.runs",
+    "generate": ".stages.forward.generate",
     "capture": ".stages.forward.capture",
     "compute": ".workflows",
     "open_store": ".store",
@@ -43,6 +44,7 @@ __all__ = [*_HOME, "__version__"]  # noqa: PLE0604 - the table above is the list
 if TYPE_CHECKING:
     from .stages.forward.cache import HookCache as HookCache
     from .stages.forward.capture import capture as capture
+    from .stages.forward.generate import generate as generate
     from .stages.forward.hooks import HookSpec as HookSpec
     from .stages.forward.interventions import (
         Add as Add,

@@ -58,7 +58,7 @@ def missing_cells(missing: Sequence[Selection], total: int) -> str:
     numbers = [layer for layer in layers if layer is not None]
     if numbers and len(missing) == len(layers) * len(segments) and len(segments) == 1:
         return f"layer{'s' if len(numbers) > 1 else ''} {spans(numbers)} missing"
-    what = "segments" if not numbers else "cells"
+    what = "segments" if not numbers and None not in segments else "cells"
     of = f" (layers {spans(numbers)})" if numbers else ""
     return f"{len(missing)} of {total} {what} missing{of}"
 

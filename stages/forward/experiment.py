@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ...pipeline.nodes import Estimate, Node, ResultNode, Status, one_look, remembered, status_of
 from ...pipeline.plan import as_bytes
 from ...pipeline.reasons import missing_cells, why_not
-from ...store.errors import StageError
 from ...store.keys import ResultKey
 from .branches import Wanted
 from .hooks import HookSpec
@@ -41,6 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Cell", "Experiment", "ExperimentNode"]
 
+TOGETHER = 4096
+"""Runs listed at once: enough to share what they share, few enough that what they carry fits in memory."""
 Cell = Mapping[str, Any]
 """Labels of one piece of an experiment, plain values: {"layer": 3}."""
 
@@ -192,11 +193,30 @@ class ExperimentNode(ResultNode):
             self._put(store, self.key(store), self.experiment.joined(parts), started)
 
     def compute(self, store: Store, cells: Sequence[Cell], advance: Any = lambda: None) -> None:
-        """Compute and publish some cells."""
-        started = time.monotonic()
-        experiment, model = self.experiment, self.source.load()
-        prepared = experiment.prepare(model)
-        listed = [experiment.runs(prepared, cell) for cell in cells]
+        """Compute and publish some cells, as many together as make `TOGETHER` runs."""
+        model = self.source.load()
+        prepared = self.experiment.prepare(model)
+        waiting: list[Cell] = []
+        listed: list[Sequence[Run]] = []
+        for cell in cells:
+            waiting.append(cell)
+            listed.append(self.experiment.runs(prepared, cell))
+            if sum(map(len, listed)) >= TOGETHER:
+                self._sweep(store, model, prepared, waiting, listed, advance)
+                waiting, listed = [], []
+        self._sweep(store, model, prepared, waiting, listed, advance)
+
+    def _sweep(
+        self,
+        store: Store,
+        model: Model,
+        prepared: Any,
+        cells: Sequence[Cell],
+        listed: Sequence[Sequence[Run]],
+        advance: Any,
+    ) -> None:
+        """Compute the runs of some cells together, and publish each cell when it is complete."""
+        started, experiment = time.monotonic(), self.experiment
         place = [(number, i) for number, runs in enumerate(listed) for i in range(len(runs))]
         measured: list[dict[int, Any]] = [{} for _ in cells]
 
@@ -231,11 +251,3 @@ class ExperimentNode(ResultNode):
 def compute_cell(node: ExperimentNode, store: Store, cell: Cell) -> None:
     """Compute and publish one cell; a task of its own on a worker elsewhere."""
     node.compute(store, [cell])
-
-
-def one_prompt(model_ids: Sequence[int], what: str, length: int) -> None:
-    """StageError unless a prompt has the length it must share with another."""
-    if len(model_ids) != length:
-        raise StageError(
-            f"expected {what} of {length} tokens, found {len(model_ids)}; choose prompts of equal length"
-        )

@@ -300,9 +300,8 @@ def _unknown(name: str, candidates: Iterable[str]) -> str:
 
 def require_known(points: Sequence[HookPoint], available: Sequence[HookPoint], model: str) -> None:
     """Raise HookPointNotFound for the first point a model does not have, naming the nearest one it has."""
-    held = set(available)
     for point in points:
-        if point in held:
+        if point in available:
             continue
         layers = [p.layer for p in available if p.kind == point.kind and p.layer is not None]
         if layers and point.layer is not None:

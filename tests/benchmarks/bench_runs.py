@@ -52,7 +52,7 @@ def main() -> None:
         model = mizarr.Model.from_pretrained(
             folder, device=args.device, dtype="bfloat16" if args.large else "float32"
         )
-        compare(Grids(model), reference, args)
+        compare(Grids(model), reference, folder, args)
 
 
 LARGE: dict[str, Any] = {
@@ -159,7 +159,7 @@ def loop_of(reference: Any, ids: list[int], count: int, device: str) -> Callable
     return run
 
 
-def compare(grids: Grids, reference: Any, args: argparse.Namespace) -> None:
+def compare(grids: Grids, reference: Any, folder: Path, args: argparse.Namespace) -> None:
     """Time each grid beside its loop."""
     cells = grids.layers * LENGTH
     heads = cells * grids.model.config.num_attention_heads
@@ -170,7 +170,7 @@ def compare(grids: Grids, reference: Any, args: argparse.Namespace) -> None:
     ]
     if not args.no_heads:
         cases.append(("z by layer, position, head", grids.heads, heads, ""))
-    lens = transformer_lens(reference, grids) if importlib.util.find_spec("transformer_lens") else {}
+    lens = transformer_lens(folder, grids) if importlib.util.find_spec("transformer_lens") else {}
     rows = []
     for name, ours, count, target in cases:
         contestants = {"ours": ours, "loop": loop_of(reference, grids.corrupted, count, args.device)}
@@ -196,34 +196,13 @@ def compare(grids: Grids, reference: Any, args: argparse.Namespace) -> None:
     print_table("Grids of runs: time over that of plain passes", columns, rows)
 
 
-def transformer_lens(reference: Any, grids: Grids) -> dict[str, Callable[[], Any]]:
+def transformer_lens(folder: Path, grids: Grids) -> dict[str, Callable[[], Any]]:
     """TransformerLens's own grids on the same weights, checked to give the same numbers."""
-    from transformer_lens import HookedTransformer, HookedTransformerConfig, patching
-    from transformer_lens.loading_from_pretrained import convert_llama_weights
+    from transformer_lens import patching
+    from transformer_lens.model_bridge import TransformerBridge
 
-    c = grids.model.config
-    shape = HookedTransformerConfig(
-        n_layers=c.num_layers,
-        d_model=c.hidden_size,
-        n_ctx=2048,
-        d_head=c.head_dim,
-        n_heads=c.num_attention_heads,
-        n_key_value_heads=c.num_kv_heads,
-        d_mlp=c.intermediate_size,
-        d_vocab=c.vocab_size,
-        act_fn="silu",
-        normalization_type="RMS",
-        positional_embedding_type="rotary",
-        rotary_dim=c.head_dim,
-        rotary_base=int(c.rope.theta),
-        rotary_adjacent_pairs=False,
-        eps=c.norm_eps,
-        gated_mlp=True,
-        final_rms=True,
-        original_architecture="LlamaForCausalLM",
-    )
-    lens = HookedTransformer(shape)
-    lens.load_state_dict(convert_llama_weights(reference, shape), strict=False)
+    lens = TransformerBridge.boot_transformers(str(folder), device="cpu", dtype=torch.float32)
+    lens.eval()
     clean, corrupted = torch.tensor([grids.clean]), torch.tensor([grids.corrupted])
 
     def metric(logits: torch.Tensor) -> torch.Tensor:
@@ -238,7 +217,8 @@ def transformer_lens(reference: Any, grids: Grids) -> dict[str, Callable[[], Any
         return run
 
     residual = grid(patching.get_act_patch_resid_pre)
-    print(f"largest difference from TransformerLens: {(residual() - grids.residual()).abs().max():.2e}")
+    difference = (residual() - grids.residual()).abs().max()
+    print(f"largest difference of the residual grid from TransformerLens's: {difference:.1e}")
     return {
         "resid_pre by layer, position": residual,
         "z by layer, position, head": grid(patching.get_act_patch_attn_head_out_by_pos),

@@ -157,16 +157,18 @@ def output(z: Tensor, projection: Linear, layer: int, taps: Taps) -> Tensor:
 
 def _spared(seen: Tensor, cut: Tensor, layer: int) -> Tensor:
     """Where attention may look once edges are cut; InterventionError for a query left with no key."""
-    seen = seen & ~cut
-    blind = (~seen.any(-1)).nonzero()
+    spared = seen & ~cut
+    blind = (~spared.any(-1)).nonzero()
     if len(blind):
-        head, row = blind[0].tolist()[-2:]
+        # Rows may start anywhere in the prompt; the last key a causal query sees is its own.
+        query = int(seen.expand_as(spared)[tuple(blind[0].tolist())].nonzero()[-1])
+        head = int(blind[0][-2])
         raise InterventionError(
-            f"Knockout at 'blocks.{layer}.attn.hook_scores' leaves query {row} of head {head} no key to "
+            f"Knockout at 'blocks.{layer}.attn.hook_scores' leaves query {query} of head {head} no key to "
             "attend to; expected at least one uncut key per row, so spare one, or zero the head at "
             f"'blocks.{layer}.attn.hook_z'"
         )
-    return seen
+    return spared
 
 
 def _pattern(
