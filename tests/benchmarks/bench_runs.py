@@ -198,9 +198,13 @@ def compare(grids: Grids, reference: Any, folder: Path, args: argparse.Namespace
 
 def transformer_lens(folder: Path, grids: Grids) -> dict[str, Callable[[], Any]]:
     """TransformerLens's own grids on the same weights, checked to give the same numbers."""
+    from tokenizers import Tokenizer, models
     from transformer_lens import patching
     from transformer_lens.model_bridge import TransformerBridge
 
+    # It loads no model without a tokenizer; nothing here is text.
+    Tokenizer(models.WordLevel({"<s>": 0}, unk_token="<s>")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     lens = TransformerBridge.boot_transformers(str(folder), device="cpu", dtype=torch.float32)
     lens.eval()
     clean, corrupted = torch.tensor([grids.clean]), torch.tensor([grids.corrupted])
