@@ -24,11 +24,11 @@ _HOME = {
     "Replace": ".stages.forward.interventions",
     "Add": ".stages.forward.interventions",
     "AddAtPositions": ".stages.forward.interventions",
-    "Knockout": ".stages.forward.interventions",
+    "Knockout": ".stages.forward.edge_interventions",
     "Scale": ".stages.forward.interventions",
     "Zero": ".stages.forward.interventions",
-    "Steer": ".stages.forward.interventions",
-    "SetValue": ".stages.forward.interventions",
+    "Steer": ".stages.forward.edge_interventions",
+    "SetValue": ".stages.forward.edge_interventions",
     "logits": ".stages.forward.wants",
     "Run": ".stages.forward.runs",
     "run": ".stages.forward.runs",
@@ -44,16 +44,14 @@ __all__ = [*_HOME, "__version__"]  # noqa: PLE0604 - the table above is the list
 if TYPE_CHECKING:
     from .stages.forward.cache import HookCache as HookCache
     from .stages.forward.capture import capture as capture
+    from .stages.forward.edge_interventions import Knockout as Knockout, SetValue as SetValue, Steer as Steer
     from .stages.forward.generate import generate as generate
     from .stages.forward.hooks import HookSpec as HookSpec
     from .stages.forward.interventions import (
         Add as Add,
         AddAtPositions as AddAtPositions,
-        Knockout as Knockout,
         Replace as Replace,
         Scale as Scale,
-        SetValue as SetValue,
-        Steer as Steer,
         Zero as Zero,
     )
     from .stages.forward.model import Model as Model

@@ -33,10 +33,11 @@ from .effects import (
     read_logits,
     with_target,
 )
+from .forward.edge_interventions import Edge
 from .forward.edges import KnockoutSpec
 from .forward.experiment import Cell, Experiment
 from .forward.hooks import HookSpec
-from .forward.interventions import Edge, Zero
+from .forward.interventions import Zero
 from .forward.points import HookPoint
 from .forward.runs import Run
 

@@ -38,9 +38,9 @@ from .effects import (
     read_logits,
     with_target,
 )
+from .forward.edge_interventions import Edge
 from .forward.edges import SteeringSpec
 from .forward.experiment import Cell, Experiment
-from .forward.interventions import Edge
 from .forward.points import HookPoint
 from .forward.runs import Run
 

@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from ...store.errors import InterventionError
+from .edge_interventions import Edge, Knockout, SetValue, Steer
 from .hooks import HookSpec
-from .interventions import Edge, Intervention, Knockout, SetValue, Steer
+from .interventions import Intervention
 from .points import HookPoint
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from .edge_interventions import Edge, Knockout, SetValue, Steer
 from .hooks import BoundSpec
-from .interventions import AddAtPositions, Edge, Intervention, Knockout, SetValue, Steer
+from .interventions import AddAtPositions, Intervention
 from .points import HookPoint
 
 _POSITION_AXES = ("position", "query_position", "key_position")

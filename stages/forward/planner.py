@@ -69,11 +69,15 @@ class Plan:
 
     def describe(self) -> str:
         """In one line: runs asked, what is computed, what a loop of forward passes would compute."""
+        every = [branch for block in self.blocks for branch in block.branches]
+        widened = sum(branch.widened for branch in every)
+        wider = f"; {widened} widened to every position, as raw scores are read" if widened else ""
         share = self.positions / max(1, self.naive)
         widest = max((block.widest for block in self.blocks), default=0)
         return (
             f"{self.runs} runs, {self.branches} of them distinct, in {len(self.blocks)} sweeps of at most "
             f"{widest} tokens: {self.positions:,} layer-positions instead of {self.naive:,} ({share:.0%})"
+            + wider
         )
 
 

@@ -13,8 +13,9 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .edge_interventions import Knockout
 from .hooks import BoundSpec, Capture
-from .interventions import Intervention, Knockout
+from .interventions import Intervention
 from .points import HookPoint
 
 if TYPE_CHECKING:

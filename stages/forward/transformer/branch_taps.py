@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from ..branches import ENTERS, SPREADS, Branch
+from ..edge_interventions import Knockout
 from ..hooks import Capture
-from ..interventions import Intervention, Knockout
+from ..interventions import Intervention
 from ..points import HookPoint
 from .spread import Forest, Group, Row
 

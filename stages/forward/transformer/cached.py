@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from ..config import RopeConfig, TransformerConfig
+from ..edge_interventions import Knockout
 from ..growing import spec_so_far
 from ..hooks import BoundSpec
-from ..interventions import Held, Knockout
+from ..interventions import Held
 from ..points import HookPoint
 from ..taps import RunTaps, Sink
 from ..wants import LAST_LOGITS

@@ -7,18 +7,9 @@ from typing import Any
 
 import torch
 
+from mizarr.stages.forward.edge_interventions import Knockout, SetValue, Steer
 from mizarr.stages.forward.hooks import HookSpec
-from mizarr.stages.forward.interventions import (
-    Add,
-    AddAtPositions,
-    Intervention,
-    Knockout,
-    Replace,
-    Scale,
-    SetValue,
-    Steer,
-    Zero,
-)
+from mizarr.stages.forward.interventions import Add, AddAtPositions, Intervention, Replace, Scale, Zero
 from mizarr.stages.forward.model import Model
 from mizarr.stages.forward.points import HookPoint
 from mizarr.stages.forward.runs import Run

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from mizarr.stages.forward.config import TransformerConfig
+from mizarr.stages.forward.edge_interventions import Knockout, SetValue, Steer
 from mizarr.stages.forward.edges import KnockoutSpec, SteeringSpec
-from mizarr.stages.forward.interventions import Knockout, SetValue, Steer
 from mizarr.stages.forward.points import HookPoint
 from mizarr.store.errors import InterventionError
 

@@ -6,16 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mizarr.stages.forward.interventions import (
-    Add,
-    AddAtPositions,
-    Knockout,
-    Replace,
-    Scale,
-    SetValue,
-    Steer,
-    Zero,
-)
+from mizarr.stages.forward.edge_interventions import Knockout, SetValue, Steer
+from mizarr.stages.forward.interventions import Add, AddAtPositions, Replace, Scale, Zero
 from mizarr.stages.forward.points import HookPoint
 from mizarr.store.errors import InterventionError
 

@@ -103,6 +103,17 @@ def test_a_branch_holds_only_what_its_interventions_reach(models):
     assert planned.positions == plain + cone
 
 
+def test_reading_raw_scores_widens_a_branch_and_the_plan_says_so(models):
+    model, prompt = models("llama", 0), list(range(2, 12))
+    patch = Replace(torch.zeros(model.config.hidden_size), positions=(8,))
+    narrow = HookSpec().intervene(HookPoint.resid_pre(1), patch)
+    reading = HookSpec().extend(narrow).capture(HookPoint.scores(1))
+    planned = plan(model, [Run(prompt), Run(prompt, reading)])
+    assert planned.positions - plan(model, [Run(prompt), Run(prompt, narrow)]).positions == 8
+    assert "; 1 widened to every position, as raw scores are read" in planned.describe()
+    assert "widened" not in plan(model, [Run(prompt), Run(prompt, narrow)]).describe()
+
+
 def test_nothing_runs_above_the_last_thing_wanted(models):
     model, prompt = models("llama", 0), [5, 6, 7]
     spec = HookSpec().capture("blocks.0.hook_resid_post")
