@@ -34,26 +34,23 @@ RAGGED = 0.75
 """Branches whose numbers of queries differ by no more share an attention call, padded."""
 
 
-@dataclass(frozen=True)
 class Forest:
-    """The branches of a sweep, parents before children."""
+    """The branches of a sweep, parents before children.
 
-    branches: Sequence[Branch]
+    parent: int [branch], index of each branch's parent, -1 for roots. depth: int [branch]. longest: positions
+    of the longest prompt.
+    """
 
-    def __post_init__(self) -> None:
-        number = {id(branch): i for i, branch in enumerate(self.branches)}
-        parents = [-1 if b.parent is None else number[id(b.parent)] for b in self.branches]
+    def __init__(self, branches: Sequence[Branch]) -> None:
+        self.branches = branches
+        number = {branch: i for i, branch in enumerate(branches)}
+        parents = [-1 if branch.parent is None else number[branch.parent] for branch in branches]
         depths: list[int] = []
         for parent in parents:
             depths.append(0 if parent < 0 else depths[parent] + 1)
-        object.__setattr__(self, "parent", np.array(parents, np.int64))
-        object.__setattr__(self, "depth", np.array(depths, np.int64))
-        object.__setattr__(self, "longest", max(branch.length for branch in self.branches))
-
-    parent: Ints = None  # type: ignore[assignment]
-    """Index of each branch's parent, -1 for roots."""
-    depth: Ints = None  # type: ignore[assignment]
-    longest: int = 0
+        self.parent: Ints = np.array(parents, np.int64)
+        self.depth: Ints = np.array(depths, np.int64)
+        self.longest = max(branch.length for branch in branches)
 
 
 class Row:
@@ -154,9 +151,8 @@ class Spread:
                 *gathered, allowed, self._config, layer, self._taps.of_group(group, self._kept, layer)
             )
             real = np.arange(queries.shape[1]) < np.array(group.counts)[:, None]
-            z[queries[torch.from_numpy(real).to(self._device)]] = mixed.transpose(1, 2)[
-                torch.from_numpy(real).to(self._device)
-            ]
+            own = torch.from_numpy(real).to(self._device)
+            z[queries[own]] = mixed.transpose(1, 2)[own]
         self._taps.attention_done(layer, self._kept)
         return z.transpose(0, 1)[None]
 
@@ -180,14 +176,14 @@ class Spread:
             start = 0
             while start < len(chosen):
                 most = len(self._kept.held[chosen[start]])
-                stop, cost = start, 0
+                materialised = 3 * (by_hand or c.attn_logit_softcapping is not None)
+                stop, longest = start, 0
                 while stop < len(chosen) and len(self._kept.held[chosen[stop]]) >= RAGGED * most:
-                    size = self._forest.branches[chosen[stop]].length
-                    scores = c.num_attention_heads * most * size
-                    materialised = by_hand or c.attn_logit_softcapping is not None
-                    cost += itemsize * (2 * c.num_kv_heads * c.head_dim * size + 3 * scores * materialised)
-                    cost += most * size
-                    if cost > self._room and stop > start:
+                    longest = max(longest, self._forest.branches[chosen[stop]].length)
+                    scores = c.num_attention_heads * most * longest * materialised
+                    gathered = 2 * c.num_kv_heads * c.head_dim * longest
+                    cost = itemsize * (gathered + scores) + most * longest  # of a row, its mask included
+                    if (stop + 1 - start) * cost > self._room and stop > start:
                         break
                     stop += 1
                 yield self._group(chosen[start:stop])
