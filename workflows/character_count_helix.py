@@ -63,14 +63,19 @@ class Settings:
 
 
 def line_corpus(subject: Subject, texts: list[str], widths: tuple[int, ...], context: int) -> PackedTokens:
-    """Every text wrapped at every width and cut at line starts into prompts of at most `context` tokens."""
+    """Every text wrapped at every width and cut at line starts into prompts of at most `context` tokens.
+
+    Prompts come in a mixed order: counts are shuffled segment by segment, and a segment of one width would
+    leave the control with what high counts and wide lines have in common.
+    """
     pieces: list[str] = []
     room = context - subject.special_tokens
     for text in texts:
         for width in widths:
             wrapped = wrap(text, width)
             pieces += pack_lines(wrapped, subject.starts(wrapped), room)
-    return subject.pack(pieces)
+    mixed = np.random.default_rng(0).permutation(len(pieces))
+    return subject.pack([pieces[i] for i in mixed])
 
 
 def token_counts(tokens: PackedTokens, *, line_breaks: bool) -> np.ndarray[Any, np.dtype[np.int32]]:

@@ -42,8 +42,21 @@ def test_prompts_start_at_line_starts_fit_the_context_and_lose_no_text(tiny_mode
     tokens = line_corpus(Subject(str(tiny_model)), [text], WIDTHS, context=64)
     assert tokens.n_prompts > len(WIDTHS)  # the context forced a cut
     assert tokens.row_size.max() <= 64
-    assert "".join(tokens.texts) == "".join(wrap(text, width) for width in WIDTHS)
-    assert all(piece.endswith("\n") or piece == tokens.texts[-1] or len(piece) for piece in tokens.texts)
+    whole = [wrap(text, width) for width in WIDTHS]
+    for wrapped in whole:
+        pieces = sorted((p for p in tokens.texts if p in wrapped), key=wrapped.index)
+        assert "".join(pieces) == wrapped
+    assert sum(map(len, tokens.texts)) == sum(map(len, whole))
+
+
+def test_prompts_of_all_widths_are_mixed(tiny_model: Path, prose_file: Path):
+    """A control that is shuffled within a stretch of the corpus is shuffled among all widths."""
+    text = prose_file.read_text()
+    tokens = line_corpus(Subject(str(tiny_model)), [text], (20, 60), context=64)
+    narrow = [max(map(len, piece.split("\n"))) <= 20 for piece in tokens.texts]
+    half = len(narrow) // 2
+    assert 0 < sum(narrow[:half]) < half
+    assert 0 < sum(narrow[half:]) < len(narrow) - half
 
 
 def test_counts_of_cut_text_are_those_of_the_whole_line(tiny_model: Path, prose_file: Path):
@@ -52,7 +65,9 @@ def test_counts_of_cut_text_are_those_of_the_whole_line(tiny_model: Path, prose_
     tokens = line_corpus(subject, [prose_file.read_text()], (27,), context=64)
     counts = token_counts(tokens, line_breaks=True)
     whole = character_counts(text, subject.starts(text))
-    assert counts[counts >= 0].tolist() == whole.tolist()
+    pieces = sorted(range(tokens.n_prompts), key=lambda i: text.index(tokens.texts[i]))
+    found = np.concatenate([counts[tokens.row(i)] for i in pieces])
+    assert found[found >= 0].tolist() == whole.tolist()
     assert (counts == -1).sum() == tokens.n_prompts  # one BOS each
     first = counts[tokens.row_start + 1]
     assert first.tolist() == [0] * tokens.n_prompts
