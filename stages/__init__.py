@@ -27,6 +27,12 @@ STAGES = {
     "count_geometry": ".character_count",
     "decodability": ".character_count",
     "attention_flow": ".attention",
+    "contrasted_tokens": ".attribution",
+    "component_attribution": ".attribution",
+    "head_attribution": ".attribution_units",
+    "head_attribution_post_norm": ".attribution_units",
+    "neuron_attribution": ".attribution_units",
+    "neuron_attribution_post_norm": ".attribution_units",
 }
 
 

@@ -99,7 +99,7 @@ def readout_from_files(
     from .forward.weights import EMBED, FINAL_NORM, LM_HEAD
 
     def take(name: str) -> Array:
-        return _rounded(read_tensor(weight_files, name), dtype)
+        return rounded(read_tensor(weight_files, name), dtype)
 
     return readout(
         take(f"{EMBED if config.tie_word_embeddings else LM_HEAD}.weight"),
@@ -173,7 +173,8 @@ def _dtype(code: str, name: str) -> np.dtype[Any]:
     return found
 
 
-def _rounded(values: Array, dtype: str) -> Array:
+def rounded(values: Array, dtype: str) -> Array:
+    """Values as a model that computes in `dtype` holds them, widened to float32."""
     import ml_dtypes
 
     if dtype in ("float32", values.dtype.name):
