@@ -47,7 +47,7 @@ Cell = tuple[str, int | None]
 """One array of a run: variable and layer, None where there is no layer axis."""
 PACKED_AXES = ("token", "pair")
 _WAITERS = 8  # threads that put small files side by side: each waits for the disk, none works
-_WRITERS = 2  # threads that write one segment's shards, each with another that digests: the disk is the limit
+_WRITERS = 2  # with more, the disk is the limit
 _MAPPED = 256  # shards kept mapped: each map holds a file descriptor, of which a process has 1024 as a rule
 
 
@@ -134,6 +134,19 @@ class Entry:
         self._lock = threading.Lock()
 
     @classmethod
+    def planned(
+        cls, folder: Folder, run: RunKey, tokens: PackedTokens, arrays: Sequence[ArraySpec], *,
+        segment_tokens: int, claim_ttl: float = TTL,
+    ) -> Entry:  # fmt: skip
+        """The entry that `create` would make where there is none yet; writes nothing.
+
+        What it holds can be laid out and computed while another thread makes the entry; commit only then.
+        """
+        entry = cls(folder, run, _dtype_of(arrays), tokens, segment_tokens, claim_ttl)
+        entry._known = {spec.variable: (spec, entry._plan(spec)) for spec in arrays}
+        return entry
+
+    @classmethod
     def create(
         cls, folder: Folder, run: RunKey, tokens: PackedTokens, arrays: Sequence[ArraySpec], *,
         segment_tokens: int, attributes: Mapping[str, Any] | None = None, claim_ttl: float = TTL,
@@ -143,21 +156,16 @@ class Entry:
         An entry keeps the segment length it was made with, whatever is asked later. Raises ShapeError if
         arrays mix dtypes, or one was declared otherwise before.
         """
-        dtypes = sorted({spec.dtype for spec in arrays})
-        if len(dtypes) != 1:
-            raise ShapeError(
-                "expected the arrays of one entry to share one dtype, "
-                f"found {', '.join(dtypes) or 'no arrays'}"
-            )
-        path = entry_path(entry_digest(run, dtypes[0]))
-        entry = cls(folder, run, dtypes[0], tokens, _length(folder, path) or segment_tokens, claim_ttl)
+        dtype = _dtype_of(arrays)
+        path = entry_path(entry_digest(run, dtype))
+        entry = cls(folder, run, dtype, tokens, _length(folder, path) or segment_tokens, claim_ttl)
         layouts = [entry._plan(spec) for spec in arrays]  # refuses before anything is written
         if folder.put_new(f"{path}/zarr.json", entry._group(attributes or {})):
             for spec, layout in zip(arrays, layouts, strict=True):
                 entry._add(spec, layout)
             return entry
         # The other one's length stands, which may differ from ours if it came first just now.
-        entry = cls(folder, run, dtypes[0], tokens, _length(folder, path) or segment_tokens, claim_ttl)
+        entry = cls(folder, run, dtype, tokens, _length(folder, path) or segment_tokens, claim_ttl)
         for spec in arrays:
             entry._add(spec, entry._plan(spec))
         return entry
@@ -234,12 +242,13 @@ class Entry:
         }
         return {n: cells for n, cells in missing.items() if cells}
 
-    def write_segment(self, n: int, arrays: Mapping[Cell, Array]) -> None:
+    def write_segment(self, n: int, arrays: Mapping[Cell, Array], *, threads: int = _WRITERS) -> None:
         """Commit whole shards of one segment: all files first, then the record that says they stand.
 
         arrays: each [rows of the segment, *tail] of the declared dtype, in C order; not to be changed before
-        this returns. Whatever stands already stays as it is. Raises ShapeError before anything is written if
-        an array does not fit; StoreFull, ReadOnlyStore.
+        this returns. Whatever stands already stays as it is. threads: that write shards, each with another
+        that digests; one leaves the cores to whoever computes meanwhile. Raises ShapeError before anything is
+        written if an array does not fit; StoreFull, ReadOnlyStore.
         """
         for (variable, layer), rows in arrays.items():
             self._check_rows(variable, layer, n, rows)
@@ -251,7 +260,7 @@ class Entry:
                 self.folder, f"{self.path}/{name}", arrays[cell], layout, sync_folder=False
             )
 
-        with ThreadPoolExecutor(min(_WRITERS, len(arrays) or 1)) as pool:
+        with ThreadPoolExecutor(min(threads, len(arrays) or 1)) as pool:
             files = dict(pool.map(write, arrays))
         self.folder.sync_folders([f"{self.path}/{name}" for name in files])
         cells = sorted(_cell_name(cell) for cell in arrays)
@@ -495,6 +504,16 @@ class Entry:
             return record
         standing = self.record(variable, layer)
         return record if standing is None else standing
+
+
+def _dtype_of(arrays: Sequence[ArraySpec]) -> str:
+    """The one dtype of an entry's arrays; ShapeError if there are several, or none."""
+    dtypes = sorted({spec.dtype for spec in arrays})
+    if len(dtypes) != 1:
+        raise ShapeError(
+            f"expected the arrays of one entry to share one dtype, found {', '.join(dtypes) or 'no arrays'}"
+        )
+    return dtypes[0]
 
 
 def _cell_name(cell: Cell) -> str:

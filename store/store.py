@@ -200,6 +200,14 @@ class Store:
         self.index.touch(entry.path)
         return entry
 
+    def planned_entry(
+        self, run: RunKey, tokens: PackedTokens, arrays: Sequence[ArraySpec], segment_tokens: int
+    ) -> Entry:
+        """The entry that `create_entry` would make where there is none yet; writes nothing."""
+        from .entries import Entry
+
+        return Entry.planned(self.files, run, tokens, arrays, segment_tokens=segment_tokens)
+
     def entry(self, run: RunKey | str, dtype: str | None = None) -> Entry:
         """The entry of a run, by its key and storage dtype, or by a unique prefix of the entry's digest.
 

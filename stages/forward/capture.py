@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -195,24 +197,41 @@ class CaptureNode(Ports):
         """Compute and store what is missing, here or on the workers of a cluster."""
         if context.cluster is None and self.status(store).cells_cached < len(self.cells):
             self.source.load()  # a checkpoint that cannot be loaded must leave the store untouched
-        entry = self._made(store)
-        missing = entry.missing(self.cells)
         started = time.monotonic()
-        total = sum(len(entry.segments[n]) for n in missing)
-        if context.cluster is not None:
-            cells = [{"segment": n} for n in missing]
-            context.map(harvest_segment, self._for_workers(), store, cells)
-        elif missing:
-            from .harvest import harvest
-
-            task = context.progress.task(self.name, total=total, unit="tokens")
-            harvest(
-                self.source.load(), entry, self.spec, batch_tokens=self.batch_tokens, advance=task.advance
-            )
-        if missing:
+        # Making an entry waits for the disk many times: a new one is computed for meanwhile.
+        with ThreadPoolExecutor(1) as aside:
+            made = aside.submit(self._made, store)
+            planned = self._planned(store) if context.cluster is None else None
+            total = 0
+            if planned is not None:
+                with suppress(_Outrun):
+                    total = self._harvest(planned, context, lambda: _expect_same(made.result(), planned))
+            entry = made.result()
+            missing = entry.missing(self.cells)
+            if context.cluster is not None:
+                total = sum(len(entry.segments[n]) for n in missing)
+                context.map(harvest_segment, self._for_workers(), store, [{"segment": n} for n in missing])
+            elif missing:
+                total += self._harvest(entry, context)
             took = {"tokens": total, "seconds": round(time.monotonic() - started, 3)}
-            put_provenance(store.files, entry.path, self.provenance() | took)
-        entry.publish(self.cells)
+            noted = aside.submit(put_provenance, store.files, entry.path, self.provenance() | took)
+            entry.publish(self.cells)
+            noted.result()
+
+    def _harvest(self, entry: Entry, context: Context, stands: Callable[[], Any] = lambda: None) -> int:
+        """Compute and commit what is missing, in this process; returns the tokens computed."""
+        from .harvest import harvest
+
+        total = sum(len(entry.segments[n]) for n in entry.missing(self.cells))
+        task = context.progress.task(self.name, total=total, unit="tokens")
+        return harvest(
+            self.source.load(),
+            entry,
+            self.spec,
+            batch_tokens=self.batch_tokens,
+            advance=task.advance,
+            stands=stands,
+        )
 
     def open(self, store: Store) -> xr.Dataset:
         """The stored activations, labelled and lazy; EntryNotFound while something is missing."""
@@ -291,6 +310,12 @@ class CaptureNode(Ports):
             self.run_key, self.tokens, self.specs(), segment_tokens=self._segment_tokens(), attrs=about
         )
 
+    def _planned(self, store: Store) -> Entry | None:
+        """The entry as it will be, where there is none yet."""
+        if self._entry(store) is not None:
+            return None
+        return store.planned_entry(self.run_key, self.tokens, self.specs(), self._segment_tokens())
+
     def _segment_tokens(self) -> int:
         """As long as the store likes, but no longer than memory allows, nor so long that nothing overlaps.
 
@@ -330,6 +355,15 @@ class CaptureNode(Ports):
 
         job = (self.name, self.source.for_workers(), self.run_key, self.dtype, self.spec, self.batch_tokens)
         return WorkerJob(*job, torch.get_num_threads())
+
+
+class _Outrun(Exception):
+    """Somebody else has just made the entry, with segments of another length."""
+
+
+def _expect_same(made: Entry, planned: Entry) -> None:
+    if made.segment_tokens != planned.segment_tokens:
+        raise _Outrun
 
 
 @dataclass(frozen=True)

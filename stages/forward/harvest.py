@@ -48,17 +48,19 @@ def harvest(
     batch_tokens: int,
     segments: Iterable[int] | None = None,
     advance: Callable[[int], None] = lambda tokens: None,
+    stands: Callable[[], Any] = lambda: None,
 ) -> int:
     """Compute and commit what the entry is missing of a spec's captures; returns the tokens computed.
 
     segments: only these; None waits for those others have claimed, until nothing is missing. advance: told
-    tokens committed.
+    tokens committed. stands: called before anything is committed; returns when the entry is made, and raises
+    if it is not.
     """
     cells = [capture.cell for capture in spec.captures]
     only = None if segments is None else set(segments)
     total = 0
     while missing := {n: todo for n, todo in entry.missing(cells).items() if only is None or n in only}:
-        done = _round(model, entry, spec, missing, batch_tokens, advance)
+        done = _round(model, entry, spec, missing, batch_tokens, advance, stands)
         total += done
         if not done:
             time.sleep(_WAIT)
@@ -72,6 +74,7 @@ def _round(
     missing: dict[int, list[Cell]],
     batch_tokens: int,
     advance: Callable[[int], None],
+    stands: Callable[[], Any],
 ) -> int:
     """One pass over the segments that are missing and not somebody else's; returns the tokens computed."""
     cells = list(dict.fromkeys(cell for todo in missing.values() for cell in todo))
@@ -81,15 +84,17 @@ def _round(
 
     def write(buffer: SegmentBuffer, job: Job) -> None:
         try:
-            entry.write_segment(
-                job.segment,
-                {cell: as_numpy(buffer.view(cell, entry.rows(cell[0], job.segment))) for cell in job.cells},
-            )
+            stands()
+            arrays = {
+                cell: as_numpy(buffer.view(cell, entry.rows(cell[0], job.segment))) for cell in job.cells
+            }
+            # While more is computed, one thread: a forward pass waits for its slowest core.
+            entry.write_segment(job.segment, arrays, threads=4 if job.segment == last else 1)
             advance(len(entry.segments[job.segment]))
         finally:
             job.claim.release()
 
-    done = 0
+    done, last = 0, max(missing)
     with OverlappedWriter(
         lambda: SegmentBuffer(shapes, dtypes), write, lambda job: job.claim.release(), buffers=BUFFERS
     ) as writer:

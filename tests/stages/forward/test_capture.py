@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -398,3 +399,30 @@ def test_workers_of_a_cluster_store_and_read_the_same_bytes(folder, prompts, tmp
         run(moments, there, cluster=cluster.scheduler_address)
     contents = [{record.key: record.content for record in store.records()} for store in (here, there)]
     assert contents[0] == contents[1]
+
+
+def test_a_run_that_somebody_else_has_just_made_keeps_the_length_of_their_segments(
+    folder, prompts, store, monkeypatch
+):
+    """The entry is laid out in memory while it is made; if another came first, theirs stands."""
+    theirs = CaptureNode(folder, prompts, RESID, segment_tokens=64)
+    planned, made, outrun = CaptureNode._planned, CaptureNode._made, threading.Event()
+
+    def plan_first(node, where):
+        entry = planned(node, where)
+        made(theirs, where)
+        outrun.set()
+        return entry
+
+    def make_second(node, where):
+        assert outrun.wait(60)
+        return made(node, where)
+
+    monkeypatch.setattr(CaptureNode, "_planned", plan_first)
+    monkeypatch.setattr(CaptureNode, "_made", make_second)
+    mine = mizarr.capture(folder, prompts, RESID, store=store, segment_tokens=16, progress=False)
+    entry = store.entry(theirs.run_key)
+    assert entry.segment_tokens == 64
+    assert not entry.missing(theirs.cells)
+    plain = mizarr.capture(folder, prompts, RESID, store=store, progress=False)
+    np.testing.assert_array_equal(mine["resid_post"].values, plain["resid_post"].values)
