@@ -20,6 +20,7 @@ __all__ = ["WORKFLOWS", "build", "compute"]
 # Name -> the module that defines it, as `<module>.WORKFLOW`.
 WORKFLOWS = {
     "logit_lens": ".logit_lens",
+    "logit_attribution": ".logit_attribution",
     "generate": ".generate",
     "character_count_helix": ".character_count_helix",
     "activation_patching": ".activation_patching",
