@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .edge_interventions import Knockout
 from .hooks import BoundSpec, Capture
-from .interventions import Intervention
+from .interventions import Held, Intervention
 from .points import HookPoint
 
 if TYPE_CHECKING:
@@ -77,14 +77,17 @@ class Taps(Protocol):
 class RunTaps:
     """Taps of a plain forward pass under one spec."""
 
-    def __init__(self, spec: BoundSpec, sink: Sink, *, stop_early: bool = False) -> None:
+    def __init__(
+        self, spec: BoundSpec, sink: Sink, *, stop_early: bool = False, held: Held | None = None
+    ) -> None:
+        """held: which positions the pass computes; None for all."""
         self._before: dict[Place, Capture] = {}
         self._after: dict[Place, Capture] = {}
         self._changes: dict[Place, list[Intervention]] = defaultdict(list)
-        self._sink = sink
+        self._sink, self._held = sink, held
         for capture in spec.captures:
-            held = self._after if capture.when == "after" else self._before
-            held[capture.point.kind, capture.point.layer] = capture
+            wanted = self._after if capture.when == "after" else self._before
+            wanted[capture.point.kind, capture.point.layer] = capture
         for point, change in spec.interventions:
             self._changes[point.kind, point.layer].append(change)
         self._touched = frozenset((*self._before, *self._after, *self._changes))
@@ -100,7 +103,7 @@ class RunTaps:
             self._sink(self._before[place], x)
         for change in self._changes.get(place, ()):
             if not isinstance(change, Knockout):  # cut with the causal mask, by attention itself
-                x = change.apply(x, HookPoint(kind, layer), allowed)
+                x = change.apply(x, HookPoint(kind, layer), allowed, self._held)
         if place in self._after:
             self._sink(self._after[place], x)
         if place == self._last:
@@ -127,13 +130,16 @@ class RunTaps:
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
         """Bool [head, query, key], True at attention edges that are cut; None if none are."""
         places = self._changes.get(("scores", layer), ()), self._changes.get(("attn_scores", layer), ())
+        length = queries if self._held is None else self._held.length
         masks = [
-            change.cut(heads, queries, keys, device)
+            change.cut(heads, length, keys, device)
             for place in places
             for change in place
             if isinstance(change, Knockout)
         ]
-        return reduce(or_, masks) if masks else None
+        if not masks or self._held is None:
+            return reduce(or_, masks) if masks else None
+        return reduce(or_, masks)[:, self._held.positions]
 
 
 def _place_of_last(spec: BoundSpec) -> Place:

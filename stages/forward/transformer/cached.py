@@ -15,18 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..config import RopeConfig, TransformerConfig
-from ..edge_interventions import Knockout
 from ..growing import spec_so_far
 from ..hooks import BoundSpec
 from ..interventions import Held
-from ..points import HookPoint
 from ..taps import RunTaps, Sink
 from ..wants import LAST_LOGITS
 from .attention import attend
@@ -90,39 +88,12 @@ class KVCache:
         return room
 
 
-class NewestTaps(RunTaps):
-    """Taps of a pass that holds only the newest positions of its sequences."""
-
-    def __init__(self, spec: BoundSpec, sink: Sink, held: Held) -> None:
-        super().__init__(spec, sink)
-        self._held = held
-
-    def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """The value to go on with at a hook point. allowed: bool [..., new, key], True where one may look."""
-        place = (kind, layer)
-        if place not in self._touched:
-            return x
-        if place in self._before:
-            self._sink(self._before[place], x)
-        for change in self._changes.get(place, ()):
-            if not isinstance(change, Knockout):
-                x = change.apply(x, HookPoint(kind, layer), allowed, self._held)
-        if place in self._after:
-            self._sink(self._after[place], x)
-        return x
-
-    def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
-        """Bool [head, new, key], True at attention edges that are cut; None if none are."""
-        whole = super().cut(layer, heads, keys, keys, device)
-        return None if whole is None else whole[:, torch.from_numpy(self._held.positions).to(device)]
-
-
 @dataclass(frozen=True)
 class NewestPositions:
     """The newest positions of sequences of one length; see `Positions` in attention.py."""
 
     config: TransformerConfig
-    taps: NewestTaps
+    taps: RunTaps
     cache: KVCache
     cos: Tensor
     sin: Tensor
@@ -178,7 +149,7 @@ class CachedReader:
         device = decoder.weights.embed.device
         ids = torch.tensor([row[start:] for row in rows], dtype=torch.long, device=device)
         held = Held(np.arange(start, length), length)
-        taps = NewestTaps(spec_so_far(self._spec, length), sink, held)
+        taps = RunTaps(spec_so_far(self._spec, length), sink, held=held)
         cos, sin = self._rope(length, device)
         positions = NewestPositions(decoder.config, taps, self.cache, cos[start:length], sin[start:length])
         with torch.no_grad():
