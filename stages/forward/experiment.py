@@ -156,6 +156,9 @@ class ExperimentNode(ResultNode):
             return Estimate()
         planned = self.plan(store)
         work = "" if planned is None else planned.describe()
+        if planned is not None and len(self.missing(store)) < len(self.cells()):
+            asked = sum(len(self.experiment.sketch(self.source.config, cell) or ()) for cell in self.cells())
+            work = f"{asked} runs asked, {asked - planned.runs} of them stored; {work}"
         return Estimate(peak_bytes=as_bytes(self.memory) or 0, work=work)
 
     def plan(self, store: Store) -> Plan | None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mizarr
-from mizarr.pipeline import run
+from mizarr.pipeline import plan as plan_nodes, run
 from mizarr.stages import patching_metrics
 from mizarr.stages.forward.runs import plan
 from mizarr.stages.patching import (
@@ -336,6 +336,20 @@ def test_one_more_layer_computes_one_layer_and_a_second_call_none(folder, tmp_pa
     block_every(clean=CLEAN, corrupted=CORRUPTED, metrics=(DIFFERENCE,))
     compute(grid(kinds=("resid_pre", "mlp_out")), folder, tmp_path)
     assert asked[2:] == [3 * LENGTH], "the cells of resid_pre are stored already"
+
+
+def test_explain_tells_runs_asked_and_stored_and_what_a_loop_would_cost(folder, tmp_path):
+    store = mizarr.open_store(tmp_path / "store")
+    whole = grid(kinds=("resid_pre",)).on(folder)
+    (step,) = plan_nodes(whole, store).steps
+    assert f": {3 * LENGTH} runs, {3 * LENGTH} of them distinct, in 1 sweeps" in step.state
+    assert f"layer-positions instead of {3 * LENGTH * 3 * LENGTH:,}" in step.state
+    run(grid(kinds=("resid_pre",), layers=(0, 1)).on(folder), store)
+    (step,) = plan_nodes(whole, store).steps
+    assert f"{3 * LENGTH} runs asked, {2 * LENGTH} of them stored; {LENGTH} runs, " in step.state
+    # The unpatched run, and from the last layer on the positions from the patched one to the end.
+    positions = 3 * LENGTH + sum(LENGTH - p for p in range(LENGTH))
+    assert f": {positions} layer-positions instead of {3 * LENGTH * LENGTH}" in step.state
 
 
 def test_a_killed_grid_goes_on_where_it_was(folder, tmp_path, monkeypatch):
