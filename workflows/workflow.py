@@ -53,6 +53,7 @@ class Workflow:
         self.settings = settings
         self._results: dict[str, xr.Dataset] = {}
         self._keys: dict[str, str] = {}
+        self._seconds = 0.0
 
     def run(self, store: Store, **options: Any) -> Self:
         """Compute what is not stored yet and open the results.
@@ -65,6 +66,8 @@ class Workflow:
         self._results = {name: node.open(store) for name, node in self.nodes.items()}
         keys = {name: node.key(store) for name, node in self.nodes.items()}
         self._keys = {name: key.digest for name, key in keys.items() if key is not None}
+        told = (note for key in self._keys.values() for note in store.provenance(key))
+        self._seconds = sum(note.get("seconds", 0.0) for note in told)
         return self
 
     def result(self, name: str) -> xr.Dataset:
@@ -86,12 +89,14 @@ class Workflow:
         return f"mizarr {__version__} · {self.name} · {keys}"
 
     def header(self) -> dict[str, Any]:
-        """What every JSON document starts with: question, settings, and the keys of the results."""
+        """What every JSON document starts with: question, settings, the keys of the results, and how long
+        they took when they were computed."""
         return {
             "workflow": self.name,
             "question": self.question,
             "settings": dataclasses.asdict(self.settings),
             "provenance": {"mizarr": __version__, "keys": self._keys},
+            "total_time_secs": round(self._seconds, 3),
         }
 
     def figure(self, path: Path, draw: Callable[[], Figure]) -> Path:

@@ -182,6 +182,7 @@ class ExperimentNode(ResultNode):
 
     def run(self, store: Store, context: Context) -> None:
         """Runs of the missing cells; each cell published when its last run is measured; then the whole."""
+        started = time.monotonic()
         with one_look():
             missing = list(self.missing(store))
         if missing and context.cluster is not None:
@@ -191,7 +192,6 @@ class ExperimentNode(ResultNode):
             task = context.progress.task(self.name, total=len(missing), unit="cells")
             self.compute(store, missing, task.advance)
         with one_look():
-            started = time.monotonic()
             parts = [store.open_result(self.cell_key(cell)).load() for cell in self.cells()]
             self._put(store, self.key(store), self.experiment.joined(parts), started)
 

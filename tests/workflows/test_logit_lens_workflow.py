@@ -77,6 +77,7 @@ def test_ranks_and_probabilities_of_the_answer_are_those_of_the_model(done, tiny
 
 def test_json_has_the_fields_of_the_original_and_says_where_it_comes_from(done):
     document = json.loads(json.dumps(done.to_json(), allow_nan=False))
+    assert document["total_time_secs"] > 0
     assert document["provenance"]["keys"].keys() == {"lens", "readout"}
     assert document["settings"]["prompts"] == PROMPTS
     first = document["results"][0]
@@ -109,6 +110,9 @@ def test_a_loaded_model_serves_as_well_as_its_name(done, tiny_model: Path, tmp_p
         "logit_lens", store=tmp_path / "other", model=model, prompts=PROMPTS, answers=ANSWERS, top_k=5
     )
     assert again.to_json()["provenance"] == done.to_json()["provenance"]
+    assert again.to_json()["total_time_secs"] == done.to_json()["total_time_secs"], (
+        "what it took, not what it takes"
+    )
     np.testing.assert_array_equal(again.lens["top_id"], done.lens["top_id"])
 
 
