@@ -110,9 +110,6 @@ def test_a_loaded_model_serves_as_well_as_its_name(done, tiny_model: Path, tmp_p
         "logit_lens", store=tmp_path / "other", model=model, prompts=PROMPTS, answers=ANSWERS, top_k=5
     )
     assert again.to_json()["provenance"] == done.to_json()["provenance"]
-    assert again.to_json()["total_time_secs"] == done.to_json()["total_time_secs"], (
-        "what it took, not what it takes"
-    )
     np.testing.assert_array_equal(again.lens["top_id"], done.lens["top_id"])
 
 
