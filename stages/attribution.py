@@ -10,7 +10,7 @@ constant add up to it - before a final soft cap, which is not linear (logit_dire
 
 TransformerLens assumes that norm weights are folded into the unembedding; here they are applied as they are.
 
-Memory: tokens are taken in blocks, layer by layer; tokens without a target are not computed.
+Memory: tokens are taken in ranges, layer by layer; tokens without a target are not computed.
 
 Axes: component, layer, token (any sample axes in `logit_attrs`), hidden.  Unit: logits.
 """
@@ -28,6 +28,7 @@ from ..store.errors import ShapeError
 from .lens import logits
 from .logit_directions import MOST_LIKELY, NONE, Directions
 from .residual import apply_ln_to_stack
+from .token_blocks import ahead, read_rows, token_ranges
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -154,12 +155,15 @@ def component_attribution(
         "mlp_share": np.full((len(numbers), n_tokens), np.nan, np.float32),
     }
     sources = {"embed_share": embed.expand_dims("layer"), "attn_share": attn_out, "mlp_share": mlp_out}
-    for here, chosen in directions.blocks(embed.sizes["hidden"]):
-        along = directions.along(here, chosen, divisor)
-        for name, states in sources.items():
-            for layer in range(states.sizes["layer"]):
-                rows = read_rows(states.isel(layer=layer), here, chosen)
-                shares[name][layer, here.start + chosen] = np.einsum("th,th->t", rows, along)
+    ranges = directions.chosen(token_ranges(attn_out, embed.sizes["hidden"]))
+    parts = [(name, layer) for name in sources for layer in range(sources[name].sizes["layer"])]
+    reads = [(here, chosen, name, layer) for here, chosen in ranges for name, layer in parts]
+    for (here, chosen, name, layer), rows in ahead(
+        reads, lambda at: read_rows(sources[at[2]].isel(layer=at[3]), at[0], at[1])
+    ):
+        if (name, layer) == parts[0]:
+            along = directions.along(here, chosen, divisor)
+        shares[name][layer, here.start + chosen] = np.einsum("th,th->t", rows, along)
     constant = directions.constant()
     total = sum((part.astype(np.float64).sum(axis=0) for part in shares.values()), constant)
     coords = {name: c for name, c in attn_out.coords.items() if "hidden" not in c.dims}
@@ -189,13 +193,6 @@ def require_whole(attn_out: xr.DataArray, mlp_out: xr.DataArray, readout: xr.Dat
             f"{attn_out.sizes['hidden']}; are they of the same model?"
         )
     return [int(layer) for layer in layers[0]]
-
-
-def read_rows(states: xr.DataArray, here: slice, chosen: Array) -> Array:
-    """Rows of a token range, float32 [row, ...]; only the range is read."""
-    values = states.isel(token=here).transpose("token", ...).values
-    rows = values if len(chosen) == len(values) else values[chosen]
-    return rows.astype(np.float32, copy=False)
 
 
 def logit_attrs(

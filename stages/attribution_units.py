@@ -25,9 +25,10 @@ import numpy.typing as npt
 
 from ..pipeline import Output, stage
 from ..store.errors import ShapeError
-from .attribution import join_tokens, read_rows
+from .attribution import join_tokens
 from .logit_directions import Directions
 from .residual import require_post_scale
+from .token_blocks import ahead, read_rows, token_ranges
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -178,10 +179,9 @@ def _head_shares(
     biases = np.full((n_layers, n_tokens), np.nan, np.float32)
     directions = Directions.of(readout, targets.values, against.values)
     through = _Through(weights, "W_O", "b_O", "ln1_post", post_scale, z)
-    for layer, here, chosen, along, bias in through.walk(directions, scale.values):
-        rows = read_rows(z.isel(layer=layer), here, chosen)
-        shares[layer, here.start + chosen] = np.einsum("thd,thd->th", rows, along.reshape(rows.shape))
-        biases[layer, here.start + chosen] = bias
+    for layer, at, rows, along, bias in through.walk(directions, scale.values):
+        shares[layer, at] = np.einsum("thd,thd->th", rows, along.reshape(rows.shape))
+        biases[layer, at] = bias
     dims = ("layer", "token")
     data = {"head_share": ((*dims, "head"), shares), "attn_bias_share": (dims, biases)}
     return xr.Dataset(data, coords=_kept(z))
@@ -206,9 +206,8 @@ def _neuron_shares(
     totals, biases = (np.full((n_layers, n_tokens), np.nan, np.float32) for _ in range(2))
     directions = Directions.of(readout, targets.values, against.values)
     through = _Through(weights, "W_out", "b_out", "ln2_post", post_scale, post_act)
-    for layer, here, chosen, along, bias in through.walk(directions, scale.values):
-        own = np.multiply(along, read_rows(post_act.isel(layer=layer), here, chosen), out=along)
-        at = here.start + chosen
+    for layer, at, rows, along, bias in through.walk(directions, scale.values):
+        own = np.multiply(along, rows, out=along)
         totals[layer, at] = own.sum(axis=1)
         ids[layer, at] = best = _largest(own, kept)
         shares[layer, at] = np.take_along_axis(own, best, axis=1)
@@ -245,23 +244,27 @@ class _Through:
                 f"expected states of layers {held} and {units} {theirs}, as the weights are, found layers "
                 f"{layers.tolist()} and {own}; are they of the same model?"
             )
-        self.weights = weights.sel(layer=layers)
+        self.states, self.weights = states, weights.sel(layer=layers)
         self.matrix, self.bias, self.post, self.post_scale = matrix, bias, post, post_scale
         self.n_layers, self.width = len(layers), int(np.prod(own))
 
     def walk(
         self, directions: Directions, scale: Array
-    ) -> Iterator[tuple[int, slice, Array, Array, Array | float]]:
-        """(layer, range of tokens, chosen ones of it, directions [row, unit], share of the bias [row])."""
-        for layer in range(self.n_layers):
-            matrix = self._layer(self.matrix, layer)
-            matrix = matrix.reshape(-1, matrix.shape[-1])
-            for here, chosen in directions.blocks(max(self.width, matrix.shape[1])):
-                along = directions.along(here, chosen, scale)
-                along, bias = self._before_norm(along, layer, here, chosen)
-                if self.bias in self.weights:
-                    bias = bias + along @ self._layer(self.bias, layer)
-                yield layer, here, chosen, along @ matrix.T, bias
+    ) -> Iterator[tuple[int, Array, Array, Array, Array | float]]:
+        """(layer, tokens with a target, their states [row, ...], directions [row, unit], bias share)."""
+        width = max(self.width, self.weights.sizes["hidden"])
+        ranges = directions.chosen(token_ranges(self.states, width))
+        reads = [(layer, here, chosen) for layer in range(self.n_layers) for here, chosen in ranges]
+        for (layer, here, chosen), rows in ahead(
+            reads, lambda at: read_rows(self.states.isel(layer=at[0]), at[1], at[2])
+        ):
+            if here is ranges[0][0]:
+                matrix = self._layer(self.matrix, layer)
+                matrix = matrix.reshape(-1, matrix.shape[-1])
+            along, bias = self._before_norm(directions.along(here, chosen, scale), layer, here, chosen)
+            if self.bias in self.weights:
+                bias = bias + along @ self._layer(self.bias, layer)
+            yield layer, here.start + chosen, rows, along @ matrix.T, bias
 
     def _before_norm(
         self, along: Array, layer: int, here: slice, chosen: Array

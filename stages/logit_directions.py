@@ -14,7 +14,7 @@ Token ids: NONE = -1 where there is none, MOST_LIKELY = -2 where the model's own
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,7 @@ __all__ = ["MOST_LIKELY", "NONE", "Directions"]
 Array = npt.NDArray[Any]
 
 NONE, MOST_LIKELY = -1, -2
-BLOCK_BYTES = 1 << 24
-"""Of one float32 array [token, width] of a block; a handful of them exist at a time."""
+_TILE = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,39 +59,39 @@ class Directions:
                 f"expected one id in `against` per target, found {against.shape} for {targets.shape}"
             )
         against = np.where(targets == NONE, NONE, against)
-        ids, places = np.unique(np.concatenate([targets, against]), return_inverse=True)
         vocab = readout.sizes["vocab"]
-        if len(ids) and (ids[0] < NONE or ids[-1] >= vocab):
-            raise ShapeError(f"expected token ids from {NONE} to {vocab - 1}, found {ids[0]} to {ids[-1]}")
-        skipped = int(len(ids) > 0 and ids[0] == NONE)
-        places = places.reshape(-1) - skipped  # NONE comes first, and becomes -1 again
-        rows, constants = _weighted(readout, ids[skipped:])
-        return cls(rows, constants, places[: len(targets)], places[len(targets) :])
+        both = np.stack([targets, against])
+        if both.size and (both.min() < NONE or both.max() >= vocab):
+            raise ShapeError(
+                f"expected token ids from {NONE} to {vocab - 1}, found {both.min()} to {both.max()}"
+            )
+        # A table over the vocabulary; sorting the ids of a corpus would take longer than the products.
+        is_needed = np.zeros(vocab + 1, bool)
+        is_needed[both] = True
+        ids = np.flatnonzero(is_needed[:vocab])
+        place = np.full(vocab + 1, NONE)  # its last entry is that of NONE
+        place[ids] = np.arange(len(ids))
+        return cls(*_weighted(readout, ids), *place[both])
 
-    def blocks(self, width: int) -> Iterator[tuple[slice, Array]]:
-        """Ranges of tokens, and which tokens of each have a target; ranges without one are left out.
-
-        width: of the widest array that is read per token.
-        """
-        step = max(256, BLOCK_BYTES // (4 * max(width, 1)))
-        for start in range(0, len(self.target), step):
-            here = slice(start, min(start + step, len(self.target)))
-            chosen = np.flatnonzero(self.target[here] != NONE)
-            if len(chosen):
-                yield here, chosen
+    def chosen(self, ranges: Iterable[slice]) -> list[tuple[slice, Array]]:
+        """Ranges of tokens, and which tokens of each have a target; ranges without one are left out."""
+        found = [(here, np.flatnonzero(self.target[here] != NONE)) for here in ranges]
+        return [(here, rows) for here, rows in found if len(rows)]
 
     def along(self, here: slice, chosen: Array, scale: Array) -> Array:
         """Directions of the chosen tokens of a range over their divisor of the final norm, [row, hidden]."""
         target, against = self.target[here][chosen], self.against[here][chosen]
-        found = self.rows[target]
-        if (against == NONE).all():
-            pass
-        elif (against == against[0]).all():
-            found -= self.rows[against[0]]
-        else:
-            is_given = against != NONE
-            found[is_given] -= self.rows[against[is_given]]
-        found /= np.asarray(scale[here][chosen], np.float32)[:, None]
+        divisor = np.asarray(scale[here][chosen], np.float32)[:, None]
+        is_given = against != NONE
+        found = np.empty((len(target), self.rows.shape[1]), np.float32)
+        for start in range(0, len(target), _TILE):
+            tile = slice(start, start + _TILE)  # stays in the cache from the first step to the last
+            out = np.take(self.rows, target[tile], axis=0, out=found[tile], mode="clip")
+            if is_given[tile].all():
+                out -= self.rows[against[tile]]
+            elif is_given[tile].any():
+                out[is_given[tile]] -= self.rows[against[tile][is_given[tile]]]
+            out /= divisor[tile]
         return found
 
     def constant(self) -> Array:
