@@ -34,6 +34,7 @@ _HOME = {
     "run": ".stages.forward.runs",
     "generate": ".stages.forward.generate",
     "capture": ".stages.forward.capture",
+    "Dictionary": ".stages.features.dictionary",
     "compute": ".workflows",
     "open_store": ".store",
     "MizarrError": ".store.errors",
@@ -42,6 +43,7 @@ _HOME = {
 __all__ = [*_HOME, "__version__"]  # noqa: PLE0604 - the table above is the list
 
 if TYPE_CHECKING:
+    from .stages.features.dictionary import Dictionary as Dictionary
     from .stages.forward.cache import HookCache as HookCache
     from .stages.forward.capture import capture as capture
     from .stages.forward.edge_interventions import Knockout as Knockout, SetValue as SetValue, Steer as Steer

@@ -8,6 +8,7 @@ one line and exits with code 2.
       WeightsError(ValueError)          missing, truncated, misshapen or non-finite tensors
       TokenizerError(ValueError)        no tokenizer, a word that is not one token, a span outside the text
       PromptError(ValueError)           empty prompt, token id out of range, prompt longer than the context
+      DictionaryError(ValueError)       transcoders or autoencoders: unknown layout, misfit with a model
       ModelNotFound(FileNotFoundError)  neither a directory, nor in the local cache, nor on the hub
       DownloadError(OSError)            the hub did not deliver
       HookPointNotFound(KeyError)       a hook point the model, or a stored run, does not have
@@ -52,6 +53,10 @@ class TokenizerError(MizarrError, ValueError):
 
 class PromptError(MizarrError, ValueError):
     """A prompt is empty, out of range or longer than the model's context."""
+
+
+class DictionaryError(MizarrError, ValueError):
+    """Transcoders or autoencoders cannot be read, or do not fit what they are used with."""
 
 
 class ModelNotFound(MizarrError, FileNotFoundError):

@@ -128,7 +128,7 @@ class ModelFiles:
         The hub's own sha256 of a cached file is taken as it is, unless `verify` asks to read the file; other
         files are digested once and remembered until they change.
         """
-        contents = sorted(_file_digest(path, verify=verify) for path in self.weight_files)
+        contents = sorted(weight_digest(path, verify=verify) for path in self.weight_files)
         weights = f"sha256:{digest('weights', contents)}"
         return ModelIdentity(weights, self.transformer_config().digest, FORWARD_VERSION, dtype, attention)
 
@@ -229,7 +229,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     return dict(found)
 
 
-def _file_digest(path: Path, *, verify: bool) -> str:
+def weight_digest(path: Path, *, verify: bool = False) -> str:
     """`sha256:…` of a file; the hub names large files in its cache by exactly that."""
     blob = path.resolve()
     if not verify and path.is_symlink() and blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name):

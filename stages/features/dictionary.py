@@ -1,0 +1,335 @@
+"""A dictionary of features: cross-layer or per-layer transcoders, or a sparse autoencoder, from any format.
+
+    clt = Dictionary.from_pretrained("mntss/clt-llama-3.2-1b-524k")
+    cache = model.forward(prompt, HookSpec().capture(*clt.read_hooks))
+    active = clt.encode({layer: cache[clt.read_hook(layer)][0] for layer in clt.layers})
+
+Kinds: "clt" (Lindsey et al. 2025, "Circuit Tracing": a feature reads one layer and writes to it and all later
+ones), "plt" (a transcoder per layer, Dunefsky et al. 2024), "sae" (reads and writes one place). Where
+features read and write comes from the files' own configuration, never from their layout.
+
+Border: activations by layer in, features out; runs no model. Making one reads headers only, without torch;
+weights are mapped when a layer is first used.
+
+Axes: layer, position, feature; d_in, d_out = widths read and written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...store.errors import DictionaryError
+from ..forward.points import HookPoint
+from .files import DictionaryFiles, resolve
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ..forward.config import TransformerConfig
+    from .layer import LayerFeatures
+
+__all__ = ["Active", "Dictionary", "FeatureId", "Layout", "told"]
+
+BLOCK_BYTES = 1 << 26
+"""Of decoder rows gathered at a time."""
+
+
+@dataclass(frozen=True, order=True)
+class FeatureId:
+    """One feature; prints as "L14:13043"."""
+
+    layer: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"L{self.layer}:{self.index}"
+
+    @classmethod
+    def parse(cls, text: str) -> FeatureId:
+        """From "L14:13043" or "14:13043"; DictionaryError otherwise."""
+        layer, colon, index = text.strip().removeprefix("L").partition(":")
+        if not (colon and layer.isdecimal() and index.isdecimal()):
+            raise DictionaryError(f"expected a feature as layer:index, such as L14:13043, found {text!r}")
+        return cls(int(layer), int(index))
+
+
+@dataclass(frozen=True, eq=False)
+class Active:
+    """Features that are active, sorted by layer, position, feature; all [n].
+
+    layer, position, feature: int64. value: activation, in the dtype of the arithmetic.
+    """
+
+    layer: Tensor
+    position: Tensor
+    feature: Tensor
+    value: Tensor
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    @property
+    def indices(self) -> Tensor:
+        """[n, 3]: layer, position, feature."""
+        import torch
+
+        return torch.stack([self.layer, self.position, self.feature], dim=1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a format knows of a dictionary before any weight is read.
+
+    read, write: hook kinds. layers: those that are read. targets: layer -> layers its features write to.
+    n_features: of each layer. n_layers: of the model, as far as the dictionary says.
+    """
+
+    format: str
+    kind: str
+    read: str
+    write: str
+    layers: tuple[int, ...]
+    targets: Mapping[int, tuple[int, ...]]
+    n_features: int
+    d_in: int
+    d_out: int
+    files: tuple[str, ...]
+    model_name: str | None = None
+    scan: Any = None
+    has_skip: bool = False
+
+
+class Dictionary:
+    """Features of a model's layers; see the module's docstring. Made by `from_pretrained`, or by a format."""
+
+    def __init__(
+        self,
+        files: DictionaryFiles,
+        layout: Layout,
+        open_layer: Callable[[int], LayerFeatures],
+    ) -> None:
+        """open_layer: the features that read a layer, mapped; called once per layer."""
+        self.files, self.layout = files, layout
+        self._open_layer = open_layer
+        self._opened: dict[int, LayerFeatures] = {}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        *,
+        read: str | None = None,
+        write: str | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Dictionary:
+        """A dictionary from a local directory or a cached hub repository, in any supported format.
+
+        name: directory or "org/repo[/subfolder][@revision]". read, write: names of hook points inside a block
+        ("hook_resid_mid"), for files that do not say. device: where arithmetic is done; weights stay mapped
+        from disk.
+        Raises ModelNotFound, or DictionaryError for a layout nobody knows or files that contradict each
+        other.
+        """
+        from .formats import open_dictionary
+
+        return open_dictionary(resolve(name), read=read, write=write, device=device)
+
+    def __repr__(self) -> str:
+        it = self.layout
+        return f"Dictionary({self.name!r}: {it.kind}, {len(it.layers)} x {it.n_features} features)"
+
+    # -- what it is
+
+    @property
+    def name(self) -> str:
+        """As it was asked for."""
+        return self.files.name
+
+    @property
+    def kind(self) -> str:
+        """ "clt", "plt" or "sae"."""
+        return self.layout.kind
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers that are read, ascending."""
+        return self.layout.layers
+
+    @property
+    def n_features(self) -> int:
+        """Features of each layer."""
+        return self.layout.n_features
+
+    @property
+    def d_in(self) -> int:
+        """Width of what is read."""
+        return self.layout.d_in
+
+    @property
+    def d_out(self) -> int:
+        """Width of what is written."""
+        return self.layout.d_out
+
+    @property
+    def model_name(self) -> str | None:
+        """The model it says it was made for."""
+        return self.layout.model_name
+
+    @cached_property
+    def identity(self) -> str:
+        """Digest of the content of its files and of where it reads and writes: part of every result's key."""
+        from ...store.digest import digest
+
+        return digest("features", self.files.digest(self.layout.files), self.layout.read, self.layout.write)
+
+    def read_hook(self, layer: int) -> HookPoint:
+        """Where the features of a layer read."""
+        return HookPoint(self.layout.read, self._own(layer))
+
+    def write_hook(self, layer: int) -> HookPoint:
+        """Where features write at a layer."""
+        return HookPoint(self.layout.write, layer)
+
+    @property
+    def read_hooks(self) -> tuple[HookPoint, ...]:
+        """Where all layers' features read."""
+        return tuple(self.read_hook(layer) for layer in self.layers)
+
+    @property
+    def write_layers(self) -> tuple[int, ...]:
+        """Layers that are written to, ascending."""
+        return tuple(sorted({m for targets in self.layout.targets.values() for m in targets}))
+
+    @property
+    def write_hooks(self) -> tuple[HookPoint, ...]:
+        """Where features write, at every layer they write to."""
+        return tuple(self.write_hook(layer) for layer in self.write_layers)
+
+    def targets(self, layer: int) -> tuple[int, ...]:
+        """Layers that the features of `layer` write to."""
+        return self.layout.targets[self._own(layer)]
+
+    def require_fit(self, config: TransformerConfig, model: str) -> None:
+        """Raise DictionaryError unless layers and widths are those of a model."""
+        last = max(self.write_layers)
+        if last >= config.num_layers:
+            raise DictionaryError(
+                f"{self.name} has features of layer {last}, {model} has layers 0 to {config.num_layers - 1}; "
+                f"it was made for {self.model_name or 'another model'}"
+            )
+        for what, point, width in (
+            ("read", self.layout.read, self.d_in),
+            ("write", self.layout.write, self.d_out),
+        ):
+            expected = _width(point, config)
+            if expected != width:
+                raise DictionaryError(
+                    f"{self.name} has features that {what} {width} numbers at {HookPoint(point, last)}, "
+                    f"{model} has {expected} there; it was made for {self.model_name or 'another model'}"
+                )
+
+    # -- weights
+
+    def layer(self, layer: int) -> LayerFeatures:
+        """The features that read a layer, with mapped weights."""
+        if self._own(layer) not in self._opened:
+            self._opened[layer] = self._open_layer(layer)
+        return self._opened[layer]
+
+    def feature(self, feature: FeatureId | tuple[int, int] | str) -> FeatureId:
+        """A feature this dictionary has, from (layer, index) or "L14:13043"; DictionaryError for another."""
+        if isinstance(feature, FeatureId):
+            found = feature
+        else:
+            found = FeatureId.parse(feature) if isinstance(feature, str) else FeatureId(*feature)
+        self._own(found.layer)
+        if not 0 <= found.index < self.n_features:
+            raise DictionaryError(
+                f"expected a feature of layer {found.layer} from 0 to {self.n_features - 1}, found "
+                f"{found.index}"
+            )
+        return found
+
+    def decoder_vector(self, feature: FeatureId | tuple[int, int] | str, target: int | None = None) -> Tensor:
+        """What one unit of a feature writes to layer `target` (default: its own): float32 [d_out].
+
+        Raises DictionaryError for a feature there is not, or a layer it does not write to.
+        """
+        found = self.feature(feature)
+        rows: Tensor = self.layer(found.layer).decoder_rows([found.index], target)
+        return rows[0]
+
+    # -- arithmetic
+
+    def encode(self, states: Mapping[int, Tensor], *, zero_positions: int = 0) -> Active:
+        """Everything active in the states of one prompt.
+
+        states: layer -> what features read there, [position, d_in]. zero_positions: this many first
+        positions have no features; circuit-tracer leaves out 1, the token whose activations are out of all
+        proportion.
+        """
+        import torch
+
+        parts = []
+        for layer in sorted(states):
+            position, feature, value = self.layer(layer).active(states[layer])
+            kept = position >= zero_positions
+            where = torch.full_like(position[kept], layer)
+            parts.append((where, position[kept], feature[kept], value[kept]))
+        return Active(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+    def reconstruct(self, active: Active, states: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """What features, biases and skips give at every written layer that was read: layer -> [position,
+        d_out].
+
+        active, states: as `encode` takes and gives them. A CLT's output at a layer is the sum of what all
+        earlier layers' features write there.
+        """
+        import torch
+
+        found: dict[int, Tensor] = {}
+        for layer in sorted(states):
+            y = torch.zeros(states[layer].shape[-2], self.d_out).to(active.value)
+            for source in sorted(states):
+                if layer in self.targets(source):
+                    self._write(active, source, layer, y)
+            found[layer] = self.layer(layer).finish(y, states[layer])
+        return found
+
+    def _write(self, active: Active, source: int, target: int, out: Tensor) -> None:
+        """Add what the active features of one layer write to another; rows are gathered block by block."""
+        here = (active.layer == source).nonzero().squeeze(1)
+        for some in here.split(max(1, BLOCK_BYTES // (4 * self.d_out))):
+            rows = self.layer(source).decoder_rows(active.feature[some], target).to(out)
+            out.index_add_(0, active.position[some], active.value[some, None] * rows)
+
+    def _own(self, layer: int) -> int:
+        if layer not in self.layout.targets:
+            raise DictionaryError(f"{self.name} has features of {told(self.layers)}, found layer {layer!r}")
+        return layer
+
+
+def told(layers: Iterable[int]) -> str:
+    """Layers in words: "layers 0 to 15", "layers 3, 7, 12", "layer 5"."""
+    found = sorted(layers)
+    if len(found) == 1:
+        return f"layer {found[0]}"
+    if found == list(range(found[0], found[-1] + 1)):
+        return f"layers {found[0]} to {found[-1]}"
+    return f"layers {', '.join(map(str, found))}"
+
+
+def _width(kind: str, config: TransformerConfig) -> int:
+    """Numbers per token at a hook point; heads side by side where there are heads."""
+    last = HookPoint(kind, 0).dims[-1]
+    if last == "mlp":
+        return config.intermediate_size
+    if last == "d_head":
+        heads = config.num_kv_heads if "kv_head" in HookPoint(kind, 0).dims else config.num_attention_heads
+        return heads * config.head_dim
+    return config.hidden_size

@@ -1,0 +1,147 @@
+"""Where a dictionary's files are, what is in them, and what the dictionary is.
+
+A reference is a local directory, or "org/repo[/subfolder][@revision]" whose files lie in the hub's local
+cache; nothing is fetched here. The identity is made of the files' content, never of their name.
+
+Border: paths, parsed configurations, mapped tensors; what the tensors mean is a format's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...store.digest import digest
+from ...store.errors import DictionaryError, ModelNotFound, nearest
+from ..forward.files import hub_cache, weight_digest
+from ..forward.weights import FLOATS, read_header
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["DictionaryFiles", "resolve"]
+
+CONFIG_YAML, CFG_JSON = "config.yaml", "cfg.json"
+
+
+@dataclass(frozen=True)
+class DictionaryFiles:
+    """The files of one dictionary.
+
+    name: as it was asked for; part of no key. directory: where they lie. revision: commit of a hub snapshot.
+    """
+
+    name: str
+    directory: Path
+    revision: str | None = None
+
+    @cached_property
+    def listing(self) -> tuple[str, ...]:
+        """Relative paths of all files, sorted."""
+        found = (path for path in self.directory.rglob("*") if path.is_file())
+        return tuple(sorted(path.relative_to(self.directory).as_posix() for path in found))
+
+    @cached_property
+    def yaml(self) -> dict[str, Any]:
+        """config.yaml, parsed; empty without one. DictionaryError if it is no mapping."""
+        if CONFIG_YAML not in self.listing:
+            return {}
+        import yaml
+
+        try:
+            found = yaml.safe_load((self.directory / CONFIG_YAML).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            reason = " ".join(str(error).split())
+            raise DictionaryError(
+                f"expected YAML in {self.directory / CONFIG_YAML}, found {reason}"
+            ) from error
+        return self._mapping(found, CONFIG_YAML)
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A JSON file, parsed. DictionaryError if it is no object."""
+        try:
+            found = json.loads((self.directory / name).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DictionaryError(f"expected JSON in {self.directory / name}, found {error}") from error
+        return self._mapping(found, name)
+
+    def _mapping(self, found: Any, name: str) -> dict[str, Any]:
+        if not isinstance(found, dict):
+            raise DictionaryError(
+                f"expected names and values in {self.directory / name}, found {type(found).__name__}"
+            )
+        return found
+
+    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Tensors of a safetensors file and their shapes, from its header; WeightsError if it is not
+        whole.
+        """
+        header, _ = read_header(self.directory / name)
+        for tensor, entry in header.items():
+            if entry["dtype"] not in FLOATS and len(entry["shape"]) > 1:
+                raise DictionaryError(
+                    f"expected {tensor!r} in {self.directory / name} as one of {', '.join(FLOATS)}, found "
+                    f"{entry['dtype']}"
+                )
+        return {tensor: tuple(entry["shape"]) for tensor, entry in header.items()}
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The tensors of a safetensors file, mapped: bytes are read when they are used."""
+        from safetensors import safe_open
+
+        self.shapes(name)
+        with safe_open(self.directory / name, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
+
+    def digest(self, names: Sequence[str]) -> str:
+        """Identity of a dictionary made of these files: their paths and content."""
+        return digest("dictionary", [[name, weight_digest(self.directory / name)] for name in sorted(names)])
+
+
+@lru_cache(maxsize=64)
+def _hub_snapshot(repository: str, revision: str) -> Path:
+    folder = hub_cache() / f"models--{repository.replace('/', '--')}"
+    reference = folder / "refs" / revision
+    commit = reference.read_text().strip() if reference.is_file() else revision
+    return folder / "snapshots" / commit
+
+
+def resolve(name: str | Path) -> DictionaryFiles:
+    """The files of a dictionary named by directory or by "org/repo[/subfolder][@revision]"; nothing is
+    fetched.
+
+    Raises ModelNotFound saying how to get it.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return DictionaryFiles(str(name), folder)
+    text, _, revision = str(name).partition("@")
+    parts = [part for part in text.split("/") if part]
+    if folder.is_file() or len(parts) < 2 or text.startswith((".", "/", "~")):
+        found = "a file" if folder.is_file() else "no such directory"
+        raise ModelNotFound(
+            "expected a directory, or a hub reference such as org/repo[/subfolder][@revision]; found "
+            f"{found} {str(name)!r}"
+        )
+    repository, subfolder = "/".join(parts[:2]), "/".join(parts[2:])
+    snapshot = _hub_snapshot(repository, revision or "main")
+    if not snapshot.is_dir():
+        _hub_snapshot.cache_clear()  # it may be fetched before the next try
+        held = [
+            path.name.removeprefix("models--").replace("--", "/") for path in hub_cache().glob("models--*")
+        ]
+        near = nearest(repository, held)
+        hint = f"; nearest there is {near!r}" if near else ""
+        raise ModelNotFound(
+            f"{text} is no directory, and not in the local cache {hub_cache()}{hint}; fetch it: "
+            f"mizarr features fetch {name}"
+        )
+    if subfolder and not (snapshot / subfolder).is_dir():
+        raise ModelNotFound(
+            f"{repository} is cached, but has no folder {subfolder!r} at {revision or 'main'}"
+        )
+    return DictionaryFiles(str(name), snapshot / subfolder, snapshot.name)

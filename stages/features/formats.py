@@ -1,0 +1,62 @@
+"""The formats of dictionaries, and which one a set of files is in.
+
+A format is a module with `recognises(files)` and `read(files, ...)`; the table is tried from top to bottom. A
+configuration decides where it says something, the list of file names otherwise; neither opens a weight file.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ...store.errors import DictionaryError
+from .dictionary import Dictionary
+from .files import DictionaryFiles
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["FORMATS", "open_dictionary"]
+
+# Format -> the module that reads it, and what its files look like.
+FORMATS = {
+    "clt": (".clt", "W_enc_{layer}.safetensors and W_dec_{layer}.safetensors"),
+    "plt": (".plt", "layer_{layer}.safetensors"),
+}
+_LISTED = 6
+
+
+class Format(Protocol):
+    """What the module of a format offers."""
+
+    def recognises(self, files: DictionaryFiles) -> bool:
+        """Whether the files look like this format."""
+        ...
+
+    def read(
+        self, files: DictionaryFiles, *, read: str | None, write: str | None, device: torch.device | str
+    ) -> Dictionary:
+        """The dictionary; DictionaryError where its files contradict each other."""
+        ...
+
+
+def open_dictionary(
+    files: DictionaryFiles,
+    *,
+    read: str | None = None,
+    write: str | None = None,
+    device: torch.device | str = "cpu",
+) -> Dictionary:
+    """A dictionary in whichever format its files are; DictionaryError listing them if in none."""
+    for module, _ in FORMATS.values():
+        found: Any = importlib.import_module(module, __package__)
+        if found.recognises(files):
+            dictionary: Dictionary = found.read(files, read=read, write=write, device=device)
+            return dictionary
+    held = files.listing[:_LISTED]
+    more = f" and {len(files.listing) - _LISTED} more" if len(files.listing) > _LISTED else ""
+    expected = "; ".join(f"{name}: {looks}" for name, (_, looks) in FORMATS.items())
+    raise DictionaryError(
+        f"no known layout of transcoders or autoencoders in {files.directory}: found "
+        f"{', '.join(held) or 'no files'}{more}; expected one of {expected}"
+    )

@@ -1,0 +1,45 @@
+"""Which hook point the files of a dictionary mean by a name.
+
+Files spell hook points as TransformerLens does (SAELens, with its block: "blocks.12.hook_resid_post") or as
+circuit-tracer does (inside a block: "mlp.hook_in"). Where our strings give a name another meaning -
+mlp.hook_pre and mlp.hook_post - it is theirs that counts here.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ...store.errors import DictionaryError, HookPointNotFound
+from ..forward.points import HookPoint
+
+__all__ = ["hook_kind", "parse_hook"]
+
+# Names that only circuit-tracer has, and TransformerLens's copy of resid_mid that the MLP's norm reads.
+_OWN = {"mlp.hook_in": "mlp_pre", "mlp.hook_out": "mlp_post", "hook_mlp_in": "resid_mid"}
+_BLOCK = re.compile(r"^blocks\.(\d+)\.(.+)$")
+
+
+def hook_kind(name: str) -> str:
+    """Our hook kind ("mlp_pre") of a name inside a block ("mlp.hook_in"); DictionaryError for an unknown
+    one.
+    """
+    return parse_hook(f"blocks.0.{name}")[0]
+
+
+def parse_hook(name: str) -> tuple[str, int | None]:
+    """(hook kind, layer) of a full name such as "blocks.12.hook_resid_post"; the layer is None outside
+    blocks.
+
+    Raises DictionaryError for a name nobody gives to a hook point.
+    """
+    found = _BLOCK.match(name)
+    if found and found[2] in _OWN:
+        return _OWN[found[2]], int(found[1])
+    try:
+        point = HookPoint.from_transformer_lens(name)
+    except HookPointNotFound as error:
+        raise DictionaryError(
+            f"the dictionary's configuration names a hook point that is not known, {name!r} ({error}); pass "
+            "read= and write= to say where its features read and write"
+        ) from error
+    return point.kind, point.layer
