@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..stages.forward.model import Model
+    from .report import Element
 
 __all__ = ["ActivationPatchingTrace", "Settings"]
 
@@ -201,6 +202,48 @@ class ActivationPatchingTrace(Workflow):
             self.figure(folder / f"activation_patching_{i}.png", partial(page, i))
             for i in range(len(self.traced))
         ]
+
+    def elements(self) -> list[Element]:
+        """Per pair the grids of every kind, layer by position, and the table of best places."""
+        from .report import from_rich
+
+        found: list[Element] = []
+        for i in range(len(self.traced)):
+            found += [self._grids(i), from_rich(self._table(i))]
+        return found
+
+    def _grids(self, i: int) -> Element:
+        from .report import Choice, Heatmap
+
+        traced, percent = self.traced[i], 100 * self.grid(i)["recovery"]
+        start, last = traced.subject
+        tokens = tuple(named(self.subject, traced.corrupted_ids))
+        layers = [str(layer) for layer in percent["layer"].values]
+        high = float(percent.max())
+        grids = {
+            str(kind): Heatmap(
+                values=percent.sel(kind=kind).transpose("layer", "position").values,
+                rows=tuple(layers),
+                columns=tokens,
+                column_name="token",
+                value_name=f"recovered by patching {kind}",
+                unit="%",
+                low=min(0.0, float(percent.min())),
+                high=max(100.0, high),
+                upward=True,
+                marked=tuple((row, p) for row in range(len(layers)) for p in range(start, last + 1)),
+                mark="where the prompts differ",
+            )
+            for kind in percent["kind"].values
+        }
+        return Choice(
+            title=f"{traced.clean!r} put into {traced.corrupted!r}",
+            caption="Share of the clean prediction that comes back when one state of the clean run replaces "
+            "that of the corrupted one; 0 % as corrupted, 100 % as clean, not clipped.",
+            sources=(f"pair_{i}",),
+            name="patched",
+            options=tuple(grids.items()),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Per pair the fields of candle-mi's example, the grids of every kind, and where it comes from."""

@@ -20,8 +20,10 @@ from ..stages.attention import (
     attention_to_position,
     peak_layer,
     top_attended_positions,
+    unpacked,
 )
 from ..stages.forward.edges import SteeringSpec
+from ..stages.lens import format_token
 from ..stages.positions import position_of
 from ..store.errors import ConfigError
 from .answers import encoded, fact, named, plain
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..stages.forward.model import Model
+    from .report import Element
 
 __all__ = ["AttentionPatterns", "Settings"]
 
@@ -71,8 +74,9 @@ class AttentionPatterns(Workflow):
         self.key = position_of(self.encoding, settings.key)
         # Refuses an edge into the future.
         SteeringSpec.scale(1.0).edge(self.query, self.key).resolved(len(self.encoding))
-        captured = self.subject.capture(self.subject.pack([self.prompt]), "blocks.*.attn.hook_pattern")
-        self.nodes = {"flow": attention_flow.on(pattern=captured["pattern"], query=self.query, key=self.key)}
+        self.captured = self.subject.capture(self.subject.pack([self.prompt]), "blocks.*.attn.hook_pattern")
+        pattern = self.captured["pattern"]
+        self.nodes = {"flow": attention_flow.on(pattern=pattern, query=self.query, key=self.key)}
 
     @cached_property
     def flow(self) -> xr.Dataset:
@@ -110,6 +114,45 @@ class AttentionPatterns(Workflow):
                     footer=self.footer,
                 ),
             )
+        ]
+
+    def elements(self) -> list[Element]:
+        """Every head to look into, the edge by layer, and the tables."""
+        from .report import Attention, Line, Lines, from_rich
+
+        if self.store is None:
+            return super().elements()
+        pattern = unpacked(self.captured.open(self.store)["pattern"]).transpose("layer", "head", ...)
+        layers, (peak, _) = tuple(pattern["layer"].values.tolist()), self.peak
+        edge = self.flow["from_query"].transpose("layer", "head", ...).values[..., self.key]
+        names = [f"{format_token(self.tokens[place])!r} ({place})" for place in (self.query, self.key)]
+        return [
+            Attention(
+                title=f"Who looks where in {self.prompt!r}",
+                caption="Point at a token, or walk with the arrow keys. Weights of a token sum to 1 over what "
+                "it reads; a head's weights alone do not say what it does with them.",
+                tokens=tuple(map(format_token, self.tokens)),
+                layers=layers,
+                pattern=pattern.values,
+                overview=edge,
+                overview_name=f"how much {names[0]} reads {names[1]}",
+                layer=peak,
+                head=int(edge[layers.index(peak)].argmax()),
+                query=self.query,
+            ),
+            Lines(
+                title=f"How much {names[0]} reads {names[1]}",
+                x=layers,
+                x_name="layer",
+                y_name="attention weight",
+                low=0.0,
+                lines=(
+                    Line("mean over heads", edge.mean(axis=1)),
+                    Line("largest head", edge.max(axis=1)),
+                    Line("smallest head", edge.min(axis=1), control=True),
+                ),
+            ),
+            *map(from_rich, self.tables()),
         ]
 
     def to_json(self) -> dict[str, Any]:

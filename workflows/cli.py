@@ -21,6 +21,7 @@ from .. import __version__
 from ..store.errors import MizarrError
 from .cli_models import models
 from .cli_options import SuggestingGroup
+from .cli_report import report
 from .cli_runs import capture, compute, demo, explain
 from .cli_store import gc, ls, pin, show, verify
 
@@ -43,7 +44,7 @@ def cli() -> None:
     """
 
 
-for command in (demo, capture, compute, explain, ls, show, verify, pin, gc, models):
+for command in (demo, capture, compute, report, explain, ls, show, verify, pin, gc, models):
     cli.add_command(command)
 
 

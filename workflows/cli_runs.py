@@ -212,7 +212,7 @@ def compute(
     from ..store import open_store
     from . import build
 
-    planned = build(workflow, **_with_model(parameters, model))
+    planned = build(workflow, **with_model(parameters, model))
     store = open_store(store_path)
     done = planned.run(store, cluster=cluster, threads=threads, memory=memory, quiet=quiet)
     if as_json:
@@ -240,7 +240,7 @@ def explain(
     from ..pipeline import plan
     from . import build
 
-    planned = build(workflow, **_with_model(parameters, model))
+    planned = build(workflow, **with_model(parameters, model))
     with _store_to_look_into(store_path) as store:
         steps = plan(planned.nodes.values(), store)
     chosen = dataclasses.asdict(planned.settings)
@@ -267,7 +267,8 @@ def _store_to_look_into(path: str) -> Iterator[Store]:
         yield open_store(empty)
 
 
-def _with_model(parameters: dict[str, Any], model: str | None) -> dict[str, Any]:
+def with_model(parameters: dict[str, Any], model: str | None) -> dict[str, Any]:
+    """The settings given, and the model where it was given by itself; UsageError for one given twice."""
     if model is None:
         return parameters
     if "model" in parameters:

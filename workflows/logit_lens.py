@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from ..stages.forward.model import Model
     from ..store import PackedTokens
+    from .report import Element
 
 __all__ = ["LogitLens", "Settings"]
 
@@ -37,7 +38,7 @@ TOP = 10
 
 
 ROWS = 12
-"""Prompts listed in the table of answers."""
+"""Prompts listed in the table of answers, and to choose from on a page."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,49 @@ class LogitLens(Workflow):
                 )
             )
         return files
+
+    def elements(self) -> list[Element]:
+        """The lens on each of the first prompts, and where the answers of all prompts appear."""
+        from .report import Choice, Lens, from_rich
+
+        def lens(i: int) -> Element:
+            return Lens.of(self.prompt(i), self.vocabulary, title="")
+
+        found: list[Element] = [
+            Choice(
+                title=f"What each layer of {self.subject.name} would say next",
+                caption="The residual stream after each layer, read with the model's own final norm and "
+                "unembedding. Click a cell to pin it.",
+                sources=("lens", "readout"),
+                name="prompt",
+                options=tuple((self.texts[i], lens(i)) for i in range(min(ROWS, len(self.texts)))),
+            )
+        ]
+        answers = self.answers()
+        if answers.sizes["prompt"] > 1:
+            found.append(self._curves(answers))
+        return [*found, *map(from_rich, self.tables())]
+
+    def _curves(self, answers: xr.Dataset) -> Element:
+        """How many prompts have their answer among the first tokens, and how likely it is, by layer."""
+        from .report import Line, Lines
+
+        rank = answers["target_rank"].transpose("layer", "prompt").values
+        probability = np.exp(answers["target_logprob"].transpose("layer", "prompt").values)
+        return Lines(
+            title="Where the answers appear",
+            caption=f"{rank.shape[1]:,} prompts, at their last token.",
+            sources=("lens",),
+            x=tuple(answers["layer"].values.tolist()),
+            x_name="layer",
+            y_name="share of prompts",
+            low=0.0,
+            high=1.0,
+            lines=(
+                *(Line(f"answer in the top {k}", (rank <= k).mean(axis=1)) for k in (TOP, 5, 1)),
+                Line("median probability of the answer", np.median(probability, axis=1), control=True),
+            ),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Per prompt the fields of candle-mi's example, plus entropy and KL; and where it all comes from."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..pipeline.nodes import ResultNode
     from ..stages.forward.model import Model
     from ..store import Store
+    from .report import Element
 
 __all__ = ["Workflow", "read_settings", "setting"]
 
@@ -47,6 +48,8 @@ class Workflow:
     settings: Any
     nodes: Mapping[str, ResultNode]
     """What is computed, by name; the graph below hangs on their inputs."""
+    store: Store | None = None
+    """Where the results lie, once `run`."""
 
     def __init__(self, settings: Any, model: Model | None = None) -> None:
         """model: a loaded one to use in place of the one `settings` names."""
@@ -63,6 +66,7 @@ class Workflow:
         from ..pipeline import run
 
         run(self.nodes.values(), store, **options)
+        self.store = store
         self._results = {name: node.open(store) for name, node in self.nodes.items()}
         keys = {name: node.key(store) for name, node in self.nodes.items()}
         self._keys = {name: key.digest for name, key in keys.items() if key is not None}
@@ -119,6 +123,22 @@ class Workflow:
     def to_json(self) -> dict[str, Any]:
         """What came out as plain JSON values, with the settings and the keys of the results."""
         raise NotImplementedError
+
+    def elements(self) -> list[Element]:
+        """What came out, for a page: the tables, unless a workflow has more to look into. Figures and how
+        it all was made are added by the page itself (report/DESIGN.md)."""
+        from .report import from_rich
+
+        return [from_rich(table) for table in self.tables()]
+
+    def report(self, path: str | Path) -> Path:
+        """One self-contained HTML page at `path`, to be opened offline; a page of the same results is kept.
+
+        Raises ConfigError for a path that cannot become a file.
+        """
+        from .report.page import write
+
+        return write(self, Path(path))
 
     def render(self, console: Console, folder: Path | None = None) -> list[Path]:
         """Print the tables, and write figures into `folder` unless it is None; returns the files."""

@@ -1,0 +1,123 @@
+// Curves over a common x: a cursor on the nearest point tells the value of every curve there.
+
+const MARGIN = { left: 52, right: 16, top: 10, bottom: 38 }, HEIGHT = 300, TOLD = 14;
+
+/** Round numbers that divide low..high into about `count` steps. */
+function ticks(low, high, count) {
+  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((times) => times * power >= rough * 0.999);
+  const found = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(Number((i * step).toPrecision(12)));
+  return found;
+}
+
+DRAW.lines = (host, data) => {
+  const curves = data.lines.map((line) => ({ ...line, points: decode(line.values) }));
+  const labelled = typeof data.x[0] === "string";
+  const xs = labelled ? data.x.map((_, i) => i) : data.x;
+  let [low, high] = extent(curves.flatMap((curve) => [...extent(curve.points.values)]));
+  low = Math.min(low, data.low ?? low);
+  high = Math.max(high, data.high ?? high);
+  if (low === high) high = low + 1;
+  const box = make("div", { class: "curves" });
+  host.append(box);
+  let cursor = null, place = { x: () => 0, y: () => 0 };
+  const colour = (i) => (curves[i].control ? getComputedStyle(host).getPropertyValue("--faint") : LINE_COLOURS[mode()][curves.slice(0, i).filter((c) => !c.control).length % 8]);
+  const exact = (curve, i) => told(curve.points.values[i], data.unit, curve.points.digits);
+
+  function draw() {
+    const wide = host.clientWidth || 700;
+    const [from, to] = [xs[0], xs[xs.length - 1]];
+    place.x = (x) => MARGIN.left + (to === from ? 0.5 : (x - from) / (to - from)) * (wide - MARGIN.left - MARGIN.right);
+    place.y = (y) => MARGIN.top + ((high - y) / (high - low)) * (HEIGHT - MARGIN.top - MARGIN.bottom);
+    const svg = make("svg", { viewBox: `0 0 ${wide} ${HEIGHT}`, height: HEIGHT, tabindex: 0, role: "application",
+      "aria-label": `${data.y_name} by ${data.x_name}, ${curves.length} curves; left and right arrow keys move` });
+    for (const y of ticks(low, high, 5)) {
+      svg.append(make("line", { class: y === 0 ? "zero" : "axis", x1: MARGIN.left, x2: wide - MARGIN.right, y1: place.y(y), y2: place.y(y) }),
+        make("text", { x: MARGIN.left - 8, y: place.y(y) + 4, "text-anchor": "end" }, told(y)));
+    }
+    const count = Math.max(2, Math.floor(wide / 70));
+    const every = Math.ceil(xs.length / count);
+    const whole = !labelled && xs.every((x) => Number.isInteger(x));
+    const marks = labelled ? xs.filter((_, i) => i % every === 0) : from === to ? [from] : ticks(from, to, count).filter((x) => !whole || Number.isInteger(x));
+    for (const x of marks) {
+      const text = make("text", { x: place.x(x), y: HEIGHT - MARGIN.bottom + 18, "text-anchor": "middle" }, labelled ? fitted(data.x[x], 66) : told(x));
+      svg.append(text);
+    }
+    svg.append(make("text", { x: wide - MARGIN.right, y: HEIGHT - 4, "text-anchor": "end" }, data.x_name));
+    curves.forEach((curve, i) => {
+      let path = "", open = false;
+      xs.forEach((x, n) => {
+        const y = curve.points.values[n];
+        if (Number.isFinite(y)) path += `${open ? "L" : "M"}${place.x(x).toFixed(1)} ${place.y(y).toFixed(1)}`;
+        open = Number.isFinite(y);
+      });
+      svg.append(make("path", { d: path, fill: "none", stroke: colour(i), "stroke-width": curve.control ? 1.5 : 2.2,
+        "stroke-dasharray": curve.control ? "5 4" : null, "stroke-linejoin": "round" }));
+      if (xs.length <= 24) xs.forEach((x, n) => Number.isFinite(curve.points.values[n]) &&
+        svg.append(make("circle", { cx: place.x(x), cy: place.y(curve.points.values[n]), r: curve.control ? 2 : 3, fill: colour(i) })));
+    });
+    cursor = make("g");
+    svg.append(cursor);
+    svg.addEventListener("pointermove", (event) => {
+      const x = event.clientX - svg.getBoundingClientRect().left;
+      at(nearest(x), event.clientY, false);
+    });
+    svg.addEventListener("pointerleave", clear);
+    svg.addEventListener("blur", clear);
+    svg.addEventListener("keydown", (event) => {
+      const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (!step) return;
+      event.preventDefault();
+      at(Math.min(xs.length - 1, Math.max(0, (here ?? -step) + step)), null, true);
+    });
+    box.replaceChildren(svg);
+  }
+
+  let here = null;
+  const nearest = (pixel) => xs.reduce((best, x, i) => (Math.abs(place.x(x) - pixel) < Math.abs(place.x(xs[best]) - pixel) ? i : best), 0);
+
+  function at(i, pointer, loud) {
+    here = i;
+    const x = place.x(xs[i]), area = box.getBoundingClientRect();
+    const shown = curves.map((curve, n) => [curve, n]).filter(([curve]) => Number.isFinite(curve.points.values[i]));
+    if (shown.length > TOLD) {
+      const y = pointer === null ? HEIGHT / 2 : pointer - area.top;
+      shown.sort((a, b) => Math.abs(place.y(a[0].points.values[i]) - y) - Math.abs(place.y(b[0].points.values[i]) - y));
+      shown.length = TOLD;
+    }
+    shown.sort((a, b) => b[0].points.values[i] - a[0].points.values[i]);
+    cursor.replaceChildren(make("line", { class: "cursor", x1: x, x2: x, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }),
+      ...shown.map(([curve, n]) => make("circle", { cx: x, cy: place.y(curve.points.values[i]), r: 4, fill: colour(n) })));
+    const where = `${data.x_name} ${labelled ? data.x[i] : told(xs[i])}`;
+    const rows = shown.flatMap(([curve, n]) => {
+      const swatch = make("i");
+      swatch.style.borderColor = colour(n);
+      return [swatch, make("span", {}, curve.name), make("b", {}, exact(curve, i))];
+    });
+    const y = shown.length ? Math.min(...shown.map(([curve]) => place.y(curve.points.values[i]))) : HEIGHT / 2;
+    showTip({ left: area.left + x, right: area.left + x, top: area.top + y, bottom: area.top + y },
+      [make("div", { class: "where" }, `${where} · ${data.y_name}`), make("div", { class: "series" }, ...rows)],
+      loud ? `${where}: ${shown.map(([curve]) => `${curve.name} ${exact(curve, i)}`).join(", ")}` : "");
+  }
+
+  function clear() {
+    here = null;
+    cursor.replaceChildren();
+    hideTip();
+  }
+
+  const keys = make("ul", { class: "keys" });
+  host.append(keys);
+  function key() {
+    keys.replaceChildren(...curves.map((curve, i) => {
+      const swatch = make("i", { class: curve.control ? "control" : "" });
+      swatch.style.borderColor = colour(i);
+      return make("li", {}, swatch, curve.name);
+    }), make("li", { class: "dim" }, `up: ${data.y_name}${data.unit ? ` (${data.unit})` : ""}`));
+  }
+  const both = () => { draw(); key(); };
+  redraws.add(both);
+  new ResizeObserver(draw).observe(host);
+  both();
+};

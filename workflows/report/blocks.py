@@ -1,0 +1,85 @@
+"""Arrays and elements as JSON: numbers in compact base64 blocks, everything else as it is.
+
+Border: numpy values in, plain values out; knows no page. `core.js` reads a block back (`decode`).
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["block", "compact", "plain", "size"]
+
+MANY = 1 << 20
+"""Values above which float32 becomes float16: three digits of each are plenty to look at."""
+_HALF = 65504.0  # the largest float16
+_INTEGERS = (np.uint8, np.int8, np.uint16, np.int16, np.int32)
+
+Array = npt.NDArray[Any]
+
+
+def compact(values: Array) -> Array:
+    """The array in the smallest dtype that a page can read and that still tells it, little-endian.
+
+    Floats become float32, or float16 where they are more than `MANY` and none is too large for it; integers
+    the narrowest kind that holds them all. OverflowError for integers beyond 32 bits.
+
+    >>> compact(np.array([0, 255])).dtype, compact(np.array([-1, 300])).dtype, compact(np.array([0.1])).dtype
+    (dtype('uint8'), dtype('int16'), dtype('float32'))
+    """
+    array = np.asarray(values)
+    if array.dtype.kind == "b":
+        return array.astype(np.uint8)
+    if array.dtype.kind in "iu":
+        low, high = (int(array.min()), int(array.max())) if array.size else (0, 0)
+        for kind in _INTEGERS:
+            if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max:
+                return array.astype(np.dtype(kind).newbyteorder("<"))
+        raise OverflowError(f"expected integers of at most 32 bits, found {low} to {high}")
+    array = array.astype("<f4")
+    if array.size <= MANY:
+        return array
+    finite = array[np.isfinite(array)]
+    return array.astype("<f2") if not finite.size or np.abs(finite).max() <= _HALF else array
+
+
+def block(values: Array) -> dict[str, Any]:
+    """An array as JSON holds it: dtype as numpy writes it, shape, and its bytes in C order as base64."""
+    array = np.ascontiguousarray(compact(values))
+    data = base64.b64encode(array.tobytes()).decode("ascii")
+    return {"dtype": array.dtype.str, "shape": list(array.shape), "data": data}
+
+
+def plain(value: Any) -> Any:
+    """Arrays as blocks, dataclasses as dicts, tuples as lists; a float that is no number becomes null."""
+    if isinstance(value, np.ndarray):
+        return block(value)
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def size(value: Any) -> int:
+    """Bytes a value takes on a page, to within what its tags take."""
+    if isinstance(value, np.ndarray):
+        return 4 * compact(value).nbytes // 3
+    if isinstance(value, bytes):
+        return 4 * len(value) // 3
+    if isinstance(value, str):
+        return len(value.encode()) + 4
+    if dataclasses.is_dataclass(value):
+        return sum(size(getattr(value, field.name)) for field in dataclasses.fields(value))
+    if isinstance(value, (list, tuple)):
+        return sum(map(size, value))
+    return 8

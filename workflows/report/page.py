@@ -1,0 +1,154 @@
+"""One self-contained page per workflow: what was asked, what came out, how it was made.
+
+Border: asks a workflow for its elements and figures and writes them down; what is shown is the workflow's
+business, how it looks that of assets/. Nothing is loaded from anywhere: styles, script, numbers and figures
+are in the file, and its content security policy forbids every request.
+
+The same results give the same bytes. The time on a page is when a result was computed, never when the page
+was written.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import tempfile
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ... import __version__
+from ...store.errors import ConfigError, MissingExtra
+from .blocks import plain, size
+from .elements import Element, Picture
+from .recipe import asked, command, made
+
+if TYPE_CHECKING:
+    from ..workflow import Workflow
+
+__all__ = ["LIMIT", "check_output", "render", "write"]
+
+LIMIT = 20 << 20
+"""Bytes of what may be embedded; browsers open more, but not gladly."""
+SCRIPTS = ("core.js", "grid.js", "heatmap.js", "lines.js", "lens.js", "attention.js", "start.js")
+"""Parts of the one script of a page, in order; `start.js` draws what the others know to draw."""
+
+
+def write(workflow: Workflow, path: Path) -> Path:
+    """The page of a workflow that has run, at `path`; a file that holds it already is left alone.
+
+    Written beside and moved, so that a file under that name is always whole. Raises ConfigError for a path
+    that cannot become a file.
+    """
+    check_output(path)
+    text = render(workflow).encode()
+    if path.is_file() and path.read_bytes() == text:
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(text)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def check_output(path: Path) -> None:
+    """Raise ConfigError when nothing can be written at `path`; to be asked before hours of computing."""
+    if path.is_dir():
+        raise ConfigError(
+            f"expected a file to write, such as {path / 'report.html'}, found the folder {path}"
+        )
+    folder = next(parent for parent in (path.absolute().parents) if parent.exists())
+    if not folder.is_dir():
+        raise ConfigError(f"expected a folder for {path.name}, found the file {folder}; choose another path")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"expected a folder that can be written, found {folder}; choose another path")
+
+
+def render(workflow: Workflow) -> str:
+    """The page as HTML."""
+    pictures, missing = _pictures(workflow)
+    elements, pictures = _fitted(workflow.elements(), pictures)
+    style, script = _asset("report.css"), _script()
+    text: str = (
+        _environment()
+        .from_string(_asset("page.html"))
+        .render(
+            workflow=workflow,
+            version=__version__,
+            seconds=workflow.header()["total_time_secs"],
+            settings=asked(workflow.settings),
+            command=command(workflow),
+            elements=elements,
+            pictures=pictures,
+            missing=missing,
+            made=made(workflow),
+            style=style,
+            script=script,
+            policy=_policy(style, script),
+        )
+    )
+    return text
+
+
+def _pictures(workflow: Workflow) -> tuple[list[Element], str]:
+    """The workflow's figures, and, where they cannot be drawn, why."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            drawn = workflow.draw(Path(folder))
+        except MissingExtra as error:
+            return [], str(error)
+        return [
+            Picture(title=path.stem, png=path.read_bytes(), alt=f"{workflow.question} Figure {path.stem}.")
+            for path in drawn
+        ], ""
+
+
+def _fitted(*groups: list[Element]) -> list[list[Element]]:
+    """Every element, or what of it fits; what comes first has the room first."""
+    room, found = LIMIT, []
+    for group in groups:
+        kept = []
+        for element in group:
+            kept.append(element.within(room))
+            room = max(0, room - size(kept[-1]))
+        found.append(kept)
+    return found
+
+
+@cache
+def _environment() -> Any:
+    import jinja2
+
+    found = jinja2.Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    found.filters["plain"] = plain
+    found.filters["base64"] = lambda data: base64.b64encode(data).decode("ascii")
+    return found
+
+
+def _asset(name: str) -> str:
+    return files(__package__).joinpath("assets", name).read_text("utf-8")
+
+
+def _script() -> str:
+    return "(() => {\n" + "\n".join(map(_asset, SCRIPTS)) + "})();\n"
+
+
+def _policy(*inline: str) -> str:
+    """What a browser may do with the page: apply this style, run this script, show what is embedded."""
+    style, script = (_hash(text) for text in inline)
+    allowed = f"style-src {style}; script-src {script}; img-src data:"
+    return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
