@@ -38,6 +38,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: F.silu(x, inplace=True),
+    "relu": lambda x: F.relu(x, inplace=True),
+}
+"""Same bits, no new tensor: the widest of a layer, whose fresh pages cost more than the function."""
 
 
 class Decoder:
@@ -130,12 +135,13 @@ class Decoder:
         else:
             gate = None if weights.gate is None else linear(x, weights.gate)
             up = linear(x, weights.up)
-        if gate is None:
-            inner = self._activation(taps("mlp_pre_act", layer, up))
-        else:
-            inner = self._activation(taps("mlp_pre_act", layer, gate))
-            # In place: this is the widest tensor of a layer, and nobody else has seen it.
-            inner.mul_(taps("mlp_pre_linear", layer, up))
+        activated = up if gate is None else gate
+        act = self._activation
+        if not taps.touches(layer, "mlp_pre_act"):
+            act = IN_PLACE.get(self.config.activation, act)
+        inner = act(taps("mlp_pre_act", layer, activated))
+        if gate is not None:
+            inner.mul_(taps("mlp_pre_linear", layer, up))  # nobody else has seen it
         return linear(taps("mlp_post_act", layer, inner), weights.down)
 
     def finish(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
