@@ -209,7 +209,7 @@ class ActivationPatchingTrace(Workflow):
 
         found: list[Element] = []
         for i in range(len(self.traced)):
-            found += [self._grids(i), from_rich(self._table(i))]
+            found += [self._grids(i), from_rich(self._table(i), sources=(f"pair_{i}",))]
         return found
 
     def _grids(self, i: int) -> Element:
@@ -219,7 +219,6 @@ class ActivationPatchingTrace(Workflow):
         start, last = traced.subject
         tokens = tuple(named(self.subject, traced.corrupted_ids))
         layers = [str(layer) for layer in percent["layer"].values]
-        high = float(percent.max())
         grids = {
             str(kind): Heatmap(
                 values=percent.sel(kind=kind).transpose("layer", "position").values,
@@ -228,18 +227,20 @@ class ActivationPatchingTrace(Workflow):
                 column_name="token",
                 value_name=f"recovered by patching {kind}",
                 unit="%",
-                low=min(0.0, float(percent.min())),
-                high=max(100.0, high),
+                low=-100.0,
+                high=100.0,
+                diverging=True,
                 upward=True,
-                marked=tuple((row, p) for row in range(len(layers)) for p in range(start, last + 1)),
-                mark="where the prompts differ",
+                framed=((0, start, len(layers) - 1, last),),
+                frame_name="where the prompts differ",
             )
             for kind in percent["kind"].values
         }
         return Choice(
             title=f"{traced.clean!r} put into {traced.corrupted!r}",
             caption="Share of the clean prediction that comes back when one state of the clean run replaces "
-            "that of the corrupted one; 0 % as corrupted, 100 % as clean, not clipped.",
+            "that of the corrupted one; 0 % as corrupted, 100 % as clean, "
+            "below 0 % farther off than corrupted.",
             sources=(f"pair_{i}",),
             name="patched",
             options=tuple(grids.items()),
