@@ -129,8 +129,8 @@ class AttentionPatterns(Workflow):
         return [
             Attention(
                 title=f"Who looks where in {self.prompt!r}",
-                caption="Point at a token, or walk with the arrow keys. Weights of a token sum to 1 over what "
-                "it reads; a head's weights alone do not say what it does with them.",
+                caption="Point at a token, or walk with the arrow keys. The weights of a token sum to 1 over "
+                "what it reads; weights alone do not say what a head does with them.",
                 tokens=tuple(map(format_token, self.tokens)),
                 layers=layers,
                 pattern=pattern.values,
