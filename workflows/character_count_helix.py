@@ -181,116 +181,76 @@ class CharacterCountHelix(Workflow):
         return [self.figure(folder / f"character_count_helix_L{self.layer}.png", page)]
 
     def elements(self) -> list[Element]:
-        """All layers: read-out and variance; and layer by layer the cosines, the ringing, the curve."""
+        """Layer by layer the ringing, the cosines and the curve; of all layers the read-out and variance."""
         from .report import Choice, Line, Lines, from_rich
 
-        layers = self.geometry["layer"].values.tolist()
-        ratio = self.geometry["explained_variance_ratio"].transpose("layer", "component").values
-        by_layer: dict[str, Any] = {"x": tuple(layers), "x_name": "layer", "low": 0.0, "high": 1.0}
-        shares = [Line(f"PC1 to PC{k}", ratio[:, :k].sum(axis=1)) for k in (1, 2, 3, ratio.shape[1])]
-        r2 = self.r2.sel(layer=layers)
-        readout = Lines(
-            title="Can the count be read off linearly?",
-            caption="R² of a linear read-out on prompts it was not fitted to.",
-            sources=("decodability",),
-            y_name="R²",
-            lines=(
-                Line("true counts", r2.sel(counts="true").values),
-                Line("shuffled counts", r2.sel(counts="shuffled").values, control=True),
+        layers = tuple(self.geometry["layer"].values.tolist())
+        views = {
+            "Ringing": ("Mean cosine of two mean states by how far apart they are.", self._ringing),
+            "Cosine between the means of two counts": (
+                "Bands beside the diagonal: the curve turns away, and comes round again.",
+                self._cosines,
             ),
-            **by_layer,
-        )
-        variance = Lines(
-            title="How few dimensions hold the means?",
-            caption="Share of the variance of the mean states in their leading components.",
-            sources=("geometry",),
-            y_name="share of variance",
-            lines=tuple(shares),
-            **by_layer,
-        )
-        views: list[Element] = [
+            "The curve, one component at a time": (
+                "Mean states projected on their principal components.",
+                self._projections,
+            ),
+        }
+        choices = [
             Choice(
                 title=title,
                 caption=caption,
-                sources=sources,
+                sources=("geometry", "control") if title == "Ringing" else ("geometry",),
                 name="layer",
                 options=tuple((str(layer), view(layer)) for layer in layers),
                 start=layers.index(self.layer),
             )
-            for title, caption, sources, view in (
-                (
-                    "Ringing",
-                    "Mean cosine of two mean states by how many characters apart they are.",
-                    ("geometry", "control"),
-                    self._ringing,
-                ),
-                (
-                    "Cosine between the means of two counts",
-                    "Bands beside the diagonal: the curve turns away, and comes round again.",
-                    ("geometry",),
-                    self._cosines,
-                ),
-                (
-                    "The curve, one component at a time",
-                    "Mean states projected on their principal components.",
-                    ("geometry",),
-                    self._projections,
-                ),
+            for title, (caption, view) in views.items()
+        ]
+        ratio = self.geometry["explained_variance_ratio"].transpose("layer", "component").values
+        shares = [Line(f"PC1 to PC{k}", ratio[:, :k].sum(axis=1)) for k in (1, 2, 3, ratio.shape[1])]
+        scores = {name: self.r2.sel(layer=list(layers), counts=name).values for name in ("true", "shuffled")}
+        readout = Line("true counts", scores["true"]), Line("shuffled", scores["shuffled"], control=True)
+        by_layer = [
+            Lines(x=layers, x_name="layer", y_name=name, title=title, lines=lines, low=0.0, high=1.0)
+            for title, name, lines in (
+                ("Can the count be read off linearly?", "R² on held-out prompts", readout),
+                ("How few dimensions hold the means?", "share of their variance", tuple(shares)),
             )
         ]
         layers_table, ringing_table = map(from_rich, self.tables())
-        return [layers_table, *views, readout, variance, ringing_table]
+        return [layers_table, *choices, *by_layer, ringing_table]
 
     def _ringing(self, layer: int) -> Element:
         from .report import Line, Lines
 
-        part, control = self.geometry.sel(layer=layer), self.control.sel(layer=layer)
-        offsets = part["offset"].values
+        part, control = (of.sel(layer=layer)["ringing"] for of in (self.geometry, self.control))
         return Lines(
-            x=tuple(offsets.tolist()),
+            x=tuple(part["offset"].values.tolist()),
             x_name="characters apart",
             y_name="mean cosine",
             low=-1.0,
             high=1.0,
             lines=(
-                Line("true counts", part["ringing"].values),
-                Line("shuffled counts", control["ringing"].reindex(offset=offsets).values, control=True),
+                Line("true counts", part.values),
+                Line("shuffled counts", control.reindex(offset=part["offset"]).values, control=True),
             ),
         )
 
     def _cosines(self, layer: int) -> Element:
         from .report import Heatmap
 
-        part = self.geometry.sel(layer=layer)
-        counts = tuple(str(count) for count in part["count"].values)
-        return Heatmap(
-            values=part["cosine"].values,
-            rows=counts,
-            columns=counts,
-            row_name="count",
-            column_name="count",
-            value_name="cosine",
-            low=-1.0,
-            high=1.0,
-            diverging=True,
-            upward=True,
-        )
+        cosine = self.geometry["cosine"].sel(layer=layer)
+        counts = tuple(str(count) for count in self.geometry["count"].values)
+        named = {"rows": counts, "columns": counts, "row_name": "count", "column_name": "count"}
+        return Heatmap.of(cosine, **named, low=-1.0, high=1.0, diverging=True, upward=True)
 
     def _projections(self, layer: int) -> Element:
-        from .report import Line, Lines
+        from .report import Lines
 
-        part = self.geometry.sel(layer=layer)
-        values = part["projection"].transpose("component", "count").values
-        ratio = part["explained_variance_ratio"].values
-        return Lines(
-            x=tuple(part["count"].values.tolist()),
-            x_name="characters since the line began",
-            y_name="projection",
-            lines=tuple(
-                Line(f"PC{i + 1} ({share:.0%} of variance)", row)
-                for i, (row, share) in enumerate(zip(values[:4], ratio, strict=False))
-            ),
-        )
+        curve = self.geometry["projection"].sel(layer=layer).transpose("component", "count")[:4]
+        curve = curve.assign_coords(component=np.arange(1, len(curve) + 1))
+        return Lines.of(curve, x_name="characters since the line began")
 
     def to_json(self) -> dict[str, Any]:
         """Per layer the fields of candle-mi's example, the ringing, and the controls; and where it comes
