@@ -20,7 +20,7 @@ import numpy as np
 
 from ..stages.forward.edges import KnockoutSpec
 from ..stages.knockout import EdgeKnockout, HeadKnockout
-from ..stages.lens import format_probability
+from ..stages.lens import format_probability, format_token
 from ..stages.positions import position_of
 from ..store.errors import ConfigError
 from .answers import (
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..stages.forward.model import Model
+    from .report import Element
 
 __all__ = ["AttentionKnockout", "Settings"]
 
@@ -144,6 +145,35 @@ class AttentionKnockout(Workflow):
                     footer=self.footer,
                 ),
             )
+        ]
+
+    def elements(self) -> list[Element]:
+        """The one edge; every key and every head in its place."""
+        from .report import Heatmap, from_rich
+
+        if not self.settings.sweep:
+            return super().elements()
+        query, key = self.edge
+        names = [f"{format_token(token)} ({i})" for i, token in enumerate(self.tokens)]
+        columns = tuple(names[place] for place in self.edges["key"].values.tolist())
+        told, sweep = map(from_rich, self.tables())
+        return [
+            told,
+            Heatmap.of(
+                self.edges["kl"].transpose("layer", "edge"),
+                title=f"What is lost when {names[query]} may not read a key",
+                sources=("edges",),
+                columns=columns,
+                column_name="key",
+                low=0.0,
+            ),
+            Heatmap.of(
+                self.heads["kl"].transpose("layer", "head"),
+                title=f"What is lost when {names[query]} may not read {names[key]} in one head",
+                sources=("heads",),
+                low=0.0,
+            ),
+            sweep,
         ]
 
     def to_json(self) -> dict[str, Any]:
