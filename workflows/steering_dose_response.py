@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..stages.forward.model import Model
+    from .report import Element
 
 __all__ = ["Settings", "SteeringDoseResponse"]
 
@@ -193,6 +194,18 @@ class SteeringDoseResponse(Workflow):
                 ),
             )
         ]
+
+    def elements(self) -> list[Element]:
+        """The doses at the one layer, and every layer's curves."""
+        from .report import Lines, from_rich
+
+        names = [f"{self.tokens[place]!r} ({place})" for place in self.edge]
+        titles = {"attention": f"How much {names[0]} then reads {names[1]}", "kl": "How far the answer moves"}
+        curves = [
+            Lines.of(self.response[name].transpose("layer", "dose"), title=title, low=0.0)
+            for name, title in titles.items()
+        ]
+        return [*map(from_rich, self.tables()), *curves]
 
     def to_json(self) -> dict[str, Any]:
         """What candle-mi's example prints, as fields, and where it all comes from."""
