@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..stages.forward.model import Model
+    from .report import Element
 
 __all__ = ["Case", "Settings", "SteeringConvergence"]
 
@@ -175,6 +176,36 @@ class SteeringConvergence(Workflow):
             self.figure(folder / f"steering_convergence{name}.png", partial(page, i))
             for i, name in enumerate(names)
         ]
+
+    def elements(self) -> list[Element]:
+        """The first case: its tables, cosines by layer for every strength, and how far the answer moves."""
+        from .report import Choice, Heatmap, Lines
+
+        found = self.answer(0).found.rename(layer="pushed_at")
+        cosines = tuple(
+            (
+                f"{strength:g}",
+                Heatmap.of(
+                    found["similarity"].sel(strength=strength).transpose("pushed_at", "read_layer"),
+                    low=-1.0,
+                    high=1.0,
+                    diverging=True,
+                    upward=True,
+                ),
+            )
+            for strength in found["strength"].values.tolist()
+        )
+        matrix = Choice(
+            title="How far from its way is a state that was pushed?",
+            caption="Cosine with the undisturbed run, by the layer pushed and the layer read above it.",
+            name="strength",
+            options=cosines,
+            start=[label for label, _ in cosines].index("1"),
+        )
+        kl = Lines.of(
+            found["kl"].transpose("pushed_at", "strength"), title="How far the answer moves", low=0.0
+        )
+        return [*super().elements(), matrix, kl]
 
     def to_json(self) -> dict[str, Any]:
         """The fields of candle-mi's example; for a batch one such document per case, under `results`."""
