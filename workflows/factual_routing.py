@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..stages.forward.model import Model
+    from .report import Element
 
 __all__ = ["Routing", "Settings"]
 
@@ -138,6 +139,28 @@ class Routing(Workflow):
                 ),
             )
         ]
+
+    def elements(self) -> list[Element]:
+        """Which heads move, by the block patched; and the tables."""
+        from .report import Choice, Heatmap
+
+        mean = abs(self.routing["delta"]).mean("pair")
+        mean.attrs = {"units": "1", "long_name": "mean change of attention to the fact"}
+        high = float(mean.max())
+        blocks = tuple(
+            (
+                layers_told(layers),
+                Heatmap.of(mean.isel(block=i).transpose("layer", "head"), low=0.0, high=high),
+            )
+            for i, layers in enumerate(self.blocks)
+        )
+        moved = Choice(
+            title="Which heads look elsewhere when the subject is patched?",
+            caption=f"Absolute change of the last token's attention, mean of {len(self.pairs)} pairs.",
+            name="layers patched",
+            options=blocks,
+        )
+        return [moved, *super().elements()]
 
     def to_json(self) -> dict[str, Any]:
         """The fields of candle-mi's example, without its clock, and where it all comes from."""
