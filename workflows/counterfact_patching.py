@@ -31,10 +31,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..stages.forward.model import Model
+    from .report import Element
 
 __all__ = ["CounterFactPatches", "Settings", "layers_told", "share"]
 
 TYPES = ("fact", "fact_final", "other")
+PAIRS = 12
+"""Pairs to choose from on a page."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,44 @@ class CounterFactPatches(Workflow):
                 ),
             )
         ]
+
+    def elements(self) -> list[Element]:
+        """The table, and of each of the first pairs how far every patch moves the next word."""
+        from .report import Choice
+
+        pairs = tuple((each.label, self._map(i)) for i, each in enumerate(self.pairs[:PAIRS]))
+        maps = Choice(
+            title="How far does a patch move the next word?",
+            caption="One position, in one block of layers, taken from the counterfactual prompt.",
+            name="pair",
+            options=pairs,
+        )
+        return [*super().elements(), maps]
+
+    def _map(self, i: int) -> Element:
+        """KL of every patch of a pair, block by position."""
+        from .report import Heatmap
+
+        own = self.patches.isel(patch=np.flatnonzero(self.patches["pair_of"].values == i))
+        tokens = named(self.subject, self.pairs[i].pair.original)
+        place = own["block"].values, own["position"].values
+        kl = np.full((len(self.blocks), len(tokens)), np.nan)
+        kl[place] = own["kl"].values
+        changed = own["is_different"].values
+        cells = zip(*(axis[changed].tolist() for axis in place), strict=True)
+        return Heatmap(
+            values=kl,
+            rows=tuple(map(layers_told, self.blocks)),
+            columns=tuple(tokens),
+            row_name="layers",
+            column_name="token",
+            value_name=str(own["kl"].attrs["long_name"]),
+            unit="nats",
+            low=0.0,
+            upward=True,
+            framed=tuple((row, column, row, column) for row, column in cells),
+            frame_name="the next word changes",
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The fields of candle-mi's example, without its clock, and where it all comes from."""
