@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ..stages.forward.generate import NewToken
     from ..stages.forward.model import Model
     from ..store import Store
+    from .report import Element
 
 __all__ = ["Generate", "Settings"]
 
@@ -174,6 +175,29 @@ class Generate(Workflow):
             )
 
         return [self.figure(folder / "generate.png", page)]
+
+    def elements(self) -> list[Element]:
+        """What came after each prompt, token by token."""
+        from .report import Text, Tokens
+
+        shown = [
+            ("", self.generation),
+            *([] if self.unchanged is None else [("unchanged: ", self.unchanged)]),
+        ]
+        texts = []
+        for row, text in enumerate(self.texts):
+            for word, found in shown:
+                one = _one(found, row)
+                said = tuple(map(format_token, named(self.subject, one["token_id"].values)))
+                texts.append(Text(said, np.exp(one["logprob"].values), f"{word}{_tail(text)}"))
+        tokens = Tokens(
+            title="How sure of each token?",
+            texts=tuple(texts),
+            value_name="probability of the token when it was chosen",
+            low=0.0,
+            high=1.0,
+        )
+        return [tokens, *super().elements()]
 
     def to_json(self) -> dict[str, Any]:
         """Per prompt the fields of candle-mi's GenerationResult, tokens, probabilities and why it ended."""
