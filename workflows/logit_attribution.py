@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from ..stages.forward.model import Model
     from ..store import PackedTokens
+    from .report import Element
 
 __all__ = ["LogitAttribution", "Settings"]
 
@@ -244,6 +245,36 @@ class LogitAttribution(Workflow):
         if len(self.texts) > 1:
             files.append(self.figure(folder / "logit_attribution_mean.png", mean))
         return files
+
+    def elements(self) -> list[Element]:
+        """Shares by layer and by head, of the mean and of each of the first prompts; and the tables."""
+        from .report import Choice, Heatmap, Line, Lines
+
+        of_prompts = [(self.texts[i], self.shares.isel(prompt=i)) for i in range(min(ROWS, len(self.texts)))]
+        mean = self.shares[["head_share", "attn_share", "mlp_share"]].mean("prompt", keep_attrs=True)
+        parts = [("mean of all", mean), *of_prompts] if len(self.texts) > 1 else of_prompts
+
+        def heads(part: xr.Dataset) -> Element:
+            return Heatmap.of(part["head_share"].transpose("layer", "head"), diverging=True)
+
+        def layers(part: xr.Dataset) -> Element:
+            curves = (Line("attention", part["attn_share"].values), Line("MLP", part["mlp_share"].values))
+            x = tuple(part["layer"].values.tolist())
+            return Lines(x=x, x_name="layer", y_name="share", unit="logits", lines=curves)
+
+        views: list[Element] = [
+            Choice(
+                title=title,
+                sources=(source,),
+                name="prompt",
+                options=tuple((text, view(part)) for text, part in parts),
+            )
+            for title, source, view in (
+                ("What each head adds to the answer", "heads", heads),
+                ("What each layer adds to the answer", "layers", layers),
+            )
+        ]
+        return [*views, *super().elements()]
 
     def to_json(self) -> dict[str, Any]:
         """Per prompt the tokens, their logits and every share; "attributed" is what the shares sum to."""
