@@ -9,7 +9,7 @@ See DESIGN.md for what each element shows and how a workflow says what its page 
 from __future__ import annotations
 
 from .elements import Choice, Element, Note, Picture, Table, Values
-from .plots import Attention, Heatmap, Lens, Line, Lines, Measure
+from .plots import Attention, Heatmap, Lens, Line, Lines, Measure, Text, Tokens
 from .tables import from_rich
 
 __all__ = [
@@ -24,6 +24,8 @@ __all__ = [
     "Note",
     "Picture",
     "Table",
+    "Text",
+    "Tokens",
     "Values",
     "from_rich",
 ]

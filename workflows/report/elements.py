@@ -53,10 +53,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Column:
-    """Head of a column; `right` aligns numbers."""
+    """Head of a column; `right` aligns numbers, `wraps` lets prose take several lines."""
 
     name: str
     right: bool = False
+    wraps: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

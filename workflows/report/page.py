@@ -32,7 +32,16 @@ __all__ = ["LIMIT", "check_output", "render", "write"]
 
 LIMIT = 20 << 20
 """Bytes of what may be embedded; browsers open more, but not gladly."""
-SCRIPTS = ("core.js", "grid.js", "heatmap.js", "lines.js", "lens.js", "attention.js", "start.js")
+SCRIPTS = (
+    "core.js",
+    "grid.js",
+    "heatmap.js",
+    "lines.js",
+    "tokens.js",
+    "lens.js",
+    "attention.js",
+    "start.js",
+)
 """Parts of the one script of a page, in order; `start.js` draws what the others know to draw."""
 
 
@@ -80,7 +89,6 @@ def render(workflow: Workflow) -> str:
         .render(
             workflow=workflow,
             version=__version__,
-            seconds=workflow.header()["total_time_secs"],
             settings=asked(workflow.settings),
             command=command(workflow),
             elements=elements,

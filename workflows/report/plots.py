@@ -1,4 +1,4 @@
-"""Elements with numbers to look into: heatmap, lines, logit lens, attention.
+"""Elements with numbers to look into: heatmap, lines, tokens, logit lens, attention.
 
 Border: arrays and labels in the order of the house's axes; what they look like, and what happens under a
 pointer or a key, is in assets/. Each checks at the door that labels and arrays belong together.
@@ -24,7 +24,7 @@ from .elements import Element
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["Attention", "Heatmap", "Lens", "Line", "Lines", "Measure"]
+__all__ = ["Attention", "Heatmap", "Lens", "Line", "Lines", "Measure", "Text", "Tokens"]
 
 Array = npt.NDArray[Any]
 
@@ -36,7 +36,8 @@ class Heatmap(Element):
     rows, columns: labels.  row_name, column_name, value_name, unit: what the tooltip calls them.
     low, high: ends of the colour scale; None takes those of the values.  diverging: colours part at zero, and
     the scale is as long below it as above.  upward: the first row lies at the bottom, as layers do.
-    marked: (row, column) of cells to frame, and what the frame means.
+    framed: blocks of cells with a frame around, each (first row, first column, last row, last column), and
+    what a frame means.
     """
 
     kind: ClassVar[str] = "heatmap"
@@ -52,11 +53,27 @@ class Heatmap(Element):
     high: float | None = None
     diverging: bool = False
     upward: bool = False
-    marked: tuple[tuple[int, int], ...] = ()
-    mark: str = ""
+    framed: tuple[tuple[int, int, int, int], ...] = ()
+    frame_name: str = ""
 
     def __post_init__(self) -> None:
         _expect("values", self.values, (len(self.rows), len(self.columns)))
+
+    @classmethod
+    def of(cls, array: xr.DataArray, **told: Any) -> Heatmap:
+        """From a labelled array of two dims, rows first: names, labels and unit are its own unless `told`.
+        Layers lie upward."""
+        down, across = map(str, array.dims)
+        own = {
+            "rows": _labels(array, down),
+            "columns": _labels(array, across),
+            "row_name": _word(down),
+            "column_name": _word(across),
+            "value_name": _name(array),
+            "unit": _unit(array),
+            "upward": down == "layer",
+        }
+        return cls(**{**own, "values": array.values, **told})
 
 
 @dataclass(frozen=True)
@@ -88,6 +105,55 @@ class Lines(Element):
     def __post_init__(self) -> None:
         for line in self.lines:
             _expect(f"values of {line.name!r}", line.values, (len(self.x),))
+
+    @classmethod
+    def of(cls, array: xr.DataArray, **told: Any) -> Lines:
+        """From a labelled array [curve, x]: a curve per label of its first dim, names and unit its own unless
+        `told`."""
+        by, across = map(str, array.dims)
+        x = array[across].values.tolist()
+        order = np.argsort(x, kind="stable") if not isinstance(x[0], str) else np.arange(len(x))
+        own = {
+            "x": tuple(x[i] for i in order),
+            "x_name": _word(across),
+            "y_name": _name(array),
+            "unit": _unit(array),
+            "lines": tuple(
+                Line(f"{_word(by)} {label}", row[order])
+                for label, row in zip(_labels(array, by), array.values, strict=True)
+            ),
+        }
+        return cls(**{**own, **told})
+
+
+@dataclass(frozen=True)
+class Text:
+    """Tokens in order, and a number for each, NaN where there is none; label: what is written before them."""
+
+    tokens: tuple[str, ...]
+    values: Array
+    label: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens(Element):
+    """Texts whose tokens are shaded by a number: probabilities, activations of a feature, losses.
+
+    low, high, diverging: the colour scale, as for a heatmap, common to all texts.
+    """
+
+    kind: ClassVar[str] = "tokens"
+    is_drawn: ClassVar[bool] = True
+    texts: tuple[Text, ...]
+    value_name: str
+    unit: str = ""
+    low: float | None = None
+    high: float | None = None
+    diverging: bool = False
+
+    def __post_init__(self) -> None:
+        for text in self.texts:
+            _expect(f"values of {text.label!r}", text.values, (len(text.tokens),))
 
 
 @dataclass(frozen=True)
@@ -202,6 +268,23 @@ class Attention(Element):
             layer=self.layer if self.layer in shown else shown[0],
             caption=f"{self.caption} {told}".strip(),
         )
+
+
+def _labels(array: xr.DataArray, dim: str) -> tuple[str, ...]:
+    return tuple(f"{v:g}" if isinstance(v, float) else str(v) for v in array[dim].values.tolist())
+
+
+def _word(dim: str) -> str:
+    return dim.replace("_", " ")
+
+
+def _name(array: xr.DataArray) -> str:
+    return str(array.attrs.get("long_name", "value" if array.name is None else array.name))
+
+
+def _unit(array: xr.DataArray) -> str:
+    unit = str(array.attrs.get("units", ""))
+    return "" if unit == "1" else unit
 
 
 def _expect(name: str, values: Array, shape: tuple[int, ...]) -> None:

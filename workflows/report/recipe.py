@@ -7,6 +7,7 @@ who reads the same store: which host or process computed something is left out.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shlex
 from collections.abc import Iterator, Mapping
@@ -87,26 +88,31 @@ def made(workflow: Workflow) -> list[Made]:
         return []
     with one_look():
         names = _names(workflow.nodes)
-        return [_told(node, name, names, workflow, store) for node, name in names.items()]
+        once = {name: node for node, name in names.items()}
+        return [_told(node, name, names, workflow, store) for name, node in once.items()]
 
 
 def _names(nodes: Mapping[str, ResultNode]) -> dict[Node, str]:
-    """Node -> name, inputs first. Results have the workflow's names."""
+    """Node -> name, inputs first. Results have the workflow's names; equal constants share one."""
     given: dict[Node, str] = {node: name for name, node in nodes.items()}
     found: dict[Node, str] = {}
+    constants: dict[str, str] = {}
     taken = set(given.values())
+
+    def unused(name: str) -> str:
+        tried = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+        return next(each for each in tried if each not in taken)
 
     def visit(node: Node) -> None:
         if node in found:
             return
         for source in node.inputs:
             visit(source)
-        name, number = given.get(node) or node.name, 2
-        if node not in given:
-            while name in taken:
-                name, number = f"{node.name}_{number}", number + 1
-            taken.add(name)
-        found[node] = name
+        content = node.content if isinstance(node, ConstantNode) else None
+        found[node] = given.get(node) or constants.get(content or "") or unused(node.name)
+        taken.add(found[node])
+        if content is not None:
+            constants[content] = found[node]
 
     for node in nodes.values():
         visit(node)

@@ -16,8 +16,8 @@ __all__ = ["from_rich"]
 STYLES = ("bold", "dim", "italic")
 
 
-def from_rich(table: RichTable) -> Table:
-    """What `rich` would print, with its markup as styles of runs."""
+def from_rich(table: RichTable, sources: tuple[str, ...] = ()) -> Table:
+    """What `rich` would print, with its markup as styles of runs. sources: results it tells of."""
     cells = zip(*(column.cells for column in table.columns), strict=True)
     rows = tuple(
         tuple(
@@ -26,12 +26,12 @@ def from_rich(table: RichTable) -> Table:
         )
         for line, row in zip(cells, table.rows, strict=True)
     )
-    return Table(
-        title=_text(table.title),
-        caption=_text(table.caption),
-        columns=tuple(Column(_text(column.header), column.justify == "right") for column in table.columns),
-        rows=rows,
+    columns = tuple(
+        Column(_text(column.header), column.justify == "right", wraps=not column.no_wrap)
+        for column in table.columns
     )
+    title, caption = _text(table.title), _text(table.caption)
+    return Table(title=title, caption=caption, sources=sources, columns=columns, rows=rows)
 
 
 def _text(given: Any) -> str:

@@ -44,6 +44,7 @@ function told(value, unit = "", digits = 4) {
 function percent(p) {
   if (Number.isNaN(p)) return "no value";
   const share = 100 * p;
+  if (share === 0) return "0%";
   return share >= 1 ? `${share.toFixed(1)}%` : share >= 0.01 ? `${share.toFixed(3)}%` : `${share.toExponential(1)}%`;
 }
 
@@ -55,6 +56,14 @@ function extent(values) {
     if (value > high && Number.isFinite(value)) high = value;
   }
   return low <= high ? [low, high] : [0, 1];
+}
+
+const isNumber = (label) => label.trim() !== "" && Number.isFinite(Number(label));
+
+/** 1, 2, 5, 10, 20, … : the first that is at least `least`. */
+function roundStep(least) {
+  const power = 10 ** Math.floor(Math.log10(least));
+  return power * [1, 2, 5, 10].find((times) => times * power >= least * 0.999);
 }
 
 // -- colours
@@ -134,7 +143,8 @@ function ramp(colours, name, unit, format = told) {
   const show = () => { strip.style.background = colours.gradient(); };
   redraws.add(show);
   show();
-  return make("span", { class: "ramp" }, name, format(colours.low, ""), strip, format(colours.high, unit));
+  const end = (value) => make("span", {}, format(value, unit));
+  return make("span", { class: "ramp" }, name ? make("span", {}, name) : null, end(colours.low), strip, end(colours.high));
 }
 
 // -- tooltip

@@ -20,11 +20,12 @@ function fitted(text, room) {
 
 /**
  * rows, columns: labels.  cell(room): {width, height} of a cell when `room` pixels are there for all columns.
- * fill(row, column), ink: colours.  text(row, column): written into the cell.  framed(row, column).
+ * fill(row, column), ink: colours.  text(row, column): written into the cell.  framed(row, column): whether it
+ * has a frame; blocks: [first row, first column, last row, last column] of frames around several.
  * tip(row, column): nodes of the tooltip.  say(row, column): the same in words.  pick(row, column): on a click,
  * Enter or Space.  moved(row, column): whenever the cursor is somewhere else.  upward: first row at the bottom.
  */
-function grid(host, { rows, columns, cell, fill, ink, text, framed, tip, say, pick, moved, upward = false, name }) {
+function grid(host, { rows, columns, cell, fill, ink, text, framed, blocks = [], tip, say, pick, moved, upward = false, name }) {
   const gutter = Math.min(150, Math.ceil(Math.max(...rows.map(widthOf))) + 2 * GAP);
   const longest = Math.ceil(Math.max(...columns.map((label) => widthOf(label))));
   const canvas = make("canvas");
@@ -32,6 +33,7 @@ function grid(host, { rows, columns, cell, fill, ink, text, framed, tip, say, pi
   const box = make("div", { class: "grid", tabindex: 0, role: "application", "aria-roledescription": "grid",
     "aria-label": `${name}: ${rows.length} rows, ${columns.length} columns; arrow keys move, Enter chooses` }, space);
   host.append(box);
+  const numeric = columns.every(isNumber);
   let size, tilted, header, over = null, picked = null;
 
   const lineOf = (row) => (upward ? rows.length - 1 - row : row);
@@ -41,7 +43,7 @@ function grid(host, { rows, columns, cell, fill, ink, text, framed, tip, say, pi
   function measure() {
     const room = (host.clientWidth || 600) - gutter - 2;
     size = cell(room);
-    tilted = longest + 6 > size.width;
+    tilted = !numeric && longest + 6 > size.width;
     header = tilted ? Math.min(96, Math.ceil(longest * Math.sin(-TILT)) + 16) : 24;
     const lean = tilted ? Math.min(60, Math.ceil(longest * Math.cos(TILT))) : 0;
     const whole = [gutter + columns.length * size.width + lean + 1, header + rows.length * size.height + 1];
@@ -61,7 +63,7 @@ function grid(host, { rows, columns, cell, fill, ink, text, framed, tip, say, pi
     const context = canvas.getContext("2d"), sharp = devicePixelRatio || 1;
     const wide = canvas.width / sharp, high = canvas.height / sharp;
     const style = getComputedStyle(box);
-    const colours = Object.fromEntries(["ink", "soft", "faint", "accent", "line"].map((n) => [n, style.getPropertyValue(`--${n}`)]));
+    const colours = Object.fromEntries(["ink", "soft", "accent", "card"].map((n) => [n, style.getPropertyValue(`--${n}`)]));
     context.setTransform(sharp, 0, 0, sharp, 0, 0);
     context.clearRect(0, 0, wide, high);
     context.font = FONT;
@@ -86,33 +88,45 @@ function grid(host, { rows, columns, cell, fill, ink, text, framed, tip, say, pi
           context.fillStyle = ink(row, column);
           context.fillText(fitted(word, size.width - 9), x + 4, y + size.height / 2 + 0.5);
         }
-        if (framed?.(row, column)) frame(context, x, y, colours.accent, 1.5);
+        if (framed?.(row, column)) frame(context, [row, column, row, column], colours.accent, 1.5);
       }
     }
-    if (picked) frame(context, left(picked[1]), top(picked[0]), colours.accent, 2.5);
-    if (over) frame(context, left(over[1]), top(over[0]), colours.ink, 1.5);
+    for (const block of blocks) frame(context, block, colours.accent, 2);
+    if (picked) frame(context, [...picked, ...picked], colours.accent, 2.5);
+    if (over) frame(context, [...over, ...over], colours.ink, 1.5);
     context.restore();
     labels(context, colours, seen, lines, wide);
   }
 
-  function frame(context, x, y, colour, width) {
+  function frame(context, [row, column, lastRow, lastColumn], colour, width) {
+    const x = left(column), y = Math.min(top(row), top(lastRow));
+    const wide = (lastColumn - column + 1) * size.width, high = (Math.abs(lastRow - row) + 1) * size.height;
     context.strokeStyle = colour;
     context.lineWidth = width;
-    context.strokeRect(x + width / 2 - 0.5, y + width / 2 - 0.5, size.width - width, size.height - width);
+    context.strokeRect(x + width / 2 - 0.5, y + width / 2 - 0.5, wide - width, high - width);
   }
 
   function labels(context, colours, seen, lines, wide) {
-    const everyRow = Math.ceil(14 / size.height), everyColumn = Math.ceil((tilted ? 14 : longest + 6) / size.width);
+    const rowStep = roundStep(Math.max(1, 15 / size.height));
+    const columnStep = roundStep(Math.max(1, (tilted ? 14 : longest + (numeric ? 12 : 6)) / size.width));
+    const skipped = (label, index, step) => step > 1 && (isNumber(label) ? Number(label) : index) % step !== 0;
+    // The label under the cursor is always there, on a patch of its own where its neighbours are.
+    const patch = (x, y, wide, high) => { context.fillStyle = colours.card; context.fillRect(x, y, wide, high); };
     context.textAlign = "right";
     context.save();
     context.beginPath();
     context.rect(0, header, gutter, canvas.height);
     context.clip();
-    for (let line = lines.from; line < lines.to; line++) {
-      const row = lineOf(line), here = over?.[0] === row;
-      if (row % everyRow && !here) continue;
-      context.fillStyle = here ? colours.ink : colours.soft;
+    const rowLabel = (row, colour) => {
+      context.fillStyle = colour;
       context.fillText(fitted(rows[row], gutter - 2 * GAP), gutter - GAP, top(row) + size.height / 2);
+    };
+    for (let line = lines.from; line < lines.to; line++) {
+      if (!skipped(rows[lineOf(line)], lineOf(line), rowStep)) rowLabel(lineOf(line), colours.soft);
+    }
+    if (over) {
+      patch(0, top(over[0]) + size.height / 2 - 9, gutter - 2, 18);
+      rowLabel(over[0], colours.ink);
     }
     context.restore();
     context.textAlign = "left";
@@ -120,16 +134,20 @@ function grid(host, { rows, columns, cell, fill, ink, text, framed, tip, say, pi
     context.beginPath();
     context.rect(gutter - 1, 0, wide, header);
     context.clip();
-    for (let column = seen.from; column < seen.to; column++) {
-      const here = over?.[1] === column;
-      if (column % everyColumn && !here) continue;
-      context.fillStyle = here ? colours.ink : colours.soft;
+    const columnLabel = (column, colour) => {
       context.save();
-      context.translate(left(column) + (tilted ? size.width / 2 + 1 : 4), tilted ? header - 7 : header / 2 + 2);
+      context.translate(left(column) + (tilted ? size.width / 2 + 1 : numeric ? size.width / 2 : 4), tilted ? header - 7 : header / 2 + 2);
       if (tilted) context.rotate(TILT);
-      context.fillText(fitted(columns[column], tilted ? 96 : size.width - 6), 0, 0);
+      else if (colour === colours.ink) patch(numeric ? -longest / 2 - 5 : -3, -9, numeric ? longest + 10 : size.width - 2, 18);
+      context.fillStyle = colour;
+      context.fillText(numeric ? columns[column] : fitted(columns[column], tilted ? 96 : size.width - 6), 0, 0);
       context.restore();
+    };
+    context.textAlign = numeric ? "center" : "left";
+    for (let column = seen.from; column < seen.to; column++) {
+      if (!skipped(columns[column], column, columnStep)) columnLabel(column, colours.soft);
     }
+    if (over) columnLabel(over[1], colours.ink);
     context.restore();
   }
 

@@ -4,9 +4,7 @@ const MARGIN = { left: 52, right: 16, top: 10, bottom: 38 }, HEIGHT = 300, TOLD 
 
 /** Round numbers that divide low..high into about `count` steps. */
 function ticks(low, high, count) {
-  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((times) => times * power >= rough * 0.999);
-  const found = [];
+  const step = roundStep((high - low) / count), found = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(Number((i * step).toPrecision(12)));
   return found;
 }
