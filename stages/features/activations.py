@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Activation", "Gated", "GroupMax", "JumpReLU", "ReLU", "TopK"]
+__all__ = ["AbsTopK", "Activation", "Gated", "GroupMax", "JumpReLU", "ReLU", "TopK"]
 
 
 class Activation(Protocol):
@@ -82,6 +82,19 @@ class TopK:
         """Activations of pre-activations [..., feature]."""
         kept = pre * _largest(pre, self.k)
         return kept.relu() if self.rectified else kept
+
+
+@dataclass(frozen=True)
+class AbsTopK:
+    """The k of largest magnitude of each row, with their signs, 0 elsewhere (SAELens)."""
+
+    k: int
+
+    per_row = True
+
+    def __call__(self, pre: Tensor, features: slice = slice(None)) -> Tensor:
+        """Activations of pre-activations [..., feature]."""
+        return pre * _largest(pre.abs(), self.k)
 
 
 @dataclass(frozen=True)

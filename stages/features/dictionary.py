@@ -17,13 +17,13 @@ Axes: layer, position, feature; d_in, d_out = widths read and written.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...store.errors import DictionaryError
-from ..forward.points import HookPoint
+from ..forward.points import BY_NAME, HookPoint
 from .files import DictionaryFiles, resolve
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ class Layout:
     """What a format knows of a dictionary before any weight is read.
 
     read, write: hook kinds. layers: those that are read. targets: layer -> layers its features write to.
-    n_features: of each layer. n_layers: of the model, as far as the dictionary says.
+    n_features: of each layer. settings: what else of the configuration changes numbers, as plain values;
+    part of the identity. zero_positions: how many first positions of a prompt it has nothing to say about.
     """
 
     format: str
@@ -102,6 +103,8 @@ class Layout:
     model_name: str | None = None
     scan: Any = None
     has_skip: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    zero_positions: int = 1
 
 
 class Dictionary:
@@ -182,18 +185,21 @@ class Dictionary:
 
     @cached_property
     def identity(self) -> str:
-        """Digest of the content of its files and of where it reads and writes: part of every result's key."""
+        """Digest of the content of its files, of where it reads and writes, and of the settings that change
+        numbers: part of every result's key.
+        """
         from ...store.digest import digest
 
-        return digest("features", self.files.digest(self.layout.files), self.layout.read, self.layout.write)
+        it = self.layout
+        return digest("features", self.files.digest(it.files), it.read, it.write, dict(it.settings))
 
     def read_hook(self, layer: int) -> HookPoint:
         """Where the features of a layer read."""
-        return HookPoint(self.layout.read, self._own(layer))
+        return _point(self.layout.read, self._own(layer))
 
     def write_hook(self, layer: int) -> HookPoint:
         """Where features write at a layer."""
-        return HookPoint(self.layout.write, layer)
+        return _point(self.layout.write, layer)
 
     @property
     def read_hooks(self) -> tuple[HookPoint, ...]:
@@ -229,7 +235,7 @@ class Dictionary:
             expected = _width(point, config)
             if expected != width:
                 raise DictionaryError(
-                    f"{self.name} has features that {what} {width} numbers at {HookPoint(point, last)}, "
+                    f"{self.name} has features that {what} {width} numbers at {_point(point, last)}, "
                     f"{model} has {expected} there; it was made for {self.model_name or 'another model'}"
                 )
 
@@ -324,12 +330,17 @@ def told(layers: Iterable[int]) -> str:
     return f"layers {', '.join(map(str, found))}"
 
 
+def _point(kind: str, layer: int) -> HookPoint:
+    """A kind at a layer; kinds outside the blocks, such as the embedding, have none."""
+    return HookPoint(kind, layer if BY_NAME[kind].per_layer else None)
+
+
 def _width(kind: str, config: TransformerConfig) -> int:
     """Numbers per token at a hook point; heads side by side where there are heads."""
-    last = HookPoint(kind, 0).dims[-1]
-    if last == "mlp":
+    dims = BY_NAME[kind].dims
+    if dims[-1] == "mlp":
         return config.intermediate_size
-    if last == "d_head":
-        heads = config.num_kv_heads if "kv_head" in HookPoint(kind, 0).dims else config.num_attention_heads
+    if dims[-1] == "d_head":
+        heads = config.num_kv_heads if "kv_head" in dims else config.num_attention_heads
         return heads * config.head_dim
     return config.hidden_size

@@ -9,8 +9,8 @@ Border: paths, parsed configurations, mapped tensors; what the tensors mean is a
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,11 +33,17 @@ class DictionaryFiles:
     """The files of one dictionary.
 
     name: as it was asked for; part of no key. directory: where they lie. revision: commit of a hub snapshot.
+    links: file names that stand for files elsewhere, which a configuration refers to.
     """
 
     name: str
     directory: Path
     revision: str | None = None
+    links: Mapping[str, Path] = field(default_factory=dict)
+
+    def path(self, name: str) -> Path:
+        """Where a file lies."""
+        return self.links.get(name, self.directory / name)
 
     @cached_property
     def listing(self) -> tuple[str, ...]:
@@ -53,7 +59,7 @@ class DictionaryFiles:
         import yaml
 
         try:
-            found = yaml.safe_load((self.directory / CONFIG_YAML).read_text(encoding="utf-8"))
+            found = yaml.safe_load(self.path(CONFIG_YAML).read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             reason = " ".join(str(error).split())
             raise DictionaryError(
@@ -64,9 +70,9 @@ class DictionaryFiles:
     def json(self, name: str) -> dict[str, Any]:
         """A JSON file, parsed. DictionaryError if it is no object."""
         try:
-            found = json.loads((self.directory / name).read_text(encoding="utf-8"))
+            found = json.loads(self.path(name).read_text(encoding="utf-8"))
         except ValueError as error:
-            raise DictionaryError(f"expected JSON in {self.directory / name}, found {error}") from error
+            raise DictionaryError(f"expected JSON in {self.path(name)}, found {error}") from error
         return self._mapping(found, name)
 
     def _mapping(self, found: Any, name: str) -> dict[str, Any]:
@@ -80,11 +86,11 @@ class DictionaryFiles:
         """Tensors of a safetensors file and their shapes, from its header; WeightsError if it is not
         whole.
         """
-        header, _ = read_header(self.directory / name)
+        header, _ = read_header(self.path(name))
         for tensor, entry in header.items():
             if entry["dtype"] not in FLOATS and len(entry["shape"]) > 1:
                 raise DictionaryError(
-                    f"expected {tensor!r} in {self.directory / name} as one of {', '.join(FLOATS)}, found "
+                    f"expected {tensor!r} in {self.path(name)} as one of {', '.join(FLOATS)}, found "
                     f"{entry['dtype']}"
                 )
         return {tensor: tuple(entry["shape"]) for tensor, entry in header.items()}
@@ -94,12 +100,12 @@ class DictionaryFiles:
         from safetensors import safe_open
 
         self.shapes(name)
-        with safe_open(self.directory / name, framework="pt") as file:
+        with safe_open(self.path(name), framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
 
     def digest(self, names: Sequence[str]) -> str:
         """Identity of a dictionary made of these files: their paths and content."""
-        return digest("dictionary", [[name, weight_digest(self.directory / name)] for name in sorted(names)])
+        return digest("dictionary", [[name, weight_digest(self.path(name))] for name in sorted(names)])
 
 
 @lru_cache(maxsize=64)

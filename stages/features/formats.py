@@ -20,8 +20,15 @@ __all__ = ["FORMATS", "open_dictionary"]
 
 # Format -> the module that reads it, and what its files look like.
 FORMATS = {
+    "listed": (".listed", "config.yaml with a list of transcoders"),
     "clt": (".clt", "W_enc_{layer}.safetensors and W_dec_{layer}.safetensors"),
     "plt": (".plt", "layer_{layer}.safetensors"),
+    "gemma_scope": (".gemma_scope", "layer_{layer}/width_*/average_l0_*/params.npz"),
+    "gemma_scope_2": (".gemma_scope_2", "params.safetensors, or params_layer_{layer}.safetensors"),
+    "sparsify": (".sparsify", "cfg.json and sae.safetensors"),
+    "saelens": (".saelens", "cfg.json and sae_weights.safetensors"),
+    "llama_scope": (".llama_scope", "hyperparams.json and checkpoints/final.safetensors"),
+    "dictionary_learning": (".dictionary_learning", "config.json and ae.pt"),
 }
 _LISTED = 6
 

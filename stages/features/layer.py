@@ -38,7 +38,8 @@ class LayerFeatures:
 
     W_enc [feature, d_in], b_enc [feature] or None; W_dec: target layer -> [feature, d_out], each maybe a
     strided view; b_dec [d_out] of the output of `layer`, or None; W_skip [d_out, d_in]: the linear part x
-    W_skip' of a skip transcoder. centred: b_dec is subtracted from the (scaled) input first. unit:
+    W_skip' of a skip transcoder. centred: b_dec is subtracted from the (scaled) input first. gain: one factor
+    for all inputs, by which what is read is multiplied and what is written, bias included, divided. unit:
     [feature], what SAELens' rescale_acts_by_decoder_norm multiplies pre-activations by and divides decoder
     rows by.
     """
@@ -52,6 +53,7 @@ class LayerFeatures:
     W_skip: Tensor | None = None
     scaling: Scaling = field(default_factory=AsIs)
     centred: bool = False
+    gain: float = 1.0
     unit: Tensor | None = None
     device: torch.device | str = "cpu"
 
@@ -97,6 +99,8 @@ class LayerFeatures:
 
         found = [self._active(x, rows, features) for rows, features in self._blocks(x)]
         row, feature, value = (torch.cat([part[i] for part in found]) for i in range(3))
+        if not bool(value.isfinite().all()):  # a NaN passes every activation function, so it is seen here
+            raise self._not_finite(x, "activations")
         order = torch.argsort(row * self.n_features + feature)
         return row[order], feature[order], value[order]
 
@@ -127,7 +131,8 @@ class LayerFeatures:
         decoder = self._decoder(self.layer if target is None else target)
         if self.unit is not None:
             activations = activations / self.unit.to(activations)
-        return activations @ decoder.to(activations)
+        written = activations @ decoder.to(activations)
+        return written if self.gain == 1 else written / self.gain
 
     def finish(self, y: Tensor, x: Tensor) -> Tensor:
         """The layer's output from what features wrote to it, y [..., d_out]: bias, scale and skip added.
@@ -136,7 +141,7 @@ class LayerFeatures:
         """
         x = self._arithmetic(x)
         _, undo = self.scaling(x)
-        return undo(y if self.b_dec is None else y + self.b_dec.to(y)) + self.skip(x)
+        return undo(y if self.b_dec is None else y + self.b_dec.to(y) / self.gain) + self.skip(x)
 
     def reconstruct(self, activations: Tensor, x: Tensor) -> Tensor:
         """What a per-layer dictionary gives for inputs x [..., d_in]: [..., d_out].
@@ -157,17 +162,24 @@ class LayerFeatures:
         import torch
 
         rows = self.W_enc[features].to(device=self.device, dtype=torch.float32)
+        rows = rows if self.gain == 1 else rows * self.gain
         return rows if self.unit is None else rows * self.unit[features].to(rows)[:, None]
 
     def decoder_rows(self, features: Any, target: int | None = None) -> Tensor:
         """Decoder rows [n, d_out] of some features into a layer, float32; only they are read.
 
-        target: default, the layer that is read. Raises DictionaryError for a layer they do not write to.
+        target: default, the layer that is read. Raises DictionaryError for a layer they do not write to, and
+        for rows that are not finite.
         """
         import torch
 
         rows = self._decoder(self.layer if target is None else target)[features]
         rows = rows.to(device=self.device, dtype=torch.float32)
+        if not bool(rows.isfinite().all()):
+            raise DictionaryError(
+                f"the decoder of layer {self.layer} holds numbers that are not finite; fetch it again"
+            )
+        rows = rows if self.gain == 1 else rows / self.gain
         return rows if self.unit is None else rows / self.unit[features].to(rows)[:, None]
 
     # -- the rest
@@ -180,7 +192,15 @@ class LayerFeatures:
                 f"found {x.shape[-1]}; was this dictionary made for another model?"
             )
         rows, _ = self.scaling(x)
+        rows = rows * self.gain if self.gain != 1 else rows
         return rows - self.b_dec.to(rows) if self.centred and self.b_dec is not None else rows
+
+    def _not_finite(self, x: Tensor, what: str) -> DictionaryError:
+        found = "the encoder holds" if bool(x.isfinite().all()) else "the states it read hold"
+        return DictionaryError(
+            f"the {what} of layer {self.layer} are not finite: {found} numbers that are not; check where "
+            "they come from"
+        )
 
     def _arithmetic(self, x: Tensor) -> Tensor:
         import torch

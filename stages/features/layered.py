@@ -64,20 +64,18 @@ def require_shapes(
 
     Raises DictionaryError for the first tensor that is missing or of another shape.
     """
-    found = files.shapes(name)
+    found, place = files.shapes(name), files.path(name)
     for tensor, shape in {**expected, **(optional or {})}.items():
         if tensor not in found:
             if tensor in expected:
                 near = nearest(tensor, found)
                 raise DictionaryError(
-                    f"expected a tensor {tensor!r} in {files.directory / name}, found "
+                    f"expected a tensor {tensor!r} in {place}, found "
                     f"{', '.join(sorted(found))}" + (f"; nearest is {near!r}" if near else "")
                 )
             continue
         got = found[tensor]
         if len(got) != len(shape) or any(s is not None and s != g for s, g in zip(shape, got, strict=True)):
             told = ["any" if size is None else size for size in shape]
-            raise DictionaryError(
-                f"expected {tensor!r} of shape {told} in {files.directory / name}, found {list(got)}"
-            )
+            raise DictionaryError(f"expected {tensor!r} of shape {told} in {place}, found {list(got)}")
     return found

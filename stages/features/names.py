@@ -10,20 +10,26 @@ from __future__ import annotations
 import re
 
 from ...store.errors import DictionaryError, HookPointNotFound
-from ..forward.points import HookPoint
+from ..forward.points import BY_NAME, HookPoint
 
 __all__ = ["hook_kind", "parse_hook"]
 
-# Names that only circuit-tracer has, and TransformerLens's copy of resid_mid that the MLP's norm reads.
+# Names that only circuit-tracer has. Its, and older files', hook_mlp_in is TransformerLens's copy of
+# resid_mid.
 _OWN = {"mlp.hook_in": "mlp_pre", "mlp.hook_out": "mlp_post", "hook_mlp_in": "resid_mid"}
+_OUTSIDE = ("blocks.", "hook_embed", "ln_final.")
 _BLOCK = re.compile(r"^blocks\.(\d+)\.(.+)$")
 
 
 def hook_kind(name: str) -> str:
-    """Our hook kind ("mlp_pre") of a name inside a block ("mlp.hook_in"); DictionaryError for an unknown
-    one.
+    """Our hook kind ("mlp_pre") of a name inside a block ("mlp.hook_in"), of a full one, of "hook_embed", or
+    itself.
+
+    Raises DictionaryError for an unknown one.
     """
-    return parse_hook(f"blocks.0.{name}")[0]
+    if name in BY_NAME:
+        return name
+    return parse_hook(name if name.startswith(_OUTSIDE) else f"blocks.0.{name}")[0]
 
 
 def parse_hook(name: str) -> tuple[str, int | None]:

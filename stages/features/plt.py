@@ -11,18 +11,19 @@ import re
 from typing import TYPE_CHECKING
 
 from ...store.errors import DictionaryError
-from .dictionary import Dictionary, Layout
+from .dictionary import Dictionary
 from .files import DictionaryFiles
-from .layer import LayerFeatures
-from .layered import hooks_of, numbered, require_shapes, scan_of
+from .layered import hooks_of, numbered, require_shapes
+from .single import OneLayer, join
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from .activations import Activation
+    from .layer import LayerFeatures
 
-__all__ = ["read", "recognises"]
+__all__ = ["part", "read", "recognises"]
 
 _LAYER = r"layer_(\d+)\.safetensors"
 _THRESHOLD = "activation_function.threshold"
@@ -42,37 +43,31 @@ def read(
     device: torch.device | str = "cpu",
 ) -> Dictionary:
     """The transcoders, with every header checked and no weight read."""
-    layers = numbered(files, _LAYER)
     kinds = hooks_of(files, read, write)
+    parts = [
+        part(files, f"layer_{layer}.safetensors", kinds[0], kinds[1], device, layer)
+        for layer in numbered(files, _LAYER)
+    ]
+    return join(files, "plt", parts)
+
+
+def part(
+    files: DictionaryFiles, file: str, read: str, write: str, device: torch.device | str, layer: int
+) -> OneLayer:
+    """The transcoder of one layer. read, write: hook kinds."""
     name, k = _activation(files)
-    size, d_in = require_shapes(files, "layer_0.safetensors", {"W_enc": (None, None)})["W_enc"]
-    _, d_out = require_shapes(files, "layer_0.safetensors", {"W_dec": (size, None)})["W_dec"]
-    expected = {"W_enc": (size, d_in), "b_enc": (size,), "W_dec": (size, d_out), "b_dec": (d_out,)}
+    size, d_in = require_shapes(files, file, {"W_enc": (None, None)})["W_enc"]
+    _, d_out = require_shapes(files, file, {"W_dec": (size, None)})["W_dec"]
+    expected = {"b_enc": (size,), "b_dec": (d_out,)}
     if name == "jumprelu":
         expected[_THRESHOLD] = (size,)
-    has_skip = False
-    for layer in layers:
-        optional = {"W_skip": (d_out, d_in), _THRESHOLD: (size,)}
-        found = require_shapes(files, f"layer_{layer}.safetensors", expected, optional)
-        has_skip |= "W_skip" in found
-    layout = Layout(
-        format="plt",
-        kind="plt",
-        read=kinds[0],
-        write=kinds[1],
-        layers=layers,
-        targets={layer: (layer,) for layer in layers},
-        n_features=size,
-        d_in=d_in,
-        d_out=d_out,
-        files=tuple(f"layer_{layer}.safetensors" for layer in layers),
-        model_name=files.yaml.get("model_name"),
-        scan=scan_of(files),
-        has_skip=has_skip,
-    )
+    optional = {"W_skip": (d_out, d_in), _THRESHOLD: (size,)}
+    has_skip = "W_skip" in require_shapes(files, file, expected, optional)
 
-    def open_layer(layer: int) -> LayerFeatures:
-        found = files.tensors(f"layer_{layer}.safetensors")
+    def open_layer() -> LayerFeatures:
+        from .layer import LayerFeatures
+
+        found = files.tensors(file)
         return LayerFeatures(
             layer=layer,
             W_enc=found["W_enc"],
@@ -84,7 +79,20 @@ def read(
             device=device,
         )
 
-    return Dictionary(files, layout, open_layer)
+    return OneLayer(
+        where=file,
+        layer=layer,
+        read=read,
+        write=write,
+        n_features=size,
+        d_in=d_in,
+        d_out=d_out,
+        files=(file,),
+        open=open_layer,
+        model_name=files.yaml.get("model_name"),
+        has_skip=has_skip,
+        settings={"activation": name, "k": k},
+    )
 
 
 def _activation(files: DictionaryFiles) -> tuple[str | None, int]:

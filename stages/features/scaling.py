@@ -1,7 +1,8 @@
 """How a dictionary's input is scaled before features see it, and how that is undone.
 
 Border: rows [..., hidden]; the conventions are SAELens's (`normalize_activations`). Each scaling gives the
-scaled rows and a function that brings a reconstruction of them back.
+scaled rows and a function that brings a reconstruction of them back. One factor for all inputs is no scaling
+but LayerFeatures.gain, which rows of features can carry.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["AsIs", "ConstantNorm", "Factor", "LayerNorm", "Scaling"]
+__all__ = ["AsIs", "ConstantNorm", "InputOnly", "LayerNorm", "Scaling"]
 
 _EPS = 1e-5
 
@@ -33,17 +34,6 @@ class AsIs:
     def __call__(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Scaled x [..., hidden], and the way back."""
         return x, lambda y: y
-
-
-@dataclass(frozen=True)
-class Factor:
-    """One factor for all rows: x * factor."""
-
-    factor: float
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Scaled x [..., hidden], and the way back."""
-        return x * self.factor, lambda y: y / self.factor
 
 
 @dataclass(frozen=True)
@@ -68,3 +58,14 @@ class LayerNorm:
         mean = x.mean(dim=-1, keepdim=True)
         spread = (x - mean).std(dim=-1, keepdim=True)
         return (x - mean) / (spread + _EPS), lambda y: y * spread + mean
+
+
+@dataclass(frozen=True)
+class InputOnly:
+    """A scaling that is not undone: what a transcoder writes is in another place, of another scale."""
+
+    scaling: Scaling
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Scaled x [..., hidden], and no way back."""
+        return self.scaling(x)[0], lambda y: y

@@ -49,7 +49,7 @@ def save(folder: Path, name: str, tensors: dict[str, np.ndarray], dtype: torch.d
     """A safetensors file."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    ready = {key: torch.from_numpy(np.ascontiguousarray(value)).to(dtype) for key, value in tensors.items()}
+    ready = {key: torch.from_numpy(np.array(value, order="C")).to(dtype) for key, value in tensors.items()}
     save_file(ready, path)
 
 
@@ -147,3 +147,16 @@ def write_config(folder: Path, kind: str = "transcoder_set", **fields: Any) -> N
     said = {"model_name": "tiny", "model_kind": kind, "scan": "local/tiny"}
     said |= {"feature_input_hook": "hook_resid_mid", "feature_output_hook": "hook_mlp_out"}
     (folder / "config.yaml").write_text(json.dumps(said | fields))
+
+
+def save_random_clt(folder: Path, layers: int, hidden: int, size: int = 12, *, jump: bool = True) -> Path:
+    """A cross-layer transcoder with its config.yaml; returns the folder."""
+    found = []
+    for layer in range(layers):
+        weights = draw(layer, hidden, size=size)
+        rng = np.random.default_rng(100 + layer)
+        weights["W_dec"] = rng.standard_normal((size, layers - layer, hidden)).astype(np.float32)
+        found.append(weights)
+    write_clt(folder, found, jump=jump)
+    write_config(folder, "cross_layer_transcoder")
+    return folder
