@@ -31,6 +31,9 @@ WORKFLOWS = {
     "steering_dose_response": ".steering_dose_response",
     "steering_convergence": ".steering_convergence",
     "token_positions": ".token_positions",
+    "planning_in_poems": ".planning_in_poems",
+    "attention_routing": ".attention_routing",
+    "correction_test": ".correction_test",
 }
 
 

@@ -1,0 +1,119 @@
+"""What workflows that inject features share: the preset, its prompt and words as tokens, its dictionary.
+
+Border: plans; the sweep itself is stages/features/sweeps.py. Never imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ..stages.features.dictionary import Dictionary, FeatureId
+from ..stages.features.sweeps import Dose, InjectionSweep
+from ..store.errors import ConfigError
+from .answers import encoded, named
+from .feature_presets import Preset
+from .subject import Subject
+
+if TYPE_CHECKING:
+    from ..stages.forward.experiment import ExperimentNode
+    from ..stages.forward.model import Model
+
+__all__ = ["Planned", "feature_json", "word_id"]
+
+
+class Planned:
+    """A preset made ready for one model: tokens, words, features that the dictionary really has.
+
+    ending: text put behind the prompt before it is encoded.
+    Raises ConfigError, DictionaryError or PromptError for what does not fit together.
+    """
+
+    def __init__(self, preset: Preset, model: Model | None, dtype: str, *, ending: str = "") -> None:
+        self.preset, self.dtype = preset, dtype
+        self._model = model
+        self.subject = Subject(model or preset.model, dtype)
+        self.prompt = preset.prompt + ending
+        self.encoding = encoded(self.subject, self.prompt)
+        self.dictionary = Dictionary.from_pretrained(preset.dictionary)
+        self.dictionary.require_fit(self.subject.config, self.subject.name)
+        self.suppress = [self.dictionary.feature(feature) for feature in preset.suppress]
+        self.inject = self.dictionary.feature(preset.inject)
+
+    @property
+    def tokens(self) -> list[str]:
+        """Text of each token of the prompt."""
+        return named(self.subject, self.encoding.ids)
+
+    @property
+    def last(self) -> int:
+        """Position that is read."""
+        return len(self.encoding.ids) - 1
+
+    @cached_property
+    def site(self) -> int:
+        """Position of the word at which the plan is thought to lie; ConfigError if the prompt lacks it."""
+        wanted = self.preset.site
+        if wanted.lstrip("-").isdecimal():
+            place = int(wanted)
+            if not -len(self.encoding.ids) <= place < len(self.encoding.ids):
+                raise ConfigError(f"expected a site in 0..{self.last}, found {wanted}")
+            return place % len(self.encoding.ids)
+        found = [i for i, token in enumerate(self.tokens) if token.strip().lower() == wanted.strip().lower()]
+        if not found:
+            raise ConfigError(
+                f"expected a token {wanted!r} in the prompt as the site, found "
+                f"{' '.join(map(repr, self.tokens))}"
+            )
+        return found[0]
+
+    @property
+    def doses(self) -> tuple[Dose, ...]:
+        """Features suppressed and the one injected, all by the strength of the run."""
+        off = [Dose(feature.layer, feature.index, factor=-1.0) for feature in self.suppress]
+        return (*off, Dose(self.inject.layer, self.inject.index, factor=1.0))
+
+    def sweep(
+        self,
+        doses: tuple[Dose, ...],
+        strengths: tuple[float, ...],
+        words: tuple[str, ...],
+        *,
+        positions: tuple[int, ...] | None = None,
+        edge: tuple[int, int] | None = None,
+    ) -> ExperimentNode:
+        """The runs as a node."""
+        experiment = InjectionSweep(
+            tokens=tuple(self.encoding.ids),
+            dictionary=self.dictionary.name,
+            features=self.dictionary.identity,
+            doses=doses,
+            strengths=strengths,
+            words=tuple(word_id(self.subject, word) for word in words),
+            positions=positions,
+            edge=edge,
+        )
+        experiment.cells(self.subject.config)  # wrong settings are told now, not when it runs
+        return experiment.on(self._model or self.preset.model, dtype=self.dtype)
+
+
+def word_id(subject: Subject, word: str) -> int:
+    """The one token that is a word with a space before it, or else the bare word.
+
+    Raises ConfigError for a word of several tokens: the probability of a piece is not that of the word.
+    """
+    pieces = []
+    for text in (f" {word.strip()}", word.strip()):
+        pieces = subject.tokenizer.encode(text, add_special=False).ids
+        if len(pieces) == 1:
+            return pieces[0]
+    raise ConfigError(
+        f"expected a word that is one token of {subject.name}, found {word!r}, which is "
+        f"{' + '.join(map(repr, named(subject, pieces)))}; choose another word"
+    )
+
+
+def feature_json(feature: FeatureId) -> dict[str, Any]:
+    """{"layer", "index"}."""
+    return asdict(feature)

@@ -1,0 +1,106 @@
+"""Experiments on features as they were published, and one that runs offline on the specimen.
+
+Border: names, texts and numbers; opens nothing.
+
+Source of the published ones: the Rust library candle-mi's examples, after Lindsey et al. 2025, "On the
+Biology of a Large Language Model", section 4 and figure 13, and Hanna and Ameisen 2025 for the dictionaries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..store.errors import ConfigError, nearest
+
+__all__ = ["PRESETS", "Preset", "preset_of"]
+
+LLAMA_POEM = (
+    "The birds were singing in the tree,\nAnd everything was wild and free.\n"
+    "The river ran down to the sea,\nThere is so much we cannot"
+)
+GEMMA_POEM = (
+    "The stars were twinkling in the night,\nThe lanterns cast a golden light.\n"
+    "She wandered in the dark about,\nAnd found a hidden passage"
+)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One experiment.
+
+    ending: what is put behind the prompt where its last word is asked for; the published runs put a space.
+    suppress, inject: features, "layer:index". suppress_word, inject_word: words they stand for, each one
+    token. site: word of the prompt at whose last token the plan is thought to lie. correct...: a second
+    injection that takes the first one back, into layers from correct_from_layer on. per_layer: transcoders
+    to compare with.
+    """
+
+    model: str
+    dictionary: str
+    prompt: str
+    suppress: tuple[str, ...]
+    inject: str
+    suppress_word: str
+    inject_word: str
+    site: str
+    strength: float = 10.0
+    ending: str = " "
+    correct: str = ""
+    correct_word: str = ""
+    correct_from_layer: int = 0
+    per_layer: str = ""
+
+
+PRESETS = {
+    "llama3.2-1b-524k": Preset(
+        model="meta-llama/Llama-3.2-1B",
+        dictionary="mntss/clt-llama-3.2-1b-524k",
+        prompt=LLAMA_POEM,
+        suppress=("13:30985", "9:5488", "14:27874", "13:32049"),
+        inject="14:13043",
+        suppress_word="free",
+        inject_word="that",
+        site="free",
+        per_layer="mntss/transcoder-Llama-3.2-1B",
+    ),
+    "gemma2-2b-426k": Preset(
+        model="google/gemma-2-2b",
+        dictionary="mntss/clt-gemma-2-2b-426k",
+        prompt=GEMMA_POEM,
+        suppress=("16:13725", "25:9385"),
+        inject="22:10243",
+        suppress_word="out",
+        inject_word="around",
+        site="about",
+        correct="20:12386",
+        correct_word="back",
+        correct_from_layer=23,
+        per_layer="mntss/gemma-scope-transcoders",
+    ),
+    "gemma2-2b-2.5m": Preset(
+        model="google/gemma-2-2b",
+        dictionary="mntss/clt-gemma-2-2b-2.5M",
+        prompt=GEMMA_POEM,
+        suppress=("25:57092", "23:49923", "20:77102"),
+        inject="25:82839",
+        suppress_word="out",
+        inject_word="can",
+        site="about",
+    ),
+}
+
+
+def preset_of(name: str, **changed: Any) -> Preset:
+    """A preset by name, with those fields changed that are given and not empty; ("none",) means no features.
+
+    Raises ConfigError for an unknown preset, naming the nearest.
+    """
+    if name not in PRESETS:
+        near = nearest(name, PRESETS)
+        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(PRESETS)}"
+        raise ConfigError(f"no preset {name!r}; {hint}")
+    own = {field.name: getattr(PRESETS[name], field.name) for field in fields(Preset)}
+    given = {key: value for key, value in changed.items() if value not in ("", (), None)}
+    given = {key: () if value == ("none",) else value for key, value in given.items()}
+    return Preset(**own | given)
