@@ -251,11 +251,12 @@ class LogitAttribution(Workflow):
         from .report import Choice, Heatmap, Line, Lines
 
         of_prompts = [(self.texts[i], self.shares.isel(prompt=i)) for i in range(min(ROWS, len(self.texts)))]
-        mean = self.shares[["head_share", "attn_share", "mlp_share"]].mean("prompt", keep_attrs=True)
+        mean = self.shares[["head_share", "attn_share", "mlp_share"]].mean("prompt")
         parts = [("mean of all", mean), *of_prompts] if len(self.texts) > 1 else of_prompts
 
         def heads(part: xr.Dataset) -> Element:
-            return Heatmap.of(part["head_share"].transpose("layer", "head"), diverging=True)
+            shares = part["head_share"].transpose("layer", "head")
+            return Heatmap.of(shares, value_name="share of the head", unit="logits", diverging=True)
 
         def layers(part: xr.Dataset) -> Element:
             curves = (Line("attention", part["attn_share"].values), Line("MLP", part["mlp_share"].values))

@@ -182,14 +182,15 @@ class SteeringConvergence(Workflow):
         from .report import Choice, Heatmap, Lines
 
         found = self.answer(0).found.rename(layer="pushed_at")
+        similarity = found["similarity"].where(found["read_layer"] >= found["pushed_at"])
+        low = float(similarity.min())
         cosines = tuple(
             (
                 f"{strength:g}",
                 Heatmap.of(
-                    found["similarity"].sel(strength=strength).transpose("pushed_at", "read_layer"),
-                    low=-1.0,
+                    similarity.sel(strength=strength).transpose("pushed_at", "read_layer"),
+                    low=low,
                     high=1.0,
-                    diverging=True,
                     upward=True,
                 ),
             )

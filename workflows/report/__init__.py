@@ -8,13 +8,14 @@ See DESIGN.md for what each element shows and how a workflow says what its page 
 
 from __future__ import annotations
 
-from .elements import Choice, Element, Note, Picture, Table, Values
+from .elements import Choice, Column, Element, Note, Picture, Run, Table, Values
 from .plots import Attention, Heatmap, Lens, Line, Lines, Measure, Text, Tokens
 from .tables import from_rich
 
 __all__ = [
     "Attention",
     "Choice",
+    "Column",
     "Element",
     "Heatmap",
     "Lens",
@@ -23,6 +24,7 @@ __all__ = [
     "Measure",
     "Note",
     "Picture",
+    "Run",
     "Table",
     "Text",
     "Tokens",

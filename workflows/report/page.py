@@ -117,15 +117,17 @@ def _pictures(workflow: Workflow) -> tuple[list[Element], str]:
 
 
 def _fitted(*groups: list[Element]) -> list[list[Element]]:
-    """Every element, or what of it fits; what comes first has the room first."""
-    room, found = LIMIT, []
-    for group in groups:
-        kept = []
-        for element in group:
-            kept.append(element.within(room))
-            room = max(0, room - size(kept[-1]))
-        found.append(kept)
-    return found
+    """Every element, or what of it fits: small ones whole, and large ones share what these leave."""
+    sizes = sorted(size(element) for group in groups for element in group)
+    left, share = LIMIT, LIMIT
+    for number, each in enumerate(sizes):
+        share = left // (len(sizes) - number)
+        if each > share:
+            break
+        left -= each
+    else:
+        share = LIMIT
+    return [[element.within(share) for element in group] for group in groups]
 
 
 @cache

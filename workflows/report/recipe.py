@@ -80,6 +80,11 @@ class Made:
         """First 12 digits of the key, as figures and `mizarr ls` show it."""
         return self.key.removeprefix("sha256:")[:12]
 
+    @property
+    def reads(self) -> list[str]:
+        """Names of what it reads, each once."""
+        return list(dict.fromkeys(name for _, name in self.inputs))
+
 
 def made(workflow: Workflow) -> list[Made]:
     """Every node behind the results, each after what it reads. Empty for a workflow that stores nothing."""

@@ -45,7 +45,7 @@ function percent(p) {
   if (Number.isNaN(p)) return "no value";
   const share = 100 * p;
   if (share === 0) return "0%";
-  return share >= 1 ? `${share.toFixed(1)}%` : share >= 0.01 ? `${share.toFixed(3)}%` : `${share.toExponential(1)}%`;
+  return share >= 1 ? `${share.toFixed(1)}%` : share >= 0.01 ? `${share.toFixed(3)}%` : `${share.toExponential(1).replace(/-(\d)$/, "-0$1")}%`;
 }
 
 /** Smallest and largest of the finite values; [0, 1] where there is none. */

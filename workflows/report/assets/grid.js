@@ -44,8 +44,9 @@ function grid(host, { rows, columns, cell, fill, ink, text, framed, blocks = [],
     const room = (host.clientWidth || 600) - gutter - 2;
     size = cell(room);
     tilted = !numeric && longest + 6 > size.width;
+    const lean = tilted ? Math.ceil(Math.min(96, longest) * Math.cos(TILT)) : 0;
+    if (tilted) size = cell(room - lean);
     header = tilted ? Math.min(96, Math.ceil(longest * Math.sin(-TILT)) + 16) : 24;
-    const lean = tilted ? Math.min(60, Math.ceil(longest * Math.cos(TILT))) : 0;
     const whole = [gutter + columns.length * size.width + lean + 1, header + rows.length * size.height + 1];
     space.style.width = `${whole[0]}px`;
     space.style.height = `${whole[1]}px`;
@@ -161,7 +162,8 @@ function grid(host, { rows, columns, cell, fill, ink, text, framed, blocks = [],
   }
 
   function hover(place, loud) {
-    if (place?.[0] === over?.[0] && place?.[1] === over?.[1] && bubble.classList.contains("on")) return;
+    if (place && !loud && fill(...place) === null) place = null;
+    if (!loud && place?.[0] === over?.[0] && place?.[1] === over?.[1] && bubble.classList.contains("on")) return;
     over = place;
     paint();
     if (!place || fill(...place) === null) return hideTip();
@@ -198,8 +200,8 @@ function grid(host, { rows, columns, cell, fill, ink, text, framed, blocks = [],
       const line = Math.min(rows.length - 1, Math.max(0, lineOf(row) + down));
       const place = [lineOf(line), Math.min(columns.length - 1, Math.max(0, column + across))];
       reveal(place);
-      paint();
-      requestAnimationFrame(() => hover(place, true)); // after the scroll, which hides tooltips
+      over = place; // the next key may come before the next frame
+      requestAnimationFrame(() => hover(over, true)); // after the scroll, which hides tooltips
     } else return;
     event.preventDefault();
   }

@@ -20,7 +20,13 @@ DRAW.lines = (host, data) => {
   const box = make("div", { class: "curves" });
   host.append(box);
   let cursor = null, place = { x: () => 0, y: () => 0 };
-  const colour = (i) => (curves[i].control ? getComputedStyle(host).getPropertyValue("--faint") : LINE_COLOURS[mode()][curves.slice(0, i).filter((c) => !c.control).length % 8]);
+  const own = curves.filter((curve) => !curve.control);
+  const shades = scale(-own.length / 3, own.length - 1); // many curves come in an order, such as layers: one ramp
+  const colour = (i) => {
+    if (curves[i].control) return getComputedStyle(host).getPropertyValue("--faint");
+    const rank = own.indexOf(curves[i]), colours = LINE_COLOURS[mode()];
+    return own.length > colours.length ? shades.fill(rank) : colours[rank];
+  };
   const exact = (curve, i) => told(curve.points.values[i], data.unit, curve.points.digits);
 
   function draw() {
