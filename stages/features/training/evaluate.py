@@ -1,0 +1,132 @@
+"""How well features stand for activations: what is left unexplained, how many fire, which never do.
+
+Border: features and rows of activations, stored or otherwise; runs no model (replacement.py does).
+
+FVU = sum |y - y_hat|^2 / sum |y - mean y|^2 over all rows measured; EV = 1 - FVU. SAELens's
+explained_variance and sparsify's FVU take the mean of a batch instead.
+
+Axes: layer (read), target (written), feature; bins of log10 density.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import xarray as xr
+from torch import Tensor
+
+from ....store.errors import DictionaryError
+
+if TYPE_CHECKING:
+    from ....store.entries import Cell
+    from ..layer import LayerFeatures
+
+__all__ = ["decoder_likeness", "measure"]
+
+DENSITY_BINS = np.linspace(-6.0, 0.0, 25)
+"""Edges of the histogram of log10 densities."""
+_BLOCK = 4096
+
+
+def measure(
+    layers: Mapping[int, LayerFeatures], blocks: Iterable[Mapping[Cell, Tensor]], read: str, write: str
+) -> xr.Dataset:
+    """Figures over all rows of all blocks: cell -> [row, width], of the hook kinds read and written.
+
+    fvu [target]; mse [target], mean over entries; cosine [target], mean over rows, of wanted and made less
+    the mean wanted row of the block; l0 [layer]; l0_count [layer, active]: rows with that many active
+    features; density [layer, feature]: share of rows it fires on; dead [layer]: share of features that never
+    fire.
+    Raises DictionaryError when there are no rows.
+    """
+    sums = _Sums(layers)
+    for block in blocks:
+        sums.add(block, read, write)
+    return sums.dataset()
+
+
+class _Sums:
+    def __init__(self, layers: Mapping[int, LayerFeatures]) -> None:
+        self.layers = dict(sorted(layers.items()))
+        size = max(it.n_features for it in layers.values())
+        self.rows = 0
+        self.fired = {
+            layer: torch.zeros(it.n_features, dtype=torch.int64) for layer, it in self.layers.items()
+        }
+        self.counts = {layer: torch.zeros(size + 1, dtype=torch.int64) for layer in self.layers}
+        self.error = dict.fromkeys(self.layers, 0.0)
+        self.squares = dict.fromkeys(self.layers, 0.0)
+        self.cosine = dict.fromkeys(self.layers, 0.0)
+        self.sum: dict[int, Tensor] = {}
+        self.width = dict.fromkeys(self.layers, 1)
+
+    def add(self, block: Mapping[Cell, Tensor], read: str, write: str) -> None:
+        made: dict[int, Tensor] = {}
+        for layer, it in self.layers.items():
+            a = it.encode(block[read, layer])
+            open_ = a != 0
+            self.fired[layer] += open_.sum(0)
+            self.counts[layer] += torch.bincount(open_.sum(1), minlength=len(self.counts[layer]))
+            for target in it.targets:
+                here = it.decode(a, target)
+                made[target] = made[target] + here if target in made else here
+        for target, it in self.layers.items():
+            wanted = block[write, target]
+            self._compare(target, it.finish(made[target], block[read, target]).double(), wanted.double())
+        self.rows += len(wanted)
+
+    def _compare(self, target: int, made: Tensor, wanted: Tensor) -> None:
+        mean = wanted.mean(0)
+        self.error[target] += float((made - wanted).square().sum())
+        self.squares[target] += float(wanted.square().sum())
+        self.sum[target] = self.sum.get(target, 0.0) + wanted.sum(0)
+        self.cosine[target] += float(torch.cosine_similarity(made - mean, wanted - mean, dim=1).sum())
+        self.width[target] = wanted.shape[1]
+
+    def dataset(self) -> xr.Dataset:
+        if not self.rows:
+            raise DictionaryError(
+                "expected activations to measure on, found no rows; are prompts one token long?"
+            )
+        n, order = self.rows, list(self.layers)
+        variance = {m: self.squares[m] - float(self.sum[m] @ self.sum[m]) / n for m in order}
+        density = np.stack([(self.fired[layer] / n).numpy() for layer in order])
+        with np.errstate(divide="ignore"):
+            logs = np.log10(density).clip(DENSITY_BINS[0], None)
+        histogram = np.stack([np.histogram(row, DENSITY_BINS)[0] for row in logs])
+        counts = np.stack([self.counts[layer].numpy() for layer in order])
+        return xr.Dataset(
+            {
+                "fvu": (
+                    "target",
+                    [self.error[m] / variance[m] if variance[m] > 0 else np.nan for m in order],
+                ),
+                "mse": ("target", [self.error[m] / (n * self.width[m]) for m in order]),
+                "cosine": ("target", [self.cosine[m] / n for m in order]),
+                "l0": ("layer", (counts * np.arange(counts.shape[1])).sum(1) / n),
+                "l0_count": (("layer", "active"), counts),
+                "density": (("layer", "feature"), density),
+                "density_count": (("layer", "log_density"), histogram),
+                "dead": ("layer", (density == 0).mean(1)),
+            },
+            {"layer": order, "target": order, "log_density": (DENSITY_BINS[1:] + DENSITY_BINS[:-1]) / 2},
+            {"rows": n},
+        )
+
+
+def decoder_likeness(features: LayerFeatures) -> Tensor:
+    """For each feature the largest cosine of what it writes, over all targets, with what another writes
+    [feature]; 1 means a duplicate. NaN where there is one feature only."""
+    rows = torch.cat([features.decoder_rows(slice(None), target) for target in features.targets], dim=1)
+    rows = torch.nn.functional.normalize(rows, dim=1)
+    if len(rows) < 2:
+        return torch.full((len(rows),), torch.nan)
+    found = []
+    for start in range(0, len(rows), _BLOCK):
+        some = rows[start : start + _BLOCK] @ rows.T
+        some[torch.arange(len(some)), torch.arange(start, start + len(some))] = -torch.inf
+        found.append(some.max(1).values)
+    return torch.cat(found)

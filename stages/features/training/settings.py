@@ -1,0 +1,170 @@
+"""What a training is: kind of dictionary, size, activation function, schedule; plain values, checked once.
+
+Border: values only; imports no torch. Two trainings with equal settings on equal data give equal bytes, on
+one machine with one number of threads. How often something is logged or saved is no part of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from ....store.errors import ConfigError, nearest
+from ...forward.points import BY_NAME
+from ..names import hook_kind
+
+__all__ = ["Settings"]
+
+KINDS = ("sae", "plt", "clt")
+ACTIVATIONS = ("topk", "batchtopk", "jumprelu", "relu")
+PENALTIES = {"relu": ("l1", "tanh"), "jumprelu": ("step", "tanh"), "topk": (), "batchtopk": ()}
+
+
+def _setting(default: Any, description: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": description})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One training. Names of hook points are those inside a block: "hook_resid_post".
+
+    Raises ConfigError for values that do not go together, naming the one to change.
+    """
+
+    kind: str = _setting(
+        "sae", "sae (writes what it reads), plt (a transcoder per layer) or clt (cross-layer)"
+    )
+    read: str = _setting("hook_resid_post", "hook point that is read")
+    write: str | None = _setting(None, "hook point that is written; default, the one that is read")
+    layers: tuple[int, ...] | None = _setting(None, "layers; default, all that are stored")
+    features: int = _setting(4096, "features of each layer")
+    activation: str = _setting("batchtopk", "topk, batchtopk, jumprelu or relu")
+    k: int = _setting(32, "active features per token and layer (topk, batchtopk)")
+    penalty: str | None = _setting(None, "of relu: l1 or tanh; of jumprelu: step or tanh")
+    sparsity: float = _setting(
+        1e-3, "coefficient of the penalty, in units of the fraction of variance unexplained"
+    )
+    tanh_scale: float = _setting(4.0, "c of the penalty tanh(c a |W_dec|)")
+    bandwidth: float = _setting(0.05, "width of the straight-through estimate (jumprelu)")
+    threshold: float = _setting(0.01, "initial threshold (jumprelu)")
+    dead_penalty: float = _setting(3e-6, "coefficient that pulls dead features back (jumprelu)")
+    prefixes: tuple[int, ...] = _setting(
+        (), "numbers of first features that reconstruct by themselves (Matryoshka)"
+    )
+    skip: bool = _setting(False, "a linear part beside the features (plt)")
+    start: str = _setting(
+        "tied", "first weights: tied (sae) or unrelated random rows, or samples of the data"
+    )
+    steps: int = _setting(10_000, "optimiser steps")
+    batch: int = _setting(4096, "tokens of a step")
+    lr: float | None = _setting(None, "learning rate of Adam; default 2e-4 sqrt(2^14 / features)")
+    warmup: float = _setting(0.01, "share of the steps over which the learning rate rises")
+    decay: float = _setting(0.2, "share of the steps over which it falls to 0 at the end")
+    clip: float = _setting(1.0, "norm to which gradients are cut")
+    annealing: float = _setting(
+        0.1, "share of the steps in which k falls, or the penalty rises, to its value"
+    )
+    auxiliary: float = _setting(
+        1 / 32, "weight of the loss that dead features get (topk, batchtopk); 0 for none"
+    )
+    dead_after: int | None = _setting(
+        None, "tokens without firing after which a feature is dead; default 10 million, or a tenth of all"
+    )
+    skip_positions: int = _setting(1, "first positions of each prompt that are left out")
+    validation: float = _setting(0.05, "share of the prompts held out")
+    window: int = _setting(32_768, "tokens shuffled together in memory")
+    block: int = _setting(1024, "neighbouring tokens read together")
+    seed: int = _setting(0, "of weights and order")
+
+    def __post_init__(self) -> None:
+        _one_of("kind", self.kind, KINDS)
+        _one_of("activation", self.activation, ACTIVATIONS)
+        _one_of("start", self.start, ("tied", "samples"))
+        allowed = PENALTIES[self.activation]
+        if self.penalty is None and allowed:
+            object.__setattr__(self, "penalty", allowed[0])
+        if self.penalty is not None:
+            if not allowed:
+                raise ConfigError(
+                    f"{self.activation} has no penalty, found penalty={self.penalty!r}; leave it out"
+                )
+            _one_of(f"penalty of {self.activation}", self.penalty, allowed)
+        self._check_numbers()
+        object.__setattr__(self, "read", hook_kind(self.read))
+        object.__setattr__(self, "write", hook_kind(self.write) if self.write else self.read)
+        for kind in (self.read, self.writes):
+            if not BY_NAME[kind].per_layer:
+                raise ConfigError(f"expected a hook point that every layer has, found {BY_NAME[kind].path!r}")
+        if (self.kind == "sae") != (self.read == self.write):
+            other = (
+                "reads and writes one hook point" if self.kind == "sae" else "writes to another than it reads"
+            )
+            raise ConfigError(f"kind {self.kind!r} {other}, found read={self.read!r}, write={self.write!r}")
+        if self.kind == "clt" and self.activation == "topk":
+            raise ConfigError(
+                "files of a clt cannot say topk; train it with activation='batchtopk' or 'jumprelu'"
+            )
+        if self.skip and self.kind != "plt":
+            raise ConfigError(
+                f"only a plt has a linear part beside its features, found skip with {self.kind!r}"
+            )
+
+    def _check_numbers(self) -> None:
+        for name in ("features", "k", "steps", "batch", "window", "block"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"expected {name} of at least 1, found {getattr(self, name)}")
+        if self.is_top and self.k > self.features:
+            raise ConfigError(f"expected k of at most features={self.features}, found k={self.k}")
+        if self.window < self.block:
+            raise ConfigError(f"expected window of at least block={self.block}, found window={self.window}")
+        for name in ("warmup", "decay", "annealing", "validation"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(
+                    f"expected {name} as a share from 0 to below 1, found {getattr(self, name)}"
+                )
+        for name in ("sparsity", "dead_penalty", "auxiliary", "skip_positions"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"expected {name} of at least 0, found {getattr(self, name)}")
+        for name in ("tanh_scale", "bandwidth", "threshold", "clip", "rate"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"expected {name} above 0, found {getattr(self, name)}")
+        wrong = [n for n in self.prefixes if not 0 < n < self.features]
+        if wrong:
+            raise ConfigError(f"expected prefixes from 1 to below features={self.features}, found {wrong[0]}")
+
+    @property
+    def writes(self) -> str:
+        """Kind of hook point that is written."""
+        return self.write or self.read
+
+    @property
+    def is_top(self) -> bool:
+        """Whether sparsity is a count, and not a penalty."""
+        return self.activation in ("topk", "batchtopk")
+
+    @property
+    def rate(self) -> float:
+        """Peak learning rate (Gao et al. 2024 scale it with the inverse root of the number of features)."""
+        return self.lr if self.lr is not None else 2e-4 * (2**14 / self.features) ** 0.5
+
+    @property
+    def dead_tokens(self) -> int:
+        """Tokens without firing after which a feature counts as dead."""
+        return (
+            self.dead_after if self.dead_after is not None else min(10_000_000, self.steps * self.batch // 10)
+        )
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in dataclasses.asdict(self).items()
+        }
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        near = nearest(value, known)
+        hint = f"; nearest is {near!r}" if near else ""
+        raise ConfigError(f"expected {name} to be one of {', '.join(known)}, found {value!r}{hint}")

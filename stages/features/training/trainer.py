@@ -1,0 +1,325 @@
+"""The training loop: batches in, a dictionary and a checkpoint out.
+
+    training = Training(Settings(kind="sae", features=1024, k=16), StoredActivations(entry), Path("sae"))
+    training.run()                                  # or again, after a kill: goes on where it was
+    training.layers                                 # layer -> LayerFeatures, on activations as stored
+
+Adam; a linear warm-up, a plateau, a linear fall to 0; gradients cut at a norm. With topk and batchtopk
+decoder rows have norm 1 (all targets together) and k falls to its value from min(features, 10 d_in); with
+penalties rows are free, since penalties weigh them, and the coefficient rises from 0.
+
+Equal settings and data give equal bits on one machine with one number of torch's threads, interrupted or not.
+
+Border: stored activations, in a folder of its own; captures nothing, exports nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ....store.errors import ConfigError
+from . import checkpoint
+from .batches import Batches, Cursor
+from .evaluate import measure
+from .losses import Loss, loss
+from .models import DictionaryModel, scales
+from .settings import Settings
+from .source import StoredActivations, every
+from .statistics import Moments, moments
+
+if TYPE_CHECKING:
+    from ....store.entries import Cell
+    from ..layer import LayerFeatures
+
+__all__ = ["Training"]
+
+STATISTICS = 1 << 18
+"""Tokens from which means and scales are taken, spread over all of them."""
+VALIDATION = 1 << 15
+"""Held-out tokens that are looked at while training."""
+
+
+class Training:
+    """A training in a folder, begun or resumed.
+
+    source: what may be read; `settings.validation` of its prompts are held out. log_every, validate_every,
+    save_every: in steps; they decide no number of the result.
+    Raises ConfigError for settings that do not fit the data, or a folder with another training; EntryNotFound
+    for a hook point or layer that is not stored; ShapeError where activations are not finite. Nothing is
+    written before the first step is made.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        source: StoredActivations,
+        folder: Path,
+        *,
+        log_every: int = 50,
+        validate_every: int = 500,
+        save_every: int = 500,
+    ) -> None:
+        self.settings, self.folder = settings, folder
+        self.log_every, self.validate_every, self.save_every = log_every, validate_every, save_every
+        self.layer_numbers = _layers(settings, source)
+        reads = [(settings.read, layer) for layer in self.layer_numbers]
+        writes = [(settings.writes, layer) for layer in self.layer_numbers]
+        self.cells: tuple[Cell, ...] = tuple(dict.fromkeys([*reads, *writes]))
+        source.require(self.cells)
+        self.data = source.identity(self.cells)
+        held = checkpoint.load(folder)
+        if held is not None:
+            checkpoint.require_same(folder, held, settings.plain(), self.data)
+        self.source = source
+        self.held_out: StoredActivations | None = None
+        if settings.validation:
+            self.source, self.held_out = source.split(settings.validation, settings.seed)
+        self.step = 0
+        self._begin(held)
+
+    # -- what came out
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are made."""
+        return self.step >= self.settings.steps
+
+    @property
+    def layers(self) -> dict[int, LayerFeatures]:
+        """The features of each layer, on activations as stored; float32."""
+        return {layer: self.model.folded(layer) for layer in self.model.layers}
+
+    # -- the loop
+
+    def run(
+        self, *, advance: Callable[[int], None] = lambda _: None, stop: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Make the steps that are missing; whether all are made. A checkpoint is left behind in any case.
+
+        advance: called with the tokens of each step. stop: asked after each step.
+        """
+        if self.is_done:
+            return True
+        log = None
+        with self._batches() as batches:
+            while not self.is_done:
+                found = self._make_step(next(batches))
+                self._cursor = batches.cursor
+                log = log or checkpoint.Log(self.folder, self.step - 1)
+                self._note(log, found)
+                advance(self.settings.batch)
+                stopped = stop()
+                if self.is_done or stopped or self.step % self.save_every == 0:
+                    self.save()
+                if stopped:
+                    break
+        return self.is_done
+
+    def save(self) -> None:
+        """Leave a checkpoint of this step."""
+        cursor = self._cursor
+        state = {
+            "settings": self.settings.plain(),
+            "data": self.data,
+            "step": self.step,
+            "cursor": [cursor.epoch, cursor.window, cursor.offset],
+            "model": self.model.state_dict(),
+            "running": self.model.running,
+            "optimiser": self.optimiser.state_dict(),
+            "quiet": self.quiet,
+            "read": {layer: (it.mean, it.scale) for layer, it in self.model.read.items()},
+            "write": {layer: (it.mean, it.scale) for layer, it in self.model.write.items()},
+        }
+        checkpoint.save(self.folder, state)
+
+    def _batches(self) -> Batches:
+        it = self.settings
+        return Batches(
+            self.source,
+            self.cells,
+            batch=it.batch,
+            window=it.window,
+            block=it.block,
+            seed=it.seed,
+            skip_positions=it.skip_positions,
+            cursor=self._cursor,
+        )
+
+    def _make_step(self, batch: Mapping[Cell, Tensor]) -> Loss:
+        it, model = self.settings, self.model
+        for group in self.optimiser.param_groups:
+            group["lr"] = it.rate * schedule(self.step, it)
+        inputs, outputs = self._scaled(batch)
+        found = loss(
+            model,
+            inputs,
+            outputs,
+            k=active_count(self.step, it, model.d_in),
+            pressure=pressure(self.step, it),
+            dead={layer: quiet > it.dead_tokens for layer, quiet in self.quiet.items()},
+        )
+        if not bool(found.total.isfinite()):
+            raise ConfigError(
+                f"the loss of step {self.step} is not finite; the last checkpoint stands. Train with a lower "
+                f"learning rate than lr={it.rate:.2g}"
+            )
+        self.optimiser.zero_grad(set_to_none=True)
+        found.total.backward()
+        if it.is_top:
+            model.remove_parallel_gradients()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), it.clip)
+        self.optimiser.step()
+        if it.is_top:
+            model.keep_norms()
+        for layer, a in found.activations.items():
+            self.quiet[layer] += len(a)
+            self.quiet[layer][(a != 0).any(0)] = 0
+        self.step += 1
+        return found
+
+    def _scaled(self, batch: Mapping[Cell, Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        it, model = self.settings, self.model
+        inputs = {layer: scaled(batch[it.read, layer]) for layer, scaled in model.read.items()}
+        outputs = {layer: scaled(batch[it.writes, layer]) for layer, scaled in model.write.items()}
+        return inputs, outputs
+
+    def _note(self, log: checkpoint.Log, found: Loss) -> None:
+        due = [n and (self.step % n == 0 or self.is_done) for n in (self.log_every, self.validate_every)]
+        if not any(due):
+            return
+        it = self.settings
+        line: dict[str, Any] = {
+            "loss": float(found.total.detach()),
+            "fvu": {layer: float(value) for layer, value in sorted(found.fvu.items())},
+            "l0": {layer: float((a != 0).sum(1).float().mean()) for layer, a in found.activations.items()},
+            "dead": {layer: int((quiet > it.dead_tokens).sum()) for layer, quiet in self.quiet.items()},
+            "penalty": float(found.penalty),
+            "auxiliary": float(found.auxiliary),
+            "lr": self.optimiser.param_groups[0]["lr"],
+        }
+        if it.activation == "batchtopk":
+            line["threshold"] = dict(self.model.running)
+        if due[1] and self.held_out is not None:
+            seen = measure(self.layers, self._held_out_blocks(), it.read, it.writes)
+            line["held_out_fvu"] = {int(m): float(seen.fvu.sel(target=m)) for m in seen.target.values}
+            line["held_out_l0"] = {int(layer): float(seen.l0.sel(layer=layer)) for layer in seen.layer.values}
+        log.write(step=self.step, **line)
+
+    def _held_out_blocks(self) -> Iterable[dict[Cell, Tensor]]:
+        it, seen = self.settings, 0
+        assert self.held_out is not None
+        for block in every(self.held_out, self.cells, skip_positions=it.skip_positions, block=it.block):
+            yield block
+            seen += len(next(iter(block.values())))
+            if seen >= VALIDATION:
+                return
+
+    # -- beginning
+
+    def _begin(self, held: Mapping[str, Any] | None) -> None:
+        it = self.settings
+        self._cursor = Cursor()
+        if held is None:
+            read, write = self._scales()
+        else:
+            from .models import Affine
+
+            read, write = ({n: Affine(*pair) for n, pair in held[side].items()} for side in ("read", "write"))
+        self.model = DictionaryModel(it, read, write, seed=it.seed)
+        self.optimiser = torch.optim.Adam(self.model.parameters(), lr=it.rate, betas=(0.9, 0.999), eps=1e-8)
+        self.quiet = {n: torch.zeros(it.features, dtype=torch.int64) for n in self.model.layers}
+        if held is not None:
+            self.step, self._cursor = held["step"], Cursor(*held["cursor"])
+            self.model.load_state_dict(held["model"])
+            self.model.running = held["running"]
+            self.optimiser.load_state_dict(held["optimiser"])
+            self.quiet = held["quiet"]
+        elif it.start == "samples":
+            self.model.start_from(*self._samples())
+
+    def _scales(self) -> tuple[Any, Any]:
+        it = self.settings
+        found = self._moments()
+        read = {layer: found[it.read, layer] for layer in self.layer_numbers}
+        write = {layer: found[it.writes, layer] for layer in self.layer_numbers}
+        return scales(read, self.layer_numbers), scales(write, self.layer_numbers)
+
+    def _moments(self) -> dict[Cell, Moments]:
+        """Of blocks spread evenly over all that is trained on."""
+        it = self.settings
+        blocks = self.source.blocks(it.block)
+        every_nth = max(1, len(blocks) * it.block // STATISTICS)
+        found = moments(self._read(blocks[::every_nth]))
+        if not found:
+            raise ConfigError(
+                f"expected tokens behind the first {it.skip_positions} of each prompt, found none"
+            )
+        return found
+
+    def _samples(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """As many rows as there are features, in the order of an epoch of their own."""
+        it = self.settings
+        with Batches(
+            self.source,
+            self.cells,
+            batch=min(it.features, self.source.count(it.skip_positions)),
+            window=max(it.window, it.features),
+            block=it.block,
+            seed=it.seed + 1,
+            skip_positions=it.skip_positions,
+        ) as batches:
+            found = next(batches)
+        inputs = {layer: found[it.read, layer] for layer in self.layer_numbers}
+        return inputs, {layer: found[it.writes, layer] for layer in self.layer_numbers}
+
+    def _read(self, blocks: Iterable[range]) -> Iterable[dict[Cell, Tensor]]:
+        from .source import as_tensor
+
+        for tokens in blocks:
+            kept = self.source.keep(tokens, self.settings.skip_positions)
+            if kept.any():
+                rows = self.source.read(self.cells, tokens, kept)
+                yield {cell: as_tensor(held) for cell, held in rows.items()}
+
+
+def schedule(step: int, settings: Settings) -> float:
+    """Share of the peak learning rate: up over the warm-up, 1, down to 0 over the decay."""
+    warm, fall = settings.warmup * settings.steps, settings.decay * settings.steps
+    rising = (step + 1) / warm if warm else 1.0
+    falling = (settings.steps - step) / fall if fall else 1.0
+    return min(1.0, rising, falling)
+
+
+def active_count(step: int, settings: Settings, d_in: int) -> int:
+    """k of a step: from min(features, 10 d_in) down to its value, in a straight line."""
+    first = max(settings.k, min(settings.features, 10 * d_in))
+    share = pressure(step, settings)
+    return round(first + (settings.k - first) * share)
+
+
+def pressure(step: int, settings: Settings) -> float:
+    """Share of the sparsity in force, from 0 to 1 over the annealing."""
+    steps = settings.annealing * settings.steps
+    return min(1.0, step / steps) if steps else 1.0
+
+
+def _layers(settings: Settings, source: StoredActivations) -> tuple[int, ...]:
+    """Layers to train on: as set, or all that both hook points are stored of."""
+    both = set(source.layers(settings.read)) & set(source.layers(settings.writes))
+    chosen = tuple(sorted(set(settings.layers))) if settings.layers is not None else tuple(sorted(both))
+    if not chosen:
+        raise ConfigError(
+            f"expected layers of which {settings.read} and {settings.writes} are stored, found none; capture "
+            "them"
+        )
+    if settings.kind != "sae" and chosen != tuple(range(len(chosen))):
+        raise ConfigError(
+            f"a {settings.kind} has features of every layer from 0 on, found layers "
+            f"{', '.join(map(str, chosen))}; capture the others, or choose layers"
+        )
+    return chosen
