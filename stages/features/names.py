@@ -12,7 +12,7 @@ import re
 from ...store.errors import DictionaryError, HookPointNotFound
 from ..forward.points import BY_NAME, HookPoint
 
-__all__ = ["hook_kind", "parse_hook"]
+__all__ = ["hook_kind", "hook_name", "parse_hook"]
 
 # Names that only circuit-tracer has. Its, and older files', hook_mlp_in is TransformerLens's copy of
 # resid_mid.
@@ -49,3 +49,19 @@ def parse_hook(name: str) -> tuple[str, int | None]:
             "read= and write= to say where its features read and write"
         ) from error
     return point.kind, point.layer
+
+
+def hook_name(kind: str) -> str:
+    """The name inside a block that other programs give a hook kind: "mlp.hook_in" for "mlp_pre".
+
+    Raises DictionaryError for one they do not have.
+    """
+    for name, ours in _OWN.items():
+        if ours == kind and name != "hook_mlp_in":
+            return name
+    if not BY_NAME[kind].per_layer:
+        return BY_NAME[kind].path
+    found = HookPoint(kind, 0).transformer_lens
+    if found is None:
+        raise DictionaryError(f"{kind} has no name in other programs' files; export another dictionary")
+    return found.removeprefix("blocks.0.")

@@ -2,7 +2,8 @@
 
 layer_{l}: W_enc [feature, hidden], b_enc, W_dec [feature, hidden], b_dec, optionally W_skip [out, in] (its
 output is x W_skip') and activation_function.threshold (JumpReLU). config.yaml may say `activation: topk`
-with `k`, or relu. Negative values among the k largest stay, as in circuit-tracer.
+with `k`, or relu. Negative values among the k largest stay, as in circuit-tracer, unless config.yaml says
+`rectified: true`, which it ignores.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def part(
 ) -> OneLayer:
     """The transcoder of one layer. read, write: hook kinds."""
     name, k = _activation(files)
+    rectified = bool(files.yaml.get("rectified", False))
     size, d_in = require_shapes(files, file, {"W_enc": (None, None)})["W_enc"]
     _, d_out = require_shapes(files, file, {"W_dec": (size, None)})["W_dec"]
     expected = {"b_enc": (size,), "b_dec": (d_out,)}
@@ -72,7 +74,7 @@ def part(
             layer=layer,
             W_enc=found["W_enc"],
             W_dec={layer: found["W_dec"]},
-            activation=_made(name, k, found),
+            activation=_made(name, k, rectified, found),
             b_enc=found["b_enc"],
             b_dec=found["b_dec"],
             W_skip=found.get("W_skip"),
@@ -91,7 +93,7 @@ def part(
         open=open_layer,
         model_name=files.yaml.get("model_name"),
         has_skip=has_skip,
-        settings={"activation": name, "k": k},
+        settings={"activation": name, "k": k, "rectified": rectified},
     )
 
 
@@ -105,11 +107,11 @@ def _activation(files: DictionaryFiles) -> tuple[str | None, int]:
     return name, k
 
 
-def _made(name: str | None, k: int, tensors: dict[str, Tensor]) -> Activation:
+def _made(name: str | None, k: int, rectified: bool, tensors: dict[str, Tensor]) -> Activation:
     from .activations import JumpReLU, ReLU, TopK
 
     if name == "topk":
-        return TopK(k, rectified=False)
+        return TopK(k, rectified)
     if name == "relu" or _THRESHOLD not in tensors:
         return ReLU()
-    return JumpReLU(tensors[_THRESHOLD])
+    return JumpReLU(tensors[_THRESHOLD], rectified)

@@ -16,7 +16,7 @@ import mizarr
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.npz import npz_array
 
-from .random_dictionaries import (
+from ...random_dictionaries import (
     D,
     F,
     draw,

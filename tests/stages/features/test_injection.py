@@ -13,7 +13,8 @@ from mizarr.pipeline import run
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.injection import Injection, added, injected
 from mizarr.stages.features.sweeps import Dose, InjectionSweep
-from tests.random_dictionaries import save_random_clt
+
+from ...random_dictionaries import save_random_clt
 
 PROMPT = (5, 9, 2, 31, 7, 4)
 LAYERS = 6  # of the specimen, hidden 192
