@@ -160,3 +160,32 @@ def save_random_clt(folder: Path, layers: int, hidden: int, size: int = 12, *, j
     write_clt(folder, found, jump=jump)
     write_config(folder, "cross_layer_transcoder")
     return folder
+
+
+def save_random_sae(folder: Path, *, layer: int, hidden: int, features: int = 40, seed: int = 0) -> Path:
+    """A ReLU autoencoder of the residual stream after a layer, in SAELens's files."""
+    draw = torch.Generator().manual_seed(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        "W_enc": torch.randn(hidden, features, generator=draw) / hidden**0.5,
+        "b_enc": torch.randn(features, generator=draw),
+        "W_dec": torch.randn(features, hidden, generator=draw),
+        "b_dec": torch.randn(hidden, generator=draw),
+    }
+    save_file(tensors, folder / "sae_weights.safetensors")
+    config = {
+        "architecture": "standard",
+        "d_in": hidden,
+        "d_sae": features,
+        "dtype": "float32",
+        "apply_b_dec_to_input": True,
+        "normalize_activations": "none",
+        "reshape_activations": "none",
+        "metadata": {
+            "model_name": "random",
+            "hook_name": f"blocks.{layer}.hook_resid_post",
+            "sae_lens_version": "6.0.0",
+        },
+    }
+    (folder / "cfg.json").write_text(json.dumps(config))
+    return folder

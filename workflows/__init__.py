@@ -28,12 +28,14 @@ WORKFLOWS = {
     "factual_routing": ".factual_routing",
     "attention_knockout": ".attention_knockout",
     "attention_patterns": ".attention_patterns",
+    "head_detection": ".head_detection",
     "steering_dose_response": ".steering_dose_response",
     "steering_convergence": ".steering_convergence",
     "token_positions": ".token_positions",
     "planning_in_poems": ".planning_in_poems",
     "attention_routing": ".attention_routing",
     "correction_test": ".correction_test",
+    "sae_features": ".sae_features",
 }
 
 
