@@ -1,7 +1,7 @@
 """Head detection agrees with TransformerLens' `detect_head` on the same random weights.
 
-Llama and Qwen 2, several prompts and one, every named pattern and one of our own. Both round the measure "abs"
-to three digits. To run these, see test_transformer_lens_patching.py.
+Llama and Qwen 2, several prompts and one, every named pattern and one of our own. Both round the measure
+"abs" to three digits. To run these, see test_transformer_lens_patching.py.
 """
 
 from __future__ import annotations
