@@ -29,8 +29,10 @@ def chromium() -> Iterator[Any]:
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=found, args=list(ARGUMENTS))
-        yield browser
-        browser.close()
+        try:
+            yield browser
+        finally:
+            browser.close()
 
 
 @dataclass
@@ -62,7 +64,7 @@ def opened(browser: Any, file: Path, *, width: int = 1400, dark: bool = False) -
     """The page of a file, drawn."""
     scheme = "dark" if dark else "light"
     context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
-    context.set_default_timeout(20_000)
+    context.set_default_timeout(60_000)  # on a busy machine
     found = Opened(context.new_page())
     found.page.on("console", lambda message: found.complaints.append(f"{message.type}: {message.text}"))
     found.page.on("pageerror", lambda error: found.complaints.append(f"exception: {error}"))
@@ -72,5 +74,7 @@ def opened(browser: Any, file: Path, *, width: int = 1400, dark: bool = False) -
     )
     found.page.goto(file.as_uri())
     found.page.wait_for_selector("html[data-ready]")
-    yield found
-    context.close()
+    try:
+        yield found
+    finally:
+        context.close()

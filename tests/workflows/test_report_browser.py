@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ import pytest
 
 from mizarr.stages.attention import unpacked
 from mizarr.stages.lens import format_probability, format_token
-from mizarr.workflows import compute
+from mizarr.workflows import WORKFLOWS, compute
 from mizarr.workflows.report import Heatmap
 from mizarr.workflows.workflow import Workflow
 from tests.browser import Opened, chromium, opened
@@ -52,21 +53,20 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def visit(browser: Any, done: dict[str, Any], folder: Path) -> Iterator[Any]:
-    """visit(name) opens a page; at the end of the test it must have been quiet."""
-    held: list[Any] = []
+def visit(browser: Any, done: dict[str, Any], folder: Path) -> Iterator[Callable[..., Opened]]:
+    """visit(name) opens a page; when the test is over it must have been quiet, and alone."""
+    with ExitStack() as open_pages:
+        held: list[tuple[Opened, str]] = []
 
-    def open_page(name: str, **view: Any) -> Opened:
-        held.append(opened(browser, folder / f"{name}.html", **view))
-        page: Opened = held[-1].__enter__()
-        held[-1] = (held[-1], page, name)
-        return page
+        def open_page(name: str, **view: Any) -> Opened:
+            file = folder / f"{name}.html"
+            held.append((open_pages.enter_context(opened(browser, file, **view)), file.as_uri()))
+            return held[-1][0]
 
-    yield open_page
-    for context, page, name in held:
-        assert page.complaints == [], name
-        assert page.requests == [(folder / f"{name}.html").as_uri()]
-        context.__exit__(None, None, None)
+        yield open_page
+        for page, address in held:
+            assert page.complaints == []
+            assert page.requests == [address]
 
 
 def colours(png: bytes) -> int:
@@ -254,3 +254,14 @@ def test_a_grid_of_hundreds_of_columns_scrolls_inside_itself(width, browser, tmp
         assert row > 30 and column > 850
         assert numbers(said["what"])[0] == pytest.approx(float(Wide.values[row, column]), rel=1e-3)
         assert here.complaints == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_every_workflow_as_it_comes_has_a_page_that_draws_itself(name, browser, tmp_path):
+    page = compute(name, store=tmp_path / "store").report(tmp_path / "page.html")
+    with opened(browser, page, width=400) as here:
+        for choice in here.page.locator("fieldset.segments label").all():
+            choice.click()
+        assert (here.complaints, here.requests) == ([], [page.as_uri()])
+        assert here.page.evaluate("document.documentElement.scrollWidth") <= 400
