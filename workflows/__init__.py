@@ -36,6 +36,7 @@ WORKFLOWS = {
     "attention_routing": ".attention_routing",
     "correction_test": ".correction_test",
     "sae_features": ".sae_features",
+    "clt_probe": ".clt_probe",
 }
 
 
