@@ -35,6 +35,7 @@ _HOME = {
     "generate": ".stages.forward.generate",
     "capture": ".stages.forward.capture",
     "Dictionary": ".stages.features.dictionary",
+    "attribution_graph": ".stages.graph.graph",
     "compute": ".workflows",
     "open_store": ".store",
     "MizarrError": ".store.errors",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from .stages.forward.points import HookPoint as HookPoint
     from .stages.forward.runs import Run as Run, run as run
     from .stages.forward.wants import logits as logits
+    from .stages.graph.graph import attribution_graph as attribution_graph
     from .store import open_store as open_store
     from .store.errors import MizarrError as MizarrError
     from .workflows import compute as compute

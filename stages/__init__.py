@@ -36,6 +36,7 @@ STAGES = {
     "head_attribution_post_norm": ".attribution_units",
     "neuron_attribution": ".attribution_units",
     "neuron_attribution_post_norm": ".attribution_units",
+    "pruned_graph": ".graph.pruning",
 }
 
 

@@ -1,0 +1,213 @@
+"""An attribution graph in a workflow's graph: computed block by block, each block a stored cell.
+
+A small graph is computed and stored at once. Of a larger one, blocks of rows are stored as they are computed,
+under keys of their own, and joined on disk when all are there: a killed graph goes on where it was, and the
+matrix never has to fit into memory. The forward pass is run again to go on; it is cheap beside the rows.
+
+Border: keys, cells and the store; the arithmetic is in attribute.py, the choice of rows in selection.py.
+Planning imports no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...pipeline.nodes import Estimate, Node, ResultNode, Status, status_of
+from ...pipeline.plan import as_bytes
+from ...pipeline.reasons import why_not
+from ...store.errors import PlanError, PromptError
+from ...store.keys import ResultKey
+from ..forward.prompts import check_prompts
+from .frozen import require_transcoders
+from .selection import Selection
+from .targets import Choice
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ...pipeline import Context
+    from ...store import Store
+    from ..features.dictionary import Dictionary
+    from ..forward.source import ModelSource
+    from .prepare import Prepared
+
+__all__ = ["GraphNode", "Settings"]
+
+Ints = npt.NDArray[np.int64]
+MEMORY = 1 << 30
+CELL_BYTES = 16 << 20
+"""Of rows that are stored as one cell: a fraction of a second's work on a small model, seconds on a large."""
+SMALLEST = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """What decides a graph, besides model, dictionary and prompt.
+
+    zero_positions: so many first positions have no features and no errors. arithmetic: dtype of the linear
+    maps.
+    """
+
+    targets: Choice
+    selection: Selection
+    zero_positions: int = 1
+    arithmetic: str = "float32"
+
+    def params(self) -> dict[str, Any]:
+        """Plain values for a key."""
+        return {
+            "targets": self.targets.canonical(),
+            "selection": self.selection.canonical(),
+            "zero_positions": self.zero_positions,
+            "arithmetic": self.arithmetic,
+        }
+
+
+class GraphNode(ResultNode):
+    """The attribution graph of one prompt.
+
+    memory: bytes its computation may take beside the model, or "2GiB".
+    """
+
+    name = "attribution_graph"
+    version = 1
+    inputs: tuple[Node, ...] = ()
+
+    def __init__(
+        self,
+        source: ModelSource,
+        dictionary: Dictionary,
+        tokens: Sequence[int],
+        settings: Settings,
+        *,
+        memory: int | str | None = None,
+    ) -> None:
+        """Raises DictionaryError for a dictionary that does not fit the model, PromptError for a prompt too
+        short to have features, or too long."""
+        self.source, self.dictionary, self.settings = source, dictionary, settings
+        self.tokens = tuple(tokens)
+        self.memory = as_bytes(memory) or MEMORY
+        config = source.config
+        check_prompts([self.tokens], config.vocab_size, config.context_length, source.name)
+        if not 0 <= settings.zero_positions < len(self.tokens):
+            raise PromptError(
+                f"expected a prompt of more than {settings.zero_positions} tokens, as the first "
+                f"{settings.zero_positions} have no features, found {len(self.tokens)}; lengthen it, or set "
+                "zero_positions"
+            )
+        if self.memory < SMALLEST:
+            raise PlanError(f"expected memory of at least {SMALLEST} bytes, found {self.memory}")
+        require_transcoders(dictionary, config, source.name)
+
+    def __repr__(self) -> str:
+        return f"GraphNode({self.source!r}, {self.dictionary!r}, {len(self.tokens)} tokens)"
+
+    # -- identity
+
+    def key(self, store: Store) -> ResultKey:
+        """Model, dictionary, tokens and settings."""
+        return self._key(self.name, {})
+
+    def cell_key(self, first: int, count: int) -> ResultKey:
+        """Of `count` rows, in the order in which they are computed, from `first` on."""
+        return self._key(f"{self.name}/cell", {"first": first, "count": count})
+
+    def _key(self, label: str, more: dict[str, int]) -> ResultKey:
+        params = {"tokens": list(self.tokens), **self.settings.params(), **more}
+        inputs = {"model": self.source.identity.digest, "dictionary": self.dictionary.identity}
+        return ResultKey(label, self.version, params, inputs)
+
+    # -- planning
+
+    def status(self, store: Store) -> Status:
+        """Cached, or why it will run."""
+        key = self.key(store)
+        return Status(True, cells_cached=1) if store.lookup(key) else Status(False, why_not(store, key))
+
+    def estimate(self, store: Store) -> Estimate:
+        """Memory as given; how many rows there are is known when features have been computed."""
+        if status_of(self, store).is_cached:
+            return Estimate()
+        work = (
+            f"a graph of {len(self.tokens)} tokens with the features of {len(self.dictionary.layers)} layers"
+        )
+        return Estimate(peak_bytes=self.memory, work=work)
+
+    # -- running
+
+    def run(self, store: Store, context: Context) -> None:
+        """Compute the rows that are not stored, then the whole."""
+        from .prepare import prepare
+
+        started = time.monotonic()
+        prepared = prepare(
+            self.source.load(), self.dictionary, self.tokens, self.settings, memory=self.memory
+        )
+        rows = self.settings.selection.rows(prepared.n_features, prepared.n_logits)
+        cells = _Cells(self, store, prepared, rows)
+        task = context.progress.task(self.name, total=rows, unit="rows")
+        visits = self.settings.selection.visits(
+            prepared.n_features, prepared.logit_weights, prepared.n_columns, lambda: cells.blocks
+        )
+        for items in visits:
+            cells.compute(items, task.advance)
+        note = {
+            "model": self.source.name,
+            "identity": self.source.identity.request(),
+            "dictionary": self.dictionary.name,
+            "device": self.source.device,
+            "seconds": round(time.monotonic() - started, 6),
+        }
+        store.put_result(self.key(store), cells.joined(), provenance=note)
+
+
+class _Cells:
+    """Rows as they are computed: in memory while all of them fit into one cell, else stored cell by cell."""
+
+    def __init__(self, node: GraphNode, store: Store, prepared: Prepared, rows: int) -> None:
+        self.node, self.store, self.prepared = node, store, prepared
+        row_bytes = 4 * prepared.n_columns
+        self._size = max(1, min(CELL_BYTES, node.memory // 8) // row_bytes)
+        self._is_stored = rows > self._size
+        self._first = 0
+        self.blocks: list[tuple[Ints, Any]] = []
+        """(item of each row, weights [row, source]) of all rows so far."""
+
+    def compute(self, items: Ints, advance: Any) -> None:
+        """Rows of these items, as cells."""
+        for start in range(0, len(items), self._size):
+            some = items[start : start + self._size]
+            self.blocks.append((some, self._cell(some) if self._is_stored else self.prepared.rows(some)))
+            self._first += len(some)
+            advance(len(some))
+
+    def _cell(self, items: Ints) -> xr.DataArray:
+        """A stored cell, computed if it is not there."""
+        import xarray as xr
+
+        key = self.node.cell_key(self._first, len(items))
+        if self.store.lookup(key) is None:
+            started = time.monotonic()
+            found = xr.Dataset(
+                {"weights": (("target", "source"), self.prepared.rows(items)), "item": ("target", items)}
+            )
+            note = {"model": self.node.source.name, "seconds": round(time.monotonic() - started, 6)}
+            self.store.put_result(key, found, provenance=note)
+        return self.store.open_result(key)["weights"]
+
+    def joined(self) -> xr.Dataset:
+        """The graph: features in order, then logits; columns of features that have no row are left out."""
+        import dask.array as da
+
+        items = np.concatenate([items for items, _ in self.blocks])
+        if self._is_stored:
+            whole: Any = da.concatenate([block.chunk().data for _, block in self.blocks])
+        else:
+            whole = np.concatenate([block for _, block in self.blocks])
+        return self.prepared.dataset(items, whole)

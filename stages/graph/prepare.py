@@ -1,0 +1,154 @@
+"""From a prompt to what rows are computed of: one forward pass, active features, errors, targets.
+
+Border: joins frozen.py, sources.py, targets.py and attribute.py; knows no store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...store.errors import PlanError, PromptError
+from ..forward.model import as_dtype
+from .attribute import Attributor
+from .frozen import decoder_of, frozen_pass
+from .replacement import Replacement
+from .sources import Sources, error_vectors
+from .targets import token_text
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ..features.dictionary import Active, Dictionary
+    from ..forward.model import Model
+    from .frozen import FrozenPass
+    from .node import Settings
+    from .targets import Targets
+
+__all__ = ["Prepared", "prepare"]
+
+Ints = npt.NDArray[np.int64]
+
+
+class Prepared:
+    """The nodes of a prompt's graph, and what computes its rows."""
+
+    def __init__(
+        self,
+        model: Model,
+        dictionary: Dictionary,
+        frozen: FrozenPass,
+        active: Active,
+        targets: Targets,
+        attributor: Attributor,
+        zero_positions: int,
+    ) -> None:
+        self.model, self.dictionary, self.frozen = model, dictionary, frozen
+        self.active, self.targets, self._attributor = active, targets, attributor
+        self.zero_positions = zero_positions
+        self.n_features, self.n_logits = len(active), len(targets.ids)
+        self.n_columns = attributor.sources.n_columns
+        self.logit_weights: npt.NDArray[np.float64] = targets.weights.double().cpu().numpy()
+
+    def rows(self, items: Ints) -> npt.NDArray[np.float32]:
+        """Rows [n, source] of features by index, and of logits from `n_features` on."""
+        return self._attributor.rows(items)
+
+    def dataset(self, items: Ints, rows: Any) -> xr.Dataset:
+        """The graph, labelled.
+
+        items: what each row is, in the order of `rows` [n, source], columns of all active features.
+        """
+        import xarray as xr
+
+        selected = np.sort(items[items < self.n_features])
+        order = np.argsort(items, kind="stable")
+        columns = np.concatenate([selected, np.arange(self.n_features, self.n_columns)])
+        magnitude = abs(rows)
+        dropped = np.ones(self.n_features, bool)
+        dropped[selected] = False
+        lost = magnitude[:, : self.n_features][:, dropped].sum(1) / magnitude.sum(1).clip(1e-30)
+        weights = rows
+        if len(selected) < self.n_features:
+            weights = weights[:, columns]
+        if (order[1:] < order[:-1]).any():
+            weights, lost = weights[order], lost[order]
+        vocabulary = self.model._tokenizer
+        tokens = list(self.frozen.tokens)
+        return xr.Dataset(
+            {
+                "weights": (("target", "source"), weights),
+                "dropped": ("target", lost),
+                "active_features": (("active", "axis"), self.active.indices.cpu().numpy()),
+                "activation_values": ("active", self.active.value.float().cpu().numpy()),
+                "selected_features": ("selected", selected),
+                "input_tokens": ("input_position", np.array(tokens, np.int64)),
+                "input_text": (
+                    "input_position",
+                    np.array([token_text(i, vocabulary) for i in tokens], object),
+                ),
+                "logit_token_ids": ("logit", self.targets.ids.cpu().numpy()),
+                "logit_text": ("logit", np.array(self.targets.labels, object)),
+                "logit_probabilities": ("logit", self.logit_weights),
+            },
+            coords={"axis": np.array(["layer", "position", "feature"], object)},
+            attrs=self._attributes(),
+        )
+
+    def _attributes(self) -> dict[str, Any]:
+        """What exports need to know of model and dictionary."""
+        c, vocabulary = self.model.config, self.model._tokenizer
+        return {
+            "input_string": "" if vocabulary is None else vocabulary.decode(list(self.frozen.tokens)),
+            "model": self.model.name,
+            "model_type": c.model_type,
+            "n_layers": c.num_layers,
+            "d_model": c.hidden_size,
+            "d_head": c.head_dim,
+            "n_heads": c.num_attention_heads,
+            "n_key_value_heads": c.num_kv_heads,
+            "d_mlp": c.intermediate_size,
+            "d_vocab": c.vocab_size,
+            "vocab_size": c.vocab_size if vocabulary is None else vocabulary.vocab_size,
+            "dictionary": self.dictionary.name,
+            "scan": self.dictionary.layout.scan,
+            "zero_positions": self.zero_positions,
+        }
+
+
+def prepare(
+    model: Model, dictionary: Dictionary, tokens: Sequence[int], settings: Settings, *, memory: int
+) -> Prepared:
+    """Run the prompt once, and find its nodes.
+
+    memory: bytes for everything that is kept: a quarter each for maps and decoder vectors, an eighth for the
+    batches; what does not fit is made again when it is needed. Raises PromptError for a prompt without active
+    features, DictionaryError for values that are not finite, PlanError where memory cannot be enough.
+    """
+    dtype = as_dtype(settings.arithmetic)
+    patterns = model.config.num_layers * model.config.num_attention_heads * len(tokens) ** 2
+    if patterns * model.dtype.itemsize > memory:
+        raise PlanError(
+            f"the attention patterns of {len(tokens)} tokens take {patterns * model.dtype.itemsize} bytes, "
+            f"more than memory={memory}; raise it, or shorten the prompt"
+        )
+    with torch.no_grad():
+        frozen = frozen_pass(model, dictionary, tokens)
+        states = {layer: read.to(dtype) for layer, read in frozen.read.items()}
+        active = dictionary.encode(states, zero_positions=settings.zero_positions)
+        if not len(active):
+            raise PromptError(
+                f"no feature of {dictionary.name} is active in this prompt; was it made for {model.name}?"
+            )
+        replacement = Replacement(model, dictionary, frozen, dtype=dtype, room=memory // 4)
+        errors = error_vectors(replacement, active, zero_positions=settings.zero_positions)
+        sources = Sources(replacement, active, errors, room=memory // 4)
+        weights = decoder_of(model).weights
+        unembed = weights.embed if weights.lm_head is None else weights.lm_head
+        targets = settings.targets.resolve(frozen.logits, unembed, model._tokenizer, dtype)
+        attributor = Attributor(replacement, sources, targets, room=memory // 8)
+    return Prepared(model, dictionary, frozen, active, targets, attributor, settings.zero_positions)
