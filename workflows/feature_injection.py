@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..stages.forward.experiment import ExperimentNode
     from ..stages.forward.model import Model
 
-__all__ = ["Planned", "feature_json", "word_id"]
+__all__ = ["Planned", "feature_json", "is_one_token", "word_id"]
 
 
 class Planned:
@@ -112,6 +112,12 @@ def word_id(subject: Subject, word: str) -> int:
         f"expected a word that is one token of {subject.name}, found {word!r}, which is "
         f"{' + '.join(map(repr, named(subject, pieces)))}; choose another word"
     )
+
+
+def is_one_token(subject: Subject, word: str) -> bool:
+    """Whether a word is one token, with a space before it or bare."""
+    texts = (f" {word.strip()}", word.strip())
+    return any(len(subject.tokenizer.encode(text, add_special=False).ids) == 1 for text in texts)
 
 
 def feature_json(feature: FeatureId) -> dict[str, Any]:

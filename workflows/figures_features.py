@@ -17,7 +17,7 @@ from .figures import ACCENT, CONTROL, INK, _figure, _fit, _footer, _frame, _inte
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["activity_page", "correction_page", "routing_page", "sweep_page"]
+__all__ = ["activity_page", "correction_page", "layers_page", "routing_page", "sweep_page"]
 
 BLUE = "#1d5b7f"
 Floats = npt.NDArray[Any]
@@ -185,6 +185,34 @@ def activity_page(
         _subtitle(axes, "all that are among the three strongest of some token, ordered by where they peak")
         bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
         bar.set_label("activation")
+        bar.outline.set_visible(False)
+        _footer(figure, footer)
+    return figure
+
+
+def layers_page(
+    counts: Floats, tokens: Sequence[str], *, position: int, name: str, model: str, footer: str
+) -> Figure:
+    """How many features are active by layer and token; the position probed is marked.
+
+    counts: [layer, position].
+    """
+    names = [_fit(format_token(token), 12) for token in tokens]
+    with _style():
+        figure = _figure(min(15.0, 3.0 + 0.36 * len(tokens)), 2.4 + 0.24 * len(counts))
+        axes = figure.add_subplot()
+        image = axes.imshow(
+            counts, cmap="YlGnBu", vmin=0, aspect="auto", origin="lower", interpolation="nearest"
+        )
+        axes.set_xticks(range(len(tokens)), names, rotation=55, ha="right")
+        axes.get_xticklabels()[position].set(color=ACCENT, fontweight="bold")
+        axes.tick_params(length=0)
+        axes.set_ylabel("layer")
+        _integers(axes.yaxis)
+        axes.set_title(f"How many features of {_fit(name, 40)} are active in {model}", pad=22, fontsize=12)
+        _subtitle(axes, "marked: the token probed")
+        bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
+        bar.set_label("active features")
         bar.outline.set_visible(False)
         _footer(figure, footer)
     return figure
