@@ -23,8 +23,9 @@ def test_every_entry_is_a_stage_of_that_name_with_a_version(name: str):
 def test_every_stage_of_the_room_is_in_the_table():
     folder = Path(mizarr.stages.__file__).parent
     declared = set()
-    for path in folder.glob("[a-z]*.py"):
-        module = importlib.import_module(f"mizarr.stages.{path.stem}")
+    for path in folder.rglob("[a-z]*.py"):
+        name = ".".join(path.relative_to(folder).with_suffix("").parts)
+        module = importlib.import_module(f"mizarr.stages.{name}")
         declared |= {
             value.name
             for value in vars(module).values()
