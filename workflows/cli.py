@@ -24,6 +24,7 @@ from .cli_options import SuggestingGroup
 from .cli_report import report
 from .cli_runs import capture, compute, demo, explain
 from .cli_store import gc, ls, pin, show, verify
+from .cli_train import train
 
 __all__ = ["cli", "main"]
 
@@ -44,7 +45,7 @@ def cli() -> None:
     """
 
 
-for command in (demo, capture, compute, report, explain, ls, show, verify, pin, gc, models):
+for command in (demo, capture, compute, report, train, explain, ls, show, verify, pin, gc, models):
     cli.add_command(command)
 
 

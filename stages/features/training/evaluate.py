@@ -11,7 +11,7 @@ Axes: layer (read), target (written), feature; bins of log10 density.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ....store.entries import Cell
     from ..layer import LayerFeatures
 
-__all__ = ["decoder_likeness", "measure"]
+__all__ = ["decoder_likeness", "measure", "summary"]
 
 DENSITY_BINS = np.linspace(-6.0, 0.0, 25)
 """Edges of the histogram of log10 densities."""
@@ -46,6 +46,40 @@ def measure(
     for block in blocks:
         sums.add(block, read, write)
     return sums.dataset()
+
+
+def summary(measured: xr.Dataset, lost: xr.Dataset | None = None) -> dict[str, Any]:
+    """The figures of `measure`, and of `replacement_loss`, as JSON values.
+
+    Per layer: fvu, l0, dead, very_dense (share of features that fire on more than a tenth of the rows).
+    """
+    by_layer = {
+        "fvu": measured.fvu.values,
+        "cosine": measured.cosine.values,
+        "l0": measured.l0.values,
+        "dead": measured.dead.values,
+        "very_dense": (measured.density > 0.1).mean("feature").values,
+    }
+    found: dict[str, Any] = {"layers": measured.layer.values.tolist(), "rows": int(measured.attrs["rows"])}
+    found |= {name: [round(float(value), 5) for value in values] for name, values in by_layer.items()}
+    if lost is not None:
+        found["loss"] = {
+            "tokens": int(lost.attrs["tokens"]),
+            "skip_positions": int(lost.attrs["skip_positions"]),
+            "clean": round(float(lost.ce_clean), 5),
+            "places": {str(place): _place(lost.sel(place=place)) for place in lost.place.values},
+        }
+    return found
+
+
+def _place(lost: xr.Dataset) -> dict[str, float]:
+    ways = {f"ce_{way}": float(lost.ce.sel(way=way)) for way in lost.way.values}
+    shares = {
+        f"{name}_recovered_{ablation}": float(lost[f"{name}_recovered"].sel(ablation=ablation))
+        for name in ("ce", "kl")
+        for ablation in lost.ablation.values
+    }
+    return {name: round(value, 5) for name, value in (ways | shares).items()}
 
 
 class _Sums:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,10 @@ from ....store.errors import ConfigError, EntryNotFound, PromptError, ShapeError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ....store import Store
     from ....store.entries import Cell, Entry
+    from ....store.keys import RunKey
+    from ....store.packed import PackedTokens
 
 __all__ = ["Rows", "StoredActivations", "as_tensor"]
 
@@ -48,6 +52,23 @@ class StoredActivations:
                 f"expected a mask over {self.entry.tokens.n_prompts} prompts, found shape "
                 f"{list(self.prompts.shape)}"
             )
+
+    @classmethod
+    def of_run(
+        cls, store: Store, run: RunKey, tokens: PackedTokens, dtype: str, cells: Sequence[Cell]
+    ) -> StoredActivations:
+        """The prompts `tokens` of a run, or of a larger one that holds them, once these cells are stored.
+
+        Raises EntryNotFound before.
+        """
+        with suppress(EntryNotFound):
+            entry = store.entry(run, dtype)
+            if all(entry.record(*cell) for cell in cells):
+                return cls(entry)
+        larger = store.find_prompts(run, tokens, dtype, cells)
+        if larger is None:
+            raise EntryNotFound(f"these activations are not stored in {store.path}; run the capture first")
+        return cls(larger[0]).of_prompts(larger[1])
 
     def of_prompts(self, rows: Sequence[int]) -> StoredActivations:
         """These prompts only."""
@@ -123,6 +144,17 @@ class StoredActivations:
         kept: Mask = self.chosen[prompt] & (position >= skip_positions)
         return kept
 
+    def ids(self, most: int | None = None) -> list[list[int]]:
+        """Token ids of the chosen prompts in order, until they are `most` tokens or more."""
+        found: list[list[int]] = []
+        total = 0
+        for number in np.flatnonzero(self.chosen):
+            if most is not None and total >= most:
+                break
+            found.append(self.entry.tokens.prompt(int(number)).tolist())
+            total += len(found[-1])
+        return found
+
     def count(self, skip_positions: int) -> int:
         """Tokens that are read."""
         sizes = self.entry.tokens.row_size[self.chosen]
@@ -175,10 +207,13 @@ def as_tensor(rows: npt.NDArray[Any]) -> Tensor:
 
 
 def every(
-    source: StoredActivations, cells: Sequence[Cell], *, skip_positions: int, block: int
+    source: StoredActivations, cells: Sequence[Cell], *, skip_positions: int, block: int, apart: int = 1
 ) -> Iterator[dict[Cell, Tensor]]:
-    """All rows of a source, block by block in the order of the store: cell -> float32 [row, width]."""
-    for tokens in source.blocks(block):
+    """Rows of a source, block by block in the order of the store: cell -> float32 [row, width].
+
+    apart: every how manieth block; 1 for all rows.
+    """
+    for tokens in source.blocks(block)[::apart]:
         kept = source.keep(tokens, skip_positions)
         if kept.any():
             yield {cell: as_tensor(rows) for cell, rows in source.read(cells, tokens, kept).items()}

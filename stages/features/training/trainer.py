@@ -15,7 +15,7 @@ Border: stored activations, in a folder of its own; captures nothing, exports no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,8 @@ from .source import StoredActivations, every
 from .statistics import Moments, moments
 
 if TYPE_CHECKING:
+    import xarray as xr
+
     from ....store.entries import Cell
     from ..layer import LayerFeatures
 
@@ -93,6 +95,12 @@ class Training:
     def layers(self) -> dict[int, LayerFeatures]:
         """The features of each layer, on activations as stored; float32."""
         return {layer: self.model.folded(layer) for layer in self.model.layers}
+
+    def measured(self, source: StoredActivations, *, most: int | None = None) -> xr.Dataset:
+        """Figures of `evaluate.measure` on all rows of a source, or on its first `most` and few more."""
+        it = self.settings
+        blocks = every(source, self.cells, skip_positions=it.skip_positions, block=it.block)
+        return measure(self.layers, _first(blocks, most), it.read, it.writes)
 
     # -- the loop
 
@@ -205,19 +213,10 @@ class Training:
         if it.activation == "batchtopk":
             line["threshold"] = dict(self.model.running)
         if due[1] and self.held_out is not None:
-            seen = measure(self.layers, self._held_out_blocks(), it.read, it.writes)
+            seen = self.measured(self.held_out, most=VALIDATION)
             line["held_out_fvu"] = {int(m): float(seen.fvu.sel(target=m)) for m in seen.target.values}
             line["held_out_l0"] = {int(layer): float(seen.l0.sel(layer=layer)) for layer in seen.layer.values}
         log.write(step=self.step, **line)
-
-    def _held_out_blocks(self) -> Iterable[dict[Cell, Tensor]]:
-        it, seen = self.settings, 0
-        assert self.held_out is not None
-        for block in every(self.held_out, self.cells, skip_positions=it.skip_positions, block=it.block):
-            yield block
-            seen += len(next(iter(block.values())))
-            if seen >= VALIDATION:
-                return
 
     # -- beginning
 
@@ -252,9 +251,10 @@ class Training:
     def _moments(self) -> dict[Cell, Moments]:
         """Of blocks spread evenly over all that is trained on."""
         it = self.settings
-        blocks = self.source.blocks(it.block)
-        every_nth = max(1, len(blocks) * it.block // STATISTICS)
-        found = moments(self._read(blocks[::every_nth]))
+        apart = max(1, self.source.count(it.skip_positions) // STATISTICS)
+        found = moments(
+            every(self.source, self.cells, skip_positions=it.skip_positions, block=it.block, apart=apart)
+        )
         if not found:
             raise ConfigError(
                 f"expected tokens behind the first {it.skip_positions} of each prompt, found none"
@@ -277,14 +277,15 @@ class Training:
         inputs = {layer: found[it.read, layer] for layer in self.layer_numbers}
         return inputs, {layer: found[it.writes, layer] for layer in self.layer_numbers}
 
-    def _read(self, blocks: Iterable[range]) -> Iterable[dict[Cell, Tensor]]:
-        from .source import as_tensor
 
-        for tokens in blocks:
-            kept = self.source.keep(tokens, self.settings.skip_positions)
-            if kept.any():
-                rows = self.source.read(self.cells, tokens, kept)
-                yield {cell: as_tensor(held) for cell, held in rows.items()}
+def _first(blocks: Iterable[dict[Cell, Tensor]], most: int | None) -> Iterator[dict[Cell, Tensor]]:
+    """Blocks until they have `most` rows or more."""
+    seen = 0
+    for block in blocks:
+        yield block
+        seen += len(next(iter(block.values())))
+        if most is not None and seen >= most:
+            return
 
 
 def schedule(step: int, settings: Settings) -> float:

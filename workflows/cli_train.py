@@ -1,0 +1,215 @@
+"""`mizarr train`: a dictionary from a model's activations; parse, call, print."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .cli_options import json_option, print_json, print_table, quiet_option, settings, size, store_option
+from .cli_prompts import read_prompts
+from .cli_runs import DTYPES
+
+if TYPE_CHECKING:
+    from ..stages.features.training.settings import Settings
+    from ..stages.features.training.source import StoredActivations
+    from ..stages.features.training.trainer import Training
+
+__all__ = ["train"]
+
+EVALUATED = 16_384
+"""Held-out tokens on which the model's loss is measured."""
+RESULT, FIGURES = "dictionary", "evaluation.json"
+
+
+def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    """One line per setting: default, and what it does."""
+    if not wanted:
+        return
+    from ..stages.features.training.settings import Settings
+
+    for field in dataclasses.fields(Settings):
+        click.echo(f"--set {field.name}={json.dumps(field.default)}  {field.metadata['help']}")
+    context.exit()
+
+
+@click.command(
+    epilog="Example: mizarr train specimen prompts.txt --set layers=[3] --set features=1024 --out sae"
+)
+@click.argument("model")
+@click.argument("prompts", nargs=-1, required=True)
+@click.option("--text", is_flag=True, help="PROMPTS are the prompts themselves, not files.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    help="Folder for checkpoint, log and dictionary.",
+)
+@click.option(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="TOML file of settings; --set goes before it.",
+)
+@click.option(
+    "--set",
+    "given",
+    multiple=True,
+    callback=settings,
+    metavar="NAME=VALUE",
+    help="A setting; repeat for more. --settings lists them.",
+)
+@click.option(
+    "--settings",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_list_settings,
+    help="List settings and exit.",
+)
+@store_option
+@click.option(
+    "--storage-dtype", type=DTYPES, default="float16", show_default=True, help="Of the stored activations."
+)
+@click.option("--dtype", type=DTYPES, default="float32", show_default=True, help="Of the dictionary's files.")
+@click.option("--memory", callback=size, metavar="SIZE", help="What buffers of the capture may take.")
+@click.option("--save-every", type=click.IntRange(min=1), default=500, show_default=True, help="In steps.")
+@json_option
+@quiet_option
+def train(
+    model: str,
+    prompts: tuple[str, ...],
+    text: bool,
+    out: Path,
+    config: Path | None,
+    given: dict[str, Any],
+    store_path: str,
+    storage_dtype: str,
+    dtype: str,
+    memory: int | None,
+    save_every: int,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Train an autoencoder or transcoders on MODEL's activations on PROMPTS.
+
+    Captures what the store does not hold, trains, exports (SAELens for autoencoders, circuit-tracer's files
+    for transcoders) and measures on prompts held out. Ctrl-C, or a kill, leaves a checkpoint in --out; the
+    same command goes on there, with the same result.
+
+    PROMPTS are given as to mizarr capture.
+    """
+    chosen = _settings(config, given)
+    if not (out / RESULT).exists():
+        source = _captured(
+            model, read_prompts(prompts, literal=text), chosen, store_path, storage_dtype, memory, quiet
+        )
+        training = _train(chosen, source, out, save_every, quiet)
+        _finish(training, model, out, dtype)
+    found = json.loads((out / FIGURES).read_text("utf-8"))
+    if as_json:
+        print_json(found)
+        return
+    columns = ("layers", "fvu", "l0", "dead")
+    rows = zip(*(found["held_out"][name] for name in columns), strict=True)
+    names = ["LAYER", "FVU", "L0", "DEAD"]
+    print_table(names, [dict(zip(names, row, strict=True)) for row in rows])
+    recovered = found["held_out"]["loss"]["places"]["all"]["ce_recovered_zero"]
+    click.echo(f"loss recovered, against zeros: {recovered:.3f}", err=True)
+    click.echo(f"wrote {out / RESULT}", err=True)
+
+
+def _settings(config: Path | None, given: dict[str, Any]) -> Settings:
+    from ..stages.features.training.settings import Settings
+    from ..store.errors import ConfigError
+    from .workflow import read_settings
+
+    said: dict[str, Any] = {}
+    if config is not None:
+        try:
+            said = tomllib.loads(config.read_text("utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"expected TOML in {config}, found {error}") from error
+    chosen: Settings = read_settings(Settings, "train", said | given)
+    return chosen
+
+
+def _captured(
+    model: str, prompts: Any, chosen: Settings, store_path: str, dtype: str, memory: int | None, quiet: bool
+) -> StoredActivations:
+    """The activations the settings ask for, captured as far as they are not stored."""
+    from ..pipeline import run
+    from ..stages.features.training.source import StoredActivations
+    from ..stages.forward.capture import MEMORY, CaptureNode
+    from ..stages.forward.points import BY_NAME
+    from ..store import open_store
+
+    layers = ["*"] if chosen.layers is None else list(map(str, chosen.layers))
+    hooks = [
+        BY_NAME[kind].path.format(layer) for kind in {chosen.read: 0, chosen.writes: 0} for layer in layers
+    ]
+    node = CaptureNode(model, prompts, hooks, storage_dtype=dtype, memory=memory or MEMORY)
+    store = open_store(store_path)
+    run(node, store, quiet=quiet)
+    return StoredActivations.of_run(store, node.run_key, node.tokens, node.dtype, node.cells)
+
+
+def _train(chosen: Settings, source: StoredActivations, out: Path, save_every: int, quiet: bool) -> Training:
+    """The training brought to its end; KeyboardInterrupt, with a checkpoint left behind, when stopped."""
+    from ..pipeline.progress import Progress
+    from ..stages.features.training.trainer import Training
+
+    training = Training(chosen, source, out, save_every=save_every)
+    with Progress(quiet) as progress, _interrupted() as stop:
+        task = progress.task("train", total=(chosen.steps - training.step) * chosen.batch, unit="tokens")
+        if not training.run(advance=task.advance, stop=stop):
+            raise KeyboardInterrupt
+    return training
+
+
+@contextmanager
+def _interrupted() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed: the step under way is finished first. Pressed again it interrupts at
+    once.
+    """
+    pressed = False
+
+    def note(*_: Any) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _finish(training: Training, model: str, out: Path, dtype: str) -> None:
+    """Measure, then export; the dictionary's folder comes last and says that all is done."""
+    from ..stages.features.export import export
+    from ..stages.features.training.evaluate import summary
+    from ..stages.features.training.replacement import replacement_loss
+    from ..stages.features.training.trained import FORMATS, as_dictionary
+    from ..stages.forward.model import Model
+
+    chosen, layers = training.settings, training.layers
+    held_out = training.held_out or training.source
+    lost = replacement_loss(
+        Model.from_pretrained(model),
+        layers,
+        chosen.read,
+        chosen.writes,
+        held_out.ids(EVALUATED),
+        skip_positions=chosen.skip_positions,
+    )
+    figures = {"settings": chosen.plain(), "held_out": summary(training.measured(held_out), lost)}
+    (out / FIGURES).write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
+    export(as_dictionary(layers, chosen, model_name=model), out / RESULT, FORMATS[chosen.kind], dtype=dtype)
