@@ -30,6 +30,7 @@ STAGES = {
     "head_scores": ".head_detection",
     "pattern_scores": ".head_detection",
     "head_statistics": ".attention_statistics",
+    "layer_scan": ".layer_scan",
     "contrasted_tokens": ".attribution",
     "component_attribution": ".attribution",
     "head_attribution": ".attribution_units",
