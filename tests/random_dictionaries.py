@@ -141,6 +141,28 @@ def write_clt(folder: Path, layers: list[dict[str, np.ndarray]], *, jump: bool =
         save(folder, f"W_dec_{number}.safetensors", {f"W_dec_{number}": weights["W_dec"]})
 
 
+def save_random_plt(folder: Path, *, layers: int, hidden: int, features: int = 12, seed: int = 0) -> Path:
+    """Skip transcoders that read the MLP's input and write its output, ReLU, float32."""
+    draw = torch.Generator().manual_seed(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    for layer in range(layers):
+        tensors = {
+            "W_enc": torch.randn(features, hidden, generator=draw),
+            "b_enc": torch.randn(features, generator=draw),
+            "W_dec": torch.randn(features, hidden, generator=draw),
+            "b_dec": torch.randn(hidden, generator=draw),
+            "W_skip": torch.randn(hidden, hidden, generator=draw) / hidden,
+        }
+        save_file(tensors, folder / f"layer_{layer}.safetensors")
+    write_config(
+        folder,
+        model_kind="transcoder_set",
+        feature_input_hook="mlp.hook_in",
+        feature_output_hook="mlp.hook_out",
+    )
+    return folder
+
+
 def write_config(folder: Path, kind: str = "transcoder_set", **fields: Any) -> None:
     """config.yaml; JSON is YAML."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -37,6 +37,7 @@ WORKFLOWS = {
     "correction_test": ".correction_test",
     "sae_features": ".sae_features",
     "clt_probe": ".clt_probe",
+    "clt_vs_plt": ".clt_vs_plt",
 }
 
 

@@ -5,7 +5,7 @@ Border: numbers in, a `Figure` out; conventions and helpers are those of figures
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from .figures import ACCENT, CONTROL, INK, _figure, _fit, _footer, _frame, _inte
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["activity_page", "correction_page", "layers_page", "routing_page", "sweep_page"]
+__all__ = ["activity_page", "arms_page", "correction_page", "layers_page", "routing_page", "sweep_page"]
 
 BLUE = "#1d5b7f"
 Floats = npt.NDArray[Any]
@@ -186,6 +186,40 @@ def activity_page(
         bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
         bar.set_label("activation")
         bar.outline.set_visible(False)
+        _footer(figure, footer)
+    return figure
+
+
+def arms_page(
+    curves: Mapping[str, Floats],
+    baseline: float,
+    tokens: Sequence[str],
+    *,
+    word: str,
+    model: str,
+    footer: str,
+) -> Figure:
+    """Probability of a word by the position of an injection, a line per protocol; log scale.
+
+    curves: name -> [position]; those of per-layer transcoders begin with "plt".
+    """
+    names = [_fit(format_token(token), 12) for token in tokens]
+    shades = {
+        "clt": iter(("#1d3f5e", BLUE, "#3f86a6", "#7aa6c2", "#a9c8d9")),
+        "plt": iter((ACCENT, "#e08a5b")),
+    }
+    with _style():
+        figure = _figure(min(15.0, 6.0 + 0.3 * len(tokens)), 4.6)
+        axes = figure.add_subplot()
+        _log(axes)
+        axes.axhline(baseline, color=CONTROL, ls="--", lw=1.2, label="without injection")
+        for name, values in curves.items():
+            axes.plot(values, color=next(shades[name[:3]]), lw=1.8, marker="o", ms=3, label=name)
+        axes.set_xticks(range(len(tokens)), names, rotation=55, ha="right")
+        axes.set_ylabel(f"probability of {word!r} at the end")
+        axes.set_xlabel("token at which features are suppressed and injected")
+        axes.set_title(f"What features of {word!r} do in {model}, by kind of transcoder", pad=12, fontsize=12)
+        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
         _footer(figure, footer)
     return figure
 
