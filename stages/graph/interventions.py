@@ -1,0 +1,272 @@
+"""A model run with features set to other values: what an attribution graph says, tried out.
+
+    clean = feature_intervention(model, clt, prompt)
+    doubled = feature_intervention(model, clt, prompt, [(2, 8, 56, 7.29)], constrained_layers=range(n_layers))
+
+Modes, as in circuit-tracer 0.5.0 (`feature_intervention`):
+
+    constrained to all layers    patterns, norm divisors and what MLPs wrote are those of the clean run:
+    direct
+                                 effects; pre-activations change by the column of the adjacency matrix
+    constrained to some layers   patterns, and what the MLPs of these layers wrote, are frozen; features write
+                                 to these layers only
+    freeze_attention             patterns alone are frozen; set features count from what they are in the
+                                 running pass, so effects go through MLPs and norms
+    nothing frozen               the model as it is
+
+Without interventions nothing is frozen. An intervention is (layer, position or slice, feature, new value).
+
+Border: passes of one prompt; what happens within one is feature_taps.py's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from ...store.errors import ConfigError, InterventionError, PromptError
+from ..forward.hooks import HookSpec
+from ..forward.points import HookPoint
+from ..forward.sampling import sample_token
+from ..forward.transformer.cached import KVCache, NewestPositions
+from ..forward.transformer.rope import depends_on_length, rope_tables
+from ..forward.wants import ALL_LOGITS, LAST_LOGITS
+from .feature_taps import FeatureTaps, Frozen, SetFeature
+from .frozen import decoder_of, require_transcoders
+from .targets import prompt_tokens
+
+if TYPE_CHECKING:
+    from ..features.dictionary import Dictionary
+    from ..forward.model import Model
+    from ..forward.taps import RunTaps
+
+__all__ = ["FeatureGeneration", "FeatureRun", "feature_intervention", "generate_with_features"]
+
+Given = SetFeature | tuple[int, int | slice, int, float]
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureRun:
+    """One pass: logits [position, vocab], after any soft cap; activations [layer, position, feature], or
+    None where they were not asked for."""
+
+    logits: Tensor
+    activations: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureGeneration:
+    """A continuation: all token ids, of the prompt and new; logits [new token, vocab] that gave each new one;
+    activations [layer, position, feature] of the positions read, or None."""
+
+    token_ids: tuple[int, ...]
+    logits: Tensor
+    activations: Tensor | None
+
+
+def feature_intervention(
+    model: Model,
+    dictionary: Dictionary,
+    prompt: Any,
+    interventions: Sequence[Given] = (),
+    *,
+    constrained_layers: Sequence[int] | None = None,
+    freeze_attention: bool = True,
+    apply_activation_function: bool = True,
+    return_activations: bool = True,
+    zero_positions: int = 1,
+) -> FeatureRun:
+    """Run a prompt with features set to other values; see the module's docstring.
+
+    prompt: as for `attribution_graph`. constrained_layers: those that are frozen and written to.
+    apply_activation_function: False gives pre-activations. zero_positions: the first positions at which
+    features count as 0, in what is returned and as the present value of a set feature.
+    Raises InterventionError for positions or layers there are not, DictionaryError for features.
+    """
+    decoder = decoder_of(model)
+    require_transcoders(dictionary, model.config, model.name)
+    tokens = _tokens(model, prompt)
+    settings = _checked(interventions, dictionary, len(tokens))
+    frozen = _frozen(
+        model, dictionary, tokens, settings, constrained_layers, freeze_attention, zero_positions
+    )
+    taps = FeatureTaps(
+        dictionary,
+        settings,
+        frozen,
+        zero_positions=zero_positions,
+        keep=dictionary.layers if return_activations else (),
+        before=not apply_activation_function,
+    )
+    with torch.no_grad():
+        ids = torch.tensor([tokens], device=model.device)
+        logits = decoder.forward(ids, cast("RunTaps", taps), ALL_LOGITS)
+    assert logits is not None  # they are wanted
+    return FeatureRun(logits[0], _stacked(taps) if return_activations else None)
+
+
+def generate_with_features(
+    model: Model,
+    dictionary: Dictionary,
+    prompt: Any,
+    interventions: Sequence[Given] = (),
+    *,
+    max_new_tokens: int = 20,
+    temperature: float = 0.0,
+    seed: int | None = None,
+    stop: Sequence[int] = (),
+    constrained_layers: Sequence[int] | None = None,
+    freeze_attention: bool = True,
+    apply_activation_function: bool = True,
+    return_activations: bool = True,
+    zero_positions: int = 1,
+) -> FeatureGeneration:
+    """Continue a prompt with features set to other values.
+
+    What is frozen is frozen while the prompt is read. Interventions whose slice has no end are made at every
+    new token as well, with nothing frozen; the others at the prompt alone, whose keys and values are kept.
+    temperature, seed: as for `mizarr.generate`. stop: ids after which it ends. Raises what
+    `feature_intervention` raises, PromptError for more tokens than the context holds, ConfigError for rope
+    tables that change with the length.
+    """
+    require_transcoders(dictionary, model.config, model.name)
+    tokens = _tokens(model, prompt)
+    config = model.config
+    if max_new_tokens < 1 or len(tokens) + max_new_tokens > config.context_length:
+        raise PromptError(
+            f"expected 1 to {config.context_length - len(tokens)} new tokens after a prompt of "
+            f"{len(tokens)}, found {max_new_tokens}"
+        )
+    if depends_on_length(config.rope):
+        raise ConfigError(
+            f"{model.name} turns keys by the length of the sequence ({config.rope.scheme}), so none can be "
+            "kept from token to token; run feature_intervention on each sequence"
+        )
+    settings = _checked(interventions, dictionary, len(tokens))
+    going_on = [each for each in settings if each.is_open_ended]
+    frozen = _frozen(
+        model, dictionary, tokens, settings, constrained_layers, freeze_attention, zero_positions
+    )
+    keep = tuple(dictionary.layers) if return_activations else ()
+    given: dict[str, Any] = {"keep": keep, "before": not apply_activation_function}
+    taps = FeatureTaps(dictionary, settings, frozen, zero_positions=zero_positions, **given)
+    reader = _Reader(model, len(tokens) + max_new_tokens)
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    found, parts, new = list(tokens), [], list(tokens)
+    logits = []
+    for _ in range(max_new_tokens):
+        logits.append(reader.read(new, taps))
+        if return_activations:
+            parts.append(_stacked(taps))
+        token = sample_token(logits[-1], temperature=temperature, generator=generator)
+        found.append(token)
+        if token in stop:
+            break
+        new = [token]
+        here = [_at_newest(each) for each in going_on if _reaches(each, len(found) - 1)]
+        taps = FeatureTaps(dictionary, here, Frozen(), zero_positions=0, **given)
+    activations = torch.cat(parts, dim=1) if return_activations else None
+    return FeatureGeneration(tuple(found), torch.stack(logits), activations)
+
+
+class _Reader:
+    """Reads a sequence on, keeping keys and values."""
+
+    def __init__(self, model: Model, length: int) -> None:
+        self._decoder, self._device = decoder_of(model), model.device
+        self._cache = KVCache(model.config.num_layers)
+        self._cos, self._sin = rope_tables(model.config.rope, length, model.device)
+
+    @torch.no_grad()
+    def read(self, tokens: Sequence[int], taps: FeatureTaps) -> Tensor:
+        """Logits [vocab] after more tokens."""
+        start, stop = self._cache.length, self._cache.length + len(tokens)
+        decoder, consulted = self._decoder, cast("RunTaps", taps)
+        cos, sin = self._cos[start:stop], self._sin[start:stop]
+        positions = NewestPositions(decoder.config, consulted, self._cache, cos, sin)
+        x = consulted("embed", None, decoder.embed(torch.tensor([list(tokens)], device=self._device)))
+        for layer, weights in enumerate(decoder.weights.layers):
+            x = decoder.block(consulted("resid_pre", layer, x), layer, weights, positions, consulted)
+        self._cache.advance(len(tokens))
+        return decoder.unembed(decoder.finish(x, consulted, LAST_LOGITS), LAST_LOGITS)[0, 0]
+
+
+def _tokens(model: Model, prompt: Any) -> list[int]:
+    (tokens,) = model.tokenize([prompt_tokens(prompt, model._tokenizer)])
+    return tokens
+
+
+def _checked(interventions: Sequence[Given], dictionary: Dictionary, length: int) -> list[SetFeature]:
+    """Interventions as values, each of a feature and at positions there are."""
+    found = []
+    for given in interventions:
+        setting = given if isinstance(given, SetFeature) else SetFeature(*given)
+        dictionary.feature((int(setting.layer), int(setting.feature)))
+        position, value = setting.position, float(setting.value)
+        if not isinstance(position, slice) and not -length <= position < length:
+            raise InterventionError(
+                f"expected a position in 0..{length - 1} (or negative, from the end), found {position} for "
+                f"feature {setting.feature} of layer {setting.layer}"
+            )
+        if not math.isfinite(value):
+            raise InterventionError(
+                f"expected a finite value for feature {setting.feature} of layer {setting.layer}, found "
+                f"{value}"
+            )
+        found.append(SetFeature(int(setting.layer), position, int(setting.feature), value))
+    return found
+
+
+def _frozen(
+    model: Model,
+    dictionary: Dictionary,
+    tokens: Sequence[int],
+    settings: Sequence[SetFeature],
+    constrained: Sequence[int] | None,
+    freeze_attention: bool,
+    zero_positions: int,
+) -> Frozen:
+    """What the mode holds at the values of a clean pass, which is made here if it is needed."""
+    layers = range(model.config.num_layers)
+    chosen = frozenset(constrained or ())
+    if not chosen <= set(layers):
+        raise InterventionError(
+            f"expected constrained_layers within 0..{len(layers) - 1}, found "
+            f"{sorted(chosen - set(layers))[0]}"
+        )
+    if not settings or not (chosen or freeze_attention):
+        return Frozen()
+    points = [HookPoint.pattern(layer) for layer in layers]
+    if chosen >= set(layers):
+        points += [point for point in model.hook_points if point.kind.endswith("_scale")]
+    points += [dictionary.write_hook(layer) for layer in sorted(chosen)]
+    clean = model.forward([list(tokens)], HookSpec().capture(*points, *dictionary.read_hooks), want=None)
+    values = {point: clean[point] for point in points}
+    if not chosen:
+        return Frozen(values)
+    reads = {layer: clean[dictionary.read_hook(layer)][0] for layer in dictionary.layers}
+    activations = {
+        layer: dictionary.layer(layer).encode(reads[layer]) for layer in {each.layer for each in settings}
+    }
+    for found in activations.values():
+        found[:zero_positions] = 0
+    skipped = {layer for layer in chosen if dictionary.layer(layer).W_skip is not None}
+    return Frozen(values, activations, {layer: reads[layer] for layer in skipped}, chosen)
+
+
+def _stacked(taps: FeatureTaps) -> Tensor:
+    return torch.stack([taps.kept[layer] for layer in sorted(taps.kept)])
+
+
+def _reaches(setting: SetFeature, position: int) -> bool:
+    start = cast("slice", setting.position).start
+    return start is None or start < 0 or position >= start
+
+
+def _at_newest(setting: SetFeature) -> SetFeature:
+    return SetFeature(setting.layer, 0, setting.feature, setting.value)
