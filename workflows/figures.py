@@ -10,6 +10,7 @@ Every figure carries a footer with the keys of the results it shows, and the sam
 from __future__ import annotations
 
 import os
+import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -312,6 +313,7 @@ def _subtitle(axes: Any, text: str) -> None:
 
 
 def _footer(figure: Any, text: str) -> None:
+    text = "\n".join(textwrap.wrap(text, int(24 * figure.get_figwidth())))
     figure.supxlabel(text, x=0.99, ha="right", fontsize=6.5, color=FAINT)
 
 
