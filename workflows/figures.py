@@ -313,7 +313,7 @@ def _subtitle(axes: Any, text: str) -> None:
 
 
 def _footer(figure: Any, text: str) -> None:
-    text = "\n".join(textwrap.wrap(text, int(24 * figure.get_figwidth())))
+    text = "\n".join(textwrap.wrap(text, int(20 * figure.get_figwidth())))
     figure.supxlabel(text, x=0.99, ha="right", fontsize=6.5, color=FAINT)
 
 
