@@ -79,7 +79,7 @@ class Attributor:
         for some in places.split(self.lanes):
             vectors = self.targets.vectors[items[some] - count]
             where = torch.full_like(some, last)
-            found[some.cpu().numpy()] = self._batch(self.replacement.n_layers, where, vectors)
+            found[some.cpu().numpy()] = _stored(self.batch(self.replacement.n_layers, where, vectors))
 
     def _features(self, layer: int, items: Tensor, places: Tensor, found: npt.NDArray[np.float32]) -> None:
         """Rows of features of one layer, by position."""
@@ -89,18 +89,23 @@ class Attributor:
         for some in places.split(self.lanes):
             chosen = items[some]
             vectors = features.encoder_rows(active.feature[chosen].cpu())
-            found[some.cpu().numpy()] = self._batch(layer, active.position[chosen], vectors)
+            found[some.cpu().numpy()] = _stored(self.batch(layer, active.position[chosen], vectors))
 
-    def _batch(self, layer: int, positions: Tensor, vectors: Tensor) -> npt.NDArray[np.float32]:
-        """Rows of targets that read with these vectors at a layer (or behind the last), at these
-        positions."""
+    def batch(self, layer: int, positions: Tensor, vectors: Tensor) -> Tensor:
+        """Rows [target, source], in the dtype of the arithmetic, of targets that read with these vectors at
+        the read hook of a layer (or, at the number of layers, behind the final norm), at these positions."""
         model, sources = self.replacement, self.sources
-        gradient = model.read_gradient(layer, vectors.to(model.device, model.dtype), positions)
-        walking = model.start(layer, positions, gradient)
-        out = gradient.new_zeros(len(positions), sources.n_columns)
+        vectors = vectors.to(model.device, model.dtype)
+        walking = model.start(layer, positions, model.read_gradient(layer, vectors, positions))
+        out = vectors.new_zeros(len(positions), sources.n_columns)
         for below in range(min(layer, model.n_layers) - 1, -1, -1):
             sources.contract(below, walking, out)
             model.back(below, walking)
         sources.contract_tokens(walking, out)
-        rows: npt.NDArray[np.float32] = out.index_select(1, sources.order).float().cpu().numpy()
-        return rows
+        return out.index_select(1, sources.order)
+
+
+def _stored(rows: Tensor) -> npt.NDArray[np.float32]:
+    """As the store keeps them."""
+    found: npt.NDArray[np.float32] = rows.float().cpu().numpy()
+    return found

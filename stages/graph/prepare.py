@@ -48,7 +48,7 @@ class Prepared:
         zero_positions: int,
     ) -> None:
         self.model, self.dictionary, self.frozen = model, dictionary, frozen
-        self.active, self.targets, self._attributor = active, targets, attributor
+        self.active, self.targets, self.attributor = active, targets, attributor
         self.zero_positions = zero_positions
         self.n_features, self.n_logits = len(active), len(targets.ids)
         self.n_columns = attributor.sources.n_columns
@@ -56,7 +56,7 @@ class Prepared:
 
     def rows(self, items: Ints) -> npt.NDArray[np.float32]:
         """Rows [n, source] of features by index, and of logits from `n_features` on."""
-        return self._attributor.rows(items)
+        return self.attributor.rows(items)
 
     def dataset(self, items: Ints, rows: Any) -> xr.Dataset:
         """The graph, labelled.

@@ -1,0 +1,167 @@
+"""Edges into a target sum to what it reads, but for constants: on random models of every family, in float64.
+
+The other side of the equation is computed forwards, layer by layer, by plain matrix products with the same
+frozen patterns and divisors; the maps under test go backwards.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mizarr
+from mizarr.stages.forward.points import HookPoint
+from mizarr.stages.graph.node import Settings
+from mizarr.stages.graph.prepare import prepare
+from mizarr.stages.graph.selection import Selection
+from mizarr.stages.graph.targets import Choice
+
+from ..forward.random_models import FAMILIES, save_random_model
+from .random_transcoders import KINDS, save_random_transcoders
+
+PROMPT = [0, 7, 42, 99, 5, 13, 60, 250, 33]
+
+
+class Forward:
+    """The frozen model, forwards, in float64."""
+
+    def __init__(self, model: mizarr.Model, prepared) -> None:
+        self.config, self.weights = model.config, model.architecture.weights
+        self.frozen, self.dictionary = prepared.frozen, prepared.dictionary
+        self.last: torch.Tensor
+
+    def norm(self, x: torch.Tensor, weights, name: str, layer: int | None) -> torch.Tensor:
+        scale = self.frozen.scales[HookPoint(f"{name}_scale", layer)].double()[:, None]
+        gain = weights.weight.double() + (1 if self.config.norm_type == "gemma_rms" else 0)
+        if self.config.norm_type != "layer":
+            return x / scale * gain
+        return (x - x.mean(-1, keepdim=True)) / scale * gain + weights.bias.double()
+
+    def attention(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        c, w = self.config, self.weights.layers[layer]
+        if w.qkv is not None:
+            v = F.linear(x, w.qkv.weight.double(), None if w.qkv.bias is None else w.qkv.bias.double())
+            v = v[:, -c.num_kv_heads * c.head_dim :]
+        else:
+            v = F.linear(x, w.v.weight.double(), None if w.v.bias is None else w.v.bias.double())
+        v = v.unflatten(-1, (c.num_kv_heads, c.head_dim)).transpose(0, 1)
+        v = v.repeat_interleave(c.num_attention_heads // c.num_kv_heads, 0)
+        z = (self.frozen.patterns[layer].double() @ v).transpose(0, 1).flatten(1)
+        return F.linear(z, w.o.weight.double(), None if w.o.bias is None else w.o.bias.double())
+
+    def reads(self, embed: torch.Tensor, written: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """What features read at every layer, when the embedding and what is written (without skips) are
+        these; at the number of layers, the final norm's output."""
+        found, x = {}, embed
+        for layer, w in enumerate(self.weights.layers):
+            h = self.attention(self.norm(x, w.ln1, "ln1", layer), layer)
+            if w.ln1_post is not None:
+                h = self.norm(h, w.ln1_post, "ln1_post", layer)
+            x = x + h
+            kind = self.dictionary.layout.read
+            read = x
+            if kind != "resid_mid":
+                read = self.norm(x, w.ln2, "ln2", layer)
+            if kind == "ln2_normalized":
+                scale = self.frozen.scales[HookPoint.ln2_scale(layer)].double()[:, None]
+                centred = x - x.mean(-1, keepdim=True) if self.config.norm_type == "layer" else x
+                read = centred / scale
+            found[layer] = read
+            y = written[layer] + self.dictionary.layer(layer).skip(read)
+            if self.dictionary.layout.write == "mlp_post" and w.ln2_post is not None:
+                y = self.norm(y, w.ln2_post, "ln2_post", layer)
+            x = x + y
+        found[len(found)] = self.norm(x, self.weights.final_norm, "ln_final", None)
+        return found
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory):
+    made: dict[str, mizarr.Model] = {}
+
+    def model(family: str) -> mizarr.Model:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            save_random_model(folder, family, 5)
+            made[family] = mizarr.Model.from_pretrained(folder)
+        return made[family]
+
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_edges_sum_to_what_a_target_reads(family: str, kind: str, zero: int, models, tmp_path: Path):
+    model = models(family)
+    dictionary = mizarr.Dictionary.from_pretrained(save_random_transcoders(tmp_path / kind, model, kind))
+    settings = Settings(Choice(tokens=(3, 17)), Selection(), zero, "float64")
+    prepared = prepare(model, dictionary, PROMPT, settings, memory=1 << 28)
+    forward, frozen = Forward(model, prepared), prepared.frozen
+    layers, active = model.config.num_layers, prepared.active
+    assert len(active) >= 10 and int(active.position.min()) >= zero
+
+    with torch.no_grad():
+        states = {layer: read.double() for layer, read in frozen.read.items()}
+        written = {
+            layer: frozen.written[layer].double() - dictionary.layer(layer).skip(states[layer])
+            for layer in range(layers)
+        }
+        whole = forward.reads(frozen.embed.double(), written)
+        # Held at what the prompt gave, the frozen model is the model.
+        for layer in range(layers):
+            torch.testing.assert_close(whole[layer], states[layer], rtol=1e-4, atol=2e-4)
+        constant = {}
+        for layer in range(layers):
+            constant[layer] = written[layer].clone()
+            constant[layer][zero:] = dictionary.layer(layer).b_dec.double()
+        without = forward.reads(torch.zeros_like(frozen.embed.double()), constant)
+
+        for layer in range(layers):
+            here = (active.layer == layer).nonzero().squeeze(1)
+            encoder = dictionary.layer(layer).encoder_rows(active.feature[here]).double()
+            rows = prepared.attributor.batch(layer, active.position[here], encoder)
+            moved = (whole[layer] - without[layer])[active.position[here]]
+            torch.testing.assert_close(rows.sum(1), (moved * encoder).sum(1), rtol=1e-10, atol=1e-10)
+        last = torch.full((2,), len(PROMPT) - 1)
+        rows = prepared.attributor.batch(layers, last, prepared.targets.vectors)
+        moved = (whole[layers] - without[layers])[-1]
+        torch.testing.assert_close(rows.sum(1), prepared.targets.vectors @ moved, rtol=1e-10, atol=1e-10)
+        head = model.architecture.weights.lm_head
+        unembed = (model.architecture.weights.embed if head is None else head).double()
+        logits = unembed @ whole[layers][-1]
+        expected = logits[[3, 17]] - logits.mean()
+        read_constant = prepared.targets.vectors @ without[layers][-1]
+        torch.testing.assert_close(rows.sum(1) + read_constant, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["clt-jumprelu", "plt-relu-skip"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
+def test_an_edge_is_what_a_source_adds(family: str, kind: str, models, tmp_path: Path):
+    """Each source taken away by itself, forwards, changes what targets read by its column."""
+    model = models(family)
+    dictionary = mizarr.Dictionary.from_pretrained(
+        save_random_transcoders(tmp_path / kind, model, kind, seed=2)
+    )
+    settings = Settings(Choice(tokens=(3,)), Selection(), 1, "float64")
+    prepared = prepare(model, dictionary, PROMPT, settings, memory=1 << 28)
+    forward, active = Forward(model, prepared), prepared.active
+    layers, embed = model.config.num_layers, prepared.frozen.embed.double()
+    nothing = {layer: torch.zeros(len(PROMPT), dictionary.d_out).double() for layer in range(layers)}
+    with torch.no_grad():
+        base = forward.reads(torch.zeros_like(embed), nothing)
+        top = active.layer == active.layer.max()
+        encoder = dictionary.layer(int(active.layer.max())).encoder_rows(active.feature[top]).double()
+        rows = prepared.attributor.batch(int(active.layer.max()), active.position[top], encoder)
+        for number in range(0, len(active), 7):
+            source, position = int(active.layer[number]), int(active.position[number])
+            added = {layer: each.clone() for layer, each in nothing.items()}
+            for target in dictionary.targets(source):
+                row = dictionary.layer(source).decoder_rows([int(active.feature[number])], target)[0]
+                added[target][position] += active.value[number] * row.double()
+            moved = forward.reads(torch.zeros_like(embed), added)[int(active.layer.max())]
+            moved = (moved - base[int(active.layer.max())])[active.position[top]]
+            torch.testing.assert_close(rows[:, number], (moved * encoder).sum(1), rtol=1e-10, atol=1e-12)
