@@ -86,8 +86,8 @@ def layer_scan(
         )
     if len(places) and not UNSEEN <= places.min() <= places.max() < pattern.sizes["pair"]:
         raise ShapeError(
-            f"expected pairs in {UNSEEN}..{pattern.sizes['pair'] - 1}, found {places.min()} to {places.max()}; "
-            "are they of the same prompts as the patterns?"
+            f"expected pairs in {UNSEEN}..{pattern.sizes['pair'] - 1}, found {places.min()} to "
+            f"{places.max()}; are they of the same prompts as the patterns?"
         )
     seen = np.flatnonzero(places != UNSEEN)
     read, back = np.unique(places[seen], return_inverse=True)

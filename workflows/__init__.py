@@ -29,6 +29,7 @@ WORKFLOWS = {
     "attention_knockout": ".attention_knockout",
     "attention_patterns": ".attention_patterns",
     "head_detection": ".head_detection",
+    "layer_scan": ".layer_scan",
     "steering_dose_response": ".steering_dose_response",
     "steering_convergence": ".steering_convergence",
     "token_positions": ".token_positions",

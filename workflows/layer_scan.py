@@ -1,0 +1,255 @@
+"""In which layer does a marker look where it should? Two conditions compared, layer by layer.
+
+Captures attention patterns, takes of every sample the head-averaged attention from its marker to its targets,
+and compares two conditions with Welch's t test in every layer (stages/layer_scan.py). The JSON holds the
+fields of the Deloson viewer's `layer_scan_universal_*.json` under their own names: there "python" is
+condition A, "rust" B.
+
+Defaults: the beginning of a sentence said again (A: after that sentence; B: after another one), the marker
+its last token, the target the word that came next the first time. With a corpus of plip-rs: `python_doctest`
+against `rust_test`.
+
+The best layer is the one with the smallest p among several: its p is not corrected for the search.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..stages.layer_scan import CONDITIONS, UNSEEN, best_layer, layer_scan
+from ..store.coordinates import pair_starts
+from ..store.errors import ConfigError, PromptError
+from .answers import plain
+from .marker_samples import Conversion, Placed, Sample, place, read_samples, repeated_samples
+from .subject import Subject, shipped_prose
+from .workflow import Workflow, setting
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from rich.table import Table
+
+    from ..stages.forward.model import Model
+    from ..store import PackedTokens
+
+__all__ = ["LayerScan", "Settings"]
+
+UNITS = ("characters", "bytes")
+BUILT_IN = ("repeated", "unrepeated")
+PLIP = ("python_doctest", "rust_test")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `--set` can change."""
+
+    model: str = setting("specimen", 'hub id, directory, or "specimen"')
+    corpus: str = setting("", "JSON file of samples; none: sentences of the prose shipped with mizarr")
+    condition_a: str = setting("", 'samples expected to look more; of a corpus by default "python_doctest"')
+    condition_b: str = setting("", 'samples to compare them with; of a corpus by default "rust_test"')
+    unit: str = setting("characters", 'what positions of a corpus count: "characters" or "bytes"')
+    samples: int = setting(24, "samples per condition made of prose, without a corpus")
+    start_layer: int = setting(-1, "first layer scanned; -1: a third of the way up")
+    end_layer: int = setting(-1, "last layer scanned; -1: the last")
+    dtype: str = setting("float32", "what the model computes in")
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS:
+            raise ConfigError(f"expected unit 'characters' or 'bytes', found {self.unit!r}")
+        if self.samples < 1:
+            raise ConfigError(f"expected samples to be at least 1, found {self.samples}")
+        if not self.corpus and (self.condition_a or self.condition_b):
+            raise ConfigError(
+                "expected a corpus with condition_a and condition_b, found none; set corpus=FILE"
+            )
+
+
+class LayerScan(Workflow):
+    """Attention from markers to targets under two conditions."""
+
+    name = "layer_scan"
+    question = "In which layer does a marker look where it should?"
+    settings_type = Settings
+
+    def __init__(self, settings: Settings, model: Model | None = None) -> None:
+        import xarray as xr
+
+        super().__init__(settings)
+        self.subject = Subject(model or settings.model, settings.dtype)
+        self.layers = self._layers()
+        default = PLIP if settings.corpus else BUILT_IN
+        self.conditions = (settings.condition_a or default[0], settings.condition_b or default[1])
+        self.version, groups = self._samples()
+        self.conversion = Conversion()
+        self.placed, self.condition = self._placed(groups)
+        tokens = self.subject.pack([one.sample.code for one in self.placed])
+        pair, sample = self._pairs(tokens)
+        hooks = [f"blocks.{layer}.attn.hook_pattern" for layer in self.layers]
+        self.nodes = {
+            "scan": layer_scan.on(
+                pattern=self.subject.capture(tokens, *hooks)["pattern"],
+                pair=xr.DataArray(pair, dims="target", name="pair"),
+                sample=xr.DataArray(sample, dims="target", name="sample"),
+                condition=xr.DataArray(self.condition, dims="sample", name="condition"),
+            )
+        }
+
+    def _layers(self) -> list[int]:
+        last, chosen = self.subject.config.num_layers - 1, self.settings
+        start = (last + 1) // 3 if chosen.start_layer == -1 else chosen.start_layer
+        end = last if chosen.end_layer == -1 else chosen.end_layer
+        if not 0 <= start <= end <= last:
+            raise ConfigError(
+                f"expected layers in 0..{last}, the first before the last, found {start} to {end}; set "
+                "start_layer and end_layer"
+            )
+        return list(range(start, end + 1))
+
+    def _samples(self) -> tuple[str, list[list[Sample]]]:
+        """The version of the corpus' format, and the samples of A and B."""
+        chosen = self.settings
+        if chosen.corpus:
+            return read_samples(chosen.corpus, self.conditions, unit=chosen.unit)
+        return "2.0", list(repeated_samples(shipped_prose(), chosen.samples))
+
+    def _placed(self, groups: list[list[Sample]]) -> tuple[list[Placed], list[int]]:
+        """Samples whose places became tokens, those of A first; which condition each is of."""
+        placed, condition = [], []
+        for which, group in enumerate(groups):
+            encodings = self.subject.tokenizer.encode_batch([one.code for one in group])
+            for sample, encoding in zip(group, encodings, strict=True):
+                if (found := place(sample, encoding, self.conversion)) is not None:
+                    placed.append(found)
+                    condition.append(which)
+        if not placed:
+            raise PromptError(
+                f"expected samples whose marker and targets are tokens, found none among "
+                f"{self.conversion.total_samples} of {' and '.join(self.conditions)}"
+            )
+        return placed, condition
+
+    def _pairs(self, tokens: PackedTokens) -> tuple[Any, Any]:
+        """Of every target the pair (marker, target) on the pair axis, and its sample."""
+        starts = pair_starts(tokens)
+        pair, sample = [], []
+        for i, one in enumerate(self.placed):
+            row = int(starts[i]) + one.marker * (one.marker + 1) // 2
+            pair += [row + target if target <= one.marker else UNSEEN for target in one.targets]
+            sample += [i] * len(one.targets)
+        self.unseen = pair.count(UNSEEN)
+        return np.array(pair, np.int64), np.array(sample, np.int64)
+
+    @cached_property
+    def found(self) -> xr.Dataset:
+        """`layer_scan` of the layers scanned, in memory."""
+        return self.result("scan").load()
+
+    @property
+    def best(self) -> tuple[int, float]:
+        """(layer, p) in which A looks more than B most surely; (0, 1.0) where it does in none."""
+        return best_layer(self.found)
+
+    def tables(self) -> list[Table]:
+        """One row per layer."""
+        from rich.table import Table
+
+        title = f"{self.subject.name}: attention from marker to target, {plain(self.conditions[0])} (A) and "
+        table = Table(title=f"{title}{plain(self.conditions[1])} (B)", box=None, pad_edge=False)
+        table.add_column("layer", justify="right")
+        for column in ("A", "±", "B", "±", "A/B", "t", "df", "p"):
+            table.add_column(column, justify="right", no_wrap=True)
+        best, p = self.best
+        for layer in self.layers:
+            row = self.found.sel(layer=layer)
+            shares = [
+                float(row[name].sel(condition=which)) for which in CONDITIONS for name in ("mean", "std")
+            ]
+            numbers = [f"{float(row[name]):.2f}" for name in ("ratio", "t", "df")]
+            cells = [str(layer), *(f"{share:.4f}" for share in shares), *numbers, f"{float(row['p']):.1e}"]
+            table.add_row(*cells, style="bold" if layer == best and p < 1 else "")
+        table.caption = self._caption()
+        return [table]
+
+    def _caption(self) -> str:
+        counts = [int(n) for n in self.found["n"].isel(layer=0)]
+        told = self.conversion
+        test = f"Welch's t test, two-sided, not corrected for {len(self.layers)} layers"
+        notes = [f"{counts[0]} and {counts[1]} samples, head mean; {test}"]
+        if told.fuzzy_matches:
+            notes.append(f"{told.fuzzy_matches} places between tokens, put to the nearest")
+        if told.total_samples > sum(counts):
+            notes.append(
+                f"{told.total_samples - sum(counts)} samples left out, as their places are no tokens"
+            )
+        if self.unseen:
+            notes.append(f"{self.unseen} targets lie behind their marker and count 0")
+        return "; ".join(notes)
+
+    def draw(self, folder: Path) -> list[Path]:
+        """Samples and means of both conditions by layer, and how sure their difference is."""
+        from .figures_heads import scan_page
+
+        def page() -> Any:
+            return scan_page(
+                self.found,
+                np.array(self.condition),
+                self.conditions,
+                best=self.best,
+                model=self.subject.name,
+                footer=self.footer,
+            )
+
+        return [self.figure(folder / "layer_scan.png", page)]
+
+    def to_json(self) -> dict[str, Any]:
+        """The viewer's fields (`viewer_json`), the names of A and B, and every sample's attention by
+        layer."""
+        weight = self.found["weight"].transpose("sample", "layer").values.tolist()
+        samples = [
+            {
+                "id": one.sample.id,
+                "condition": CONDITIONS[which],
+                "marker": one.marker,
+                "targets": list(one.targets),
+                "attention": row,
+            }
+            for one, which, row in zip(self.placed, self.condition, weight, strict=True)
+        ]
+        return {
+            **self.header(),
+            **self.viewer_json(),
+            "conditions": dict(zip(CONDITIONS, self.conditions, strict=True)),
+            "targets_behind_marker": self.unseen,
+            "samples": samples,
+        }
+
+    def viewer_json(self) -> dict[str, Any]:
+        """What the Deloson viewer loads as `layer_scan_universal_*.json`: its fields and no others."""
+        layer, p = self.best
+        return {
+            "model": self.subject.files.name,
+            "corpus_format": f"universal_v{self.version}",
+            "n_layers": self.subject.config.num_layers,
+            "scanned_layers": self.layers,
+            "best_layer": layer,
+            "best_p_value": p,
+            "position_conversion_stats": self.conversion.to_json(),
+            "results": [self._layer_json(layer) for layer in self.layers],
+        }
+
+    def _layer_json(self, layer: int) -> dict[str, Any]:
+        row = self.found.sel(layer=layer)
+        found: dict[str, Any] = {"layer": layer}
+        for name, which in zip(("python", "rust"), CONDITIONS, strict=True):
+            part = row.sel(condition=which)
+            found |= {f"{name}_mean": float(part["mean"]), f"{name}_std": float(part["std"])}
+            found[f"{name}_n"] = int(part["n"])
+        names = {"ratio": "ratio", "t_statistic": "t", "df": "df", "p_value": "p"}
+        return found | {key: float(row[name]) for key, name in names.items()}
+
+
+WORKFLOW = LayerScan
