@@ -37,6 +37,12 @@ STAGES = {
     "head_attribution_post_norm": ".attribution_units",
     "neuron_attribution": ".attribution_units",
     "neuron_attribution_post_norm": ".attribution_units",
+    "encode_features": ".features.encode",
+    "encode_head_features": ".features.encode",
+    "encode_neuron_features": ".features.encode",
+    "encode_embedding_features": ".features.encode",
+    "feature_statistics": ".features.statistics",
+    "top_examples": ".features.examples",
     "pruned_graph": ".graph.pruning",
 }
 

@@ -13,13 +13,14 @@ features can be computed in blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-__all__ = ["AbsTopK", "Activation", "Gated", "GroupMax", "JumpReLU", "ReLU", "TopK"]
+__all__ = ["AbsTopK", "Activation", "Gated", "GroupMax", "JumpReLU", "ReLU", "TopK", "moved"]
 
 
 class Activation(Protocol):
@@ -126,6 +127,15 @@ class Gated:
         """Activations of pre-activations [..., feature]."""
         b_gate, b_mag, r_mag = (part[features].to(pre) for part in (self.b_gate, self.b_mag, self.r_mag))
         return (pre + b_gate > 0) * (pre * r_mag.exp() + b_mag).relu()
+
+
+def moved(activation: Activation, device: torch.device | str) -> Activation:
+    """The same function with its thresholds and gates on a device."""
+    from torch import Tensor
+
+    fields = {name: value.to(device) for name, value in vars(activation).items() if isinstance(value, Tensor)}
+    found: Activation = replace(activation, **fields) if fields else activation  # type: ignore[type-var]
+    return found
 
 
 def _largest(values: Tensor, k: int) -> Tensor:

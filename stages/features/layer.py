@@ -14,7 +14,7 @@ Axes: feature; target = the layers a feature writes to, in order; d_in = width r
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ...store.errors import DictionaryError
@@ -67,6 +67,22 @@ class LayerFeatures:
         """Layers these features write to, ascending."""
         return tuple(sorted(self.W_dec))
 
+    def on(self, device: torch.device | str) -> LayerFeatures:
+        """The same features, computed on a device, with the encoder there; decoders stay where they are."""
+        from .activations import moved
+
+        def there(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
+        return replace(
+            self,
+            W_enc=self.W_enc.to(device),
+            b_enc=there(self.b_enc),
+            unit=there(self.unit),
+            activation=moved(self.activation, device),
+            device=device,
+        )
+
     # -- encoding
 
     def preactivations(self, x: Tensor, features: slice | Tensor = slice(None)) -> Tensor:
@@ -74,10 +90,14 @@ class LayerFeatures:
 
         For gated dictionaries the gate's product before its bias.
         """
+        rows = self._prepared(x)
+        return self._products(rows, self.W_enc[features].to(rows), features)
+
+    def _products(self, rows: Tensor, encoder: Tensor, features: slice | Tensor) -> Tensor:
+        """Pre-activations of prepared rows, given the encoder rows of these features in their dtype."""
         import torch
 
-        rows = self._prepared(x)
-        out = torch.nn.functional.linear(rows, self.W_enc[features].to(rows))
+        out = torch.nn.functional.linear(rows, encoder)
         if self.b_enc is not None:
             out += self.b_enc[features].to(out)
         if self.unit is not None:
@@ -97,29 +117,30 @@ class LayerFeatures:
         """
         import torch
 
-        found = [self._active(x, rows, features) for rows, features in self._blocks(x)]
+        found = [part for features in self._feature_blocks(x) for part in self._active(x, features)]
         row, feature, value = (torch.cat([part[i] for part in found]) for i in range(3))
         if not bool(value.isfinite().all()):  # a NaN passes every activation function, so it is seen here
             raise self._not_finite(x, "activations")
         order = torch.argsort(row * self.n_features + feature)
         return row[order], feature[order], value[order]
 
-    def _active(self, x: Tensor, rows: slice, features: slice) -> tuple[Tensor, Tensor, Tensor]:
-        values = self.activation(self.preactivations(x[rows], features), features)
-        row, feature = values.nonzero(as_tuple=True)
-        return row + rows.start, feature + (features.start or 0), values[row, feature]
+    def _active(self, x: Tensor, features: slice) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        encoder = None
+        step = max(1, BLOCK_BYTES // (max(x.element_size(), 4) * (features.stop - features.start)))
+        for first in range(0, max(len(x), 1), step):
+            rows = self._prepared(x[first : first + step])
+            encoder = self.W_enc[features].to(rows) if encoder is None else encoder  # widened once
+            values = self.activation(self._products(rows, encoder, features), features)
+            row, feature = values.nonzero(as_tuple=True)
+            yield row + first, feature + features.start, values[row, feature]
 
-    def _blocks(self, x: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Ranges of rows and features whose pre-activations, and encoder rows, fit a block."""
-        size = max(x.element_size(), 4)
+    def _feature_blocks(self, x: Tensor) -> Iterator[slice]:
+        """Ranges of features whose encoder rows fit a block; all of them where they compete."""
         step = self.n_features
         if not self.activation.per_row:
-            step = min(step, max(1, BLOCK_BYTES // (size * self.W_enc.shape[1])))
-        rows = max(1, BLOCK_BYTES // (size * step))
+            step = min(step, max(1, BLOCK_BYTES // (max(x.element_size(), 4) * self.W_enc.shape[1])))
         for start in range(0, self.n_features, step):
-            features = slice(start, min(start + step, self.n_features))
-            for first in range(0, max(len(x), 1), rows):
-                yield slice(first, first + rows), features
+            yield slice(start, min(start + step, self.n_features))
 
     # -- decoding
 
