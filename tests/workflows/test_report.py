@@ -106,6 +106,7 @@ class Plain(Workflow):
         table.add_column("number", justify="right", no_wrap=True)
         table.add_row("a [dim]b[/dim]", "1")
         table.add_row(r"\[red]", "2", style="bold")
+        table.add_row("long enough to need several lines", "3")
         return [table]
 
     def draw(self, folder: Path) -> list[Path]:
@@ -122,6 +123,7 @@ def test_a_table_of_the_terminal_keeps_its_cells_styles_and_captions():
     assert table.rows == (
         ((Run("a "), Run("b", "dim")), (Run("1"),)),
         ((Run("[red]", "bold"),), (Run("2", "bold"),)),
+        ((Run("long enough to need several lines"),), (Run("3"),)),
     )
 
 
@@ -253,10 +255,23 @@ def test_every_result_names_its_key_and_what_it_read(text, lens):
     assert set(stages["lens"].reads) == {"capture", "targets", "readout"}
     assert list(stages).index("capture") < list(stages).index("lens")
     facts = dict(stages["capture"].facts)
-    assert facts["prompts"].startswith("2 (") and facts["captured"] == "resid_post"
+    assert facts["prompts"].startswith("2 (")
+    held = lens.store
+    arrays = dict(told.split(" ") for told in facts["arrays"].split(", "))
+    assert set(arrays) == {"resid_post/0", "resid_post/1", "resid_post/2"}
+    for key in (*arrays.values(), *keys.values()):
+        assert held[key].sizes, "what a page names can be opened"
     assert {"computed", "took", "software", "content"} <= dict(stages["lens"].facts).keys()
     for each in stages.values():
         assert each.key in text
+
+
+def test_prompts_of_a_larger_run_name_the_arrays_of_that_run(lens, tiny_model, store):
+    chosen = {"prompts": PROMPTS[:1], "answers": ANSWERS[:1]}
+    fewer = compute("logit_lens", store=store, model=str(tiny_model), **chosen)
+    passes = {each.name: each for each in made(fewer)}["capture"]
+    assert dict(passes.facts)["prompts"].startswith("1 (")
+    assert passes.key == {each.name: each for each in made(lens)}["capture"].key
 
 
 def test_no_page_says_where_it_was_computed(text, lens):

@@ -6,6 +6,7 @@ who reads the same store: which host or process computed something is left out.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -23,6 +24,7 @@ from ...store.errors import EntryNotFound
 if TYPE_CHECKING:
     from ...pipeline.nodes import Node
     from ...store import Store
+    from ...store.entries import Entry
     from ...store.records import Record
     from ..workflow import Workflow
 
@@ -63,7 +65,8 @@ class Made:
     """One node of the graph behind the results.
 
     name: as the workflow calls a result, else as the node calls itself; told apart by a number.  stage: name
-    and version, or what else it is.  key: digest it is stored under, or content of what was given.
+    and version, or what else it is.  key: digest it is stored under; of forward passes that of their run
+    (DATA of `mizarr ls`), of given values that of their content.
     inputs: name of the input -> name of the `Made` it is.  facts: (name, value) for people.
     """
 
@@ -128,8 +131,10 @@ def _told(node: Node, name: str, names: Mapping[Node, str], workflow: Workflow, 
     is_result = name in workflow.nodes
     inputs = tuple(_inputs(node, names))
     if isinstance(node, CaptureNode):
-        facts = tuple(_captured(node, store))
-        return Made(name, "forward passes", is_result, node.run_key.digest, inputs, "", facts)
+        entry = _entry(node, store)
+        return Made(
+            name, "forward passes", is_result, entry.digest, inputs, "", tuple(_passes(node, entry, store))
+        )
     if isinstance(node, ResultNode) and (asked := node.key(store)) is not None:
         record = store.lookup(asked)
         facts = tuple(_facts(store, record)) if record is not None else ()
@@ -150,24 +155,24 @@ def _inputs(node: Node, names: Mapping[Node, str]) -> Iterator[tuple[str, str]]:
         yield f"{name}{variable}", names[port.node]
 
 
-def _captured(node: CaptureNode, store: Store) -> Iterator[tuple[str, str]]:
-    """Facts about forward passes: of a larger run, where that is what holds these prompts."""
-    yield "prompts", f"{node.tokens.n_prompts:,} ({node.tokens.n_tokens:,} tokens)"
-    yield "captured", ", ".join(dict.fromkeys(name for name, _ in node.cells))
-    record = _entry_record(node, store)
-    if record is not None:
-        yield from _facts(store, record)
-
-
-def _entry_record(node: CaptureNode, store: Store) -> Record | None:
-    try:
-        own = store.entry(node.run_key, node.dtype).record(*node.cells[0])
-    except EntryNotFound:
-        own = None
-    if own is not None:
-        return own
+def _entry(node: CaptureNode, store: Store) -> Entry:
+    """Where the activations lie: the run itself, or a larger one that holds these prompts."""
+    with contextlib.suppress(EntryNotFound):
+        own = store.entry(node.run_key, node.dtype)
+        if all(own.record(*cell) for cell in node.cells):
+            return own
     larger = store.find_prompts(node.run_key, node.tokens, node.dtype, node.cells)
-    return None if larger is None else larger[0].record(*node.cells[0])
+    if larger is None:
+        raise EntryNotFound(f"the activations of {node!r} vanished from {store.path}; run the workflow again")
+    return larger[0]
+
+
+def _passes(node: CaptureNode, entry: Entry, store: Store) -> Iterator[tuple[str, str]]:
+    """Facts about forward passes, and the keys of the arrays they left behind."""
+    yield "prompts", f"{node.tokens.n_prompts:,} ({node.tokens.n_tokens:,} tokens)"
+    records = [record for cell in node.cells if (record := entry.record(*cell)) is not None]
+    yield "arrays", ", ".join(f"{record.label} {record.short}" for record in records)
+    yield from ((name, told) for name, told in _facts(store, records[0]) if name != "content")
 
 
 def _facts(store: Store, record: Record) -> Iterator[tuple[str, str]]:

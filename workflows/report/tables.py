@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["from_rich"]
 
 STYLES = ("bold", "dim", "italic")
+PROSE = 24
+"""Characters beyond which a cell may take several lines, unless the terminal's may not."""
 
 
 def from_rich(table: RichTable, sources: tuple[str, ...] = ()) -> Table:
@@ -26,9 +28,12 @@ def from_rich(table: RichTable, sources: tuple[str, ...] = ()) -> Table:
         )
         for line, row in zip(cells, table.rows, strict=True)
     )
+    longest = [0] * len(table.columns)
+    for row in rows:
+        longest = [max(n, sum(len(run.text) for run in cell)) for n, cell in zip(longest, row, strict=True)]
     columns = tuple(
-        Column(_text(column.header), column.justify == "right", wraps=not column.no_wrap)
-        for column in table.columns
+        Column(_text(column.header), column.justify == "right", not column.no_wrap and width > PROSE)
+        for column, width in zip(table.columns, longest, strict=True)
     )
     title, caption = _text(table.title), _text(table.caption)
     return Table(title=title, caption=caption, sources=sources, columns=columns, rows=rows)
