@@ -209,6 +209,8 @@ class CharacterCountHelix(Workflow):
         ]
         ratio = self.geometry["explained_variance_ratio"].transpose("layer", "component").values
         shares = [Line(f"PC1 to PC{k}", ratio[:, :k].sum(axis=1)) for k in (1, 2, 3, ratio.shape[1])]
+        shuffled = self.control["explained_variance_ratio"].sum("component").values
+        shares.append(Line(f"PC1 to PC{ratio.shape[1]}, shuffled", shuffled, control=True))
         scores = {name: self.r2.sel(layer=list(layers), counts=name).values for name in ("true", "shuffled")}
         readout = Line("true counts", scores["true"]), Line("shuffled", scores["shuffled"], control=True)
         by_layer = [
@@ -275,6 +277,7 @@ class CharacterCountHelix(Workflow):
             "line_widths": list(self.settings.widths),
             "explained_variance": ratio.tolist(),
             "total_variance_top6": float(ratio.sum()),
+            "total_variance_top6_shuffled": float(control["explained_variance_ratio"].sum()),
             "projections": [
                 {"char_count": int(count), "pc": row.tolist()}
                 for count, row in zip(part["count"].values, part["projection"].values, strict=True)
@@ -308,22 +311,25 @@ class CharacterCountHelix(Workflow):
             "PC2",
             "PC3",
             f"top {self.settings.components}",
+            "(shuffled)",
             "lowest cos",
+            "(shuffled)",
             "R²",
-            "shuffled",
+            "(shuffled)",
         )
         for column in columns:
             table.add_column(column, justify="right")
         for layer in self.geometry["layer"].values.tolist():
-            part = self.geometry.sel(layer=layer)
-            ratio = part["explained_variance_ratio"].values
+            pair = [of.sel(layer=layer) for of in (self.geometry, self.control)]
+            ratios = [part["explained_variance_ratio"].values for part in pair]
             scores = [float(self.r2.sel(layer=layer, counts=name)) for name in ("true", "shuffled")]
-            cells = [str(layer), *(f"{v:.1%}" for v in ratio[:3]), f"{ratio.sum():.1%}"]
-            cells += [f"{float(part['ringing'].min()):+.2f}", *(f"{v:+.2f}" for v in scores)]
+            cells = [str(layer), *(f"{v:.1%}" for v in ratios[0][:3]), *(f"{r.sum():.1%}" for r in ratios)]
+            cells += [f"{float(part['ringing'].min()):+.2f}" for part in pair]
+            cells += [f"{v:+.2f}" for v in scores]
             table.add_row(*cells, style="bold" if layer == self.layer else "")
         table.caption = (
-            "share of the variance of the means; lowest mean cosine at any distance; "
-            "linear read-out of the count on held-out prompts, and with shuffled counts"
+            "share of the variance of the means; lowest mean cosine at any distance; linear read-out of the "
+            "count on held-out prompts; each also with counts shuffled among tokens"
         )
         return table
 
