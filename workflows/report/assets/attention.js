@@ -22,7 +22,7 @@ DRAW.attention = (host, data) => {
   }
   const toldWeight = (value) => told(value, "", pairs.digits);
   const ofToken = (other) => (reads ? weight(query, other) : weight(other, query));
-  const colours = scale(0, 1);
+  const colours = scale(0, 1), shade = Math.sqrt; // weights are mostly small: shaded by their root, told as they are
   const title = () => `layer ${data.layers[layer]}, ${head === null ? "mean of heads" : `head ${head}`}`;
   const named = (position) => [token(data.tokens[position]), ` (${position})`];
 
@@ -77,22 +77,22 @@ DRAW.attention = (host, data) => {
       const side = within(room, length, 15, 26);
       return { width: side, height: side };
     },
-    fill: (from, to) => (weight(from, to) === null ? null : colours.fill(weight(from, to))),
+    fill: (from, to) => (weight(from, to) === null ? null : colours.fill(shade(weight(from, to)))),
     tip: (from, to) => [make("div", { class: "what" }, toldWeight(weight(from, to))),
       make("div", { class: "where" }, ...named(from), " reads ", ...named(to)), make("div", { class: "where" }, title())],
     say: (from, to) => `${data.tokens[from]} reads ${data.tokens[to]}: ${toldWeight(weight(from, to))}`,
     moved(from, to) { query = reads ? from : to; shadeStrip(); },
     pick(from, to) { query = reads ? from : to; shadeStrip(); },
   });
-  matrix.append(make("div", { class: "legend" }, ramp(colours, "weight", ""), "down: reads · across: is read"));
+  matrix.append(make("div", { class: "legend" }, ramp(colours, "weight, shaded by its root", ""), "down: reads · across: is read"));
 
   function shadeStrip() {
     buttons.forEach((button, position) => {
       const value = ofToken(position);
       button.classList.toggle("query", position === query);
       button.classList.toggle("out", value === null);
-      button.style.background = value === null ? "none" : colours.fill(value);
-      button.style.color = value === null ? "" : colours.ink(value);
+      button.style.background = value === null ? "none" : colours.fill(shade(value));
+      button.style.color = value === null ? "" : colours.ink(shade(value));
       button.tabIndex = position === query ? 0 : -1;
       button.lastChild.textContent = value === null ? "–" : value.toFixed(3);
     });
