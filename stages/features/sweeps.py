@@ -23,6 +23,7 @@ from ...store.errors import InterventionError, PromptError
 from ..effects import array, check_tokens, read_logits
 from ..forward.experiment import Cell, Experiment
 from ..forward.hooks import HookSpec
+from ..forward.interventions import AddAtPositions
 from ..forward.runs import Run
 from ..forward.wants import Logits
 from ..metrics import kl_divergence, log_softmax
@@ -114,6 +115,24 @@ class InjectionSweep(Experiment):
             Run(self.tokens, injected(prepared[0], injections, [place]).extend(self._captures()), self._want)
             for place in self._positions
         ]
+
+    def sketch(self, config: TransformerConfig, cell: Cell) -> list[Run]:
+        """The same with vectors of no meaning; the dictionary's headers say where features write."""
+        dictionary = Dictionary.from_pretrained(self.dictionary)
+        targets = {
+            target
+            for dose in self.doses
+            for target in dictionary.targets(dose.layer)
+            if target >= (dose.from_layer or 0)
+        }
+        nothing = np.zeros(dictionary.d_out, np.float32)
+        found = []
+        for place in self._positions:
+            spec = self._captures()
+            for target in sorted(targets):
+                spec.intervene(dictionary.write_hook(target), AddAtPositions([(place, nothing)]))
+            found.append(Run(self.tokens, spec, self._want))
+        return found
 
     def measure(
         self, prepared: tuple[Dictionary, dict[str, Any]], cell: Cell, result: HookCache

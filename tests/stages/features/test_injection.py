@@ -117,3 +117,13 @@ def test_a_sweep_with_one_more_strength_computes_one(model: mizarr.Model, clt: D
     assert [cell["strength"] for cell in more.missing(store)] == [3.0]
     run(more, store, quiet=True)
     assert more.open(store)["strength"].values.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_sweep_tells_what_it_will_cost_before_a_model_is_loaded(clt: Dictionary, tmp_path: Path):
+    sweep = InjectionSweep(PROMPT, clt.name, clt.identity, (Dose(3, 2, factor=1.0),), (1.0,), (8,))
+    work = sweep.on("specimen").estimate(mizarr.open_store(tmp_path / "store")).work
+    # The shared run, and of each branch layer 3 where features are added and layers 4 and 5 from there on.
+    length = len(PROMPT)
+    changed = sum(1 + 2 * (length - place) for place in range(length))
+    told = f"{LAYERS * length + changed} layer-positions instead of {length * LAYERS * length}"
+    assert told in work, work
