@@ -29,8 +29,8 @@ def compact(values: Array) -> Array:
     Floats become float32, or float16 where they are more than `MANY` and none is too large for it; integers
     the narrowest kind that holds them all. OverflowError for integers beyond 32 bits.
 
-    >>> compact(np.array([0, 255])).dtype, compact(np.array([-1, 300])).dtype, compact(np.array([0.1])).dtype
-    (dtype('uint8'), dtype('int16'), dtype('float32'))
+    >>> [compact(np.array(values)).dtype.str for values in ([0, 255], [-1, 300], [0.1])]
+    ['|u1', '<i2', '<f4']
     """
     array = np.asarray(values)
     if array.dtype.kind == "b":
