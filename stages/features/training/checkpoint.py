@@ -39,6 +39,8 @@ def save(folder: Path, state: Mapping[str, Any]) -> None:
 
 def load(folder: Path) -> dict[str, Any] | None:
     """The checkpoint in a folder; None where there is none. ConfigError for a file that is none."""
+    from pickle import UnpicklingError
+
     import torch
 
     path = folder / CHECKPOINT
@@ -46,9 +48,10 @@ def load(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         found: dict[str, Any] = torch.load(path, weights_only=True)
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
+    except (RuntimeError, EOFError, OSError, ValueError, UnpicklingError) as error:
         raise ConfigError(
-            f"{path} is no checkpoint of a training ({error}); remove it, or name another folder"
+            f"expected a checkpoint of a training in {path}, found something else; remove it, or name "
+            "another folder"
         ) from error
     return found
 

@@ -4,10 +4,10 @@ Border: a model and one batch of scaled rows; steps, schedules and optimisers ar
 
     relu       + c sum a |W_dec|              (l1; Bricken et al. 2023, weighted as by Conerly et al. 2024)
                + c sum tanh(s a |W_dec|)      (tanh; Jermyn et al. 2024, Lindsey et al. 2025)
-    jumprelu   + c L0, or the tanh, with straight-through gradients to the threshold (Rajamanoharan et al.
-    2024) topk       the k largest of each row (Gao et al. 2024)
-    batchtopk  the k B largest of the B rows of a batch (Bussmann et al. 2024); the smallest of them, averaged
-               over steps, is the JumpReLU threshold afterwards
+    jumprelu   + c L0, or the tanh; straight-through gradients to thresholds (Rajamanoharan et al. 2024)
+    topk       the k largest of each row (Gao et al. 2024)
+    batchtopk  the k B largest of the B rows of a batch (Bussmann et al. 2024); the least of them, averaged
+               over steps, is the JumpReLU threshold meanwhile
 
 The reconstruction term is the sum over written layers of FVU, with the variance of all the data. The top ones
 have AuxK besides: what dead features can make of the error (Gao et al. 2024, appendix A.2), without bias.

@@ -42,6 +42,8 @@ __all__ = ["Training"]
 
 STATISTICS = 1 << 18
 """Tokens from which means and scales are taken, spread over all of them."""
+SETTLING = 1 << 23
+"""Pre-activations of a layer from which the thresholds of batchtopk are taken at the end."""
 VALIDATION = 1 << 15
 """Held-out tokens that are looked at while training."""
 
@@ -118,6 +120,8 @@ class Training:
             while not self.is_done:
                 found = self._make_step(next(batches))
                 self._cursor = batches.cursor
+                if self.is_done and self.settings.activation == "batchtopk":
+                    self._settle_thresholds()
                 log = log or checkpoint.Log(self.folder, self.step - 1)
                 self._note(log, found)
                 advance(self.settings.batch)
@@ -189,6 +193,25 @@ class Training:
             self.quiet[layer][(a != 0).any(0)] = 0
         self.step += 1
         return found
+
+    @torch.no_grad()
+    def _settle_thresholds(self) -> None:
+        """Thresholds at which k features are active on average, in place of the running ones, which lag
+        behind.
+        """
+        it, model = self.settings, self.model
+        cells = [(it.read, layer) for layer in model.layers]
+        wanted = max(it.k, SETTLING // it.features)
+        apart = max(1, self.source.count(it.skip_positions) // wanted)
+        found = list(every(self.source, cells, skip_positions=it.skip_positions, block=it.block, apart=apart))
+        for layer in model.layers:
+            rows = model.read[layer](torch.cat([block[it.read, layer] for block in found]))
+            values = model.preactivations(layer, rows).relu().flatten()
+            kept = it.k * len(rows)
+            if kept < len(values):  # what is above the next value is kept
+                model.running[layer] = float(values.kthvalue(len(values) - kept).values)
+            else:
+                model.running[layer] = 0.0
 
     def _scaled(self, batch: Mapping[Cell, Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         it, model = self.settings, self.model

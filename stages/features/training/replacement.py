@@ -1,0 +1,209 @@
+"""What a model loses when it reads a dictionary's reconstructions in place of its own activations.
+
+At the hook points that are written, activations become what features make of the states at the hook points
+that are read; loss and next-token distribution are compared with those of the whole model, and of a model
+whose activations there are zero, or their mean over all tokens measured:
+
+    recovered = (CE_ablated - CE_replaced) / (CE_ablated - CE_clean), and the same with KL(clean || .)
+
+One place at a time, and all together. All together the features read what the replaced model computes, layer
+by layer, errors and all: the replacement model of Lindsey et al. 2025. The first positions of a prompt keep
+their activations, and what is predicted there does not count.
+
+Border: a model, features by layer, prompts as token ids; interventions are Replace and Zero of the model's
+own.
+
+Axes: place ("all", then the written layers by number); prompts of one length share a pass.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import xarray as xr
+from torch import Tensor
+
+from ....store.errors import PromptError
+from ...forward.hooks import HookSpec
+from ...forward.interventions import Replace
+from ...forward.points import HookPoint
+
+if TYPE_CHECKING:
+    from ...forward.cache import HookCache
+    from ...forward.model import Model
+    from ..layer import LayerFeatures
+
+__all__ = ["replacement_loss"]
+
+ALL = "all"
+_WAYS = ("replaced", "zero", "mean")
+
+
+def replacement_loss(
+    model: Model,
+    layers: Mapping[int, LayerFeatures],
+    read: str,
+    write: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    skip_positions: int = 1,
+    batch_tokens: int = 4096,
+) -> xr.Dataset:
+    """Loss of the model with its activations replaced, in nats per token.
+
+    read, write: hook kinds. prompts: token ids; `skip_positions` first tokens of each are left alone.
+    ce, kl [place, way]: of "replaced", "zero" and "mean"; ce_clean: of the model as it is. ce_recovered,
+    kl_recovered [place, ablation]: share of what the ablation costs that the reconstruction keeps.
+    Raises PromptError when no prompt is longer than skip_positions + 1.
+    """
+    worker = _Worker(model, dict(sorted(layers.items())), read, write, skip_positions)
+    batches = list(_batches(prompts, skip_positions, batch_tokens))
+    if not batches:
+        raise PromptError(f"expected prompts longer than {skip_positions + 1} tokens, found none")
+    means = worker.means(batches)
+    places = [ALL, *map(str, worker.layers)]
+    ce, kl = (np.zeros((len(places), len(_WAYS))) for _ in range(2))
+    clean_ce, count = 0.0, 0
+    for ids in batches:
+        clean = worker.forward(ids, HookSpec().capture(*worker.read_points.values()))
+        reference = worker.log_probabilities(clean)
+        clean_ce += worker.cross_entropy(reference, ids)
+        count += reference.shape[0] * reference.shape[1]
+        for i, place in enumerate(places):
+            chosen = list(worker.layers) if place == ALL else [int(place)]
+            for j, way in enumerate(_WAYS):
+                if way == "replaced":
+                    spec = worker.closed_loop(ids) if place == ALL else worker.alone(int(place), clean)
+                else:
+                    spec = worker.ablated(chosen, ids, means if way == "mean" else None)
+                found = worker.log_probabilities(worker.forward(ids, spec))
+                ce[i, j] += worker.cross_entropy(found, ids)
+                kl[i, j] += float((reference.exp() * (reference - found)).sum())
+    ce, kl, clean_ce = ce / count, kl / count, clean_ce / count
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = (ce[:, 1:] - ce[:, :1]) / (ce[:, 1:] - clean_ce)
+        kl_shares = 1 - kl[:, :1] / kl[:, 1:]
+    return xr.Dataset(
+        {
+            "ce": (("place", "way"), ce, {"units": "nats"}),
+            "kl": (("place", "way"), kl, {"units": "nats"}),
+            "ce_clean": ((), clean_ce, {"units": "nats"}),
+            "ce_recovered": (("place", "ablation"), shares),
+            "kl_recovered": (("place", "ablation"), kl_shares),
+        },
+        {"place": places, "way": list(_WAYS), "ablation": list(_WAYS[1:])},
+        {"tokens": count, "skip_positions": skip_positions},
+    )
+
+
+class _Worker:
+    """The runs that are compared, for one model and dictionary."""
+
+    def __init__(
+        self, model: Model, layers: Mapping[int, LayerFeatures], read: str, write: str, skip: int
+    ) -> None:
+        self.model, self.layers, self.skip = model, layers, skip
+        self.read_points = {layer: HookPoint(read, layer) for layer in layers}
+        self.write_points = {layer: HookPoint(write, layer) for layer in layers}
+
+    def forward(self, ids: list[list[int]], spec: HookSpec) -> HookCache:
+        return self.model.forward(ids, spec)
+
+    def log_probabilities(self, cache: HookCache) -> Tensor:
+        """Of next tokens [prompt, position, vocab], at the positions that count."""
+        logits = cache.logits
+        assert logits is not None
+        return logits[:, self.skip : -1].float().log_softmax(-1)
+
+    def cross_entropy(self, found: Tensor, ids: list[list[int]]) -> float:
+        """Summed over prompts and positions, nats."""
+        following = torch.tensor(ids, device=found.device)[:, self.skip + 1 :, None]
+        return -float(found.gather(-1, following).sum())
+
+    def means(self, batches: Sequence[list[list[int]]]) -> dict[int, Tensor]:
+        """Mean activation at every written hook point, over all positions that count."""
+        sums: dict[int, Tensor] = {}
+        count = 0
+        for ids in batches:
+            cache = self.forward(ids, HookSpec().capture(*self.write_points.values()))
+            for layer, point in self.write_points.items():
+                rows = self._rows(point, cache).double()
+                sums[layer] = sums.get(layer, 0.0) + rows.sum((0, 1))
+            count += len(ids) * (len(ids[0]) - self.skip)
+        return {layer: (total / count).float() for layer, total in sums.items()}
+
+    def ablated(
+        self, chosen: Sequence[int], ids: list[list[int]], means: Mapping[int, Tensor] | None
+    ) -> HookSpec:
+        """These places zero, or their means."""
+        spec = HookSpec()
+        for layer in chosen:
+            width = self.layers[layer].W_dec[layer].shape[1]
+            value = torch.zeros(width) if means is None else means[layer]
+            self._replace(spec, layer, value.expand(len(ids), len(ids[0]) - self.skip, -1))
+        return spec
+
+    def alone(self, layer: int, clean: HookCache) -> HookSpec:
+        """One place, from the states of the whole model."""
+        made = self._decoded({m: self._encoded(m, clean) for m in self.layers if m <= layer}, layer)
+        spec = HookSpec()
+        self._replace(spec, layer, self._finished(layer, made, clean))
+        return spec
+
+    def closed_loop(self, ids: list[list[int]]) -> HookSpec:
+        """All places, each from what the model computes with those below replaced."""
+        spec = HookSpec()
+        active: dict[int, Tensor] = {}
+        for layer in self.layers:
+            seen = HookSpec().extend(spec).capture(self.read_points[layer])
+            cache = self.model.forward(ids, seen, want=None)
+            active[layer] = self._encoded(layer, cache)
+            self._replace(spec, layer, self._finished(layer, self._decoded(active, layer), cache))
+        return spec
+
+    def _encoded(self, layer: int, cache: HookCache) -> Tensor:
+        return self.layers[layer].encode(self._states(layer, cache))
+
+    def _states(self, layer: int, cache: HookCache) -> Tensor:
+        return self._rows(self.read_points[layer], cache)
+
+    def _rows(self, point: HookPoint, cache: HookCache) -> Tensor:
+        """[prompt, position that counts, width], heads side by side."""
+        states = cache[point]
+        if "d_head" in point.dims:  # heads before positions
+            states = states.transpose(1, 2).flatten(2)
+        return states[:, self.skip :]
+
+    def _decoded(self, active: Mapping[int, Tensor], target: int) -> Tensor:
+        parts = [
+            self.layers[layer].decode(a, target)
+            for layer, a in active.items()
+            if target in self.layers[layer].targets
+        ]
+        return torch.stack(parts).sum(0)
+
+    def _finished(self, layer: int, made: Tensor, cache: HookCache) -> Tensor:
+        return self.layers[layer].finish(made, self._states(layer, cache))
+
+    def _replace(self, spec: HookSpec, layer: int, value: Tensor) -> None:
+        point = self.write_points[layer]
+        if "d_head" in point.dims:
+            heads = self.model.architecture.axis_sizes[point.dims[1]]
+            value = value.unflatten(2, (heads, -1)).transpose(1, 2)
+        positions = tuple(range(self.skip, self.skip + value.shape[-2]))
+        spec.intervene(point, Replace(value, positions=positions))
+
+
+def _batches(prompts: Sequence[Sequence[int]], skip: int, batch_tokens: int) -> Iterator[list[list[int]]]:
+    """Prompts of one length together, as many as make `batch_tokens`; those that predict nothing left out."""
+    by_length: dict[int, list[list[int]]] = defaultdict(list)
+    for ids in prompts:
+        if len(ids) > skip + 1:
+            by_length[len(ids)].append(list(ids))
+    for length, rows in sorted(by_length.items()):
+        size = max(1, batch_tokens // length)
+        yield from (rows[start : start + size] for start in range(0, len(rows), size))

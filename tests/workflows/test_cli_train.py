@@ -1,0 +1,126 @@
+"""`mizarr train` on a model of two layers, with token ids for prompts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mizarr.stages.features.dictionary import Dictionary
+from mizarr.workflows.cli import run
+
+SETTINGS = (
+    "features=24",
+    "k=4",
+    "steps=30",
+    "batch=64",
+    "window=256",
+    "block=64",
+    "validation=0.2",
+    "lr=0.003",
+)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f"{[(7 * row + 3 * i) % 32 for i in range(20)]}\n" for row in range(16)))
+    return str(path)
+
+
+@pytest.fixture
+def command(checkpoint, prompts, tmp_path):
+    """Arguments of `mizarr train` on the tiny model."""
+    fixed = ["train", checkpoint(), prompts, "--store", str(tmp_path / "store"), "--quiet"]
+
+    def arguments(out, *more, settings=SETTINGS):
+        return [*fixed, "--out", str(tmp_path / out), *(f"--set={said}" for said in settings), *more]
+
+    return arguments
+
+
+def test_an_autoencoder_is_trained_measured_and_exported(command, tmp_path, capsys):
+    assert run(command("sae", "--json", "--set=layers=[1]")) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["held_out"]["layers"] == [1]
+    assert figures["held_out"]["l0"][0] == pytest.approx(4, abs=1.5)
+    assert set(figures["held_out"]["loss"]["places"]) == {"all", "1"}
+    made = Dictionary.from_pretrained(tmp_path / "sae" / "dictionary")
+    assert (made.kind, str(made.read_hook(1)), made.n_features) == ("sae", "blocks.1.hook_resid_post", 24)
+
+
+def test_settings_come_from_a_file_and_the_command_line_goes_before_it(command, tmp_path, capsys):
+    file = tmp_path / "clt.toml"
+    file.write_text('kind = "clt"\nread = "hook_resid_mid"\nwrite = "hook_mlp_out"\nfeatures = 12\n')
+    assert run(command("clt", "--config", str(file))) == 0
+    assert capsys.readouterr().out.splitlines()[0].split() == ["LAYER", "FVU", "L0", "DEAD"]
+    made = Dictionary.from_pretrained(tmp_path / "clt" / "dictionary")
+    assert (made.kind, made.layers, made.n_features) == ("clt", (0, 1), 24)
+
+
+def test_what_is_done_is_not_done_again(command, tmp_path, capsys):
+    assert run(command("sae", "--json")) == 0
+    first = capsys.readouterr().out
+    changed = (tmp_path / "sae" / "checkpoint.pt").stat().st_mtime_ns
+    assert run(command("sae", "--json")) == 0
+    assert capsys.readouterr().out == first
+    assert (tmp_path / "sae" / "checkpoint.pt").stat().st_mtime_ns == changed
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("k=40", "expected k of at most features=24, found k=40"),
+        ("feature=3", "did you mean 'features'?"),
+        ("steps=many", "expected steps to be int"),
+        ("layers=[4]", "layer"),
+        ("batch=100000", "expected at least one batch of 100000 tokens"),
+    ],
+)
+def test_what_cannot_be_trained_is_one_line_and_nothing_half_written(command, tmp_path, capsys, said, told):
+    assert run(command("out", f"--set={said}", settings=[s for s in SETTINGS if s[:2] != said[:2]])) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_are_listed(capsys):
+    assert run(["train", "--settings"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert '--set kind="sae"' in lines[0]
+    assert all(line.startswith("--set ") for line in lines)
+
+
+def test_control_c_leaves_a_checkpoint_and_the_same_command_ends_as_if_it_had_not_been(
+    command, tmp_path, capsys
+):
+    settings = [*(s for s in SETTINGS if not s.startswith("steps")), "steps=1500"]
+    arguments = command("cut", "--save-every=5", settings=settings)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    code = "import sys\nfrom mizarr.workflows.cli import main\nmain(sys.argv[1:])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    checkpoint = tmp_path / "cut" / "checkpoint.pt"
+    while not checkpoint.exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert "the same command resumes" in error
+    assert not (tmp_path / "cut" / "dictionary").exists()
+    for out in ("cut", "whole"):
+        ended = subprocess.run(
+            [sys.executable, "-c", code, *command(out, settings=settings)],
+            env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stderr
+    made = [(tmp_path / out / "dictionary").rglob("*.safetensors") for out in ("cut", "whole")]
+    first, second = ([path.read_bytes() for path in sorted(files)] for files in made)
+    assert first == second
