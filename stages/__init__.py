@@ -31,6 +31,7 @@ STAGES = {
     "pattern_scores": ".head_detection",
     "head_statistics": ".attention_statistics",
     "layer_scan": ".layer_scan",
+    "probe": ".probe",
     "contrasted_tokens": ".attribution",
     "component_attribution": ".attribution",
     "head_attribution": ".attribution_units",
