@@ -19,6 +19,7 @@ import click
 
 from .. import __version__
 from ..store.errors import MizarrError
+from .cli_features import features
 from .cli_models import models
 from .cli_options import SuggestingGroup
 from .cli_report import report
@@ -45,7 +46,7 @@ def cli() -> None:
     """
 
 
-for command in (demo, capture, compute, report, train, explain, ls, show, verify, pin, gc, models):
+for command in (demo, capture, compute, report, train, explain, ls, show, verify, pin, gc, models, features):
     cli.add_command(command)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from ..forward.weights import FLOATS, read_header
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DictionaryFiles", "resolve"]
+__all__ = ["DictionaryFiles", "parse_reference", "resolve"]
 
 CONFIG_YAML, CFG_JSON = "config.yaml", "cfg.json"
 
@@ -108,12 +108,27 @@ class DictionaryFiles:
         return digest("dictionary", [[name, weight_digest(self.path(name))] for name in sorted(names)])
 
 
-@lru_cache(maxsize=64)
 def _hub_snapshot(repository: str, revision: str) -> Path:
     folder = hub_cache() / f"models--{repository.replace('/', '--')}"
     reference = folder / "refs" / revision
     commit = reference.read_text().strip() if reference.is_file() else revision
     return folder / "snapshots" / commit
+
+
+def parse_reference(name: str | Path) -> tuple[str, str, str | None]:
+    """(repository, subfolder or "", revision or None) of "org/repo[/subfolder][@revision]".
+
+    Raises ModelNotFound for anything else.
+    """
+    text, _, revision = str(name).partition("@")
+    parts = [part for part in text.split("/") if part]
+    is_file = Path(name).expanduser().is_file()
+    if is_file or len(parts) < 2 or text.startswith((".", "/", "~")):
+        raise ModelNotFound(
+            "expected a directory, or a hub reference such as org/repo[/subfolder][@revision]; found "
+            f"{'a file' if is_file else 'no such directory'} {str(name)!r}"
+        )
+    return "/".join(parts[:2]), "/".join(parts[2:]), revision or None
 
 
 def resolve(name: str | Path) -> DictionaryFiles:
@@ -125,29 +140,21 @@ def resolve(name: str | Path) -> DictionaryFiles:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return DictionaryFiles(str(name), folder)
-    text, _, revision = str(name).partition("@")
-    parts = [part for part in text.split("/") if part]
-    if folder.is_file() or len(parts) < 2 or text.startswith((".", "/", "~")):
-        found = "a file" if folder.is_file() else "no such directory"
-        raise ModelNotFound(
-            "expected a directory, or a hub reference such as org/repo[/subfolder][@revision]; found "
-            f"{found} {str(name)!r}"
-        )
-    repository, subfolder = "/".join(parts[:2]), "/".join(parts[2:])
+    repository, subfolder, revision = parse_reference(name)
     snapshot = _hub_snapshot(repository, revision or "main")
     if not snapshot.is_dir():
-        _hub_snapshot.cache_clear()  # it may be fetched before the next try
         held = [
             path.name.removeprefix("models--").replace("--", "/") for path in hub_cache().glob("models--*")
         ]
         near = nearest(repository, held)
         hint = f"; nearest there is {near!r}" if near else ""
         raise ModelNotFound(
-            f"{text} is no directory, and not in the local cache {hub_cache()}{hint}; fetch it: "
+            f"{name} is no directory, and not in the local cache {hub_cache()}{hint}; fetch it: "
             f"mizarr features fetch {name}"
         )
     if subfolder and not (snapshot / subfolder).is_dir():
         raise ModelNotFound(
-            f"{repository} is cached, but has no folder {subfolder!r} at {revision or 'main'}"
+            f"{repository} is cached, but has no folder {subfolder!r} at {revision or 'main'}; fetch it: "
+            f"mizarr features fetch {name}"
         )
     return DictionaryFiles(str(name), snapshot / subfolder, snapshot.name)

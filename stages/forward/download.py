@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,24 @@ def fetch(name: str, revision: str | None = None, *, progress: bool = True) -> M
     rate and time left on stderr. Raises ModelNotFound for an unknown or closed repository, DownloadError when
     the hub cannot be reached, has no safetensors weights, or the disk is too small.
     """
-    from huggingface_hub import snapshot_download
-
     with hub_errors(name, revision):
         commit, sizes = remote_files(name, revision)
-        cache = hub_cache()
+    fetch_files(name, revision, commit, sizes, progress=progress)
+    return resolve(name, revision)
+
+
+def fetch_files(
+    name: str, revision: str | None, commit: str, sizes: Mapping[str, int], *, progress: bool = True
+) -> Path:
+    """Fetch some files of a repository into the cache; returns the folder they lie in.
+
+    commit, sizes: what the hub says the revision is, and file -> bytes, as `listed_files` gives them. Raises
+    what `fetch` raises.
+    """
+    from huggingface_hub import snapshot_download
+
+    cache = hub_cache()
+    with hub_errors(name, revision):
         blobs = cache / f"models--{name.replace('/', '--')}" / "blobs"
         _check_space(name, cache, sum(sizes.values()) - _arrived(blobs, unfinished=False))
         with Progress(quiet=not progress) as bars, _quiet_hub():
@@ -52,15 +66,12 @@ def fetch(name: str, revision: str | None = None, *, progress: bool = True) -> M
                 # By the commit just listed: a branch that moves meanwhile must not mix two checkpoints.
                 snapshot_download(name, revision=commit, cache_dir=cache, allow_patterns=sorted(sizes))
     _remember(cache, name, revision or "main", commit)
-    return resolve(name, revision)
+    return cache / f"models--{name.replace('/', '--')}" / "snapshots" / commit
 
 
 def remote_files(name: str, revision: str | None = None) -> tuple[str, dict[str, int]]:
     """(commit, file -> bytes) of what `fetch` would fetch. DownloadError without safetensors."""
-    from huggingface_hub import HfApi
-
-    found = HfApi().model_info(name, revision=revision, files_metadata=True)
-    sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
+    commit, sizes = listed_files(name, revision)
     wanted = set(wanted_files(list(sizes)))
     if not any(file.endswith(".safetensors") for file in wanted):
         weights = sorted(
@@ -71,7 +82,15 @@ def remote_files(name: str, revision: str | None = None) -> tuple[str, dict[str,
             "mizarr reads "
             "safetensors only, so look for a converted copy of the model"
         )
-    return str(found.sha), {file: size for file, size in sizes.items() if file in wanted}
+    return commit, {file: size for file, size in sizes.items() if file in wanted}
+
+
+def listed_files(name: str, revision: str | None = None) -> tuple[str, dict[str, int]]:
+    """(commit, file -> bytes) of all a repository holds."""
+    from huggingface_hub import HfApi
+
+    found = HfApi().model_info(name, revision=revision, files_metadata=True)
+    return str(found.sha), {file.rfilename: file.size or 0 for file in found.siblings or ()}
 
 
 def wanted_files(names: Sequence[str]) -> list[str]:
@@ -109,12 +128,20 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
         ) from error
     except HFValidationError as error:
         raise ModelNotFound(f"expected a hub id such as org/name, found {name!r}") from error
-    except OSError as error:
+    except _unreachable() as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DownloadError(
             f"the hub did not deliver {name}: {reason}; what arrived is kept, so try again when you are "
             "online"
         ) from error
+
+
+def _unreachable() -> tuple[type[Exception], ...]:
+    """What the hub's client raises without a connection: its HTTP library, which differs by version, has
+    errors of its own.
+    """
+    libraries = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
+    return (OSError, *(library.HTTPError for library in libraries))
 
 
 def _check_space(name: str, cache: Path, needed: int) -> None:

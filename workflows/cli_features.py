@@ -1,0 +1,217 @@
+"""Commands about dictionaries of features: `features fetch`, `features inspect`. Neither loads a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .cli_models import CANNOT_RUN
+from .cli_options import SuggestingGroup, json_option, print_json, print_table, quiet_option
+
+if TYPE_CHECKING:
+    from ..stages.features.dictionary import Dictionary
+
+__all__ = ["features"]
+
+read_option = click.option(
+    "--read", help="Hook point features read, where the files do not say: hook_resid_mid."
+)
+write_option = click.option("--write", help="Hook point features write to, if another one.")
+
+
+@click.group(cls=SuggestingGroup)
+def features() -> None:
+    """Fetch transcoders and autoencoders, and look into them."""
+
+
+@features.command(epilog="Example: mizarr features fetch mntss/clt-llama-3.2-1b-524k")
+@click.argument("reference")
+@json_option
+@quiet_option
+def fetch(reference: str, as_json: bool, quiet: bool) -> None:
+    """Download REFERENCE, org/repo[/subfolder][@revision], from the hub; print the directory.
+
+    Of a repository of many dictionaries name the folder of one. Files of other repositories that its
+    config.yaml lists are fetched as well. Interrupted, it keeps the files that are finished and goes on with
+    the next. HF_TOKEN opens gated repositories.
+    """
+    from ..stages.features.download import fetch
+
+    files = fetch(reference, progress=not quiet)
+    directory = str(files.directory)
+    if as_json:
+        print_json({"name": files.name, "revision": files.revision, "directory": directory})
+    else:
+        click.echo(directory)
+
+
+@features.command(
+    epilog="Example: mizarr features inspect mntss/clt-llama-3.2-1b-524k --model meta-llama/Llama-3.2-1B"
+)
+@click.argument("reference")
+@read_option
+@write_option
+@click.option("--model", help="Check that layers and widths are those of this model.")
+@click.option("--values", is_flag=True, help="Read all weights: norms, and whether every number is finite.")
+@json_option
+@quiet_option
+def inspect(
+    reference: str,
+    read: str | None,
+    write: str | None,
+    model: str | None,
+    values: bool,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Show layers, features, hook points and configuration of REFERENCE, and how it was understood.
+
+    REFERENCE is a directory, or org/repo[/subfolder][@revision] in the local cache. Exit code 1 if it cannot
+    be used with --model, or holds numbers that are not finite, with the reasons.
+    """
+    from ..stages.features.dictionary import Dictionary
+
+    dictionary = Dictionary.from_pretrained(reference, read=read, write=write)
+    found = facts(dictionary)
+    found["issues"] = _misfit(dictionary, model)
+    if values:
+        found["weights"] = _values(dictionary, quiet=quiet)
+        found["issues"] += [
+            f"layer {row['layer']} holds numbers that are not finite"
+            for row in found["weights"]
+            if not row["finite"]
+        ]
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+    return CANNOT_RUN if found["issues"] else 0
+
+
+def facts(dictionary: Dictionary) -> dict[str, Any]:
+    """What a dictionary is, as JSON values; reads no weights but for a layer's thresholds."""
+    layout = dictionary.layout
+    first = dictionary.layer(dictionary.layers[0])
+    size = sum(dictionary.files.path(name).stat().st_size for name in layout.files)
+    return {
+        "name": dictionary.name,
+        "revision": dictionary.files.revision,
+        "directory": str(dictionary.files.directory),
+        "format": layout.format,
+        "kind": dictionary.kind,
+        "model": dictionary.model_name,
+        "layers": list(dictionary.layers),
+        "features_per_layer": dictionary.n_features,
+        "features": dictionary.n_features * len(dictionary.layers),
+        "read": [str(dictionary.read_hook(layer)) for layer in dictionary.layers],
+        "write": [str(dictionary.write_hook(layer)) for layer in dictionary.write_layers],
+        "d_in": dictionary.d_in,
+        "d_out": dictionary.d_out,
+        "activation": _activation(first.activation),
+        "skip": layout.has_skip,
+        "dtype": str(first.W_enc.dtype).removeprefix("torch."),
+        "bytes": size,
+        "files": len(layout.files),
+        "scan": layout.scan,
+        "zero_positions": layout.zero_positions,
+        "settings": dict(layout.settings),
+    }
+
+
+def _activation(function: Any) -> str:
+    """ "JumpReLU", "TopK (k 32)"."""
+    k = getattr(function, "k", None)
+    return type(function).__name__ + ("" if k is None else f" (k {k})")
+
+
+def _misfit(dictionary: Dictionary, model: str | None) -> list[str]:
+    """Why it cannot be used with a model; empty if it can, or none was named."""
+    if model is None:
+        return []
+    from ..stages.forward.files import resolve
+    from ..store.errors import DictionaryError
+
+    files = resolve(model)
+    try:
+        dictionary.require_fit(files.transformer_config(), files.name)
+    except DictionaryError as error:
+        return [str(error)]
+    return []
+
+
+def _values(dictionary: Dictionary, *, quiet: bool) -> list[dict[str, Any]]:
+    """Per layer: norms of encoder and decoder rows, and whether all is finite. Reads every weight, in
+    blocks.
+    """
+    import torch
+
+    from ..pipeline.progress import Progress
+
+    rows = []
+    with Progress(quiet=quiet) as bars:
+        task = bars.task(f"reading {dictionary.name}", total=len(dictionary.layers), unit="layers")
+        for layer in dictionary.layers:
+            part = dictionary.layer(layer)
+            tensors = [part.W_enc, *part.W_dec.values()]
+            norms = [
+                torch.cat([block.float().norm(dim=1) for block in tensor.split(4096)]) for tensor in tensors
+            ]
+            small = [tensor for tensor in (part.b_enc, part.b_dec, part.W_skip) if tensor is not None]
+            finite = all(bool(tensor.isfinite().all()) for tensor in [*norms, *small])
+            decoders = torch.stack(norms[1:])
+            rows.append(
+                {
+                    "layer": layer,
+                    "encoder_norm": float(norms[0].mean()),
+                    "decoder_norm": float(decoders.mean()),
+                    "largest_decoder_norm": float(decoders.max()),
+                    "zero_decoders": int((decoders == 0).all(0).sum()),
+                    "finite": finite,
+                }
+            )
+            task.advance()
+    return rows
+
+
+def _print(found: dict[str, Any]) -> None:
+    from ..pipeline.plan import human_bytes
+
+    layers = found["layers"]
+    span = f"{layers[0]}" if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+    click.echo(f"{found['name']}: {found['kind']}, written as {found['format']}")
+    click.echo(
+        f"{found['features']:,} features, {found['features_per_layer']:,} in each of {len(layers)} "
+        f"layer{'s' if len(layers) > 1 else ''}, {human_bytes(found['bytes'])} in {found['files']} files"
+    )
+    shown = {
+        "layers": span,
+        "reads": found["read"][0] + (f" … {found['read'][-1]}" if len(layers) > 1 else ""),
+        "writes": found["write"][0] + (f" … {found['write'][-1]}" if len(found["write"]) > 1 else ""),
+        "widths": f"{found['d_in']} read, {found['d_out']} written",
+        "activation": found["activation"] + (", linear skip" if found["skip"] else ""),
+        "dtype": found["dtype"],
+        "made for": found["model"] or "not said",
+    }
+    for name, value in shown.items():
+        click.echo(f"  {name}: {value}")
+    for issue in found["issues"]:
+        click.echo(f"cannot be used: {issue}")
+    if "weights" in found:
+        click.echo()
+        columns = {
+            "LAYER": "layer",
+            "ENCODER NORM": "encoder_norm",
+            "DECODER NORM": "decoder_norm",
+            "LARGEST": "largest_decoder_norm",
+            "ZERO": "zero_decoders",
+            "FINITE": "finite",
+        }
+        rows = [{label: _shown(row[key]) for label, key in columns.items()} for row in found["weights"]]
+        print_table(list(columns), rows)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
