@@ -9,6 +9,7 @@ See DESIGN.md for what each element shows and how a workflow says what its page 
 from __future__ import annotations
 
 from .elements import Choice, Column, Element, Note, Picture, Run, Table, Values
+from .graph import Graph
 from .plots import Attention, Heatmap, Lens, Line, Lines, Measure, Text, Tokens
 from .tables import from_rich
 
@@ -17,6 +18,7 @@ __all__ = [
     "Choice",
     "Column",
     "Element",
+    "Graph",
     "Heatmap",
     "Lens",
     "Line",

@@ -40,9 +40,13 @@ SCRIPTS = (
     "tokens.js",
     "lens.js",
     "attention.js",
+    "graph_parts.js",
+    "graph_told.js",
+    "graph.js",
     "start.js",
 )
 """Parts of the one script of a page, in order; `start.js` draws what the others know to draw."""
+STYLES = ("report.css", "graph.css")
 
 
 def write(workflow: Workflow, path: Path) -> Path:
@@ -82,7 +86,7 @@ def render(workflow: Workflow) -> str:
     """The page as HTML."""
     pictures, missing = _pictures(workflow)
     elements, pictures = _fitted(workflow.elements(), pictures)
-    style, script = _asset("report.css"), _script()
+    style, script = "".join(map(_asset, STYLES)), _script()
     text: str = (
         _environment()
         .from_string(_asset("page.html"))

@@ -107,7 +107,7 @@ function scale(low, high, diverging = false) {
 
 /** An element: properties (functions listen, `class` and ARIA included), then children. */
 function make(tag, properties = {}, ...children) {
-  const svg = ["svg", "path", "line", "text", "circle", "g", "rect"].includes(tag);
+  const svg = ["svg", "path", "line", "text", "tspan", "circle", "g", "rect"].includes(tag);
   const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
     if (typeof value === "function") made.addEventListener(name, value);
