@@ -9,24 +9,27 @@ normalised, negative strengths suppress. Vectors that meet at one layer are adde
 are added at the dictionary's write hook; where that is what goes into the residual stream ("hook_mlp_out"),
 adding to the layer's resid_post is the same thing.
 
+A feature is clamped by adding what is missing to the activation asked for, from the one it had in a run
+without interventions; what features of later layers then do is the model's.
+
 Border: a dictionary and numbers in, a HookSpec out; the run planner computes what such specs change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...store.errors import DictionaryError, InterventionError
 from ..forward.hooks import HookSpec
-from ..forward.interventions import AddAtPositions
-from .dictionary import Dictionary, FeatureId, told
+from ..forward.interventions import Add, AddAtPositions
+from .dictionary import Active, Dictionary, FeatureId, told
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Injection", "added", "injected"]
+__all__ = ["Injection", "added", "clamped", "injected"]
 
 
 @dataclass(frozen=True)
@@ -65,17 +68,84 @@ def added(dictionary: Dictionary, injections: Iterable[Injection]) -> dict[int, 
     return dict(sorted(sums.items()))
 
 
-def injected(dictionary: Dictionary, injections: Sequence[Injection], positions: Sequence[int]) -> HookSpec:
+def injected(
+    dictionary: Dictionary,
+    injections: Sequence[Injection],
+    positions: Sequence[int],
+    *,
+    heads: int | None = None,
+) -> HookSpec:
     """A spec that adds injections at some positions (negative ones from the end).
 
+    heads: of the model; needed where features write to heads side by side ("attn.hook_z").
     Raises InterventionError when there is nothing to add or nowhere to add it, DictionaryError for a feature
     there is not.
     """
-    if not injections or not len(positions):
-        what = "position" if injections else "feature"
+    _require_some(injections, positions)
+    rows = {
+        layer: dict.fromkeys((int(position) for position in positions), vector)
+        for layer, vector in added(dictionary, injections).items()
+    }
+    return _spec(dictionary, rows, heads)
+
+
+def clamped(
+    dictionary: Dictionary,
+    values: Mapping[FeatureId | str, float],
+    positions: Sequence[int],
+    active: Active,
+    *,
+    heads: int | None = None,
+) -> HookSpec:
+    """A spec that brings features to given activations at some positions; 0 switches them off.
+
+    values: feature -> activation. positions: counted from 0. active: what is active in a run of the same
+    prompt without interventions, as `Dictionary.encode` gives it. heads: see `injected`.
+    Raises InterventionError when there is nothing to clamp or a position counts from the end, DictionaryError
+    for a feature there is not.
+    """
+    _require_some(values, positions)
+    wrong = [position for position in positions if position < 0]
+    if wrong:
+        raise InterventionError(
+            f"expected positions counted from 0, as those of activations are, found {wrong[0]}"
+        )
+    rows: dict[int, dict[int, Tensor]] = {}
+    for name, value in values.items():
+        feature = FeatureId.parse(name) if isinstance(name, str) else name
+        for position in positions:
+            missing = value - _activation(active, feature, position)
+            for layer, vector in added(dictionary, [Injection(feature, missing)]).items():
+                here = rows.setdefault(layer, {})
+                here[position] = here[position] + vector if position in here else vector
+    return _spec(dictionary, dict(sorted(rows.items())), heads)
+
+
+def _require_some(features: Sized, positions: Sequence[int]) -> None:
+    if not len(features) or not len(positions):
+        what = "position" if len(features) else "feature"
         raise InterventionError(f"expected at least one {what} to inject at, found none")
+
+
+def _activation(active: Active, feature: FeatureId, position: int) -> float:
+    """A feature's activation at a position; 0 where it is not active."""
+    here = (active.layer == feature.layer) & (active.position == position) & (active.feature == feature.index)
+    return float(active.value[here].sum())
+
+
+def _spec(dictionary: Dictionary, rows: Mapping[int, Mapping[int, Tensor]], heads: int | None) -> HookSpec:
+    """Vectors [d_out] by layer and position, added where the dictionary writes."""
     spec = HookSpec()
-    for layer, vector in added(dictionary, injections).items():
-        pairs = [(int(position), vector) for position in positions]
-        spec.intervene(dictionary.write_hook(layer), AddAtPositions(pairs))
+    for layer, vectors in rows.items():
+        point = dictionary.write_hook(layer)
+        if point.dims[-1] != "d_head":
+            spec.intervene(point, AddAtPositions(list(vectors.items())))
+            continue
+        if heads is None or dictionary.d_out % heads:
+            raise InterventionError(
+                f"features write {dictionary.d_out} numbers to the heads at '{point}'; pass heads= their "
+                f"number in the model, found {heads!r}"
+            )
+        for position, vector in vectors.items():
+            spec.intervene(point, Add(vector.reshape(heads, 1, -1), positions=(position,)))
     return spec

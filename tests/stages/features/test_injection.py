@@ -11,10 +11,10 @@ import torch
 import mizarr
 from mizarr.pipeline import run
 from mizarr.stages.features.dictionary import Dictionary
-from mizarr.stages.features.injection import Injection, added, injected
+from mizarr.stages.features.injection import Injection, added, clamped, injected
 from mizarr.stages.features.sweeps import Dose, InjectionSweep
 
-from ...random_dictionaries import save_random_clt
+from ...random_dictionaries import draw, save_random_clt, write_config, write_plt, write_saelens
 
 PROMPT = (5, 9, 2, 31, 7, 4)
 LAYERS = 6  # of the specimen, hidden 192
@@ -127,3 +127,103 @@ def test_a_sweep_tells_what_it_will_cost_before_a_model_is_loaded(clt: Dictionar
     changed = sum(1 + 2 * (length - place) for place in range(length))
     told = f"{LAYERS * length + changed} layer-positions instead of {length * LAYERS * length}"
     assert told in work, work
+
+
+# -- clamping
+
+
+@pytest.fixture(scope="module")
+def plt(tmp_path_factory: pytest.TempPathFactory) -> Dictionary:
+    folder = tmp_path_factory.mktemp("plt")
+    for layer in range(LAYERS):
+        write_plt(folder, layer, draw(layer, 192, size=30))
+    write_config(folder)
+    return Dictionary.from_pretrained(folder)
+
+
+def active_of(model: mizarr.Model, dictionary: Dictionary, hooks: mizarr.HookSpec | None = None):
+    """What is active, and what is written, in the prompt."""
+    spec = (
+        mizarr.HookSpec()
+        .capture(*dictionary.read_hooks, *dictionary.write_hooks)
+        .extend(hooks or mizarr.HookSpec())
+    )
+    cache = model.forward([list(PROMPT)], spec)
+    states = {layer: cache[dictionary.read_hook(layer)][0] for layer in dictionary.layers}
+    return dictionary.encode(states), {
+        layer: cache[dictionary.write_hook(layer)][0] for layer in dictionary.layers
+    }
+
+
+def test_clamping_adds_what_is_missing(model: mizarr.Model, plt: Dictionary):
+    active, written = active_of(model, plt)
+    layer, position, feature = next(
+        row for row in active.indices.tolist() if row[0] == 3 and row[1] not in (0, len(PROMPT) - 1)
+    )
+    has = float(active.value[(active.indices == torch.tensor([layer, position, feature])).all(1)])
+    _, changed = active_of(model, plt, clamped(plt, {f"{layer}:{feature}": 7.0}, [position], active))
+    expected = (7.0 - has) * plt.decoder_vector((layer, feature))
+    difference = changed[layer] - written[layer]
+    torch.testing.assert_close(difference[position], expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        difference[:position], torch.zeros_like(difference[:position]), atol=1e-5, rtol=0
+    )
+    assert (difference[position] - expected).abs().max() < 1e-3 * expected.abs().max()
+
+
+def test_clamping_to_what_a_feature_has_changes_nothing(model: mizarr.Model, clt: Dictionary):
+    active, _ = active_of(model, clt)
+    (layer, position, feature), value = active.indices[5].tolist(), float(active.value[5])
+    spec = clamped(clt, {f"{layer}:{feature}": value}, [position], active)
+    torch.testing.assert_close(
+        logits_of(model, spec), logits_of(model, mizarr.HookSpec()), atol=1e-4, rtol=1e-4
+    )
+
+
+def test_clamping_an_inactive_feature_is_injecting_it(model: mizarr.Model, clt: Dictionary):
+    active, _ = active_of(model, clt)
+    silent = next(f for f in range(clt.n_features) if [2, 1, f] not in active.indices.tolist())
+    ours = logits_of(model, clamped(clt, {f"2:{silent}": 5.0}, [1], active))
+    torch.testing.assert_close(ours, logits_of(model, injected(clt, [Injection(f"2:{silent}", 5.0)], [1])))
+
+
+def test_what_is_injected_can_be_added_outside_the_forward_pass(model: mizarr.Model, plt: Dictionary):
+    last, position = LAYERS - 1, 2
+    point = f"blocks.{last}.hook_resid_post"
+    (vector,) = added(plt, [Injection(f"{last}:4", 6.0)]).values()
+    residual = model.forward([list(PROMPT)], mizarr.HookSpec().capture(point))[point]
+    residual[:, position] += vector
+    by_hand = logits_of(model, mizarr.HookSpec().intervene(point, mizarr.Replace(residual)))
+    ours = logits_of(model, injected(plt, [Injection(f"{last}:4", 6.0)], [position]))
+    torch.testing.assert_close(ours, by_hand, atol=1e-4, rtol=1e-4)
+
+
+def test_features_of_heads_are_added_head_by_head(model: mizarr.Model, tmp_path: Path):
+    write_saelens(tmp_path, draw(3, 192), metadata={"hook_name": "blocks.1.attn.hook_z"})
+    sae = Dictionary.from_pretrained(tmp_path)
+    point, heads = "blocks.1.attn.hook_z", model.config.num_attention_heads
+    spec = injected(sae, [Injection("1:3", 2.0)], [2, -1], heads=heads)
+    before = model.forward([list(PROMPT)], mizarr.HookSpec().capture(point))[point][0]
+    after = model.forward([list(PROMPT)], spec.capture(point))[point][0]
+    expected = 2 * sae.decoder_vector((1, 3)).reshape(heads, -1)
+    for position in (2, len(PROMPT) - 1):
+        torch.testing.assert_close(after[:, position] - before[:, position], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(after[:, 1], before[:, 1])
+    with pytest.raises(mizarr.MizarrError, match="pass heads="):
+        injected(sae, [Injection("1:3", 2.0)], [2])
+
+
+def test_clamping_goes_through_the_planner(model: mizarr.Model, clt: Dictionary):
+    active, _ = active_of(model, clt)
+    specs = [clamped(clt, {f"{layer}:2": 4.0}, [3], active) for layer in range(LAYERS)]
+    found = mizarr.run(model, [mizarr.Run(PROMPT, spec, mizarr.logits()) for spec in specs])
+    for spec, cache in zip(specs, found, strict=True):
+        torch.testing.assert_close(cache.logits[0, -1], logits_of(model, spec)[-1], atol=1e-4, rtol=1e-4)
+
+
+def test_positions_of_a_clamp_count_from_the_start(model: mizarr.Model, clt: Dictionary):
+    active, _ = active_of(model, clt)
+    with pytest.raises(mizarr.MizarrError, match="counted from 0"):
+        clamped(clt, {"2:1": 1.0}, [-1], active)
+    with pytest.raises(mizarr.MizarrError, match="at least one feature"):
+        clamped(clt, {}, [1], active)
