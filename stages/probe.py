@@ -32,7 +32,7 @@ from ..store.errors import ConfigError, MissingExtra, PromptError, ShapeError
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["KINDS", "PENALTIES", "TARGETS", "probe"]
+__all__ = ["FEWEST", "KINDS", "PENALTIES", "TARGETS", "probe"]
 
 Array = npt.NDArray[Any]
 

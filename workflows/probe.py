@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..stages.forward.prompts import check_prompts
-from ..stages.probe import KINDS, PENALTIES, probe
-from ..store.errors import ConfigError, nearest
+from ..stages.probe import FEWEST, KINDS, PENALTIES, probe
+from ..store.errors import ConfigError, PromptError, nearest
 from .answers import number, plain
 from .probe_targets import TARGETS, Target, read_labels, thinned, wrapped_prose, wrapped_targets
 from .subject import Subject, read_texts
@@ -94,11 +94,18 @@ class Probe(Workflow):
         tokens, targets = self._targets()
         kept, seed = settings.examples, settings.seed
         self.targets = [thinned(one, examples=kept, balance=settings.balance, seed=seed) for one in targets]
+        prompt = xr.DataArray(tokens.prompt_of(slice(None)), dims="token", name="prompt")
+        for target in self.targets:
+            held = len(np.unique(prompt.values[~np.isnan(target.values)]))
+            if held < FEWEST:
+                raise PromptError(
+                    f"expected {target.name!r} in at least {FEWEST} prompts, to be split into train, "
+                    f"validation and test, found {held}; give more or longer texts"
+                )
         layers = settings.layers or range(self.subject.config.num_layers)
         captured = self.subject.capture(
             tokens, *(f"blocks.{layer}.hook_{settings.point}" for layer in layers)
         )
-        prompt = xr.DataArray(tokens.prompt_of(slice(None)), dims="token", name="prompt")
         self.nodes = {
             target.name: probe.on(
                 states=captured[settings.point],

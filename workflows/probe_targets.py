@@ -138,6 +138,11 @@ def _target(name: str, labels: dict[int, Any], n_tokens: int, kind: str) -> Targ
         values[list(labels)] = list(labels.values())
         return Target(name, values)
     classes = tuple(sorted({_word(one) for one in labels.values()}))
+    if len(classes) < 2:
+        raise PromptError(
+            f"expected two labels or more in {name!r}, found {classes[0] if classes else 'none'!r} alone; "
+            "a probe has nothing to tell apart"
+        )
     values[list(labels)] = [classes.index(_word(one)) for one in labels.values()]
     return Target(name, values, classes)
 
