@@ -37,6 +37,7 @@ __all__ = [
     "logit_lens",
     "logits",
     "next_tokens",
+    "top_columns",
 ]
 
 Array = npt.NDArray[Any]
@@ -229,7 +230,7 @@ class _Head:
 def _read(own: Array, final: Array, targets: Array, k: int) -> dict[str, Array]:
     """What is kept of one block of log-probabilities [row, vocab]."""
     probability = np.exp(own)
-    ids = _top(own, k)
+    ids = top_columns(own, k)
     found = {
         "top_id": ids,
         "top_logprob": np.take_along_axis(own, ids, axis=1),
@@ -248,7 +249,7 @@ def _read(own: Array, final: Array, targets: Array, k: int) -> dict[str, Array]:
     return found
 
 
-def _top(values: Array, k: int) -> npt.NDArray[np.int32]:
+def top_columns(values: Array, k: int) -> npt.NDArray[np.int32]:
     """Columns of the k largest values per row, descending, equal ones by smaller column."""
     vocab = values.shape[1]
     if k >= vocab:
