@@ -22,6 +22,16 @@ __all__ = ["STAGES", "find"]
 STAGES = {
     "moments": ".pca",
     "principal_components": ".pca",
+    "scree": ".pca",
+    "randomized_components": ".randomized_pca",
+    "layer_cosine": ".similarity",
+    "layer_cka": ".similarity",
+    "token_statistics": ".token_statistics",
+    "dimension_sums": ".token_statistics",
+    "outlier_dimensions": ".token_statistics",
+    "side_sums": ".directions",
+    "contrastive_direction": ".directions",
+    "projection_scores": ".directions",
     "logit_lens": ".lens",
     "count_sums": ".character_count",
     "count_geometry": ".character_count",
@@ -45,6 +55,7 @@ STAGES = {
     "feature_statistics": ".features.statistics",
     "top_examples": ".features.examples",
     "pruned_graph": ".graph.pruning",
+    "logit_effects": ".graph.logit_effects",
 }
 
 

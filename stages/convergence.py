@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..store.errors import PromptError, StageError
+from .directions import difference_of_means
 from .effects import (
     Baseline,
     along_layers,
@@ -128,10 +129,8 @@ class ContrastiveVectors(Experiment):
         import xarray as xr
 
         found = xr.concat(parts, "side", join="exact", coords="minimal", compat="override")
-        mean = found["mean_state"]
-        vector = mean.sel(side="positive", drop=True) - mean.sel(side="negative", drop=True)
-        vector = vector.drop_vars("prompts", errors="ignore")
-        norm = xr.DataArray(np.linalg.norm(vector.values, axis=-1), {"layer": vector["layer"]}, ("layer",))
+        told = difference_of_means(found["mean_state"].drop_vars("prompts"))
+        vector, norm = told["direction"], told["norm"]
         if self.normalised:
             if not (norm > _NORM).all():
                 raise StageError(

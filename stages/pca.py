@@ -3,11 +3,9 @@
 Border: numpy on labelled arrays. Knows neither models nor stores; reads lazy arrays block by block, so that
 a corpus of any length costs one block and one hidden x hidden matrix of memory.
 
-Idea: a segment is summarised by (n, mean, scatter = sum of (x - mean)(x - mean)'): one float32 matrix product
-per block, summed in float64. A large common offset (residual streams have one) is subtracted before the
-product, as it would eat the mantissa. Summaries of two segments merge exactly (Chan, Golub, LeVeque 1983,
-"Algorithms for computing the sample variance"), hence each can be cached under its own segment, and eigh of
-the merged scatter gives the components.
+Idea: a segment is summarised by (n, mean, scatter = sum of (x - mean)(x - mean)'), see row_moments.py.
+Summaries of two segments merge exactly, hence each can be cached under its own segment, and eigh of the
+merged scatter gives the components.
 
 Axes: hidden; `hidden_` is the second hidden axis of a scatter; component (coordinate = number of the
 component, 0 = largest variance). A `layer` dim is kept apart; every other dim is samples.
@@ -15,8 +13,7 @@ component, 0 = largest variance). A `layer` dim is kept apart; every other dim i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +22,7 @@ import numpy.typing as npt
 
 from ..pipeline import Output, stage
 from ..store.errors import ShapeError
+from .row_moments import Moments, row_blocks
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -37,107 +35,15 @@ __all__ = [
     "principal_components",
     "project_to_pcs",
     "reconstruct_from_pcs",
+    "row_blocks",
+    "scree",
 ]
 
 Array = npt.NDArray[Any]
 
-BLOCK_BYTES = (
-    1 << 26
-)  # of float32 rows per matrix product, within 4k to 32k rows: fewer products, fewer additions
-_TILE = 256
-
-
-@dataclass(frozen=True, eq=False)
-class Moments:
-    """Count, mean and scatter of some rows: all that PCA and least squares need of them.
-
-    n: number of rows.  mean: float64 [hidden].
-    scatter: float64 [hidden, hidden], sum of (x - mean)(x - mean)'.
-    """
-
-    n: int
-    mean: Array
-    scatter: Array
-
-    @classmethod
-    def of(cls, blocks: Iterable[Array]) -> Moments:
-        """Moments of rows that arrive as blocks [row, hidden]; multiplied as float32 (float64 if so)."""
-        sums: _Sums | None = None
-        for block in blocks:
-            if len(block):
-                sums = sums or _Sums(block)
-                sums.add(block)
-        if sums is None:
-            raise ShapeError("expected at least one row, found none; select some tokens")
-        return sums.moments()
-
-    def merge(self, other: Moments) -> Moments:
-        """Moments of both sets of rows together."""
-        n = self.n + other.n
-        if n == 0:
-            return self
-        delta = other.mean - self.mean
-        scatter = self.scatter + other.scatter + np.outer(delta, delta) * (self.n * other.n / n)
-        return Moments(n, self.mean + delta * (other.n / n), scatter)
-
-
-class _Sums:
-    """Running sums over blocks of rows: float64 totals of `kind` products.
-
-    A column whose mean is many times its spread loses that many squared in a float32 product, so such rows
-    are shifted by about their mean first. Where all means are small the shift would gain at most a factor of
-    5 in rounding and cost a pass over memory (measured at 512 wide: 0.85 of the bare product instead of
-    0.95).
-    """
-
-    def __init__(self, first: Array) -> None:
-        width = first.shape[1]
-        self.kind = np.float64 if first.dtype == np.float64 else np.float32
-        sample = first[:: max(1, len(first) // 512)].astype(np.float64)
-        offset, spread = sample.mean(axis=0), sample.std(axis=0)
-        is_far = bool((np.abs(offset) > 2 * spread).any())
-        self.shift = offset.astype(self.kind) if is_far else None
-        self.n = 0
-        self.total: npt.NDArray[np.float64] = np.zeros(width)
-        self.gram: npt.NDArray[np.float64] = np.zeros((width, width))
-        self._product: npt.NDArray[np.float64] = np.empty((width, width), self.kind)
-        self._buffer = np.empty((0, width), self.kind)
-        self._ones = np.ones(0, self.kind)
-
-    def add(self, block: Array) -> None:
-        rows = self._prepared(block)
-        if len(rows) > len(self._ones):
-            self._ones = np.ones(len(rows), self.kind)
-        # numpy sees that both factors are one array and calls syrk: half the flops of a general product.
-        np.matmul(rows.T, rows, out=self._product)
-        self.gram += self._product
-        self.total += np.asarray(self._ones[: len(rows)] @ rows, np.float64)
-        self.n += len(rows)
-
-    def moments(self) -> Moments:
-        mean = self.total / self.n
-        scatter = self.gram - np.outer(self.total, mean)
-        return Moments(self.n, mean if self.shift is None else mean + self.shift, scatter)
-
-    def _prepared(self, block: Array) -> Array:
-        """The block in `kind`, shifted if need be, in a buffer that is allocated once."""
-        if self.shift is None and block.dtype == self.kind:
-            return block
-        if len(block) > len(self._buffer):
-            self._buffer = np.empty(block.shape, self.kind)
-        out = self._buffer[: len(block)]
-        for start in range(0, len(block), _TILE):  # a tile stays in the cache between widening and shifting
-            self._fill(block[start : start + _TILE], out[start : start + _TILE])
-        return out
-
-    def _fill(self, rows: Array, out: Array) -> None:
-        if rows.dtype.name == "bfloat16":  # widened from its bits: half the time of ml_dtypes' astype
-            np.left_shift(rows.view(np.uint16), 16, out=out.view(np.uint32), dtype=np.uint32)
-            rows = out
-        if self.shift is not None:
-            np.subtract(rows, self.shift, out=out, dtype=self.kind)
-        elif rows is not out:
-            np.copyto(out, rows)
+SOLVERS = ("auto", "eigh", "randomized")
+WIDE = 16384
+"""Hidden size above which "auto" does without the hidden x hidden matrix."""
 
 
 def merge_moments(parts: Iterable[xr.Dataset]) -> xr.Dataset:
@@ -152,7 +58,7 @@ def merge_moments(parts: Iterable[xr.Dataset]) -> xr.Dataset:
     for part in parts:
         for i, layer in enumerate(part["layer"].values.tolist()):
             by_layer.setdefault(layer, []).append(part.isel(layer=i))
-    return _stack_layers(merge_moments(column) for column in by_layer.values())
+    return stack_layers(merge_moments(column) for column in by_layer.values())
 
 
 @stage(
@@ -174,7 +80,7 @@ def moments(states: xr.DataArray, *, block: int | None = None) -> xr.Dataset:
     Returns n [layer?], mean [layer?, hidden], scatter [layer?, hidden, hidden_], float64 (n is int64).
     """
     if "layer" in states.dims:
-        return _stack_layers(moments(states.isel(layer=i), block=block) for i in range(states.sizes["layer"]))
+        return stack_layers(moments(states.isel(layer=i), block=block) for i in range(states.sizes["layer"]))
     found = Moments.of(row_blocks(states, block))
     return _labelled(found, states.coords, "float64" if states.dtype == np.float64 else "float32")
 
@@ -206,14 +112,9 @@ def principal_components(summary: xr.Dataset, *, n_components: int, n_omit: int 
     """
     import xarray as xr
 
-    hidden = summary.sizes["hidden"]
-    if n_components < 1 or n_omit < 0 or n_omit + n_components > hidden:
-        raise ShapeError(
-            f"expected n_components >= 1 and n_omit >= 0 with n_omit + n_components <= hidden ({hidden}), "
-            f"found n_components {n_components} and n_omit {n_omit}"
-        )
+    check_components(summary.sizes["hidden"], n_components, n_omit)
     if "layer" in summary.dims:
-        return _stack_layers(
+        return stack_layers(
             principal_components(summary.isel(layer=i), n_components=n_components, n_omit=n_omit)
             for i in range(summary.sizes["layer"])
         )
@@ -231,10 +132,52 @@ def principal_components(summary: xr.Dataset, *, n_components: int, n_omit: int 
     )
 
 
-def pca(states: xr.DataArray, *, n_components: int, n_omit: int = 0) -> xr.Dataset:
-    """Principal components of states [layer?, samples..., hidden], as `principal_components` returns them."""
+def pca(
+    states: xr.DataArray, *, n_components: int, n_omit: int = 0, solver: str = "auto", seed: int = 0
+) -> xr.Dataset:
+    """Principal components of states [layer?, samples..., hidden], as `principal_components` returns them.
+
+    solver: "eigh", exact, from moments in one pass; "randomized" (randomized_pca.py), in several passes and
+    without a hidden x hidden matrix; "auto": the latter above a hidden size of 16384, where that matrix is 2
+    GiB. seed: of the randomised solver.
+    """
+    if solver not in SOLVERS:
+        raise ShapeError(f"expected a solver among {', '.join(SOLVERS)}, found {solver!r}")
+    if solver == "randomized" or (solver == "auto" and states.sizes.get("hidden", 0) > WIDE):
+        from .randomized_pca import randomized_components
+
+        wide: xr.Dataset = randomized_components(states, n_components=n_components, n_omit=n_omit, seed=seed)
+        return wide
     found: xr.Dataset = principal_components(moments(states), n_components=n_components, n_omit=n_omit)
     return found
+
+
+@stage(
+    version=1,
+    inputs={"summary": None},
+    outputs={
+        "explained_variance": Output(("layer", "component"), "1", "variance along each component"),
+        "explained_variance_ratio": Output(("layer", "component"), "1", "share of the total variance"),
+        "cumulative_ratio": Output(("layer", "component"), "1", "share of the leading components together"),
+        "participation_ratio": Output(("layer",), "1", "dimensions that share the variance"),
+    },
+)
+def scree(summary: xr.Dataset) -> xr.Dataset:
+    """How the variance is spread over all components: what a scree plot shows.
+
+    summary: as `moments` returns it.
+    Returns float64 explained_variance (n - 1 convention), explained_variance_ratio, cumulative_ratio [layer?,
+    component]; participation_ratio [layer?] = (sum of variances)^2 / sum of their squares: 1 for a line,
+    hidden for a ball, 0 without variance.
+    """
+    found = principal_components(summary, n_components=summary.sizes["hidden"])
+    ratio = found["explained_variance_ratio"]
+    squares = (ratio**2).sum("component")
+    told: xr.Dataset = found[["explained_variance", "explained_variance_ratio"]]
+    return told.assign(
+        cumulative_ratio=ratio.cumsum("component"),
+        participation_ratio=(ratio.sum("component") ** 2 / squares.where(squares > 0)).fillna(0.0),
+    )
 
 
 def project_to_pcs(states: xr.DataArray, fitted: xr.Dataset, *, centre: bool = True) -> xr.DataArray:
@@ -256,26 +199,19 @@ def reconstruct_from_pcs(
     return states + fitted["mean"] if centred else states
 
 
-def row_blocks(states: xr.DataArray, block: int | None = None) -> Iterator[Array]:
-    """Rows [row, hidden] of states [samples..., hidden], at most `block` at a time for one sample dim.
-
-    Slices along the first sample dim only, so that a lazy array reads each stored byte once.
-    Raises ShapeError without a hidden dim.
-    """
-    if "hidden" not in states.dims:
+def check_components(hidden: int, n_components: int, n_omit: int) -> None:
+    """ShapeError unless so many components can be left out, and so many taken, of so many dimensions."""
+    if n_components < 1 or n_omit < 0 or n_omit + n_components > hidden:
         raise ShapeError(
-            f"expected a 'hidden' dim, found {states.dims}; rename the dim that holds the vector"
+            f"expected n_components >= 1 and n_omit >= 0 with n_omit + n_components <= hidden ({hidden}), "
+            f"found n_components {n_components} and n_omit {n_omit}"
         )
-    states = states.transpose(..., "hidden")
-    if states.ndim == 1:
-        yield states.values[None, :]
-        return
-    block = block or int(np.clip(BLOCK_BYTES // (4 * states.sizes["hidden"]), 4096, 32768))
-    first, *others = states.dims[:-1]
-    step = max(1, block // int(np.prod([states.sizes[name] for name in others], dtype=np.int64)))
-    for start in range(0, states.sizes[first], step):
-        values = states.isel({first: slice(start, start + step)}).values
-        yield values.reshape(-1, values.shape[-1])
+
+
+def with_sign(vectors: Array) -> Array:
+    """Rows [component, hidden] with the entry of largest magnitude positive: a sign that repeats."""
+    largest = np.take_along_axis(vectors, np.abs(vectors).argmax(axis=1)[:, None], axis=1)
+    return vectors * np.where(largest < 0, -1.0, 1.0)
 
 
 def _labelled(m: Moments, coords: Any, arithmetic: str) -> xr.Dataset:
@@ -289,7 +225,7 @@ def _labelled(m: Moments, coords: Any, arithmetic: str) -> xr.Dataset:
     )
 
 
-def _stack_layers(parts: Iterable[xr.Dataset]) -> xr.Dataset:
+def stack_layers(parts: Iterable[xr.Dataset]) -> xr.Dataset:
     import xarray as xr
 
     stacked: xr.Dataset = xr.concat(list(parts), dim="layer", coords="minimal", compat="override")
@@ -310,9 +246,7 @@ def _eigen(m: Moments, n_omit: int, n_components: int, eps: float) -> tuple[Arra
     real &= np.arange(hidden) < m.n - 1
     real &= values[0] > m.n * (eps * np.linalg.norm(m.mean)) ** 2  # else equal rows up to their own rounding
     values = np.where(real, values, 0.0)
-    vectors = np.where(real[:, None], vectors, 0.0)
-    largest = np.take_along_axis(vectors, np.abs(vectors).argmax(axis=1)[:, None], axis=1)
-    vectors = vectors * np.where(largest < 0, -1.0, 1.0)
+    vectors = with_sign(np.where(real[:, None], vectors, 0.0))
     total = float(np.trace(m.scatter))
     chosen = slice(n_omit, n_omit + n_components)
     variance = values[chosen] / max(m.n - 1, 1)

@@ -4,8 +4,8 @@ A thin layer over the `tokenizers` library (tokenizer.json, with tokenizer_confi
 special tokens and the chat template). Border: text and ids; knows no model and never imports torch.
 
 Offsets are in CHARACTERS of the prompt, half-open, as Python slices text; `byte_offsets` gives them in UTF-8
-bytes. Tokens the post-processor adds (BOS, EOS) have the offsets (0, 0) and never stand for a character.
-Several tokens may share a character: byte-level vocabularies split rare ones.
+bytes. Tokens the post-processor adds (BOS, EOS) have the offsets (0, 0) and never stand for a character. The
+mapping between the two is in store/characters.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...store.characters import CharacterSpans
 from ...store.digest import content_digest
 from ...store.errors import TokenizerError
 
@@ -68,27 +69,29 @@ class Encoding:
         """(piece, offsets) of every token."""
         return list(zip(self.tokens, self.offsets, strict=True))
 
+    @cached_property
+    def spans(self) -> CharacterSpans:
+        """The same offsets, to look characters up in."""
+        start, end = zip(*self.offsets, strict=True) if self.offsets else ((), ())
+        return CharacterSpans(start, end)
+
     def char_to_token(self, char: int) -> int | None:
         """First token that covers a character; None if none does."""
-        return next((i for i, (start, end) in enumerate(self.offsets) if start <= char < end), None)
+        return self.spans.char_to_token(char)
 
     def char_to_token_fuzzy(self, char: int) -> int | None:
         """The token that covers a character, else the one whose middle is nearest to it (the earlier of two
         as near).
         """
-        exact = self.char_to_token(char)
-        if exact is not None:
-            return exact
-        near = [(abs(char - (start + end) // 2), i) for i, start, end in self._placed()]
-        return min(near)[1] if near else None
+        return self.spans.char_to_token_fuzzy(char)
 
     def char_to_token_start(self, char: int) -> int | None:
         """First token that starts at a character or later."""
-        return next((i for i, start, _ in self._placed() if start >= char), None)
+        return self.spans.char_to_token_start(char)
 
     def char_range_to_tokens(self, start: int, end: int) -> list[int]:
         """All tokens that overlap characters start … end-1."""
-        return [i for i, first, last in self._placed() if last > start and first < end]
+        return self.spans.char_range_to_tokens(start, end)
 
     def token_to_char_range(self, index: int) -> tuple[int, int]:
         """Characters a token stands for, (0, 0) for BOS and its like. Raises TokenizerError out of range."""
@@ -106,7 +109,8 @@ class Encoding:
         """
         checked = [(name, *self._check_span(name, span)) for name, span in spans]
         labels = [OTHER] * len(self)
-        for i, start, end in self._placed():
+        for i in self.spans.placed.tolist():
+            start, end = self.offsets[i]
             labels[i] = next((name for name, first, last in checked if end > first and start < last), OTHER)
         last_of = {name: i for i, name in enumerate(labels) if name != OTHER}
         for name, i in last_of.items():
@@ -121,10 +125,6 @@ class Encoding:
             token = None if index is None else self.tokens[index]
             found.append(CharPosition(char, index, token, self.char_to_token(char) is not None))
         return found
-
-    def _placed(self) -> list[tuple[int, int, int]]:
-        """(index, start, end) of the tokens that stand for characters: BOS must not compete for them."""
-        return [(i, start, end) for i, (start, end) in enumerate(self.offsets) if end > start]
 
     def _check_span(self, name: str, span: Span) -> tuple[int, int]:
         start, end = (span.start, span.stop) if isinstance(span, range) else span
