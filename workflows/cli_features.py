@@ -1,7 +1,10 @@
-"""Commands about dictionaries of features: `features fetch`, `features inspect`. Neither loads a model."""
+"""Commands about dictionaries of features: `features fetch`, `inspect`, `export`. None of them loads a
+model.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,7 +25,7 @@ write_option = click.option("--write", help="Hook point features write to, if an
 
 @click.group(cls=SuggestingGroup)
 def features() -> None:
-    """Fetch transcoders and autoencoders, and look into them."""
+    """Fetch transcoders and autoencoders, look into them, write them for other programs."""
 
 
 @features.command(epilog="Example: mizarr features fetch mntss/clt-llama-3.2-1b-524k")
@@ -87,6 +90,29 @@ def inspect(
     else:
         _print(found)
     return CANNOT_RUN if found["issues"] else 0
+
+
+@features.command(
+    epilog="Example: mizarr features export mntss/clt-llama-3.2-1b-524k copy --format circuit_tracer"
+)
+@click.argument("reference")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--format", "name", required=True, help="saelens, sparsify or circuit_tracer.")
+@click.option("--dtype", help="Of the files: float32, float16 or bfloat16; default, as they are.")
+@read_option
+@write_option
+def export(
+    reference: str, folder: Path, name: str, dtype: str | None, read: str | None, write: str | None
+) -> None:
+    """Write REFERENCE into a new FOLDER as another program reads it; print the folder.
+
+    The folder appears when it is complete. What the format cannot say is refused.
+    """
+    from ..stages.features.dictionary import Dictionary
+    from ..stages.features.export import export
+
+    dictionary = Dictionary.from_pretrained(reference, read=read, write=write)
+    click.echo(str(export(dictionary, folder, name, dtype=dtype)))
 
 
 def facts(dictionary: Dictionary) -> dict[str, Any]:

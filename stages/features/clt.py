@@ -14,7 +14,7 @@ from ...store.errors import DictionaryError
 from .dictionary import Dictionary, Layout
 from .files import DictionaryFiles
 from .layer import LayerFeatures
-from .layered import hooks_of, numbered, require_shapes, scan_of
+from .layered import hooks_of, numbered, require_kind, require_shapes, scan_of
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,7 @@ def read(
     device: torch.device | str = "cpu",
 ) -> Dictionary:
     """The transcoders, with every header checked and no weight read."""
+    require_kind(files, "cross_layer_transcoder")
     layers = numbered(files, _ENCODER)
     kinds = hooks_of(files, read, write)
     first = require_shapes(files, "W_enc_0.safetensors", {"W_enc_0": (None, None)})

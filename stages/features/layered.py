@@ -13,7 +13,7 @@ from ...store.errors import DictionaryError, nearest
 from .files import CONFIG_YAML, DictionaryFiles
 from .names import hook_kind
 
-__all__ = ["hooks_of", "numbered", "require_shapes", "scan_of"]
+__all__ = ["hooks_of", "numbered", "require_kind", "require_shapes", "scan_of"]
 
 
 def numbered(files: DictionaryFiles, pattern: str) -> tuple[int, ...]:
@@ -47,6 +47,16 @@ def hooks_of(files: DictionaryFiles, read: str | None, write: str | None) -> tup
                 "hook point, for example hook_resid_mid or hook_mlp_out"
             )
     return hook_kind(str(names[0])), hook_kind(str(names[1]))
+
+
+def require_kind(files: DictionaryFiles, expected: str) -> None:
+    """Raise DictionaryError where config.yaml says that the files are something else than they look like."""
+    said = files.yaml.get("model_kind", expected)
+    if said != expected:
+        raise DictionaryError(
+            f"expected model_kind to be {expected} in {files.directory / CONFIG_YAML}, as its files are "
+            f"named, found {said!r}; correct it, or fetch the files again"
+        )
 
 
 def scan_of(files: DictionaryFiles) -> Any:

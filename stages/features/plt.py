@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...store.errors import DictionaryError
 from .dictionary import Dictionary
 from .files import DictionaryFiles
-from .layered import hooks_of, numbered, require_shapes
+from .layered import hooks_of, numbered, require_kind, require_shapes
 from .single import OneLayer, join
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ __all__ = ["part", "read", "recognises"]
 _LAYER = r"layer_(\d+)\.safetensors"
 _THRESHOLD = "activation_function.threshold"
 ACTIVATIONS = ("topk", "relu", "jumprelu")
+TOP_K = {"facebook/crv-8b-instruct-transcoders": 128}
+"""Repositories whose configuration does not say that they are TopK; circuit-tracer knows them by name too."""
 
 
 def recognises(files: DictionaryFiles) -> bool:
@@ -44,6 +46,7 @@ def read(
     device: torch.device | str = "cpu",
 ) -> Dictionary:
     """The transcoders, with every header checked and no weight read."""
+    require_kind(files, "transcoder_set")
     kinds = hooks_of(files, read, write)
     parts = [
         part(files, f"layer_{layer}.safetensors", kinds[0], kinds[1], device, layer)
@@ -100,6 +103,9 @@ def part(
 def _activation(files: DictionaryFiles) -> tuple[str | None, int]:
     """(name or None where the tensors decide, k) as config.yaml says."""
     name, k = files.yaml.get("activation"), files.yaml.get("k", 0)
+    if name is None:
+        known = next((k for repository, k in TOP_K.items() if files.name.startswith(repository)), None)
+        name, k = (None, k) if known is None else ("topk", known)
     if name is not None and name not in ACTIVATIONS:
         raise DictionaryError(f"expected activation to be one of {', '.join(ACTIVATIONS)}, found {name!r}")
     if name == "topk" and not (isinstance(k, int) and k > 0):

@@ -76,3 +76,17 @@ def test_what_is_no_dictionary_is_told(tmp_path: Path):
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(ValueError, match=r"found notes.txt; expected one of"):
         call("inspect", str(tmp_path))
+
+
+def test_a_dictionary_is_written_for_another_program(tmp_path: Path):
+    save_random_clt(tmp_path / "in", layers=2, hidden=12)
+    code, output = call("export", str(tmp_path / "in"), str(tmp_path / "out"), "--format", "circuit_tracer")
+    assert (code, output.strip()) == (0, str(tmp_path / "out"))
+    theirs = json.loads(call("inspect", str(tmp_path / "out"), "--json")[1])
+    ours = json.loads(call("inspect", str(tmp_path / "in"), "--json")[1])
+    for name in ("name", "directory"):
+        assert theirs.pop(name) != ours.pop(name)
+    assert theirs == ours
+    with pytest.raises(ValueError, match="no cross-layer transcoders"):
+        call("export", str(tmp_path / "in"), str(tmp_path / "sae"), "--format", "saelens")
+    assert not (tmp_path / "sae").exists()

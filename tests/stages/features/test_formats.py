@@ -14,6 +14,7 @@ import torch
 
 import mizarr
 from mizarr.stages.features.dictionary import Dictionary
+from mizarr.stages.features.formats import FORMATS
 from mizarr.stages.features.npz import npz_array
 
 from ...random_dictionaries import (
@@ -544,6 +545,9 @@ def broken(tmp_path: Path, what: str) -> Path:
         write_saelens(tmp_path, weights, "standrad")
     elif what == "no k":
         write_saelens(tmp_path, weights, "topk")
+    elif what == "another kind":
+        write_plt(tmp_path, 0, weights)
+        write_config(tmp_path, "cross_layer_transcoder")
     elif what == "missing decoder":
         write_clt(tmp_path, [weights | {"W_dec": weights["W_dec"][:, None]}])
         (tmp_path / "W_dec_0.safetensors").unlink()
@@ -562,6 +566,7 @@ def broken(tmp_path: Path, what: str) -> Path:
         ("wrong hook", r"names a hook point that is not known, 'blocks.1.hook_resid_psot'.*pass read="),
         ("unknown architecture", r"found 'standrad'; nearest is 'standard'"),
         ("no k", r"expected k to be a positive number"),
+        ("another kind", r"expected model_kind to be transcoder_set in .* found 'cross_layer_transcoder'"),
         ("missing decoder", r"expected W_dec_0.safetensors beside its encoder"),
     ],
 )
@@ -600,3 +605,8 @@ def test_a_feature_there_is_not(feature: tuple[int, int], told: str, tmp_path: P
     write_config(tmp_path)
     with pytest.raises(mizarr.MizarrError, match=told):
         Dictionary.from_pretrained(tmp_path).decoder_vector(feature)
+
+
+def test_every_format_is_in_the_readme():
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    assert [name for name in FORMATS if f"| `{name}` " not in readme] == []
