@@ -32,7 +32,7 @@ __all__ = ["Influence", "Rows", "influence", "partial_influence", "scores"]
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
-BLOCK_BYTES = 1 << 26
+BLOCK_BYTES = 1 << 23
 """Of rows, as float64, that exist at a time."""
 _SMALLEST = 1e-10  # as in circuit-tracer: an empty row stays empty
 

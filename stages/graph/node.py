@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ...pipeline.nodes import Estimate, Node, ResultNode, Status, status_of
 from ...pipeline.plan import as_bytes
 from ...pipeline.reasons import why_not
-from ...store.errors import PlanError, PromptError
+from ...store.errors import PlanError, PromptError, StageError
 from ...store.keys import ResultKey
 from ..forward.prompts import check_prompts
 from .frozen import require_transcoders
@@ -101,6 +101,8 @@ class GraphNode(ResultNode):
                 f"{settings.zero_positions} have no features, found {len(self.tokens)}; lengthen it, or set "
                 "zero_positions"
             )
+        if settings.arithmetic not in ("float32", "float64"):
+            raise StageError(f"expected arithmetic float32 or float64, found {settings.arithmetic!r}")
         if self.memory < SMALLEST:
             raise PlanError(f"expected memory of at least {SMALLEST} bytes, found {self.memory}")
         require_transcoders(dictionary, config, source.name)
@@ -173,7 +175,7 @@ class _Cells:
     def __init__(self, node: GraphNode, store: Store, prepared: Prepared, rows: int) -> None:
         self.node, self.store, self.prepared = node, store, prepared
         row_bytes = 4 * prepared.n_columns
-        self._size = max(1, min(CELL_BYTES, node.memory // 8) // row_bytes)
+        self._size = max(1, min(CELL_BYTES, node.memory // 4) // row_bytes)
         self._is_stored = rows > self._size
         self._first = 0
         self.blocks: list[tuple[Ints, Any]] = []

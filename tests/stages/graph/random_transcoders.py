@@ -17,6 +17,7 @@ from mizarr.stages.forward.points import HookPoint
 
 KINDS = {
     "clt-jumprelu": ("hook_resid_mid", "hook_mlp_out"),
+    "clt-relu": ("mlp.hook_in", "hook_mlp_out"),
     "plt-relu-skip": ("mlp.hook_in", "mlp.hook_out"),
     "plt-jumprelu": ("ln2.hook_normalized", "hook_mlp_out"),
     "plt-topk": ("hook_resid_mid", "mlp.hook_out"),
@@ -47,11 +48,15 @@ def save_random_transcoders(
         limit = pre.quantile(1 - density, dim=0)
         tensors = {"W_enc": encoder, "b_enc": bias, "b_dec": draw(width)}
         threshold = limit.clamp(min=0.02)
-        if kind == "plt-relu-skip":
-            tensors |= {"b_enc": bias - limit, "W_skip": draw(width, width, scale=0.5)}
+        if "-relu" in kind:
+            tensors["b_enc"] = bias - limit
+        if kind.endswith("skip"):
+            tensors["W_skip"] = draw(width, width, scale=0.5)
         if is_clt:
             named = {f"{name}_{layer}": value for name, value in tensors.items()}
-            save_file(named | {f"threshold_{layer}": threshold}, folder / f"W_enc_{layer}.safetensors")
+            if kind == "clt-jumprelu":
+                named[f"threshold_{layer}"] = threshold
+            save_file(named, folder / f"W_enc_{layer}.safetensors")
             decoder = draw(features, layers - layer, width)
             save_file({f"W_dec_{layer}": decoder}, folder / f"W_dec_{layer}.safetensors")
             continue
