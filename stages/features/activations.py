@@ -150,4 +150,6 @@ def _largest(values: Tensor, k: int) -> Tensor:
     above = values > least
     level = values == least
     room = k - above.sum(-1, keepdim=True)
+    if bool((level.sum(-1, keepdim=True) <= room).all()):  # no ties to break, as a rule
+        return above | level
     return above | (level & (level.cumsum(-1) <= room))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...store.errors import DictionaryError, nearest
-from .files import CONFIG_YAML, DictionaryFiles
+from .files import CONFIG_YAML, DictionaryFiles, parse_reference
 from .names import hook_kind
 
 __all__ = ["hooks_of", "numbered", "require_kind", "require_shapes", "scan_of"]
@@ -60,8 +60,13 @@ def require_kind(files: DictionaryFiles, expected: str) -> None:
 
 
 def scan_of(files: DictionaryFiles) -> Any:
-    """The identifier of the feature dashboards, as circuit-tracer derives it for hub references."""
-    return files.yaml.get("scan") if files.revision is None else files.name
+    """The identifier of the feature dashboards: as config.yaml says, or, of hub references, as
+    circuit-tracer makes it: repo[//subfolder][@revision].
+    """
+    if files.revision is None:
+        return files.yaml.get("scan")
+    repository, subfolder, revision = parse_reference(files.name)
+    return repository + (f"//{subfolder}" if subfolder else "") + (f"@{revision}" if revision else "")
 
 
 def require_shapes(

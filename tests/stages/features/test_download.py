@@ -41,6 +41,7 @@ def test_what_is_fetched_is_found(hub, source: Path):  # noqa: F811
     found = fetch("org/name", progress=False)
     assert found.listing == ("config.yaml", "layer_0.safetensors", "layer_1.safetensors")
     assert Dictionary.from_pretrained("org/name").layers == (0, 1)
+    assert Dictionary.from_pretrained("org/name").layout.scan == "org/name"
     hub.asked.clear()
     fetch("org/name", progress=False)
     assert [path for path in hub.asked if "/resolve/" in path] == []
@@ -55,6 +56,7 @@ def test_of_many_folders_one_is_fetched(hub, source: Path):  # noqa: F811
     fetch("org/name/blocks.1.hook_resid_post", progress=False)
     dictionary = Dictionary.from_pretrained("org/name/blocks.1.hook_resid_post")
     assert dictionary.layers == (1,)
+    assert dictionary.layout.scan == "org/name//blocks.1.hook_resid_post"
     assert [path for path in hub.asked if "blocks.0" in path or "sparsity" in path] == []
     with pytest.raises(ModelNotFound, match=r"features fetch org/name/blocks\.0\.hook"):
         Dictionary.from_pretrained("org/name/blocks.0.hook_resid_post")

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import mizarr
+from mizarr.stages.features.activations import AbsTopK, GroupMax, TopK
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.formats import FORMATS
 from mizarr.stages.features.npz import npz_array
@@ -515,6 +516,14 @@ def test_negative_values_among_the_k_largest_stay_in_circuit_tracers_files(tmp_p
     write_config(tmp_path, activation="topk", k=3)
     a = top(states().numpy() @ weights["W_enc"].T + weights["b_enc"], 3)
     check(Dictionary.from_pretrained(tmp_path), 0, a, a @ weights["W_dec"] + weights["b_dec"])
+
+
+def test_among_equal_pre_activations_the_lowest_features_are_kept():
+    pre = torch.tensor([[1.0, 2.0, 1.0, 1.0, 3.0], [0.0, 0.0, 0.0, 0.0, 0.0], [5.0, 4.0, 3.0, 2.0, 1.0]])
+    kept = TopK(3)(pre)
+    assert kept.tolist() == [[1, 2, 0, 0, 3], [0, 0, 0, 0, 0], [5, 4, 3, 0, 0]]
+    assert GroupMax(1)(pre[:, [0, 2, 3]]).tolist()[0] == [1, 0, 0]
+    assert AbsTopK(2)(torch.tensor([[-1.0, 1.0, -1.0]])).tolist() == [[-1, 1, 0]]
 
 
 # -- what is wrong is said
