@@ -24,7 +24,7 @@ from ..store.errors import PromptError, ShapeError
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["PatternRows", "RowBlock", "head_coords"]
+__all__ = ["PatternRows", "RowBlock", "by_layer", "head_coords"]
 
 Array = npt.NDArray[Any]
 
@@ -109,6 +109,13 @@ class PatternRows:
             stop = int(whole[-1]) if len(whole) else max(stop, first + 1)
             yield first, stop
             first, done = stop, int(self.ends[stop - 1])
+
+
+def by_layer(pattern: xr.DataArray) -> xr.DataArray:
+    """A pattern whose layer axis is named `layer`; where other variables of its dataset hold other layers, it
+    has an axis of its own, `layer_pattern`."""
+    own = f"layer_{pattern.name}"
+    return pattern.rename({own: "layer"}) if own in pattern.dims else pattern
 
 
 def head_coords(pattern: xr.DataArray) -> dict[str, Array]:

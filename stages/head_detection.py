@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from ..pipeline import Output, stage
 from ..store.errors import ConfigError, EntryNotFound, ShapeError, nearest
-from .attention_rows import PatternRows, RowBlock, head_coords
+from .attention_rows import PatternRows, RowBlock, by_layer, head_coords
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -76,7 +76,8 @@ def detect_head(
     if "pattern" not in states or "row_size" not in states.coords:
         held = ", ".join(map(str, states.data_vars)) or "none"
         raise EntryNotFound(f"expected attention patterns ('pattern'), found {held}; {CAPTURE}")
-    layers = states["layer"].values.tolist()
+    held_pattern = by_layer(states["pattern"])
+    layers = held_pattern["layer"].values.tolist()
     pairs = head_pairs(heads)
     if strange := [layer for layer, _ in pairs or () if layer not in layers]:
         raise EntryNotFound(f"expected heads in layers {layers}, found layer {strange[0]}; {CAPTURE}")
@@ -86,7 +87,7 @@ def detect_head(
         "exclude_current_token": exclude_current_token,
         "error_measure": error_measure,
     }
-    given = {"pattern": states["pattern"], "row_size": states["row_size"]}
+    given = {"pattern": held_pattern, "row_size": states["row_size"]}
     if isinstance(pattern, str):
         found = head_scores(**given, token_id=states["token_id"], kinds=(pattern,), **asked)
         named: xr.DataArray = found["score"].isel(kind=0, drop=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..stages.attention_rows import by_layer
 from ..stages.head_detection import CAPTURE
 from ..store.errors import ConfigError, EntryNotFound
 
@@ -84,6 +85,7 @@ def attention_document(
     pattern: [layer, head, query_position, key_position], as `states.mi.attn(i)` gives it.  tokens: one string
     per position.
     """
+    pattern = by_layer(pattern)
     held = [int(layer) for layer in pattern["layer"].values]
     layers = held if layers is None else [int(layer) for layer in layers]
     if absent := [layer for layer in layers if layer not in held]:

@@ -76,8 +76,9 @@ def repeated_tokens(
 
     Raises PromptError when there are fewer candidates than a block has tokens.
 
-    >>> repeated_tokens(np.arange(9), [0], sequences=1, length=2, repeats=2, seed=0)
-    [[0, 7, 3, 7, 3]]
+    >>> row = repeated_tokens(np.arange(5, 9), [0], sequences=1, length=3, repeats=2, seed=0)[0]
+    >>> row[0], len(row), row[1:4] == row[4:]
+    (0, 7, True)
     """
     if len(candidates) < length:
         raise PromptError(

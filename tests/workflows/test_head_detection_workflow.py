@@ -181,6 +181,19 @@ def test_npz_patterns_are_the_stored_numbers(states, tmp_path):
             assert len(held[f"tokens_{i}"]) == held[f"attention_{i}"].shape[-1]
 
 
+def test_patterns_of_fewer_layers_than_the_states_beside_them_are_found(tiny_model, tmp_path, states):
+    """Then they have a layer axis of their own in the dataset."""
+    hooks = ["blocks.*.hook_resid_post", "blocks.1.attn.hook_pattern"]
+    store = mizarr.open_store(tmp_path / "store")
+    mixed = mizarr.capture(str(tiny_model), PROMPTS, hooks, store=store, progress=False)
+    assert "layer_pattern" in mixed.dims
+    found = detect_head(mixed)
+    assert found["layer"].values.tolist() == [1]
+    np.testing.assert_allclose(found, detect_head(states).sel(layer=[1]))
+    path = export_attention(mixed, tmp_path / "one.json")
+    assert json.loads(path.read_text())[0]["layers"] == [1]
+
+
 def test_an_export_of_what_is_not_there_is_an_error(states, tmp_path):
     pattern = states.mi.attn(0)
     with pytest.raises(EntryNotFound, match=r"layers among \[0, 1, 2\], found 3.*--hooks"):
