@@ -80,6 +80,20 @@ class Active:
 
         return torch.stack([self.layer, self.position, self.feature], dim=1)
 
+    def top(self, k: int) -> Active:
+        """The k strongest features of every layer and position, in the same order; equal ones from the lowest
+        index on."""
+        import torch
+
+        if not len(self):
+            return self
+        group = self.layer * (self.position.max() + 1) + self.position
+        order = torch.argsort(self.value, descending=True, stable=True)
+        order = order[torch.argsort(group[order], stable=True)]
+        rank = torch.arange(len(self), device=group.device) - torch.searchsorted(group, group[order])
+        kept = order[rank < k].sort().values
+        return Active(self.layer[kept], self.position[kept], self.feature[kept], self.value[kept])
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -81,3 +81,18 @@ def test_a_model_of_another_width_is_refused():
     dictionary, _, _ = opened("clt_p0")
     with pytest.raises(mizarr.MizarrError, match=r"read 64 numbers at .*gemma2 has 48"):
         dictionary.require_fit(model_of("gemma2").config, "gemma2")
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 1000])
+def test_the_strongest_of_every_layer_and_position(k: int):
+    dictionary, _, found = opened("clt_p0")
+    states = {layer: found[dictionary.read_hook(layer)][0] for layer in dictionary.layers}
+    active = dictionary.encode(states)
+    rows = list(zip(*(column.tolist() for column in (*active.indices.T, active.value)), strict=True))
+    expected = []
+    for place in sorted({row[:2] for row in rows}):
+        here = sorted((row for row in rows if row[:2] == place), key=lambda row: (-row[3], row[2]))
+        expected += sorted(here[:k])
+    top = active.top(k)
+    assert top.indices.tolist() == [list(row[:3]) for row in expected]
+    assert top.value.tolist() == [row[3] for row in expected]
