@@ -43,7 +43,7 @@ DRAW.graph = (host, data) => {
   host.append(
     make("div", { class: "controls" }, ...sliders.map((each) => each.label), make("span", {}, "of the influence"), counted),
     box, legend,
-    make("div", { class: "controls grouping" }, name, grouping, button("Unpin all", () => { pins = pins.filter(isGroup); paint(); }, "Unpin every node"),
+    make("div", { class: "controls grouping" }, name, grouping, button("Unpin all", () => { pins = pins.filter(isGroup); show(); }, "Unpin every node"),
       button("Save", save, "Download pins and groups as JSON"), button("Load", () => file.click(), "Read a saved JSON"), file, said),
     chips, cards);
 
@@ -79,7 +79,13 @@ DRAW.graph = (host, data) => {
     for (let e = 0; e < weight.length && strongest.length < FAINT; e++) if (found.kept[e]) strongest.push(e);
     faint.replaceChildren(...strongest.map((e) => edge(e, 1.2, 0.16)));
     counted.textContent = `${found.nodeCount.toLocaleString("en")} of ${data.n_nodes.toLocaleString("en")} nodes, ${found.edgeCount.toLocaleString("en")} edges`;
+    show();
+  }
+
+  /** What is pinned has changed. Cards stay as they are under a moving pointer: a click must find its button. */
+  function show() {
     paint();
+    list();
   }
 
   function shape(i, { x, y, wide, high }) {
@@ -130,7 +136,6 @@ DRAW.graph = (host, data) => {
       if (!isToken(i) && !isLogit(i)) body.style.fill = shades.fill(graph.cumulative[i]);
     }
     labels.replaceChildren(...groups.map(pill).filter(Boolean));
-    list();
   }
 
   /** The name of a group in the middle of its members, with a line to each. */
@@ -164,7 +169,7 @@ DRAW.graph = (host, data) => {
 
   function pin(at) {
     pins = pins.includes(at) ? pins.filter((each) => each !== at) : [...pins, at];
-    paint();
+    show();
   }
 
   function group() {
@@ -182,7 +187,7 @@ DRAW.graph = (host, data) => {
   function go(i) {
     if (!pins.includes(i)) pins = [...pins, i];
     over = null;
-    paint();
+    show();
     if (laid.place.has(i)) {
       box.focus();
       step(i);
@@ -190,6 +195,8 @@ DRAW.graph = (host, data) => {
   }
 
   // -- saved state
+
+  const many = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
 
   function save() {
     const members = groups.flatMap((each) => each.members), own = pins.filter((at) => !isGroup(at));
@@ -202,7 +209,7 @@ DRAW.graph = (host, data) => {
     make("a", { href: url, download: "supernodes.json" }).click();
     setTimeout(() => URL.revokeObjectURL(url), 10_000);
     const shared = [...own, ...members].filter((i) => graph.byName.get(graph.nameOf(i)) !== i);
-    said.textContent = `saved ${groups.length} groups and ${own.length} pins${shared.length
+    said.textContent = `saved ${many(groups.length, "group")} and ${many(own.length, "pin")}${shared.length
       ? `; in this format ${graph.nameOf(shared[0])} is also the name of a feature, and will be read as that` : ""}`;
   }
 
@@ -234,7 +241,8 @@ DRAW.graph = (host, data) => {
     const grouped = new Set(groups.flatMap((each) => each.members));
     pins = known(pinned).filter((i) => !grouped.has(i));
     const lost = new Set([...pinned, ...supernodes.flatMap((each) => each.slice(1))].filter((each) => !graph.byName.has(each))).size;
-    said.textContent = `loaded ${groups.length} groups and ${pins.length} pins${lost ? `; ${lost} nodes are not on this page` : ""}`;
+    said.textContent = `loaded ${many(groups.length, "group")} and ${many(pins.length, "pin")}${lost
+      ? `; ${many(lost, "node")} ${lost === 1 ? "is" : "are"} not on this page` : ""}`;
   }
 
   // -- pointer and keys
