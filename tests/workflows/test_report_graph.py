@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ import xarray as xr
 from mizarr.stages.graph.graph import AttributionGraph
 from mizarr.stages.graph.viewer import document
 from mizarr.store.errors import ShapeError
+from mizarr.workflows.graph_page import graph_elements
 from mizarr.workflows.report import Graph
 from mizarr.workflows.report.blocks import size
 from mizarr.workflows.report.graph import KINDS
@@ -25,6 +27,7 @@ from mizarr.workflows.report.page import render
 from mizarr.workflows.workflow import Workflow
 from tests.browser import Opened, chromium, opened
 from tests.stages.graph.reference import CIRCUITS, arrays, edge_mask, meta, needs_reference
+from tests.workflows.test_torch_free import without_torch
 
 HOSTILE = "</script><img src=x onerror='window.hacked = 1'>"
 WORDS = [" the", " of", " Paris", HOSTILE, "\n", " wrote", " river", " stone"]
@@ -176,6 +179,46 @@ def test_the_same_graph_gives_the_same_bytes():
         for graph in (drawn_by_hand(), drawn_by_hand())
     )
     assert first == second
+
+
+def test_a_page_about_a_graph_has_its_scores_and_its_strongest_features():
+    graph = drawn_by_hand()
+    known = known_of(graph)
+    scores, element, strongest = graph_elements(graph, **known, sources=("graph",))
+    assert dict(scores.pairs)["replacement score"] == f"{graph.replacement_score:.3f}"
+    pruned = graph.prune()
+    kinds = graph.nodes["kind"].values[pruned.node_mask]
+    assert dict(scores.pairs)["features kept"] == f"{(kinds == 'feature').sum()} of {graph.counts.features}"
+    assert (element.node_threshold, element.edge_threshold, element.n_nodes) == (
+        0.8,
+        0.98,
+        graph.counts.nodes,
+    )
+    best = int(np.argmax(graph.influence[: graph.counts.features]))
+    layer, position, feature = graph.active_features[best]
+    cells = ["".join(run.text for run in cell) for cell in strongest.rows[0]]
+    text = {1: " The", 2: HOSTILE, 3: " of", 4: " a"}[int(position)]
+    assert cells[:2] == [f"L{layer}:{feature}", f"{position} {text}"]
+    assert float(cells[3]) == pytest.approx(graph.influence[best], abs=1e-4)
+    raised = known["effects"]["raised"].values[best]
+    assert cells[4] == " · ".join(WORDS[i].replace("\n", "\\n") for i in raised)
+    assert {each.sources for each in (scores, element, strongest)} == {("graph",)}
+    assert len(graph_elements(graph)[2].columns) == 4
+
+
+def test_a_page_of_a_stored_graph_needs_no_torch(tmp_path):
+    (tmp_path / "graph.pickle").write_bytes(pickle.dumps(drawn_by_hand().dataset))
+    said = without_torch(
+        """
+import pickle
+from mizarr.stages.graph.graph import AttributionGraph
+from mizarr.workflows.graph_page import graph_elements
+graph = AttributionGraph(pickle.load(open(sys.argv[1], "rb")))
+print(json.dumps([element.kind for element in graph_elements(graph)]))
+""",
+        tmp_path / "graph.pickle",
+    )
+    assert said == ["values", "graph", "table"]
 
 
 def test_notes_of_another_graph_are_refused():

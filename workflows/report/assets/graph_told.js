@@ -48,7 +48,7 @@ function teller(graph, data, state) {
   /** A node's name; in cards a button that leads there. */
   function mention(i, isCard) {
     const parts = isToken(i) || isLogit(i) ? [token(graph.textOf(i))] : [title(i)];
-    const where = isLogit(i) ? null : make("span", { class: "dim" }, ` (${position[i]})${isToken(i) ? "" : data.tokens[position[i]]}`);
+    const where = isLogit(i) ? null : make("span", { class: "dim" }, ` (${position[i]})${isToken(i) ? "" : ` ${data.tokens[position[i]].trim()}`}`);
     return isCard ? make("button", { type: "button", class: "to-node", click: () => state.go(i) }, ...parts, where)
       : make("span", { class: "to-node" }, ...parts, where);
   }

@@ -1,0 +1,119 @@
+"""What the page of an attribution graph holds: its scores, the graph to look into, its strongest features.
+
+Border: a graph, and what is known of its features, in; elements out. What any of it looks like is report/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..stages.features.dictionary import FeatureId
+from ..stages.graph.nodes import ERROR, FEATURE
+from ..stages.lens import format_token
+from .report import Column, Element, Graph, Run, Table, Values
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ..stages.graph.graph import AttributionGraph, PrunedGraph
+
+__all__ = ["graph_elements"]
+
+LISTED = 15
+"""Features in the table."""
+
+
+def graph_elements(
+    graph: AttributionGraph,
+    *,
+    node_threshold: float = 0.8,
+    edge_threshold: float = 0.98,
+    vocabulary: Sequence[str] = (),
+    effects: xr.Dataset | None = None,
+    examples: Mapping[int, xr.Dataset] | None = None,
+    sources: tuple[str, ...] = (),
+    **told: Any,
+) -> list[Element]:
+    """Elements of a page about one graph.
+
+    effects: what `logit_effects` gives for it.  examples: layer -> what `features.examples.contexts` gives.
+    vocabulary: strings by token id, for both.  sources: the workflow's results these were made from.  told:
+    other fields of the graph's element, such as pinned and supernodes.
+    """
+    pruned = graph.prune(node_threshold, edge_threshold)
+    element = Graph.of(
+        graph,
+        title="Tokens, features and errors that bring about the output",
+        caption="Point at a node for its numbers and its edges, click to pin it. An edge tells what its "
+        "target would gain if its source were added once more: pre-activation of a feature, or logit less "
+        "the mean of all logits. The sliders prune as AttributionGraph.prune does; pins and groups are "
+        "saved as circuit-tracer's viewer saves them.",
+        node_threshold=node_threshold,
+        edge_threshold=edge_threshold,
+        vocabulary=vocabulary,
+        effects=effects,
+        examples=examples,
+        sources=sources,
+        **told,
+    )
+    return [_scores(pruned, sources), element, _strongest(graph, vocabulary, effects, sources)]
+
+
+def _scores(pruned: PrunedGraph, sources: tuple[str, ...]) -> Values:
+    graph, kinds = pruned.graph, pruned.graph.nodes["kind"].values
+    kept = {kind: int(np.count_nonzero(kinds[pruned.node_mask] == kind)) for kind in (FEATURE, ERROR)}
+    return Values(
+        title="How much of the output the features explain",
+        caption="Replacement: share of the influence that comes from tokens rather than from errors. "
+        "Completeness: share of what enters nodes, weighted by their influence, that does not come from "
+        "errors.",
+        pairs=(
+            ("replacement score", f"{graph.replacement_score:.3f}"),
+            ("completeness score", f"{graph.completeness_score:.3f}"),
+            ("features kept", f"{kept[FEATURE]:,} of {graph.counts.features:,}"),
+            ("errors kept", f"{kept[ERROR]:,} of {graph.counts.errors:,}"),
+            ("edges kept", f"{len(pruned.kept.weight):,}"),
+        ),
+        sources=sources,
+    )
+
+
+def _strongest(
+    graph: AttributionGraph,
+    vocabulary: Sequence[str],
+    effects: xr.Dataset | None,
+    sources: tuple[str, ...],
+) -> Table:
+    """The features with most influence, largest first; equal ones in the graph's order."""
+    influence, nodes = graph.influence, graph.nodes
+    order = np.argsort(-influence[: graph.counts.features], kind="stable")[:LISTED].tolist()
+    texts = [format_token(str(text)) for text in graph.dataset["input_text"].values]
+    columns = [
+        Column("feature"),
+        Column("token"),
+        Column("activation", right=True),
+        Column("influence", right=True),
+    ]
+    if effects is not None:
+        columns += [Column("raises", wraps=True), Column("lowers", wraps=True)]
+    rows = []
+    for i in order:
+        layer, position, feature = (int(nodes[name].values[i]) for name in ("layer", "position", "feature"))
+        cells = [
+            str(FeatureId(layer, feature)),
+            f"{position} {texts[position]}",
+            f"{nodes['activation'].values[i]:.3f}",
+            f"{influence[i]:.4f}",
+        ]
+        if effects is not None:
+            cells += [
+                " · ".join(format_token(vocabulary[token]) for token in effects[name].values[i].tolist())
+                for name in ("raised", "lowered")
+            ]
+        rows.append(tuple((Run(cell),) for cell in cells))
+    return Table(
+        title="Features with most influence", columns=tuple(columns), rows=tuple(rows), sources=sources
+    )
