@@ -106,11 +106,11 @@ def train(
     PROMPTS are given as to mizarr capture.
     """
     chosen = _settings(config, given)
+    source = _captured(
+        model, read_prompts(prompts, literal=text), chosen, store_path, storage_dtype, memory, quiet
+    )
+    training = _train(chosen, source, out, save_every, quiet)
     if not (out / RESULT).exists():
-        source = _captured(
-            model, read_prompts(prompts, literal=text), chosen, store_path, storage_dtype, memory, quiet
-        )
-        training = _train(chosen, source, out, save_every, quiet)
         _finish(training, model, out, dtype)
     found = json.loads((out / FIGURES).read_text("utf-8"))
     if as_json:

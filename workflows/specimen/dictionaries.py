@@ -84,10 +84,18 @@ def main(arguments: list[str] | None = None) -> None:
     import torch
 
     torch.set_num_threads(options.threads)
-    source = captured(options.data, options.run / "store")
+    source = captured(training_prompts(options.data), options.run / "store")
     chosen = {"clt": CLT, "sae": SAE}
     for name in [options.only] if options.only else chosen:
-        train(chosen[name], source, options.run / name)
+        training = train(chosen[name], source, options.run / name)
+        if options.to:
+            from .dictionary_card import pack
+
+            pack(training, options.to / name, options.run / "store")
+    if options.to:
+        from .dictionary_card import write_card
+
+        write_card(options.to)
 
 
 def corpus(
@@ -101,31 +109,36 @@ def corpus(
     return [*rows.tolist(), *([bos, *ids] for ids in told)]
 
 
-def captured(data: Path, store: Path) -> StoredActivations:
-    """The specimen's activations on its texts, stored in float16; only what is missing is computed."""
+def training_prompts(data: Path) -> list[list[int]]:
+    """`corpus` of the chapters and facts in a folder, without the chapters held out."""
+    held = (*HELD_OUT, *WATCHED)
+    chapters = [chapter for chapter in read_chapters(data / "dickens") if chapter.name not in held]
+    return corpus(specimen_tokenizer(), chapters, read_facts(data / "counterfact"), seed=0)
+
+
+def specimen_tokenizer() -> Tokenizer:
+    """As it ships."""
     from tokenizers import Tokenizer
 
+    from ...stages.forward.files import resolve
+
+    found: Tokenizer = Tokenizer.from_file(str(resolve("specimen").directory / "tokenizer.json"))
+    return found
+
+
+def captured(prompts: list[list[int]], store: Path) -> StoredActivations:
+    """The specimen's activations on prompts, stored in float16; only what is missing is computed."""
     from ...pipeline import run
     from ...stages.features.training.source import StoredActivations
     from ...stages.forward.capture import CaptureNode
-    from ...stages.forward.files import resolve
     from ...store import open_store
 
-    held = (*HELD_OUT, *WATCHED)
-    chapters = [chapter for chapter in read_chapters(data / "dickens") if chapter.name not in held]
-    facts = read_facts(data / "counterfact")
-    tokenizer = Tokenizer.from_file(str(resolve("specimen").directory / "tokenizer.json"))
-    hooks = [
-        "blocks.*.hook_resid_mid",
-        "blocks.*.hook_mlp_out",
-        f"blocks.{SAE_LAYER}.hook_resid_post",
-    ]
-    prompts = corpus(tokenizer, chapters, facts, seed=0)
+    hooks = ["blocks.*.hook_resid_mid", "blocks.*.hook_mlp_out", f"blocks.{SAE_LAYER}.hook_resid_post"]
     node = CaptureNode("specimen", prompts, hooks, storage_dtype="float16", device="cpu")
     opened = open_store(store)
     run(node, opened)
     log.info("%d prompts, %d tokens", node.tokens.n_prompts, node.tokens.n_tokens)
-    return StoredActivations(opened.entry(node.run_key, node.dtype))
+    return StoredActivations.of_run(opened, node.run_key, node.tokens, node.dtype, node.cells)
 
 
 def train(settings: Settings, source: StoredActivations, folder: Path) -> Training:

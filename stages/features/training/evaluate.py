@@ -2,8 +2,8 @@
 
 Border: features and rows of activations, stored or otherwise; runs no model (replacement.py does).
 
-FVU = sum |y - y_hat|^2 / sum |y - mean y|^2 over all rows measured; EV = 1 - FVU. SAELens's
-explained_variance and sparsify's FVU take the mean of a batch instead.
+FVU = sum |y - y_hat|^2 / sum |y - mean y|^2 over all rows measured; EV = 1 - FVU. Not comparable: sparsify's
+FVU, with the mean of each batch, and SAELens's explained_variance, which subtracts another mean.
 
 Axes: layer (read), target (written), feature; bins of log10 density.
 """
