@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..store.digest import canonical_json
 from ..store.errors import ShapeError, StageError, nearest
+from ..store.identity import require_same_model
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -98,8 +99,10 @@ class Stage:
         """Run the function on labelled inputs and check what it gives against the declaration.
 
         Inputs are told apart by name, so any order of dims will do; the function gets the declared one.
-        Raises ShapeError for dims that are missing or too many, StageError for undeclared outputs.
+        Raises ShapeError for dims that are missing or too many, StageError for activations of different
+        models and for undeclared outputs.
         """
+        require_same_model(**inputs)
         ready = {}
         for name, dims in self.inputs.items():
             if dims is not None and set(inputs[name].dims) != set(dims):

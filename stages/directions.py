@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from ..pipeline import Output, stage
 from ..store.errors import ShapeError, StageError
+from ..store.identity import model_of, require_same_model
 from .state_cells import as_layers, by_layer, end_to_end, state_rows, token_labels
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def side_sums(states: xr.DataArray, side: xr.DataArray) -> xr.Dataset:
     return xr.Dataset(
         {"total": (("layer", "side", "hidden"), total), "n": ("side", np.array(n, np.int64))},
         coords={"layer": states["layer"], "side": SIDES},
+        attrs=model_of(states),
     )
 
 
@@ -108,7 +110,8 @@ def contrastive_direction(sums: xr.Dataset) -> xr.Dataset:
             f"expected two sides that differ in every layer, found a difference of 0 at layers {lost}, which "
             "has no direction; choose other tokens, or leave these layers out"
         )
-    return found.assign(unit=found["direction"] / found["norm"], mean=mean, n=sums["n"])
+    told = found.assign(unit=found["direction"] / found["norm"], mean=mean, n=sums["n"])
+    return told.assign_attrs(model_of(sums))
 
 
 def difference_of_means(mean: xr.DataArray) -> xr.Dataset:
@@ -138,10 +141,12 @@ def projection_scores(states: xr.DataArray, contrast: xr.Dataset) -> xr.Dataset:
     returns it, for the layers of the states at least.
     Returns score float32 [layer, token] = (state - midpoint of the two means) . unit, in the unit of the
     activations: half the norm at the positive mean, minus half of it at the negative one.
-    Raises ShapeError for layers or a width the contrast does not have.
+    Raises ShapeError for layers or a width the contrast does not have, StageError for states of another
+    model.
     """
     import xarray as xr
 
+    require_same_model(states=states, contrast=contrast)
     states = as_layers(states)
     layers = states["layer"].values
     unknown = [int(layer) for layer in layers if layer not in contrast["layer"].values]

@@ -1,7 +1,8 @@
 """`ds.mi`: prompts, tokens and attention patterns out of a packed dataset.
 
 Border: labels only; works on any dataset with the packed layout - opened by us, by plain `xr.open_zarr`, or
-returned by a stage that kept the token axis. Only `numpy` needs to know where the shards lie.
+returned by a stage that kept the token axis. Only `numpy` needs to know where the shards lie. What a text, a
+token's string or a span of characters means is told in selection.py.
 
 Axes in: token (packed), pair (packed lower triangles), prompt_id. Axes out: position; query_position,
 key_position; prompt.
@@ -11,14 +12,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from .coordinates import ABOUT
+from .direct import entry_of, unchunked
 from .errors import EntryNotFound, PromptError, ShapeError, nearest
+from .repacking import exclusive_sum, position_labels, repacked, squared
+from .selection import (
+    Chars,
+    Indices,
+    Layer,
+    Position,
+    Prompt,
+    Token,
+    as_layer,
+    at_hook,
+    capture_command,
+    characters_to_positions,
+    in_prompt,
+    prompt_rows,
+    select_layers,
+    spans_of,
+    token_ids,
+)
+
+if TYPE_CHECKING:
+    from .characters import CharacterSpans
 
 Rows = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -37,39 +60,97 @@ class PackedAccessor:
     def __init__(self, dataset: xr.Dataset) -> None:
         self._ds = dataset
 
-    def prompt(self, i: int) -> xr.Dataset:
-        """Prompt `i` alone: [layer, position, …], lazy, with `token_string` where the vocabulary is known.
+    def sel(
+        self,
+        *,
+        prompt: Prompt | Sequence[Prompt] | None = None,
+        token: Token | Sequence[Token] | None = None,
+        chars: Chars | None = None,
+        position: Position | None = None,
+        layer: Layer | None = None,
+    ) -> xr.Dataset:
+        """Those tokens and layers that meet all that is said; lazy, packed as before.
+
+        prompt: numbers (negative from the end) or whole texts.  token: ids, or strings exactly as the
+        vocabulary has them, with their leading space.  chars: (start, end), half-open, or a phrase that
+        stands once in each text; tokens that overlap it.  position: numbers (negative from the end) or a
+        slice, counted among the tokens held of each prompt.  layer: a number drops the axis; a range or list
+        keeps it; a slice includes both ends, as in `.sel`.
+        Prompts no token is left of are dropped; `prompt_id` and `position` keep the numbers of the others. A
+        choice of tokens leaves out attention patterns, which have two tokens per number: see `attn`.
+        Raises PromptError, TokenizerError, EntryNotFound for what is not there, naming what is nearest.
+        """
+        ds = self._ds if layer is None else select_layers(self._ds, layer)
+        every = range(len(self._sizes))
+        rows: Indices = np.array(every, np.int64) if prompt is None else prompt_rows(ds, prompt, len(every))
+        if token is None and chars is None and position is None:
+            return ds if prompt is None else ds.mi.prompts(rows)
+        kept = [self._kept(int(row), token, chars, position) for row in rows]
+        if not any(map(len, kept)):
+            said = {"token": token, "chars": chars, "position": position}
+            named = ", ".join(f"{name}={value!r}" for name, value in said.items() if value is not None)
+            raise PromptError(
+                f"expected at least one token with {named}, found none in {len(rows)} prompts; say less, or "
+                "select other prompts"
+            )
+        full = np.array([len(some) > 0 for some in kept])
+        return self._repacked(
+            self._on_token(ds), rows[full], [some for some in kept if len(some)], whole=False
+        )
+
+    def hook(self, name: str) -> xr.DataArray:
+        """What was captured at a hook point: "blocks.5.hook_resid_post" [token, …], or with "*" in place of
+        the layer [layer, token, …]; lazy.
+
+        Raises HookPointNotFound, with the command that captures it, for one that was not.
+        """
+        return at_hook(self._ds, name)
+
+    def characters(self, i: int) -> CharacterSpans:
+        """Where the tokens of prompt `i` lie in its text: `char_to_token(5)`, `char_range_to_tokens(4, 16)`,
+        …
+        """
+        start, size = self._row(i)
+        return spans_of(self._ds, slice(start, start + size))
+
+    def prompt(self, i: Prompt) -> xr.Dataset:
+        """One prompt, by number or by its whole text: [layer, position, …], lazy, with `token_string` where
+        the vocabulary is known.
 
         Patterns stay packed as [layer, pair, head]; see `attn`.
         """
+        i = int(prompt_rows(self._ds, i, len(self._sizes))[0])
         start, size = self._row(i)
         picked: dict[str, Any] = {"token": slice(start, start + size), "prompt_id": i}
         if "pair" in self._ds.dims:
             picked["pair"] = self._pairs(i, size)
-        part = self._ds.drop_vars(["position", "prompt"], errors="ignore").isel(picked)
-        part = part.drop_vars(["row_start", "row_size", "pair_start"], errors="ignore").rename(
-            token="position"
-        )
-        part = part.assign_coords(position=np.arange(size, dtype=np.int32))
-        strings = self._strings(part["token_id"].values) if "token_id" in part else None
-        return part if strings is None else part.assign_coords(token_string=("position", strings))
+        part = self._ds.drop_vars("prompt", errors="ignore").isel(picked)
+        position = part["position"].values if "position" in part else np.arange(size, dtype=np.int32)
+        part = part.drop_vars(["row_start", "row_size", "pair_start", "position"], errors="ignore")
+        part = part.rename(token="position").assign_coords(position=("position", position, ABOUT["position"]))
+        return self._with_strings(part, "position")
 
     def prompts(self, rows: Rows) -> xr.Dataset:
         """The given prompts, in the given order, packed anew; lazy. `prompt_id` keeps their numbers."""
-        rows = np.asarray(rows, np.int64)
-        starts, sizes = self._starts[rows], self._sizes[rows]
-        picked = {"prompt_id": rows, "token": _ranges(starts, sizes)}
-        fresh = {"row_start": _exclusive_sum(sizes)}
-        if "pair" in self._ds.dims:
-            pairs = sizes * (sizes + 1) // 2
-            picked["pair"] = _ranges(self._ds["pair_start"].values[rows], pairs)
-            fresh["pair_start"] = _exclusive_sum(pairs)
-        part = self._ds.drop_vars("prompt", errors="ignore").isel(picked)
-        changed = {name: part[name].copy(data=values) for name, values in fresh.items()}
-        if "prompt" in self._ds.coords:
-            numbers = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
-            changed["prompt"] = xr.DataArray(numbers, dims="token", attrs=self._ds["prompt"].attrs)
-        return part.assign_coords(changed)
+        chosen: Indices = np.asarray(rows, np.int64)
+        return self._repacked(self._ds, chosen, [np.arange(n) for n in self._sizes[chosen]], whole=True)
+
+    def unpack(self) -> xr.Dataset:
+        """All prompts as one block in memory, [prompt, position] in place of token, where they are equally
+        long.
+
+        Raises ShapeError where they are not: see `pad`.
+        """
+        sizes = self._sizes
+        if len(np.unique(sizes)) > 1:
+            short, long = int(sizes.argmin()), int(sizes.argmax())
+            names = self._ds["prompt_id"].values if "prompt_id" in self._ds.coords else np.arange(len(sizes))
+            raise ShapeError(
+                f"expected the same number of tokens of every prompt, found {sizes[short]} of prompt "
+                f"{names[short]} and {sizes[long]} of prompt {names[long]}; ds.mi.pad() fills up and adds a "
+                "mask, or select as many of each: ds.mi.sel(position=…)"
+            )
+        return self.pad().drop_vars("mask")
 
     def tokens(self, indices: Rows) -> xr.Dataset:
         """The given packed tokens of every variable on the token axis, in memory: [layer, token, …].
@@ -77,7 +158,7 @@ class PackedAccessor:
         Goes to the mapped shards even where the dataset is chunked: a scattered row costs a page, not a
         chunk.
         """
-        return self._on_token(self._unchunked).isel(token=np.asarray(indices)).load()
+        return self._on_token(unchunked(self._ds)).isel(token=np.asarray(indices)).load()
 
     def pad(self, max_len: int | None = None, *, cut: bool = False, fill: float = np.nan) -> xr.Dataset:
         """All prompts as a block in memory, [prompt, position] in place of token, and `mask`, True = a token.
@@ -96,9 +177,10 @@ class PackedAccessor:
         position = np.arange(max_len, dtype=np.int32)
         mask = xr.DataArray(position < self._sizes[:, None], dims=("prompt", "position"))
         at = (self._starts[:, None] + position).clip(max=self._starts[:, None] + self._sizes[:, None] - 1)
-        block = self._on_token(self._unchunked).drop_vars(["prompt", "position"], errors="ignore")
+        block = self._on_token(unchunked(self._ds)).drop_vars(["prompt", "position"], errors="ignore")
         block = block.isel(token=xr.DataArray(at, dims=("prompt", "position"))).load()
-        return block.where(mask, fill).assign_coords(position=position, mask=mask)
+        own = self._ds["position"].values[at] if "position" in self._ds.coords else None
+        return block.where(mask, fill).assign_coords(mask=mask, **position_labels(own, mask.values))
 
     def attn(self, i: int, variable: str = "pattern") -> xr.DataArray:
         """Attention pattern of prompt `i`: [layer, head, query_position, key_position], in memory.
@@ -107,13 +189,7 @@ class PackedAccessor:
         """
         packed = self._variable(variable)
         _, size = self._row(i)
-        packed = packed.isel(pair=self._pairs(i, size)).transpose(..., "pair")
-        square = np.zeros((*packed.shape[:-1], size, size), packed.dtype)
-        rows, columns = np.tril_indices(size)
-        square[..., rows, columns] = packed.values
-        dims = (*packed.dims[:-1], "query_position", "key_position")
-        coords = {name: coord for name, coord in packed.coords.items() if set(coord.dims) <= set(dims[:-2])}
-        return xr.DataArray(square, coords, dims, name=variable, attrs=packed.attrs)
+        return squared(as_layer(packed).isel(pair=self._pairs(i, size)), size)
 
     def numpy(self, variable: str, layer: int | None, segment: int) -> npt.NDArray[Any]:
         """One shard as it lies on disk: a read-only memory map [tokens of the segment, …], nothing is copied.
@@ -122,7 +198,7 @@ class PackedAccessor:
         `torch.from_numpy(a.view("u2")).view(torch.bfloat16)`; both share the mapped pages (torch warns that
         they must not be written).
         """
-        shard: npt.NDArray[Any] = self._entry.shard(variable, layer, segment)
+        shard: npt.NDArray[Any] = entry_of(self._ds).shard(variable, layer, segment)
         return shard
 
     @cached_property
@@ -143,7 +219,7 @@ class PackedAccessor:
 
     @cached_property
     def _starts(self) -> npt.NDArray[np.int64]:
-        return _exclusive_sum(self._sizes)
+        return exclusive_sum(self._sizes)
 
     def _row(self, i: int) -> tuple[int, int]:
         if not -len(self._sizes) <= i < len(self._sizes):
@@ -157,69 +233,67 @@ class PackedAccessor:
     def _variable(self, name: str) -> xr.DataArray:
         if name not in self._ds.data_vars:
             held = [str(n) for n in self._ds.data_vars]
+            hook = "blocks.*.attn.hook_pattern" if name == "pattern" else f"*hook_{name}"
             raise EntryNotFound(
                 f"no variable {name!r}; the dataset holds {', '.join(held) or 'none'}, nearest is "
-                f"{nearest(name, held)!r}. Capture it first, or name another"
+                f"{nearest(name, held)!r}. Name another, or capture it: {capture_command(self._ds, hook)}"
             )
         return self._ds[name]
 
+    def _kept(self, row: int, token: Any, chars: Chars | None, position: Position | None) -> Indices:
+        """Which tokens of a prompt meet all conditions, counted from its first."""
+        start, size = self._row(row)
+        here = slice(start, start + size)
+        kept = np.ones(size, bool)
+        if token is not None:
+            if "token_id" not in self._ds.coords:
+                raise PromptError("expected token ids, found none stored; select by position instead")
+            kept &= np.isin(self._ds["token_id"][here].values, self._token_ids(token))
+        if chars is not None:
+            over = np.zeros(size, bool)
+            over[characters_to_positions(self._ds, row, here, chars)] = True
+            kept &= over
+        if position is None:
+            return np.flatnonzero(kept)
+        chosen = in_prompt(position, size)
+        return chosen[kept[chosen]]
+
+    def _token_ids(self, token: Any) -> list[int]:
+        if (found := self._looked_up.get(repr(token))) is None:
+            found = self._looked_up[repr(token)] = token_ids(token, self._vocabulary)
+        return found
+
+    @cached_property
+    def _looked_up(self) -> dict[str, list[int]]:
+        return {}
+
+    def _repacked(self, ds: xr.Dataset, rows: Indices, kept: Sequence[Indices], *, whole: bool) -> xr.Dataset:
+        """Some tokens of some prompts, packed anew. kept: per row, places from its first; whole: all of
+        them.
+        """
+        part = repacked(ds, self._starts, rows, kept, whole=whole)
+        return part if whole else self._with_strings(part, "token")
+
     def _on_token(self, dataset: xr.Dataset) -> xr.Dataset:
         names = [name for name, variable in dataset.data_vars.items() if "token" in variable.dims]
+        if not names:
+            raise ShapeError(
+                "expected a variable with a token axis, found "
+                f"{', '.join(map(str, dataset.data_vars)) or 'none'}; attention patterns have two tokens per "
+                "number: see ds.mi.attn(prompt)"
+            )
         return dataset[names].drop_vars(["row_start", "row_size", "pair_start"], errors="ignore")
 
-    def _strings(self, ids: npt.NDArray[np.integer[Any]]) -> list[str] | None:
+    @property
+    def _vocabulary(self) -> Sequence[str] | None:
         load = _vocabularies.get(self._ds.attrs.get("tokenizer", ""))
-        vocabulary = load() if load is not None else None
+        return load() if load is not None else None
+
+    def _with_strings(self, part: xr.Dataset, dim: str) -> xr.Dataset:
+        """With the strings of the tokens beside their ids, where the vocabulary is known."""
+        vocabulary = self._vocabulary if "token_id" in part.coords else None
         if vocabulary is None:
-            return None
-        return [vocabulary[t] if t < len(vocabulary) else f"<{t}>" for t in ids.tolist()]
-
-    @property
-    def _entry(self) -> Any:
-        source = self._ds.encoding.get("source")
-        if source is None:
-            raise EntryNotFound(
-                "this dataset does not say which stored run it is; open it with store.entry(digest).open()"
-            )
-        from .datasets import entry_at
-
-        return entry_at(Path(source))
-
-    @property
-    def _unchunked(self) -> xr.Dataset:
-        """The same, straight over the shards where variables still are the stored ones seen through dask."""
-        ds = self._ds
-        if not ds.chunks or "source" not in ds.encoding:
-            return ds
-        held = self._entry.specs
-        direct = {name: self._direct(ds[name]) for name in ds.data_vars if name in held and ds[name].chunks}
-        return ds.assign({name: array for name, array in direct.items() if array is not None})
-
-    def _direct(self, array: xr.DataArray) -> xr.Variable | None:
-        """The variable as opened without dask; None when the dask array is not the stored one itself.
-
-        Told by its name, which digests what it is made of: a changed array keeps the source of its dataset.
-        """
-        layers = array["layer"].values.tolist() if "layer" in array.dims else None
-        try:
-            seen, plain = (
-                self._entry.open([str(array.name)], layers, chunks=chunks)[array.name]
-                for chunks in ("segment", None)
-            )
-        except EntryNotFound:
-            return None
-        if seen.dims != array.dims or seen.data.name != array.data.name:
-            return None
-        variable: xr.Variable = plain.variable
-        return variable
-
-
-def _ranges(starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """start[0] … start[0]+size[0]-1, start[1] …, as one array."""
-    return np.repeat(starts - _exclusive_sum(sizes), sizes) + np.arange(int(sizes.sum()))
-
-
-def _exclusive_sum(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    sums = np.zeros(len(sizes), np.int64)
-    np.cumsum(sizes[:-1], out=sums[1:])
-    return sums
+            return part
+        ids = part["token_id"].values.tolist()
+        strings = [vocabulary[t] if t < len(vocabulary) else f"<{t}>" for t in ids]
+        return part.assign_coords(token_string=(dim, strings, {"long_name": "token"}))

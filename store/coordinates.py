@@ -41,7 +41,7 @@ BOOKKEEPING = ("coordinates", "seg", "manifest", "provenance")
 """Folders of an entry that hold no arrays. Each is an empty Zarr group, or Zarr would warn of strangers."""
 _EMPTY_GROUP = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
 _TEXTS = 1 << 14  # texts per chunk
-_ABOUT = {
+ABOUT = {
     "token_id": {"long_name": "token id"},
     "prompt": {"long_name": "prompt the token belongs to"},
     "position": {"long_name": "position in the prompt"},
@@ -52,9 +52,13 @@ _ABOUT = {
     "pair_start": {"long_name": "first pair of the prompt's attention pattern"},
     "text": {"long_name": "prompt as text"},
     "layer": {"long_name": "layer"},
+    "prompt_id": {"long_name": "prompt"},
 }
-NAMES = tuple(name for name in _ABOUT if name != "layer")
-"""Every coordinate but `layer`, for the `coordinates` attribute by which xarray tells labels from data."""
+"""What each label is, as its attributes say it."""
+NAMES = tuple(name for name in ABOUT if name not in ("layer", "prompt_id"))
+"""Every coordinate but those of dimensions, for the `coordinates` attribute by which xarray tells labels
+from data.
+"""
 
 
 _WAITERS = 8  # threads that put small files side by side: each waits for the disk, none works
@@ -187,7 +191,7 @@ def _write_integers(folder: Folder, path: str, name: str, values: npt.NDArray[An
     written: Files = {
         shard: list(write_shard(folder, f"{path}/{shard}", np.ascontiguousarray(values), layout))
     }
-    metadata = json.loads(array_metadata(layout, (len(values),), (_dimension(name),), _ABOUT[name]))
+    metadata = json.loads(array_metadata(layout, (len(values),), (_dimension(name),), ABOUT[name]))
     return written | _put_metadata(folder, path, name, {**metadata, "fill_value": 0})
 
 
@@ -211,7 +215,7 @@ def _write_texts(folder: Folder, path: str, texts: Sequence[str]) -> Files:
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": "",
         "codecs": [{"name": "vlen-utf8", "configuration": {}}],
-        "attributes": _ABOUT["text"],
+        "attributes": ABOUT["text"],
         "dimension_names": ["prompt_id"],
         "storage_transformers": [],
     }

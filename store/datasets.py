@@ -30,10 +30,12 @@ from xarray.backends import BackendArray
 from xarray.core import indexing
 
 from .accessor import register_vocabulary
-from .coordinates import pair_starts, read_tokens
+from .coordinates import ABOUT, pair_starts, read_tokens
 from .entries import Entry
 from .errors import EntryNotFound, nearest
 from .files import Folder
+from .identity import DIGEST, SOURCE
+from .selection import ranges
 from .shards import DTYPES
 from .store import vocabulary_path
 
@@ -68,26 +70,27 @@ def open_entry(
     picked = {name: _layers(entry, name, asked.get(name), held) for name in names}
     about = json.loads(entry.folder.get(f"{entry.path}/zarr.json") or b"{}").get("attributes", {})
     coords, data = _token_coordinates(entry.tokens), {}
+    whose, source = {DIGEST: entry.run.model}, str(entry.folder.path(entry.path))
     shared = _largest({found for found in picked.values() if found is not None}, picked)
     for name, found in picked.items():
         spec = entry.spec(name)
         dims = list(spec.dims)
         if found is not None:
             dims[0] = "layer" if found == shared else f"layer_{name}"
-            coords[dims[0]] = xr.Variable(dims[:1], np.array(found, np.int64), {"long_name": "layer"})
+            coords[dims[0]] = xr.Variable(dims[:1], np.array(found, np.int64), ABOUT["layer"])
         if spec.packed == "pair":
             coords["pair_start"] = xr.Variable(("prompt_id",), pair_starts(entry.tokens))
         array = ShardedArray(entry, name, found)
-        attrs = {"long_name": spec.long_name, "units": spec.unit, "hook": spec.hook}
+        attrs = {"long_name": spec.long_name, "units": spec.unit, "hook": spec.hook, **whose}
         data[name] = xr.Variable(
-            dims, indexing.LazilyIndexedArray(array), {k: v for k, v in attrs.items() if v}
+            dims, indexing.LazilyIndexedArray(array), {k: v for k, v in attrs.items() if v}, {SOURCE: source}
         )
-    attrs = {"tokenizer": about["tokenizer"]} if "tokenizer" in about else {}
-    dataset = xr.Dataset(data, coords, attrs)
+    tokenizer = {"tokenizer": about["tokenizer"]} if "tokenizer" in about else {}
+    dataset = xr.Dataset(data, coords, tokenizer | whose)
     if chunks == "segment" or (chunks == "auto" and sum(v.nbytes for v in data.values()) > _LAZY):
         dataset = _chunked(dataset, entry, data)
-    dataset.encoding = {"source": str(entry.folder.path(entry.path)), "run": entry.digest}
-    if attrs:
+    dataset.encoding = {SOURCE: source, "run": entry.digest}
+    if tokenizer:
         register_vocabulary(about["tokenizer"], _Vocabulary(entry.folder, about["tokenizer"]))
     return dataset
 
@@ -251,21 +254,10 @@ def _layers(
         return None
     if absent := [layer for layer in wanted or () if layer not in there]:
         raise EntryNotFound(
-            f"run {entry.digest[:12]} has {name!r} at layers {_ranges(there)}, not at {_ranges(absent)}; "
+            f"run {entry.digest[:12]} has {name!r} at layers {ranges(there)}, not at {ranges(absent)}; "
             "capture those first, or leave them out"
         )
     return tuple(there if wanted is None else map(int, wanted))
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] as "0-2, 5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _largest(sets: set[tuple[int, ...]], picked: dict[str, tuple[int, ...] | None]) -> tuple[int, ...] | None:
@@ -276,20 +268,19 @@ def _largest(sets: set[tuple[int, ...]], picked: dict[str, tuple[int, ...] | Non
 
 def _token_coordinates(tokens: PackedTokens) -> dict[str, xr.Variable]:
     """Labels per token and per prompt; those that can be computed are, when they are asked for."""
-    coords = {
-        "token_id": xr.Variable(("token",), tokens.ids, {"long_name": "token id"}),
-        "prompt": xr.Variable(("token",), indexing.LazilyIndexedArray(TokenColumn(tokens, "prompt"))),
-        "position": xr.Variable(("token",), indexing.LazilyIndexedArray(TokenColumn(tokens, "position"))),
-        "prompt_id": xr.Variable(("prompt_id",), pd.RangeIndex(tokens.n_prompts)),
-        "row_start": xr.Variable(("prompt_id",), tokens.row_start),
-        "row_size": xr.Variable(("prompt_id",), tokens.row_size, {"sample_dimension": "token"}),
+    columns: dict[str, tuple[str, Any]] = {
+        "token_id": ("token", tokens.ids),
+        "prompt": ("token", indexing.LazilyIndexedArray(TokenColumn(tokens, "prompt"))),
+        "position": ("token", indexing.LazilyIndexedArray(TokenColumn(tokens, "position"))),
+        "prompt_id": ("prompt_id", pd.RangeIndex(tokens.n_prompts)),
+        "row_start": ("prompt_id", tokens.row_start),
+        "row_size": ("prompt_id", tokens.row_size),
     }
     if tokens.char_start is not None and tokens.char_end is not None:
-        coords["char_start"] = xr.Variable(("token",), tokens.char_start)
-        coords["char_end"] = xr.Variable(("token",), tokens.char_end)
+        columns |= {"char_start": ("token", tokens.char_start), "char_end": ("token", tokens.char_end)}
     if tokens.texts is not None:
-        coords["text"] = xr.Variable(("prompt_id",), indexing.LazilyIndexedArray(TextColumn(tokens.texts)))
-    return coords
+        columns["text"] = ("prompt_id", indexing.LazilyIndexedArray(TextColumn(tokens.texts)))
+    return {name: xr.Variable((dim,), values, ABOUT.get(name, {})) for name, (dim, values) in columns.items()}
 
 
 def _chunked(dataset: xr.Dataset, entry: Entry, data: dict[str, xr.Variable]) -> xr.Dataset:
@@ -301,11 +292,8 @@ def _chunked(dataset: xr.Dataset, entry: Entry, data: dict[str, xr.Variable]) ->
         elif str(dim).startswith("layer"):
             sizes[dim] = 1
     columns = dataset[[name for name in dataset.coords if dataset[name].dims == ("token",)]]
-    big = (
-        dataset[list(data)]
-        .reset_coords(drop=True)
-        .chunk({d: n for d, n in sizes.items() if d in dataset.dims})
-    )
+    arrays = dataset[list(data)].reset_coords(drop=True)
+    big = arrays.chunk({dim: size for dim, size in sizes.items() if dim in arrays.dims})
     return dataset.assign(big.data_vars).assign_coords(columns.chunk({"token": sizes["token"]}).coords)
 
 
