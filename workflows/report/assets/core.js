@@ -159,8 +159,9 @@ function showTip(box, nodes, say = "") {
   bubble.replaceChildren(...nodes);
   const { width, height } = bubble.getBoundingClientRect();
   const right = document.documentElement.clientWidth - 8;
-  const beside = box.right + 10 + width <= right;
-  const left = beside ? box.right + 10 : Math.max(8, Math.min(box.left, right - width));
+  const after = box.right + 10 + width <= right, before = !after && box.left - 10 - width >= 8;
+  const beside = after || before;
+  const left = after ? box.right + 10 : before ? box.left - 10 - width : Math.max(8, Math.min(box.left, right - width));
   let top = beside ? box.top - 6 : box.bottom + 10;
   if (top + height > innerHeight - 8) top = beside ? innerHeight - 8 - height : box.top - height - 10;
   bubble.style.left = `${left}px`;

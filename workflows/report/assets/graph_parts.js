@@ -79,7 +79,7 @@ function pruner(graph) {
   }
 }
 
-const PITCH = 15, DOT = 5.2, BOX = 22, LEAST = 36, LONGEST = 84;
+const PITCH = 15, DOT = 5.2, BOX = 22, LEAST = 36, LONGEST = 84, TALL = 340;
 
 /**
  * Where nodes lie: columns are positions, rows are layers from below, nodes of a cell side by side in lines.
@@ -128,9 +128,13 @@ function layOut(graph, { alive, layers, tokens, room, first }) {
   }
   close();
   rows.push({ name: "logits", top: 0, high: y });
+  const needs = cells.map((row) => {
+    const lines = Math.max(...row.map((cell, p) => Math.ceil(cell.length / counts[p])));
+    return lines ? lines * PITCH + 16 : 18;
+  });
+  const ease = Math.min(44, Math.max(0, TALL - total(needs)) / layers); // so that edges of a small graph part
   for (let l = layers - 1; l >= 0; l--) {
-    const lines = Math.max(...cells[l].map((cell, p) => Math.ceil(cell.length / counts[p])));
-    const high = lines ? lines * PITCH + 16 : 18;
+    const high = needs[l] + ease;
     rows.push({ name: `L${l}`, top: y, high });
     cells[l].forEach((cell, p) => {
       const own = Math.ceil(cell.length / counts[p]);
