@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..store.errors import ShapeError, WeightsError, nearest
+from ..store.tensors import mapped_tensor, read_header
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -136,7 +137,7 @@ def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
 def read_tensor(files: Sequence[Path], name: str) -> Array:
     """One tensor of some safetensors files, mapped; bfloat16 as ml_dtypes.bfloat16, which safetensors' own
     numpy reader does not know."""
-    from .forward.weights import read_header
+    from .forward.weights import FLOATS
 
     names: list[str] = []
     for path in files:
@@ -144,33 +145,16 @@ def read_tensor(files: Sequence[Path], name: str) -> Array:
         names += header
         if name not in header:
             continue
-        entry = header[name]
-        shape = tuple(entry["shape"])
-        mapped = np.memmap(
-            path, np.uint8, "r", offset=start + entry["data_offsets"][0], shape=(_span(entry),)
-        )
-        return mapped.view(_dtype(entry["dtype"], name)).reshape(shape)
+        if header[name]["dtype"] not in FLOATS:
+            raise WeightsError(
+                f"expected {name!r} as one of {', '.join(FLOATS)}, found {header[name]['dtype']}; dequantise "
+                "the checkpoint"
+            )
+        return mapped_tensor(path, header[name], start, name)
     raise WeightsError(
         f"expected a tensor {name!r}, found {len(names)} others, nearest {nearest(name, names)!r}; "
         "are all files of the checkpoint there?"
     )
-
-
-def _span(entry: dict[str, Any]) -> int:
-    start, end = entry["data_offsets"]
-    return int(end - start)
-
-
-def _dtype(code: str, name: str) -> np.dtype[Any]:
-    import ml_dtypes
-
-    known = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-    if code not in known:
-        raise WeightsError(
-            f"expected {name!r} as one of {', '.join(known)}, found {code}; dequantise the checkpoint"
-        )
-    found: np.dtype[Any] = np.dtype(known[code])
-    return found
 
 
 def rounded(values: Array, dtype: str) -> Array:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...store.digest import digest
 from ...store.errors import DictionaryError, ModelNotFound, nearest
+from ...store.tensors import read_header
 from ..forward.files import hub_cache, weight_digest
-from ..forward.weights import FLOATS, read_header
+from ..forward.weights import FLOATS
 
 if TYPE_CHECKING:
     from torch import Tensor

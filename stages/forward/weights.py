@@ -7,8 +7,6 @@ checked against the configuration before it is used: present, of the right shape
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...store.errors import WeightsError, nearest
+from ...store.tensors import read_header
 from .config import TransformerConfig
 
 if TYPE_CHECKING:
@@ -150,35 +149,6 @@ def read_shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
         for name, entry in read_header(path)[0].items():
             shapes[name] = tuple(entry["shape"])
     return shapes
-
-
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Entries of a safetensors file by tensor name, and where its data begin; WeightsError unless the file
-    is whole.
-
-    The format: 8 bytes of header length, the header as JSON, the data.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 0 < length <= size - 8:
-            raise WeightsError(
-                f"{path} is no complete safetensors file: expected a header of {length} bytes, found "
-                f"{max(size - 8, 0)}; fetch it again"
-            )
-        try:
-            header: dict[str, Any] = json.loads(file.read(length))
-        except ValueError as error:
-            raise WeightsError(f"{path} is no safetensors file: its header is not JSON ({error})") from error
-    header.pop("__metadata__", None)
-    needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if needed != size:
-        raise WeightsError(
-            f"{path} is {'truncated' if size < needed else 'damaged'}: expected {needed} bytes, found "
-            f"{size}; fetch it again"
-        )
-    return header, 8 + length
 
 
 def check_dtypes(files: Sequence[Path], config: TransformerConfig) -> None:
