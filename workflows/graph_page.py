@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..stages.features.dictionary import FeatureId
+from ..stages.features.examples import contexts
 from ..stages.graph.nodes import ERROR, FEATURE
 from ..stages.lens import format_token
 from .report import Column, Element, Graph, Run, Table, Values
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from ..stages.graph.graph import AttributionGraph, PrunedGraph
 
-__all__ = ["graph_elements"]
+__all__ = ["examples_of", "graph_elements"]
 
 LISTED = 15
 """Features in the table."""
@@ -39,7 +40,7 @@ def graph_elements(
 ) -> list[Element]:
     """Elements of a page about one graph.
 
-    effects: what `logit_effects` gives for it.  examples: layer -> what `features.examples.contexts` gives.
+    effects: what `logit_effects` gives for it.  examples: see `examples_of`.
     vocabulary: strings by token id, for both.  sources: the workflow's results these were made from.  told:
     other fields of the graph's element, such as pinned and supernodes.
     """
@@ -60,6 +61,29 @@ def graph_elements(
         **told,
     )
     return [_scores(pruned, sources), element, _strongest(graph, vocabulary, effects, sources)]
+
+
+def examples_of(
+    graph: AttributionGraph,
+    encoded: Mapping[int, xr.Dataset],
+    ranked: Mapping[int, xr.Dataset],
+    *,
+    most: int = 4,
+) -> dict[int, xr.Dataset]:
+    """The texts of a stored corpus around the strongest places of a graph's features, by layer.
+
+    encoded: layer -> the corpus as features (`encode_nodes`).  ranked: layer -> what `top_examples` gives
+    for it, of all features.  most: texts per feature.
+    """
+    active = graph.active_features[graph.selected_features]
+    return {
+        layer: contexts(
+            ranked[layer].isel(rank=slice(most)),
+            table,
+            features=np.unique(active[active[:, 0] == layer, 2]).tolist(),
+        )
+        for layer, table in encoded.items()
+    }
 
 
 def _scores(pruned: PrunedGraph, sources: tuple[str, ...]) -> Values:

@@ -16,16 +16,22 @@ import numpy as np
 import pytest
 import xarray as xr
 
+import mizarr
+from mizarr.pipeline import run
+from mizarr.stages.features.encode import encode_nodes
+from mizarr.stages.features.examples import top_examples
+from mizarr.stages.forward.capture import CaptureNode
 from mizarr.stages.graph.graph import AttributionGraph
 from mizarr.stages.graph.viewer import document
 from mizarr.store.errors import ShapeError
-from mizarr.workflows.graph_page import graph_elements
+from mizarr.workflows.graph_page import examples_of, graph_elements
 from mizarr.workflows.report import Graph
 from mizarr.workflows.report.blocks import size
 from mizarr.workflows.report.graph import KINDS
 from mizarr.workflows.report.page import render
 from mizarr.workflows.workflow import Workflow
 from tests.browser import Opened, chromium, opened
+from tests.stages.graph.random_transcoders import save_random_transcoders
 from tests.stages.graph.reference import CIRCUITS, arrays, edge_mask, meta, needs_reference
 from tests.workflows.test_torch_free import without_torch
 
@@ -206,13 +212,45 @@ def test_a_page_about_a_graph_has_its_scores_and_its_strongest_features():
     assert len(graph_elements(graph)[2].columns) == 4
 
 
+def test_texts_of_a_stored_corpus_reach_the_features_of_a_graph(tmp_path):
+    model, prompts = mizarr.Model.from_pretrained("specimen"), ["The capital of France is", "It was a river"]
+    clt = mizarr.Dictionary.from_pretrained(
+        save_random_transcoders(tmp_path / "clt", model, "clt-jumprelu", features=30)
+    )
+    store = mizarr.open_store(tmp_path / "store")
+    graph = mizarr.attribution_graph(model, clt, prompts[0], store=store)
+    states = CaptureNode(model, prompts, [str(point) for point in clt.read_hooks])
+    encoded = encode_nodes(clt, states)
+    ranked = {layer: top_examples.on(encoded=node, k=3) for layer, node in encoded.items()}
+    run(ranked.values(), store, quiet=True)
+    texts, tops = ({layer: node.open(store) for layer, node in nodes.items()} for nodes in (encoded, ranked))
+    vocabulary = [str(i) for i in range(model.config.vocab_size)]
+    _, element, _ = graph_elements(
+        graph, vocabulary=vocabulary, examples=examples_of(graph, texts, tops, most=2), node_threshold=1.0
+    )
+    assert element.notes.example_words.shape[1] == 2
+    for node in np.flatnonzero(element.kinds == 0).tolist():
+        layer, feature, row = (int(getattr(element, name)[node]) for name in ("layer", "number", "row"))
+        best = float(tops[layer]["value"].sel(feature=feature)[0])
+        values = element.notes.example_values[row, 0]
+        assert best == pytest.approx(values.max()) and best > 0
+        place = int(tops[layer]["token"].sel(feature=feature)[0])
+        word = element.notes.words[element.notes.example_words[row, 0, int(values.argmax())]]
+        assert word == str(int(texts[layer]["token_id"][place]))
+
+
 def test_a_page_of_a_stored_graph_needs_no_torch(tmp_path):
     (tmp_path / "graph.pickle").write_bytes(pickle.dumps(drawn_by_hand().dataset))
     said = without_torch(
         """
 import pickle
+import mizarr
+from mizarr.pipeline import run
+from mizarr.stages.features.encode import encode_nodes
+from mizarr.stages.features.examples import top_examples
+from mizarr.stages.forward.capture import CaptureNode
 from mizarr.stages.graph.graph import AttributionGraph
-from mizarr.workflows.graph_page import graph_elements
+from mizarr.workflows.graph_page import examples_of, graph_elements
 graph = AttributionGraph(pickle.load(open(sys.argv[1], "rb")))
 print(json.dumps([element.kind for element in graph_elements(graph)]))
 """,
