@@ -85,6 +85,8 @@ def open_entry(
         data[name] = xr.Variable(
             dims, indexing.LazilyIndexedArray(array), {k: v for k, v in attrs.items() if v}, {SOURCE: source}
         )
+    if about.get("token_ids") == "unknown":
+        del coords["token_id"]
     tokenizer = {"tokenizer": about["tokenizer"]} if "tokenizer" in about else {}
     dataset = xr.Dataset(data, coords, tokenizer | whose)
     if chunks == "segment" or (chunks == "auto" and sum(v.nbytes for v in data.values()) > _LAZY):

@@ -38,7 +38,7 @@ from .files import Folder
 from .keys import ActivationKey, RunKey
 from .packed import PackedTokens
 from .records import Record
-from .shards import Array, ShardLayout, Written, array_metadata, read_shard, write_shard
+from .shards import Array, ShardLayout, Written, array_metadata, let_go, read_shard, write_shard
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -49,6 +49,8 @@ PACKED_AXES = ("token", "pair")
 _WAITERS = 8  # threads that put small files side by side: each waits for the disk, none works
 _WRITERS = 2  # with more, the disk is the limit
 _MAPPED = 256  # shards kept mapped: each map holds a file descriptor, of which a process has 1024 as a rule
+_RESIDENT = 1 << 28
+"""Bytes of mapped shards that may lie in this process's memory: a scan of any corpus takes no more."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ class Entry:
         self._records: dict[str, _SegmentRecord] = {}
         self._held: list[dict[Cell, Written]] = [{} for _ in self.segments]
         self._mapped: OrderedDict[tuple[str, int | None, int], tuple[int, Array]] = OrderedDict()
+        self._resident: OrderedDict[tuple[str, int | None, int], int] = OrderedDict()
         self._lock = threading.Lock()
 
     @classmethod
@@ -343,10 +346,19 @@ class Entry:
                     known = self._mapped[place] = (inode, read_shard(path, layout, self.rows(variable, n)))
                 self._mapped.move_to_end(place)
                 if len(self._mapped) > _MAPPED:
-                    self._mapped.popitem(last=False)
+                    self._resident.pop(self._mapped.popitem(last=False)[0], None)
+                self._bound_memory(place, known[1])
             return known[1]
         except FileNotFoundError:
             raise EntryNotFound(self._absent(variable, layer, n, "stored")) from None
+
+    def _bound_memory(self, place: tuple[str, int | None, int], rows: Array) -> None:
+        """Let go of the pages of shards that were not asked for lately, now that this one will be read."""
+        self._resident[place] = rows.nbytes
+        self._resident.move_to_end(place)
+        while sum(self._resident.values()) > _RESIDENT and len(self._resident) > 1:
+            old, _ = self._resident.popitem(last=False)
+            let_go(self._mapped[old][1])
 
     def open(
         self,

@@ -231,6 +231,16 @@ def read_shard(path: Path, layout: ShardLayout, rows: int) -> Array:
     return held.reshape(rows, *layout.tail)
 
 
+def let_go(rows: Array) -> None:
+    """Take the pages of a mapped shard out of this process's memory; they stay in the system's cache, and
+    come back when the rows are read. Nothing happens to rows that are not mapped."""
+    holder: Any = rows
+    while holder is not None and not isinstance(holder, mmap.mmap):
+        holder = holder.obj if isinstance(holder, memoryview) else getattr(holder, "base", None)
+    if holder is not None and hasattr(mmap, "MADV_DONTNEED"):
+        holder.madvise(mmap.MADV_DONTNEED)
+
+
 def _gather(
     path: Path, mapped: mmap.mmap, index: npt.NDArray[np.uint64], layout: ShardLayout, rows: int
 ) -> Array:

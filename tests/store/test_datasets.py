@@ -374,3 +374,13 @@ def test_corpora_do_not_spell_out_prompt_and_position(store, monkeypatch):
     fill(entry, tokens, [("embed", None)])
     assert not (store.path / entry.path / "prompt").exists()
     assert entry.open()["position"].values.tolist() == tokens.position_of(slice(None)).tolist()
+
+
+def test_patterns_alone_come_in_chunks_of_their_pairs(store):
+    tokens = packed()
+    entry = store.create_entry(run_of(tokens), tokens, [PATTERN], segment_tokens=4)
+    fill(entry, tokens, [("pattern", layer) for layer in range(LAYERS)])
+    chunked, whole = entry.open(chunks="segment"), entry.open(chunks=None)
+    assert len(chunked["pattern"].chunksizes["pair"]) == len(entry.segments)
+    for i in range(len(PROMPTS)):
+        np.testing.assert_array_equal(chunked.mi.attn(i), whole.mi.attn(i))

@@ -25,6 +25,7 @@ from mizarr.store.errors import (
     StoreFull,
 )
 from mizarr.store.files import Folder
+from tests.memory import PEAK, printed
 
 TOKENS = PackedTokens.from_lists([[1, 2, 3], [4] * 10, [5], [6] * 7])  # 21 tokens
 RESID = ArraySpec(
@@ -454,3 +455,28 @@ def test_each_record_is_read_once_however_often_one_asks(folder, monkeypatch):
     assert len([name for name in read if "/seg/" in name]) == 300
     monkeypatch.setattr(Folder, "children", None)  # a digest that is known is not looked up
     assert all(entry.segment_digest("embed", None, n).startswith("sha256:") for n in range(300))
+
+
+def test_reading_everything_keeps_little_of_it_in_memory(folder, tmp_path):
+    """96 MiB in 12 shards, read whole by a process that may keep 16 MiB of them."""
+    tokens = PackedTokens.from_lists([[1] * 4096] * 12)
+    wide = ArraySpec("wide", "hook", ("token", "hidden"), {"hidden": 512}, "float32", None)
+    entry = create(folder, tokens, [wide], segment_tokens=4096)
+    fill(entry, [("wide", None)])
+    entry.publish([("wide", None)])
+    script = f"""
+import sys
+import numpy as np
+from mizarr.store import PackedTokens, entries
+from mizarr.store.files import Folder
+entries._RESIDENT = int(sys.argv[3])
+tokens = PackedTokens.from_lists([[1] * 4096] * 12)
+entry = entries.Entry.load(Folder(sys.argv[1]), sys.argv[2], tokens)
+before = {PEAK}
+total = sum(float(np.abs(entry.shard("wide", None, n)).max()) for n in range(12))
+assert total > 0
+print(({PEAK} - before) >> 20)
+"""
+    bounded, unbounded = (printed(script, str(folder.path("")), entry.path, str(n << 20)) for n in (16, 1024))
+    assert bounded < 16 + 16 + 20  # what may stay, the absolute values of one shard, room
+    assert unbounded > 90  # so it is the bound that does it
