@@ -211,5 +211,6 @@ class _Cells:
         if self._is_stored:
             whole: Any = da.concatenate([block.chunk().data for _, block in self.blocks])
         else:
-            whole = np.concatenate([block for _, block in self.blocks])
+            found = [block for _, block in self.blocks]
+            whole = found[0] if len(found) == 1 else np.concatenate(found)
         return self.prepared.dataset(items, whole)

@@ -18,7 +18,7 @@ from .attribute import Attributor
 from .frozen import decoder_of, frozen_pass
 from .replacement import Replacement
 from .sources import Sources, error_vectors
-from .targets import token_text
+from .targets import prompt_text, token_text
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -68,12 +68,11 @@ class Prepared:
         selected = np.sort(items[items < self.n_features])
         order = np.argsort(items, kind="stable")
         columns = np.concatenate([selected, np.arange(self.n_features, self.n_columns)])
-        magnitude = abs(rows)
-        dropped = np.ones(self.n_features, bool)
-        dropped[selected] = False
-        lost = magnitude[:, : self.n_features][:, dropped].sum(1) / magnitude.sum(1).clip(1e-30)
-        weights = rows
+        weights, lost = rows, np.zeros(len(items), np.float32)
         if len(selected) < self.n_features:
+            magnitude, dropped = abs(rows), np.ones(self.n_features, bool)
+            dropped[selected] = False
+            lost = magnitude[:, : self.n_features][:, dropped].sum(1) / magnitude.sum(1).clip(1e-30)
             weights = weights[:, columns]
         if (order[1:] < order[:-1]).any():
             weights, lost = weights[order], lost[order]
@@ -103,7 +102,7 @@ class Prepared:
         """What exports need to know of model and dictionary."""
         c, vocabulary = self.model.config, self.model._tokenizer
         return {
-            "input_string": "" if vocabulary is None else vocabulary.decode(list(self.frozen.tokens)),
+            "input_string": prompt_text(self.frozen.tokens, vocabulary),
             "model": self.model.name,
             "model_type": c.model_type,
             "n_layers": c.num_layers,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ..forward.tokens import Tokenizer
 
-__all__ = ["Choice", "Direction", "Targets", "choose", "prompt_tokens", "token_text"]
+__all__ = ["Choice", "Direction", "Targets", "choose", "prompt_text", "prompt_tokens", "token_text"]
 
 _ROLES = ("bos_token", "pad_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
@@ -160,6 +160,13 @@ def prompt_tokens(prompt: Any, tokenizer: Tokenizer | None) -> list[int]:
             f"expected one prompt, as text or token ids, found {prompt!r}; a graph is of one prompt"
         )
     return [int(i) for i in given]
+
+
+def prompt_text(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    """A prompt decoded, special tokens included; ids without a token are left out."""
+    if tokenizer is None:
+        return ""
+    return tokenizer.decode([token for token in tokens if tokenizer.decode_token(token)])
 
 
 def token_text(token: int, tokenizer: Tokenizer | None) -> str:

@@ -33,7 +33,7 @@ def save_random_transcoders(
     rng = torch.Generator().manual_seed(seed)
     config = model.config
     layers, width = config.num_layers, config.hidden_size
-    ids = torch.randint(3, config.vocab_size, (4, 24), generator=rng)
+    ids = torch.randint(3, config.vocab_size, (24, 24), generator=rng)
     points = [HookPoint(hook_kind(read), layer) for layer in range(layers)]
     states = model.forward(ids, mizarr.HookSpec().capture(*points), want=None)
 
