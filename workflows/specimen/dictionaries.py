@@ -10,7 +10,10 @@ specimen are held out here as well. --run keeps the captured activations and the
 goes on where it was stopped. Everything is seeded.
 
     clt   cross-layer transcoder, all layers: reads resid_mid, writes mlp_out
+    plt   transcoder of each layer by itself, between the same hook points
     sae   autoencoder of one layer's resid_post, where the count of characters lives
+
+Sizes are what fits into 6 MB together in float16.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     from ...stages.features.training.source import StoredActivations
     from ...stages.features.training.trainer import Training
 
-__all__ = ["CLT", "SAE", "SAE_LAYER", "corpus", "main"]
+__all__ = ["CLT", "PLT", "SAE", "SAE_LAYER", "corpus", "main"]
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +56,12 @@ CLT = Settings(
     dead_after=200_000,
     validation=0.02,
 )
+PLT = replace(CLT, kind="plt", features=112, k=16)
 SAE = Settings(
     kind="sae",
     read="hook_resid_post",
     layers=(SAE_LAYER,),
-    features=1152,
+    features=512,
     activation="batchtopk",
     k=24,
     start="samples",
@@ -75,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with dickens/ and counterfact/")
     parser.add_argument("--run", type=Path, required=True, help="where activations and checkpoints go")
     parser.add_argument("--to", type=Path, help="where the dictionaries and their card go; default, nowhere")
-    parser.add_argument("--only", choices=("clt", "sae"), help="train this one only")
+    parser.add_argument("--only", choices=("clt", "plt", "sae"), help="train this one only")
     parser.add_argument(
         "--threads", type=int, default=1, help="of torch; another number gives other last bits"
     )
@@ -85,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     torch.set_num_threads(options.threads)
     source = captured(training_prompts(options.data), options.run / "store")
-    chosen = {"clt": CLT, "sae": SAE}
+    chosen = {"clt": CLT, "plt": PLT, "sae": SAE}
     for name in [options.only] if options.only else chosen:
         training = train(chosen[name], source, options.run / name)
         if options.to:

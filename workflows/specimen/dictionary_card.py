@@ -174,9 +174,9 @@ all of them were trained on. The first position of a prompt (`<s>`) is left out 
 nor replaced, nor counted.
 
 FVU: fraction of variance unexplained. L0: active features per token. Dead: never active on the prose.
-Recovered: (loss ablated - loss replaced) / (loss ablated - loss of the whole model), where activations are replaced by
-reconstructions, or ablated to zero or to their mean; all layers at once, each reading what the replaced model
-computes, or one layer alone.
+Recovered: (loss ablated - loss replaced) / (loss ablated - loss of the whole model), where activations are
+replaced by reconstructions, or ablated to zero or to their mean; all layers at once, each reading what the
+replaced model computes, or one layer alone.
 
 The control has as many features of random direction, as sparse, with decoders fitted by least squares.
 
