@@ -15,4 +15,6 @@ PEAK = '(int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])
 def printed(script: str, *arguments: str) -> int:
     """The number a script prints last."""
     command = [sys.executable, "-c", script, *arguments]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return int(run.stdout.split()[-1])
