@@ -107,7 +107,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
 def write_safetensors(path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> None:
     """A new file of these tensors, block by block. Raises ShapeError for a dtype the format does not have."""
     codes = {dtype: code for code, dtype in CODES.items()}
-    header: dict[str, Any] = {METADATA: dict(metadata)}
+    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     start = 0
     for tensor in tensors:
         if tensor.dtype.newbyteorder("<") not in codes:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ...store.errors import DownloadError
 from ..forward.download import fetch_files, hub_errors, listed_files
-from .files import CONFIG_YAML, DictionaryFiles, parse_reference, resolve
+from .files import CONFIG_YAML, DictionaryFiles, is_shipped, parse_reference, resolve
 from .listed import Reference, recognises, references
 
 __all__ = ["fetch", "wanted_files"]
@@ -27,13 +27,13 @@ _SHOWN = 4
 
 
 def fetch(name: str | Path, *, progress: bool = True) -> DictionaryFiles:
-    """Fetch a dictionary; files that are there already are not fetched again.
+    """Fetch a dictionary; files that are there already are not fetched again, nor is what ships with mizarr.
 
     name: "org/repo[/subfolder][@revision]", or a directory whose config.yaml lists files of the hub.
     Raises ModelNotFound, or DownloadError when the hub cannot be reached, holds nothing to read there, or
     several dictionaries of one layer.
     """
-    if not Path(name).expanduser().is_dir():
+    if not (is_shipped(name) or Path(name).expanduser().is_dir()):
         repository, subfolder, revision = parse_reference(name)
         with hub_errors(repository, revision):
             commit, sizes = listed_files(repository, revision)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...store.errors import DictionaryError, nearest
+from ...store.tensors import Tensor as Stored, write_safetensors
 from .dictionary import Dictionary, told
 from .files import CFG_JSON, CONFIG_YAML
 from .names import hook_name
@@ -363,11 +364,15 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 def _save(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
     """A safetensors file; every tensor in the dtype asked for, or of the decoder."""
-    from safetensors.torch import save_file
+    from ..forward.harvest import as_numpy
 
     kind = dtype or next(tensor.dtype for name, tensor in tensors.items() if tensor.ndim > 1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.to("cpu", kind).contiguous().clone() for name, tensor in tensors.items()}, path)
+    # By name, as safetensors' own writer has them: equal weights are equal files. That writer leaves files
+    # that only their owner may read, whatever the umask.
+    arrays = {name: as_numpy(tensors[name].detach().to("cpu", kind)) for name in sorted(tensors)}
+    stored = [Stored(name, array.dtype, array.shape, [array]) for name, array in arrays.items()]
+    write_safetensors(path, stored, {})
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Where a dictionary's files are, what is in them, and what the dictionary is.
 
-A reference is a local directory, or "org/repo[/subfolder][@revision]" whose files lie in the hub's local
-cache; nothing is fetched here. The identity is made of the files' content, never of their name.
+A reference is "specimen/clt", "specimen/plt" or "specimen/sae" (they ship with mizarr, for the model that
+does), a local directory, or "org/repo[/subfolder][@revision]" whose files lie in the hub's local cache;
+nothing is fetched here. The identity is made of the files' content, never of their name.
 
 Border: paths, parsed configurations, mapped tensors; what the tensors mean is a format's.
 """
@@ -18,15 +19,16 @@ from typing import TYPE_CHECKING, Any
 from ...store.digest import digest
 from ...store.errors import DictionaryError, ModelNotFound, nearest
 from ...store.tensors import read_header
-from ..forward.files import hub_cache, weight_digest
+from ..forward.files import SPECIMEN, hub_cache, weight_digest
 from ..forward.weights import FLOATS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DictionaryFiles", "parse_reference", "resolve"]
+__all__ = ["DictionaryFiles", "is_shipped", "parse_reference", "resolve"]
 
 CONFIG_YAML, CFG_JSON = "config.yaml", "cfg.json"
+SHIPPED = Path(__file__).parent / SPECIMEN
 
 
 @dataclass(frozen=True)
@@ -132,12 +134,28 @@ def parse_reference(name: str | Path) -> tuple[str, str, str | None]:
     return "/".join(parts[:2]), "/".join(parts[2:]), revision or None
 
 
+def is_shipped(name: str | Path) -> bool:
+    """Whether a name speaks of the dictionaries that ship with mizarr."""
+    return isinstance(name, str) and name.split("/")[0] == SPECIMEN
+
+
+def _shipped_folder(name: str) -> Path:
+    known = {f"{SPECIMEN}/{path.name}": path for path in sorted(SHIPPED.iterdir()) if path.is_dir()}
+    if name in known:
+        return known[name]
+    near = nearest(name, known)
+    hint = f"; nearest is {near!r}" if near else ""
+    raise ModelNotFound(f"expected {', '.join(known)}, which ship with mizarr, found {name!r}{hint}")
+
+
 def resolve(name: str | Path) -> DictionaryFiles:
-    """The files of a dictionary named by directory or by "org/repo[/subfolder][@revision]"; nothing is
-    fetched.
+    """The files of a dictionary named "specimen/clt", by directory, or by "org/repo[/subfolder][@revision]",
+    in that order; nothing is fetched.
 
     Raises ModelNotFound saying how to get it.
     """
+    if is_shipped(name):
+        return DictionaryFiles(str(name), _shipped_folder(str(name)))
     folder = Path(name).expanduser()
     if folder.is_dir():
         return DictionaryFiles(str(name), folder)

@@ -22,6 +22,7 @@ from .dictionaries import SAE_LAYER, captured, specimen_tokenizer
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ...stages.features.dictionary import Dictionary
     from ...stages.features.layer import LayerFeatures
     from ...stages.features.training.source import StoredActivations
     from ...stages.features.training.trainer import Training
@@ -39,7 +40,11 @@ FACTS = 800
 FITTED = 1 << 16
 """Tokens to which the decoders of the random control are fitted."""
 EVALUATION = "evaluation.json"
-TITLES = {"clt": "Cross-layer transcoder", "sae": "Autoencoder"}
+TITLES = {"clt": "Cross-layer transcoder", "plt": "Per-layer transcoder", "sae": "Autoencoder"}
+GRAPHS = 8
+"""Graphs of facts, and as many of prose."""
+GRAPH_TOKENS = 24
+"""Of prose, in front of the token that a graph explains."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -61,7 +66,6 @@ def pack(training: Training, to: Path, store: Path) -> None:
     export(made, to, FORMATS[settings.kind], dtype="float16")
     opened = Dictionary.from_pretrained(to)
     log.info("measuring %s", opened)
-    layers = {layer: opened.layer(layer) for layer in opened.layers}
     figures = {
         "settings": settings.plain(),
         "trained_on": {
@@ -69,21 +73,23 @@ def pack(training: Training, to: Path, store: Path) -> None:
             "seen": training.step * settings.batch,
         },
         "bytes": sum(path.stat().st_size for path in to.rglob("*") if path.is_file()),
-        **measured(training, layers, store),
+        **measured(training, opened, store),
     }
     place = to.parent / EVALUATION
     held = json.loads(place.read_text("utf-8")) if place.is_file() else {}
     place.write_text(json.dumps(held | {to.name: figures}, indent=1) + "\n", "utf-8")
 
 
-def measured(training: Training, layers: Mapping[int, LayerFeatures], store: Path) -> dict[str, Any]:
-    """Figures of features and of a random control, on held-out prose and on facts."""
+def measured(training: Training, dictionary: Dictionary, store: Path) -> dict[str, Any]:
+    """Figures of a dictionary and of a random control, on held-out prose and on facts."""
     import torch
 
     from ...stages.features.training.control import random_features
     from ...stages.features.training.evaluate import decoder_likeness
+    from ...stages.features.training.trained import as_dictionary
 
     it = training.settings
+    layers = {layer: dictionary.layer(layer) for layer in dictionary.layers}
 
     def blocks() -> Iterator[dict[Cell, Tensor]]:
         from ...stages.features.training.source import every
@@ -97,6 +103,9 @@ def measured(training: Training, layers: Mapping[int, LayerFeatures], store: Pat
     control = random_features(layers, blocks, it.read, it.writes, seed=it.seed)
     likeness = torch.cat([decoder_likeness(features) for features in layers.values()])
     on_prose = captured(prose, store)
+    graphs = {}
+    if it.kind != "sae":
+        graphs = {"graphs": graph_scores(dictionary, as_dictionary(control, it, model_name="specimen"))}
     return {
         "prose": _figures(training, layers, on_prose, prose),
         "facts": _figures(training, layers, captured(facts, store), facts),
@@ -105,7 +114,40 @@ def measured(training: Training, layers: Mapping[int, LayerFeatures], store: Pat
             "median": float(likeness.median()),
             "above_0.9": float((likeness > 0.9).float().mean()),
         },
+        **graphs,
     }
+
+
+def graph_scores(dictionary: Dictionary, control: Dictionary) -> list[dict[str, Any]]:
+    """Scores of the attribution graphs of some prompts, by a dictionary and by a control."""
+    from ...stages.forward.model import Model
+    from ...stages.graph.graph import attribution_graph
+
+    model = Model.from_pretrained("specimen", device="cpu")
+    found = []
+    for ids in graph_prompts():
+        scores: dict[str, Any] = {"prompt": specimen_tokenizer().decode(ids)}
+        for name, features in (("trained", dictionary), ("random", control)):
+            graph = attribution_graph(model, features, ids)
+            scores[name] = {
+                "features": graph.counts.features,
+                "replacement": round(graph.replacement_score, 5),
+                "completeness": round(graph.completeness_score, 5),
+            }
+        found.append(scores)
+    return found
+
+
+def graph_prompts() -> list[list[int]]:
+    """Prompts of facts spread over all that ship, without their ends, and beginnings of held-out prose."""
+    from ...stages.forward.files import resolve
+
+    tokenizer = specimen_tokenizer()
+    facts = json.loads((resolve("specimen").directory / "facts.json").read_text("utf-8"))
+    asked = [fact["prompt"] for fact in facts[:: len(facts) // GRAPHS]][:GRAPHS]
+    rows = prose_prompts()
+    read = [ids[: GRAPH_TOKENS + 1] for ids in rows[:: len(rows) // GRAPHS]][:GRAPHS]
+    return [*(tokenizer.encode(prompt).ids for prompt in asked), *read]
 
 
 def _figures(
@@ -162,16 +204,15 @@ def card(figures: Mapping[str, Any]) -> str:
 Features of the small model that ships with `mizarr`, so that everything about features and attribution graphs
 runs offline on input that is real. {total / 1e6:.1f} MB together, float16.
 
-    mizarr.Dictionary.from_pretrained("specimen/clt")
-    mizarr.Dictionary.from_pretrained("specimen/sae")
+{chr(10).join(f'    mizarr.Dictionary.from_pretrained("specimen/{name}")' for name in figures)}
 
 This card is generated from `evaluation.json`, measured on the files as they ship by
 `mizarr.workflows.specimen.dictionaries`, which also trains them.
 
 Prose: chapters of *A Tale of Two Cities* that neither the specimen, nor its tokenizer, nor these dictionaries
 were trained on, wrapped at {_told(WIDTHS)} characters. Facts: {FACTS} of the sentences in `facts.json`, which
-all of them were trained on. The first position of a prompt (`<s>`) is left out everywhere: it is neither read,
-nor replaced, nor counted.
+all of them were trained on. The first position of a prompt (`<s>`) is left out everywhere: it is neither
+read, nor replaced, nor counted.
 
 FVU: fraction of variance unexplained. L0: active features per token. Dead: never active on the prose.
 Recovered: (loss ablated - loss replaced) / (loss ablated - loss of the whole model), where activations are
@@ -198,19 +239,19 @@ def _part(name: str, it: Mapping[str, Any]) -> str:
         for told, figures in (("prose", prose), ("facts", facts), ("prose, random control", random))
         for place in [figures["loss"]["places"]["all"]]
     ]
-    where = (
-        f"reads `{_hook(settings['read'])}` of all layers, writes `{_hook(settings['write'])}` of the same "
-        "and all later ones"
-        if settings["kind"] == "clt"
-        else f"of `blocks.{SAE_LAYER}.{_hook(settings['read'])}`"
-    )
+    ends = f"reads `{_hook(settings['read'])}` of every layer, writes `{_hook(settings['write'])}` of"
+    where = {
+        "clt": f"{ends} the same and all later ones",
+        "plt": f"{ends} the same",
+        "sae": f"of `blocks.{SAE_LAYER}.{_hook(settings['read'])}`",
+    }[settings["kind"]]
     head = (
         "| layer | FVU, prose | FVU, facts | FVU, random control | L0, prose | L0, facts | dead | "
         "recovered alone, zero | recovered alone, mean |"
     )
     return f"""## {TITLES[name]}: `specimen/{name}`
 
-{settings["features"]} features{" per layer" if settings["kind"] == "clt" else ""}, {where}. Trained with
+{settings["features"]} features{"" if settings["kind"] == "sae" else " per layer"}, {where}. Trained with
 {settings["activation"]}, k = {settings["k"]}, for {settings["steps"]} steps of {settings["batch"]} tokens on
 {it["trained_on"]["tokens"]} tokens; shipped as JumpReLU. {it["bytes"] / 1e6:.2f} MB. Largest cosine of what a
 feature writes with what another one does: median {it["decoder_cosine"]["median"]:.2f}; above 0.9 for
@@ -225,7 +266,37 @@ Loss in nats per token, all layers replaced or ablated at once:
 | text | whole model | replaced | zero | mean | recovered, zero | recovered, mean | KL recovered, zero |
 | --- | --- | --- | --- | --- | --- | --- | --- |
 {chr(10).join(recovered)}
+{_graphs(it["graphs"]) if "graphs" in it else ""}"""
+
+
+def _graphs(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Scores of attribution graphs, a line per prompt, and their means."""
+    columns = [(name, score) for score in ("replacement", "completeness") for name in ("trained", "random")]
+    head = (
+        "| prompt | features | features, control | replacement | replacement, control | completeness | "
+        "completeness, control |"
+    )
+    means = [sum(row[name][score] for row in rows) / len(rows) for name, score in columns]
+    lines = [
+        f"| {_one_line(row['prompt'])} | {row['trained']['features']} | {row['random']['features']} | "
+        + " | ".join(f"{row[name][score]:.3f}" for name, score in columns)
+        + " |"
+        for row in rows
+    ]
+    return f"""
+Attribution graphs of the next token, complete (`mizarr.attribution_graph`). Replacement: share of the
+influence that comes from tokens rather than from errors. Completeness: share of what enters nodes, weighted
+by their influence, that does not come from errors.
+
+{head}
+| --- | --- | --- | --- | --- | --- | --- |
+{chr(10).join(lines)}
+| **mean** | | | {" | ".join(f"**{mean:.3f}**" for mean in means)} |
 """
+
+
+def _one_line(prompt: str) -> str:
+    return prompt.replace("|", "\\|").replace("\n", "⏎")
 
 
 def _share(figures: Mapping[str, Any], place: str, ablation: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,17 @@ def test_files_written_in_their_own_format_hold_the_same_numbers(tmp_path: Path)
     dictionary = made(tmp_path / "in", "clt")
     again = Dictionary.from_pretrained(export(dictionary, tmp_path / "out", "circuit_tracer"))
     assert again.identity == dictionary.identity
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_files_may_be_read_by_whom_the_umask_says(umask: int, tmp_path: Path):
+    dictionary, before = made(tmp_path / "in", "plt"), os.umask(umask)
+    try:
+        export(dictionary, tmp_path / "out", "circuit_tracer")
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+    assert modes == {0o666 & ~umask}
 
 
 def test_weights_may_be_rounded_on_the_way(tmp_path: Path):
