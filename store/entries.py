@@ -49,7 +49,7 @@ PACKED_AXES = ("token", "pair")
 _WAITERS = 8  # threads that put small files side by side: each waits for the disk, none works
 _WRITERS = 2  # with more, the disk is the limit
 _MAPPED = 256  # shards kept mapped: each map holds a file descriptor, of which a process has 1024 as a rule
-_RESIDENT = 1 << 28
+_RESIDENT = 1 << 27
 """Bytes of mapped shards that may lie in this process's memory: a scan of any corpus takes no more."""
 
 

@@ -1,13 +1,13 @@
-"""Logit attribution over a stored corpus against the same arithmetic in memory, and its peak memory.
+"""Logit attribution and PCA over a stored corpus against the same arithmetic in memory, and peak memory.
 
-    python tests/benchmarks/bench_attribution.py [--tokens 1000000] [--hidden 512] [--rounds 7] [--folder DIR]
+    python tests/benchmarks/bench_offline.py [--tokens 1000000] [--hidden 512] [--rounds 7] [--folder DIR]
 
-Shares of one layer's output, and of its heads, in the logit of each token's successor minus that of another
-token ("a different target everywhere": directions are gathered, not broadcast). The limit is plain numpy,
-block by block, on one array in memory; beside it the stage on that array, and the stage on the stored corpus,
-in alternation in one process. Targets: stored >= 0.8 of the limit, and under 600 MB resident, measured in a
-process of its own that opens the store and runs the stage (mapped pages of the store count while they are
-mapped).
+Attribution: shares of one layer's output, and of its heads, in the logit of each token's successor minus that
+of another token ("a different target everywhere": directions are gathered, not broadcast). PCA: six
+components of one layer. The limit is plain numpy, block by block, on one array in memory; beside it the
+stage on that array, and the stage on the stored corpus, in alternation in one process. Targets: stored >=
+0.8 of the limit, and under 600 MB resident, measured in a process of its own that opens the store and runs
+the stage (mapped pages of the store count while they are mapped).
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from harness import alternate, print_table, ratio
 
 from mizarr.stages.attribution import component_attribution
 from mizarr.stages.attribution_units import head_attribution
+from mizarr.stages.pca import pca
 from mizarr.stages.readout import readout
 from mizarr.store import PackedTokens, RunKey, open_store
 from mizarr.store.entries import ArraySpec, Entry
 
 VOCAB, HEADS, PROMPT, SEGMENT = 4096, 8, 500, 1 << 13
+COMPONENTS = 6
 BLOCK = 8192
 """Tokens the plain numpy takes at a time: small enough for the cache, large enough for the products."""
 
@@ -97,9 +99,14 @@ def layers(states: xr.Dataset, given: dict[str, Any]) -> xr.Dataset:
     return component_attribution(states["embed"], states["attn_out"], states["attn_out"], **given)
 
 
-def heads(states: xr.Dataset, given: dict[str, Any], weights: xr.Dataset) -> xr.Dataset:
+def heads(states: xr.Dataset, given: dict[str, Any]) -> xr.Dataset:
     """Shares of the heads."""
-    return head_attribution(states["z"], weights=weights, **given)
+    return head_attribution(states["z"], weights=weights_of(states.sizes["hidden"]), **given)
+
+
+def components(states: xr.Dataset, given: dict[str, Any]) -> xr.Dataset:
+    """Principal components of the layer's output."""
+    return pca(states["attn_out"].isel(layer=0), n_components=COMPONENTS)
 
 
 def directions(given: dict[str, Any], here: slice) -> np.ndarray[Any, Any]:
@@ -135,15 +142,26 @@ def plain_heads(
     return out
 
 
+def plain_components(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The arithmetic of `components`."""
+    mean = rows.mean(0, dtype=np.float64)
+    products = np.zeros((rows.shape[1],) * 2)
+    for start in range(0, len(rows), BLOCK):
+        block = rows[start : start + BLOCK]
+        products += block.T @ block
+    values, vectors = np.linalg.eigh(products - len(rows) * np.outer(mean, mean))
+    return vectors[:, values.argsort()[::-1][:COMPONENTS]]
+
+
 def peak(folder: Path, which: str, tokens: int, hidden: int) -> int:
     """Most bytes resident in a fresh process that opens the store and runs a stage over all of it."""
     script = f"""
 import sys
 sys.path[:0] = [{str(Path(__file__).parent)!r}]
-import bench_attribution as bench
+import bench_offline as bench
 states = bench.opened({str(folder)!r})
 given = bench.told({hidden}, {tokens})
-bench.{"layers(states, given)" if which == "layers" else f"heads(states, given, bench.weights_of({hidden}))"}
+bench.{which}(states, given)
 print(int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]) << 10)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -177,8 +195,8 @@ def compare(folder: Path, tokens: int, hidden: int, rounds: int) -> None:
     held = stored[["embed", "attn_out"]].load()
     held = held.assign(z=stored["z"].copy(data=held["attn_out"].values.reshape(stored["z"].shape)))
     rows = held["attn_out"].values[0]
-    given, weights = told(hidden, tokens), weights_of(hidden)
-    matrix = weights["W_O"].values.reshape(-1, hidden)
+    given = told(hidden, tokens)
+    matrix = weights_of(hidden)["W_O"].values.reshape(-1, hidden)
     questions: dict[str, dict[str, Callable[[], Any]]] = {
         "layers": {
             "numpy, in memory (limit)": lambda: plain_layers(rows, given),
@@ -187,8 +205,13 @@ def compare(folder: Path, tokens: int, hidden: int, rounds: int) -> None:
         },
         "heads": {
             "numpy, in memory (limit)": lambda: plain_heads(rows, given, matrix),
-            "stage, in memory": lambda: heads(held, given, weights),
-            "stage, stored": lambda: heads(stored, given, weights),
+            "stage, in memory": lambda: heads(held, given),
+            "stage, stored": lambda: heads(stored, given),
+        },
+        "components": {
+            "numpy, in memory (limit)": lambda: plain_components(rows),
+            "stage, in memory": lambda: components(held, given),
+            "stage, stored": lambda: components(stored, given),
         },
     }
     lines = []
@@ -200,7 +223,7 @@ def compare(folder: Path, tokens: int, hidden: int, rounds: int) -> None:
             told_ratio = f"{ratio(limit, own):.2f}"
             lines.append((f"{question}: {name}", f"{statistics.median(own):.2f}", told_ratio, mb))
     title = (
-        f"Attribution over {tokens} x {hidden}, {rounds} rounds; targets: stored at 0.8 of the limit, 600 MB"
+        f"Stages over {tokens} x {hidden}, {rounds} rounds; targets: stored at 0.8 of the limit, under 600 MB"
     )
     print_table(title, ("", "seconds", "of the limit", "peak MB"), lines)
 
