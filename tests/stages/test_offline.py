@@ -1,0 +1,81 @@
+"""A process in which torch cannot be imported gives the same numbers, for every stage that reads a store."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mizarr
+from mizarr.pipeline import run
+from mizarr.stages import STAGES
+from mizarr.stages.component_weights import component_weights_node
+from mizarr.stages.forward.files import resolve
+from mizarr.stages.readout import readout_node
+
+from .attribution_corpus import FAMILIES, HOOKS, POST, PROMPTS
+from .forward.random_models import save_random_model
+from .offline_studies import POST_NORM, STUDIES, material, studied
+
+BLOCKED = """
+import runpy, sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers"):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, NoTorch())
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+assert "torch" not in sys.modules
+"""
+READING_DICTIONARIES = (".features.", ".graph.")
+"""Stages over features and graphs, whose inputs come from a dictionary; they have tests of their own."""
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """A store with one run of a random model and its tables, and the tables' keys."""
+    folder = tmp_path_factory.mktemp(request.param)
+    post = request.param == "gemma2"
+    save_random_model(folder, request.param, 3, **FAMILIES[request.param])
+    store = mizarr.open_store(folder / "store", durability="process")
+    hooks = [*HOOKS, "blocks.*.attn.hook_pattern", *(POST if post else ())]
+    # Prompts enough for a split by prompt.
+    prompts = PROMPTS + [[0, *range(start, start + 9)] for start in range(10, 100, 10)]
+    mizarr.capture(str(folder), prompts, hooks, store=store, progress=False)
+    files = resolve(str(folder))
+    nodes = {"readout": readout_node(files)}
+    nodes |= {part: component_weights_node(files, part) for part in ("attention", "mlp")}
+    for node in nodes.values():
+        run(node, store)
+    return store.path, {name: node.key(store).digest for name, node in nodes.items()}
+
+
+def test_every_stage_over_stored_activations_is_studied():
+    studied_here = {name for name in STUDIES | POST_NORM if name != "residual_parts"}
+    assert studied_here == {
+        name for name, module in STAGES.items() if not module.startswith(READING_DICTIONARIES)
+    }
+
+
+def test_numbers_are_the_same_without_torch(stored, tmp_path: Path):
+    path, keys = stored
+    here = studied(material(path, keys))
+    program = str(Path(__file__).with_name("offline_studies.py"))
+    command = [sys.executable, "-c", BLOCKED, program, str(path), json.dumps(keys), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for study, arrays in here.items():
+        there = np.load(tmp_path / f"{study}.npz", allow_pickle=True)
+        assert set(there.files) == set(arrays), study
+        for name, values in arrays.items():
+            assert values.size, (study, name)
+            np.testing.assert_array_equal(there[name], values, err_msg=f"{study}/{name}")
+            if values.dtype.kind == "f":
+                assert np.isfinite(values).any(), (study, name)
