@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 _SHARD, _CORPUS_SHARD = 64 << 20, 256 << 20  # bytes of a shard below and above
 _CORPUS = 10_000_000  # tokens
+_TOKENS = ("tokenizer", "token_ids")  # of what is noted about a run, what decides how its tokens are shown
 _INDEXED = 100_000  # prompts up to which an entry's prompts are indexed one by one
 
 Key = ActivationKey | ResultKey | str
@@ -123,7 +124,12 @@ class Store:
         return found
 
     def __getitem__(self, key: Key) -> xr.Dataset:
-        """The labelled data under a key or a unique prefix of one, lazy."""
+        """The labelled data under a key or a unique prefix of one, lazy.
+
+        A prefix of no key may be one of a run's digest (DATA of `mizarr ls`): then all that the run holds.
+        """
+        if isinstance(key, str) and not self._key_names(key) and self._entry_names(key):
+            return self.entry(key).open()
         record = self.record(key)
         if record.kind == RESULT:
             return self.open_result(record)
@@ -171,7 +177,8 @@ class Store:
         segment_tokens: length of a segment; by default as long as makes files of about 64 MiB (256 MiB from
         ten million tokens on). An entry keeps the length it was made with.
         attrs: plain values for people (model name, hooks, versions), recorded as provenance and never
-        digested; "tokenizer", a digest, also leads to the token strings (`put_vocabulary`).
+        digested; "tokenizer", a digest, also leads to the token strings (`put_vocabulary`); "token_ids": "unknown" says
+        that the ids are none, and are not to be shown.
         Raises PromptError when `tokens` are not those the run was keyed by, ShapeError for arrays that do not
         fit.
         """
@@ -403,10 +410,10 @@ def _family(run: RunKey, dtype: str) -> str:
 
 
 def _group_attributes(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes of the Zarr group: which arrays are labels, and the tokenizer. The rest is provenance."""
+    """Attributes of the Zarr group: which arrays are labels, and whose tokens. The rest is provenance."""
     from .coordinates import NAMES
 
-    return {"coordinates": " ".join(NAMES), **{k: v for k, v in attrs.items() if k == "tokenizer"}}
+    return {"coordinates": " ".join(NAMES), **{k: v for k, v in attrs.items() if k in _TOKENS}}
 
 
 def _check_pin(name: str) -> None:

@@ -194,6 +194,7 @@ def test_activations_are_found_by_their_own_key(store):
     assert part["layer"].values.tolist() == [1] and part["resid_post"].values[0, :, 1].tolist() == [1, 1, 1]
     assert store.entry(entry.run).digest == entry.digest == store.entry(entry.digest[:9]).digest
     assert store.entry(entry.run, "float32").digest == entry.digest
+    assert store[entry.digest[:20]].identical(entry.open())
     with pytest.raises(EntryNotFound, match="capture it first"):
         store.entry(entry.run, "bfloat16")
 
