@@ -25,6 +25,8 @@ __all__ = ["random_features"]
 
 RIDGE = 1e-4
 """Penalty, relative to the mean square of an activation."""
+_KEPT = 512
+"""Rows of a block by which thresholds are set; those of one block alone are no sample of all."""
 
 
 def random_features(
@@ -38,12 +40,15 @@ def random_features(
     """Features of random directions with the sizes, targets and L0 of `layers`; decoders fitted by ridge
     regression on all rows.
 
-    blocks: gives the rows anew each time it is called, cell -> [row, width]; the first block sets thresholds.
-    Each layer reads its states centred and whitened by their mean and spread over that block.
+    blocks: gives the rows anew each time it is called, cell -> [row, width]; some rows of each set
+    thresholds. Each layer reads its states centred and whitened by their mean and spread over those rows.
     """
-    first = next(iter(blocks()))
+    rows: dict[int, list[Tensor]] = {layer: [] for layer in sorted(layers)}
+    for block in blocks():
+        for layer, held in rows.items():
+            held.append(block[read, layer][:: max(1, len(block[read, layer]) // _KEPT)])
     generator = torch.Generator().manual_seed(seed)
-    drawn = {layer: _drawn(it, first[read, layer], generator) for layer, it in sorted(layers.items())}
+    drawn = {layer: _drawn(layers[layer], torch.cat(held), generator) for layer, held in rows.items()}
     offsets, total = {}, 0
     for layer, it in drawn.items():
         offsets[layer] = slice(total, total + it.n_features)

@@ -82,11 +82,11 @@ def test_likeness_is_the_largest_cosine_with_another_over_all_targets():
 
 
 def test_the_control_is_as_sparse_and_its_decoders_are_the_best_there_are(clt, blocks):
-    made = random_features(clt, lambda: iter([blocks[2], blocks[0]]), "resid_mid", "mlp_out", seed=0)
-    found, wanted = (measure(it, [blocks[2]], "resid_mid", "mlp_out") for it in (made, clt))
+    seen = [blocks[2], blocks[0]]
+    made = random_features(clt, lambda: iter(seen), "resid_mid", "mlp_out", seed=0)
+    found, wanted = (measure(it, seen, "resid_mid", "mlp_out") for it in (made, clt))
     assert np.allclose(found.l0, wanted.l0, atol=0.05)
     assert {layer: it.targets for layer, it in made.items()} == {0: (0, 1), 1: (1,)}
-    seen = [blocks[2], blocks[0]]
     best = measure(made, seen, "resid_mid", "mlp_out").fvu
     worse = {
         n: LayerFeatures(**{**vars(it), "W_dec": {m: w * 1.1 for m, w in it.W_dec.items()}})
