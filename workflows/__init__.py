@@ -41,6 +41,7 @@ WORKFLOWS = {
     "sae_features": ".sae_features",
     "clt_probe": ".clt_probe",
     "clt_vs_plt": ".clt_vs_plt",
+    "attribution_graph": ".attribution_graph",
 }
 
 

@@ -6,9 +6,11 @@ Border: a graph, and what is known of its features, in; elements out. What any o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..stages.features.dictionary import FeatureId
 from ..stages.features.examples import contexts
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
     from ..stages.graph.graph import AttributionGraph, PrunedGraph
 
-__all__ = ["examples_of", "graph_elements"]
+__all__ = ["LISTED", "StrongFeature", "examples_of", "graph_elements", "strongest_features"]
 
 LISTED = 15
 """Features in the table."""
@@ -60,7 +62,72 @@ def graph_elements(
         sources=sources,
         **told,
     )
-    return [_scores(pruned, sources), element, _strongest(graph, vocabulary, effects, sources)]
+    strongest = strongest_features(graph, graph.influence, vocabulary=vocabulary, effects=effects)
+    return [_scores(pruned, sources), element, _strongest(strongest, sources)]
+
+
+@dataclass(frozen=True)
+class StrongFeature:
+    """A feature at a position: a node of a graph (`node` its number), and the tokens it raises and lowers."""
+
+    node: int
+    feature: FeatureId
+    position: int
+    token: str
+    activation: float
+    influence: float
+    raised: tuple[str, ...] = ()
+    lowered: tuple[str, ...] = ()
+
+    def cells(self) -> tuple[str, ...]:
+        """As a row of a table: feature, token, activation, influence, raises, lowers."""
+        return (
+            str(self.feature),
+            f"{self.position} {self.token}",
+            f"{self.activation:.3f}",
+            f"{self.influence:.4f}",
+            " · ".join(self.raised),
+            " · ".join(self.lowered),
+        )
+
+
+def strongest_features(
+    graph: AttributionGraph,
+    influence: npt.NDArray[np.float64],
+    *,
+    vocabulary: Sequence[str] = (),
+    effects: xr.Dataset | None = None,
+    most: int = LISTED,
+) -> list[StrongFeature]:
+    """The features with most influence, largest first; equal ones in the graph's order.
+
+    influence [node]: as the graph tells it. effects: what `logit_effects` gives for it. vocabulary: strings
+    by token id.
+    """
+    nodes = graph.nodes
+    texts = [format_token(str(text)) for text in graph.dataset["input_text"].values]
+
+    def tokens(name: str, node: int) -> tuple[str, ...]:
+        if effects is None:
+            return ()
+        return tuple(format_token(vocabulary[token]) for token in effects[name].values[node].tolist())
+
+    found = []
+    for node in np.argsort(-influence[: graph.counts.features], kind="stable")[:most].tolist():
+        layer, position, index = (int(nodes[name].values[node]) for name in ("layer", "position", "feature"))
+        found.append(
+            StrongFeature(
+                node,
+                FeatureId(layer, index),
+                position,
+                texts[position],
+                float(nodes["activation"].values[node]),
+                float(influence[node]),
+                tokens("raised", node),
+                tokens("lowered", node),
+            )
+        )
+    return found
 
 
 def examples_of(
@@ -105,39 +172,17 @@ def _scores(pruned: PrunedGraph, sources: tuple[str, ...]) -> Values:
     )
 
 
-def _strongest(
-    graph: AttributionGraph,
-    vocabulary: Sequence[str],
-    effects: xr.Dataset | None,
-    sources: tuple[str, ...],
-) -> Table:
-    """The features with most influence, largest first; equal ones in the graph's order."""
-    influence, nodes = graph.influence, graph.nodes
-    order = np.argsort(-influence[: graph.counts.features], kind="stable")[:LISTED].tolist()
-    texts = [format_token(str(text)) for text in graph.dataset["input_text"].values]
+def _strongest(found: Sequence[StrongFeature], sources: tuple[str, ...]) -> Table:
+    """The features with most influence, as a table."""
     columns = [
         Column("feature"),
         Column("token"),
         Column("activation", right=True),
         Column("influence", right=True),
     ]
-    if effects is not None:
+    if any(one.raised for one in found):
         columns += [Column("raises", wraps=True), Column("lowers", wraps=True)]
-    rows = []
-    for i in order:
-        layer, position, feature = (int(nodes[name].values[i]) for name in ("layer", "position", "feature"))
-        cells = [
-            str(FeatureId(layer, feature)),
-            f"{position} {texts[position]}",
-            f"{nodes['activation'].values[i]:.3f}",
-            f"{influence[i]:.4f}",
-        ]
-        if effects is not None:
-            cells += [
-                " · ".join(format_token(vocabulary[token]) for token in effects[name].values[i].tolist())
-                for name in ("raised", "lowered")
-            ]
-        rows.append(tuple((Run(cell),) for cell in cells))
+    rows = [tuple((Run(cell),) for cell in one.cells()[: len(columns)]) for one in found]
     return Table(
         title="Features with most influence", columns=tuple(columns), rows=tuple(rows), sources=sources
     )

@@ -46,6 +46,18 @@ class Kept:
     influence: Floats
     cumulative: Floats
 
+    @classmethod
+    def of(cls, pruned: xr.Dataset) -> Kept:
+        """From what the stage `pruned_graph` gave."""
+        return cls(
+            nodes=pruned["kept"].values,
+            target=pruned["edge_target"].values,
+            source=pruned["edge_source"].values,
+            weight=pruned["edge_weight"].values,
+            influence=pruned["influence"].values,
+            cumulative=pruned["cumulative"].values,
+        )
+
     def edge_mask(self) -> npt.NDArray[np.bool_]:
         """The kept edges as a matrix, bool [node, node]: row = target."""
         mask = np.zeros((len(self.nodes), len(self.nodes)), bool)

@@ -1,0 +1,321 @@
+"""Which tokens and features bring about the next token, and by which paths?
+
+Replaces the MLPs by transcoders, holds attention and norms as the prompt made them, and computes what every
+token, feature and error adds to every feature and to the likeliest logits (Ameisen et al. 2025, "Circuit
+Tracing: Revealing Computational Graphs in Language Models"; stages/graph/). Told are the part that carries
+most of the influence, its strongest features with the tokens they raise and lower, and how much of it all
+the features explain rather than the errors.
+
+The settings are those of circuit-tracer's command line, and so are their defaults. Files for other programs
+come from the graph itself: `workflow.graph.to_pt(…)`, `workflow.pruned.to_viewer(…)`, `.to_graphml(…)`.
+
+Offline the specimen with its own cross-layer transcoder, whose features are shown with the places of shipped
+texts at which they are strongest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from rich.markup import escape
+
+from ..pipeline import Port
+from ..stages.forward.source import ModelSource
+from ..stages.graph.graph import AttributionGraph, PrunedGraph, graph_node
+from ..stages.graph.logit_effects import LogitEffectsNode
+from ..stages.graph.nodes import ERROR, FEATURE, LOGIT, TOKEN
+from ..stages.graph.pruning import Kept, pruned_graph
+from ..stages.lens import format_probability
+from ..stages.readout import readout_node
+from ..store.errors import ConfigError, nearest
+from .answers import plain
+from .feature_examples import ExampleNodes, corpus_texts, example_nodes, passages
+from .graph_page import LISTED, StrongFeature, examples_of, graph_elements, strongest_features
+from .subject import Subject
+from .workflow import Workflow, setting
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..pipeline.nodes import ResultNode
+    from ..stages.features.dictionary import Dictionary
+    from ..stages.forward.model import Model
+    from .report import Element
+
+__all__ = ["PRESETS", "AttributionGraphs", "Preset", "Settings"]
+
+SHOWN = 4
+"""Places of the corpus shown per feature."""
+
+
+class Preset(NamedTuple):
+    """A model, transcoders made for it, and a prompt to begin with."""
+
+    model: str
+    dictionary: str
+    prompt: str
+
+
+DALLAS = "Fact: the capital of the state containing Dallas is"
+LLAMA, GEMMA = "meta-llama/Llama-3.2-1B", "google/gemma-2-2b"
+PRESETS = {
+    "specimen": Preset("specimen", "specimen/clt", "The mother tongue of Danielle Darrieux is"),
+    "llama3.2-1b-524k": Preset(LLAMA, "mntss/clt-llama-3.2-1b-524k", DALLAS),
+    "llama3.2-1b-transcoders": Preset(LLAMA, "mntss/transcoder-Llama-3.2-1B", DALLAS),
+    "gemma2-2b-426k": Preset(GEMMA, "mntss/clt-gemma-2-2b-426k", DALLAS),
+    "gemma2-2b-2.5m": Preset(GEMMA, "mntss/clt-gemma-2-2b-2.5M", DALLAS),
+    "gemma2-2b-transcoders": Preset(GEMMA, "mntss/gemma-scope-transcoders", DALLAS),
+}
+"""Models with the dictionaries published for them (Hanna and Ameisen et al. 2025), and the specimen."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `--set` can change; an empty model, dictionary or prompt is the preset's."""
+
+    preset: str = setting("specimen", f"model with its transcoders: {', '.join(PRESETS)}")
+    model: str = setting("", 'hub id, directory, or "specimen"')
+    dictionary: str = setting("", "transcoders: directory or org/repo")
+    prompt: str = setting("", "prompt whose next token is explained; gets a BOS in front if it has none")
+    targets: tuple[int | str, ...] = setting(
+        (), "token ids, or strings of one token each, to explain; none: the likeliest tokens"
+    )
+    max_n_logits: int = setting(10, "likeliest tokens that are explained, at most")
+    desired_logit_prob: float = setting(0.95, "probability they reach together, if so many can")
+    max_feature_nodes: int | None = setting(7500, "features with incoming edges, by influence; null: all")
+    batch_size: int = setting(256, "with update_interval: features chosen between two rankings")
+    update_interval: int = setting(4, "batches between two rankings")
+    zero_positions: int = setting(1, "first positions that have neither features nor errors")
+    node_threshold: float = setting(0.8, "share of the influence that the nodes told have together")
+    edge_threshold: float = setting(0.98, "share of what edges carry that the edges told carry together")
+    top_k: int = setting(LISTED, "features listed")
+    corpus: str = setting(
+        "",
+        'text file, or folder of *.txt, in which features are looked up; "none": nowhere. Empty: for the '
+        "specimen the texts shipped with it, for others nowhere",
+    )
+    corpus_tokens: int = setting(8192, "tokens of the corpus that are read, at most; passages evenly spaced")
+    graph_memory: str = setting("1GiB", "bytes the graph may take beside the model while it is computed")
+    arithmetic: str = setting("float32", "of the linear maps: float32 or float64")
+    dtype: str = setting("float32", "what the model computes in")
+
+    def __post_init__(self) -> None:
+        for name in ("node_threshold", "edge_threshold"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"expected {name} from 0 to 1, found {getattr(self, name)!r}")
+        if self.top_k < 1 or self.corpus_tokens < 1:
+            raise ConfigError(
+                f"expected top_k and corpus_tokens of at least 1, found {self.top_k} and {self.corpus_tokens}"
+            )
+
+
+class AttributionGraphs(Workflow):
+    """The attribution graph of one prompt."""
+
+    name = "attribution_graph"
+    question = "Which tokens and features bring about the next token, and by which paths?"
+    settings_type = Settings
+
+    def __init__(self, settings: Settings, model: Model | None = None) -> None:
+        super().__init__(settings)
+        chosen = chosen_preset(settings)
+        self.subject = Subject(model or chosen.model, settings.dtype)
+        source = ModelSource(model or chosen.model, dtype=settings.dtype)
+        node = graph_node(
+            source,
+            chosen.dictionary,
+            chosen.prompt,
+            targets=list(settings.targets) or None,
+            max_n_logits=settings.max_n_logits,
+            desired_logit_prob=settings.desired_logit_prob,
+            max_feature_nodes=settings.max_feature_nodes,
+            batch_size=settings.batch_size,
+            update_interval=settings.update_interval,
+            zero_positions=settings.zero_positions,
+            arithmetic=settings.arithmetic,
+            memory=settings.graph_memory,
+        )
+        self.dictionary: Dictionary = node.dictionary
+        thresholds = {"node_threshold": settings.node_threshold, "edge_threshold": settings.edge_threshold}
+        nodes: dict[str, ResultNode] = {
+            "graph": node,
+            "pruned": pruned_graph.on(graph=Port(node), **thresholds),
+            "effects": LogitEffectsNode(node, readout_node(self.subject.files, dtype=settings.dtype)),
+        }
+        self._examples: ExampleNodes | None = None
+        if texts := corpus_texts(settings.corpus, chosen.model):
+            self._examples = example_nodes(
+                self.subject,
+                self.dictionary,
+                passages(self.subject, texts, settings.corpus_tokens),
+                most=SHOWN,
+                zero_positions=settings.zero_positions,
+            )
+            nodes |= {f"examples_{layer}": each for layer, each in self._examples.ranked.items()}
+        self.nodes = nodes
+
+    # -- what came out
+
+    @cached_property
+    def graph(self) -> AttributionGraph:
+        """The whole graph; its edges are read when they are asked for."""
+        return AttributionGraph(self.result("graph"))
+
+    @cached_property
+    def pruned(self) -> PrunedGraph:
+        """The part that the two thresholds keep."""
+        chosen, kept = self.settings, Kept.of(self.result("pruned").load())
+        return PrunedGraph(self.graph, kept, chosen.node_threshold, chosen.edge_threshold)
+
+    @cached_property
+    def scores(self) -> dict[str, float]:
+        """replacement_score and completeness_score of the whole graph, 0 to 1."""
+        found = self.result("pruned")
+        return {name: float(found[name]) for name in ("replacement_score", "completeness_score")}
+
+    @cached_property
+    def strongest(self) -> list[StrongFeature]:
+        """The features with most influence, with the tokens they raise and lower."""
+        return strongest_features(
+            self.graph,
+            self.pruned.kept.influence,
+            vocabulary=self.subject.tokenizer.vocabulary,
+            effects=self.result("effects").load(),
+            most=self.settings.top_k,
+        )
+
+    def kept(self, kind: str) -> int:
+        """How many nodes of a kind ("feature", "error", "token", "logit") are kept."""
+        return int(np.count_nonzero(self.pruned.nodes["kind"].values == kind))
+
+    def tables(self) -> list[Table]:
+        """The tokens explained, with the scores, and the strongest features."""
+        from rich.table import Table
+
+        graph, counts = self.graph, self.graph.counts
+        logits = Table(
+            title=f"{self.subject.name} explained by {self.dictionary.name}: {plain(graph.prompt)}",
+            box=None,
+            pad_edge=False,
+        )
+        logits.add_column("next token")
+        logits.add_column("probability", justify="right")
+        for token, share in zip(graph.logit_tokens, graph.logit_probabilities.tolist(), strict=True):
+            logits.add_row(plain(token), format_probability(share))
+        logits.caption = (
+            f"replacement {self.scores['replacement_score']:.3f}, completeness "
+            f"{self.scores['completeness_score']:.3f}; kept: {self.kept(FEATURE):,} of {counts.features:,} "
+            f"features, {self.kept(ERROR):,} of {counts.errors:,} errors, "
+            f"{len(self.pruned.kept.weight):,} edges"
+        )
+        features = Table(title="Features with most influence", box=None, pad_edge=False)
+        for column in ("feature", "token", "activation", "influence", "raises", "lowers"):
+            features.add_column(column, justify="right" if column.endswith(("ion", "ence")) else "left")
+        for one in self.strongest:
+            features.add_row(*map(escape, one.cells()))
+        features.caption = "tokens raised and lowered by what the feature writes itself, whatever the prompt"
+        return [logits, features]
+
+    def draw(self, folder: Path) -> list[Path]:
+        """The strongest nodes by layer and position, with the edges that carry most."""
+        from .figures_graph import graph_page
+
+        return [
+            self.figure(
+                folder / "attribution_graph.png",
+                lambda: graph_page(
+                    self.pruned, self.strongest, self.scores, model=self.subject.name, footer=self.footer
+                ),
+            )
+        ]
+
+    def elements(self) -> list[Element]:
+        """The scores, the graph to look into, and its strongest features."""
+        examples = None
+        if self._examples is not None:
+            assert self.store is not None  # the graph's result is open
+            store = self.store
+            encoded = {layer: node.open(store) for layer, node in self._examples.encoded.items()}
+            ranked = {layer: self.result(f"examples_{layer}") for layer in encoded}
+            examples = examples_of(self.graph, encoded, ranked, most=SHOWN)
+        return graph_elements(
+            self.graph,
+            node_threshold=self.settings.node_threshold,
+            edge_threshold=self.settings.edge_threshold,
+            vocabulary=self.subject.tokenizer.vocabulary,
+            effects=self.result("effects").load(),
+            examples=examples,
+            sources=tuple(self.nodes),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Scores, logits, what is kept, and the strongest features."""
+        graph, counts, kept = self.graph, self.graph.counts, self.pruned.kept
+        return {
+            **self.header(),
+            "model_id": self.subject.files.name,
+            "dictionary": self.dictionary.name,
+            "prompt": graph.prompt,
+            "tokens": [str(text) for text in graph.dataset["input_text"].values],
+            "token_ids": graph.input_tokens.tolist(),
+            **self.scores,
+            "active_features": len(graph.active_features),
+            "nodes": {
+                "feature": counts.features,
+                "error": counts.errors,
+                "token": counts.positions,
+                "logit": counts.logits,
+            },
+            "kept": {
+                **{kind: self.kept(kind) for kind in (FEATURE, ERROR, TOKEN, LOGIT)},
+                "edges": len(kept.weight),
+            },
+            "logits": [
+                {"token": token, "token_id": i, "probability": share}
+                for token, i, share in zip(
+                    graph.logit_tokens,
+                    graph.logit_token_ids.tolist(),
+                    graph.logit_probabilities.tolist(),
+                    strict=True,
+                )
+            ],
+            "features": [
+                {
+                    "layer": one.feature.layer,
+                    "index": one.feature.index,
+                    "position": one.position,
+                    "token": one.token,
+                    "activation": one.activation,
+                    "influence": one.influence,
+                    "cumulative": float(kept.cumulative[one.node]),
+                    "raises": list(one.raised),
+                    "lowers": list(one.lowered),
+                }
+                for one in self.strongest
+            ],
+        }
+
+
+def chosen_preset(settings: Settings) -> Preset:
+    """The preset, with what the settings name in its place.
+
+    Raises ConfigError for an unknown preset, and for another model without a dictionary.
+    """
+    if settings.preset not in PRESETS:
+        near = nearest(settings.preset, PRESETS)
+        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(PRESETS)}"
+        raise ConfigError(f"no preset {settings.preset!r}; {hint}")
+    own = PRESETS[settings.preset]
+    model = settings.model or own.model
+    if model != own.model and not settings.dictionary:
+        made = [name for name, preset in PRESETS.items() if preset.model == model]
+        hint = f"or preset={made[0]}" if made else "a directory or org/repo"
+        raise ConfigError(f"expected transcoders made for {model}, found none; set dictionary=, {hint}")
+    return Preset(model, settings.dictionary or own.dictionary, settings.prompt or own.prompt)
+
+
+WORKFLOW = AttributionGraphs

@@ -1,0 +1,223 @@
+"""The figure of an attribution graph: its strongest nodes by layer and position, and what runs between them.
+
+Border: a pruned graph in, a `Figure` out; conventions and helpers are those of figures.py. Which nodes and
+edges are drawn is decided here, as a page holds fewer than pruning keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..stages.graph.nodes import ERROR, FEATURE, LOGIT, TOKEN
+from ..stages.lens import format_probability, format_token
+from .figures import ACCENT, FAINT, INK, _figure, _fit, _footer, _style, _subtitle
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ..stages.graph.graph import AttributionGraph, PrunedGraph
+    from .graph_page import StrongFeature
+
+__all__ = ["drawn_part", "graph_page"]
+
+BLUE = "#1d5b7f"
+FEATURES, EDGES = 40, 70
+"""Drawn at most: more cannot be told apart."""
+ACROSS, SLOT = 6, 0.55
+"""Nodes side by side, and the room of each; the room of a position alone is 1."""
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+def drawn_part(
+    pruned: PrunedGraph, features: int = FEATURES, edges: int = EDGES
+) -> tuple[Ints, Ints, Floats]:
+    """Nodes drawn, edges drawn (places among the kept ones), and of every kept edge the influence through it.
+
+    Features by influence, tokens and logits all; of the edges among them those that carry most, and beside
+    them the strongest one out of each feature.
+    """
+    kept, count = pruned.kept, pruned.graph.counts
+    onward = kept.influence.copy()
+    onward[count.sources :] += pruned.graph.logit_probabilities
+    magnitude = np.abs(kept.weight.astype(np.float64))
+    entering = np.bincount(kept.target, magnitude, count.nodes)
+    through = magnitude / entering[kept.target] * onward[kept.target]
+    inner = np.flatnonzero(kept.nodes[: count.features])
+    chosen = inner[np.argsort(-kept.influence[inner], kind="stable")[:features]]
+    nodes = np.concatenate([np.sort(chosen), np.arange(count.token_nodes.start, count.nodes)])
+    is_drawn = np.zeros(count.nodes, bool)
+    is_drawn[nodes] = True
+    among = np.flatnonzero(is_drawn[kept.source] & is_drawn[kept.target])
+    among = among[np.argsort(-through[among], kind="stable")]
+    _, first = np.unique(kept.source[among], return_index=True)
+    of_features = first[kept.source[among[first]] < count.features]
+    found = np.union1d(among[:edges], among[of_features])
+    return nodes, found[np.argsort(through[found], kind="stable")], through
+
+
+def graph_page(
+    pruned: PrunedGraph,
+    strongest: Sequence[StrongFeature],
+    scores: Mapping[str, float],
+    *,
+    model: str,
+    footer: str,
+) -> Figure:
+    """Tokens below, logits above, features between by layer; the strongest ones numbered and told beside it.
+
+    strongest: largest influence first. scores: replacement_score and completeness_score.
+    """
+    graph, count = pruned.graph, pruned.graph.counts
+    nodes, edges, through = drawn_part(pruned)
+    layout = _Layout(pruned, nodes)
+    numbers = {one.node: i for i, one in enumerate(strongest, 1) if one.node in set(nodes.tolist())}
+    with _style():
+        width = min(18.0, 7.5 + 0.45 * layout.width)
+        figure = _figure(width, max(5.0, 2.4 + 0.62 * (count.layers + 2)))
+        axes, beside = figure.subplots(1, 2, gridspec_kw={"width_ratios": [width - 4.6, 4.6]})
+        _grid(axes, graph, layout)
+        _edges(axes, pruned, edges, through, layout)
+        _marks(axes, pruned, nodes, layout, numbers)
+        axes.set_title(f"What brings about {_named(graph.logit_tokens)} in {model}", pad=22, fontsize=12)
+        features, errors = (
+            np.count_nonzero(pruned.nodes["kind"].values == kind) for kind in (FEATURE, ERROR)
+        )
+        _subtitle(
+            axes,
+            f"{np.count_nonzero(nodes < count.features)} of {features:,} kept features, {len(edges)} of "
+            f"{len(pruned.kept.weight):,} kept edges; {errors:,} kept errors not drawn",
+        )
+        _legend(beside, strongest, scores, numbers)
+        _footer(figure, footer)
+    return figure
+
+
+class _Layout:
+    """Where nodes are drawn: x of each position and of each node, y of each node.
+
+    Nodes of one layer and position stand side by side, the most influential first; a position with many is
+    wider than others.
+    """
+
+    def __init__(self, pruned: PrunedGraph, nodes: Ints) -> None:
+        labels, count = pruned.graph.nodes, pruned.graph.counts
+        layer, position = labels["layer"].values, labels["position"].values
+        cells: dict[tuple[int, int], list[int]] = {}
+        for node in sorted(nodes.tolist(), key=lambda node: (-pruned.kept.influence[node], node)):
+            cells.setdefault((int(position[node]), int(layer[node])), []).append(node)
+        most = [1] * count.positions
+        for (column, _), held in cells.items():
+            most[column] = max(most[column], min(len(held), ACROSS))
+        widths = np.array([max(1.0, SLOT * (across + 1)) for across in most])
+        self.width = float(widths.sum())
+        self.columns: list[float] = (np.cumsum(widths) - widths / 2).tolist()
+        self.x: dict[int, float] = {}
+        self.y: dict[int, float] = {}
+        for (column, row), held in cells.items():
+            rows = -(-len(held) // ACROSS)
+            across = -(-len(held) // rows)
+            for i, node in enumerate(held):
+                down, along = divmod(i, across)
+                here = min(across, len(held) - down * across)
+                self.x[node] = self.columns[column] + (along - (here - 1) / 2) * SLOT
+                self.y[node] = row + ((rows - 1) / 2 - down) * min(0.36, 0.8 / rows)
+
+
+def _grid(axes: Any, graph: AttributionGraph, layout: _Layout) -> None:
+    count = graph.counts
+    texts = [_fit(format_token(str(text)), 11) for text in graph.dataset["input_text"].values]
+    for layer in range(-1, count.layers):
+        axes.axhline(layer + 0.5, color="#eceef2", lw=0.8, zorder=0)
+    axes.set(xlim=(-0.1, layout.width + 0.1), ylim=(-1.55, count.layers + 0.75))
+    axes.set_xticks(layout.columns, texts, rotation=45, ha="right", rotation_mode="anchor")
+    names = ["token", *(f"layer {layer}" for layer in range(count.layers)), "output"]
+    axes.set_yticks(range(-1, count.layers + 1), names)
+    axes.tick_params(length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def _edges(axes: Any, pruned: PrunedGraph, edges: Ints, through: Floats, layout: _Layout) -> None:
+    kept = pruned.kept
+    most = through[edges].max(initial=1e-12)
+    for edge in edges.tolist():
+        source, target = int(kept.source[edge]), int(kept.target[edge])
+        share = through[edge] / most
+        axes.plot(
+            [layout.x[source], layout.x[target]],
+            [layout.y[source], layout.y[target]],
+            color=ACCENT if kept.weight[edge] > 0 else BLUE,
+            lw=0.4 + 2.6 * share,
+            alpha=0.25 + 0.55 * share**0.5,
+            zorder=1,
+            solid_capstyle="round",
+        )
+
+
+def _marks(axes: Any, pruned: PrunedGraph, nodes: Ints, layout: _Layout, numbers: Mapping[int, int]) -> None:
+    graph, influence = pruned.graph, pruned.kept.influence
+    kinds, count = graph.nodes["kind"].values, graph.counts
+    most = max(influence[nodes].max(), 1e-12)
+    middle = {"ha": "center", "va": "center", "zorder": 4}
+    for node in nodes.tolist():
+        place = layout.x[node], layout.y[node]
+        if str(kinds[node]) == LOGIT:
+            share = format_probability(float(graph.logit_probabilities[node - count.sources]))
+            text = f"{format_token(graph.logit_tokens[node - count.sources]).strip()}  {share}"
+            box = {"boxstyle": "round,pad=0.3", "fc": "white", "ec": INK, "lw": 1}
+            axes.annotate(text, place, fontsize=8, fontweight="bold", bbox=box, **middle)
+            continue
+        is_token, is_told = str(kinds[node]) == TOKEN, node in numbers
+        size = 26 + 260 * (influence[node] / most) ** 0.5
+        axes.scatter(
+            *place,
+            s=max(size, 95) if is_told else size,
+            marker="s" if is_token else "o",
+            facecolor="#dbe7ef" if is_token else "white",
+            edgecolor=INK if is_told else FAINT,
+            linewidth=1.1,
+            zorder=3,
+        )
+        if is_told:
+            axes.annotate(str(numbers[node]), place, fontsize=7, **middle)
+
+
+def _legend(
+    axes: Any, strongest: Sequence[StrongFeature], scores: Mapping[str, float], numbers: Mapping[int, int]
+) -> None:
+    axes.axis("off")
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    axes.text(0, 1, "Features with most influence", fontsize=9, fontweight="bold", va="top")
+    told = [one for one in strongest if one.node in numbers]
+    step = min(0.062, 0.7 / max(1, len(told)))
+    height = 1 - 0.07
+    for one in told:
+        axes.text(0.045, height, str(numbers[one.node]), fontsize=7.5, va="top", ha="right", color=INK)
+        axes.text(0.075, height, f"{one.feature} at {_fit(one.token.strip(), 12)!r}", fontsize=7.5, va="top")
+        raised = " · ".join(_fit(token.strip(), 12) for token in one.raised[:3])
+        axes.text(0.53, height, _fit(raised, 34), fontsize=7.5, va="top", color="#5b6270")
+        height -= step
+    axes.text(0.53, 1, "raises", fontsize=8, va="top", color="#5b6270")
+    axes.text(
+        0,
+        height - 0.03,
+        f"replacement {scores['replacement_score']:.2f}: influence of tokens, not of errors\n"
+        f"completeness {scores['completeness_score']:.2f}: input of nodes that is explained\n\n"
+        "red raises its target, blue lowers it;\nwidth: influence through the edge; size: of the node",
+        fontsize=7.5,
+        va="top",
+        color="#5b6270",
+        linespacing=1.5,
+    )
+
+
+def _named(tokens: Sequence[str]) -> str:
+    """Some tokens by name."""
+    told = [repr(format_token(token).strip()) for token in tokens[:3]]
+    more = len(tokens) - len(told)
+    return ", ".join(told) + (f" and {more} more" if more else "")
