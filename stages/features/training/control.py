@@ -1,7 +1,8 @@
-"""A control: features of random direction, as many and as sparse as trained ones, with fitted decoders.
+"""Controls: features of random direction, as many and as sparse as trained ones.
 
-What a dictionary must beat. A random encoder throws little away, and least squares makes the best of it; what
-is left between it and a trained dictionary is what features have learned.
+What a dictionary must beat. With decoders fitted: a random encoder throws little away, and least squares
+makes the best of it; what is left between it and a trained dictionary is what features have learned. With
+decoders of random direction as well, what is active says nothing of what is written.
 
 Border: features and rows in blocks, features out.
 """
@@ -36,9 +37,10 @@ def random_features(
     write: str,
     *,
     seed: int,
+    fitted: bool = True,
 ) -> dict[int, LayerFeatures]:
     """Features of random directions with the sizes, targets and L0 of `layers`; decoders fitted by ridge
-    regression on all rows.
+    regression on all rows, or of random direction with the norms of theirs and activations as large.
 
     blocks: gives the rows anew each time it is called, cell -> [row, width]; some rows of each set
     thresholds. Each layer reads its states centred and whitened by their mean and spread over those rows.
@@ -48,7 +50,10 @@ def random_features(
         for layer, held in rows.items():
             held.append(block[read, layer][:: max(1, len(block[read, layer]) // _KEPT)])
     generator = torch.Generator().manual_seed(seed)
-    drawn = {layer: _drawn(layers[layer], torch.cat(held), generator) for layer, held in rows.items()}
+    seen = {layer: torch.cat(held) for layer, held in rows.items()}
+    drawn = {layer: _drawn(layers[layer], seen[layer], generator) for layer in seen}
+    if not fitted:
+        return {layer: _unfitted(it, layers[layer], seen[layer], generator) for layer, it in drawn.items()}
     offsets, total = {}, 0
     for layer, it in drawn.items():
         offsets[layer] = slice(total, total + it.n_features)
@@ -89,3 +94,25 @@ def _drawn(like: LayerFeatures, rows: Tensor, generator: torch.Generator) -> Lay
     pre = open_.preactivations(rows).flatten()
     least = pre.kthvalue(len(pre) - wanted).values
     return replace(open_, activation=JumpReLU(torch.full((like.n_features,), float(least)).clamp(min=0)))
+
+
+def _unfitted(
+    drawn: LayerFeatures, like: LayerFeatures, rows: Tensor, generator: torch.Generator
+) -> LayerFeatures:
+    """Drawn features that write random directions as strongly as `like` writes its own, on average."""
+    assert isinstance(drawn.activation, JumpReLU)
+    assert drawn.b_enc is not None
+    scale = float(like.encode(rows).sum() / drawn.encode(rows).sum())
+    decoders = {}
+    for target in like.targets:
+        trained = like.decoder_rows(slice(None), target)
+        random = torch.nn.functional.normalize(torch.randn(trained.shape, generator=generator), dim=1)
+        decoders[target] = random * trained.norm(dim=1, keepdim=True)
+    return replace(
+        drawn,
+        W_enc=drawn.W_enc * scale,
+        b_enc=drawn.b_enc * scale,
+        activation=JumpReLU(drawn.activation.threshold * scale),
+        W_dec=decoders,
+        b_dec=like.b_dec,
+    )

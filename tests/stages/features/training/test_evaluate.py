@@ -94,3 +94,16 @@ def test_the_control_is_as_sparse_and_its_decoders_are_the_best_there_are(clt, b
     }
     assert (best < measure(worse, seen, "resid_mid", "mlp_out").fvu).all()
     assert (best < 1).all()
+
+
+def test_an_unfitted_control_writes_as_much_in_random_directions(clt, blocks):
+    made = random_features(clt, lambda: iter(blocks), "resid_mid", "mlp_out", seed=0, fitted=False)
+    found, wanted = (measure(it, blocks, "resid_mid", "mlp_out") for it in (made, clt))
+    assert np.allclose(found.l0, wanted.l0, atol=0.05)
+    for layer, it in made.items():
+        x = torch.cat([block["resid_mid", layer] for block in blocks])
+        assert float(it.encode(x).sum()) == pytest.approx(float(clt[layer].encode(x).sum()), rel=1e-3)
+        for target in it.targets:
+            ours, theirs = (each.decoder_rows(slice(None), target) for each in (it, clt[layer]))
+            assert torch.allclose(ours.norm(dim=1), theirs.norm(dim=1))
+            assert float(torch.cosine_similarity(ours, theirs).abs().max()) < 0.99
