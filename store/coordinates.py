@@ -20,20 +20,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from .digest import file_digest
+from .digest import Buffer, file_digest
 from .errors import CorruptEntry, EntryNotFound
-from .files import Files, Folder
+from .files import Folder
 from .packed import PackedTokens
 from .provenance import as_json
-from .shards import ShardLayout, array_metadata, read_shard, write_shard
+from .shards import ShardLayout, array_metadata, read_shard, shard_parts
 
 SPELLED_OUT = 10_000_000
 """Tokens below which `prompt` and `position` are stored for readers without mizarr."""
@@ -61,9 +60,6 @@ from data.
 """
 
 
-_WAITERS = 8  # threads that put small files side by side: each waits for the disk, none works
-
-
 def write_coordinates(
     folder: Folder, path: str, tokens: PackedTokens, layers: int | None, *, pairs: bool
 ) -> None:
@@ -75,18 +71,14 @@ def write_coordinates(
     labels = _labels_digest(tokens)
     folder.put_new(f"{path}/coordinates/labels.json", as_json({"labels": labels}))
     ours = json.loads(folder.get(f"{path}/coordinates/labels.json") or b"{}").get("labels") == labels
-    files: Files = {}
-    # Small files that each wait for the disk: those that wait together are served together.
-    with ThreadPoolExecutor(_WAITERS) as pool:
-        groups = [f"{path}/{name}/zarr.json" for name in BOOKKEEPING]
-        columns = _integers(tokens, layers, pairs=pairs, labelled=ours)
-        waiting = [pool.submit(_write_integers, folder, path, *column) for column in columns]
-        if ours and tokens.texts is not None:
-            waiting.append(pool.submit(_write_texts, folder, path, tokens.texts))
-        list(pool.map(lambda group: folder.put_new(group, _EMPTY_GROUP), groups))
-        for written in waiting:
-            files |= written.result()
-    folder.put_new(f"{path}/coordinates/{labels[7:19] if ours else 'bare'}.json", as_json({"files": files}))
+    files = _integer_files(tokens, layers, pairs=pairs, labelled=ours)
+    if ours and tokens.texts is not None:
+        files |= _text_files(tokens.texts)
+    made = folder.put_all({f"{path}/{name}": parts for name, parts in files.items()})
+    told = {name: _measured(folder, f"{path}/{name}", parts, made) for name, parts in files.items()}
+    record = f"coordinates/{labels[7:19] if ours else 'bare'}.json"
+    groups = {f"{path}/{name}/zarr.json": [_EMPTY_GROUP] for name in BOOKKEEPING}
+    folder.put_all({**groups, f"{path}/{record}": [as_json({"files": told})]})
 
 
 def metadata_record(variable: str) -> str:
@@ -96,11 +88,13 @@ def metadata_record(variable: str) -> str:
 
 def record_metadata(folder: Folder, path: str, variables: Iterable[str]) -> None:
     """Keep the digests of the variables' `zarr.json` for `verify`; the first to do so wins."""
+    records = {}
     for variable in variables:
         if folder.get(f"{path}/{metadata_record(variable)}") is None:
             file = f"{variable}/zarr.json"
             told = {"files": {file: _measure(folder, f"{path}/{file}")}}
-            folder.put_new(f"{path}/{metadata_record(variable)}", as_json(told))
+            records[f"{path}/{metadata_record(variable)}"] = [as_json(told)]
+    folder.put_all(records)
 
 
 def read_tokens(folder: Folder, path: str) -> PackedTokens:
@@ -185,27 +179,30 @@ def _dimension(name: str) -> str:
     return "prompt_id" if name in ("row_start", "row_size", "pair_start", "text") else "token"
 
 
-def _write_integers(folder: Folder, path: str, name: str, values: npt.NDArray[Any]) -> Files:
-    layout = ShardLayout.of(values.dtype.name, (), len(values), layered=False)
-    shard = layout.path(name, None, 0)
-    written: Files = {
-        shard: list(write_shard(folder, f"{path}/{shard}", np.ascontiguousarray(values), layout))
-    }
-    metadata = json.loads(array_metadata(layout, (len(values),), (_dimension(name),), ABOUT[name]))
-    return written | _put_metadata(folder, path, name, {**metadata, "fill_value": 0})
+def _integer_files(
+    tokens: PackedTokens, layers: int | None, *, pairs: bool, labelled: bool
+) -> dict[str, list[Buffer]]:
+    """Files of the integer coordinates, relative to the entry; an array's `zarr.json` after its values."""
+    files = {}
+    for name, values in _integers(tokens, layers, pairs=pairs, labelled=labelled):
+        layout = ShardLayout.of(values.dtype.name, (), len(values), layered=False)
+        shard = layout.path(name, None, 0)
+        metadata = json.loads(array_metadata(layout, (len(values),), (_dimension(name),), ABOUT[name]))
+        files[shard] = shard_parts(shard, np.ascontiguousarray(values), layout)
+        files[f"{name}/zarr.json"] = [_as_metadata({**metadata, "fill_value": 0})]
+    return files
 
 
-def _write_texts(folder: Folder, path: str, texts: Sequence[str]) -> Files:
+def _text_files(texts: Sequence[str]) -> dict[str, list[Buffer]]:
+    """Files of the texts, relative to the entry."""
     from numcodecs.vlen import VLenUTF8
 
-    files: Files = {}
+    files: dict[str, list[Buffer]] = {}
     for n in range(-(-len(texts) // _TEXTS)):
         block = np.full(_TEXTS if len(texts) > _TEXTS else len(texts), "", object)
         part = texts[n * _TEXTS : (n + 1) * _TEXTS]
         block[: len(part)] = part
-        chunk = f"text/c/{n}"
-        folder.put_new(f"{path}/{chunk}", bytes(VLenUTF8().encode(block)))
-        files[chunk] = _measure(folder, f"{path}/{chunk}")
+        files[f"text/c/{n}"] = [bytes(VLenUTF8().encode(block))]
     metadata = {
         "zarr_format": 3,
         "node_type": "array",
@@ -219,13 +216,21 @@ def _write_texts(folder: Folder, path: str, texts: Sequence[str]) -> Files:
         "dimension_names": ["prompt_id"],
         "storage_transformers": [],
     }
-    return files | _put_metadata(folder, path, "text", metadata)
+    return {**files, "text/zarr.json": [_as_metadata(metadata)]}
 
 
-def _put_metadata(folder: Folder, path: str, name: str, metadata: Mapping[str, Any]) -> Files:
-    file = f"{name}/zarr.json"
-    folder.put_new(f"{path}/{file}", json.dumps(metadata, indent=1).encode())
-    return {file: _measure(folder, f"{path}/{file}")}
+def _as_metadata(metadata: Mapping[str, Any]) -> bytes:
+    return json.dumps(metadata, indent=1).encode()
+
+
+def _measured(folder: Folder, name: str, parts: Sequence[Buffer], made: Collection[str]) -> list[int | str]:
+    """Size and digest of a file: of what was written if it is new, of what stands otherwise."""
+    if name not in made:
+        return _measure(folder, name)
+    hashed = hashlib.sha256()
+    for part in parts:
+        hashed.update(part)
+    return [sum(memoryview(part).nbytes for part in parts), f"sha256:{hashed.hexdigest()}"]
 
 
 def _measure(folder: Folder, name: str) -> list[int | str]:

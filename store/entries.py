@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 Cell = tuple[str, int | None]
 """One array of a run: variable and layer, None where there is no layer axis."""
 PACKED_AXES = ("token", "pair")
-_WAITERS = 8  # threads that put small files side by side: each waits for the disk, none works
 _WRITERS = 2  # with more, the disk is the limit
 _MAPPED = 256  # shards kept mapped: each map holds a file descriptor, of which a process has 1024 as a rule
 _RESIDENT = 1 << 27
@@ -163,14 +162,11 @@ class Entry:
         path = entry_path(entry_digest(run, dtype))
         entry = cls(folder, run, dtype, tokens, _length(folder, path) or segment_tokens, claim_ttl)
         layouts = [entry._plan(spec) for spec in arrays]  # refuses before anything is written
-        if folder.put_new(f"{path}/zarr.json", entry._group(attributes or {})):
-            for spec, layout in zip(arrays, layouts, strict=True):
-                entry._add(spec, layout)
-            return entry
-        # The other one's length stands, which may differ from ours if it came first just now.
-        entry = cls(folder, run, dtype, tokens, _length(folder, path) or segment_tokens, claim_ttl)
-        for spec in arrays:
-            entry._add(spec, entry._plan(spec))
+        if not folder.put_new(f"{path}/zarr.json", entry._group(attributes or {})):
+            # The other one's length stands, which may differ from ours if it came first just now.
+            entry = cls(folder, run, dtype, tokens, _length(folder, path) or segment_tokens, claim_ttl)
+            layouts = [entry._plan(spec) for spec in arrays]
+        entry._add(arrays, layouts)
         return entry
 
     @classmethod
@@ -280,9 +276,17 @@ class Entry:
         asked = list(dict.fromkeys(wanted))
         held = self._committed()
         whole = [cell for cell in asked if all(cell in segment for segment in held)]
-        # Each waits for the disk a few times; those that wait together are served together.
-        with ThreadPoolExecutor(_WAITERS) as pool:
-            return list(pool.map(lambda cell: self._publish(cell, held), whole))
+        found, manifests = [], {}
+        for cell in whole:
+            record, manifest = self._completed(cell, held)
+            found.append(record)
+            manifests[f"{self.path}/manifest/{_cell_name(cell)}.json"] = [manifest]
+        self.folder.put_all(manifests)
+        made = self.folder.put_all({record.path: [record.to_bytes()] for record in found})
+        return [
+            record if record.path in made else self.record(*cell) or record
+            for cell, record in zip(whole, found, strict=True)
+        ]
 
     # -- reading
 
@@ -392,7 +396,29 @@ class Entry:
         exact = len(self.segments) > 1 and not pairs
         return ShardLayout.of(spec.dtype, spec.tail, most, spec.layers is not None, exact=exact)
 
-    def _add(self, spec: ArraySpec, layout: ShardLayout) -> None:
+    def _add(self, arrays: Sequence[ArraySpec], layouts: Sequence[ShardLayout]) -> None:
+        """Declare variables, where they are not declared yet."""
+        declared: dict[str, ArraySpec] = {}
+        files = {}
+        for spec, layout in zip(arrays, layouts, strict=True):
+            if declared.setdefault(spec.variable, spec) is spec:
+                files[f"{self.path}/{spec.variable}/zarr.json"] = [self._metadata(spec, layout)]
+        made = self.folder.put_all(files)
+        for spec in arrays:
+            is_new = f"{self.path}/{spec.variable}/zarr.json" in made
+            there = declared[spec.variable] if is_new else self.spec(spec.variable)
+            if (there.dims, there.tail, there.dtype, there.layers) != (
+                spec.dims,
+                spec.tail,
+                spec.dtype,
+                spec.layers,
+            ):
+                raise ShapeError(
+                    f"run {self.digest[:12]} already stores {spec.variable} as {there}; expected {spec}"
+                )
+
+    def _metadata(self, spec: ArraySpec, layout: ShardLayout) -> bytes:
+        """The `zarr.json` of a variable."""
         many, pairs = len(self.segments) > 1, spec.packed == "pair"
         packed = layout.rows * len(self.segments) if pairs else self.tokens.n_tokens
         front = () if spec.layers is None else (spec.layers,)
@@ -401,19 +427,7 @@ class Entry:
             # For readers without mizarr: pair i of segment n lies at n * shard length + i - pair_bounds[n];
             # what is between is NaN.
             attributes["pair_bounds"] = self.pair_bounds.tolist()
-        metadata = array_metadata(layout, (*front, packed, *spec.tail), spec.dims, attributes)
-        if self.folder.put_new(f"{self.path}/{spec.variable}/zarr.json", metadata):
-            return
-        there = self.spec(spec.variable)
-        if (there.dims, there.tail, there.dtype, there.layers) != (
-            spec.dims,
-            spec.tail,
-            spec.dtype,
-            spec.layers,
-        ):
-            raise ShapeError(
-                f"run {self.digest[:12]} already stores {spec.variable} as {there}; expected {spec}"
-            )
+        return array_metadata(layout, (*front, packed, *spec.tail), spec.dims, attributes)
 
     def _array(self, variable: str) -> tuple[ArraySpec, ShardLayout | None]:
         """Spec and layout of a variable; both are fixed once it is declared."""
@@ -496,7 +510,8 @@ class Entry:
         cell = _cell_name((variable, layer))
         return f"segment {n} of {cell} in run {self.digest[:12]} is not {what}; capture it first"
 
-    def _publish(self, cell: Cell, held: Sequence[Mapping[Cell, Written]]) -> Record:
+    def _completed(self, cell: Cell, held: Sequence[Mapping[Cell, Written]]) -> tuple[Record, bytes]:
+        """The record and the manifest of a cell whose segments are all committed."""
         variable, layer = cell
         layout = self.layout(variable)
         files = {layout.path(variable, layer, n): segment[cell] for n, segment in enumerate(held)}
@@ -505,17 +520,10 @@ class Entry:
             canonical_json(["shards", spec.dtype, list(spec.tail), list(files.values())]).encode()
         )
         manifest = {"variable": variable, "layer": layer, "content": content, "files": files}
-        self.folder.put_new(
-            f"{self.path}/manifest/{_cell_name(cell)}.json", canonical_json(manifest).encode()
-        )
+        label = _cell_name(cell).replace(".", "/")
         key = self.key(variable, layer).digest
-        record = Record(
-            key, records.ACTIVATION, self.path, content, records.now(), _cell_name(cell).replace(".", "/")
-        )
-        if self.folder.put_new(record.path, record.to_bytes()):
-            return record
-        standing = self.record(variable, layer)
-        return record if standing is None else standing
+        record = Record(key, records.ACTIVATION, self.path, content, records.now(), label)
+        return record, canonical_json(manifest).encode()
 
 
 def _dtype_of(arrays: Sequence[ArraySpec]) -> str:

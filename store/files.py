@@ -5,7 +5,9 @@ Border: names relative to the store's root and bytes; what they mean is known el
 A file appears under its name complete or not at all, and the first to create it wins: written to a temporary
 name in the same folder, then linked, which fails if the name is taken (`open("x")` would show half a file,
 and `rename` would replace another process's). With durability "disk" a file is synced before it gets its
-name, so a name never outlives its bytes in a power cut; "process" leaves that to the kernel.
+name, so a name never outlives its bytes in a power cut; "process" leaves that to the kernel. Small files that
+belong together are synced together: the disk then waits about once for all of them, and no thread is needed,
+which would take its turns from whoever computes meanwhile.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,9 +26,9 @@ from .digest import Buffer, file_digest
 from .errors import ReadOnlyStore, StoreError, StoreFull
 
 _THREADS = 4  # sha256 releases the GIL: two threads digest twice as fast, beyond four the disk is the limit
-_SYNCS = 8  # at once: a disk groups them
 _REMEMBERED = 20_000  # folders
 _AT_ONCE = 64  # parts per call; every system takes that many
+_OPEN = 128  # files of a batch open at once
 
 Files = dict[str, list[int | str]]
 """Manifest part: path relative to the folder -> [size in bytes, "sha256:…"]."""
@@ -65,21 +67,42 @@ class Folder:
         sync_folder=False leaves the name itself unsynced until `sync_folders`, for many files at once.
         """
         with self.writing(name):
-            target = self.path(name)
-            if target.exists():
+            if self.path(name).exists():
                 return False
-            target.parent.mkdir(parents=True, exist_ok=True)
-            temporary = target.parent / f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}"
-            try:
-                _write(temporary, parts, sync=self.durability == "disk")
-                os.link(temporary, target)
-            except FileExistsError:
-                return False
-            finally:
-                temporary.unlink(missing_ok=True)
-            if sync_folder:
+            with self._temporary(name) as temporary:
+                handle = _written(temporary, parts)
+                try:
+                    if self.durability == "disk":
+                        os.fsync(handle)
+                finally:
+                    os.close(handle)
+                is_new = _linked(temporary, self.path(name))
+            if is_new and sync_folder:
                 self.sync_folders([name])
-        return True
+        return is_new
+
+    def put_all(self, files: Mapping[str, Sequence[Buffer]]) -> set[str]:
+        """Create files of these parts; returns the names that were new, the others stay as they are.
+
+        All bytes are on disk before the first name appears, and names appear in order.
+        """
+        made: set[str] = set()
+        names = list(files)
+        for at in range(0, len(names), _OPEN):
+            some = names[at : at + _OPEN]
+            with self.writing(some[0]), ExitStack() as stack:
+                waiting = {}
+                for name in some:
+                    if not self.path(name).exists():
+                        temporary = stack.enter_context(self._temporary(name))
+                        handle = _written(temporary, files[name])
+                        stack.callback(os.close, handle)
+                        waiting[name] = temporary, handle
+                if self.durability == "disk":
+                    _sync_together([handle for _, handle in waiting.values()])
+                made.update(name for name in waiting if _linked(waiting[name][0], self.path(name)))
+        self.sync_folders(made)
+        return made
 
     def sync_folders(self, names: Collection[str]) -> None:
         """Make the names of these files last: sync the folders they lie in, and those new folders lie in."""
@@ -92,9 +115,9 @@ class Folder:
                     break
                 changed.add(str(Path(folder).parent))
                 settled.add(folder)
-        # A sync waits for the disk; those that wait together are served together.
-        with ThreadPoolExecutor(min(_SYNCS, len(changed))) as pool:
-            list(pool.map(self._sync_folder, (self.root / folder for folder in changed)))
+        # The first one's commit takes the others along.
+        for folder in sorted(changed):
+            self._sync_folder(self.root / folder)
         if len(self._settled) > _REMEMBERED:
             self._settled.clear()
         self._settled.update(settled)
@@ -164,6 +187,17 @@ class Folder:
         except OSError as error:
             raise as_store_error(error, self.root, name) from error
 
+    @contextmanager
+    def _temporary(self, name: str) -> Iterator[Path]:
+        """A hidden name beside this one, for as long as it is written; its folder exists."""
+        target = self.path(name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.parent / f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}"
+        try:
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
+
     def _sync_folder(self, path: Path) -> None:
         if self.durability == "disk":
             with suppress(OSError):  # some file systems cannot sync folders
@@ -189,8 +223,8 @@ def as_store_error(error: OSError, root: Path, name: str) -> OSError:
     return error
 
 
-def _write(path: Path, parts: Sequence[Buffer], *, sync: bool) -> None:
-    """A new file of these parts, in as few calls as the kernel allows (it takes at most 2 GiB at a time)."""
+def _written(path: Path, parts: Sequence[Buffer]) -> int:
+    """A new file of these parts, open; in as few calls as the kernel allows (of at most 2 GiB)."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         waiting = [memoryview(part) for part in parts if len(part)]
@@ -200,10 +234,28 @@ def _write(path: Path, parts: Sequence[Buffer], *, sync: bool) -> None:
                 written -= len(waiting.pop(0))
             if written:
                 waiting[0] = waiting[0][written:]
-        if sync:
-            os.fsync(handle)
-    finally:
+    except BaseException:
         os.close(handle)
+        raise
+    return handle
+
+
+def _linked(temporary: Path, target: Path) -> bool:
+    """Give a whole file its name; False when the name is taken."""
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _sync_together(handles: Sequence[int]) -> None:
+    if hasattr(os, "posix_fadvise"):
+        # Starts writing each without waiting: whichever sync is first then commits all of them.
+        for handle in handles:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    for handle in handles:
+        os.fsync(handle)
 
 
 def _sync(path: Path) -> None:

@@ -198,17 +198,22 @@ def write_shard(
     gets *its* digest.
     sync_folder: as for `Folder.create`. Raises ShapeError, StoreFull, ReadOnlyStore.
     """
-    _check_rows(name, rows, layout)
-    index = _index(len(rows), layout).tobytes()
-    padding = layout.file_bytes(len(rows)) - layout.index_bytes - rows.nbytes
-    zeros = [_ZEROS[: min(CHUNK_BYTES, padding - at)] for at in range(0, padding, CHUNK_BYTES)]
-    parts: list[Buffer] = [_bytes_of(rows), *zeros, index + _crc32c(index)]
+    parts = shard_parts(name, rows, layout)
     with _digesting(parts) as digest:
         is_new = folder.create(name, parts, sync_folder=sync_folder)
     if is_new:
         return layout.file_bytes(len(rows)), digest.result()
     target = folder.path(name)
     return target.stat().st_size, file_digest(target)
+
+
+def shard_parts(name: str, rows: Array, layout: ShardLayout) -> list[Buffer]:
+    """The bytes of a shard, end to end; rows as for `write_shard`, and not copied."""
+    _check_rows(name, rows, layout)
+    index = _index(len(rows), layout).tobytes()
+    padding = layout.file_bytes(len(rows)) - layout.index_bytes - rows.nbytes
+    zeros = [_ZEROS[: min(CHUNK_BYTES, padding - at)] for at in range(0, padding, CHUNK_BYTES)]
+    return [_bytes_of(rows), *zeros, index + _crc32c(index)]
 
 
 def read_shard(path: Path, layout: ShardLayout, rows: int) -> Array:

@@ -113,3 +113,41 @@ def test_a_folder_opened_for_reading_writes_nothing(tmp_path):
         with pytest.raises(ReadOnlyStore, match="mode='a'"):
             write()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_batch_is_synced_whole_before_its_first_name_and_named_in_order(tmp_path, synced, monkeypatch):
+    real = os.link
+    monkeypatch.setattr(
+        os, "link", lambda source, target: (synced.append(Path(target)), real(source, target))
+    )
+    folder = Folder(tmp_path)
+    folder.put_new("x/taken", b"old")
+    synced.clear()
+    made = folder.put_all({"x/b": [b"one", b"two"], "x/taken": [b"new"], "y/a": [b"three"]})
+    assert made == {"x/b", "y/a"}
+    assert [folder.get(name) for name in ("x/b", "x/taken", "y/a")] == [b"onetwo", b"old", b"three"]
+    names = [path for path in synced if isinstance(path, Path)]
+    assert names == [tmp_path / "x/b", tmp_path / "y/a"]
+    assert len(synced[: synced.index(names[0])]) == 2
+    assert set(synced[synced.index(names[-1]) + 1 :]) == {str(tmp_path / part) for part in ("", "x", "y")}
+
+
+def test_of_a_batch_that_fails_nothing_has_a_name(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = Folder(tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", full)
+        with pytest.raises(StoreFull, match="no space left"):
+            folder.put_all({"x/a": [b"one"], "x/b": [b"two"]})
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+    assert folder.put_all({"x/a": [b"one"], "x/b": [b"two"]}) == {"x/a", "x/b"}
+
+
+def test_a_batch_may_have_more_files_than_are_open_at_once(tmp_path):
+    folder = Folder(tmp_path)
+    files = {f"many/{n}": [str(n).encode()] for n in range(300)}
+    assert folder.put_all(files) == set(files)
+    assert all(folder.get(name) == parts[0] for name, parts in files.items())
+    assert folder.put_all(files) == set()
