@@ -109,7 +109,7 @@ class AttentionRouting(Workflow):
         planned = self.planned
         edge = (planned.tokens[planned.last], planned.tokens[planned.site])
         title = (
-            f"{planned.subject.name}: {plain(edge[0])!r} ({planned.last}) looking at {plain(edge[1])!r} "
+            f"{planned.heading}: {plain(edge[0])!r} ({planned.last}) looking at {plain(edge[1])!r} "
             f"({planned.site}) while {planned.inject} is injected there, strength {self.strength:g}"
         )
         table = Table(title=title, box=None, pad_edge=False)

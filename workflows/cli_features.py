@@ -70,8 +70,8 @@ def inspect(
 ) -> int:
     """Show layers, features, hook points and configuration of REFERENCE, and how it was understood.
 
-    REFERENCE is a directory, or org/repo[/subfolder][@revision] in the local cache. Exit code 1 if it cannot
-    be used with --model, or holds numbers that are not finite, with the reasons.
+    REFERENCE is specimen/clt, a directory, or org/repo[/subfolder][@revision] in the local cache. Exit code 1
+    if it cannot be used with --model, or holds numbers that are not finite, with the reasons.
     """
     from ..stages.features.dictionary import Dictionary
 

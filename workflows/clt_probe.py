@@ -17,10 +17,12 @@ import numpy as np
 from ..stages.features.activity import FeatureActivity
 from ..stages.features.alignment import DecoderSearch
 from ..stages.features.dictionary import FeatureId
+from ..stages.forward.files import SPECIMEN
 from ..stages.positions import position_of
 from ..store.errors import ConfigError
 from .answers import encoded, fact, named, plain
 from .feature_injection import is_one_token, word_id
+from .feature_presets import preset_of
 from .sae_features import dictionary_of
 from .subject import Subject
 from .workflow import Workflow, setting
@@ -43,7 +45,7 @@ class Settings:
     """What `--set` can change."""
 
     model: str = setting("specimen", 'hub id, directory, or "specimen"')
-    dictionary: str = setting("", "transcoders: directory or org/repo; none: the specimen's own")
+    dictionary: str = setting("", "transcoders: directory or org/repo; none: specimen/clt")
     prompt: str = setting("", "prompt to read; none: a shipped fact, or the capital of France")
     position: int | str = setting(
         "last", 'position probed: an index, "first", "last", or a phrase of the prompt'
@@ -69,7 +71,7 @@ class CltProbe(Workflow):
     def __init__(self, settings: Settings, model: Model | None = None) -> None:
         super().__init__(settings)
         self.subject = Subject(model or settings.model, settings.dtype)
-        self.prompt, answer = fact(settings.model, settings.prompt, "")
+        self.prompt, answer = _asked(settings)
         self.encoding = encoded(self.subject, self.prompt)
         self.dictionary = dictionary_of(settings.dictionary, settings.model, "clt")
         self.dictionary.require_fit(self.subject.config, self.subject.name)
@@ -222,6 +224,15 @@ class CltProbe(Workflow):
         rows = np.array([layers[layer] for layer in activity["active_layer"].values.tolist()], np.int64)
         np.add.at(counts, (rows, activity["active_position"].values), 1)
         return counts
+
+
+def _asked(settings: Settings) -> tuple[str, str]:
+    """The prompt and its answer; by default of the specimen the fact of its preset, whose answer is a word of
+    one token."""
+    if settings.model == SPECIMEN and not settings.prompt:
+        preset = preset_of(SPECIMEN)
+        return preset.prompt, preset.suppress_word
+    return fact(settings.model, settings.prompt, "")
 
 
 WORKFLOW = CltProbe

@@ -131,7 +131,7 @@ class CltVsPlt(Workflow):
         from rich.table import Table
 
         preset = self.planned.preset
-        title = f"{self.planned.subject.name}: probability of {preset.inject_word!r}, largest over positions"
+        title = f"{self.planned.heading}: probability of {preset.inject_word!r}, largest over positions"
         table = Table(title=title, box=None, pad_edge=False)
         for column in ("transcoders", "protocol", "p", "logit", "position", "token"):
             table.add_column(column, justify="right" if column in ("p", "logit", "position") else "left")
@@ -171,15 +171,17 @@ class CltVsPlt(Workflow):
             for trace in traces:
                 here = trace.isel(rank=rank)
                 feature = FeatureId(int(here["source_layer"]), int(here["feature"]))
-                cells += [str(feature), f"{float(here['score']):+.3f}", f"{float(here['trace'].max()):.3f}"]
+                active = float(here["trace"].max()) + 0.0  # what is not active may be -0.0
+                cells += [str(feature), f"{float(here['score']):+.3f}", f"{active:.3f}"]
             table.add_row(*cells)
         return table
 
     def draw(self, folder: Path) -> list[Path]:
-        """Both kinds' sweeps over positions."""
+        """Both kinds' sweeps over positions, and that of the preset's features."""
         from .figures_features import arms_page
 
-        curves = {
+        planning = self.opened["planning"].isel(strength=0, word=0)
+        curves = {"the preset's features": np.exp(planning["logprob"].values)} | {
             f"{arm} {name.replace('_', ' ')}": np.exp(self.opened[f"{arm}_{name}"]["logprob"].values[:, 0])
             for arm in self.arms
             for name in protocols(arm)

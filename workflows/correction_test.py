@@ -148,8 +148,9 @@ class CorrectionTest(Workflow):
         planned, preset = self.planned, self.planned.preset
         words = (preset.inject_word, preset.correct_word)
         title = (
-            f"{planned.subject.name}: {planned.inject} ({words[0]!r}) committed at {planned.site}, then "
-            f"{self.correct} ({words[1]!r}) into layers from {preset.correct_from_layer} on"
+            f"{planned.heading}: {planned.inject} ({words[0]!r}) committed at "
+            f"'{plain(planned.tokens[planned.site])}' ({planned.site}), then {self.correct} ({words[1]!r}) "
+            f"into layers from {preset.correct_from_layer} on"
         )
         table = Table(title=title, box=None, pad_edge=False)
         for column in (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..stages.features.dictionary import Dictionary, FeatureId
 from ..stages.features.sweeps import Dose, InjectionSweep
 from ..store.errors import ConfigError
-from .answers import encoded, named
+from .answers import encoded, named, plain
 from .feature_presets import Preset
 from .subject import Subject
 
@@ -45,6 +45,12 @@ class Planned:
     def tokens(self) -> list[str]:
         """Text of each token of the prompt."""
         return named(self.subject, self.encoding.ids)
+
+    @property
+    def heading(self) -> str:
+        """The model and the prompt's last line, for titles of tables."""
+        lines = self.prompt.strip().splitlines()
+        return f"{self.subject.name}, '{'… ' if lines[1:] else ''}{plain(lines[-1])}'"
 
     @property
     def last(self) -> int:

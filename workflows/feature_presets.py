@@ -23,6 +23,18 @@ GEMMA_POEM = (
     "The stars were twinkling in the night,\nThe lanterns cast a golden light.\n"
     "She wandered in the dark about,\nAnd found a hidden passage"
 )
+# The specimen's own: a fact it has learned, "French" with 0.99. How the features were found, all with the
+# dictionary that ships:
+#   site      the last token of the name, "in" of "Calvin". Of all features injected one by one at each place
+#             (strength 10), only those there, or at the last token itself, raise " English" above 0.03.
+#   suppress  the three features at the site with most influence in the attribution graph of " French"
+#             (mizarr.attribution_graph(..., targets=[" French"])).
+#   inject    fires on both last tokens of "Andrew Jackson", whose mother tongue is English; of the features
+#             that fire there, the one that raises " English" most when injected at the site.
+#   correct   of all features of layers 0 and 1, written from layer 1 on, the one that brings " French" back
+#             most at strength 20. Written from layer 2 on none makes it the likeliest again: too late.
+#   strength  large enough for " English" to become the likeliest, small enough to be taken back below 20.
+SPECIMEN_FACT = "The mother tongue of John Calvin is"
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,22 @@ class Preset:
 
 
 PRESETS = {
+    "specimen": Preset(
+        model="specimen",
+        dictionary="specimen/clt",
+        prompt=SPECIMEN_FACT,
+        suppress=("0:276", "0:229", "0:236"),
+        inject="0:128",
+        suppress_word="French",
+        inject_word="English",
+        site="in",
+        strength=5.5,
+        ending="",
+        correct="1:223",
+        correct_word="French",
+        correct_from_layer=1,
+        per_layer="specimen/plt",
+    ),
     "llama3.2-1b-524k": Preset(
         model="meta-llama/Llama-3.2-1B",
         dictionary="mntss/clt-llama-3.2-1b-524k",

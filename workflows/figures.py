@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["answers_by_layer", "helix_page", "lens_heatmap", "save"]
 
-DRAWING = 1
+DRAWING = 2
 """Moves when figures change their looks, so that files drawn before are drawn anew."""
 
 INK, FAINT, ACCENT, CONTROL = "#1f2430", "#8a90a0", "#c2410c", "#9aa1b1"
@@ -309,7 +309,11 @@ def _integers(axis: Any) -> None:
 
 
 def _subtitle(axes: Any, text: str) -> None:
-    axes.text(0, 1.02, text, transform=axes.transAxes, fontsize=8, color="#5b6270", va="bottom")
+    # In points, not in shares of the axes: in tall ones that would run into the title.
+    axes.annotate(
+        text, (0, 1), xytext=(0, 5), xycoords="axes fraction", textcoords="offset points",
+        fontsize=8, color="#5b6270", va="bottom", annotation_clip=False,
+    )  # fmt: skip
 
 
 def _footer(figure: Any, text: str) -> None:

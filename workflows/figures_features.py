@@ -56,7 +56,7 @@ def sweep_page(
         axes.set_xticks(range(len(tokens)), names, rotation=55, ha="right")
         axes.set_ylabel(f"probability of {word!r} at the end")
         axes.set_xlabel("token at which features are suppressed and injected")
-        axes.set_title(f"Where {model} lets {feature} decide what comes last", pad=22, fontsize=12)
+        axes.set_title(f"Where injecting {feature} makes {model} end on {word!r}", pad=22, fontsize=12)
         _subtitle(
             axes, f"each bar is one run; dashed: without injection, {format_probability(baseline)}; log scale"
         )
@@ -201,7 +201,7 @@ def arms_page(
 ) -> Figure:
     """Probability of a word by the position of an injection, a line per protocol; log scale.
 
-    curves: name -> [position]; those of per-layer transcoders begin with "plt".
+    curves: name -> [position]; those of ranked features begin with the kind of transcoder, "clt" or "plt".
     """
     names = [_fit(format_token(token), 12) for token in tokens]
     shades = {
@@ -214,7 +214,8 @@ def arms_page(
         _log(axes)
         axes.axhline(baseline, color=CONTROL, ls="--", lw=1.2, label="without injection")
         for name, values in curves.items():
-            axes.plot(values, color=next(shades[name[:3]]), lw=1.8, marker="o", ms=3, label=name)
+            colour = next(shades[name[:3]]) if name[:3] in shades else INK
+            axes.plot(values, color=colour, lw=1.8, marker="o", ms=3, label=name)
         axes.set_xticks(range(len(tokens)), names, rotation=55, ha="right")
         axes.set_ylabel(f"probability of {word!r} at the end")
         axes.set_xlabel("token at which features are suppressed and injected")

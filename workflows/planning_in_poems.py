@@ -111,7 +111,7 @@ class PlanningInPoems(Workflow):
         planned, preset = self.planned, self.planned.preset
         off = " ".join(map(str, planned.suppress)) or "nothing"
         title = (
-            f"{planned.subject.name}: at each position {off} suppressed and {planned.inject} "
+            f"{planned.heading}: at each position {off} suppressed and {planned.inject} "
             f"({preset.inject_word!r}) injected, strength {preset.strength:g}"
         )
         table = Table(title=title, box=None, pad_edge=False)

@@ -37,7 +37,7 @@ class Settings:
     """What `--set` can change."""
 
     model: str = setting("specimen", 'hub id, directory, or "specimen"')
-    dictionary: str = setting("", "autoencoder: directory or org/repo; none: the specimen's own")
+    dictionary: str = setting("", "autoencoder: directory or org/repo; none: specimen/sae")
     prompt: str = setting("", "prompt to read; none: a shipped fact, or the capital of France")
     layer: int | None = setting(None, "layer told, of dictionaries with several; none: the middle one")
     position: int | str = setting(

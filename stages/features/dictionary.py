@@ -146,9 +146,9 @@ class Dictionary:
     ) -> Dictionary:
         """A dictionary from a local directory or a cached hub repository, in any supported format.
 
-        name: directory or "org/repo[/subfolder][@revision]". read, write: names of hook points inside a block
-        ("hook_resid_mid"), for files that do not say. device: where arithmetic is done; weights stay mapped
-        from disk.
+        name: "specimen/clt", directory, or "org/repo[/subfolder][@revision]". read, write: names of hook
+        points inside a block ("hook_resid_mid"), for files that do not say. device: where arithmetic is done;
+        weights stay mapped from disk.
         Raises ModelNotFound, or DictionaryError for a layout nobody knows or files that contradict each
         other.
         """
