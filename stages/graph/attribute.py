@@ -8,11 +8,17 @@ or negative, in units of the target; not normalised.
 Targets are taken by layer and position, so that a batch has gradients only below its layer and up to its last
 position: the causal cone. What a row is does not depend on its batch.
 
-Border: which rows, in which order, and where they are kept is `rows.py`'s.
+Batches are independent. Where maps and decoder vectors are in memory, as in small models, batches run side by
+side, each on one thread (threads.py). Large products, and a GPU, have one batch at a time.
+
+Border: which rows, in which order, and where they are kept is node.py's and selection.py's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ...store.errors import PlanError
+from .threads import one_thread_each
 
 if TYPE_CHECKING:
     from .replacement import Replacement
@@ -31,6 +38,18 @@ __all__ = ["Attributor"]
 
 LANES = 64
 """Targets in a batch, where memory allows; measured on 2 cores, 32 to 128 are equal."""
+FEWEST = 16
+"""Targets in a batch below which batches are not made smaller to run side by side."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Targets of one layer: where their rows go, their positions, the vectors they read with."""
+
+    rows: npt.NDArray[np.int64]
+    layer: int
+    positions: Tensor
+    vectors: Tensor
 
 
 class Attributor:
@@ -52,8 +71,9 @@ class Attributor:
                 f"a row of this graph needs {lane} bytes for its gradients, more than the {room} it may "
                 "take; raise memory="
             )
-        # Decoder vectors that are read anew for every batch are worth batches as large as can be.
-        self.lanes = room // lane if not sources.is_kept else min(LANES, room // lane)
+        self._most = room // lane
+        is_small = sources.is_kept and replacement.is_kept and replacement.device.type == "cpu"
+        self._side_by_side = max(1, self._most // FEWEST) if is_small else 1
 
     def rows(self, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Rows [n, source] of some targets, columns in the order of the graph before selection: all active
@@ -61,35 +81,50 @@ class Attributor:
 
         chosen: active features by index; from their number on, logits.
         """
-        active, count = self.sources.active, self.sources.n_features
+        workers = min(torch.get_num_threads(), self._side_by_side)
+        # Decoder vectors that are read anew for every batch are worth batches as large as can be.
+        most = self._most // workers
+        lanes = min(LANES, most) if self.sources.is_kept else most
         items = torch.from_numpy(np.ascontiguousarray(chosen)).to(self.replacement.device)
+        batches = self._batches(items, lanes)
         found = np.empty((len(items), self.sources.n_columns), np.float32)
+
+        def compute(batch: Batch) -> None:
+            out = self.batch(batch.layer, batch.positions, batch.vectors)
+            found[batch.rows] = out.float().cpu().numpy()
+
+        if workers == 1:
+            for batch in batches:
+                compute(batch)
+            return found
+        self.sources.fill()
+        with one_thread_each(), ThreadPoolExecutor(workers) as pool:
+            for _ in pool.map(compute, batches):
+                pass
+        return found
+
+    def _batches(self, items: Tensor, lanes: int) -> Iterator[Batch]:
+        """Logits, then features layer by layer, by position; so many targets at a time."""
+        active, count = self.sources.active, self.sources.n_features
+        last = self.replacement.n_positions - 1
         is_logit = items >= count
-        if bool(is_logit.any()):
-            self._logits(items, is_logit.nonzero().squeeze(1), found)
+        for some in is_logit.nonzero().squeeze(1).split(lanes):
+            vectors = self.targets.vectors[items[some] - count]
+            rows = some.cpu().numpy()
+            if len(rows):  # split gives one empty piece of nothing
+                yield Batch(rows, self.replacement.n_layers, torch.full_like(some, last), vectors)
         layers = torch.full_like(items, -1)
         layers[~is_logit] = active.layer[items[~is_logit]]
         for layer in layers.unique().tolist():
-            if layer >= 0:
-                self._features(layer, items, (layers == layer).nonzero().squeeze(1), found)
-        return found
-
-    def _logits(self, items: Tensor, places: Tensor, found: npt.NDArray[np.float32]) -> None:
-        last, count = self.replacement.n_positions - 1, self.sources.n_features
-        for some in places.split(self.lanes):
-            vectors = self.targets.vectors[items[some] - count]
-            where = torch.full_like(some, last)
-            found[some.cpu().numpy()] = _stored(self.batch(self.replacement.n_layers, where, vectors))
-
-    def _features(self, layer: int, items: Tensor, places: Tensor, found: npt.NDArray[np.float32]) -> None:
-        """Rows of features of one layer, by position."""
-        active = self.sources.active
-        places = places[torch.argsort(active.position[items[places]], stable=True)]
-        features = self.replacement.dictionary.layer(layer)
-        for some in places.split(self.lanes):
-            chosen = items[some]
-            vectors = features.encoder_rows(active.feature[chosen].cpu())
-            found[some.cpu().numpy()] = _stored(self.batch(layer, active.position[chosen], vectors))
+            if layer < 0:
+                continue
+            places = (layers == layer).nonzero().squeeze(1)
+            places = places[torch.argsort(active.position[items[places]], stable=True)]
+            features = self.replacement.dictionary.layer(layer)
+            for some in places.split(lanes):
+                chosen = items[some]
+                vectors = features.encoder_rows(active.feature[chosen].cpu())
+                yield Batch(some.cpu().numpy(), layer, active.position[chosen], vectors)
 
     def batch(self, layer: int, positions: Tensor, vectors: Tensor) -> Tensor:
         """Rows [target, source], in the dtype of the arithmetic, of targets that read with these vectors at
@@ -103,9 +138,3 @@ class Attributor:
             model.back(below, walking)
         sources.contract_tokens(walking, out)
         return out.index_select(1, sources.order)
-
-
-def _stored(rows: Tensor) -> npt.NDArray[np.float32]:
-    """As the store keeps them."""
-    found: npt.NDArray[np.float32] = rows.float().cpu().numpy()
-    return found

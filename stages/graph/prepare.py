@@ -19,6 +19,7 @@ from .frozen import decoder_of, frozen_pass
 from .replacement import Replacement
 from .sources import Sources, error_vectors
 from .targets import prompt_text, token_text
+from .threads import one_thread_each
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["Prepared", "prepare"]
 
 Ints = npt.NDArray[np.int64]
+SMALL = 2e9
+"""Operations of a forward pass (a twentieth of a second on one core) below which threads do not share it."""
 
 
 class Prepared:
@@ -135,7 +138,7 @@ def prepare(
             f"the attention patterns of {len(tokens)} tokens take {patterns * model.dtype.itemsize} bytes, "
             f"more than memory={memory}; raise it, or shorten the prompt"
         )
-    with torch.no_grad():
+    with torch.no_grad(), one_thread_each(when=_operations(model, len(tokens)) < SMALL):
         frozen = frozen_pass(model, dictionary, tokens)
         states = {layer: read.to(dtype) for layer, read in frozen.read.items()}
         active = dictionary.encode(states, zero_positions=settings.zero_positions)
@@ -151,3 +154,9 @@ def prepare(
         targets = settings.targets.resolve(frozen.logits, unembed, model._tokenizer, dtype)
         attributor = Attributor(replacement, sources, targets, room=memory // 8)
     return Prepared(model, dictionary, frozen, active, targets, attributor, settings.zero_positions)
+
+
+def _operations(model: Model, tokens: int) -> float:
+    """Roughly those of a forward pass over so many tokens."""
+    c = model.config
+    return 2.0 * tokens * c.num_layers * c.hidden_size * (4 * c.hidden_size + 3 * c.intermediate_size)

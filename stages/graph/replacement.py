@@ -134,6 +134,13 @@ class Replacement:
             norm = NormMap(torch.ones_like(norm.gain), norm.scale, norm.centred)
         return norm.backward(vectors, positions)
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether the maps of all layers are in memory; makes them."""
+        for layer in range(self.n_layers):
+            self.maps(layer)
+        return len(self._kept) == self.n_layers
+
     def maps(self, layer: int) -> LayerMaps:
         """The maps of a layer, made or kept."""
         found = self._kept.get(layer)

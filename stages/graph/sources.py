@@ -72,6 +72,12 @@ class Sources:
         """Whether decoder vectors are in memory from batch to batch."""
         return self._kept is not None
 
+    def fill(self) -> None:
+        """Read the decoder vectors that are kept now, so that threads may share them."""
+        for layer in range(self.replacement.n_layers if self.is_kept else 0):
+            for _ in self._blocks(layer, self.replacement.n_positions):
+                pass
+
     def contract(self, layer: int, gradient: Tensor, out: Tensor) -> None:
         """Add to `out` [target, column] what is written after a layer, met by gradients there [position,
         target, hidden]."""
