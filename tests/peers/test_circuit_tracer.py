@@ -1,8 +1,8 @@
 """Graphs, pruned graphs, files and feature interventions agree with circuit-tracer on random weights.
 
-Fresh models (Llama, Gemma 2) and transcoders (CLT and per layer; ReLU, JumpReLU; with and without skip) for
-every seed. To run these: an environment with circuit-tracer 0.5.0, transformer-lens 3.2, transformers 4.57
-and mizarr's own requirements, and in it
+Fresh models (Llama, Gemma 2, Qwen 2 and 3) and transcoders (CLT and per layer; ReLU, JumpReLU, TopK; with
+and without skip; read before, in and behind the norm) for every seed. To run these: an environment with
+circuit-tracer 0.5.0, transformer-lens 3.2, transformers 4.57 and mizarr's own requirements, and in it
 
     PYTHONPATH=.venv/src HF_HUB_OFFLINE=1 python -m pytest tests/peers/test_circuit_tracer.py -rP
 """
@@ -34,9 +34,22 @@ PAIRS = [
     ("llama", "clt-relu"),
     ("llama", "plt-relu-skip"),
     ("llama", "plt-jumprelu"),
+    ("llama", "plt-topk"),
     ("gemma2", "clt-jumprelu"),
+    ("gemma2", "clt-relu"),
     ("gemma2", "plt-jumprelu"),
+    ("gemma2", "plt-relu-skip"),
+    ("gemma2", "plt-topk"),
+    ("qwen2", "clt-jumprelu"),
+    ("qwen2", "plt-relu-skip"),
+    ("qwen3", "plt-relu-skip"),
 ]
+SHAPES: list[dict[str, int]] = [
+    {},
+    {"num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 40},
+    {"num_key_value_heads": 4, "head_dim": 8, "sliding_window": 5},
+]
+"""Of the model, by seed; a sliding window is Gemma 2's alone."""
 
 
 class Pair:
@@ -45,7 +58,8 @@ class Pair:
     def __init__(self, family: str, kind: str, seed: int, folder: Path) -> None:
         pytest.importorskip("circuit_tracer", exc_type=ImportError)
         self.seed = seed
-        path = save_model(folder / "model", family, seed)
+        shape = {k: v for k, v in SHAPES[seed].items() if k != "sliding_window" or family == "gemma2"}
+        path = save_model(folder / "model", family, seed, **shape)
         self.model = mizarr.Model.from_pretrained(path)
         transcoders = save_random_transcoders(
             folder / "transcoders", self.model, kind, seed=seed + 1, features=40, density=0.12
@@ -71,7 +85,7 @@ class Pair:
 
 @pytest.fixture(
     scope="module",
-    params=[(*pair, seed) for pair in PAIRS for seed in (0, 1)],
+    params=[(*pair, seed) for pair in PAIRS for seed in range(len(SHAPES))],
     ids=lambda each: "-".join(map(str, each)),
 )
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
@@ -98,25 +112,37 @@ def agree(ours: AttributionGraph, theirs: Any) -> None:
         kept, expected_kept = ours.prune(*thresholds), prune_graph(theirs, *thresholds)
         np.testing.assert_array_equal(kept.node_mask, expected_kept.node_mask)
         np.testing.assert_array_equal(kept.edge_mask, expected_kept.edge_mask)
-        np.testing.assert_allclose(
-            kept.cumulative_scores[: ours.counts.sources],
-            expected_kept.cumulative_scores[: ours.counts.sources],
-            atol=TOLERANCE,
-        )
+        cumulative_agree(kept.cumulative_scores, expected_kept.cumulative_scores.numpy(), ours)
+
+
+def cumulative_agree(found: np.ndarray, expected: np.ndarray, graph: AttributionGraph) -> None:
+    """The same sums; and of the same nodes, but where two are as influential to the rounding of either."""
+    sources = graph.counts.sources
+    np.testing.assert_allclose(np.sort(found[:sources]), np.sort(expected[:sources]), atol=TOLERANCE)
+    influence = np.sort(graph.influence[:sources])
+    gap = np.diff(influence, prepend=-1, append=2)
+    near = np.minimum(gap[:-1], gap[1:])[np.argsort(np.argsort(graph.influence[:sources]))]
+    clear = near > TOLERANCE * graph.influence[:sources]
+    np.testing.assert_allclose(found[:sources][clear], expected[:sources][clear], atol=TOLERANCE)
 
 
 def test_a_whole_graph_agrees(pair: Pair):
     agree(*pair.graphs())
 
 
-def test_a_greedy_choice_agrees(pair: Pair):
-    agree(*pair.graphs(max_feature_nodes=40, batch_size=6, update_interval=2))
+@pytest.mark.parametrize(("most", "at_once"), [(40, (6, 2)), (25, (64, 1)), (33, (5, 3))])
+def test_a_greedy_choice_agrees(pair: Pair, most: int, at_once: tuple[int, int]):
+    batch, interval = at_once
+    agree(*pair.graphs(max_feature_nodes=most, batch_size=batch, update_interval=interval))
 
 
 def test_targets_agree(pair: Pair):
     agree(*pair.graphs(targets=[5, 77, 301]))
     vector = pair.peer.unembed.W_U[:, 9] - pair.peer.unembed.W_U[:, 4]
     agree(*pair.graphs(targets=[("nine - four", 1.0, vector)]))
+    agree(*pair.graphs(targets=[("one", 0.7, vector), ("other", 0.3, -2 * vector)], max_feature_nodes=30))
+    agree(*pair.graphs(max_n_logits=3, desired_logit_prob=0.5))
+    agree(*pair.graphs(max_n_logits=40, desired_logit_prob=0.999))
 
 
 def test_circuit_tracer_reads_our_file_and_draws_the_same_graph(pair: Pair, tmp_path: Path):

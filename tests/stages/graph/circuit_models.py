@@ -42,11 +42,31 @@ OWN: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    },
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+    },
 }
+CONVERTERS = {
+    "llama": "convert_llama_weights",
+    "gemma2": "convert_gemma_weights",
+    "qwen2": "convert_qwen2_weights",
+    "qwen3": "convert_qwen3_weights",
+}
+"""transformer-lens' own, by family."""
 
 
 def save_model(folder: Path, family: str, seed: int, **sizes: int) -> Path:
-    """Write config, weights and a tokenizer of a random Llama or Gemma 2; returns the folder."""
+    """Write config, weights and a tokenizer of a random model of a family of OWN; returns the folder."""
     from mizarr.stages.forward.families import from_hf_config
     from mizarr.stages.forward.weights import expected_tensors
 
@@ -69,12 +89,13 @@ def save_model(folder: Path, family: str, seed: int, **sizes: int) -> Path:
     tensors = {}
     for name, shape in expected_tensors(config).items():
         if len(shape) == 1:
-            low, high = (0.6, 1.4) if family == "llama" else (-0.4, 0.4)
+            # Gains of norms lie about 1, which Gemma adds itself; biases about 0.
+            low, high = (-0.4, 0.4) if family == "gemma2" or name.endswith("bias") else (0.6, 1.4)
             tensors[name] = torch.rand(shape, generator=rng) * (high - low) + low
             continue
         scale = 1.5 / shape[1] ** 0.5
         if "embed_tokens" in name:
-            scale = 1.0 if family == "llama" else 3 / shape[1] ** 0.5
+            scale = 1.0 if family != "gemma2" else 3 / shape[1] ** 0.5
         elif "lm_head" in name:
             scale = 3 / shape[1] ** 0.5
         tensors[name] = torch.randn(shape, generator=rng) * scale
@@ -88,7 +109,7 @@ def tracer(folder: Path, transcoders: Path) -> Any:
     from circuit_tracer.replacement_model.replacement_model_transformerlens import (
         TransformerLensReplacementModel,
     )
-    from transformer_lens.pretrained.weight_conversions import convert_gemma_weights, convert_llama_weights
+    from transformer_lens.pretrained import weight_conversions
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     described = json.loads((folder / "config.json").read_text())
@@ -96,7 +117,7 @@ def tracer(folder: Path, transcoders: Path) -> Any:
         folder, torch_dtype=torch.float32, attn_implementation="eager"
     ).eval()
     config = _lens_config(folder, described)
-    convert = convert_llama_weights if described["model_type"] == "llama" else convert_gemma_weights
+    convert = getattr(weight_conversions, CONVERTERS[described["model_type"]])
     state = {name: value.detach().clone() for name, value in convert(reference, config).items()}
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = TransformerLensReplacementModel(config, tokenizer, move_to_device=False)
@@ -147,6 +168,8 @@ def _lens_config(folder: Path, described: dict[str, Any]) -> Any:
         "original_architecture": described["architectures"][0],
         "act_fn": "silu",
     }
+    if described["model_type"] == "qwen3":
+        options["use_qk_norm"] = True
     if described["model_type"] == "gemma2":
         options |= {
             "act_fn": "gelu_pytorch_tanh",
@@ -162,6 +185,7 @@ def _lens_config(folder: Path, described: dict[str, Any]) -> Any:
 
 def _loaded(folder: Path, layers: int) -> Any:
     """Transcoders as circuit-tracer loads them."""
+    from circuit_tracer.transcoder.activation_functions import TopK
     from circuit_tracer.transcoder.cross_layer_transcoder import load_clt
     from circuit_tracer.transcoder.single_layer_transcoder import load_transcoder_set
 
@@ -178,4 +202,8 @@ def _loaded(folder: Path, layers: int) -> Any:
     if said["model_kind"] == "cross_layer_transcoder":
         return load_clt(str(folder), lazy_decoder=True, **options)
     files = {layer: str(folder / f"layer_{layer}.safetensors") for layer in range(layers)}
-    return load_transcoder_set(files, lazy_decoder=False, **options)
+    found = load_transcoder_set(files, lazy_decoder=False, **options)
+    if said.get("activation") == "topk":  # the wheel has the activation, but does not read the setting
+        for layer in range(layers):
+            found.transcoders[layer].activation_function = TopK(int(said["k"]))
+    return found
