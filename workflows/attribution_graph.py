@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PRESETS", "AttributionGraphs", "Preset", "Settings"]
 
-SHOWN = 4
-"""Places of the corpus shown per feature."""
+SHOWN, WORDS = 4, 3
+"""Places of the corpus shown per feature; tokens it raises, and lowers, in a terminal."""
 
 
 class Preset(NamedTuple):
@@ -60,10 +60,12 @@ class Preset(NamedTuple):
     prompt: str
 
 
+FRENCH = "The mother tongue of Danielle Darrieux is"
 DALLAS = "Fact: the capital of the state containing Dallas is"
 LLAMA, GEMMA = "meta-llama/Llama-3.2-1B", "google/gemma-2-2b"
 PRESETS = {
-    "specimen": Preset("specimen", "specimen/clt", "The mother tongue of Danielle Darrieux is"),
+    "specimen": Preset("specimen", "specimen/clt", FRENCH),
+    "specimen-transcoders": Preset("specimen", "specimen/plt", FRENCH),
     "llama3.2-1b-524k": Preset(LLAMA, "mntss/clt-llama-3.2-1b-524k", DALLAS),
     "llama3.2-1b-transcoders": Preset(LLAMA, "mntss/transcoder-Llama-3.2-1B", DALLAS),
     "gemma2-2b-426k": Preset(GEMMA, "mntss/clt-gemma-2-2b-426k", DALLAS),
@@ -216,7 +218,7 @@ class AttributionGraphs(Workflow):
         for column in ("feature", "token", "activation", "influence", "raises", "lowers"):
             features.add_column(column, justify="right" if column.endswith(("ion", "ence")) else "left")
         for one in self.strongest:
-            features.add_row(*map(escape, one.cells()))
+            features.add_row(*map(escape, one.cells(WORDS)))
         features.caption = "tokens raised and lowered by what the feature writes itself, whatever the prompt"
         return [logits, features]
 

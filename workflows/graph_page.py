@@ -79,15 +79,15 @@ class StrongFeature:
     raised: tuple[str, ...] = ()
     lowered: tuple[str, ...] = ()
 
-    def cells(self) -> tuple[str, ...]:
-        """As a row of a table: feature, token, activation, influence, raises, lowers."""
+    def cells(self, words: int | None = None) -> tuple[str, ...]:
+        """As a row of a table: feature, token, activation, influence, raises, lowers (so many words each)."""
         return (
             str(self.feature),
             f"{self.position} {self.token}",
             f"{self.activation:.3f}",
             f"{self.influence:.4f}",
-            " · ".join(self.raised),
-            " · ".join(self.lowered),
+            " · ".join(self.raised[:words]),
+            " · ".join(self.lowered[:words]),
         )
 
 

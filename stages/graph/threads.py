@@ -1,8 +1,8 @@
 """Torch on one thread, for work made of many small operations.
 
 Threads that share an operation of less than a millisecond mostly wait for one another, at full load (measured
-on two busy cores: six times the processor time for the same graph). Small work runs on one thread, or several
-pieces of it side by side, each on its own.
+on two busy cores: four to eight times the processor time for the same graph). Small work runs on one thread,
+or several pieces of it side by side, each on its own.
 
 Border: the number of torch's threads in this process; knows no graphs.
 """
