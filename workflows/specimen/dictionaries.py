@@ -3,7 +3,7 @@
     python -m mizarr.workflows.specimen.dictionaries --data DIR --run DIR --to DIR
 
 Border: which texts, which settings, which files. Capturing is CaptureNode's, training
-stages/features/training's, what is measured and written in the card dictionary_card.py's.
+stages/features/training's, measuring dictionary_figures.py's, the card dictionary_card.py's.
 
 DIR of --data holds `dickens/*.txt` and `counterfact/*.json`, as for train.py; the chapters held out from the
 specimen are held out here as well. --run keeps the captured activations and the checkpoints: the same command
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name in [options.only] if options.only else chosen:
         training = train(chosen[name], source, options.run / name)
         if options.to:
-            from .dictionary_card import pack
+            from .dictionary_figures import pack
 
             pack(training, options.to / name, options.run / "store")
     if options.to:
