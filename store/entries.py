@@ -9,8 +9,8 @@ writers converge on the same files.
 
     data/<ab>/<D>/zarr.json                     the group; attributes say which run, and how it is cut
         resid_post/zarr.json, resid_post/c/…    one array per variable (`shards.py`)
-        seg/<n>.<set>.json                      record of the shards one pass wrote; <set> names which
-        (variable, layer)s seg/<n>.claim                           somebody is at it (`claims.py`)
+        seg/<n>.<set>.json                      what one pass wrote; <set> says of which arrays
+        seg/<n>.claim                           somebody is at it (`claims.py`)
         manifest/<variable>.<layer>.json        all shards of one array with size and digest
 
 Borders: arrays come as numpy, ready; which hook or model made them is told in attributes and never looked at.
@@ -19,8 +19,6 @@ Borders: arrays come as numpy, ready; which hook or model made them is told in a
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -32,24 +30,21 @@ import numpy.typing as npt
 
 from . import records
 from .claims import TTL, Claim
+from .committed import Cell, Committed, cell_name
 from .digest import canonical_json, content_digest, digest
-from .errors import CorruptEntry, EntryNotFound, ShapeError, StoreFormatError, nearest
+from .errors import EntryNotFound, ShapeError, StoreFormatError, nearest
 from .files import Folder
 from .keys import ActivationKey, RunKey
+from .mapped import MappedShards
 from .packed import PackedTokens
 from .records import Record
-from .shards import Array, ShardLayout, Written, array_metadata, let_go, read_shard, write_shard
+from .shards import Array, ShardLayout, Written, array_metadata, write_shard
 
 if TYPE_CHECKING:
     import xarray as xr
 
-Cell = tuple[str, int | None]
-"""One array of a run: variable and layer, None where there is no layer axis."""
 PACKED_AXES = ("token", "pair")
 _WRITERS = 2  # with more, the disk is the limit
-_MAPPED = 256  # shards kept mapped: each map holds a file descriptor, of which a process has 1024 as a rule
-_RESIDENT = 1 << 27
-"""Bytes of mapped shards that may lie in this process's memory: a scan of any corpus takes no more."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +124,8 @@ class Entry:
         self.path = entry_path(self.digest)
         self._claim_ttl = claim_ttl
         self._known: dict[str, tuple[ArraySpec, ShardLayout | None]] = {}
-        self._records: dict[str, _SegmentRecord] = {}
-        self._held: list[dict[Cell, Written]] = [{} for _ in self.segments]
-        self._mapped: OrderedDict[tuple[str, int | None, int], tuple[int, Array]] = OrderedDict()
-        self._resident: OrderedDict[tuple[str, int | None, int], int] = OrderedDict()
-        self._lock = threading.Lock()
+        self._committed = Committed(folder, f"{self.path}/seg", len(self.segments))
+        self._mapped = MappedShards()
 
     @classmethod
     def planned(
@@ -237,7 +229,8 @@ class Entry:
         """Segment -> those wanted cells it has not committed, in order; empty when all stand."""
         asked = list(dict.fromkeys(wanted))
         missing = {
-            n: [cell for cell in asked if cell not in held] for n, held in enumerate(self._committed())
+            n: [cell for cell in asked if cell not in held]
+            for n, held in enumerate(self._committed.segments())
         }
         return {n: cells for n, cells in missing.items() if cells}
 
@@ -262,7 +255,7 @@ class Entry:
         with ThreadPoolExecutor(min(threads, len(arrays) or 1)) as pool:
             files = dict(pool.map(write, arrays))
         self.folder.sync_folders([f"{self.path}/{name}" for name in files])
-        cells = sorted(_cell_name(cell) for cell in arrays)
+        cells = sorted(cell_name(cell) for cell in arrays)
         record = {"segment": n, "cells": cells, "files": files}
         name = f"{self.path}/seg/{n}.{digest('cells', cells)[:12]}.json"
         self.folder.put_new(name, canonical_json(record).encode())
@@ -274,13 +267,13 @@ class Entry:
     def publish(self, wanted: Iterable[Cell]) -> list[Record]:
         """Make complete arrays visible: manifest, then key. Those with a segment missing are left out."""
         asked = list(dict.fromkeys(wanted))
-        held = self._committed()
+        held = self._committed.segments()
         whole = [cell for cell in asked if all(cell in segment for segment in held)]
         found, manifests = [], {}
         for cell in whole:
             record, manifest = self._completed(cell, held)
             found.append(record)
-            manifests[f"{self.path}/manifest/{_cell_name(cell)}.json"] = [manifest]
+            manifests[f"{self.path}/manifest/{cell_name(cell)}.json"] = [manifest]
         self.folder.put_all(manifests)
         made = self.folder.put_all({record.path: [record.to_bytes()] for record in found})
         return [
@@ -311,7 +304,7 @@ class Entry:
         return [
             cell
             for cell in cells
-            if f"{_cell_name(cell)}.json" in manifests and self.record(*cell) is not None
+            if f"{cell_name(cell)}.json" in manifests and self.record(*cell) is not None
         ]
 
     def content(self, variable: str, layer: int | None) -> str:
@@ -319,14 +312,14 @@ class Entry:
         record = self.record(variable, layer)
         if record is None:
             raise EntryNotFound(
-                f"run {self.digest[:12]} has not all of {_cell_name((variable, layer))}; capture it first"
+                f"run {self.digest[:12]} has not all of {cell_name((variable, layer))}; capture it first"
             )
         return record.content
 
     def segment_digest(self, variable: str, layer: int | None, n: int) -> str:
         """Digest of one committed shard; EntryNotFound if it is not committed."""
         cell = (variable, layer)
-        found = self._held[n].get(cell) or self._committed()[n].get(cell)
+        found = self._committed.shard(n, cell)
         if found is None:
             raise EntryNotFound(self._absent(variable, layer, n, "committed"))
         return found[1]
@@ -340,29 +333,10 @@ class Entry:
         if layout is None:
             return self._read_through_zarr(variable, layer, n)
         path = self.folder.path(f"{self.path}/{layout.path(variable, layer, n)}")
-        place = (variable, layer, n)
         try:
-            # Another inode: the shard was quarantined and written anew since it was mapped.
-            inode = path.stat().st_ino
-            with self._lock:
-                known = self._mapped.get(place)
-                if known is None or known[0] != inode:
-                    known = self._mapped[place] = (inode, read_shard(path, layout, self.rows(variable, n)))
-                self._mapped.move_to_end(place)
-                if len(self._mapped) > _MAPPED:
-                    self._resident.pop(self._mapped.popitem(last=False)[0], None)
-                self._bound_memory(place, known[1])
-            return known[1]
+            return self._mapped.rows(path, layout, self.rows(variable, n))
         except FileNotFoundError:
             raise EntryNotFound(self._absent(variable, layer, n, "stored")) from None
-
-    def _bound_memory(self, place: tuple[str, int | None, int], rows: Array) -> None:
-        """Let go of the pages of shards that were not asked for lately, now that this one will be read."""
-        self._resident[place] = rows.nbytes
-        self._resident.move_to_end(place)
-        while sum(self._resident.values()) > _RESIDENT and len(self._resident) > 1:
-            old, _ = self._resident.popitem(last=False)
-            let_go(self._mapped[old][1])
 
     def open(
         self,
@@ -481,33 +455,12 @@ class Entry:
         ):
             order = "" if rows.flags.c_contiguous else ", not contiguous: make it so first"
             raise ShapeError(
-                f"segment {n} of {_cell_name((variable, layer))}: expected {spec.dtype} of shape "
+                f"segment {n} of {cell_name((variable, layer))}: expected {spec.dtype} of shape "
                 f"{list(expected)} in C order, found {rows.dtype} of shape {list(rows.shape)}{order}"
             )
 
-    def _committed(self) -> list[dict[Cell, Written]]:
-        """Per segment, cell -> size and digest of its shard. Records never change, so each is read once."""
-        folder = f"{self.path}/seg"
-        # zarr.json: the folder is an empty group for Zarr's sake (coordinates.py).
-        names = {
-            name for name in self.folder.children(folder) if name.endswith(".json") and name != "zarr.json"
-        }
-        with self._lock:
-            if not names >= self._records.keys():  # quarantined
-                self._records = {name: record for name, record in self._records.items() if name in names}
-                self._held = [{} for _ in self.segments]
-                for record in self._records.values():
-                    self._held[record.segment].update(record.cells)
-            for name in names - self._records.keys():
-                if (text := self.folder.get(f"{folder}/{name}")) is not None:
-                    record = self._records[name] = _SegmentRecord.from_bytes(
-                        f"{folder}/{name}", text, len(self.segments)
-                    )
-                    self._held[record.segment].update(record.cells)
-            return self._held
-
     def _absent(self, variable: str, layer: int | None, n: int, what: str) -> str:
-        cell = _cell_name((variable, layer))
+        cell = cell_name((variable, layer))
         return f"segment {n} of {cell} in run {self.digest[:12]} is not {what}; capture it first"
 
     def _completed(self, cell: Cell, held: Sequence[Mapping[Cell, Written]]) -> tuple[Record, bytes]:
@@ -520,7 +473,7 @@ class Entry:
             canonical_json(["shards", spec.dtype, list(spec.tail), list(files.values())]).encode()
         )
         manifest = {"variable": variable, "layer": layer, "content": content, "files": files}
-        label = _cell_name(cell).replace(".", "/")
+        label = cell_name(cell).replace(".", "/")
         key = self.key(variable, layer).digest
         record = Record(key, records.ACTIVATION, self.path, content, records.now(), label)
         return record, canonical_json(manifest).encode()
@@ -534,42 +487,6 @@ def _dtype_of(arrays: Sequence[ArraySpec]) -> str:
             f"expected the arrays of one entry to share one dtype, found {', '.join(dtypes) or 'no arrays'}"
         )
     return dtypes[0]
-
-
-def _cell_name(cell: Cell) -> str:
-    variable, layer = cell
-    return variable if layer is None else f"{variable}.{layer}"
-
-
-def _cell(name: str) -> Cell:
-    variable, _, layer = name.partition(".")
-    return (variable, int(layer)) if layer else (variable, None)
-
-
-@dataclass(frozen=True)
-class _SegmentRecord:
-    """What one pass committed of one segment."""
-
-    segment: int
-    cells: Mapping[Cell, Written]
-
-    @classmethod
-    def from_bytes(cls, name: str, text: bytes, n_segments: int) -> _SegmentRecord:
-        """The record in a file; CorruptEntry if it is not one."""
-        try:
-            fields = json.loads(text)
-            segment = range(n_segments)[fields["segment"]]
-            paths = {path: (int(size), str(digest)) for path, (size, digest) in fields["files"].items()}
-            # A path reads variable/c/layer/segment/…, or variable/c/segment/… where there is no layer axis.
-            by_place = {tuple(path.split("/", 3)[:3:2]): found for path, found in paths.items()}
-            cells = {}
-            for variable, layer in map(_cell, fields["cells"]):
-                cells[variable, layer] = by_place[variable, str(segment if layer is None else layer)]
-            return cls(segment, cells)
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise CorruptEntry(
-                f"{name} is not a segment record ({error}); delete it, and the segment is computed again"
-            ) from error
 
 
 def _length(folder: Folder, path: str) -> int | None:

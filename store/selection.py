@@ -72,8 +72,8 @@ def token_ids(wanted: Token | Sequence[Token], vocabulary: Sequence[str] | None)
             near = _nearest_token(one, vocabulary)
             hint = f"; did you mean {near!r}?" if near is not None else ""
             raise TokenizerError(
-                f"expected a token of the vocabulary, found {one!r}{hint}; strings are exact, and a word inside a "
-                "sentence mostly begins with its space"
+                f"expected a token of the vocabulary, found {one!r}{hint}; strings are exact, and a "
+                "word inside a sentence mostly begins with its space"
             )
         ids.extend(found)
     return ids

@@ -177,8 +177,8 @@ class Store:
         segment_tokens: length of a segment; by default as long as makes files of about 64 MiB (256 MiB from
         ten million tokens on). An entry keeps the length it was made with.
         attrs: plain values for people (model name, hooks, versions), recorded as provenance and never
-        digested; "tokenizer", a digest, also leads to the token strings (`put_vocabulary`); "token_ids": "unknown" says
-        that the ids are none, and are not to be shown.
+        digested; "tokenizer", a digest, also leads to the token strings (`put_vocabulary`); "token_ids":
+        "unknown" says that the ids are none, and are not to be shown.
         Raises PromptError when `tokens` are not those the run was keyed by, ShapeError for arrays that do not
         fit.
         """

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...pipeline.nodes import Estimate, Part, Ports, Selection, Status, remembered
+from ...store.committed import Cell
 from ...store.digest import digest
-from ...store.entries import ArraySpec, Cell, Entry
+from ...store.entries import ArraySpec, Entry
 from ...store.errors import EntryNotFound, PlanError, StageError, nearest
 from ...store.keys import RunKey
 from ...store.provenance import put_provenance

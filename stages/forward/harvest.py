@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ...store.claims import Claim
-from ...store.entries import Cell, Entry
+from ...store.committed import Cell
+from ...store.entries import Entry
 from ...store.errors import ShapeError
 from ...store.packed import PackedTokens
 from .batches import Batch, Piece, pieces_of, plan_batches

@@ -468,9 +468,9 @@ def test_reading_everything_keeps_little_of_it_in_memory(folder, tmp_path):
 import sys
 from pathlib import Path
 import numpy as np
-from mizarr.store import PackedTokens, entries
+from mizarr.store import PackedTokens, entries, mapped
 from mizarr.store.files import Folder
-entries._RESIDENT = int(sys.argv[3])
+mapped.RESIDENT = int(sys.argv[3])
 tokens = PackedTokens.from_lists([[1] * 4096] * 12)
 entry = entries.Entry.load(Folder(Path(sys.argv[1])), sys.argv[2], tokens)
 before = {PEAK}

@@ -20,7 +20,7 @@ from ..activations import JumpReLU
 from ..layer import LayerFeatures
 
 if TYPE_CHECKING:
-    from ....store.entries import Cell
+    from ....store.committed import Cell
 
 __all__ = ["random_features"]
 

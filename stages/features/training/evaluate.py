@@ -21,7 +21,7 @@ from torch import Tensor
 from ....store.errors import DictionaryError
 
 if TYPE_CHECKING:
-    from ....store.entries import Cell
+    from ....store.committed import Cell
     from ..layer import LayerFeatures
 
 __all__ = ["decoder_likeness", "measure", "summary"]

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ....store import Store
-    from ....store.entries import Cell, Entry
+    from ....store.committed import Cell
+    from ....store.entries import Entry
     from ....store.keys import RunKey
     from ....store.packed import PackedTokens
 

@@ -35,7 +35,7 @@ from .statistics import Moments, moments
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ....store.entries import Cell
+    from ....store.committed import Cell
     from ..layer import LayerFeatures
 
 __all__ = ["Training"]
