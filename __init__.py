@@ -38,6 +38,8 @@ _HOME = {
     "attribution_graph": ".stages.graph.graph",
     "compute": ".workflows",
     "open_store": ".store",
+    "export": ".store.exports",
+    "import_activations": ".workflows.exchange",
     "MizarrError": ".store.errors",
 }
 
@@ -64,7 +66,9 @@ if TYPE_CHECKING:
     from .stages.graph.graph import attribution_graph as attribution_graph
     from .store import open_store as open_store
     from .store.errors import MizarrError as MizarrError
+    from .store.exports import export as export
     from .workflows import compute as compute
+    from .workflows.exchange import import_activations as import_activations
 
 
 def __getattr__(name: str) -> Any:

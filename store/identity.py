@@ -40,7 +40,10 @@ def model_name(array: xr.DataArray | xr.Dataset) -> str | None:
         return None
     root = source.parents[2]
     notes = get_provenance(Folder(root, read_only=True), str(source.relative_to(root)))
-    return next((str(note["model"]) for note in notes if isinstance(note.get("model"), str)), None)
+    note = next((note for note in notes if isinstance(note.get("model"), str)), None)
+    if note is None:
+        return None
+    return f"{note['model']} as declared" if note.get("declared") else str(note["model"])
 
 
 def require_same_model(**arrays: Any) -> None:

@@ -19,6 +19,7 @@ import click
 
 from .. import __version__
 from ..store.errors import MizarrError
+from .cli_exchange import export, import_
 from .cli_features import features
 from .cli_models import models
 from .cli_options import SuggestingGroup
@@ -46,7 +47,9 @@ def cli() -> None:
     """
 
 
-for command in (demo, capture, compute, report, train, explain, ls, show, verify, pin, gc, models, features):
+RUNNING = (demo, capture, compute, report, train, explain)
+STORED = (ls, show, export, import_, verify, pin, gc)
+for command in (*RUNNING, *STORED, models, features):
     cli.add_command(command)
 
 

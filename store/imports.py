@@ -1,0 +1,198 @@
+"""Activations that were harvested elsewhere, stored as a run like any other, under an identity somebody
+declared.
+
+Border: named arrays in memory or mapped, with the hook point each holds already told
+(workflows/exchange.py); files in, an entry out.
+
+What such numbers were computed with cannot be checked. So the key of the run is made of what was declared,
+in a namespace of its own, together with the digests of the files: it can never be taken for a run that was
+computed here, nor for an import of another file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .digest import digest
+from .entries import ArraySpec, Entry
+from .errors import PromptError, ShapeError
+from .keys import RunKey
+from .packed import PackedTokens
+from .shards import DTYPES
+
+if TYPE_CHECKING:
+    from .store import Store
+
+__all__ = ["Imported", "declared_identity", "pack_imported", "store_imported"]
+
+Array = npt.NDArray[Any]
+Cell = tuple[str, int | None]
+
+
+@dataclass(frozen=True)
+class Imported:
+    """One array of a file and what it holds.
+
+    name: in the file.  values: [token, *tail] or [prompt, position, *tail], positions before heads.
+    """
+
+    name: str
+    variable: str
+    layer: int | None
+    hook: str
+    meaning: str
+    dims: tuple[str, ...]
+    """Of one token: ("hidden",), ("head", "d_head"), () for a number."""
+    values: Array
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether prompts are an axis of their own."""
+        return self.values.ndim == len(self.dims) + 2
+
+    @property
+    def tail(self) -> tuple[int, ...]:
+        """Shape of one token's values."""
+        return self.values.shape[self.values.ndim - len(self.dims) :]
+
+    def spec(self, layers: int | None) -> ArraySpec:
+        """How it is stored."""
+        front = () if self.layer is None else ("layer",)
+        sizes = dict(zip(self.dims, self.tail, strict=True))
+        return ArraySpec(
+            self.variable, self.hook, (*front, "token", *self.dims), sizes, self.values.dtype.name,
+            None if self.layer is None else layers, self.meaning, "1",
+        )  # fmt: skip
+
+    def rows(self, tokens: PackedTokens, here: range) -> Array:
+        """The values of a range of packed tokens; of a batch, without its padding."""
+        if not self.is_batch:
+            return np.ascontiguousarray(self.values[here.start : here.stop])
+        at = slice(here.start, here.stop)
+        return np.ascontiguousarray(self.values[tokens.prompt_of(at), tokens.position_of(at)])
+
+
+def declared_identity(model: str, revision: str | None) -> str:
+    """Digest of a model somebody names; never equal to that of one whose files were seen."""
+    return digest("declared-model", model, revision)
+
+
+def pack_imported(
+    arrays: Sequence[Imported],
+    ids: Array | Sequence[Sequence[int]] | None,
+    row_size: Array | Sequence[int] | None,
+    texts: Sequence[str] | None,
+    offsets: tuple[Array, Array] | None = None,
+) -> tuple[PackedTokens, bool]:
+    """The tokens the arrays are of, and whether their ids are known (else they are 0, and not to be shown).
+
+    ids: packed, [prompt, position], or a list per prompt.  row_size: tokens per prompt; without it packed
+    arrays are one prompt, and every position of a batch is a token.  offsets: (start, end) of the tokens in
+    their texts.
+    Raises ShapeError, PromptError for what does not fit together.
+    """
+    first = arrays[0]
+    sizes = _row_sizes(first, ids, row_size)
+    total = int(sizes.sum())
+    for array in arrays:
+        shape, fits = array.values.shape, array.values.ndim in (len(array.dims) + 1, len(array.dims) + 2)
+        if not fits or array.is_batch != first.is_batch:
+            raise ShapeError(
+                f"expected {array.name!r} as [token, {', '.join(array.dims)}] or [prompt, position, "
+                f"{', '.join(array.dims)}], all alike, found {list(shape)}; positions come before heads"
+            )
+        held = shape[:2] if array.is_batch else (shape[0],)
+        enough = held[0] == len(sizes) and held[1] >= sizes.max() if array.is_batch else held[0] == total
+        if not enough:
+            raise ShapeError(
+                f"expected {array.name!r} for {len(sizes)} prompts of {total} tokens, found {list(shape)}; "
+                "check row_size and token ids"
+            )
+    flat, known = _flat_ids(ids, sizes), ids is not None
+    start, end = offsets if offsets is not None else (None, None)
+    return PackedTokens(flat, sizes, None if texts is None else list(texts), start, end), known
+
+
+def store_imported(
+    store: Store,
+    arrays: Sequence[Imported],
+    tokens: PackedTokens,
+    *,
+    model: str,
+    revision: str | None,
+    content: Mapping[str, Any],
+    layers: int | None,
+    ids_known: bool,
+) -> Entry:
+    """Write the arrays as a run, segment by segment; what stands already is not written again.
+
+    content: what identifies them: digests of files, and how names were read.  layers: of the model, by
+    default up to the last one there is.
+    Raises ShapeError for arrays of several dtypes, of a dtype that is not stored, or of unlike shapes.
+    """
+    dtypes = sorted({array.values.dtype.name for array in arrays})
+    if len(dtypes) != 1 or dtypes[0] not in DTYPES:
+        raise ShapeError(
+            f"expected arrays of one dtype among {', '.join(DTYPES)}, found {', '.join(dtypes)}; convert "
+            "them, or say dtype='bfloat16' for raw 2-byte values"
+        )
+    numbers = [array.layer for array in arrays if array.layer is not None]
+    count = layers if layers is not None else max(numbers, default=-1) + 1
+    if numbers and max(numbers) >= count:
+        raise ShapeError(
+            f"expected layers below {count}, found layer {max(numbers)}; give the model's layers"
+        )
+    cells: dict[Cell, Imported] = {}
+    for array in arrays:
+        cell = (array.variable, array.layer)
+        if cell in cells:
+            raise ShapeError(f"{cells[cell].name!r} and {array.name!r} both hold {array.hook}; leave one out")
+        cells[cell] = array
+    specs = {array.variable: array.spec(count) for array in arrays}
+    for array in arrays:
+        if array.spec(count) != specs[array.variable]:
+            raise ShapeError(
+                f"expected {array.name!r} of shape {list(specs[array.variable].tail)} per token like the "
+                f"other layers, found {list(array.tail)}"
+            )
+    run = RunKey(declared_identity(model, revision), tokens.digest, digest("imported", dict(content)))
+    about = {"model": model, "declared": True, "revision": revision, "imported": dict(content)}
+    shown = {} if ids_known else {"token_ids": "unknown"}
+    entry = store.create_entry(run, tokens, list(specs.values()), attrs=about | shown)
+    for n, missing in entry.missing(cells).items():
+        entry.write_segment(n, {cell: cells[cell].rows(tokens, entry.segments[n]) for cell in missing})
+    entry.publish(cells)
+    return entry
+
+
+def _row_sizes(first: Imported, ids: Any, row_size: Any) -> npt.NDArray[np.int64]:
+    """Tokens per prompt, from what says so most directly."""
+    if row_size is not None:
+        return np.asarray(row_size, np.int64)
+    if ids is not None and not isinstance(ids, np.ndarray):
+        return np.array([len(one) for one in ids], np.int64)
+    if first.is_batch:
+        return np.full(first.values.shape[0], first.values.shape[1], np.int64)
+    return np.array([first.values.shape[0]], np.int64)
+
+
+def _flat_ids(ids: Any, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """Packed token ids; zeros where none are known."""
+    if ids is None:
+        return np.zeros(int(sizes.sum()), np.int32)
+    if isinstance(ids, np.ndarray) and ids.ndim == 1:
+        flat = ids
+    else:
+        rows = [np.asarray(one)[:size] for one, size in zip(ids, sizes.tolist(), strict=False)]
+        flat = np.concatenate(rows) if len(rows) == len(sizes) == len(ids) else np.empty(0, np.int32)
+    if len(flat) != sizes.sum():
+        raise PromptError(
+            f"expected a token id for each of {int(sizes.sum())} tokens of {len(sizes)} prompts, found "
+            f"{len(flat)}; check row_size"
+        )
+    return np.asarray(flat, np.int32)

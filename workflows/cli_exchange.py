@@ -1,0 +1,156 @@
+"""Commands that exchange arrays with other programs: `export` and `import`. Neither needs a model or
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from .cli_options import json_option, print_json, store_option
+
+
+@click.command(epilog="Example: mizarr export 3f9a0c --to states.parquet --layers 0-5 --store activations")
+@click.argument("key")
+@click.option(
+    "--to", "path", required=True, metavar="FILE", help="File (for Zarr: folder) to write; must be new."
+)
+@click.option(
+    "--format", "kind", help="netcdf, zarr, parquet, safetensors or npz, where the name does not say."
+)
+@click.option("--variables", metavar="NAMES", help="Only these, as resid_post,mlp_out.")
+@click.option("--layers", metavar="LAYERS", help="Only these layers of a run, as 0-5,11.")
+@click.option(
+    "--layout",
+    type=click.Choice(["long", "wide"]),
+    default="long",
+    show_default=True,
+    help="Of Parquet: a row per layer and token, or per token with a column per layer.",
+)
+@store_option
+@json_option
+def export(
+    key: str,
+    path: str,
+    kind: str | None,
+    variables: str | None,
+    layers: str | None,
+    layout: str,
+    store_path: str,
+    as_json: bool,
+) -> None:
+    """Write one array, result or whole run to a file of another program.
+
+    KEY is any unique start of a key printed by `mizarr ls`, or of its DATA: then the whole run. Labels and
+    provenance go along. Written in pieces, and under its name only when whole.
+    """
+    from ..store import open_store
+    from ..store.exports import export_key
+
+    names = None if variables is None else [name for name in variables.split(",") if name]
+    written = export_key(
+        open_store(store_path, mode="r"),
+        key,
+        path,
+        format=kind,
+        variables=names,
+        layers=None if layers is None else _layers(layers),
+        layout="wide" if layout == "wide" else "long",
+    )
+    size = sum(file.stat().st_size for file in ([written] if written.is_file() else written.rglob("*")))
+    if as_json:
+        print_json({"path": str(written), "bytes": size})
+        return
+    click.echo(str(written))
+
+
+@click.command(
+    name="import", epilog="Example: mizarr import states.safetensors --model gpt2 --store activations"
+)
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option(
+    "--model", required=True, help="Model the numbers are of, as far as you know; kept as declared."
+)
+@click.option("--revision", help="Its revision, likewise.")
+@click.option(
+    "--map", "pairs", multiple=True, metavar="ARRAY=HOOK",
+    help="Hook point of an array: 'layers.{layer}=blocks.{layer}.hook_resid_post'; * for an axis of layers.",
+)  # fmt: skip
+@click.option(
+    "--prompts", metavar="FILE", help="Prompts as `mizarr capture` reads them: token ids, or texts."
+)
+@click.option("--dtype", help="bfloat16: read 2-byte values so.")
+@click.option("--layers", type=int, metavar="N", help="Layers of the model, if more than the files hold.")
+@store_option
+@json_option
+def import_(
+    files: Sequence[str],
+    model: str,
+    revision: str | None,
+    pairs: Sequence[str],
+    prompts: str | None,
+    dtype: str | None,
+    layers: int | None,
+    store_path: str,
+    as_json: bool,
+) -> None:
+    """Store activations harvested elsewhere as a run that opens like any other.
+
+    FILE is .safetensors or .npz; its arrays are named after hook points (blocks.5.hook_resid_post), or mapped
+    to them. The model is what you declare, and the run is never taken for one computed here.
+    """
+    from ..store import open_store
+    from .exchange import import_activations
+
+    tokens, texts = _prompts(prompts)
+    states = import_activations(
+        list(files),
+        model=model,
+        store=open_store(store_path),
+        names=_names(pairs),
+        tokens=tokens,
+        texts=texts,
+        dtype=dtype,
+        revision=revision,
+        layers=layers,
+    )
+    run = str(states.encoding["run"])
+    if as_json:
+        print_json({"run": run, "variables": {str(n): dict(a.sizes) for n, a in states.data_vars.items()}})
+        return
+    click.echo(run)
+    for name, array in states.data_vars.items():
+        click.echo(f"{name} [{', '.join(f'{dim} {size}' for dim, size in array.sizes.items())}]", err=True)
+
+
+def _names(pairs: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for pair in pairs:
+        name, equals, hook = pair.partition("=")
+        if not equals or not name or not hook:
+            raise click.UsageError(f"expected --map ARRAY=HOOK, found {pair!r}")
+        found[name] = hook
+    return found
+
+
+def _prompts(source: str | None) -> tuple[Any, Any]:
+    """(token ids, texts) of a file of prompts, one of them None."""
+    if source is None:
+        return None, None
+    from .cli_prompts import read_prompts
+
+    found = read_prompts([source])
+    return (None, found) if isinstance(found[0], str) else (found, None)
+
+
+def _layers(text: str) -> list[int]:
+    """Layers of "0-5,11"."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise click.UsageError(f"expected --layers as 0-5,11, found {text!r}")
+        found.extend(range(int(first), int(last or first) + 1))
+    return found

@@ -1,0 +1,207 @@
+"""Bring in activations harvested elsewhere: which array of a file holds which hook point, and of which model.
+
+Border: names and axes; files are read in store/tensors.py, stored in store/imports.py. Never imports torch.
+
+Names of arrays are hook points ("blocks.5.hook_resid_post"), or mapped to them by patterns with `{layer}`,
+or, with "*" in place of the layer, one array whose first axis is all layers:
+
+    {"model.layers.{layer}.output": "blocks.{layer}.hook_resid_post", "hidden_states":
+    "blocks.*.hook_resid_pre"}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..store import Store, open_store
+from ..store.digest import file_digest
+from ..store.errors import ConfigError, HookPointNotFound, PromptError, ShapeError, nearest
+from ..store.exports import NOTE, TEXT_SUFFIX
+from ..store.imports import Imported, pack_imported, store_imported
+from ..store.tensors import as_bfloat16, read_npz, read_safetensors
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+__all__ = ["import_activations"]
+
+Array = npt.NDArray[Any]
+
+TOKEN_IDS = ("token_id", "token_ids", "input_ids", "tokens")
+"""Names under which a file may hold token ids."""
+LABELS = ("row_size", "char_start", "char_end")
+DERIVED = ("layer", "prompt", "prompt_id", "row_start", "token_string")
+"""Labels an export writes for other readers, which follow from the others."""
+SIZES = ("hidden", "head", "kv_head", "d_head", "mlp")
+
+
+def import_activations(
+    files: str | Path | Sequence[str | Path],
+    *,
+    model: str,
+    store: Store | str | Path,
+    names: Mapping[str, str] | None = None,
+    tokens: Sequence[Sequence[int]] | None = None,
+    texts: Sequence[str] | None = None,
+    dtype: str | None = None,
+    revision: str | None = None,
+    layers: int | None = None,
+) -> xr.Dataset:
+    """Store activations from safetensors or npz files as a run, and open it: labelled, lazy.
+
+    files: one or several, which together hold the run.  model, revision: which model they are of, as far as
+    you know; recorded as declared, and never mixed with what was computed here.  names: array -> hook point,
+    where arrays are not named after hook points already.  tokens: ids per prompt, else taken from an array
+    token_ids (or input_ids, tokens, token_id); may be unknown.  texts: per prompt.  dtype: "bfloat16" to
+    read 2-byte values so. layers: of the model, by default up to the last one in the files.
+    Arrays are [token, …] (with `row_size`: tokens per prompt; else one prompt) or [prompt, position, …] (with
+    `row_size`: without padding); positions come before heads.
+    Raises HookPointNotFound for a name that is no hook point, ShapeError, PromptError for what does not fit.
+    """
+    paths = [Path(path).expanduser() for path in ([files] if isinstance(files, str | Path) else files)]
+    held, note = _read(paths)
+    arrays, labels = _sorted_out(held, names or {}, dtype)
+    if not arrays:
+        raise HookPointNotFound(
+            f"expected activations in {', '.join(map(str, paths))}, found {', '.join(held) or 'no arrays'}; "
+            "say what they hold: names={'array': 'blocks.5.hook_resid_post'}"
+        )
+    ids = tokens if tokens is not None else next((labels[name] for name in TOKEN_IDS if name in labels), None)
+    known_texts = texts if texts is not None else _json(labels, "text")
+    spans = (labels["char_start"], labels["char_end"]) if "char_start" in labels else None
+    packed, known = pack_imported(arrays, ids, labels.get("row_size"), known_texts, spans)
+    _expect_whole(labels, packed.position_of(slice(None)))
+    content = {
+        "files": sorted(file_digest(path) for path in paths),
+        "names": dict(names or {}),
+        "dtype": dtype,
+    }
+    opened = store if isinstance(store, Store) else open_store(store)
+    entry = store_imported(
+        opened,
+        arrays,
+        packed,
+        model=model,
+        revision=revision,
+        content=content | ({"note": note} if note else {}),
+        layers=layers,
+        ids_known=known and note.get("token_ids") != "unknown",
+    )
+    return entry.open()
+
+
+def _read(paths: Sequence[Path]) -> tuple[dict[str, Array], dict[str, Any]]:
+    """All arrays of all files by name, and what the file says of itself where it was exported from a
+    store.
+    """
+    found: dict[str, Array] = {}
+    note: dict[str, Any] = {}
+    for path in paths:
+        if not path.is_file():
+            raise ConfigError(f"expected a file at {str(path)!r}, found none; check the path")
+        if path.suffix == ".safetensors":
+            arrays, metadata = read_safetensors(path)
+            note = note or json.loads(metadata.get(NOTE, "{}"))
+        elif path.suffix == ".npz":
+            npz = read_npz(path)
+            arrays = {name: npz[name] for name in npz}
+            if (text := arrays.pop(f"{NOTE}{TEXT_SUFFIX}", None)) is not None:
+                note = note or json.loads(text.tobytes())
+        else:
+            raise ConfigError(f"expected a .safetensors or .npz file, found {path.name!r}; convert it")
+        if twice := sorted(set(arrays) & set(found)):
+            raise ConfigError(
+                f"expected every array once, found {twice[0]!r} in several files; leave one out"
+            )
+        found |= arrays
+    kept = ("run", "key", "content", "label", "token_ids")
+    return found, {name: note[name] for name in kept if name in note}
+
+
+def _sorted_out(
+    held: Mapping[str, Array], names: Mapping[str, str], dtype: str | None
+) -> tuple[list[Imported], dict[str, Array]]:
+    """Arrays at hook points, and labels."""
+    if dtype not in (None, "bfloat16"):
+        raise ConfigError(
+            f"expected dtype 'bfloat16' or none, found {dtype!r}; other dtypes are those of the file"
+        )
+    arrays: list[Imported] = []
+    labels: dict[str, Array] = {}
+    unused = set(names)
+    for name, values in held.items():
+        hook, pattern = _hook_of(name, names)
+        unused.discard(pattern)
+        plain = name.removesuffix(TEXT_SUFFIX)
+        if not pattern and plain in (*TOKEN_IDS, *LABELS, *DERIVED, "position", "text"):
+            labels[name] = values
+            continue
+        if values.dtype.kind == "V" and dtype is None and values.dtype.name != "bfloat16":
+            raise ShapeError(
+                f"expected numbers in {name!r}, found raw values of {values.dtype.itemsize} bytes; numpy "
+                "writes bfloat16 so: say dtype='bfloat16'"
+            )
+        raw = as_bfloat16(values, name) if dtype == "bfloat16" and values.dtype.itemsize == 2 else values
+        arrays += _imported(name, hook, raw)
+    if unused:
+        first = min(unused)
+        raise HookPointNotFound(
+            f"no array is named {first!r}; there are {', '.join(sorted(held))}, nearest is "
+            f"{nearest(first, held)!r}"
+        )
+    return arrays, labels
+
+
+def _hook_of(name: str, names: Mapping[str, str]) -> tuple[str, str]:
+    """The hook point of an array, and the pattern that says so ("" where it is its own name)."""
+    for pattern, target in names.items():
+        expression = re.escape(pattern).replace(re.escape("{layer}"), r"(\d+)")
+        if found := re.fullmatch(expression, name):
+            return target.replace("{layer}", str(int(found[1]))) if found.groups() else target, pattern
+    return name, ""
+
+
+def _imported(name: str, hook: str, values: Array) -> list[Imported]:
+    """The arrays behind a name: one, or one per layer for a hook point with "*"."""
+    from ..stages.forward.points import BY_NAME, HookPoint
+
+    if "*" in hook:
+        stacked = [(hook.replace("*", str(layer)), values[layer]) for layer in range(len(values))]
+        return [one for at, part in stacked for one in _imported(name, at, part)]
+    try:
+        point = HookPoint.parse(hook)
+    except HookPointNotFound as error:
+        raise HookPointNotFound(
+            f"array {name!r}: {error}; map it: names={{{name!r}: 'blocks.5.…'}}"
+        ) from error
+    kind = BY_NAME[point.kind]
+    if "query_position" in kind.dims:
+        raise ShapeError(
+            f"array {name!r}: {hook} has two positions per number, and only activations per token are "
+            "imported; leave it out"
+        )
+    dims = tuple(dim for dim in kind.dims if dim in SIZES)
+    if kind.dims[-1] == "one" and values.shape[-1:] == (1,):
+        values = values[..., 0]
+    return [Imported(name, kind.name, point.layer, kind.path, kind.meaning, dims, values)]
+
+
+def _json(labels: Mapping[str, Array], name: str) -> list[str] | None:
+    raw = labels.get(f"{name}{TEXT_SUFFIX}")
+    return None if raw is None else list(json.loads(raw.tobytes()))
+
+
+def _expect_whole(labels: Mapping[str, Array], positions: Array) -> None:
+    """PromptError for a selection of tokens: a run holds every token of its prompts."""
+    if "position" in labels and not np.array_equal(labels["position"], positions):
+        raise PromptError(
+            "expected all tokens of every prompt, found a selection (its positions have gaps); export the "
+            "whole run, or import the arrays without 'position' as prompts of their own"
+        )
