@@ -27,8 +27,8 @@ __all__ = ["drawn_part", "graph_page"]
 BLUE = "#1d5b7f"
 FEATURES, EDGES = 40, 70
 """Drawn at most: more cannot be told apart."""
-ACROSS, SLOT = 6, 0.55
-"""Nodes side by side, and the room of each; the room of a position alone is 1."""
+ACROSS, SLOT, LABEL = 6, 0.55, 2.9
+"""Nodes side by side, the room of each, and that of an output; the room of a position alone is 1."""
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
@@ -78,7 +78,7 @@ def graph_page(
     numbers = {one.node: i for i, one in enumerate(strongest, 1) if one.node in set(nodes.tolist())}
     with _style():
         width = min(18.0, 7.5 + 0.45 * layout.width)
-        figure = _figure(width, max(5.0, 2.4 + 0.62 * (count.layers + 2)))
+        figure = _figure(width, max(5.0, 2.4 + 0.62 * (layout.top + 2)))
         axes, beside = figure.subplots(1, 2, gridspec_kw={"width_ratios": [width - 4.6, 4.6]})
         _grid(axes, graph, layout)
         _edges(axes, pruned, edges, through, layout)
@@ -108,7 +108,8 @@ class _Layout:
         labels, count = pruned.graph.nodes, pruned.graph.counts
         layer, position = labels["layer"].values, labels["position"].values
         cells: dict[tuple[int, int], list[int]] = {}
-        for node in sorted(nodes.tolist(), key=lambda node: (-pruned.kept.influence[node], node)):
+        inner = nodes[nodes < count.sources]
+        for node in sorted(inner.tolist(), key=lambda node: (-pruned.kept.influence[node], node)):
             cells.setdefault((int(position[node]), int(layer[node])), []).append(node)
         most = [1] * count.positions
         for (column, _), held in cells.items():
@@ -126,6 +127,15 @@ class _Layout:
                 here = min(across, len(held) - down * across)
                 self.x[node] = self.columns[column] + (along - (here - 1) / 2) * SLOT
                 self.y[node] = row + ((rows - 1) / 2 - down) * min(0.36, 0.8 / rows)
+        # Outputs are labels, wider than a position: side by side, the first above the prompt's end.
+        across = max(1, min(count.logits, int(self.width / LABEL)))
+        self.top = count.layers + 0.45 * ((count.logits - 1) // across)
+        for i, node in enumerate(range(count.sources, count.nodes)):
+            down, along = divmod(i, across)
+            here = min(across, count.logits - down * across)
+            middle = min(self.columns[-1], self.width - here * LABEL / 2)
+            self.x[node] = middle + ((here - 1) / 2 - along) * LABEL
+            self.y[node] = self.top - 0.45 * down
 
 
 def _grid(axes: Any, graph: AttributionGraph, layout: _Layout) -> None:
@@ -133,7 +143,7 @@ def _grid(axes: Any, graph: AttributionGraph, layout: _Layout) -> None:
     texts = [_fit(format_token(str(text)), 11) for text in graph.dataset["input_text"].values]
     for layer in range(-1, count.layers):
         axes.axhline(layer + 0.5, color="#eceef2", lw=0.8, zorder=0)
-    axes.set(xlim=(-0.1, layout.width + 0.1), ylim=(-1.55, count.layers + 0.75))
+    axes.set(xlim=(-0.1, layout.width + 0.1), ylim=(-1.55, layout.top + 0.75))
     axes.set_xticks(layout.columns, texts, rotation=45, ha="right", rotation_mode="anchor")
     names = ["token", *(f"layer {layer}" for layer in range(count.layers)), "output"]
     axes.set_yticks(range(-1, count.layers + 1), names)
@@ -168,7 +178,7 @@ def _marks(axes: Any, pruned: PrunedGraph, nodes: Ints, layout: _Layout, numbers
         place = layout.x[node], layout.y[node]
         if str(kinds[node]) == LOGIT:
             share = format_probability(float(graph.logit_probabilities[node - count.sources]))
-            text = f"{format_token(graph.logit_tokens[node - count.sources]).strip()}  {share}"
+            text = f"{_fit(format_token(graph.logit_tokens[node - count.sources]), 10)!r}  {share}"
             box = {"boxstyle": "round,pad=0.3", "fc": "white", "ec": INK, "lw": 1}
             axes.annotate(text, place, fontsize=8, fontweight="bold", bbox=box, **middle)
             continue
@@ -218,6 +228,6 @@ def _legend(
 
 def _named(tokens: Sequence[str]) -> str:
     """Some tokens by name."""
-    told = [repr(format_token(token).strip()) for token in tokens[:3]]
+    told = [repr(format_token(token)) for token in tokens[:3]]
     more = len(tokens) - len(told)
     return ", ".join(told) + (f" and {more} more" if more else "")
