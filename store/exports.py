@@ -12,10 +12,12 @@ layer, so that the file can be imported again.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,11 +28,13 @@ import numpy.typing as npt
 
 from .content import plain, slabs
 from .errors import ConfigError, EntryNotFound, MissingExtra, ShapeError, StoreFull, nearest
+from .records import RESULT
 from .tensors import Tensor, write_npz, write_safetensors
 
 if TYPE_CHECKING:
     import xarray as xr
 
+    from .entries import Entry
     from .store import Store
 
 __all__ = ["FORMATS", "export", "export_key"]
@@ -53,6 +57,7 @@ suffix.
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 _BLOCK = 64 << 20  # bytes in memory at once
 _SPARE = 1 << 20  # bytes of labels and headers
+_READERS = 2  # threads that read chunks ahead of the one that writes; each holds one
 
 
 def export_key(
@@ -96,24 +101,28 @@ def export(
     kind = format_of(path, format)
     if layout not in ("long", "wide"):
         raise ConfigError(f"expected layout 'long' or 'wide', found {layout!r}")
-    if path.exists():
-        raise ConfigError(
-            f"expected a new file, found {str(path)!r} there already; remove it or name another"
-        )
-    _check_room(path, dataset)
+    _expect_new(path)
+    ready = dataset if kind == "safetensors" else _widened(dataset)
+    halved = dtype == "bfloat16" and kind == "safetensors"
+    _check_room(path, ready.nbytes // 2 if halved else ready.nbytes)
     told = {"format": 1, **(note or {})}
 
     def write(to: Path) -> None:
-        if kind == "zarr":
-            _write_zarr(dataset, to, told)
-        elif kind == "netcdf":
-            _write_netcdf(dataset, to, told)
-        elif kind == "parquet":
-            from .parquet import write_parquet
+        import dask
 
-            write_parquet(dataset, to, layout, told)
-        else:
-            _write_tensors(dataset, to, told, kind, dtype)
+        from .direct import unchunked
+
+        with dask.config.set(num_workers=_READERS):
+            if kind == "zarr":
+                _write_zarr(ready, to, told)
+            elif kind == "netcdf":
+                _write_netcdf(ready, to, told)
+            elif kind == "parquet":
+                from .parquet import write_parquet
+
+                write_parquet(unchunked(ready), to, layout, told)
+            else:
+                _write_tensors(unchunked(ready), to, told, kind, dtype)
 
     return _atomically(path, write)
 
@@ -139,16 +148,9 @@ def _opened(
     store: Store, key: str, variables: Sequence[str] | None, layers: Sequence[int] | None
 ) -> tuple[xr.Dataset, dict[str, Any], str | None]:
     """What a key names, a note on it, and the dtype its states are stored in."""
-    from .records import RESULT
-
-    try:
-        record = store.record(key)
-    except EntryNotFound:
-        entry = store.entry(key)
-        cells = [[name, layer, entry.content(name, layer)] for name, layer in entry.published()]
-        about = {"run": entry.digest, "arrays": cells}
-        notes = store.provenance(entry.record(*entry.published()[0]) or "") if cells else []
-        return entry.open(variables, layers, chunks="segment"), about | _portable(notes), entry.dtype
+    if store.names_run(key):
+        return _run(store.entry(key), variables, layers, store)
+    record = store.record(key)
     about = {"key": record.key, "label": record.label, "content": record.content}
     about |= _portable(store.provenance(record))
     if record.kind == RESULT:
@@ -160,8 +162,31 @@ def _opened(
         return (dataset if variables is None else _chosen(dataset, variables)), about, None
     name, _, layer = record.label.partition("/")
     entry = store.entry(record.data.rpartition("/")[2])
-    held = entry.open([name], [int(layer)] if layer else None, chunks="segment")
-    return (held if layers is None else held.mi.sel(layer=layers)), about, entry.dtype
+    if unlike := [each for each in variables or () if each != name] + [
+        str(each) for each in layers or () if str(each) != layer
+    ]:
+        raise EntryNotFound(
+            f"expected parts of {record.label}, which is all that key {record.short} names, found "
+            f"{', '.join(unlike)}; name the whole run: {entry.digest[:12]}"
+        )
+    return entry.open([name], [int(layer)] if layer else None, chunks="segment"), about, entry.dtype
+
+
+def _run(
+    entry: Entry, variables: Sequence[str] | None, layers: Sequence[int] | None, store: Store
+) -> tuple[xr.Dataset, dict[str, Any], str | None]:
+    cells = [(name, layer, entry.content(name, layer)) for name, layer in entry.published()]
+    if not cells:
+        raise EntryNotFound(f"nothing of run {entry.digest[:12]} is complete yet; capture it again first")
+    about = {"run": entry.digest, "arrays": [list(cell) for cell in cells]}
+    about |= _portable(store.provenance(entry.key(*cells[0][:2]).digest))
+    return entry.open(variables, layers, chunks="segment"), about, entry.dtype
+
+
+def _widened(dataset: xr.Dataset) -> xr.Dataset:
+    """bfloat16 as float32: the same values."""
+    halves = {name: array for name, array in dataset.data_vars.items() if array.dtype == _BF16}
+    return dataset.assign({name: array.astype(np.float32) for name, array in halves.items()})
 
 
 def _chosen(dataset: xr.Dataset, variables: Sequence[str]) -> xr.Dataset:
@@ -184,14 +209,14 @@ def _portable(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _check_room(path: Path, dataset: xr.Dataset) -> None:
+def _check_room(path: Path, needed: int) -> None:
     """StoreFull if the disk cannot hold the values; a folder that is not there is an error of its own."""
     if not path.parent.is_dir():
         raise ConfigError(
             f"expected a folder to write into, found none at {str(path.parent)!r}; make it first"
         )
-    needed, free = dataset.nbytes + _SPARE, shutil.disk_usage(path.parent).free
-    if needed > free:
+    free = shutil.disk_usage(path.parent).free
+    if needed + _SPARE > free:
         raise StoreFull(
             f"expected room for {needed / 1e9:.2f} GB at {path.parent}, found {free / 1e9:.2f} GB; export "
             "fewer layers or variables, or name another disk"
@@ -203,18 +228,38 @@ def _atomically(path: Path, write: Callable[[Path], None]) -> Path:
     hidden = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         write(hidden)
+        _expect_new(path)  # once more: writing takes a while
         hidden.rename(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise StoreFull(
+            f"no space left at {path.parent} while writing {path.name}, of which nothing is kept; free some "
+            "space, export fewer layers or variables, or name another disk"
+        ) from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
         hidden.unlink(missing_ok=True)
     return path
 
 
+def _expect_new(path: Path) -> None:
+    if path.exists():
+        raise ConfigError(
+            f"expected a new file, found {str(path)!r} there already; remove it or name another"
+        )
+
+
 def _write_zarr(dataset: xr.Dataset, path: Path, note: Mapping[str, Any]) -> None:
+    from zarr.errors import ZarrUserWarning
+
     from .results import prepare
 
     ready, encoding = prepare(dataset.assign_attrs({NOTE: json.dumps(note, sort_keys=True)}))
-    ready.to_zarr(path, zarr_format=3, consolidated=False, encoding=encoding, align_chunks=True)
+    with warnings.catch_warnings():
+        # Version 3 does not specify consolidated metadata yet, but without it plain `xr.open_zarr` warns.
+        warnings.simplefilter("ignore", ZarrUserWarning)
+        ready.to_zarr(path, zarr_format=3, consolidated=True, encoding=encoding, align_chunks=True)
 
 
 def _write_netcdf(dataset: xr.Dataset, path: Path, note: Mapping[str, Any]) -> None:
@@ -223,19 +268,29 @@ def _write_netcdf(dataset: xr.Dataset, path: Path, note: Mapping[str, Any]) -> N
     except ImportError as error:
         raise MissingExtra("NetCDF needs h5netcdf: pip install 'mizarr[netcdf]'") from error
     ready = dataset.drop_encoding()
+    changed = {}
     for name, variable in ready.variables.items():
-        variable.attrs = {key: value for key, value in plain(variable.attrs).items() if value is not None}
-        if variable.dtype.kind in "UT":
-            ready = ready.assign_coords(
-                {name: (variable.dims, np.asarray(variable.values, object), variable.attrs)}
-            )
+        variable.attrs = _netcdf_attributes(variable.attrs)
+        if variable.dtype.kind in "UTO":
+            changed[name] = (variable.dims, np.asarray(variable.values, object), variable.attrs)
         elif variable.dtype == np.float16:
-            ready[name] = ready[name].astype(np.float32)  # NetCDF has no half floats
+            changed[name] = (variable.dims, variable.astype(np.float32).data, variable.attrs)
         elif variable.dtype.kind == "c":
             raise ShapeError(f"{name!r} is complex, which NetCDF has not; export to zarr or npz")
-    ready.attrs = {**plain(ready.attrs), NOTE: json.dumps(note, sort_keys=True)}
+    labels = {name: value for name, value in changed.items() if name in ready.coords}
+    ready = ready.assign_coords(labels).assign({n: v for n, v in changed.items() if n not in labels})
+    ready.attrs = {**_netcdf_attributes(ready.attrs), NOTE: json.dumps(note, sort_keys=True)}
     encoding = {name: {"_FillValue": None} for name, v in ready.variables.items() if v.dtype.kind == "f"}
     ready.to_netcdf(path, engine="h5netcdf", encoding=encoding)
+
+
+def _netcdf_attributes(attrs: Mapping[Any, Any]) -> dict[str, Any]:
+    """Attributes as NetCDF has them, numbers and texts; others as JSON, and none for None."""
+    told = {name: value for name, value in plain(attrs).items() if value is not None}
+    return {
+        name: value if isinstance(value, str | float) or type(value) is int else json.dumps(value)
+        for name, value in told.items()
+    }
 
 
 def _write_tensors(

@@ -71,10 +71,11 @@ class Imported:
 
     def rows(self, tokens: PackedTokens, here: range) -> Array:
         """The values of a range of packed tokens; of a batch, without its padding."""
-        if not self.is_batch:
-            return np.ascontiguousarray(self.values[here.start : here.stop])
         at = slice(here.start, here.stop)
-        return np.ascontiguousarray(self.values[tokens.prompt_of(at), tokens.position_of(at)])
+        found = (
+            self.values[tokens.prompt_of(at), tokens.position_of(at)] if self.is_batch else self.values[at]
+        )
+        return np.ascontiguousarray(found, self.values.dtype.newbyteorder("="))
 
 
 def declared_identity(model: str, revision: str | None) -> str:
@@ -98,6 +99,11 @@ def pack_imported(
     """
     first = arrays[0]
     sizes = _row_sizes(first, ids, row_size)
+    if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or not sizes.size:
+        raise PromptError(
+            f"expected row_size as a row of integers, found {sizes.dtype} of shape {list(sizes.shape)}; give "
+            "the tokens of each prompt"
+        )
     total = int(sizes.sum())
     for array in arrays:
         shape, fits = array.values.shape, array.values.ndim in (len(array.dims) + 1, len(array.dims) + 2)
@@ -170,29 +176,32 @@ def store_imported(
     return entry
 
 
-def _row_sizes(first: Imported, ids: Any, row_size: Any) -> npt.NDArray[np.int64]:
+def _row_sizes(first: Imported, ids: Any, row_size: Any) -> Any:
     """Tokens per prompt, from what says so most directly."""
     if row_size is not None:
-        return np.asarray(row_size, np.int64)
+        return np.asarray(row_size)
     if ids is not None and not isinstance(ids, np.ndarray):
         return np.array([len(one) for one in ids], np.int64)
     if first.is_batch:
         return np.full(first.values.shape[0], first.values.shape[1], np.int64)
+    if ids is not None and ids.ndim == 2:
+        return np.full(ids.shape[0], ids.shape[1], np.int64)
     return np.array([first.values.shape[0]], np.int64)
 
 
-def _flat_ids(ids: Any, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+def _flat_ids(ids: Any, sizes: npt.NDArray[Any]) -> Array:
     """Packed token ids; zeros where none are known."""
+    total = int(sizes.sum())
     if ids is None:
-        return np.zeros(int(sizes.sum()), np.int32)
+        return np.zeros(total, np.int32)
     if isinstance(ids, np.ndarray) and ids.ndim == 1:
         flat = ids
     else:
         rows = [np.asarray(one)[:size] for one, size in zip(ids, sizes.tolist(), strict=False)]
         flat = np.concatenate(rows) if len(rows) == len(sizes) == len(ids) else np.empty(0, np.int32)
-    if len(flat) != sizes.sum():
+    if len(flat) != total:
         raise PromptError(
-            f"expected a token id for each of {int(sizes.sum())} tokens of {len(sizes)} prompts, found "
-            f"{len(flat)}; check row_size"
+            f"expected a token id for each of {total} tokens of {len(sizes)} prompts, found {len(flat)}; "
+            "check row_size"
         )
-    return np.asarray(flat, np.int32)
+    return flat

@@ -4,11 +4,10 @@ Border: labels and columns; file names and provenance are exports.py's.
 
 Datasets with a token axis (runs, and results per token) have one row per token:
 
-    long  (layer, token): columns of labels, `layer`, and every variable as one column holding the vector of
-    that
-          token at that layer (a list of fixed size, flattened in C order); null where a variable has no such
-          layer
-    wide  (token): columns of labels, and one column per variable and layer, named "resid_post.5"
+    long  (layer, token): columns of labels, `layer`, and a column per variable with the vector of that token
+    at
+          that layer (a list of fixed size, flattened in C order); null where a variable has no such layer
+    wide  (token): columns of labels, and a column per variable and layer, named "resid_post.5"
 
 Other results become one row per number, with a column per axis (long only).
 """
@@ -34,7 +33,7 @@ __all__ = ["write_parquet"]
 
 ROWS = 20_000_000
 """Numbers of a result without tokens up to which it is written, one row each."""
-_GROUP = 32 << 20  # bytes of one variable in a row group
+_GROUP = 32 << 20  # bytes of values in a row group
 
 
 def write_parquet(dataset: xr.Dataset, path: Path, layout: str, note: Mapping[str, Any]) -> None:
@@ -71,7 +70,7 @@ def write_parquet(dataset: xr.Dataset, path: Path, layout: str, note: Mapping[st
 
 def _token_tables(dataset: xr.Dataset, layout: str, pa: Any) -> Iterator[Any]:
     layers = _layers(dataset)
-    for here in _ranges(dataset):
+    for here in _ranges(dataset, len(layers) if layout == "long" and layers else 1):
         part = dataset.isel(token=here)
         labels = {
             str(name): _column(part[name].values, pa) for name in part.coords if part[name].dims == ("token",)
@@ -111,19 +110,13 @@ def _number_tables(dataset: xr.Dataset, layout: str, pa: Any) -> Iterator[Any]:
     yield pa.table({str(name): _column(frame[name].to_numpy(), pa) for name in frame.columns})
 
 
-def _ranges(dataset: xr.Dataset) -> Iterator[slice]:
-    """Token ranges of about `_GROUP` bytes of the widest variable, whole chunks of dask where there are
-    such.
-    """
+def _ranges(dataset: xr.Dataset, rows: int) -> Iterator[slice]:
+    """Token ranges of about `_GROUP` bytes in a row group, of which each range makes `rows`."""
     n = dataset.sizes["token"]
-    widest = max((array.nbytes // max(n, 1) for array in dataset.data_vars.values()), default=1)
-    step = max(1, _GROUP // max(widest, 1))
-    chunks = next((array.chunksizes["token"] for array in dataset.data_vars.values() if array.chunks), (n,))
-    start = 0
-    for size in chunks:
-        for first in range(start, start + size, step):
-            yield slice(first, min(first + step, start + size))
-        start += size
+    wide = sum(array.nbytes for array in dataset.data_vars.values()) // (max(n, 1) * rows)
+    step = max(1, _GROUP // max(wide, 1))
+    for first in range(0, max(n, 1), step):
+        yield slice(first, min(first + step, n))
 
 
 def _layers(dataset: xr.Dataset) -> list[int]:

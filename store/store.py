@@ -123,12 +123,16 @@ class Store:
             raise EntryNotFound(f"nothing is stored under {key!r} in {self.path}; compute it first")
         return found
 
+    def names_run(self, prefix: str) -> bool:
+        """Whether some run's digest starts so, and no key does."""
+        return not self._key_names(prefix) and bool(self._entry_names(prefix))
+
     def __getitem__(self, key: Key) -> xr.Dataset:
         """The labelled data under a key or a unique prefix of one, lazy.
 
         A prefix of no key may be one of a run's digest (DATA of `mizarr ls`): then all that the run holds.
         """
-        if isinstance(key, str) and not self._key_names(key) and self._entry_names(key):
+        if isinstance(key, str) and self.names_run(key):
             return self.entry(key).open()
         record = self.record(key)
         if record.kind == RESULT:

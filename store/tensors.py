@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, Literal
 
 import ml_dtypes
 import numpy as np
@@ -29,9 +29,11 @@ __all__ = [
     "Tensor",
     "as_bfloat16",
     "mapped_tensor",
+    "npy_header",
     "read_header",
     "read_npz",
     "read_safetensors",
+    "seek_member",
     "write_npz",
     "write_safetensors",
 ]
@@ -127,21 +129,23 @@ def write_safetensors(path: Path, tensors: Sequence[Tensor], metadata: Mapping[s
                 file.write(block)
 
 
-def read_npz(path: Path) -> Mapping[str, Array]:
-    """The arrays of an npz file by name, each read when it is asked for. Raises ConfigError for another
-    file.
+def read_npz(path: Path) -> dict[str, Array]:
+    """The arrays of an npz file by name, memory-mapped where it is not compressed.
+
+    Raises ConfigError for another file, and for arrays of Python objects.
     """
     try:
-        found: Mapping[str, Array] = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            return {
+                info.filename.removesuffix(".npy"): _npy(archive, info, file)
+                for info in archive.infolist()
+                if info.filename.endswith(".npy")
+            }
+    except (OSError, ValueError, EOFError, struct.error, zipfile.BadZipFile) as error:
         raise ConfigError(
-            f"expected an npz file at {path}, found one that cannot be read ({error})"
+            f"expected an npz file of named arrays at {path}, found one that cannot be read ({error}); write "
+            "it with np.savez, arrays by name"
         ) from error
-    if not isinstance(found, Mapping):
-        raise ConfigError(
-            f"expected an npz file of named arrays at {path}, found a single one; np.savez names it"
-        )
-    return found
 
 
 def write_npz(path: Path, tensors: Sequence[Tensor]) -> None:
@@ -167,6 +171,39 @@ def as_bfloat16(array: Array, name: str) -> Array:
     if array.dtype.itemsize != 2 or array.dtype.kind not in "uiV":
         raise ShapeError(f"expected {name!r} as raw 2-byte values to read as bfloat16, found {array.dtype}")
     return array.view(CODES["BF16"])
+
+
+def npy_header(file: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
+    """(dtype, shape, in Fortran order) of the npy file that begins here; leaves the file where data begin."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, is_fortran, dtype = read(file)
+    return dtype, shape, is_fortran
+
+
+def seek_member(file: IO[bytes], member: zipfile.ZipInfo) -> None:
+    """Go to the bytes of a member of a zip file, whose own header may be longer than the list of members
+    says.
+    """
+    file.seek(member.header_offset + 26)
+    name, extra = struct.unpack("<HH", file.read(4))
+    file.seek(member.header_offset + 30 + name + extra)
+
+
+def _npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: BinaryIO) -> Array:
+    """The array of one member of an npz file."""
+    if member.compress_type != zipfile.ZIP_STORED:
+        with archive.open(member) as packed:
+            read: Array = np.lib.format.read_array(packed, allow_pickle=False)
+            return read
+    seek_member(file, member)
+    dtype, shape, is_fortran = npy_header(file)
+    if dtype.hasobject:
+        raise ValueError(f"{member.filename} holds Python objects")
+    if math.prod(shape) == 0:  # nothing can be mapped of an empty array
+        return np.empty(shape, dtype)
+    order: Literal["C", "F"] = "F" if is_fortran else "C"
+    return np.memmap(file, dtype, "r", offset=file.tell(), shape=shape, order=order)
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:

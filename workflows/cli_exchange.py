@@ -81,6 +81,7 @@ def export(
 @click.option(
     "--prompts", metavar="FILE", help="Prompts as `mizarr capture` reads them: token ids, or texts."
 )
+@click.option("--skip", multiple=True, metavar="ARRAY", help="Leave an array out; a glob for several.")
 @click.option("--dtype", help="bfloat16: read 2-byte values so.")
 @click.option("--layers", type=int, metavar="N", help="Layers of the model, if more than the files hold.")
 @store_option
@@ -91,6 +92,7 @@ def import_(
     revision: str | None,
     pairs: Sequence[str],
     prompts: str | None,
+    skip: Sequence[str],
     dtype: str | None,
     layers: int | None,
     store_path: str,
@@ -101,20 +103,20 @@ def import_(
     FILE is .safetensors or .npz; its arrays are named after hook points (blocks.5.hook_resid_post), or mapped
     to them. The model is what you declare, and the run is never taken for one computed here.
     """
-    from ..store import open_store
     from .exchange import import_activations
 
     tokens, texts = _prompts(prompts)
     states = import_activations(
         list(files),
         model=model,
-        store=open_store(store_path),
+        store=store_path,
         names=_names(pairs),
         tokens=tokens,
         texts=texts,
         dtype=dtype,
         revision=revision,
         layers=layers,
+        skip=skip,
     )
     run = str(states.encoding["run"])
     if as_json:

@@ -11,9 +11,10 @@ or, with "*" in place of the layer, one array whose first axis is all layers:
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +37,8 @@ Array = npt.NDArray[Any]
 
 TOKEN_IDS = ("token_id", "token_ids", "input_ids", "tokens")
 """Names under which a file may hold token ids."""
-LABELS = ("row_size", "char_start", "char_end")
-DERIVED = ("layer", "prompt", "prompt_id", "row_start", "token_string")
+LABELS = ("row_size", "char_start", "char_end", "position", "text", "attention_mask")
+DERIVED = ("layer", "prompt", "prompt_id", "row_start", "pair_start", "token_string")
 """Labels an export writes for other readers, which follow from the others."""
 SIZES = ("hidden", "head", "kv_head", "d_head", "mlp")
 
@@ -53,6 +54,7 @@ def import_activations(
     dtype: str | None = None,
     revision: str | None = None,
     layers: int | None = None,
+    skip: Sequence[str] = (),
 ) -> xr.Dataset:
     """Store activations from safetensors or npz files as a run, and open it: labelled, lazy.
 
@@ -60,13 +62,15 @@ def import_activations(
     you know; recorded as declared, and never mixed with what was computed here.  names: array -> hook point,
     where arrays are not named after hook points already.  tokens: ids per prompt, else taken from an array
     token_ids (or input_ids, tokens, token_id); may be unknown.  texts: per prompt.  dtype: "bfloat16" to
-    read 2-byte values so. layers: of the model, by default up to the last one in the files.
-    Arrays are [token, …] (with `row_size`: tokens per prompt; else one prompt) or [prompt, position, …] (with
-    `row_size`: without padding); positions come before heads.
+    read 2-byte values so.  layers: of the model, by default up to the last one in the files.  skip: arrays to
+    leave out, by name or glob.
+    Arrays are [token, …] (with an array row_size, tokens per prompt; else one prompt) or [prompt, position,
+    …] (with row_size or attention_mask: without the padding, which is on the right); positions come before
+    heads.
     Raises HookPointNotFound for a name that is no hook point, ShapeError, PromptError for what does not fit.
     """
     paths = [Path(path).expanduser() for path in ([files] if isinstance(files, str | Path) else files)]
-    held, note = _read(paths)
+    held, note = _read(paths, skip)
     arrays, labels = _sorted_out(held, names or {}, dtype)
     if not arrays:
         raise HookPointNotFound(
@@ -74,14 +78,16 @@ def import_activations(
             "say what they hold: names={'array': 'blocks.5.hook_resid_post'}"
         )
     ids = tokens if tokens is not None else next((labels[name] for name in TOKEN_IDS if name in labels), None)
-    known_texts = texts if texts is not None else _json(labels, "text")
-    spans = (labels["char_start"], labels["char_end"]) if "char_start" in labels else None
-    packed, known = pack_imported(arrays, ids, labels.get("row_size"), known_texts, spans)
+    known_texts = texts if texts is not None else _texts(labels)
+    spans = (labels["char_start"], labels["char_end"]) if {"char_start", "char_end"} <= set(labels) else None
+    packed, known = pack_imported(arrays, ids, _row_size(labels), known_texts, spans)
     _expect_whole(labels, packed.position_of(slice(None)))
     content = {
         "files": sorted(file_digest(path) for path in paths),
         "names": dict(names or {}),
+        "skip": sorted(skip),
         "dtype": dtype,
+        "layers": layers,
     }
     opened = store if isinstance(store, Store) else open_store(store)
     entry = store_imported(
@@ -97,7 +103,7 @@ def import_activations(
     return entry.open()
 
 
-def _read(paths: Sequence[Path]) -> tuple[dict[str, Array], dict[str, Any]]:
+def _read(paths: Sequence[Path], skip: Sequence[str]) -> tuple[dict[str, Array], dict[str, Any]]:
     """All arrays of all files by name, and what the file says of itself where it was exported from a
     store.
     """
@@ -108,12 +114,11 @@ def _read(paths: Sequence[Path]) -> tuple[dict[str, Array], dict[str, Any]]:
             raise ConfigError(f"expected a file at {str(path)!r}, found none; check the path")
         if path.suffix == ".safetensors":
             arrays, metadata = read_safetensors(path)
-            note = note or json.loads(metadata.get(NOTE, "{}"))
+            note = note or _parsed(metadata.get(NOTE, "{}"), dict, path)
         elif path.suffix == ".npz":
-            npz = read_npz(path)
-            arrays = {name: npz[name] for name in npz}
+            arrays = read_npz(path)
             if (text := arrays.pop(f"{NOTE}{TEXT_SUFFIX}", None)) is not None:
-                note = note or json.loads(text.tobytes())
+                note = note or _parsed(text.tobytes(), dict, path)
         else:
             raise ConfigError(f"expected a .safetensors or .npz file, found {path.name!r}; convert it")
         if twice := sorted(set(arrays) & set(found)):
@@ -121,6 +126,12 @@ def _read(paths: Sequence[Path]) -> tuple[dict[str, Array], dict[str, Any]]:
                 f"expected every array once, found {twice[0]!r} in several files; leave one out"
             )
         found |= arrays
+    for pattern in skip:
+        left_out = fnmatch.filter(found, pattern)
+        if not left_out:
+            raise HookPointNotFound(_no_array(pattern, found))
+        for name in left_out:
+            del found[name]
     kept = ("run", "key", "content", "label", "token_ids")
     return found, {name: note[name] for name in kept if name in note}
 
@@ -139,8 +150,7 @@ def _sorted_out(
     for name, values in held.items():
         hook, pattern = _hook_of(name, names)
         unused.discard(pattern)
-        plain = name.removesuffix(TEXT_SUFFIX)
-        if not pattern and plain in (*TOKEN_IDS, *LABELS, *DERIVED, "position", "text"):
+        if not pattern and _is_label(name.removesuffix(TEXT_SUFFIX)):
             labels[name] = values
             continue
         if values.dtype.kind == "V" and dtype is None and values.dtype.name != "bfloat16":
@@ -151,12 +161,18 @@ def _sorted_out(
         raw = as_bfloat16(values, name) if dtype == "bfloat16" and values.dtype.itemsize == 2 else values
         arrays += _imported(name, hook, raw)
     if unused:
-        first = min(unused)
-        raise HookPointNotFound(
-            f"no array is named {first!r}; there are {', '.join(sorted(held))}, nearest is "
-            f"{nearest(first, held)!r}"
-        )
+        raise HookPointNotFound(_no_array(min(unused), held))
     return arrays, labels
+
+
+def _no_array(name: str, held: Iterable[str]) -> str:
+    near = nearest(name, held)
+    hint = f"; did you mean {near!r}?" if near else ""
+    return f"no array is named {name!r}; there are {', '.join(sorted(held)) or 'none'}{hint}"
+
+
+def _is_label(name: str) -> bool:
+    return name in (*TOKEN_IDS, *LABELS, *DERIVED) or name.startswith("layer_")
 
 
 def _hook_of(name: str, names: Mapping[str, str]) -> tuple[str, str]:
@@ -179,23 +195,51 @@ def _imported(name: str, hook: str, values: Array) -> list[Imported]:
         point = HookPoint.parse(hook)
     except HookPointNotFound as error:
         raise HookPointNotFound(
-            f"array {name!r}: {error}; map it: names={{{name!r}: 'blocks.5.…'}}"
+            f"array {name!r}: {error}; say what it is (names={{{name!r}: 'blocks.5.hook_resid_post'}}), or "
+            f"leave it out (skip={name!r})"
         ) from error
     kind = BY_NAME[point.kind]
     if "query_position" in kind.dims:
         raise ShapeError(
             f"array {name!r}: {hook} has two positions per number, and only activations per token are "
-            "imported; leave it out"
+            f"imported; leave it out (skip={name!r})"
         )
     dims = tuple(dim for dim in kind.dims if dim in SIZES)
-    if kind.dims[-1] == "one" and values.shape[-1:] == (1,):
+    if kind.dims[-1] == "one" and values.ndim > 1 and values.shape[-1] == 1:
         values = values[..., 0]
     return [Imported(name, kind.name, point.layer, kind.path, kind.meaning, dims, values)]
 
 
-def _json(labels: Mapping[str, Array], name: str) -> list[str] | None:
-    raw = labels.get(f"{name}{TEXT_SUFFIX}")
-    return None if raw is None else list(json.loads(raw.tobytes()))
+def _row_size(labels: Mapping[str, Array]) -> Array | None:
+    """Tokens per prompt, as said, or as a mask of a padded batch shows; PromptError for padding on the
+    left.
+    """
+    if "row_size" in labels or "attention_mask" not in labels:
+        return labels.get("row_size")
+    mask = np.asarray(labels["attention_mask"], bool)
+    sizes: Array = mask.sum(-1)
+    if mask.ndim != 2 or not np.array_equal(mask, np.arange(mask.shape[1]) < sizes[:, None]):
+        raise PromptError(
+            "expected attention_mask as [prompt, position] with padding on the right, found another; repack "
+            "the arrays, or leave it out (skip) where nothing is padding"
+        )
+    return sizes
+
+
+def _texts(labels: Mapping[str, Array]) -> list[str] | None:
+    raw = labels.get(f"text{TEXT_SUFFIX}")
+    return None if raw is None else [str(text) for text in np.ravel(_parsed(raw.tobytes(), list, "text"))]
+
+
+def _parsed(text: str | bytes, kind: type, where: object) -> Any:
+    """What a note says; ConfigError unless it is JSON of this kind."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"expected JSON beside the arrays, found none in {where} ({error})") from error
+    if not isinstance(found, kind):
+        raise ConfigError(f"expected a JSON {kind.__name__} in {where}, found {type(found).__name__}")
+    return found
 
 
 def _expect_whole(labels: Mapping[str, Array], positions: Array) -> None:

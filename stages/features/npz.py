@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ...store.errors import DictionaryError
+from ...store.tensors import npy_header, seek_member
 
 __all__ = ["npz_array", "npz_shapes"]
 
-_LOCAL_HEADER = 30
 FLOATS = ("float32", "float64")
 
 
@@ -40,13 +40,15 @@ def npz_array(path: Path, name: str) -> npt.NDArray[Any]:
         dtype, shape, fortran, start = _header(archive, name, path)
         member = archive.getinfo(f"{name}.npy")
         if member.compress_type == zipfile.ZIP_STORED:
-            offset = _data_start(path, member.header_offset) + start
+            with path.open("rb") as file:
+                seek_member(file, member)
+                offset = file.tell() + start
             order: Any = "F" if fortran else "C"
             if not shape:
                 return np.fromfile(path, dtype, count=1, offset=offset).reshape(())
             return np.memmap(path, dtype, mode="c", offset=offset, shape=shape, order=order)
-        with archive.open(member) as file:
-            found: npt.NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
+        with archive.open(member) as packed:
+            found: npt.NDArray[Any] = np.lib.format.read_array(packed, allow_pickle=False)
             return found
 
 
@@ -70,22 +72,9 @@ def _header(
 ) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
     """(dtype, shape, in Fortran order, bytes before the data) of a member."""
     with archive.open(f"{name}.npy") as file:
-        version = np.lib.format.read_magic(file)
-        read = (
-            np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        )
-        shape, fortran, dtype = read(file)
+        dtype, shape, fortran = npy_header(file)
         if dtype.name not in FLOATS and shape:
             raise DictionaryError(
                 f"expected {name!r} in {path} as one of {', '.join(FLOATS)}, found {dtype.name}"
             )
         return dtype, shape, fortran, file.tell()
-
-
-def _data_start(path: Path, header: int) -> int:
-    """Where a member's bytes begin; its local header may be longer than the directory at the end says."""
-    with path.open("rb") as file:
-        file.seek(header)
-        start = file.read(_LOCAL_HEADER)
-    name, extra = struct.unpack("<HH", start[26:30])
-    return int(header + _LOCAL_HEADER + name + extra)
