@@ -27,7 +27,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from .digest import Buffer, file_digest
+from .digest import Buffer, content_digest, file_digest
 from .errors import CorruptEntry, EntryNotFound
 from .files import Folder
 from .packed import PackedTokens
@@ -227,10 +227,7 @@ def _measured(folder: Folder, name: str, parts: Sequence[Buffer], made: Collecti
     """Size and digest of a file: of what was written if it is new, of what stands otherwise."""
     if name not in made:
         return _measure(folder, name)
-    hashed = hashlib.sha256()
-    for part in parts:
-        hashed.update(part)
-    return [sum(memoryview(part).nbytes for part in parts), f"sha256:{hashed.hexdigest()}"]
+    return [sum(memoryview(part).nbytes for part in parts), content_digest(*parts)]
 
 
 def _measure(folder: Folder, name: str) -> list[int | str]:

@@ -45,9 +45,12 @@ def digest(kind: str, *parts: Any) -> str:
     return hashlib.sha256(canonical_json([kind, *parts]).encode()).hexdigest()
 
 
-def content_digest(data: Buffer) -> str:
-    """`sha256:<hex>` of bytes."""
-    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+def content_digest(*parts: Buffer) -> str:
+    """`sha256:<hex>` of bytes, laid end to end."""
+    state = hashlib.sha256()
+    for part in parts:
+        state.update(part)
+    return f"sha256:{state.hexdigest()}"
 
 
 def array_digest(array: npt.NDArray[Any]) -> str:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -38,13 +37,12 @@ from .keys import ActivationKey, RunKey
 from .mapped import MappedShards
 from .packed import PackedTokens
 from .records import Record
-from .shards import Array, ShardLayout, Written, array_metadata, write_shard
+from .shards import Array, ShardLayout, Written, array_metadata, write_shards
 
 if TYPE_CHECKING:
     import xarray as xr
 
 PACKED_AXES = ("token", "pair")
-_WRITERS = 2  # with more, the disk is the limit
 
 
 @dataclass(frozen=True)
@@ -234,27 +232,25 @@ class Entry:
         }
         return {n: cells for n, cells in missing.items() if cells}
 
-    def write_segment(self, n: int, arrays: Mapping[Cell, Array], *, threads: int = _WRITERS) -> None:
+    def write_segment(self, n: int, arrays: Mapping[Cell, Array], *, threads: int = 2) -> None:
         """Commit whole shards of one segment: all files first, then the record that says they stand.
 
         arrays: each [rows of the segment, *tail] of the declared dtype, in C order; not to be changed before
-        this returns. Whatever stands already stays as it is. threads: that write shards, each with another
-        that digests; one leaves the cores to whoever computes meanwhile. Raises ShapeError before anything is
-        written if an array does not fit; StoreFull, ReadOnlyStore.
+        this returns. Whatever stands already stays as it is. threads: that digest while this one writes; one
+        leaves the cores to whoever computes meanwhile. Raises ShapeError before anything is written if an
+        array does not fit; StoreFull, ReadOnlyStore.
         """
         for (variable, layer), rows in arrays.items():
             self._check_rows(variable, layer, n, rows)
 
-        def write(cell: Cell) -> tuple[str, Written]:
+        shards = {}
+        for cell, rows in arrays.items():
             layout = self.layout(cell[0])
-            name = layout.path(*cell, n)
-            return name, write_shard(
-                self.folder, f"{self.path}/{name}", arrays[cell], layout, sync_folder=False
-            )
-
-        with ThreadPoolExecutor(min(threads, len(arrays) or 1)) as pool:
-            files = dict(pool.map(write, arrays))
-        self.folder.sync_folders([f"{self.path}/{name}" for name in files])
+            shards[layout.path(*cell, n)] = (rows, layout)
+        written = write_shards(
+            self.folder, {f"{self.path}/{name}": shard for name, shard in shards.items()}, threads=threads
+        )
+        files = {name: written[f"{self.path}/{name}"] for name in shards}
         cells = sorted(cell_name(cell) for cell in arrays)
         record = {"segment": n, "cells": cells, "files": files}
         name = f"{self.path}/seg/{n}.{digest('cells', cells)[:12]}.json"

@@ -28,7 +28,8 @@ from .errors import ReadOnlyStore, StoreError, StoreFull
 _THREADS = 4  # sha256 releases the GIL: two threads digest twice as fast, beyond four the disk is the limit
 _REMEMBERED = 20_000  # folders
 _AT_ONCE = 64  # parts per call; every system takes that many
-_OPEN = 128  # files of a batch open at once
+_OPEN = 128  # files open at once
+_UNNAMED = 1 << 28  # bytes of files that wait for their names together
 
 Files = dict[str, list[int | str]]
 """Manifest part: path relative to the folder -> [size in bytes, "sha256:…"]."""
@@ -59,37 +60,16 @@ class Folder:
 
     def put_new(self, name: str, data: bytes) -> bool:
         """Create a file with these bytes; False, and nothing changes, when it is there already."""
-        return self.create(name, [data])
-
-    def create(self, name: str, parts: Sequence[Buffer], *, sync_folder: bool = True) -> bool:
-        """Create a file of these parts, end to end; False, and nothing changes, when it is there already.
-
-        sync_folder=False leaves the name itself unsynced until `sync_folders`, for many files at once.
-        """
-        with self.writing(name):
-            if self.path(name).exists():
-                return False
-            with self._temporary(name) as temporary:
-                handle = _written(temporary, parts)
-                try:
-                    if self.durability == "disk":
-                        os.fsync(handle)
-                finally:
-                    os.close(handle)
-                is_new = _linked(temporary, self.path(name))
-            if is_new and sync_folder:
-                self.sync_folders([name])
-        return is_new
+        return bool(self.put_all({name: [data]}))
 
     def put_all(self, files: Mapping[str, Sequence[Buffer]]) -> set[str]:
-        """Create files of these parts; returns the names that were new, the others stay as they are.
+        """Create files of these parts, each laid end to end; returns the new names, the others stay.
 
-        All bytes are on disk before the first name appears, and names appear in order.
+        Files are taken in turns of some: of each turn all bytes are on disk before the first name appears.
+        Names appear in order, and last when this returns.
         """
         made: set[str] = set()
-        names = list(files)
-        for at in range(0, len(names), _OPEN):
-            some = names[at : at + _OPEN]
+        for some in _turns(files):
             with self.writing(some[0]), ExitStack() as stack:
                 waiting = {}
                 for name in some:
@@ -97,30 +77,16 @@ class Folder:
                         temporary = stack.enter_context(self._temporary(name))
                         handle = _written(temporary, files[name])
                         stack.callback(os.close, handle)
+                        if self.durability == "disk":
+                            _start_writing(handle)
                         waiting[name] = temporary, handle
                 if self.durability == "disk":
-                    _sync_together([handle for _, handle in waiting.values()])
+                    # Whichever sync is first commits all of them.
+                    for _, handle in waiting.values():
+                        os.fsync(handle)
                 made.update(name for name in waiting if _linked(waiting[name][0], self.path(name)))
-        self.sync_folders(made)
+        self._sync_names(made)
         return made
-
-    def sync_folders(self, names: Collection[str]) -> None:
-        """Make the names of these files last: sync the folders they lie in, and those new folders lie in."""
-        if self.durability != "disk" or not names:
-            return
-        changed, settled = {str(Path(name).parent) for name in names}, set()
-        for name in names:
-            for folder in map(str, Path(name).parents):
-                if folder in self._settled or folder == ".":
-                    break
-                changed.add(str(Path(folder).parent))
-                settled.add(folder)
-        # The first one's commit takes the others along.
-        for folder in sorted(changed):
-            self._sync_folder(self.root / folder)
-        if len(self._settled) > _REMEMBERED:
-            self._settled.clear()
-        self._settled.update(settled)
 
     def children(self, folder: str) -> Iterator[str]:
         """Names of what lies directly in a folder, without the folder's; temporary ones left out."""
@@ -187,6 +153,24 @@ class Folder:
         except OSError as error:
             raise as_store_error(error, self.root, name) from error
 
+    def _sync_names(self, names: Collection[str]) -> None:
+        """Make the names of these files last: sync the folders they lie in, and those new folders lie in."""
+        if self.durability != "disk" or not names:
+            return
+        changed, settled = {str(Path(name).parent) for name in names}, set()
+        for name in names:
+            for folder in map(str, Path(name).parents):
+                if folder in self._settled or folder == ".":
+                    break
+                changed.add(str(Path(folder).parent))
+                settled.add(folder)
+        # The first one's commit takes the others along.
+        for folder in sorted(changed):
+            self._sync_folder(self.root / folder)
+        if len(self._settled) > _REMEMBERED:
+            self._settled.clear()
+        self._settled.update(settled)
+
     @contextmanager
     def _temporary(self, name: str) -> Iterator[Path]:
         """A hidden name beside this one, for as long as it is written; its folder exists."""
@@ -249,13 +233,25 @@ def _linked(temporary: Path, target: Path) -> bool:
     return True
 
 
-def _sync_together(handles: Sequence[int]) -> None:
+def _start_writing(handle: int) -> None:
+    """Have the disk take what was written while more is prepared; a sync then waits for less."""
     if hasattr(os, "posix_fadvise"):
-        # Starts writing each without waiting: whichever sync is first then commits all of them.
-        for handle in handles:
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-    for handle in handles:
-        os.fsync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _turns(files: Mapping[str, Sequence[Buffer]]) -> Iterator[list[str]]:
+    """Names in order, by as many as may be open, and as many bytes as may be lost, at once."""
+    some: list[str] = []
+    nbytes = 0
+    for name, parts in files.items():
+        size = sum(memoryview(part).nbytes for part in parts)
+        if some and (len(some) == _OPEN or nbytes + size > _UNNAMED):
+            yield some
+            some, nbytes = [], 0
+        some.append(name)
+        nbytes += size
+    if some:
+        yield some
 
 
 def _sync(path: Path) -> None:

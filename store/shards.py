@@ -13,15 +13,12 @@ Knows one array and one file; which segment or run they belong to is known elsew
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import mmap
 import os
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from .digest import Buffer, file_digest
+from .digest import Buffer, content_digest, file_digest
 from .errors import CorruptEntry, ShapeError
 from .files import Folder
 
@@ -189,26 +186,32 @@ def array_metadata(
     return json.dumps(metadata, indent=1).encode()
 
 
-def write_shard(
-    folder: Folder, name: str, rows: Array, layout: ShardLayout, *, sync_folder: bool = True
-) -> Written:
-    """Write one shard under its final name, complete or not at all; returns its size and "sha256:…".
+def write_shards(
+    folder: Folder, shards: Mapping[str, tuple[Array, ShardLayout]], *, threads: int = 2
+) -> dict[str, Written]:
+    """Write shards under their final names, each complete or not at all; returns size and "sha256:…" of each.
 
-    rows: [rows, *tail], the dtype of the layout, C order. The first writer wins; whoever finds the file there
-    gets *its* digest.
-    sync_folder: as for `Folder.create`. Raises ShapeError, StoreFull, ReadOnlyStore.
+    shards: name -> rows [rows, *tail], the dtype of the layout, C order. The first writer of a name wins;
+    whoever finds the file there gets *its* digest.
+    threads: that digest while this one writes. Raises ShapeError, StoreFull, ReadOnlyStore.
     """
-    parts = shard_parts(name, rows, layout)
-    with _digesting(parts) as digest:
-        is_new = folder.create(name, parts, sync_folder=sync_folder)
-    if is_new:
-        return layout.file_bytes(len(rows)), digest.result()
-    target = folder.path(name)
-    return target.stat().st_size, file_digest(target)
+    files = {name: shard_parts(name, rows, layout) for name, (rows, layout) in shards.items()}
+    # sha256, write and fsync all release the GIL.
+    with ThreadPoolExecutor(max(1, min(threads, len(files)))) as pool:
+        digests = {name: pool.submit(content_digest, *parts) for name, parts in files.items()}
+        made = folder.put_all(files)
+        written = {}
+        for name, (rows, layout) in shards.items():
+            if name in made:
+                written[name] = layout.file_bytes(len(rows)), digests[name].result()
+            else:
+                target = folder.path(name)
+                written[name] = target.stat().st_size, file_digest(target)
+    return written
 
 
 def shard_parts(name: str, rows: Array, layout: ShardLayout) -> list[Buffer]:
-    """The bytes of a shard, end to end; rows as for `write_shard`, and not copied."""
+    """The bytes of a shard, end to end; rows as for `write_shards`, and not copied."""
     _check_rows(name, rows, layout)
     index = _index(len(rows), layout).tobytes()
     padding = layout.file_bytes(len(rows)) - layout.index_bytes - rows.nbytes
@@ -262,25 +265,6 @@ def _gather(
         held[n * layout.chunk_rows : (n + 1) * layout.chunk_rows] = chunk.reshape(-1, *layout.tail)
     held.flags.writeable = False
     return held[:rows]
-
-
-@contextmanager
-def _digesting(parts: Sequence[Buffer]) -> Iterator[Future[str]]:
-    """Digest in another thread what this one writes: sha256, write and fsync all release the GIL."""
-    digest: Future[str] = Future()
-
-    def work() -> None:
-        state = hashlib.sha256()
-        for part in parts:
-            state.update(part)
-        digest.set_result(f"sha256:{state.hexdigest()}")
-
-    thread = threading.Thread(target=work, name="mizarr-digest")
-    thread.start()
-    try:
-        yield digest
-    finally:
-        thread.join()
 
 
 def _index(rows: int, layout: ShardLayout) -> npt.NDArray[np.uint64]:

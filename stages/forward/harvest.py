@@ -90,7 +90,7 @@ def _round(
                 cell: as_numpy(buffer.view(cell, entry.rows(cell[0], job.segment))) for cell in job.cells
             }
             # While more is computed, one thread: a forward pass waits for its slowest core.
-            entry.write_segment(job.segment, arrays, threads=4 if job.segment == last else 1)
+            entry.write_segment(job.segment, arrays, threads=2 if job.segment == last else 1)
             advance(len(entry.segments[job.segment]))
         finally:
             job.claim.release()

@@ -53,15 +53,12 @@ def test_new_folders_are_synced_up_to_the_root(tmp_path, synced):
 
 def test_names_of_many_files_are_synced_together(tmp_path, synced):
     folder = Folder(tmp_path)
-    for name in ("x/1/a", "x/2/a"):
-        folder.create(name, [b"one"], sync_folder=False)
-    assert all("/.a." in path for path in synced)
+    folder.put_all({"x/1/a": [b"one"], "x/2/a": [b"one"]})
+    assert all("/.a." in path for path in synced[:2])
+    assert sorted(synced[2:]) == sorted(str(tmp_path / part) for part in ("", "x", "x/1", "x/2"))
     synced.clear()
-    folder.sync_folders(["x/1/a", "x/2/a"])
-    assert sorted(synced) == sorted(str(tmp_path / part) for part in ("", "x", "x/1", "x/2"))
-    synced.clear()
-    folder.create("x/2/b", [b"two"])
-    folder.create("x/3/a", [b"three"])
+    folder.put_new("x/2/b", b"two")
+    folder.put_new("x/3/a", b"three")
     folders = [path for path in synced if "/." not in path]
     assert folders[0] == str(tmp_path / "x/2")  # its own name lasts already
     assert sorted(folders[1:]) == sorted(str(tmp_path / part) for part in ("x", "x/3"))
@@ -70,7 +67,7 @@ def test_names_of_many_files_are_synced_together(tmp_path, synced):
 def test_durability_process_never_syncs(tmp_path, synced):
     folder = Folder(tmp_path, "process")
     folder.put_new("x/a", b"one")
-    folder.sync_folders(["x/a"])
+    folder.put_all({"x/b": [b"two"]})
     folder.settle("x")
     assert synced == []
 
@@ -106,7 +103,7 @@ def test_a_folder_opened_for_reading_writes_nothing(tmp_path):
     folder = Folder(tmp_path, read_only=True)
     for write in (
         lambda: folder.put_new("a", b""),
-        lambda: folder.create("a", [b""]),
+        lambda: folder.put_all({"a": [b""]}),
         lambda: folder.make_folder("a"),
         lambda: folder.delete("a"),
     ):
@@ -143,6 +140,18 @@ def test_of_a_batch_that_fails_nothing_has_a_name(tmp_path, monkeypatch):
             folder.put_all({"x/a": [b"one"], "x/b": [b"two"]})
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
     assert folder.put_all({"x/a": [b"one"], "x/b": [b"two"]}) == {"x/a", "x/b"}
+
+
+def test_a_batch_of_many_bytes_gets_its_names_in_turns(tmp_path, synced, monkeypatch):
+    real = os.link
+    monkeypatch.setattr(
+        os, "link", lambda source, target: (synced.append(f"link {Path(target).name}"), real(source, target))
+    )
+    monkeypatch.setattr("mizarr.store.files._UNNAMED", 10)
+    assert Folder(tmp_path).put_all({"a": [b"12345"], "b": [b"12345"], "c": [b"1"]}) == {"a", "b", "c"}
+    order = [each if each[:4] == "link" else Path(each).name[:3] for each in synced[:-1]]
+    assert order == [".a.", ".b.", "link a", "link b", ".c.", "link c"]
+    assert synced[-1] == str(tmp_path)
 
 
 def test_a_batch_may_have_more_files_than_are_open_at_once(tmp_path):

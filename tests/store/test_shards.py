@@ -17,7 +17,7 @@ from mizarr.store import shards
 from mizarr.store.digest import content_digest
 from mizarr.store.errors import CorruptEntry, ReadOnlyStore, ShapeError, StoreFull
 from mizarr.store.files import Folder
-from mizarr.store.shards import DTYPES, ShardLayout, array_metadata, read_shard, write_shard
+from mizarr.store.shards import DTYPES, ShardLayout, array_metadata, read_shard, write_shards
 
 DTYPE_NAMES = ["float32", "float16", "bfloat16", "int32"]
 LAYERED = ("layer", "token", "hidden")
@@ -38,6 +38,11 @@ def small_chunks(monkeypatch):
     """Inner chunks of 64 bytes, so that small arrays have many."""
     monkeypatch.setattr(shards, "CHUNK_BYTES", 64)
     monkeypatch.setattr(shards, "_ZEROS", bytes(64))
+
+
+def write_shard(folder, name, rows, layout):
+    """One shard; returns its size and digest."""
+    return write_shards(folder, {name: (rows, layout)})[name]
 
 
 def write_array(folder, name, layout, layers):
