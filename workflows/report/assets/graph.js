@@ -325,7 +325,13 @@ DRAW.graph = (host, data) => {
       data.share < 1 ? make("span", {}, `the most influential nodes are on this page, up to ${(100 * data.share).toFixed(1)} % of the influence`) : "");
   }
   redraws.add(() => { explain(); lay(); });
-  new ResizeObserver(() => { if (host.clientWidth && host.clientWidth !== known) { known = host.clientWidth; lay(); } }).observe(host);
+  new ResizeObserver(() => {
+    if (!host.clientWidth || host.clientWidth === known) return;
+    const isFirst = known === 0;
+    known = host.clientWidth;
+    lay();
+    if (isFirst) box.scrollLeft = box.scrollWidth; // what is explained stands at the end
+  }).observe(host);
   restore(data.pinned, data.supernodes);
   said.textContent = "";
   explain();
