@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .content import plain, slabs
-from .errors import ConfigError, EntryNotFound, MissingExtra, ShapeError, StoreFull, nearest
+from .errors import ConfigError, EntryNotFound, ShapeError, StoreFull, nearest
 from .records import RESULT
 from .tensors import Tensor, write_npz, write_safetensors
 
@@ -55,7 +55,7 @@ TEXT_SUFFIX = ".json"
 suffix.
 """
 _BF16 = np.dtype(ml_dtypes.bfloat16)
-_BLOCK = 64 << 20  # bytes in memory at once
+_BLOCK = 16 << 20  # bytes in memory at once
 _SPARE = 1 << 20  # bytes of labels and headers
 _READERS = 2  # threads that read chunks ahead of the one that writes; each holds one
 
@@ -116,7 +116,9 @@ def export(
             if kind == "zarr":
                 _write_zarr(ready, to, told)
             elif kind == "netcdf":
-                _write_netcdf(ready, to, told)
+                from .netcdf import write_netcdf
+
+                write_netcdf(ready.assign_attrs({NOTE: json.dumps(told, sort_keys=True)}), to)
             elif kind == "parquet":
                 from .parquet import write_parquet
 
@@ -260,37 +262,6 @@ def _write_zarr(dataset: xr.Dataset, path: Path, note: Mapping[str, Any]) -> Non
         # Version 3 does not specify consolidated metadata yet, but without it plain `xr.open_zarr` warns.
         warnings.simplefilter("ignore", ZarrUserWarning)
         ready.to_zarr(path, zarr_format=3, consolidated=True, encoding=encoding, align_chunks=True)
-
-
-def _write_netcdf(dataset: xr.Dataset, path: Path, note: Mapping[str, Any]) -> None:
-    try:
-        import h5netcdf  # noqa: F401 - xarray's engine
-    except ImportError as error:
-        raise MissingExtra("NetCDF needs h5netcdf: pip install 'mizarr[netcdf]'") from error
-    ready = dataset.drop_encoding()
-    changed = {}
-    for name, variable in ready.variables.items():
-        variable.attrs = _netcdf_attributes(variable.attrs)
-        if variable.dtype.kind in "UTO":
-            changed[name] = (variable.dims, np.asarray(variable.values, object), variable.attrs)
-        elif variable.dtype == np.float16:
-            changed[name] = (variable.dims, variable.astype(np.float32).data, variable.attrs)
-        elif variable.dtype.kind == "c":
-            raise ShapeError(f"{name!r} is complex, which NetCDF has not; export to zarr or npz")
-    labels = {name: value for name, value in changed.items() if name in ready.coords}
-    ready = ready.assign_coords(labels).assign({n: v for n, v in changed.items() if n not in labels})
-    ready.attrs = {**_netcdf_attributes(ready.attrs), NOTE: json.dumps(note, sort_keys=True)}
-    encoding = {name: {"_FillValue": None} for name, v in ready.variables.items() if v.dtype.kind == "f"}
-    ready.to_netcdf(path, engine="h5netcdf", encoding=encoding)
-
-
-def _netcdf_attributes(attrs: Mapping[Any, Any]) -> dict[str, Any]:
-    """Attributes as NetCDF has them, numbers and texts; others as JSON, and none for None."""
-    told = {name: value for name, value in plain(attrs).items() if value is not None}
-    return {
-        name: value if isinstance(value, str | float) or type(value) is int else json.dumps(value)
-        for name, value in told.items()
-    }
 
 
 def _write_tensors(
