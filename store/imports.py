@@ -11,7 +11,8 @@ computed here, nor for an import of another file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +24,17 @@ from .entries import ArraySpec, Entry
 from .errors import PromptError, ShapeError
 from .keys import RunKey
 from .packed import PackedTokens
-from .shards import DTYPES
+from .tensors import release
 
 if TYPE_CHECKING:
     from .store import Store
 
-__all__ = ["Imported", "declared_identity", "pack_imported", "store_imported"]
+__all__ = ["Imported", "declared_arrays", "declared_run", "pack_imported", "store_imported"]
 
 Array = npt.NDArray[Any]
 Cell = tuple[str, int | None]
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+_AT_ONCE = 128 << 20  # bytes of a segment's arrays in memory at once
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,16 @@ class Imported:
     values: Array
 
     @property
+    def cell(self) -> Cell:
+        """What it is in a run: variable and layer."""
+        return self.variable, self.layer
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token."""
+        return math.prod(self.tail) * self.values.dtype.itemsize
+
+    @property
     def is_batch(self) -> bool:
         """Whether prompts are an axis of their own."""
         return self.values.ndim == len(self.dims) + 2
@@ -60,7 +73,7 @@ class Imported:
         """Shape of one token's values."""
         return self.values.shape[self.values.ndim - len(self.dims) :]
 
-    def spec(self, layers: int | None) -> ArraySpec:
+    def spec(self, layers: int) -> ArraySpec:
         """How it is stored."""
         front = () if self.layer is None else ("layer",)
         sizes = dict(zip(self.dims, self.tail, strict=True))
@@ -124,27 +137,17 @@ def pack_imported(
     return PackedTokens(flat, sizes, None if texts is None else list(texts), start, end), known
 
 
-def store_imported(
-    store: Store,
-    arrays: Sequence[Imported],
-    tokens: PackedTokens,
-    *,
-    model: str,
-    revision: str | None,
-    content: Mapping[str, Any],
-    layers: int | None,
-    ids_known: bool,
-) -> Entry:
-    """Write the arrays as a run, segment by segment; what stands already is not written again.
+def declared_arrays(arrays: Sequence[Imported], layers: int | None) -> list[ArraySpec]:
+    """How the arrays are stored.
 
-    content: what identifies them: digests of files, and how names were read.  layers: of the model, by
-    default up to the last one there is.
-    Raises ShapeError for arrays of several dtypes, of a dtype that is not stored, or of unlike shapes.
+    layers: of the model, by default up to the last one there is.
+    Raises ShapeError for arrays of several dtypes, of one that is no float, of unlike shapes, or that hold
+    the same.
     """
     dtypes = sorted({array.values.dtype.name for array in arrays})
-    if len(dtypes) != 1 or dtypes[0] not in DTYPES:
+    if len(dtypes) != 1 or dtypes[0] not in FLOATS:
         raise ShapeError(
-            f"expected arrays of one dtype among {', '.join(DTYPES)}, found {', '.join(dtypes)}; convert "
+            f"expected arrays of one dtype among {', '.join(FLOATS)}, found {', '.join(dtypes)}; convert "
             "them, or say dtype='bfloat16' for raw 2-byte values"
         )
     numbers = [array.layer for array in arrays if array.layer is not None]
@@ -153,27 +156,63 @@ def store_imported(
         raise ShapeError(
             f"expected layers below {count}, found layer {max(numbers)}; give the model's layers"
         )
-    cells: dict[Cell, Imported] = {}
+    specs: dict[str, ArraySpec] = {}
+    first: dict[Cell, Imported] = {}
     for array in arrays:
-        cell = (array.variable, array.layer)
-        if cell in cells:
-            raise ShapeError(f"{cells[cell].name!r} and {array.name!r} both hold {array.hook}; leave one out")
-        cells[cell] = array
-    specs = {array.variable: array.spec(count) for array in arrays}
-    for array in arrays:
-        if array.spec(count) != specs[array.variable]:
+        same = first.setdefault(array.cell, array)
+        if same is not array:
+            raise ShapeError(f"{same.name!r} and {array.name!r} both hold {array.hook}; leave one out")
+        spec = specs.setdefault(array.variable, array.spec(count))
+        if array.spec(count) != spec:
             raise ShapeError(
-                f"expected {array.name!r} of shape {list(specs[array.variable].tail)} per token like the "
-                f"other layers, found {list(array.tail)}"
+                f"expected {array.name!r} of shape {list(spec.tail)} per token like the other layers, found "
+                f"{list(array.tail)}"
             )
-    run = RunKey(declared_identity(model, revision), tokens.digest, digest("imported", dict(content)))
-    about = {"model": model, "declared": True, "revision": revision, "imported": dict(content)}
-    shown = {} if ids_known else {"token_ids": "unknown"}
-    entry = store.create_entry(run, tokens, list(specs.values()), attrs=about | shown)
+    return list(specs.values())
+
+
+def declared_run(
+    tokens: PackedTokens, model: str, revision: str | None, content: Mapping[str, Any]
+) -> RunKey:
+    """The key of a run somebody brings. content: digests of its files, and how their names were read."""
+    return RunKey(declared_identity(model, revision), tokens.digest, digest("imported", dict(content)))
+
+
+def store_imported(
+    store: Store,
+    run: RunKey,
+    tokens: PackedTokens,
+    arrays: Sequence[Imported],
+    specs: Sequence[ArraySpec],
+    attrs: Mapping[str, Any],
+) -> Entry:
+    """Write the arrays as a run, some of a segment at a time; what stands already is not written again.
+
+    specs: as `declared_arrays` gives them.  attrs: of `Store.create_entry`.
+    """
+    cells = {array.cell: array for array in arrays}
+    entry = store.create_entry(run, tokens, specs, attrs=attrs)
     for n, missing in entry.missing(cells).items():
-        entry.write_segment(n, {cell: cells[cell].rows(tokens, entry.segments[n]) for cell in missing})
+        here = entry.segments[n]
+        for some in _together(missing, [cells[cell].row_bytes * len(here) for cell in missing]):
+            entry.write_segment(n, {cell: cells[cell].rows(tokens, here) for cell in some})
+            for cell in some:
+                release(cells[cell].values)
     entry.publish(cells)
     return entry
+
+
+def _together(cells: Sequence[Cell], sizes: Sequence[int]) -> Iterator[list[Cell]]:
+    """Consecutive cells of at most `_AT_ONCE` bytes, at least one."""
+    group: list[Cell] = []
+    held = 0
+    for cell, size in zip(cells, sizes, strict=True):
+        if group and held + size > _AT_ONCE:
+            yield group
+            group, held = [], 0
+        group.append(cell)
+        held += size
+    yield group
 
 
 def _row_sizes(first: Imported, ids: Any, row_size: Any) -> Any:

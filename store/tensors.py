@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import struct
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ __all__ = [
     "read_header",
     "read_npz",
     "read_safetensors",
+    "release",
     "seek_member",
     "write_npz",
     "write_safetensors",
@@ -171,6 +173,15 @@ def as_bfloat16(array: Array, name: str) -> Array:
     if array.dtype.itemsize != 2 or array.dtype.kind not in "uiV":
         raise ShapeError(f"expected {name!r} as raw 2-byte values to read as bfloat16, found {array.dtype}")
     return array.view(CODES["BF16"])
+
+
+def release(array: Array) -> None:
+    """Let go of the pages a mapped array has brought into memory; they come back when they are read."""
+    found: Any = array
+    while isinstance(found, np.ndarray):
+        found = found.base
+    if isinstance(found, mmap.mmap):
+        found.madvise(mmap.MADV_DONTNEED)
 
 
 def npy_header(file: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...], bool]:

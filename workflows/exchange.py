@@ -25,7 +25,7 @@ from ..store import Store, open_store
 from ..store.digest import file_digest
 from ..store.errors import ConfigError, HookPointNotFound, PromptError, ShapeError, nearest
 from ..store.exports import NOTE, TEXT_SUFFIX
-from ..store.imports import Imported, pack_imported, store_imported
+from ..store.imports import Imported, declared_arrays, declared_run, pack_imported, store_imported
 from ..store.tensors import as_bfloat16, read_npz, read_safetensors
 
 if TYPE_CHECKING:
@@ -82,24 +82,21 @@ def import_activations(
     spans = (labels["char_start"], labels["char_end"]) if {"char_start", "char_end"} <= set(labels) else None
     packed, known = pack_imported(arrays, ids, _row_size(labels), known_texts, spans)
     _expect_whole(labels, packed.position_of(slice(None)))
-    content = {
+    content: dict[str, Any] = {
         "files": sorted(file_digest(path) for path in paths),
         "names": dict(names or {}),
         "skip": sorted(skip),
         "dtype": dtype,
         "layers": layers,
     }
+    content |= {"note": note} if note else {}
+    run, specs = declared_run(packed, model, revision, content), declared_arrays(arrays, layers)
+    about = {"model": model, "declared": True, "revision": revision, "imported": content}
+    if not known or note.get("token_ids") == "unknown":
+        about["token_ids"] = "unknown"
+    # Opened last, as this creates a folder: input that is no good leaves nothing behind.
     opened = store if isinstance(store, Store) else open_store(store)
-    entry = store_imported(
-        opened,
-        arrays,
-        packed,
-        model=model,
-        revision=revision,
-        content=content | ({"note": note} if note else {}),
-        layers=layers,
-        ids_known=known and note.get("token_ids") != "unknown",
-    )
+    entry = store_imported(opened, run, packed, arrays, specs, about)
     return entry.open()
 
 
@@ -114,11 +111,11 @@ def _read(paths: Sequence[Path], skip: Sequence[str]) -> tuple[dict[str, Array],
             raise ConfigError(f"expected a file at {str(path)!r}, found none; check the path")
         if path.suffix == ".safetensors":
             arrays, metadata = read_safetensors(path)
-            note = note or _parsed(metadata.get(NOTE, "{}"), dict, path)
+            note = note or _note(metadata.get(NOTE, "{}"), path)
         elif path.suffix == ".npz":
             arrays = read_npz(path)
             if (text := arrays.pop(f"{NOTE}{TEXT_SUFFIX}", None)) is not None:
-                note = note or _parsed(text.tobytes(), dict, path)
+                note = note or _note(text.tobytes(), path)
         else:
             raise ConfigError(f"expected a .safetensors or .npz file, found {path.name!r}; convert it")
         if twice := sorted(set(arrays) & set(found)):
@@ -227,19 +224,31 @@ def _row_size(labels: Mapping[str, Array]) -> Array | None:
 
 
 def _texts(labels: Mapping[str, Array]) -> list[str] | None:
+    """Texts as a list of JSON, or that of one prompt alone."""
     raw = labels.get(f"text{TEXT_SUFFIX}")
-    return None if raw is None else [str(text) for text in np.ravel(_parsed(raw.tobytes(), list, "text"))]
+    if raw is None:
+        return None
+    found = _parsed(raw.tobytes(), f"text{TEXT_SUFFIX}")
+    return [found] if isinstance(found, str) else [str(text) for text in found]
 
 
-def _parsed(text: str | bytes, kind: type, where: object) -> Any:
-    """What a note says; ConfigError unless it is JSON of this kind."""
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"expected JSON beside the arrays, found none in {where} ({error})") from error
-    if not isinstance(found, kind):
-        raise ConfigError(f"expected a JSON {kind.__name__} in {where}, found {type(found).__name__}")
+def _note(text: str | bytes, path: Path) -> dict[str, Any]:
+    found = _parsed(text, path)
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"expected named values in the note of {path}, found {found!r}; write it without `{NOTE}`"
+        )
     return found
+
+
+def _parsed(text: str | bytes, where: object) -> Any:
+    """What JSON says; ConfigError for what is none."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"expected JSON in {where}, found something else ({error}); export it again"
+        ) from error
 
 
 def _expect_whole(labels: Mapping[str, Array], positions: Array) -> None:
