@@ -201,6 +201,13 @@ class PackedAccessor:
         shard: npt.NDArray[Any] = entry_of(self._ds).shard(variable, layer, segment)
         return shard
 
+    @property
+    def token_strings(self) -> npt.NDArray[np.object_] | None:
+        """The string of every token, [token]; None where the vocabulary, or the ids, are not known."""
+        if "token_id" not in self._ds.coords or (vocabulary := self._vocabulary) is None:
+            return None
+        return np.array([_string(vocabulary, i) for i in self._ds["token_id"].values.tolist()], object)
+
     @cached_property
     def _sizes(self) -> npt.NDArray[np.int64]:
         if "row_size" not in self._ds.variables or "token" not in self._ds.dims:
@@ -291,9 +298,11 @@ class PackedAccessor:
 
     def _with_strings(self, part: xr.Dataset, dim: str) -> xr.Dataset:
         """With the strings of the tokens beside their ids, where the vocabulary is known."""
-        vocabulary = self._vocabulary if "token_id" in part.coords else None
-        if vocabulary is None:
+        strings = part.mi.token_strings
+        if strings is None:
             return part
-        ids = part["token_id"].values.tolist()
-        strings = [vocabulary[t] if t < len(vocabulary) else f"<{t}>" for t in ids]
-        return part.assign_coords(token_string=(dim, strings, {"long_name": "token"}))
+        return part.assign_coords(token_string=(dim, strings.astype(str), {"long_name": "token"}))
+
+
+def _string(vocabulary: Sequence[str], token: int) -> str:
+    return vocabulary[token] if token < len(vocabulary) else f"<{token}>"

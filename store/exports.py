@@ -18,7 +18,8 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -57,6 +58,7 @@ suffix.
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 _BLOCK = 16 << 20  # bytes in memory at once
 _SPARE = 1 << 20  # bytes of labels and headers
+_SPELLED_OUT = 1_000_000  # tokens up to which a file holds their strings
 _READERS = 2  # threads that read chunks ahead of the one that writes; each holds one
 
 
@@ -101,6 +103,7 @@ def export(
     kind = format_of(path, format)
     if layout not in ("long", "wide"):
         raise ConfigError(f"expected layout 'long' or 'wide', found {layout!r}")
+    _check_names(dataset, kind)
     _expect_new(path)
     ready = dataset if kind == "safetensors" else _widened(dataset)
     halved = dtype == "bfloat16" and kind == "safetensors"
@@ -171,7 +174,8 @@ def _opened(
             f"expected parts of {record.label}, which is all that key {record.short} names, found "
             f"{', '.join(unlike)}; name the whole run: {entry.digest[:12]}"
         )
-    return entry.open([name], [int(layer)] if layer else None, chunks="segment"), about, entry.dtype
+    held = entry.open([name], [int(layer)] if layer else None, chunks="segment")
+    return _with_strings(held), about, entry.dtype
 
 
 def _run(
@@ -182,7 +186,24 @@ def _run(
         raise EntryNotFound(f"nothing of run {entry.digest[:12]} is complete yet; capture it again first")
     about = {"run": entry.digest, "arrays": [list(cell) for cell in cells]}
     about |= _portable(store.provenance(entry.key(*cells[0][:2]).digest))
-    return entry.open(variables, layers, chunks="segment"), about, entry.dtype
+    return _with_strings(entry.open(variables, layers, chunks="segment")), about, entry.dtype
+
+
+def _with_strings(dataset: xr.Dataset) -> xr.Dataset:
+    """With the strings of its tokens, where the vocabulary is known and they are few enough for memory."""
+    strings = dataset.mi.token_strings if dataset.sizes["token"] <= _SPELLED_OUT else None
+    if strings is None:
+        return dataset
+    return dataset.assign_coords(token_string=("token", strings, {"long_name": "token"}))
+
+
+def _check_names(dataset: xr.Dataset, kind: str) -> None:
+    """ShapeError for a dataset of no variables, and for names the format takes for paths."""
+    if not dataset.data_vars:
+        raise ShapeError("expected a dataset with variables, found none; name some to export")
+    paths = [str(name) for name in (*dataset.variables, *dataset.dims) if "/" in str(name)]
+    if paths and kind in ("netcdf", "zarr"):
+        raise ShapeError(f"expected names without '/', found {paths[0]!r}, a path in {kind}; rename it")
 
 
 def _widened(dataset: xr.Dataset) -> xr.Dataset:
@@ -277,20 +298,25 @@ def _write_tensors(
 
 
 def _values(dataset: xr.Dataset, dtype: str | None) -> Iterator[tuple[Tensor, list[str]]]:
-    """Every variable, one tensor per layer where it was captured at a hook point of that name."""
+    """Every variable; under the name of its hook point, one tensor per layer, where no other claims it."""
+    hooks = Counter(array.attrs.get("hook") for array in dataset.data_vars.values())
     for name, array in dataset.data_vars.items():
         kind = _BF16 if dtype == "bfloat16" and array.dtype == np.float32 else array.dtype
-        hook, dim = str(array.attrs.get("hook", "")), str(array.dims[0]) if array.dims else ""
-        if not hook:
-            yield _tensor(str(name), array.variable, kind), list(map(str, array.dims))
-        elif "{}" not in hook:
-            yield _tensor(hook, array.variable, kind), list(map(str, array.dims))
-        elif dim.startswith("layer"):
-            for i, layer in enumerate(array[dim].values.tolist()):
-                one = array.variable[i]
-                yield _tensor(hook.format(layer), one, kind), list(map(str, one.dims))
-        else:
-            yield _tensor(hook.format(int(array["layer"])), array.variable, kind), list(map(str, array.dims))
+        hook = str(array.attrs.get("hook", name))
+        layers = _layers(array) if "{}" in hook else {}
+        if hooks[hook] > 1 or ("{}" in hook and not layers):
+            hook, layers = str(name), {}
+        parts = {hook.format(layer): array.variable[at] for layer, at in layers.items()}
+        for called, part in (parts or {hook: array.variable}).items():
+            yield _tensor(called, part, kind), list(map(str, part.dims))
+
+
+def _layers(array: xr.DataArray) -> dict[int, dict[Hashable, int]]:
+    """Every layer of an array, and where it lies; empty where the array does not say."""
+    dim = next((dim for dim in array.dims if str(dim).startswith("layer")), None)
+    if dim is not None:
+        return {int(layer): {dim: i} for i, layer in enumerate(array[dim].values)}
+    return {int(array["layer"]): {}} if "layer" in array.coords else {}
 
 
 def _labels(dataset: xr.Dataset) -> Iterator[tuple[Tensor, list[str]]]:

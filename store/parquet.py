@@ -2,12 +2,12 @@
 
 Border: labels and columns; file names and provenance are exports.py's.
 
-Datasets with a token axis (runs, and results per token) have one row per token:
+Datasets with a token axis (runs, and results per token) have one row per token. Its labels are columns, the
+number (`prompt`) and the text of its prompt among them, and what labels the whole dataset:
 
-    long  (layer, token): columns of labels, `layer`, and a column per variable with the vector of that token
-    at
-          that layer (a list of fixed size, flattened in C order); null where a variable has no such layer
-    wide  (token): columns of labels, and a column per variable and layer, named "resid_post.5"
+    long  (layer, token): `layer`, and a column per variable with the vector of that token at that layer (a
+          list of fixed size, flattened in C order); null where a variable has no such layer
+    wide  (token): a column per variable and layer, named "resid_post.5"
 
 Other results become one row per number, with a column per axis (long only).
 """
@@ -72,9 +72,7 @@ def _token_tables(dataset: xr.Dataset, layout: str, pa: Any) -> Iterator[Any]:
     layers = _layers(dataset)
     for here in _ranges(dataset, len(layers) if layout == "long" and layers else 1):
         part = dataset.isel(token=here)
-        labels = {
-            str(name): _column(part[name].values, pa) for name in part.coords if part[name].dims == ("token",)
-        }
+        labels = _labels(part, pa)
         if layout == "wide":
             values = {
                 label: _vectors(array, pa)
@@ -86,12 +84,31 @@ def _token_tables(dataset: xr.Dataset, layout: str, pa: Any) -> Iterator[Any]:
         own: list[int | None] = [*layers] or [None]
         for layer in own:
             rows = part.sizes["token"]
-            columns = {} if layer is None else {"layer": pa.array(np.full(rows, layer, np.int32))}
+            columns = {} if layer is None else {"layer": pa.array(np.full(rows, layer))}
             for name in part.data_vars:
                 array = _at(part, str(name), layer)
                 nothing = pa.nulls(rows, _type(part[name], pa))
                 columns[str(name)] = nothing if array is None else _vectors(array, pa)
             yield pa.table(labels | columns)
+
+
+def _labels(part: xr.Dataset, pa: Any) -> dict[str, Any]:
+    """Columns of labels of a range of tokens."""
+    rows = part.sizes["token"]
+    columns = {}
+    for name, coord in part.coords.items():
+        if coord.dims == ("token",):
+            columns[str(name)] = _column(coord.values, pa)
+        elif not coord.dims:
+            columns[str(name)] = _column(np.full(rows, coord.values), pa)
+    if "prompt" not in part.coords or "prompt_id" not in part.coords:
+        return columns
+    held, prompt = np.unique(part["prompt"].values, return_inverse=True)
+    columns["prompt"] = _column(part["prompt_id"].values[held][prompt], pa)
+    if "text" in part.coords:
+        texts = _column(part["text"][held].values, pa)
+        columns["text"] = pa.DictionaryArray.from_arrays(pa.array(prompt, pa.int32()), texts)
+    return columns
 
 
 def _number_tables(dataset: xr.Dataset, layout: str, pa: Any) -> Iterator[Any]:

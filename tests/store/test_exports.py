@@ -77,6 +77,7 @@ def test_plain_xarray_reads_a_run_with_all_its_labels(store, tmp_path, suffix, d
         12,
     ]
     assert there.text.values.tolist() == TEXTS
+    assert there.token_string.values.tolist() == [f"w{i}" for i in IDS]
     assert there.char_end.values.tolist() == [p + 1 for p in POSITIONS]
     kept = np.float16 if dtype == "float16" and suffix == ".zarr" else np.float32
     assert {array.dtype for array in there.data_vars.values()} == {np.dtype(kept)}
@@ -112,6 +113,7 @@ def test_tensors_are_named_after_hook_points(store, tmp_path, suffix, dtype):
         np.testing.assert_array_equal(held[hook], values(*cell, dtype).astype(kept))
     assert held["token_id"].tolist() == IDS and held["row_size"].tolist() == [1, 9, 2, 3]
     assert json.loads(held["text.json"].tobytes()) == TEXTS
+    assert json.loads(held["token_string.json"].tobytes()) == [f"w{i}" for i in IDS]
     assert note_of(path)["dims"]["blocks.2.attn.hook_z"] == ["token", "head", "d_head"]
 
 
@@ -221,6 +223,40 @@ def test_bfloat16_in_memory_is_widened_where_it_must(tmp_path):
     assert kept.dtype == ml_dtypes.bfloat16 and kept.astype("f4").tolist() == [[1.5, -2.0]]
 
 
+HOOK = {"hook": "blocks.{}.hook_resid_post"}
+
+
+@pytest.mark.parametrize(
+    ("data", "labels", "expected"),
+    [
+        ({"a": (("token", "layer"), HOOK)}, {"layer": [0, 4]}, {"blocks.0.hook_resid_post": [0, 2]}),
+        ({"a": (("token", "layer_a"), HOOK)}, {"layer_a": [1, 4]}, {"blocks.4.hook_resid_post": [1, 3]}),
+        ({"a": (("token", "x"), HOOK)}, {"layer": 7}, {"blocks.7.hook_resid_post": [[0, 1], [2, 3]]}),
+        ({"a": (("token", "x"), HOOK)}, {}, {"a": [[0, 1], [2, 3]]}),
+        (
+            {"mean": (("layer", "x"), HOOK), "std": (("layer", "x"), HOOK)},
+            {"layer": [0, 4]},
+            {"mean": [[0, 1], [2, 3]], "std": [[0, 1], [2, 3]]},
+        ),
+        ({"a": (("token", "layer"), {})}, {"layer": [0, 4]}, {"a": [[0, 1], [2, 3]]}),
+    ],
+    ids=["layers last", "layers of its own", "one layer", "no layer", "two of a hook point", "no hook point"],
+)
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+def test_a_hook_point_names_what_alone_is_of_it(tmp_path, suffix, data, labels, expected):
+    numbers = np.arange(4).reshape(2, 2)
+    dataset = xr.Dataset({name: (dims, numbers, attrs) for name, (dims, attrs) in data.items()}, labels)
+    path = mizarr.export(dataset, tmp_path / f"a{suffix}")
+    held = dict(np.load(path)) if suffix == ".npz" else safetensors.numpy.load_file(path)
+    assert {name: held[name].tolist() for name in expected} == expected
+
+
+def test_strings_of_tokens_are_left_out_of_a_corpus(store, entry, tmp_path, monkeypatch):
+    monkeypatch.setattr("mizarr.store.exports._SPELLED_OUT", len(IDS) - 1)
+    path = export_key(store, entry.digest, tmp_path / "a.nc", variables=["embed"])
+    assert "token_string" not in opened(path) and opened(path).token_id.values.tolist() == IDS
+
+
 def test_a_format_may_be_said_instead_of_a_suffix(tmp_path):
     export(xr.Dataset({"a": ("x", [1.0, 2.0])}), tmp_path / "data.bin", format="npz")
     with (tmp_path / "data.bin").open("rb") as file:
@@ -242,6 +278,16 @@ def test_a_format_may_be_said_instead_of_a_suffix(tmp_path):
 def test_misuse_names_what_was_expected(tmp_path, name, options, error, says):
     with pytest.raises(error, match=says):
         export(RESULT, tmp_path / name, **options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_names_of_folders_and_nothing_at_all_are_refused(tmp_path, suffix):
+    with pytest.raises(ShapeError, match="with variables, found none"):
+        export(xr.Dataset({}, {"x": [1]}), tmp_path / f"a{suffix}")
+    if suffix in (".nc", ".zarr"):
+        with pytest.raises(ShapeError, match="found 'a/b'"):
+            export(xr.Dataset({"a/b": ("x", [1.0])}), tmp_path / f"a{suffix}")
     assert not list(tmp_path.iterdir())
 
 

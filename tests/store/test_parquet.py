@@ -10,7 +10,7 @@ import xarray as xr
 from mizarr.store import ResultKey, open_store, parquet
 from mizarr.store.errors import ShapeError
 from mizarr.store.exports import export, export_key
-from tests.store.exchanged import PROMPTS, STATES, put_run, values
+from tests.store.exchanged import PROMPTS, STATES, TEXTS, put_run, values
 
 IDS = [token for prompt in PROMPTS for token in prompt]
 POSITIONS = [i for prompt in PROMPTS for i in range(len(prompt))]
@@ -71,6 +71,26 @@ def test_small_row_groups_hold_the_same_rows(store, tmp_path, monkeypatch, layou
     for name in cut:
         for ours, theirs in zip(cut[name], whole[name], strict=True):
             np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("layout", ["long", "wide"])
+def test_rows_are_labelled_with_their_token_and_their_prompt(store, tmp_path, layout):
+    entry = put_run(store, cells=[("embed", None)])
+    path = export_key(store, entry.digest, tmp_path / "a.parquet", layout=layout)
+    frame = pq.read_table(path).to_pandas()
+    assert frame.token_string.tolist() == [f"w{i}" for i in IDS]
+    assert frame.text.tolist() == [TEXTS[row] for row in ROWS]
+    part = entry.open().mi.prompts([3, 1])
+    frame = pq.read_table(export(part, tmp_path / "part.parquet", layout=layout)).to_pandas()
+    assert frame.prompt.tolist() == [3] * 3 + [1] * 9, "numbers of the prompts, not of rows of the selection"
+    assert frame.text.tolist() == ["four"] * 3 + ["zwei Wörter"] * 9
+    np.testing.assert_array_equal(np.stack(frame.embed.to_list())[:3], values("embed", None)[12:])
+
+
+def test_what_labels_the_whole_is_a_column(store, tmp_path):
+    part = put_run(store, cells=[("resid_post", 2)]).open().mi.sel(layer=2)
+    frame = pq.read_table(export(part, tmp_path / "a.parquet")).to_pandas()
+    assert frame.layer.tolist() == [2] * len(IDS)
 
 
 def test_one_layer_is_one_row_per_token(store, tmp_path):
