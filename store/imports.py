@@ -137,10 +137,10 @@ def pack_imported(
     return PackedTokens(flat, sizes, None if texts is None else list(texts), start, end), known
 
 
-def declared_arrays(arrays: Sequence[Imported], layers: int | None) -> list[ArraySpec]:
+def declared_arrays(arrays: Sequence[Imported], n_layers: int | None) -> list[ArraySpec]:
     """How the arrays are stored.
 
-    layers: of the model, by default up to the last one there is.
+    n_layers: of the model, by default up to the last one there is.
     Raises ShapeError for arrays of several dtypes, of one that is no float, of unlike shapes, or that hold
     the same.
     """
@@ -151,10 +151,10 @@ def declared_arrays(arrays: Sequence[Imported], layers: int | None) -> list[Arra
             "them, or say dtype='bfloat16' for raw 2-byte values"
         )
     numbers = [array.layer for array in arrays if array.layer is not None]
-    count = layers if layers is not None else max(numbers, default=-1) + 1
+    count = n_layers if n_layers is not None else max(numbers, default=-1) + 1
     if numbers and max(numbers) >= count:
         raise ShapeError(
-            f"expected layers below {count}, found layer {max(numbers)}; give the model's layers"
+            f"expected layers below {count}, found layer {max(numbers)}; give n_layers of the model"
         )
     specs: dict[str, ArraySpec] = {}
     first: dict[Cell, Imported] = {}

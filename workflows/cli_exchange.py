@@ -59,9 +59,9 @@ def export(
         layers=None if layers is None else _layers(layers),
         layout="wide" if layout == "wide" else "long",
     )
-    size = sum(file.stat().st_size for file in ([written] if written.is_file() else written.rglob("*")))
+    files = [written] if written.is_file() else [file for file in written.rglob("*") if file.is_file()]
     if as_json:
-        print_json({"path": str(written), "bytes": size})
+        print_json({"path": str(written), "bytes": sum(file.stat().st_size for file in files)})
         return
     click.echo(str(written))
 
@@ -83,7 +83,7 @@ def export(
 )
 @click.option("--skip", multiple=True, metavar="ARRAY", help="Leave an array out; a glob for several.")
 @click.option("--dtype", help="bfloat16: read 2-byte values so.")
-@click.option("--layers", type=int, metavar="N", help="Layers of the model, if more than the files hold.")
+@click.option("--n-layers", type=int, help="Layers of the model, if more than the files hold.")
 @store_option
 @json_option
 def import_(
@@ -94,7 +94,7 @@ def import_(
     prompts: str | None,
     skip: Sequence[str],
     dtype: str | None,
-    layers: int | None,
+    n_layers: int | None,
     store_path: str,
     as_json: bool,
 ) -> None:
@@ -115,7 +115,7 @@ def import_(
         texts=texts,
         dtype=dtype,
         revision=revision,
-        layers=layers,
+        n_layers=n_layers,
         skip=skip,
     )
     run = str(states.encoding["run"])
@@ -128,11 +128,13 @@ def import_(
 
 
 def _names(pairs: Sequence[str]) -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for pair in pairs:
         name, equals, hook = pair.partition("=")
         if not equals or not name or not hook:
             raise click.UsageError(f"expected --map ARRAY=HOOK, found {pair!r}")
+        if name in found:
+            raise click.UsageError(f"expected one hook point of {name!r}, found {found[name]!r} and {hook!r}")
         found[name] = hook
     return found
 
@@ -152,7 +154,7 @@ def _layers(text: str) -> list[int]:
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        if not first.isdecimal() or (dash and (not last.isdecimal() or int(last) < int(first))):
             raise click.UsageError(f"expected --layers as 0-5,11, found {text!r}")
         found.extend(range(int(first), int(last or first) + 1))
     return found

@@ -53,7 +53,7 @@ def import_activations(
     texts: Sequence[str] | None = None,
     dtype: str | None = None,
     revision: str | None = None,
-    layers: int | None = None,
+    n_layers: int | None = None,
     skip: Sequence[str] = (),
 ) -> xr.Dataset:
     """Store activations from safetensors or npz files as a run, and open it: labelled, lazy.
@@ -62,8 +62,8 @@ def import_activations(
     you know; recorded as declared, and never mixed with what was computed here.  names: array -> hook point,
     where arrays are not named after hook points already.  tokens: ids per prompt, else taken from an array
     token_ids (or input_ids, tokens, token_id); may be unknown.  texts: per prompt.  dtype: "bfloat16" to
-    read 2-byte values so.  layers: of the model, by default up to the last one in the files.  skip: arrays to
-    leave out, by name or glob.
+    read 2-byte values so.  n_layers: of the model, by default up to the last one in the files.  skip: arrays
+    to leave out, by name or glob.
     Arrays are [token, …] (with an array row_size, tokens per prompt; else one prompt) or [prompt, position,
     …] (with row_size or attention_mask: without the padding, which is on the right); positions come before
     heads.
@@ -87,10 +87,10 @@ def import_activations(
         "names": dict(names or {}),
         "skip": sorted(skip),
         "dtype": dtype,
-        "layers": layers,
+        "n_layers": n_layers,
     }
     content |= {"note": note} if note else {}
-    run, specs = declared_run(packed, model, revision, content), declared_arrays(arrays, layers)
+    run, specs = declared_run(packed, model, revision, content), declared_arrays(arrays, n_layers)
     about = {"model": model, "declared": True, "revision": revision, "imported": content}
     if not known or note.get("token_ids") == "unknown":
         about["token_ids"] = "unknown"
@@ -123,14 +123,19 @@ def _read(paths: Sequence[Path], skip: Sequence[str]) -> tuple[dict[str, Array],
                 f"expected every array once, found {twice[0]!r} in several files; leave one out"
             )
         found |= arrays
-    for pattern in skip:
-        left_out = fnmatch.filter(found, pattern)
-        if not left_out:
-            raise HookPointNotFound(_no_array(pattern, found))
-        for name in left_out:
-            del found[name]
+    left_out = {name for pattern in skip for name in _matching(pattern, found)}
     kept = ("run", "key", "content", "label", "token_ids")
-    return found, {name: note[name] for name in kept if name in note}
+    wanted = {name: array for name, array in found.items() if name not in left_out}
+    return wanted, {name: note[name] for name in kept if name in note}
+
+
+def _matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names a glob stands for; HookPointNotFound for none."""
+    held = list(names)
+    found = [name for name in held if fnmatch.fnmatchcase(name, pattern)]
+    if not found:
+        raise HookPointNotFound(_no_array(pattern, held))
+    return found
 
 
 def _sorted_out(

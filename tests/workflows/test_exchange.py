@@ -128,7 +128,7 @@ def test_a_star_is_an_axis_of_layers(write, store):
 def test_heads_and_numbers_per_token(write, store):
     z, scale, embed = RNG.random((5, 2, 4), "f4"), RNG.random((5, 1), "f4"), RNG.random((5, 3), "f4")
     path = write(**{"blocks.1.attn.hook_z": z, "blocks.0.ln1.hook_scale": scale, "hook_embed": embed})
-    states = mizarr.import_activations(path, model="gpt2", store=store, layers=6)
+    states = mizarr.import_activations(path, model="gpt2", store=store, n_layers=6)
     assert states.z.dims[1:] == ("token", "head", "d_head")
     np.testing.assert_array_equal(states.z.values[0], z)
     np.testing.assert_array_equal(states.ln1_scale.values[0], scale[:, 0])
@@ -226,7 +226,7 @@ def test_arrays_are_left_out_by_name_or_glob(write, store):
 def test_what_was_exported_comes_back(store, tmp_path, suffix, dtype):
     entry = put_run(store, dtype, cells=STATES)
     path = export_key(store, entry.digest, tmp_path / f"run{suffix}")
-    states = mizarr.import_activations(path, model="tiny", store=tmp_path / "other", layers=4)
+    states = mizarr.import_activations(path, model="tiny", store=tmp_path / "other", n_layers=4)
     ours = entry.open()
     assert set(states.variables) == set(ours.variables)
     for name in ours.variables:
@@ -282,7 +282,7 @@ def test_the_same_file_is_stored_once(write, store, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "other",
-    [{"model": "gpt3"}, {"revision": "abc"}, {"numbers": NUMBERS + 1}, {"layers": 12}],
+    [{"model": "gpt3"}, {"revision": "abc"}, {"numbers": NUMBERS + 1}, {"n_layers": 12}],
     ids=lambda other: next(iter(other)),
 )
 def test_another_declaration_or_another_file_is_another_run(write, store, other):
@@ -390,7 +390,7 @@ BAD = {
     "widths": ({FIRST: ZEROS, SECOND: ZEROS[:, 1:]}, {}, ShapeError, "[4] per token like the other"),
     "dtypes": ({FIRST: ZEROS, SECOND: ZEROS.astype("f2")}, {}, ShapeError, "float16, float32"),
     "integers": ({FIRST: ZEROS.astype("i4")}, {}, ShapeError, "found int32"),
-    "layers": (posts(), {"layers": 2}, ShapeError, "below 2, found layer 3"),
+    "layers": (posts(), {"n_layers": 2}, ShapeError, "below 2, found layer 3"),
     "twice": ({"a": ZEROS, "b": ZEROS}, {"names": {"a": FIRST, "b": FIRST}}, ShapeError, "both hold"),
     "dtype": (posts(), {"dtype": "float8"}, ConfigError, "'bfloat16' or none"),
 }  # fmt: skip
