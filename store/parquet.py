@@ -33,7 +33,7 @@ __all__ = ["write_parquet"]
 
 ROWS = 20_000_000
 """Numbers of a result without tokens up to which it is written, one row each."""
-_GROUP = 32 << 20  # bytes of values in a row group
+_GROUP = 16 << 20  # bytes of values in a row group
 
 
 def write_parquet(dataset: xr.Dataset, path: Path, layout: str, note: Mapping[str, Any]) -> None:
