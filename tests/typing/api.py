@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import assert_type
 
 import torch
@@ -29,6 +30,8 @@ assert_type(cache[point], torch.Tensor)
 store = mizarr.open_store("activations")
 assert_type(store, Store)
 assert_type(mizarr.capture(model, ["a prompt"], hooks, store=store), xr.Dataset)
+assert_type(mizarr.import_activations("states.npz", model="gpt2", store=store), xr.Dataset)
+assert_type(mizarr.export(store["3f9a0c"], "states.nc"), Path)
 assert_type(mizarr.compute("logit_lens", store=store, model="specimen"), Workflow)
 
 try:
