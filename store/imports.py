@@ -34,6 +34,8 @@ __all__ = ["Imported", "declared_arrays", "declared_run", "pack_imported", "stor
 Array = npt.NDArray[Any]
 Cell = tuple[str, int | None]
 FLOATS = ("float32", "bfloat16", "float16", "float64")
+MOST_LAYERS = 10_000
+"""Layers of a model at most: more is a layer's number misread."""
 _AT_ONCE = 128 << 20  # bytes of a segment's arrays in memory at once
 
 
@@ -101,48 +103,51 @@ def pack_imported(
     ids: Array | Sequence[Sequence[int]] | None,
     row_size: Array | Sequence[int] | None,
     texts: Sequence[str] | None,
-    offsets: tuple[Array, Array] | None = None,
+    offsets: tuple[Array | None, Array | None] = (None, None),
 ) -> tuple[PackedTokens, bool]:
     """The tokens the arrays are of, and whether their ids are known (else they are 0, and not to be shown).
 
-    ids: packed, [prompt, position], or a list per prompt.  row_size: tokens per prompt; without it packed
-    arrays are one prompt, and every position of a batch is a token.  offsets: (start, end) of the tokens in
+    ids: packed, [prompt, position] with padding on the right, or a list per prompt.  row_size: tokens per
+    prompt; without it they are counted in the lists of ids, or else packed arrays are one prompt and every
+    position of a batch is a token.  offsets: (start, end) of the tokens in
     their texts.
     Raises ShapeError, PromptError for what does not fit together.
     """
+    given = ids if ids is None or isinstance(ids, np.ndarray) else [np.asarray(one) for one in ids]
+    if isinstance(given, list) and (not given or any(one.ndim != 1 for one in given)):
+        raise PromptError("expected token ids as one list per prompt, found another shape; nest them so")
     first = arrays[0]
-    sizes = _row_sizes(first, ids, row_size)
+    for array in arrays:
+        axes = array.values.ndim - len(array.dims)
+        if axes not in (1, 2) or array.is_batch != first.is_batch:
+            raise ShapeError(
+                f"expected {array.name!r} as [token, {', '.join(array.dims)}] or [prompt, position, "
+                f"{', '.join(array.dims)}], all alike, found {list(array.values.shape)}; positions come "
+                "before heads"
+            )
+    sizes = _row_sizes(first, given, row_size)
     if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or not sizes.size:
         raise PromptError(
             f"expected row_size as a row of integers, found {sizes.dtype} of shape {list(sizes.shape)}; give "
             "the tokens of each prompt"
         )
-    total = int(sizes.sum())
     for array in arrays:
-        shape, fits = array.values.shape, array.values.ndim in (len(array.dims) + 1, len(array.dims) + 2)
-        if not fits or array.is_batch != first.is_batch:
+        if not _fits(array.values.shape, sizes, array.is_batch, padded=row_size is not None):
             raise ShapeError(
-                f"expected {array.name!r} as [token, {', '.join(array.dims)}] or [prompt, position, "
-                f"{', '.join(array.dims)}], all alike, found {list(shape)}; positions come before heads"
+                f"expected {array.name!r} for {len(sizes)} prompts of {int(sizes.sum())} tokens, the longest "
+                f"of {int(sizes.max())}, found {list(array.values.shape)}; check token ids and row_size (or "
+                "attention_mask)"
             )
-        held = shape[:2] if array.is_batch else (shape[0],)
-        enough = held[0] == len(sizes) and held[1] >= sizes.max() if array.is_batch else held[0] == total
-        if not enough:
-            raise ShapeError(
-                f"expected {array.name!r} for {len(sizes)} prompts of {total} tokens, found {list(shape)}; "
-                "check row_size and token ids"
-            )
-    flat, known = _flat_ids(ids, sizes), ids is not None
-    start, end = offsets if offsets is not None else (None, None)
-    return PackedTokens(flat, sizes, None if texts is None else list(texts), start, end), known
+    tokens = PackedTokens(_flat_ids(given, sizes), sizes, None if texts is None else list(texts), *offsets)
+    return tokens, given is not None
 
 
 def declared_arrays(arrays: Sequence[Imported], n_layers: int | None) -> list[ArraySpec]:
     """How the arrays are stored.
 
     n_layers: of the model, by default up to the last one there is.
-    Raises ShapeError for arrays of several dtypes, of one that is no float, of unlike shapes, or that hold
-    the same.
+    Raises ShapeError for arrays of several dtypes, of one that is no float, of unlike or empty shapes, or
+    that hold the same.
     """
     dtypes = sorted({array.values.dtype.name for array in arrays})
     if len(dtypes) != 1 or dtypes[0] not in FLOATS:
@@ -156,6 +161,8 @@ def declared_arrays(arrays: Sequence[Imported], n_layers: int | None) -> list[Ar
         raise ShapeError(
             f"expected layers below {count}, found layer {max(numbers)}; give n_layers of the model"
         )
+    if count > MOST_LAYERS:
+        raise ShapeError(f"expected at most {MOST_LAYERS} layers, found {count}; check names and n_layers")
     specs: dict[str, ArraySpec] = {}
     first: dict[Cell, Imported] = {}
     for array in arrays:
@@ -168,7 +175,21 @@ def declared_arrays(arrays: Sequence[Imported], n_layers: int | None) -> list[Ar
                 f"expected {array.name!r} of shape {list(spec.tail)} per token like the other layers, found "
                 f"{list(array.tail)}"
             )
+    _expect_one_length_per_axis(arrays)
     return list(specs.values())
+
+
+def _expect_one_length_per_axis(arrays: Sequence[Imported]) -> None:
+    """ShapeError for axes of one name and several lengths, or of none: those arrays are of several models."""
+    lengths: dict[str, tuple[int, str]] = {}
+    for array in arrays:
+        for dim, length in zip(array.dims, array.tail, strict=True):
+            other, name = lengths.setdefault(dim, (length, array.name))
+            if length != other or not length:
+                raise ShapeError(
+                    f"expected axis {dim!r} of one length, at least 1, in all arrays, found {length} in "
+                    f"{array.name!r} and {other} in {name!r}; leave one of them out, or check what they hold"
+                )
 
 
 def declared_run(
@@ -215,11 +236,23 @@ def _together(cells: Sequence[Cell], sizes: Sequence[int]) -> Iterator[list[Cell
     yield group
 
 
-def _row_sizes(first: Imported, ids: Any, row_size: Any) -> Any:
+def _fits(shape: tuple[int, ...], sizes: npt.NDArray[Any], is_batch: bool, *, padded: bool) -> bool:
+    """Whether arrays of this shape hold prompts of these sizes.
+
+    padded: somebody said that there may be padding. Ids that end before the positions do are else mostly
+    those of a start token missing.
+    """
+    if not is_batch:
+        return shape[0] == int(sizes.sum())
+    longest = int(sizes.max())
+    return shape[0] == len(sizes) and (longest <= shape[1] if padded else longest == shape[1])
+
+
+def _row_sizes(first: Imported, ids: Array | list[Array] | None, row_size: Any) -> Array:
     """Tokens per prompt, from what says so most directly."""
     if row_size is not None:
         return np.asarray(row_size)
-    if ids is not None and not isinstance(ids, np.ndarray):
+    if isinstance(ids, list):
         return np.array([len(one) for one in ids], np.int64)
     if first.is_batch:
         return np.full(first.values.shape[0], first.values.shape[1], np.int64)
@@ -228,19 +261,23 @@ def _row_sizes(first: Imported, ids: Any, row_size: Any) -> Any:
     return np.array([first.values.shape[0]], np.int64)
 
 
-def _flat_ids(ids: Any, sizes: npt.NDArray[Any]) -> Array:
+def _flat_ids(ids: Array | list[Array] | None, sizes: npt.NDArray[Any]) -> Array:
     """Packed token ids; zeros where none are known."""
     total = int(sizes.sum())
     if ids is None:
         return np.zeros(total, np.int32)
-    if isinstance(ids, np.ndarray) and ids.ndim == 1:
-        flat = ids
+    if isinstance(ids, list):
+        held = [len(one) for one in ids]
+        found = f"{sum(held)} in {len(held)}"
+        flat = np.concatenate(ids) if held == sizes.tolist() else None
     else:
-        rows = [np.asarray(one)[:size] for one, size in zip(ids, sizes.tolist(), strict=False)]
-        flat = np.concatenate(rows) if len(rows) == len(sizes) == len(ids) else np.empty(0, np.int32)
-    if len(flat) != total:
+        found = f"ids of shape {list(ids.shape)}"
+        if ids.ndim == 2 and len(ids) == len(sizes) and ids.shape[1] >= sizes.max():
+            ids = ids[np.arange(ids.shape[1]) < sizes[:, None]]
+        flat = ids if ids.shape == (total,) else None
+    if flat is None:
         raise PromptError(
-            f"expected a token id for each of {total} tokens of {len(sizes)} prompts, found {len(flat)}; "
-            "check row_size"
+            f"expected a token id for each of {total} tokens of {len(sizes)} prompts, found {found}; check "
+            "row_size and the lengths of the prompts"
         )
     return flat

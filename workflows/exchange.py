@@ -69,6 +69,10 @@ def import_activations(
     heads.
     Raises HookPointNotFound for a name that is no hook point, ShapeError, PromptError for what does not fit.
     """
+    if not model:
+        raise ConfigError(
+            "expected the name of the model the arrays are of, found ''; name it as you know it"
+        )
     paths = [Path(path).expanduser() for path in ([files] if isinstance(files, str | Path) else files)]
     held, note = _read(paths, skip)
     arrays, labels = _sorted_out(held, names or {}, dtype)
@@ -79,8 +83,8 @@ def import_activations(
         )
     ids = tokens if tokens is not None else next((labels[name] for name in TOKEN_IDS if name in labels), None)
     known_texts = texts if texts is not None else _texts(labels)
-    spans = (labels["char_start"], labels["char_end"]) if {"char_start", "char_end"} <= set(labels) else None
-    packed, known = pack_imported(arrays, ids, _row_size(labels), known_texts, spans)
+    spans = labels.get("char_start"), labels.get("char_end")
+    packed, known = pack_imported(arrays, ids, _row_size(labels, arrays), known_texts, spans)
     _expect_whole(labels, packed.position_of(slice(None)))
     content: dict[str, Any] = {
         "files": sorted(file_digest(path) for path in paths),
@@ -174,7 +178,10 @@ def _no_array(name: str, held: Iterable[str]) -> str:
 
 
 def _is_label(name: str) -> bool:
-    return name in (*TOKEN_IDS, *LABELS, *DERIVED) or name.startswith("layer_")
+    from ..stages.forward.points import BY_NAME
+
+    of_a_variable = name.startswith("layer_") and name.removeprefix("layer_") in BY_NAME
+    return name in (*TOKEN_IDS, *LABELS, *DERIVED) or of_a_variable
 
 
 def _hook_of(name: str, names: Mapping[str, str]) -> tuple[str, str]:
@@ -191,6 +198,8 @@ def _imported(name: str, hook: str, values: Array) -> list[Imported]:
     from ..stages.forward.points import BY_NAME, HookPoint
 
     if "*" in hook:
+        if not values.ndim or not len(values):
+            raise ShapeError(f"expected {name!r} with an axis of layers first, found {list(values.shape)}")
         stacked = [(hook.replace("*", str(layer)), values[layer]) for layer in range(len(values))]
         return [one for at, part in stacked for one in _imported(name, at, part)]
     try:
@@ -212,7 +221,7 @@ def _imported(name: str, hook: str, values: Array) -> list[Imported]:
     return [Imported(name, kind.name, point.layer, kind.path, kind.meaning, dims, values)]
 
 
-def _row_size(labels: Mapping[str, Array]) -> Array | None:
+def _row_size(labels: Mapping[str, Array], arrays: Sequence[Imported]) -> Array | None:
     """Tokens per prompt, as said, or as a mask of a padded batch shows; PromptError for padding on the
     left.
     """
@@ -225,11 +234,18 @@ def _row_size(labels: Mapping[str, Array]) -> Array | None:
             "expected attention_mask as [prompt, position] with padding on the right, found another; repack "
             "the arrays, or leave it out (skip) where nothing is padding"
         )
+    if unlike := [one for one in arrays if one.is_batch and one.values.shape[:2] != mask.shape]:
+        raise ShapeError(
+            f"expected attention_mask of the prompts and positions of {unlike[0].name!r}, "
+            f"{list(unlike[0].values.shape[:2])}, found {list(mask.shape)}; give that of the whole batch"
+        )
     return sizes
 
 
 def _texts(labels: Mapping[str, Array]) -> list[str] | None:
-    """Texts as a list of JSON, or that of one prompt alone."""
+    """Texts as an array, as a list of JSON, or that of one prompt alone."""
+    if "text" in labels:
+        return [str(text) for text in np.ravel(labels["text"])]
     raw = labels.get(f"text{TEXT_SUFFIX}")
     if raw is None:
         return None

@@ -211,6 +211,12 @@ def test_texts_stand_beside_their_prompts(write, store):
     np.testing.assert_array_equal(states.mi.prompt("三").resid_post.values, NUMBERS[:, 10:12])
 
 
+def test_texts_may_be_an_array_of_npz(tmp_path, store):
+    np.savez(tmp_path / "a.npz", **posts(), row_size=SIZES, text=np.array(TEXTS))
+    states = mizarr.import_activations(tmp_path / "a.npz", model="gpt2", store=store)
+    assert states.text.values.tolist() == TEXTS
+
+
 def test_arrays_are_left_out_by_name_or_glob(write, store):
     path = write(**posts(), row_size=SIZES, loss=np.zeros(3), **{"blocks.0.attn.hook_pattern": np.zeros(3)})
     expect_numbers(
@@ -358,7 +364,7 @@ def test_offline_stages_run_on_imported_states(write, store):
 
 def message(store_path: Path, error: type[MizarrError], *args, **options) -> str:
     with pytest.raises(error) as raised:
-        mizarr.import_activations(*args, model="gpt2", store=store_path, **options)
+        mizarr.import_activations(*args, store=store_path, **{"model": "gpt2"} | options)
     assert not store_path.exists(), "nothing may be left behind"
     return str(raised.value)
 
@@ -372,10 +378,10 @@ BAD = {
     "pattern": ({"blocks.0.attn.hook_pattern": ZEROS}, {}, ShapeError, "two positions per number"),
     "unused name": (posts(), {"names": {"block": FIRST}}, HookPointNotFound, "no array is named 'block'"),
     "unused skip": (posts(), {"skip": ["los"]}, HookPointNotFound, "no array is named 'los'"),
-    "row sizes": (posts() | {"row_size": SIZES + 1}, {}, ShapeError, "check row_size"),
+    "row sizes": (posts() | {"row_size": SIZES + 1}, {}, ShapeError, "check token ids and row_size"),
     "float row sizes": (posts() | {"row_size": SIZES / 1.0}, {}, PromptError, "integers, found float64"),
     "empty prompt": (posts() | {"row_size": np.array([0, 15])}, {}, PromptError, "prompt 0 is empty"),
-    "few ids": (RAGGED | {"token_ids": IDS[:-1]}, {}, PromptError, "found 14"),
+    "few ids": (RAGGED | {"token_ids": IDS[:-1]}, {}, PromptError, "found ids of shape [14]"),
     "float ids": (RAGGED | {"token_ids": IDS / 2}, {}, PromptError, "row of integers"),
     "huge ids": (RAGGED | {"token_ids": IDS + 2**40}, {}, PromptError, "do not fit"),
     "negative ids": (RAGGED | {"token_ids": IDS - 5}, {}, PromptError, ">= 0"),
@@ -392,6 +398,41 @@ BAD = {
     "integers": ({FIRST: ZEROS.astype("i4")}, {}, ShapeError, "found int32"),
     "layers": (posts(), {"n_layers": 2}, ShapeError, "below 2, found layer 3"),
     "twice": ({"a": ZEROS, "b": ZEROS}, {"names": {"a": FIRST, "b": FIRST}}, ShapeError, "both hold"),
+    "axes of several models": (
+        {POST.format(0): np.zeros((5, 3), "f4"), "hook_embed": np.zeros((5, 4), "f4")}, {}, ShapeError,
+        "axis 'hidden' of one length",
+    ),
+    "empty axis": ({POST.format(0): np.zeros((5, 0), "f4")}, {}, ShapeError, "at least 1"),
+    "a number per layer": (
+        {"h": np.ones(2, "f4")}, {"names": {"h": POST.format("*")}}, ShapeError, "all alike, found []"
+    ),
+    "no layers": (
+        {"h": np.zeros((0, 5, 3), "f4")}, {"names": {"h": POST.format("*")}}, ShapeError, "found [0, 5, 3]"
+    ),
+    "too many layers": ({POST.format(10**9): NUMBERS[0]}, {}, ShapeError, "at most 10000 layers"),
+    "ids beyond row sizes": (
+        posts() | {"row_size": SIZES}, {"tokens": [[1] * (n + 1) for n in SIZES]}, PromptError,
+        "found 19 in 4",
+    ),
+    "ids that miss a start token": (
+        {POST.format(0): np.zeros((2, 5, 3), "f4")}, {"tokens": [[1] * 4, [1] * 4]}, ShapeError,
+        "the longest of 4",
+    ),
+    "ids of one prompt alone": (posts(), {"tokens": [1, 2, 3]}, PromptError, "one list per prompt"),
+    "no ids": (posts(), {"tokens": []}, PromptError, "one list per prompt"),
+    "ids of three axes": (
+        posts() | {"token_ids": np.zeros((1, 15, 1), int)}, {}, PromptError, "shape [1, 15, 1]"
+    ),
+    "one span": (posts() | {"char_start": np.arange(15)}, {}, PromptError, "come together"),
+    "mask of less": (
+        {POST.format(0): np.zeros((2, 5, 3), "f4"), "attention_mask": np.ones((2, 4), int)}, {}, ShapeError,
+        "[2, 5], found [2, 4]",
+    ),
+    "a layer that no array has": (
+        {"a": NUMBERS[0]}, {"names": {"a": "blocks.{layer}.hook_resid_post"}}, HookPointNotFound, "{layer}"
+    ),
+    "what might be states": (posts() | {"layer_1": NUMBERS[0]}, {}, HookPointNotFound, "skip='layer_1'"),
+    "no model": (posts(), {"model": ""}, ConfigError, "name of the model"),
     "dtype": (posts(), {"dtype": "float8"}, ConfigError, "'bfloat16' or none"),
 }  # fmt: skip
 
