@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -393,6 +394,29 @@ def test_an_export_that_fails_half_way_leaves_nothing(store, tmp_path, suffix):
     with pytest.raises(OSError, match="expected"):
         export_key(store, entry.digest, tmp_path / f"a{suffix}")
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from mizarr.store import open_store
+from mizarr.store.exports import export_key
+Path.rename = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
+store = open_store(sys.argv[1], mode="r")
+export_key(store, next(store.entries()).digest, sys.argv[2], variables=["resid_post"])
+"""
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_an_export_that_is_killed_leaves_no_file_of_that_name(store, entry, tmp_path, suffix):
+    """Killed at the last moment: all is written, under a hidden name."""
+    path = tmp_path / f"a{suffix}"
+    command = [sys.executable, "-c", KILLED, str(store.path), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not path.exists() and all(one.name[0] == "." for one in tmp_path.iterdir() if one != store.path)
+    export_key(store, entry.digest, path, variables=["resid_post"])
+    assert path.exists(), "what the killed one left is in nobody's way"
 
 
 @pytest.mark.parametrize(("module", "name"), [("h5netcdf", "a.nc"), ("pyarrow", "a.parquet")])

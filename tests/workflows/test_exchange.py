@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -357,6 +360,50 @@ def test_offline_stages_run_on_imported_states(write, store):
     assert statistics.token_id.values.tolist() == IDS.tolist(), "labelled like what it was made of"
     cosines = np.einsum("ith,jth->ij", wide / norms[..., None], wide / norms[..., None]) / len(IDS)
     np.testing.assert_allclose(layer_cosine(states.resid_post).cosine.values, cosines, atol=1e-6)
+
+
+TORCH_FREE = """
+import json, sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers"):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, NoTorch())
+import mizarr
+from mizarr.stages.pca import pca
+from mizarr.stages.similarity import layer_cosine
+from mizarr.stages.token_statistics import token_statistics
+
+states = mizarr.import_activations(sys.argv[1], model="gpt2", store=sys.argv[2])
+states = mizarr.open_store(sys.argv[2], mode="r")[states.encoding["run"]].resid_post
+found = [
+    pca(states.sel(layer=3), n_components=3).explained_variance,
+    layer_cosine(states).cosine,
+    token_statistics(states).norm,
+]
+print(json.dumps([array.values.tolist() for array in found]))
+"""
+
+
+def test_a_laptop_without_torch_imports_and_analyses(write, store, tmp_path):
+    path = write(**posts(), row_size=SIZES, token_ids=IDS)
+    done = subprocess.run(
+        [sys.executable, "-c", TORCH_FREE, str(path), str(tmp_path / "laptop")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    states = mizarr.import_activations(path, model="gpt2", store=store).resid_post
+    here = [
+        pca(states.sel(layer=3), n_components=3).explained_variance,
+        layer_cosine(states).cosine,
+        token_statistics(states).norm,
+    ]
+    for there, array in zip(json.loads(done.stdout.splitlines()[-1]), here, strict=True):
+        np.testing.assert_array_equal(there, array.values)
 
 
 # Bad input
