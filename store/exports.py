@@ -105,7 +105,8 @@ def export(
         raise ConfigError(f"expected layout 'long' or 'wide', found {layout!r}")
     _check_names(dataset, kind)
     _expect_new(path)
-    ready = dataset if kind == "safetensors" else _widened(dataset)
+    ready = _with_strings(dataset)
+    ready = ready if kind == "safetensors" else _widened(ready)
     halved = dtype == "bfloat16" and kind == "safetensors"
     _check_room(path, ready.nbytes // 2 if halved else ready.nbytes)
     told = {"format": 1, **(note or {})}
@@ -174,8 +175,7 @@ def _opened(
             f"expected parts of {record.label}, which is all that key {record.short} names, found "
             f"{', '.join(unlike)}; name the whole run: {entry.digest[:12]}"
         )
-    held = entry.open([name], [int(layer)] if layer else None, chunks="segment")
-    return _with_strings(held), about, entry.dtype
+    return entry.open([name], [int(layer)] if layer else None, chunks="segment"), about, entry.dtype
 
 
 def _run(
@@ -186,13 +186,17 @@ def _run(
         raise EntryNotFound(f"nothing of run {entry.digest[:12]} is complete yet; capture it again first")
     about = {"run": entry.digest, "arrays": [list(cell) for cell in cells]}
     about |= _portable(store.provenance(entry.key(*cells[0][:2]).digest))
-    return _with_strings(entry.open(variables, layers, chunks="segment")), about, entry.dtype
+    return entry.open(variables, layers, chunks="segment"), about, entry.dtype
 
 
 def _with_strings(dataset: xr.Dataset) -> xr.Dataset:
     """With the strings of its tokens, where the vocabulary is known and they are few enough for memory."""
-    strings = dataset.mi.token_strings if dataset.sizes["token"] <= _SPELLED_OUT else None
-    if strings is None:
+    from . import accessor  # noqa: F401 - registers ds.mi
+
+    ids = dataset.coords.get("token_id")
+    if "token_string" in dataset.coords or ids is None or ids.dims != ("token",) or ids.size > _SPELLED_OUT:
+        return dataset
+    if (strings := dataset.mi.token_strings) is None:
         return dataset
     return dataset.assign_coords(token_string=("token", strings, {"long_name": "token"}))
 

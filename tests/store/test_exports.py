@@ -252,6 +252,11 @@ def test_a_hook_point_names_what_alone_is_of_it(tmp_path, suffix, data, labels, 
     assert {name: held[name].tolist() for name in expected} == expected
 
 
+def test_a_dataset_is_exported_with_the_strings_of_its_tokens(entry, tmp_path):
+    there = opened(mizarr.export(entry.open(["embed"]).mi.prompts([3, 2]), tmp_path / "a.nc"))
+    assert there.token_string.values.tolist() == ["w4", "w4", "w4", "w5", "w6"]
+
+
 def test_strings_of_tokens_are_left_out_of_a_corpus(store, entry, tmp_path, monkeypatch):
     monkeypatch.setattr("mizarr.store.exports._SPELLED_OUT", len(IDS) - 1)
     path = export_key(store, entry.digest, tmp_path / "a.nc", variables=["embed"])
