@@ -24,8 +24,9 @@ help:
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/mizarr demo
 
+# A worker per core; tests of one file stay together, as they share what is slow to set up.
 test: lint typecheck
-	$(BIN)/pytest
+	$(BIN)/pytest -n logical --dist loadfile
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
