@@ -29,12 +29,13 @@ __all__ = ["write_netcdf"]
 def write_netcdf(dataset: xr.Dataset, path: Path) -> None:
     """Write a new NetCDF file; float16, which NetCDF has not, becomes float32.
 
-    Raises ShapeError for complex numbers, MissingExtra without h5netcdf, OSError as the system says.
+    Raises ShapeError for complex numbers, MissingExtra without h5netcdf or h5py, OSError as the system says.
     """
     try:
         import h5netcdf  # noqa: F401 - xarray's engine
+        import h5py  # noqa: F401 - what that writes with, and does not require
     except ImportError as error:
-        raise MissingExtra("NetCDF needs h5netcdf: pip install 'mizarr[netcdf]'") from error
+        raise MissingExtra("NetCDF needs h5netcdf and h5py: pip install 'mizarr[netcdf]'") from error
     ready = dataset.drop_encoding()
     changed = {}
     for name, variable in ready.variables.items():
