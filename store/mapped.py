@@ -13,7 +13,7 @@ from .shards import Array, ShardLayout, let_go, read_shard
 
 MAPPED = 256
 """Shards kept mapped: each map holds a file descriptor, of which a process has 1024 as a rule."""
-RESIDENT = 1 << 26
+RESIDENT = 3 << 25
 """Bytes of them that may lie in this process's memory: a scan of any corpus takes no more."""
 
 
