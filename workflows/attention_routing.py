@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ..store.errors import ConfigError
 from .answers import plain
 from .feature_injection import Planned, feature_json
-from .feature_presets import preset_of
+from .feature_presets import chosen_preset
 from .workflow import Workflow, setting
 
 if TYPE_CHECKING:
@@ -68,16 +68,7 @@ class AttentionRouting(Workflow):
 
     def __init__(self, settings: Settings, model: Model | None = None) -> None:
         super().__init__(settings)
-        preset = preset_of(
-            settings.preset,
-            model=settings.model,
-            dictionary=settings.dictionary,
-            prompt=settings.prompt,
-            suppress=settings.suppress,
-            inject=settings.inject,
-            site=settings.site,
-            strength=settings.strength or None,
-        )
+        preset = chosen_preset(settings)
         self.planned = Planned(preset, model, settings.dtype)
         self.strength = preset.strength
         self.range = [step * settings.max_strength / settings.steps for step in range(1, settings.steps + 1)]

@@ -23,7 +23,7 @@ from ..stages.features.ranked import RankedSweep, RankedTrace
 from ..store.errors import ConfigError
 from .answers import number, plain
 from .feature_injection import Planned, feature_json, word_id
-from .feature_presets import preset_of
+from .feature_presets import chosen_preset, preset_of
 from .workflow import Workflow, setting
 
 if TYPE_CHECKING:
@@ -71,18 +71,7 @@ class CltVsPlt(Workflow):
 
     def __init__(self, settings: Settings, model: Model | None = None) -> None:
         super().__init__(settings)
-        preset = preset_of(
-            settings.preset,
-            model=settings.model,
-            dictionary=settings.dictionary,
-            per_layer=settings.per_layer,
-            prompt=settings.prompt,
-            suppress=settings.suppress,
-            inject=settings.inject,
-            suppress_word=settings.suppress_word,
-            inject_word=settings.inject_word,
-            strength=settings.strength or None,
-        )
+        preset = chosen_preset(settings)
         if not preset.per_layer:
             raise ConfigError(
                 f"the preset {settings.preset!r} names no per-layer transcoders; set per_layer= a directory "

@@ -18,7 +18,7 @@ from ..stages.features.sweeps import Dose
 from ..store.errors import ConfigError
 from .answers import plain
 from .feature_injection import Planned, feature_json
-from .feature_presets import preset_of
+from .feature_presets import chosen_preset
 from .workflow import Workflow, setting
 
 if TYPE_CHECKING:
@@ -69,20 +69,7 @@ class CorrectionTest(Workflow):
 
     def __init__(self, settings: Settings, model: Model | None = None) -> None:
         super().__init__(settings)
-        preset = preset_of(
-            settings.preset,
-            model=settings.model,
-            dictionary=settings.dictionary,
-            prompt=settings.prompt,
-            suppress=settings.suppress,
-            inject=settings.inject,
-            inject_word=settings.inject_word,
-            correct=settings.correct,
-            correct_word=settings.correct_word,
-            correct_from_layer=settings.correct_from_layer or None,
-            site=settings.site,
-            strength=settings.strength or None,
-        )
+        preset = chosen_preset(settings)
         if not preset.correct:
             raise ConfigError(
                 f"the preset {settings.preset!r} has no correction; set correct, correct_word and "

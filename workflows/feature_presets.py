@@ -8,12 +8,12 @@ Biology of a Large Language Model", section 4 and figure 13, and Hanna and Ameis
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..store.errors import ConfigError, nearest
 
-__all__ = ["PRESETS", "Preset", "preset_of"]
+__all__ = ["PRESETS", "Preset", "chosen_preset", "preset_of"]
 
 LLAMA_POEM = (
     "The birds were singing in the tree,\nAnd everything was wild and free.\n"
@@ -119,16 +119,21 @@ PRESETS = {
 }
 
 
-def preset_of(name: str, **changed: Any) -> Preset:
-    """A preset by name, with those fields changed that are given and not empty; ("none",) means no features.
-
-    Raises ConfigError for an unknown preset, naming the nearest.
-    """
+def preset_of(name: str) -> Preset:
+    """A preset by name; ConfigError for an unknown one, naming the nearest."""
     if name not in PRESETS:
         near = nearest(name, PRESETS)
         hint = f"did you mean {near!r}?" if near else f"there are {', '.join(PRESETS)}"
         raise ConfigError(f"no preset {name!r}; {hint}")
-    own = {field.name: getattr(PRESETS[name], field.name) for field in fields(Preset)}
-    given = {key: value for key, value in changed.items() if value not in ("", (), None)}
-    given = {key: () if value == ("none",) else value for key, value in given.items()}
-    return Preset(**own | given)
+    return PRESETS[name]
+
+
+def chosen_preset(settings: Any) -> Preset:
+    """The preset that a workflow's settings name, with what they set of its fields in its place.
+
+    What is empty or 0 is the preset's; ("none",) means no features. Raises ConfigError for an unknown preset.
+    """
+    names = [field.name for field in fields(Preset) if hasattr(settings, field.name)]
+    given = {name: value for name in names if (value := getattr(settings, name))}
+    given = {name: () if value == ("none",) else value for name, value in given.items()}
+    return replace(preset_of(settings.preset), **given)

@@ -21,7 +21,7 @@ import numpy as np
 from ..store.errors import ConfigError
 from .answers import plain
 from .feature_injection import Planned, feature_json
-from .feature_presets import preset_of
+from .feature_presets import chosen_preset
 from .workflow import Workflow, setting
 
 if TYPE_CHECKING:
@@ -66,17 +66,7 @@ class PlanningInPoems(Workflow):
 
     def __init__(self, settings: Settings, model: Model | None = None) -> None:
         super().__init__(settings)
-        preset = preset_of(
-            settings.preset,
-            model=settings.model,
-            dictionary=settings.dictionary,
-            prompt=settings.prompt,
-            suppress=settings.suppress,
-            inject=settings.inject,
-            suppress_word=settings.suppress_word,
-            inject_word=settings.inject_word,
-            strength=settings.strength or None,
-        )
+        preset = chosen_preset(settings)
         self.planned = Planned(preset, model, settings.dtype, ending=preset.ending)
         words = (preset.inject_word, preset.suppress_word)
         self.nodes = {"sweep": self.planned.sweep(self.planned.doses, (preset.strength,), words)}
