@@ -31,9 +31,10 @@ from ..stages.graph.nodes import ERROR, FEATURE, LOGIT, TOKEN
 from ..stages.graph.pruning import Kept, pruned_graph
 from ..stages.lens import format_probability
 from ..stages.readout import readout_node
-from ..store.errors import ConfigError, nearest
+from ..store.errors import ConfigError
 from .answers import plain
 from .feature_examples import ExampleNodes, corpus_texts, example_nodes, passages
+from .feature_presets import preset_of
 from .graph_page import LISTED, StrongFeature, examples_of, graph_elements, strongest_features
 from .subject import Subject
 from .workflow import Workflow, setting
@@ -307,11 +308,7 @@ def chosen_preset(settings: Settings) -> Preset:
 
     Raises ConfigError for an unknown preset, and for another model without a dictionary.
     """
-    if settings.preset not in PRESETS:
-        near = nearest(settings.preset, PRESETS)
-        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(PRESETS)}"
-        raise ConfigError(f"no preset {settings.preset!r}; {hint}")
-    own = PRESETS[settings.preset]
+    own = preset_of(settings.preset, PRESETS)
     model = settings.model or own.model
     if model != own.model and not settings.dictionary:
         made = [name for name, preset in PRESETS.items() if preset.model == model]

@@ -22,7 +22,7 @@ from ..stages.positions import position_of
 from ..store.errors import ConfigError
 from .answers import encoded, fact, named, plain
 from .feature_injection import is_one_token, word_id
-from .feature_presets import preset_of
+from .feature_presets import PRESETS
 from .sae_features import dictionary_of
 from .subject import Subject
 from .workflow import Workflow, setting
@@ -230,7 +230,7 @@ def _asked(settings: Settings) -> tuple[str, str]:
     """The prompt and its answer; by default of the specimen the fact of its preset, whose answer is a word of
     one token."""
     if settings.model == SPECIMEN and not settings.prompt:
-        preset = preset_of(SPECIMEN)
+        preset = PRESETS[SPECIMEN]
         return preset.prompt, preset.suppress_word
     return fact(settings.model, settings.prompt, "")
 

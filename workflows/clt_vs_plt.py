@@ -23,7 +23,7 @@ from ..stages.features.ranked import RankedSweep, RankedTrace
 from ..store.errors import ConfigError
 from .answers import number, plain
 from .feature_injection import Planned, feature_json, word_id
-from .feature_presets import chosen_preset, preset_of
+from .feature_presets import PRESETS, chosen_preset
 from .workflow import Workflow, setting
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class CltVsPlt(Workflow):
         run.
         """
         expected = REFERENCE.get(self.settings.preset)
-        if expected is None or self.planned.preset != preset_of(self.settings.preset):
+        if expected is None or self.planned.preset != PRESETS[self.settings.preset]:
             return {}
         return {
             "reference_max_prob": expected[0],

@@ -8,12 +8,15 @@ Biology of a Large Language Model", section 4 and figure 13, and Hanna and Ameis
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ..store.errors import ConfigError, nearest
 
 __all__ = ["PRESETS", "Preset", "chosen_preset", "preset_of"]
+
+T = TypeVar("T")
 
 LLAMA_POEM = (
     "The birds were singing in the tree,\nAnd everything was wild and free.\n"
@@ -119,13 +122,13 @@ PRESETS = {
 }
 
 
-def preset_of(name: str) -> Preset:
+def preset_of(name: str, presets: Mapping[str, T]) -> T:
     """A preset by name; ConfigError for an unknown one, naming the nearest."""
-    if name not in PRESETS:
-        near = nearest(name, PRESETS)
-        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(PRESETS)}"
+    if name not in presets:
+        near = nearest(name, presets)
+        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(presets)}"
         raise ConfigError(f"no preset {name!r}; {hint}")
-    return PRESETS[name]
+    return presets[name]
 
 
 def chosen_preset(settings: Any) -> Preset:
@@ -136,4 +139,4 @@ def chosen_preset(settings: Any) -> Preset:
     names = [field.name for field in fields(Preset) if hasattr(settings, field.name)]
     given = {name: value for name in names if (value := getattr(settings, name))}
     given = {name: () if value == ("none",) else value for name, value in given.items()}
-    return replace(preset_of(settings.preset), **given)
+    return replace(preset_of(settings.preset, PRESETS), **given)
