@@ -16,24 +16,21 @@ from mizarr.stages import STAGES
 from mizarr.stages.component_weights import component_weights_node
 from mizarr.stages.forward.files import resolve
 from mizarr.stages.readout import readout_node
+from tests.torch_free import TORCH_BLOCKED
 
 from .attribution_corpus import FAMILIES, HOOKS, POST, PROMPTS
 from .forward.random_models import save_random_model
 from .offline_studies import POST_NORM, STUDIES, material, studied
 
-BLOCKED = """
-import runpy, sys
-
-class NoTorch:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "transformers"):
-            raise ImportError(f"{name} is blocked")
-
-sys.meta_path.insert(0, NoTorch())
+BLOCKED = (
+    TORCH_BLOCKED
+    + """
+import runpy
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 assert "torch" not in sys.modules
 """
+)
 READING_DICTIONARIES = (".features.", ".graph.")
 """Stages over features and graphs, whose inputs come from a dictionary; they have tests of their own."""
 

@@ -15,6 +15,7 @@ import mizarr
 from mizarr.stages.forward.runs import Run, stream
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
+from tests.torch_free import TORCH_BLOCKED
 
 CLEAN, CORRUPTED = "it was the age of wisdom", "it was the age of despair"
 
@@ -140,19 +141,14 @@ def test_an_answer_of_several_tokens_needs_a_choice(tiny_model: Path, prompts):
 
 
 def test_what_is_stored_is_told_again_where_there_is_no_torch(tmp_path: Path):
-    program = """
-import json, sys
-
-class NoTorch:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "transformers"):
-            raise ImportError(f"{name} is blocked")
-
-sys.meta_path.insert(0, NoTorch())
+    program = (
+        TORCH_BLOCKED
+        + """
 from mizarr.workflows import compute
 for name, given in json.loads(sys.argv[2]).items():
     print(json.dumps(compute(name, store=sys.argv[1], **given).to_json()))
 """
+    )
     settings = {
         "activation_patching": {"pairs": 1, "kinds": ["mlp_out"]},
         "counterfact_patching": {"limit": 1},

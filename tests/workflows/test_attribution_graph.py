@@ -20,7 +20,7 @@ from mizarr.workflows.figures_graph import drawn_part
 from mizarr.workflows.report import Graph
 from tests.browser import chromium, opened
 from tests.stages.graph.random_transcoders import save_random_transcoders
-from tests.workflows.test_torch_free import without_torch
+from tests.torch_free import without_torch
 
 PROMPT = "it was the season of Light"
 

@@ -16,6 +16,7 @@ import xarray as xr
 from mizarr.store import open_store
 from mizarr.workflows.cli import run
 from tests.store.exchanged import PROMPTS, STATES, TEXTS, put_run, values
+from tests.torch_free import TORCH_BLOCKED
 
 SIZES = [len(prompt) for prompt in PROMPTS]
 STATE = values("resid_post", 0)
@@ -169,13 +170,9 @@ def test_import_refuses_in_one_line_and_leaves_no_store(states, tmp_path, capsys
 
 
 def test_neither_command_needs_torch(states, tmp_path):
-    program = """
-import sys
-class NoTorch:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "transformers"):
-            raise ImportError(f"{name} is blocked")
-sys.meta_path.insert(0, NoTorch())
+    program = (
+        TORCH_BLOCKED
+        + """
 import contextlib, io
 from mizarr.workflows.cli import run
 said = io.StringIO()
@@ -186,6 +183,7 @@ codes = [run(["export", said.getvalue().strip(), "--to", f"{place[1]}{suffix}", 
          for suffix in (".nc", ".zarr", ".parquet", ".safetensors", ".npz")]
 sys.exit(code or max(codes))
 """
+    )
     arguments = [str(states), *MAP, "--store", str(tmp_path / "new")]
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False

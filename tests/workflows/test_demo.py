@@ -13,21 +13,17 @@ from rich.console import Console
 
 import mizarr
 from mizarr.workflows import demo, subject
+from tests.torch_free import blocking
 
 FACTS = [
     {"prompt": "it was the age of", "target": "wisdom"},
     {"prompt": "we had everything before", "target": "us"},
 ]
 
-AGAIN = """
-import json, sys, pathlib
-
-class NoTorch:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "transformers", "matplotlib"):
-            raise ImportError(f"{name} is blocked")
-
-sys.meta_path.insert(0, NoTorch())
+AGAIN = (
+    blocking("torch", "transformers", "matplotlib")
+    + """
+import pathlib
 import mizarr
 from mizarr.workflows import demo, subject
 subject.SHIPPED = pathlib.Path(sys.argv[1])
@@ -35,6 +31,7 @@ demo.DEMO = json.loads(sys.argv[2])
 done = demo.run(mizarr.open_store(sys.argv[3]), pathlib.Path(sys.argv[4]), model=sys.argv[5], quiet=True)
 assert done.ran == [], done.ran
 """
+)
 
 
 @pytest.fixture

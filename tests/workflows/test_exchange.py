@@ -33,6 +33,7 @@ from mizarr.store.exports import export_key
 from mizarr.store.identity import require_same_model
 from tests.memory import PEAK, printed
 from tests.store.exchanged import PROMPTS, STATES, TEXTS, put_run, values
+from tests.torch_free import TORCH_BLOCKED
 
 IDS = np.array([token for prompt in PROMPTS for token in prompt])
 SIZES = np.array([len(prompt) for prompt in PROMPTS])
@@ -362,15 +363,9 @@ def test_offline_stages_run_on_imported_states(write, store):
     np.testing.assert_allclose(layer_cosine(states.resid_post).cosine.values, cosines, atol=1e-6)
 
 
-TORCH_FREE = """
-import json, sys
-
-class NoTorch:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "transformers"):
-            raise ImportError(f"{name} is blocked")
-
-sys.meta_path.insert(0, NoTorch())
+TORCH_FREE = (
+    TORCH_BLOCKED
+    + """
 import mizarr
 from mizarr.stages.pca import pca
 from mizarr.stages.similarity import layer_cosine
@@ -385,6 +380,7 @@ found = [
 ]
 print(json.dumps([array.values.tolist() for array in found]))
 """
+)
 
 
 def test_a_laptop_without_torch_imports_and_analyses(write, store, tmp_path):

@@ -18,6 +18,7 @@ from mizarr.stages.forward.generation import Settings
 from mizarr.stages.lens import format_token
 from mizarr.store.errors import ConfigError, HookPointNotFound, PromptError
 from mizarr.workflows import build, compute
+from tests.torch_free import TORCH_BLOCKED
 
 PROMPTS = ["it was the age of", "we had everything before", "it was"]
 SILENCED = "blocks.1.hook_*_out"
@@ -83,19 +84,16 @@ def test_prompts_are_stored_one_by_one(done, tiny_model, store, prompts_run):
 
 
 def test_what_is_cached_needs_no_torch(done, tiny_model, store):
-    program = """
-import json, sys
-class NoTorch:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "transformers"):
-            raise ImportError(f"{name} is blocked")
-sys.meta_path.insert(0, NoTorch())
+    program = (
+        TORCH_BLOCKED
+        + """
 from mizarr.workflows import compute
 store, model, prompts = sys.argv[1:]
 done = compute("generate", store=store, model=model, prompts=json.loads(prompts), max_tokens=9)
 done.tables()
 print(json.dumps(done.to_json()))
 """
+    )
     run = subprocess.run(
         [sys.executable, "-c", program, str(store), str(tiny_model), json.dumps(PROMPTS)],
         capture_output=True,

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
+from tests.torch_free import without_torch
 
 from ..stages.attribution_corpus import FAMILIES
 from ..stages.forward.random_models import save_random_model
-from .test_torch_free import without_torch
 
 PROMPTS = ["The capital of France is", "It was the best of"]
 ANSWERS = ["Paris", "times"]

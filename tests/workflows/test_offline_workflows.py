@@ -13,20 +13,16 @@ from pathlib import Path
 import pytest
 
 from mizarr.workflows import compute
+from tests.torch_free import TORCH_BLOCKED
 
-PROGRAM = """
-import json, sys
-
-class NoTorch:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "transformers"):
-            raise ImportError(f"{name} is blocked")
-
-sys.meta_path.insert(0, NoTorch())
+PROGRAM = (
+    TORCH_BLOCKED
+    + """
 from mizarr.workflows import compute
 done = compute(sys.argv[1], store=sys.argv[2], **json.loads(sys.argv[3]))
 print(json.dumps(done.to_json()))
 """
+)
 CASES = {
     "head_detection": ({"sequences": 2, "length": 5}, {"error_measure": "abs"}),
     "layer_scan": ({"model": "specimen", "samples": 4}, {"start_layer": 3}),

@@ -33,7 +33,7 @@ from mizarr.workflows.workflow import Workflow
 from tests.browser import Opened, chromium, opened
 from tests.stages.graph.random_transcoders import save_random_transcoders
 from tests.stages.graph.reference import CIRCUITS, arrays, edge_mask, meta, needs_reference
-from tests.workflows.test_torch_free import without_torch
+from tests.torch_free import without_torch
 
 HOSTILE = "</script><img src=x onerror='window.hacked = 1'>"
 WORDS = [" the", " of", " Paris", HOSTILE, "\n", " wrote", " river", " stone"]

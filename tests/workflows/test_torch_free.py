@@ -6,8 +6,6 @@ Each test runs a fresh interpreter in which `import torch` raises.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,31 +14,10 @@ import pytest
 import mizarr
 from mizarr.stages.pca import pca
 from mizarr.workflows import compute
+from tests.torch_free import without_torch
 
-PRELUDE = """
-import json, sys
-
-class NoTorch:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "transformers"):
-            raise ImportError(f"{name} is blocked")
-
-sys.meta_path.insert(0, NoTorch())
-"""
 PROMPTS = ["it was the season of", "we had nothing before"]
 ANSWERS = ["light", "us"]
-
-
-def without_torch(program: str, *arguments: object) -> dict:
-    """What a program prints as JSON when run with torch blocked; arguments arrive in sys.argv."""
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + program, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
