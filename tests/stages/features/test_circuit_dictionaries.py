@@ -41,12 +41,13 @@ def opened(case: str) -> tuple[Dictionary, dict[str, np.ndarray], mizarr.HookCac
 def test_what_features_read_and_write_is_the_same(case: str):
     dictionary, arrays, found = opened(case)
     for layer in dictionary.layers:
-        np.testing.assert_allclose(
-            found[dictionary.read_hook(layer)][0], arrays["feature_inputs"][layer], rtol=1e-5, atol=1e-5
-        )
-        np.testing.assert_allclose(
-            found[dictionary.write_hook(layer)][0], arrays["feature_outputs"][layer], rtol=1e-5, atol=1e-5
-        )
+        for hook, name in (
+            (dictionary.read_hook(layer), "feature_inputs"),
+            (dictionary.write_hook(layer), "feature_outputs"),
+        ):
+            expected = arrays[name][layer]
+            largest = np.abs(expected).max()  # rounding goes with it, and differs between processors
+            np.testing.assert_allclose(found[hook][0], expected, rtol=0, atol=1e-5 * max(1.0, largest))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -124,7 +124,7 @@ def test_what_stands_is_not_computed_again(
     lasts[0] = 99
     node = encode_nodes(clt, states, layers=(2,))[2]
     run(node, store, threads=1)
-    assert seen == [8, 8, 5]
+    assert sorted(seen) == [5, 8, 8]  # in what order blocks are taken follows their digests
     seen.clear()
     run(list(encode_nodes(clt, states, layers=(2, 3)).values()), store, threads=1)
     assert len(seen) == 3

@@ -21,6 +21,15 @@ LENGTHS = (
     70,
 )  # past every drawn window, and past the 32 positions at which longrope changes its factors
 DRAWS = 4
+ROUNDING = 1e-5
+"""By how much logits differ from one processor to the next."""
+
+
+def assert_same_top(ours: torch.Tensor, theirs: torch.Tensor, k: int = 10) -> None:
+    """The same k ids in the same order; two whose logits are nearer than rounding may stand either way."""
+    ranked, wanted = ours.topk(k).indices, theirs.topk(k)
+    apart = (theirs.gather(-1, ranked) - wanted.values).abs().max()
+    assert apart <= ROUNDING, f"another top {k}, by {apart}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -35,8 +44,7 @@ def test_logits_and_hidden_states_agree_with_transformers(family, seed, tmp_path
             expected = reference(ids, output_hidden_states=True, use_cache=False)
         cache = model.forward(ids, mizarr.HookSpec().capture("blocks.*.hook_resid_pre", "hook_final_norm"))
         torch.testing.assert_close(cache.logits, expected.logits, atol=1e-4, rtol=0)
-        ranked = [logits.topk(10, dim=-1).indices for logits in (cache.logits, expected.logits)]
-        assert torch.equal(*ranked), f"top-10 ids differ at length {length}"
+        assert_same_top(cache.logits, expected.logits)
         # The reference lists the input of every block, and the normalised output of the last.
         for layer, hidden in enumerate(expected.hidden_states[:layers]):
             torch.testing.assert_close(cache[HookPoint.resid_pre(layer)], hidden, atol=1e-4, rtol=1e-4)
