@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..store.errors import PromptError, ShapeError
+from .token_blocks import read_here
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -88,12 +89,12 @@ class PatternRows:
             prompt = np.searchsorted(starts, rows, side="right") - 1
             keys = rows - starts[prompt] + 1
             begin = int(self.ends[first] - keys[0])
-            part = pattern.isel(pair=slice(begin, int(self.ends[stop - 1]))).transpose("pair", "head")
+            here = slice(begin, int(self.ends[stop - 1]))
             token = np.repeat(rows, keys)
             key = np.arange(len(token)) - np.repeat(np.cumsum(keys) - keys, keys)
             query = np.repeat(keys - 1, keys)
-            # In this thread: it has been given one of its own.
-            weights = part.load(scheduler="synchronous").values.astype(np.float32, copy=False)
+            part = pattern.variable.isel(pair=here).transpose("pair", "head")
+            weights = read_here(part).astype(np.float32, copy=False)
             yield RowBlock(token, np.repeat(prompt, keys), query, key, weights)
 
     def _ranges(self, pattern: xr.DataArray) -> Iterator[tuple[int, int]]:

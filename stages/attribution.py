@@ -159,7 +159,7 @@ def component_attribution(
     parts = [(name, layer) for name in sources for layer in range(sources[name].sizes["layer"])]
     reads = [(here, chosen, name, layer) for here, chosen in ranges for name, layer in parts]
     for (here, chosen, name, layer), rows in ahead(
-        reads, lambda at: read_rows(sources[at[2]].isel(layer=at[3]), at[0], at[1])
+        reads, lambda at: read_rows(sources[at[2]], at[0], at[1], layer=at[3])
     ):
         if (name, layer) == parts[0]:
             along = directions.along(here, chosen, divisor)

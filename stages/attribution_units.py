@@ -256,7 +256,7 @@ class _Through:
         ranges = directions.chosen(token_ranges(self.states, width))
         reads = [(layer, here, chosen) for layer in range(self.n_layers) for here, chosen in ranges]
         for (layer, here, chosen), rows in ahead(
-            reads, lambda at: read_rows(self.states.isel(layer=at[0]), at[1], at[2])
+            reads, lambda at: read_rows(self.states, at[1], at[2], layer=at[0])
         ):
             if here is ranges[0][0]:
                 matrix = self._layer(self.matrix, layer)
@@ -278,7 +278,7 @@ class _Through:
         along *= self._layer(f"{self.post}_weight", layer)
         if self.weights.attrs["norm"] == "layer":
             along -= along.mean(axis=1, keepdims=True)
-        along /= read_rows(self.post_scale.isel(layer=layer), here, chosen)[:, None]
+        along /= read_rows(self.post_scale, here, chosen, layer=layer)[:, None]
         return along, bias
 
     def _layer(self, name: str, layer: int) -> Array:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["ahead", "read_rows", "token_ranges"]
+__all__ = ["ahead", "read_here", "read_rows", "token_ranges"]
 
 Array = npt.NDArray[Any]
 T = TypeVar("T")
@@ -50,12 +50,29 @@ def token_ranges(states: xr.DataArray, width: int) -> Iterator[slice]:
         yield slice(start, end)
 
 
-def read_rows(states: xr.DataArray, here: slice, chosen: Array) -> Array:
-    """Rows of a token range, float32 [row, ...]; only the range is read."""
-    # In this thread: it has been given one of its own, and a chunk or two are no work for a pool.
-    values = states.isel(token=here).transpose("token", ...).load(scheduler="synchronous").values
+def read_rows(states: xr.DataArray, here: slice, chosen: Array, **at: int) -> Array:
+    """Rows of a token range, float32 [row, ...]; only the range is read.
+
+    at: places on further axes, e.g. layer=0.
+    """
+    # The variable alone: its labels are lazy too, and would be computed for every range.
+    values = read_here(states.variable.isel({"token": here, **at}).transpose("token", ...))
     rows = values if len(chosen) == len(values) else values[chosen]
     return rows.astype(np.float32, copy=False)
+
+
+def read_here(lazy: xr.Variable) -> Array:
+    """What a variable holds, read in this thread: a chunk or two are no work for a pool of them."""
+    if lazy.chunks is None or lazy.data.npartitions > 1:
+        return lazy.load(scheduler="synchronous").values
+    from dask.core import flatten
+    from dask.local import get_sync
+
+    # Of a single chunk dask's `compute` would make one more copy.
+    array = lazy.data
+    (key,) = flatten(array.__dask_keys__())
+    values: Array = get_sync(array.__dask_optimize__(array.dask, [key]), key)
+    return values
 
 
 def ahead(items: Iterable[T], read: Callable[[T], Array]) -> Iterator[tuple[T, Array]]:
