@@ -5,7 +5,7 @@ Border: names relative to the store's root and bytes; what they mean is known el
 A file appears under its name complete or not at all, and the first to create it wins: written to a temporary
 name in the same folder, then linked, which fails if the name is taken (`open("x")` would show half a file,
 and `rename` would replace another process's). With durability "disk" a file is synced before it gets its
-name, so a name never outlives its bytes in a power cut; "process" leaves that to the kernel. Small files that
+name, so a name never outlives its bytes in a power cut; "process" leaves that to the kernel. Files that
 belong together are synced together: the disk then waits about once for all of them, and no thread is needed,
 which would take its turns from whoever computes meanwhile.
 """
@@ -62,31 +62,42 @@ class Folder:
         """Create a file with these bytes; False, and nothing changes, when it is there already."""
         return bool(self.put_all({name: [data]}))
 
-    def put_all(self, files: Mapping[str, Sequence[Buffer]]) -> set[str]:
+    def put_all(self, files: Mapping[str, Sequence[Buffer]], *, threads: int = 1) -> set[str]:
         """Create files of these parts, each laid end to end; returns the new names, the others stay.
 
         Files are taken in turns of some: of each turn all bytes are on disk before the first name appears.
         Names appear in order, and last when this returns.
+        threads: that write side by side; more than one only where nobody computes meanwhile.
         """
         made: set[str] = set()
         for some in _turns(files):
-            with self.writing(some[0]), ExitStack() as stack:
-                waiting = {}
-                for name in some:
-                    if not self.path(name).exists():
-                        temporary = stack.enter_context(self._temporary(name))
-                        handle = _written(temporary, files[name])
-                        stack.callback(os.close, handle)
-                        if self.durability == "disk":
-                            _start_writing(handle)
-                        waiting[name] = temporary, handle
-                if self.durability == "disk":
-                    # Whichever sync is first commits all of them.
-                    for _, handle in waiting.values():
-                        os.fsync(handle)
-                made.update(name for name in waiting if _linked(waiting[name][0], self.path(name)))
+            with self.writing(next(iter(some))):
+                made.update(self._put_turn(some, threads))
         self._sync_names(made)
         return made
+
+    def _put_turn(self, files: Mapping[str, Sequence[Buffer]], threads: int) -> list[str]:
+        names = [name for name in files if not self.path(name).exists()]
+        with ExitStack() as stack:
+            waiting = {name: stack.enter_context(self._temporary(name)) for name in names}
+
+            def write(name: str) -> int:
+                handle = _written(waiting[name], files[name])
+                stack.callback(os.close, handle)
+                if self.durability == "disk":
+                    _start_writing(handle)
+                return handle
+
+            if threads > 1:
+                with ThreadPoolExecutor(threads) as pool:
+                    handles = list(pool.map(write, names))
+            else:
+                handles = [write(name) for name in names]
+            if self.durability == "disk":
+                # Whichever sync is first commits all of them.
+                for handle in handles:
+                    os.fsync(handle)
+            return [name for name in names if _linked(waiting[name], self.path(name))]
 
     def children(self, folder: str) -> Iterator[str]:
         """Names of what lies directly in a folder, without the folder's; temporary ones left out."""
@@ -239,16 +250,16 @@ def _start_writing(handle: int) -> None:
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _turns(files: Mapping[str, Sequence[Buffer]]) -> Iterator[list[str]]:
-    """Names in order, by as many as may be open, and as many bytes as may be lost, at once."""
-    some: list[str] = []
+def _turns(files: Mapping[str, Sequence[Buffer]]) -> Iterator[Mapping[str, Sequence[Buffer]]]:
+    """Files in order, by as many as may be open, and as many bytes as may be lost, at once."""
+    some: dict[str, Sequence[Buffer]] = {}
     nbytes = 0
     for name, parts in files.items():
         size = sum(memoryview(part).nbytes for part in parts)
         if some and (len(some) == _OPEN or nbytes + size > _UNNAMED):
             yield some
-            some, nbytes = [], 0
-        some.append(name)
+            some, nbytes = {}, 0
+        some[name] = parts
         nbytes += size
     if some:
         yield some

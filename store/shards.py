@@ -193,13 +193,13 @@ def write_shards(
 
     shards: name -> rows [rows, *tail], the dtype of the layout, C order. The first writer of a name wins;
     whoever finds the file there gets *its* digest.
-    threads: that digest while this one writes. Raises ShapeError, StoreFull, ReadOnlyStore.
+    threads: that digest, and as many that write. Raises ShapeError, StoreFull, ReadOnlyStore.
     """
     files = {name: shard_parts(name, rows, layout) for name, (rows, layout) in shards.items()}
     # sha256, write and fsync all release the GIL.
     with ThreadPoolExecutor(max(1, min(threads, len(files)))) as pool:
         digests = {name: pool.submit(content_digest, *parts) for name, parts in files.items()}
-        made = folder.put_all(files)
+        made = folder.put_all(files, threads=threads)
         written = {}
         for name, (rows, layout) in shards.items():
             if name in made:

@@ -142,6 +142,27 @@ def test_of_a_batch_that_fails_nothing_has_a_name(tmp_path, monkeypatch):
     assert folder.put_all({"x/a": [b"one"], "x/b": [b"two"]}) == {"x/a", "x/b"}
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_file_that_cannot_be_written_takes_the_batch_along(tmp_path, monkeypatch, threads):
+    real = os.writev
+
+    def writev(handle, parts):
+        if bytes(parts[0]) == b"two":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(handle, parts)
+
+    folder, files = Folder(tmp_path), {"x/a": [b"one"], "x/b": [b"two"], "x/c": [b"three"]}
+    before = set(Path("/proc/self/fd").iterdir())
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "writev", writev)
+        with pytest.raises(StoreFull, match="no space left"):
+            folder.put_all(files, threads=threads)
+    assert set(Path("/proc/self/fd").iterdir()) == before
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+    assert folder.put_all(files, threads=threads) == set(files)
+    assert [folder.get(name) for name in files] == [b"one", b"two", b"three"]
+
+
 def test_a_batch_of_many_bytes_gets_its_names_in_turns(tmp_path, synced, monkeypatch):
     real = os.link
     monkeypatch.setattr(
