@@ -6,8 +6,8 @@ A file appears under its name complete or not at all, and the first to create it
 name in the same folder, then linked, which fails if the name is taken (`open("x")` would show half a file,
 and `rename` would replace another process's). With durability "disk" a file is synced before it gets its
 name, so a name never outlives its bytes in a power cut; "process" leaves that to the kernel. Files that
-belong together are synced together: the disk then waits about once for all of them, and no thread is needed,
-which would take its turns from whoever computes meanwhile.
+belong together are synced together: the disk then waits about once for all of them, without threads, which
+would take their turns from whoever computes meanwhile. Where nobody does, several may write.
 """
 
 from __future__ import annotations
