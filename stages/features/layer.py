@@ -95,9 +95,9 @@ class LayerFeatures:
 
     def _products(self, rows: Tensor, encoder: Tensor, features: slice | Tensor) -> Tensor:
         """Pre-activations of prepared rows, given the encoder rows of these features in their dtype."""
-        import torch
+        from ..forward.products import product
 
-        out = torch.nn.functional.linear(rows, encoder)
+        out = product(rows, encoder)
         if self.b_enc is not None:
             out += self.b_enc[features].to(out)
         if self.unit is not None:

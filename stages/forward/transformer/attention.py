@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ....store.errors import InterventionError
 from ..config import TransformerConfig
+from ..products import product
 from ..taps import AttentionTaps, Taps
 from ..weights import LayerWeights, Linear
 from .norms import apply_norm
@@ -68,7 +69,7 @@ class WholeSequences:
 def linear(x: Tensor, part: Linear | None) -> Tensor:
     """x weight^T + bias. A part the layout of this family does not have is never asked for."""
     assert part is not None
-    return F.linear(x, part.weight, part.bias)
+    return product(x, part.weight, part.bias)
 
 
 def causal(length: int, window: int | None, device: torch.device) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..config import TransformerConfig
 from ..points import HookPoint, transformer_points
+from ..products import product
 from ..taps import AttentionTaps, EverythingHeld, RunTaps, Taps
 from ..wants import Logits
 from ..weights import LayerWeights, Weights
@@ -159,6 +160,6 @@ class Decoder:
     def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:
         """Normalised states [..., D] -> logits [..., tokens], soft-capped as the model's output is."""
         head = self.weights.embed if self.weights.lm_head is None else self.weights.lm_head
-        logits = F.linear(x, want.of_tokens(head))
+        logits = product(x, want.of_tokens(head))
         cap = self.config.final_logit_softcapping
         return cap * torch.tanh(logits / cap) if softcap and cap is not None else logits

@@ -1,0 +1,58 @@
+"""Products of activations with weights: which of the libraries that torch carries computes them.
+
+In float32 on a CPU torch asks MKL, whose kernels for other makers' processors are not its best; oneDNN, which
+torch asks for bfloat16, has the same ones for all. Measured on an AMD EPYC (Zen 4, two cores), oneDNN's time
+over MKL's: 0.83 to 0.93 for 2,048 rows and weights from 512 x 512 to 2048 x 8192, 0.34 to 0.74 for four rows
+of the larger ones; without AVX-512 0.84 to 1.02 and 0.37 to 0.86. It reads weights where they lie, without a
+second copy.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_LARGE = 1 << 26
+"""Multiplications from which oneDNN is asked: preparing for a size it has not met takes it 0.6 ms."""
+_FEW = 16
+"""Rows that fewer take as long as: what takes time then is reading the weights."""
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., in], weight [out, in], bias [out] -> x weight^T + bias, [..., out].
+
+    Where gradients are recorded it is torch's own, as oneDNN's has none.
+    """
+    if _wants_onednn(x, weight) and (onednn := _onednn()) is not None:
+        made: Tensor = onednn(x, weight, bias, "none", [], "")
+        return made
+    return F.linear(x, weight, bias)
+
+
+def _wants_onednn(x: Tensor, weight: Tensor) -> bool:
+    if x.device.type != "cpu" or not x.dtype == weight.dtype == torch.float32 or torch.is_grad_enabled():
+        return False
+    rows = x.numel() // max(x.shape[-1], 1)
+    return rows > 0 and max(rows, _FEW) * weight.numel() >= _LARGE and bool(torch.backends.mkldnn.enabled)
+
+
+@cache
+def _onednn() -> Any:
+    """oneDNN's product, where torch would ask MKL and MKL is not at home; else None."""
+    both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    at_home = _processor_maker() in (None, "GenuineIntel")
+    return None if at_home or not both else getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+def _processor_maker(told: Path = Path("/proc/cpuinfo")) -> str | None:
+    """ "AuthenticAMD", "GenuineIntel", …, as Linux tells it; None where nobody does."""
+    try:
+        lines = told.read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), None)
