@@ -187,9 +187,9 @@ def _integer_files(
     for name, values in _integers(tokens, layers, pairs=pairs, labelled=labelled):
         layout = ShardLayout.of(values.dtype.name, (), len(values), layered=False)
         shard = layout.path(name, None, 0)
-        metadata = json.loads(array_metadata(layout, (len(values),), (_dimension(name),), ABOUT[name]))
         files[shard] = shard_parts(shard, np.ascontiguousarray(values), layout)
-        files[f"{name}/zarr.json"] = [_as_metadata({**metadata, "fill_value": 0})]
+        metadata = array_metadata(layout, (len(values),), (_dimension(name),), ABOUT[name])
+        files[f"{name}/zarr.json"] = [metadata]
     return files
 
 

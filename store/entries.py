@@ -19,7 +19,7 @@ Borders: arrays come as numpy, ready; which hook or model made them is told in a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -232,13 +232,21 @@ class Entry:
         }
         return {n: cells for n, cells in missing.items() if cells}
 
-    def write_segment(self, n: int, arrays: Mapping[Cell, Array], *, threads: int = 2) -> None:
+    def write_segment(
+        self,
+        n: int,
+        arrays: Mapping[Cell, Array],
+        *,
+        threads: int = 2,
+        handed_over: Callable[[], None] = lambda: None,
+    ) -> None:
         """Commit whole shards of one segment: all files first, then the record that says they stand.
 
         arrays: each [rows of the segment, *tail] of the declared dtype, in C order; not to be changed before
-        this returns. Whatever stands already stays as it is. threads: that digest while this one writes; one
-        leaves the cores to whoever computes meanwhile. Raises ShapeError before anything is written if an
-        array does not fit; StoreFull, ReadOnlyStore.
+        this returns. Whatever stands already stays as it is. threads: that digest, and as many that write;
+        one leaves the cores to whoever computes meanwhile. handed_over: called when what is left is waiting
+        for the disk. Raises ShapeError before anything is written if an array does not fit; StoreFull,
+        ReadOnlyStore.
         """
         for (variable, layer), rows in arrays.items():
             self._check_rows(variable, layer, n, rows)
@@ -248,7 +256,10 @@ class Entry:
             layout = self.layout(cell[0])
             shards[layout.path(*cell, n)] = (rows, layout)
         written = write_shards(
-            self.folder, {f"{self.path}/{name}": shard for name, shard in shards.items()}, threads=threads
+            self.folder,
+            {f"{self.path}/{name}": shard for name, shard in shards.items()},
+            threads=threads,
+            handed_over=handed_over,
         )
         files = {name: written[f"{self.path}/{name}"] for name in shards}
         cells = sorted(cell_name(cell) for cell in arrays)

@@ -7,7 +7,8 @@ name in the same folder, then linked, which fails if the name is taken (`open("x
 and `rename` would replace another process's). With durability "disk" a file is synced before it gets its
 name, so a name never outlives its bytes in a power cut; "process" leaves that to the kernel. Files that
 belong together are synced together: the disk then waits about once for all of them, without threads, which
-would take their turns from whoever computes meanwhile. Where nobody does, several may write.
+would take their turns from whoever computes meanwhile. Where nobody does, several may write; and who takes
+turns with a computation is told when only the disk is waited for.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -62,21 +63,31 @@ class Folder:
         """Create a file with these bytes; False, and nothing changes, when it is there already."""
         return bool(self.put_all({name: [data]}))
 
-    def put_all(self, files: Mapping[str, Sequence[Buffer]], *, threads: int = 1) -> set[str]:
+    def put_all(
+        self,
+        files: Mapping[str, Sequence[Buffer]],
+        *,
+        threads: int = 1,
+        handed_over: Callable[[], None] = lambda: None,
+    ) -> set[str]:
         """Create files of these parts, each laid end to end; returns the new names, the others stay.
 
         Files are taken in turns of some: of each turn all bytes are on disk before the first name appears.
         Names appear in order, and last when this returns.
-        threads: that write side by side; more than one only where nobody computes meanwhile.
+        threads: that write side by side; more than one only where nobody computes meanwhile. handed_over:
+        called when the system has all bytes, and what is left is waiting for the disk.
         """
         made: set[str] = set()
-        for some in _turns(files):
+        turns = list(_turns(files))
+        for some in turns:
             with self.writing(next(iter(some))):
-                made.update(self._put_turn(some, threads))
+                made.update(self._put_turn(some, threads, handed_over if some is turns[-1] else lambda: None))
         self._sync_names(made)
         return made
 
-    def _put_turn(self, files: Mapping[str, Sequence[Buffer]], threads: int) -> list[str]:
+    def _put_turn(
+        self, files: Mapping[str, Sequence[Buffer]], threads: int, handed_over: Callable[[], None]
+    ) -> list[str]:
         names = [name for name in files if not self.path(name).exists()]
         with ExitStack() as stack:
             waiting = {name: stack.enter_context(self._temporary(name)) for name in names}
@@ -93,6 +104,7 @@ class Folder:
                     handles = list(pool.map(write, names))
             else:
                 handles = [write(name) for name in names]
+            handed_over()
             if self.durability == "disk":
                 # Whichever sync is first commits all of them.
                 for handle in handles:

@@ -17,8 +17,8 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,19 +187,29 @@ def array_metadata(
 
 
 def write_shards(
-    folder: Folder, shards: Mapping[str, tuple[Array, ShardLayout]], *, threads: int = 2
+    folder: Folder,
+    shards: Mapping[str, tuple[Array, ShardLayout]],
+    *,
+    threads: int = 2,
+    handed_over: Callable[[], None] = lambda: None,
 ) -> dict[str, Written]:
     """Write shards under their final names, each complete or not at all; returns size and "sha256:…" of each.
 
     shards: name -> rows [rows, *tail], the dtype of the layout, C order. The first writer of a name wins;
     whoever finds the file there gets *its* digest.
-    threads: that digest, and as many that write. Raises ShapeError, StoreFull, ReadOnlyStore.
+    threads: that digest, and as many that write. handed_over: called when what is left is waiting for the
+    disk. Raises ShapeError, StoreFull, ReadOnlyStore.
     """
     files = {name: shard_parts(name, rows, layout) for name, (rows, layout) in shards.items()}
     # sha256, write and fsync all release the GIL.
     with ThreadPoolExecutor(max(1, min(threads, len(files)))) as pool:
         digests = {name: pool.submit(content_digest, *parts) for name, parts in files.items()}
-        made = folder.put_all(files, threads=threads)
+
+        def only_the_disk_is_left() -> None:
+            wait(digests.values())
+            handed_over()
+
+        made = folder.put_all(files, threads=threads, handed_over=only_the_disk_is_left)
         written = {}
         for name, (rows, layout) in shards.items():
             if name in made:

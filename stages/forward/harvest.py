@@ -1,16 +1,20 @@
 """The harvest: segments of a corpus through a model and into the store.
 
-The forward pass fills a segment's buffers hook by hook; writer threads digest and commit them while the
-next segment is computed. Memory is a few buffers whatever the size of the corpus. Any number of harvests
-may work on one run: claims keep them apart, and if they do meet, they write the same bits.
+The forward pass fills a segment's buffers hook by hook; a writer thread digests and commits them while the
+next segment is computed. Where the pass needs every core of the processor it waits until all that is left of
+the writing is waiting for the disk: a core that is shared holds up all the others. Memory is a few buffers
+whatever the size of the corpus. Any number of harvests may work on one run: claims keep them apart, and if
+they do meet, they write the same bits.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ml_dtypes
@@ -30,6 +34,7 @@ from .model import DTYPES, Model
 from .overlap import OverlappedWriter, SegmentBuffer
 
 _WAIT = 0.2  # seconds before looking again at segments that others have claimed
+_WRITERS = 4  # threads that digest and write where nothing is computed; beyond, the disk is the limit
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,13 @@ class Job:
     segment: int
     cells: tuple[Cell, ...]
     claim: Claim
+    handed_over: threading.Event = field(default_factory=threading.Event)
+    """Set when nothing but the disk is waited for."""
+
+    def end(self) -> None:
+        """Written, or never to be."""
+        self.claim.release()
+        self.handed_over.set()
 
 
 def harvest(
@@ -89,16 +101,15 @@ def _round(
             arrays = {
                 cell: as_numpy(buffer.view(cell, entry.rows(cell[0], job.segment))) for cell in job.cells
             }
-            # While more is computed, one thread: a forward pass waits for its slowest core.
-            entry.write_segment(job.segment, arrays, threads=2 if job.segment == last else 1)
+            threads = writers if in_turn or job.segment == last else 1
+            entry.write_segment(job.segment, arrays, threads=threads, handed_over=job.handed_over.set)
             advance(len(entry.segments[job.segment]))
         finally:
-            job.claim.release()
+            job.end()
 
-    done, last = 0, max(missing)
-    with OverlappedWriter(
-        lambda: SegmentBuffer(shapes, dtypes), write, lambda job: job.claim.release(), buffers=BUFFERS
-    ) as writer:
+    done, last, in_turn = 0, max(missing), _needs_every_core(model)
+    writers = min(_WRITERS, torch.get_num_threads())
+    with OverlappedWriter(lambda: SegmentBuffer(shapes, dtypes), write, Job.end, buffers=BUFFERS) as writer:
         for n, todo in missing.items():
             claim = entry.claim(n)
             if not claim.acquire():
@@ -109,9 +120,21 @@ def _round(
             except BaseException:
                 claim.release()
                 raise
-            writer.submit(buffer, Job(n, tuple(todo), claim))
+            job = Job(n, tuple(todo), claim)
+            writer.submit(buffer, job)
+            if in_turn:
+                job.handed_over.wait()
             done += len(entry.segments[n])
     return done
+
+
+def _needs_every_core(model: Model) -> bool:
+    """Whether a pass computes on all cores this process may use, so that a writer beside it gets in its way.
+
+    Measured on two cores, 8 segments of 33 MB: taking turns is 2 to 3 % faster.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return model.device.type == "cpu" and torch.get_num_threads() >= cores
 
 
 def fill(

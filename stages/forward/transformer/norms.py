@@ -38,10 +38,19 @@ def apply_norm(x: Tensor, norm: NormWeights, kind: str, eps: float) -> Tensor:
         unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return (unit * (1 + norm.weight.float())).to(x.dtype)
     if x.dtype == torch.float32:
-        return F.rms_norm(x, size, norm.weight, eps)
+        return _rms(x, norm.weight, eps) if x.device.type == "cpu" else F.rms_norm(x, size, norm.weight, eps)
     # Rounded to the model's dtype before the weight, as the reference implementations do.
     wide = x.float()
     return norm.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """What F.rms_norm gives, in half its time: on a CPU it is no kernel of its own, and passes over memory
+    more often."""
+    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale = norms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    made: Tensor = (x * scale).mul_(weight)
+    return made
 
 
 def _by_parts(

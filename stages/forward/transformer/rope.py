@@ -66,10 +66,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x[..., :half], x[..., half : 2 * half]
     # Into one new tensor: parts that are made first and joined then take two to three times as long.
     turned = x.new_empty(x.shape)
-    torch.mul(left, cos, out=turned[..., :half]).sub_(right * sin)
-    torch.mul(right, cos, out=turned[..., half : 2 * half]).add_(left * sin)
+    _mix(left, cos, right, -sin, turned[..., :half])
+    _mix(right, cos, left, sin, turned[..., half : 2 * half])
     turned[..., 2 * half :] = x[..., 2 * half :]
     return turned
+
+
+def _mix(x: Tensor, cos: Tensor, y: Tensor, sin: Tensor, out: Tensor) -> None:
+    """x cos + y sin. Narrow dtypes round every product, as the reference implementations do."""
+    torch.mul(x, cos, out=out)
+    if x.dtype == torch.float32:
+        out.addcmul_(y, sin)
+    else:
+        out.add_(y * sin)
 
 
 def _original(rope: RopeConfig) -> int:

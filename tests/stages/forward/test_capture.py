@@ -19,9 +19,11 @@ import xarray as xr
 
 import mizarr
 from mizarr import HookPoint, HookSpec, Zero
+from mizarr.stages.forward import harvest
 from mizarr.stages.forward.batches import MAX_WASTE, pieces_of, plan_batches
 from mizarr.stages.forward.capture import CaptureNode
 from mizarr.stages.forward.model import Model
+from mizarr.store import files
 from mizarr.store.errors import (
     HookPointNotFound,
     PromptError,
@@ -239,6 +241,48 @@ def test_a_full_disk_stops_at_a_segment_and_the_run_goes_on_later(folder, prompt
     calm = mizarr.open_store(store.path.parent / "other")
     undisturbed = mizarr.capture(folder, prompts, RESID, store=calm, segment_tokens=16, progress=False)
     np.testing.assert_array_equal(resumed["resid_post"].values, undisturbed["resid_post"].values)
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_taking_turns_waits_for_all_bytes_and_never_for_the_disk(folder, tmp_path, monkeypatch, in_turn):
+    """Of the first segment, a disk that does not answer before the second is begun; where nobody takes turns,
+    a system that takes no bytes before.
+    """
+    model, ids = Model.from_pretrained(folder), np.arange(64).reshape(4, 16) % VOCAB
+    fill, written, sync = harvest.fill, files._written, os.fsync
+    log, second_is_begun, waited = [], threading.Event(), []
+
+    def filling(model, entry, n, *rest):
+        log.append(f"segment {n} begun")
+        if n == 1:
+            second_is_begun.set()
+        fill(model, entry, n, *rest)
+
+    def writing(path, parts):
+        if path.match("resid_post/c/*/0/*"):
+            if not in_turn:
+                waited.append(second_is_begun.wait(timeout=30))
+            log.append("shard written")
+        return written(path, parts)
+
+    def syncing(handle):
+        if in_turn and Path(f"/proc/self/fd/{handle}").readlink().match("resid_post/c/*/0/*"):
+            waited.append(second_is_begun.wait(timeout=30))
+        sync(handle)
+
+    monkeypatch.setattr(harvest, "_needs_every_core", lambda model: in_turn)
+    monkeypatch.setattr(harvest, "fill", filling)
+    monkeypatch.setattr(files, "_written", writing)
+    monkeypatch.setattr(os, "fsync", syncing)
+    stored = mizarr.capture(
+        model, ids, RESID, store=mizarr.open_store(tmp_path / "store"), segment_tokens=32, progress=False
+    )
+    layers = model.config.num_layers
+    assert waited == [True] * layers
+    assert log[: log.index("segment 1 begun")].count("shard written") == (layers if in_turn else 0)
+    for layer, rows in enumerate(stored["resid_post"].values.reshape(-1, 4, 16, model.config.hidden_size)):
+        expected = model.forward(ids, RESID)[f"blocks.{layer}.hook_resid_post"]
+        np.testing.assert_allclose(rows, expected, atol=1e-5)
 
 
 def test_a_subset_of_stored_prompts_is_a_hit(folder, prompts, store, monkeypatch):
