@@ -34,7 +34,9 @@ from .model import DTYPES, Model
 from .overlap import OverlappedWriter, SegmentBuffer
 
 _WAIT = 0.2  # seconds before looking again at segments that others have claimed
-_WRITERS = 4  # threads that digest and write where nothing is computed; beyond, the disk is the limit
+_WRITERS = (
+    4  # threads that digest, and as many that write, where nobody computes; beyond, the disk is the limit
+)
 
 
 @dataclass(frozen=True)
