@@ -28,6 +28,7 @@ from .errors import ReadOnlyStore, StoreError, StoreFull
 
 _THREADS = 4  # sha256 releases the GIL: two threads digest twice as fast, beyond four the disk is the limit
 _REMEMBERED = 20_000  # folders
+_WORTH_AN_EARLY_START = 1 << 20  # bytes; the sync of smaller files is all the disk's work there is
 _AT_ONCE = 64  # parts per call; every system takes that many
 _OPEN = 128  # files open at once
 _UNNAMED = 1 << 28  # bytes of files that wait for their names together
@@ -258,7 +259,7 @@ def _linked(temporary: Path, target: Path) -> bool:
 
 def _start_writing(handle: int) -> None:
     """Have the disk take what was written while more is prepared; a sync then waits for less."""
-    if hasattr(os, "posix_fadvise"):
+    if hasattr(os, "posix_fadvise") and os.fstat(handle).st_size >= _WORTH_AN_EARLY_START:
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
