@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, overload
 
@@ -216,11 +216,7 @@ def _text_files(texts: Sequence[str]) -> dict[str, list[Buffer]]:
         "dimension_names": ["prompt_id"],
         "storage_transformers": [],
     }
-    return {**files, "text/zarr.json": [_as_metadata(metadata)]}
-
-
-def _as_metadata(metadata: Mapping[str, Any]) -> bytes:
-    return json.dumps(metadata, indent=1).encode()
+    return {**files, "text/zarr.json": [json.dumps(metadata, indent=1).encode()]}
 
 
 def _measured(folder: Folder, name: str, parts: Sequence[Buffer], made: Collection[str]) -> list[int | str]:

@@ -26,7 +26,8 @@ from pathlib import Path
 from .digest import Buffer, file_digest
 from .errors import ReadOnlyStore, StoreError, StoreFull
 
-_THREADS = 4  # sha256 releases the GIL: two threads digest twice as fast, beyond four the disk is the limit
+THREADS = 4
+"""That digest at once: sha256 releases the GIL, two are twice as fast; beyond four the disk is the limit."""
 _REMEMBERED = 20_000  # folders
 _WORTH_AN_EARLY_START = 1 << 20  # bytes; the sync of smaller files is all the disk's work there is
 _AT_ONCE = 64  # parts per call; every system takes that many
@@ -144,7 +145,7 @@ class Folder:
                 _sync(path)
             return [path.stat().st_size, file_digest(path)]
 
-        with self.writing(folder), ThreadPoolExecutor(_THREADS) as pool:
+        with self.writing(folder), ThreadPoolExecutor(THREADS) as pool:
             found = dict(
                 zip((str(path.relative_to(top)) for path in paths), pool.map(one, paths), strict=True)
             )

@@ -33,13 +33,13 @@ from .claims import TTL
 from .coordinates import metadata_record
 from .digest import canonical_json, digest, file_digest
 from .errors import CorruptEntry, EntryNotFound, ReadOnlyStore
+from .files import THREADS
 from .provenance import as_json, get_provenance
 from .records import ACTIVATION, RESULT, Record
 
 if TYPE_CHECKING:
     from .store import Store
 
-_THREADS = 4
 _LEASE = 300.0  # seconds after which a lease whose holder no longer touches it counts for nothing
 
 
@@ -96,7 +96,7 @@ def verify(store: Store, *, quick: bool, progress: Callable[[int, int], None] | 
         found += unreadable
         expected += [(data, name, int(size), str(told)) for name, (size, told) in files.items()]
     total, done = sum(size for _, _, size, _ in expected), 0
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         checks = {pool.submit(_check, store, *one, quick=quick): one[2] for one in expected}
         for check in as_completed(checks):
             if (damage := check.result()) is not None:

@@ -26,6 +26,7 @@ from ...store.claims import Claim
 from ...store.committed import Cell
 from ...store.entries import Entry
 from ...store.errors import ShapeError
+from ...store.files import THREADS
 from ...store.packed import PackedTokens
 from .batches import Batch, Piece, pieces_of, plan_batches
 from .capture import BUFFERS
@@ -34,9 +35,6 @@ from .model import DTYPES, Model
 from .overlap import OverlappedWriter, SegmentBuffer
 
 _WAIT = 0.2  # seconds before looking again at segments that others have claimed
-_WRITERS = (
-    4  # threads that digest, and as many that write, where nobody computes; beyond, the disk is the limit
-)
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ def _round(
             job.end()
 
     done, last, in_turn = 0, max(missing), _needs_every_core(model)
-    writers = min(_WRITERS, torch.get_num_threads())
+    writers = min(THREADS, torch.get_num_threads())
     with OverlappedWriter(lambda: SegmentBuffer(shapes, dtypes), write, Job.end, buffers=BUFFERS) as writer:
         for n, todo in missing.items():
             claim = entry.claim(n)
