@@ -152,7 +152,7 @@ def embedding_deviation(model: Model) -> float:
     with torch.no_grad():
         for start in range(0, size, ROWS):
             ids = torch.arange(start, min(size, start + ROWS), device=model.device)
-            rows = model.architecture.embed(ids[None]).double()
+            rows = model.embed(ids[None]).double()
             total += float(rows.sum())
             squares += float(rows.square().sum())
     count = size * model.config.hidden_size

@@ -38,6 +38,33 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     attention_factor: float | None = None
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether two prompts of different length rotate the same position differently."""
+        return self.scheme in ("dynamic", "longrope")
+
+    def turns_alike(self, before: int, length: int) -> bool:
+        """Whether a sequence of `length` positions turns the first `before` of them as it did when it had no
+        more: dynamic NTK scaling stretches its base beyond the original context, longrope changes its factors
+        there."""
+        original = self.original_max_position_embeddings or 0
+        if self.scheme == "dynamic":
+            return max(before, original) == max(length, original)
+        return self.scheme != "longrope" or (before > original) == (length > original)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How the attention of a layer makes weights of queries and keys.
+
+    scale: what q k^T is multiplied by. window: how many keys back a query sees, itself included; None for
+    all. soft_cap: c tanh(scores / c) before the mask; None for none.
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
 
 @dataclass(frozen=True)
 class TransformerConfig:
@@ -94,6 +121,14 @@ class TransformerConfig:
     def attention_scale(self) -> float:
         """What q k^T is multiplied by."""
         return 1 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
+
+    def keeps_keys(self, before: int, length: int) -> bool:
+        """Whether keys kept when a sequence had `before` positions are those it has with `length`."""
+        return before == 0 or self.rope.turns_alike(before, length)
+
+    def attention(self, layer: int) -> Attention:
+        """How a layer makes its weights."""
+        return Attention(self.attention_scale, self.layer_windows[layer], self.attn_logit_softcapping)
 
     @property
     def context_length(self) -> int:

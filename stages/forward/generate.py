@@ -1,7 +1,7 @@
 """Generation: text continued token by token, under interventions, its activations read on the way.
 
 Border: token ids and a model's passes; what interventions mean while a sequence grows is in growing.py, when
-it ends in stopping.py, what a pass over the newest positions alone computes in transformer/cached.py.
+it ends in stopping.py, what a pass over the newest positions alone computes in passes/kept.py.
 
 By default every step is a forward pass over the whole sequence so far, interventions applied to all of it
 anew. With ``cache=True`` keys and values are kept, each position is read once, and interventions meet it
@@ -23,21 +23,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ...store.errors import ConfigError, ModelNotFound, PromptError
+from ...store.errors import ModelNotFound, PromptError
 from .files import resolve
 from .generation import Generation, GenerationResult, Kept, Settings
 from .growing import spec_so_far
 from .hooks import BoundSpec, Capture, HookSpec
+from .interventions import Held
 from .model import Model, Prompts
+from .passes.kept import Cache
 from .prompts import as_rows
 from .sampling import sample_token
 from .stopping import GeneratedText, Reason, Stop, end_ids
-from .taps import Sink
-from .transformer.cached import CachedReader
-from .transformer.decoder import Decoder
+from .taps import RunTaps, Sink
 from .wants import LAST_LOGITS
 
 __all__ = ["NewToken", "TokenStream", "generate"]
@@ -131,6 +132,27 @@ class Rereader:
         """Nothing is kept from step to step."""
 
 
+class CachedReader:
+    """Reads each position once, under one spec; what it gave is kept."""
+
+    def __init__(self, model: Model, spec: BoundSpec) -> None:
+        self._model, self._spec = model, spec
+        self.cache = Cache()
+
+    def read(self, rows: Sequence[Sequence[int]], sink: Sink) -> Tensor:
+        """See `Reader`; captured activations are those of the new positions alone."""
+        length = len(rows[0])
+        if not self._model.config.keeps_keys(self.cache.length, length):
+            self.cache.clear()
+        held = Held(np.arange(self.cache.length, length), length)
+        taps = RunTaps(spec_so_far(self._spec, length), sink, held=held)
+        return self._model.read_on(rows, self.cache, taps)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """See `Reader`."""
+        self.cache.keep(rows)
+
+
 @dataclass
 class _Sequence:
     """One prompt and what has come of it."""
@@ -207,12 +229,7 @@ class TokenStream:
     def _reader(self) -> Reader:
         if not self.settings.cache:
             return Rereader(self._model, self._spec)
-        decoder = self._model.architecture
-        if not isinstance(decoder, Decoder):
-            raise ConfigError(
-                f"{self._model.name} has no keys and values to cache; generate with cache=False"
-            )
-        return CachedReader(decoder, self._spec)
+        return CachedReader(self._model, self._spec)
 
     def _generated(self) -> Iterator[NewToken]:
         groups: dict[int, list[_Sequence]] = defaultdict(list)

@@ -20,10 +20,14 @@ from ...store.keys import ModelIdentity
 from .cache import HookCache, stack_ragged
 from .hooks import BoundSpec, Capture, HookSpec
 from .interventions import Intervention
+from .layers import STREAM, Network
 from .memory import keep_freed_memory
+from .passes.kept import Cache, read_on
+from .passes.plain import forward
+from .passes.sweep import Result, sweep
 from .points import HookPoint
 from .prompts import as_rows, check_prompts, no_tokenizer
-from .taps import RunTaps, Sink
+from .taps import PassTaps, RunTaps, Sink
 from .wants import ALL_LOGITS, Logits
 
 if TYPE_CHECKING:
@@ -33,8 +37,6 @@ if TYPE_CHECKING:
     from .tokens import Tokenizer
 
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor | np.ndarray
-Result = tuple[int, "Tensor | None", dict[Capture, "Tensor"]]
-"""Index of a run, the logits it wants [1, positions, tokens], and what it captured."""
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -43,7 +45,7 @@ DTYPES = {
 }
 
 
-class Architecture(Protocol):
+class Architecture(Network, Protocol):
     """What a model family must offer; transformers implement it, recurrent backends will."""
 
     version: str
@@ -58,26 +60,6 @@ class Architecture(Protocol):
     @property
     def lengths_must_match(self) -> bool:
         """Whether prompts of different length may not share a batch."""
-        ...
-
-    def forward(self, ids: Tensor, taps: RunTaps, want: Logits | None) -> Tensor | None:
-        """Token ids [batch, position] -> the logits wanted, hook points shown to the taps on the way."""
-        ...
-
-    def sweep(self, block: Block, wanted: Sequence[Wanted], room: int) -> Iterator[Result]:
-        """What the runs that end in a block give; see planner.py."""
-        ...
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """Token ids -> what enters the first block."""
-        ...
-
-    def final_norm(self, x: Tensor) -> Tensor:
-        """Residual states normalised for the LM head."""
-        ...
-
-    def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:
-        """Normalised states -> logits."""
         ...
 
 
@@ -225,8 +207,26 @@ class Model:
         to be kept."""
         ids = torch.tensor(rows, dtype=torch.long, device=self.device)
         self.check(spec, want, batch=ids.shape[0], length=ids.shape[1])
-        with torch.no_grad():
-            return self.architecture.forward(ids, RunTaps(spec, sink, stop_early=want is None), want)
+        return self.tapped(ids, RunTaps(spec, sink, stop_early=want is None), want)
+
+    @torch.no_grad()
+    def tapped(self, ids: Tensor, taps: PassTaps, want: Logits | None) -> Tensor | None:
+        """One pass over token ids [batch, position] with taps that are no spec's: the logits wanted."""
+        return forward(self.architecture, ids, taps, want)
+
+    @torch.no_grad()
+    def read_on(self, rows: Sequence[Sequence[int]], cache: Cache, taps: PassTaps) -> Tensor:
+        """Logits [batch, vocab] behind sequences of one length, of which only what the cache does not hold is
+        read; see passes/kept.py."""
+        return read_on(self.architecture, rows, cache, taps)
+
+    @torch.no_grad()
+    def sweep(self, block: Block, wanted: Sequence[Wanted], room: int) -> Iterator[Result]:
+        """What the runs that end in a block of a plan give; see planner.py.
+
+        room: bytes that may be taken beside the row of tokens.
+        """
+        yield from sweep(self.architecture, block, wanted, room)
 
     def check(self, spec: BoundSpec, want: Logits | None, *, batch: int, length: int) -> None:
         """Raise InterventionError or PromptError unless these fit a batch of prompts of one length."""
@@ -257,6 +257,11 @@ class Model:
             return self.architecture.unembed(
                 self.architecture.final_norm(resid.to(self.device, self.dtype)), want, softcap=softcap
             )
+
+    @torch.no_grad()
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token ids [batch, position] -> what enters the first layer, [batch, position, hidden]."""
+        return self.architecture.embed(ids)[STREAM]
 
     def embedding_vector(self, token: int | str) -> Tensor:
         """Row of the embedding matrix [hidden] for a token id or a single-token word, without the family's

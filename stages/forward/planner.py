@@ -4,7 +4,7 @@
    branch holds only positions its interventions can reach, no layer is run above the last thing wanted, and
    in the last layer only positions whose logits are wanted go through MLP and LM head;
 2. branches are packed, in order, into blocks whose widest layer fits the memory; a block is one sweep over
-   the layers (transformer/sweep.py), after which its runs are done;
+   the layers (passes/sweep.py), after which its runs are done;
 3. a branch whose ancestors lie in an earlier block has them computed again in its own: they are few.
 
 Planned results equal plain forward passes within rounding.

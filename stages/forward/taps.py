@@ -55,7 +55,8 @@ class AttentionTaps(Protocol):
 
 
 class Taps(Protocol):
-    """What a decoder consults at its hook points."""
+    """What the loop over layers consults at hook points: a bound spec, those of many branches, or features to
+    be set."""
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
         """The value to go on with at a hook point."""
@@ -72,6 +73,10 @@ class Taps(Protocol):
     def touches(self, layer: int | None, *kinds: str) -> bool:
         """Whether someone reads or changes one of these points."""
         ...
+
+
+class PassTaps(Taps, AttentionTaps, Protocol):
+    """What a pass over prompts of one length consults, in its layers and at scores and patterns alike."""
 
 
 class RunTaps:

@@ -18,7 +18,6 @@ from mizarr.stages.forward.growing import so_far
 from mizarr.stages.forward.model import Model
 from mizarr.stages.forward.points import HookPoint
 from mizarr.stages.forward.stopping import GeneratedText
-from mizarr.stages.forward.transformer.rope import depends_on_length
 from mizarr.store.errors import ConfigError, HookPointNotFound, InterventionError, PromptError, TokenizerError
 
 from .random_models import FAMILIES, VOCAB, draw, save_random_model
@@ -360,7 +359,7 @@ def test_steps_are_positions_of_one_pass_over_the_result(family, tmp_path):
     models = []
     for seed in seeds:
         models.append(load(tmp_path / str(seed), family, seed))
-        if depends_on_length(models[-1].config.rope):
+        if models[-1].config.rope.depends_on_length:
             models.pop()
         if len(models) == 2:
             break
@@ -524,7 +523,7 @@ def test_prompts_and_specs_that_do_not_fit_are_refused_before_anything_runs(mode
     def never(*_):
         raise AssertionError("nothing may run")
 
-    monkeypatch.setattr(type(model.architecture), "block", never)
+    monkeypatch.setattr(type(model.architecture), "layer", never)
     (ids,) = draw_ids(1, PROMPT)
     resid, pattern = "blocks.0.hook_resid_post", "blocks.0.attn.hook_pattern"
     reach = PROMPT + 4 - 1

@@ -250,11 +250,11 @@ def test_steering_in_the_model_follows_the_formula_and_stays_causal(model, ids, 
 
 def test_nothing_above_the_last_wanted_point_is_computed(model, ids, monkeypatch):
     ran = []
-    block = type(model.architecture).block
+    layer = type(model.architecture).layer
     monkeypatch.setattr(
         type(model.architecture),
-        "block",
-        lambda self, x, layer, *rest: ran.append(layer) or block(self, x, layer, *rest),
+        "layer",
+        lambda self, number, *rest: ran.append(number) or layer(self, number, *rest),
     )
     monkeypatch.setattr(type(model.architecture), "unembed", lambda *_: pytest.fail("the LM head ran"))
     model.forward(ids, HookSpec().capture(HookPoint.resid_mid(0)), want=None)
