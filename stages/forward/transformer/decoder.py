@@ -61,6 +61,11 @@ class Decoder:
         )
 
     @property
+    def embedding(self) -> Tensor:
+        """The embedding matrix [vocab, hidden]."""
+        return self.weights.embed
+
+    @property
     def lengths_must_match(self) -> bool:
         """Whether prompts of different length may not share a batch, padded on the right."""
         return depends_on_length(self.config.rope)
