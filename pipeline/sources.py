@@ -27,7 +27,8 @@ class SourceNode(ResultNode):
     """A dataset made by a function from declared parameters, e.g. a model's readout from its files.
 
     params: plain values that identify the result: digests of files, not their names. make: called in the main
-    process, and only while the result is not stored.
+    process, and only while the result is not stored. confirm: raises SourceChanged when what `make` reads is
+    no longer what the parameters say; asked before the node is looked up, and before anything is published.
     """
 
     def __init__(
@@ -37,15 +38,17 @@ class SourceNode(ResultNode):
         params: Mapping[str, Any],
         make: Callable[[], xr.Dataset],
         estimate: Estimate = NOTHING,
+        confirm: Callable[[], None] = lambda: None,
     ) -> None:
         self.name, self.version, self.params = name, version, dict(params)
-        self._make, self._estimate = make, estimate
+        self._make, self._estimate, self._confirm = make, estimate, confirm
 
     def __repr__(self) -> str:
         return f"SourceNode({self.name}, {self.params})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_make": None}  # a worker reads; what `make` holds on to stays here
+        # A worker reads; what these hold on to stays here.
+        return {**self.__dict__, "_make": None, "_confirm": None}
 
     def key(self, store: Store) -> ResultKey:
         """Made of the parameters alone."""
@@ -53,6 +56,7 @@ class SourceNode(ResultNode):
 
     def status(self, store: Store) -> Status:
         """Cached, or why not."""
+        self._confirm()
         key = self.key(store)
         return Status(True, cells_cached=1) if store.lookup(key) else Status(False, why_not(store, key))
 
@@ -62,7 +66,7 @@ class SourceNode(ResultNode):
 
     def run(self, store: Store, context: Context) -> None:
         """Make and publish it, in the calling thread."""
-        store.put_result(self.key(store), self._make(), provenance={})
+        store.put_result(self.key(store), self._make(), provenance={}, confirm=self._confirm)
 
 
 class ConstantNode(Ports):

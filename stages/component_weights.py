@@ -104,7 +104,8 @@ def component_weights_node(files: ModelFiles, part: Component, *, dtype: str = "
     def make() -> xr.Dataset:
         return component_weights(files.weight_files, config, part, dtype=dtype)
 
-    return SourceNode(f"{part}_weights", VERSION, params, make, Estimate(size, size, 4 * layer))
+    estimate = Estimate(size, size, 4 * layer)
+    return SourceNode(f"{part}_weights", VERSION, params, make, estimate, lambda: files.confirm(identity))
 
 
 def _reader(

@@ -131,7 +131,8 @@ def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
         "dtype": dtype,
     }
     size = 4 * config.vocab_size * config.hidden_size
-    return SourceNode("readout", VERSION, params, make, Estimate(size, size, 2 * size))
+    estimate = Estimate(size, size, 2 * size)
+    return SourceNode("readout", VERSION, params, make, estimate, lambda: files.confirm(identity))
 
 
 def read_tensor(files: Sequence[Path], name: str) -> Array:

@@ -15,6 +15,7 @@ one line and exits with code 2.
       InterventionError(ValueError)     an intervention that cannot be applied as asked
       ShapeError(ValueError)            labelled arrays whose dims or sizes do not fit
       StageError(ValueError)            a stage declared or called in a way it cannot run
+        SourceChanged                   files, weights or functions are no longer what a key was made of
       PlanError(ValueError)             a plan that cannot be carried out, e.g. does not fit the memory given
       MissingExtra(ImportError)         an optional dependency is needed; names the extra
       StoreError(OSError)
@@ -81,6 +82,10 @@ class ShapeError(MizarrError, ValueError):
 
 class StageError(MizarrError, ValueError):
     """A stage is declared or called in a way it cannot run."""
+
+
+class SourceChanged(StageError):
+    """Files, weights or functions are no longer what a key was made of; nothing is kept under that key."""
 
 
 class PlanError(MizarrError, ValueError):

@@ -37,7 +37,12 @@ class Subject:
 
         self._model = None if isinstance(model, str) else model
         self.files: ModelFiles = resolve(model if isinstance(model, str) else model.name)
-        self.dtype = dtype if isinstance(model, str) else model.require_identity().dtype
+        self.dtype = dtype
+        if not isinstance(model, str):
+            identity = model.require_identity()
+            self.dtype = identity.dtype
+            # A readout and a tokenizer come from the files, so the states they are put to must as well.
+            self.files.confirm(identity)
 
     @property
     def name(self) -> str:
@@ -81,7 +86,9 @@ class Subject:
         spec = HookSpec()
         for hook in hooks:
             spec.capture(hook)
-        return CaptureNode(self._model or self.files.name, tokens, spec, dtype=self.dtype)
+        if self._model is not None:
+            return CaptureNode(self._model, tokens, spec)
+        return CaptureNode(self.files.name, tokens, spec, revision=self.files.revision, dtype=self.dtype)
 
     def starts(self, text: str) -> npt.NDArray[np.int64]:
         """First character of every token of a text, without special tokens."""

@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...store.errors import DictionaryError
+from ...store.errors import DictionaryError, ModelNotFound, SourceChanged, WeightsError
 from ..forward.points import BY_NAME, HookPoint
 from .files import DictionaryFiles, resolve
 
@@ -206,6 +206,22 @@ class Dictionary:
 
         it = self.layout
         return digest("features", self.files.digest(it.files), it.read, it.write, dict(it.settings))
+
+    def confirm(self) -> None:
+        """Raise SourceChanged unless the name still leads to files of this identity: weights are mapped, so
+        what was read since may be of others."""
+        it = self.layout
+        if not it.files:
+            return  # in memory from the start
+        try:
+            found = Dictionary.from_pretrained(self.name, read=it.read, write=it.write).identity
+        except (DictionaryError, ModelNotFound, WeightsError, OSError) as error:
+            raise SourceChanged(f"the files of {self.name} changed since it was opened: {error}") from error
+        if found != self.identity:
+            raise SourceChanged(
+                f"expected the files of {self.name} as they were (dictionary {self.identity[:12]}), found "
+                f"others ({found[:12]}): they were replaced meanwhile; open the dictionary anew"
+            )
 
     def read_hook(self, layer: int) -> HookPoint:
         """Where the features of a layer read."""

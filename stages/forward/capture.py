@@ -147,7 +147,9 @@ class CaptureNode(Ports):
     # -- planning ------------------------------------------------------------------------------------------
 
     def status(self, store: Store) -> Status:
-        """Cached when every capture is published; else what is missing."""
+        """Cached when every capture is published; else what is missing. Raises SourceChanged when the model
+        is no longer the one this node was made for."""
+        self.source.confirm()
         cells, found = len(self.cells), self._find(store)
         if found is None:
             return Status(False, "this run is not stored yet", cells)

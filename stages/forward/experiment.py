@@ -139,7 +139,9 @@ class ExperimentNode(ResultNode):
     # -- planning
 
     def status(self, store: Store) -> Status:
-        """Cached, or why it will run and how much of it stands already."""
+        """Cached, or why it will run and how much of it stands already. Raises SourceChanged when the model
+        is no longer the one this node was made for."""
+        self.source.confirm()
         with one_look():
             key = self.key(store)
             if store.lookup(key) is not None:

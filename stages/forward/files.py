@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...store.digest import digest
-from ...store.errors import ConfigError, ModelNotFound, WeightsError, nearest
+from ...store.errors import ConfigError, ModelNotFound, SourceChanged, WeightsError, nearest
 from ...store.index import file_digests
 from ...store.keys import ModelIdentity
 from .config import TransformerConfig
@@ -131,6 +131,23 @@ class ModelFiles:
         contents = sorted(weight_digest(path, verify=verify) for path in self.weight_files)
         weights = f"sha256:{digest('weights', contents)}"
         return ModelIdentity(weights, self.transformer_config().digest, FORWARD_VERSION, dtype, attention)
+
+    def confirm(self, identity: ModelIdentity) -> None:
+        """Raise SourceChanged unless the name still leads to files of this identity.
+
+        A value like this one remembers config.json as it once read it; the files may have been written since.
+        """
+        try:
+            found = resolve(self.name, self.revision).identity(identity.dtype, identity.attention)
+        except (ModelNotFound, WeightsError, ConfigError) as error:
+            raise SourceChanged(
+                f"the files of {self.name} changed since they were looked at: {error}"
+            ) from error
+        if found != identity:
+            raise SourceChanged(
+                f"expected the files of {self.name} as they were (model {identity.short}), found others "
+                f"({found.short}): they were replaced meanwhile; start again with the model as it is now"
+            )
 
     def _fetch_hint(self) -> str:
         if self.revision is None:

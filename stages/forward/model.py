@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from ...store.errors import ConfigError, InterventionError, PromptError
 from ...store.keys import ModelIdentity
 from .cache import HookCache, stack_ragged
+from .fingerprint import fingerprint, weights_digest
 from .hooks import BoundSpec, Capture, HookSpec
 from .interventions import Intervention
 from .layers import STREAM, Network
@@ -58,6 +60,11 @@ class Architecture(Network, Protocol):
         ...
 
     @property
+    def embedding(self) -> Tensor:
+        """The embedding matrix [vocab, hidden], on the device and in the dtype of the computation."""
+        ...
+
+    @property
     def lengths_must_match(self) -> bool:
         """Whether prompts of different length may not share a batch."""
         ...
@@ -73,14 +80,12 @@ class Model:
         name: str = "model",
         tokenizer: Tokenizer | None = None,
         identity: ModelIdentity | None = None,
-        embedding: Tensor,
     ) -> None:
         self.architecture = architecture
         self.name = name
-        self.identity = identity
-        """What results are keyed by; None for weights made in memory, whose results are not stored."""
+        self._identity = identity
+        self._loaded = None if identity is None else fingerprint(architecture)
         self._tokenizer = tokenizer
-        self._embedding = embedding
 
     @classmethod
     def from_pretrained(
@@ -96,7 +101,8 @@ class Model:
 
         dtype: of the computation, default float32 whatever the checkpoint holds. device: default CUDA when
         there is one, else CPU. progress: show a bar on stderr; None does so for large checkpoints on a
-        terminal. Raises ModelNotFound, ConfigError (with a compatibility report), WeightsError.
+        terminal. What happens to the files later does not touch the model. Raises ModelNotFound, ConfigError
+        (with a compatibility report), WeightsError, SourceChanged for files that are written meanwhile.
         """
         from . import files, weights
         from .transformer.decoder import Decoder
@@ -106,14 +112,38 @@ class Model:
             keep_freed_memory()
         numbers = as_dtype(dtype)
         found = files.resolve(str(name), revision=revision)
-        config = found.transformer_config()
+        config, identity = found.transformer_config(), found.identity(dtype=dtype_name(numbers))
         loaded = weights.load(found.weight_files, config, dtype=numbers, device=place, progress=progress)
+        found.confirm(identity)
         return cls(
             Decoder(config, loaded),
             name=found.name,
             tokenizer=found.tokenizer(),
-            identity=found.identity(dtype=dtype_name(numbers)),
-            embedding=loaded.embed,
+            identity=identity,
+        )
+
+    @property
+    def identity(self) -> ModelIdentity | None:
+        """What results are keyed by, as the weights are now: of the files while they are what was loaded,
+        else of the tensors themselves, digested anew at every call. None for a model made in memory.
+
+        Looks at every weight (8 ms per 100 MB). Raises ConfigError where something else than tensors was
+        changed, whose effect nobody can name.
+        """
+        if self._identity is None or self._loaded is None:
+            return None
+        now = fingerprint(self.architecture)
+        changed = self._loaded.first_difference(now, tensors=False)
+        if changed is not None:
+            raise ConfigError(
+                f"expected {self.name} as it was loaded, or other values in its tensors, found {changed} "
+                "changed: a model altered so has no identity and nothing of it can be stored; load it anew, "
+                "or express the change as interventions"
+            )
+        if self._loaded.first_difference(now) is None:
+            return self._identity
+        return replace(
+            self._identity, weights=weights_digest(self.architecture), dtype=dtype_name(self.dtype)
         )
 
     @property
@@ -124,12 +154,12 @@ class Model:
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self._embedding.device
+        return self.architecture.embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
         """What the model computes in."""
-        return self._embedding.dtype
+        return self.architecture.embedding.dtype
 
     @property
     def hook_points(self) -> tuple[HookPoint, ...]:
@@ -269,16 +299,17 @@ class Model:
         index = self.tokenizer.find_token_id(token) if isinstance(token, str) else token
         if not 0 <= index < self.config.vocab_size:
             raise PromptError(f"expected a token id in 0..{self.config.vocab_size - 1}, found {index}")
-        return self._embedding[index]
+        return self.architecture.embedding[index]
 
     def require_identity(self) -> ModelIdentity:
-        """What this model's results are keyed by; refused, never guessed, when it cannot be established."""
-        if self.identity is None:
+        """`identity`; refused, never guessed, when it cannot be established."""
+        identity = self.identity
+        if identity is None:
             raise ConfigError(
                 f"{self.name} has no established identity (weights made in memory); save it to a directory "
                 "and load it with Model.from_pretrained"
             )
-        return self.identity
+        return identity
 
     def __repr__(self) -> str:
         c = self.config

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...store.errors import PlanError
+from ...store.errors import PlanError, SourceChanged
 from ...store.keys import ModelIdentity
 from .config import TransformerConfig
 from .files import ModelFiles, resolve
@@ -49,18 +49,40 @@ class ModelSource:
 
     @cached_property
     def identity(self) -> ModelIdentity:
-        """What results are keyed by; ConfigError for a model made in memory."""
-        return self.load().require_identity() if self.files is None else self.files.identity(self.dtype)
+        """What results are keyed by, from the first question on; `confirm` tells whether it still holds.
+
+        ConfigError for a model made in memory.
+        """
+        if self.files is not None:
+            return self.files.identity(self.dtype)
+        return self._held().require_identity()
+
+    def confirm(self) -> None:
+        """Raise SourceChanged if the files, or the weights in memory, are no longer those of `identity`."""
+        if self.files is not None:
+            self.files.confirm(self.identity)
+        elif self._model is not None and self._model.require_identity() != self.identity:
+            raise SourceChanged(
+                f"expected the weights of {self.name} as they were (model {self.identity.short}), found them "
+                "changed in memory meanwhile; start again with the model as it is now"
+            )
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, if it has one."""
-        return self.load()._tokenizer if self.files is None else self.files.tokenizer()
+        return self._held()._tokenizer if self.files is None else self.files.tokenizer()
 
     def load(self) -> Model:
-        """The model, loaded once."""
+        """The model of `identity`, loaded once. Raises SourceChanged when it is no longer there."""
         if self._model is None:
-            self._model = _loaded(self.name, self.revision, self.dtype, self.device)
+            self._model = _loaded(self.name, self.revision, self.dtype, self.device, self.identity)
+        elif self.files is None:
+            self.confirm()
+        return self._model
+
+    def _held(self) -> Model:
+        if self._model is None:
+            raise PlanError(f"{self!r} was sent here by name; its tokenizer and identity stayed behind")
         return self._model
 
     def for_workers(self) -> ModelSource:
@@ -79,7 +101,16 @@ class ModelSource:
 
 
 @lru_cache(maxsize=1)
-def _loaded(name: str, revision: str | None, dtype: str, device: str | None) -> Model:
+def _loaded(
+    name: str, revision: str | None, dtype: str, device: str | None, identity: ModelIdentity
+) -> Model:
+    """A model by name, kept for the next question; by identity too, as a name may get other files."""
     from .model import Model
 
-    return Model.from_pretrained(name, revision=revision, dtype=dtype, device=device)
+    model = Model.from_pretrained(name, revision=revision, dtype=dtype, device=device)
+    if (found := model.require_identity()) != identity:
+        raise SourceChanged(
+            f"expected {name} to be model {identity.short}, as when this was planned, found {found.short}: "
+            "its files were replaced, or are others here; start again with the model as it is now"
+        )
+    return model

@@ -1,8 +1,9 @@
 """Weights: which tensors a configuration needs, and how they come from safetensors files.
 
-Files are memory-mapped and tensors are taken from the mapping as they are, so that loading in the
-checkpoint's dtype makes no second copy; another dtype or device is cast tensor by tensor. Every tensor is
-checked against the configuration before it is used: present, of the right shape, finite.
+Tensors are read into memory of their own, one by one, cast where another dtype or device is asked. They are
+not mapped: a training loop that saves into the same folder writes into the same file, and a mapping would
+become the new weights under the old identity. Every tensor is checked against the configuration before it is
+used: present, of the right shape, finite.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,7 +185,7 @@ def load(
     total = sum(path.stat().st_size for path in files)
     quiet = not progress if progress is not None else total < 1 << 30
     with ExitStack() as stack, Progress(quiet=quiet) as bars:
-        tensors = _mapped(files, stack)
+        tensors = _reader(files, stack)
         task = bars.task("loading weights", total=total, unit="B")
 
         def take(name: str) -> Tensor:
@@ -245,12 +247,41 @@ def unused_tensors(found: Mapping[str, Any], config: TransformerConfig) -> list[
     )
 
 
-def _mapped(files: Sequence[Path], stack: ExitStack) -> Callable[[str], Tensor]:
-    from safetensors import safe_open
+def _reader(files: Sequence[Path], stack: ExitStack) -> Callable[[str], Tensor]:
+    """What gives a tensor by its name, in memory of its own."""
+    import torch
 
-    handles: list[Any] = [stack.enter_context(safe_open(path, framework="pt")) for path in files]
-    owner = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 - no mapping, it only has keys()
-    return lambda name: owner[name].get_tensor(name)
+    dtypes = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    held: dict[str, tuple[FileIO, Mapping[str, Any], int]] = {}
+    for path in files:
+        file = stack.enter_context(FileIO(path))
+        header, start = read_header(path)
+        for name, entry in header.items():
+            if name in held:
+                raise WeightsError(
+                    f"expected {name!r} in one file, found it in {held[name][0].name} and "
+                    f"{path.name}; remove the one that is not of this checkpoint"
+                )
+            held[name] = file, entry, start
+
+    def take(name: str) -> Tensor:
+        file, entry, start = held[name]
+        tensor = torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]])
+        into = tensor.reshape(-1).view(torch.uint8).numpy().data
+        first, end = entry["data_offsets"]
+        if end - first != len(into):
+            raise WeightsError(
+                f"expected {len(into)} bytes of {name!r} in {file.name} as its shape says, found "
+                f"{end - first}; fetch it again"
+            )
+        file.seek(start + first)
+        while into:
+            if not (count := file.readinto(into)):
+                raise WeightsError(f"{file.name} was cut short while {name!r} was read; fetch it again")
+            into = into[count:]
+        return tensor
+
+    return take
 
 
 def _check_finite(name: str, tensor: Tensor) -> None:

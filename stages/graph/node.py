@@ -128,7 +128,10 @@ class GraphNode(ResultNode):
     # -- planning
 
     def status(self, store: Store) -> Status:
-        """Cached, or why it will run."""
+        """Cached, or why it will run. Raises SourceChanged when model or dictionary are no longer those this
+        node was made for."""
+        self.source.confirm()
+        self.dictionary.confirm()
         key = self.key(store)
         return Status(True, cells_cached=1) if store.lookup(key) else Status(False, why_not(store, key))
 
@@ -166,7 +169,7 @@ class GraphNode(ResultNode):
             "device": self.source.device,
             "seconds": round(time.monotonic() - started, 6),
         }
-        store.put_result(self.key(store), cells.joined(), provenance=note)
+        store.put_result(self.key(store), cells.joined(), provenance=note, confirm=self.dictionary.confirm)
 
 
 class _Cells:
@@ -200,7 +203,7 @@ class _Cells:
                 {"weights": (("target", "source"), self.prepared.rows(items)), "item": ("target", items)}
             )
             note = {"model": self.node.source.name, "seconds": round(time.monotonic() - started, 6)}
-            self.store.put_result(key, found, provenance=note)
+            self.store.put_result(key, found, provenance=note, confirm=self.node.dictionary.confirm)
         return self.store.open_result(key)["weights"]
 
     def joined(self) -> xr.Dataset:

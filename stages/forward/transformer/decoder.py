@@ -62,6 +62,11 @@ class Decoder:
         return self.weights.embed.device
 
     @property
+    def embedding(self) -> Tensor:
+        """The embedding matrix [vocab, hidden]."""
+        return self.weights.embed
+
+    @property
     def lengths_must_match(self) -> bool:
         """Whether prompts of different length may not share a batch, padded on the right."""
         return self.config.rope.depends_on_length

@@ -50,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
             folder: Path = tmp_path_factory.mktemp(family)
             save_random_model(folder, family, 3)
             made[family] = Model.from_pretrained(folder, dtype="float64")
-        made[family]._embedding.requires_grad_(True)
+        made[family].architecture.embedding.requires_grad_(True)
         return made[family]
 
     return model
@@ -172,7 +172,7 @@ def _plain(model: Model, run: Wanted) -> Tensor:
 
 
 def _embedding_gradient(model: Model, value: Tensor) -> Tensor:
-    (found,) = torch.autograd.grad(value, [model._embedding], retain_graph=True)
+    (found,) = torch.autograd.grad(value, [model.architecture.embedding], retain_graph=True)
     return found
 
 
