@@ -38,12 +38,7 @@ def sweep(network: Network, block: Block, wanted: Sequence[Wanted], room: int) -
     forest = Forest(block.branches)
     taps = BranchTaps(forest, block.ending)
     history = BranchHistory(forest, taps, room=room, device=network.device)
-    states: Tensor | None = None
-    try:
-        x = through_layers(network, history.ids(), history, taps)
-        states = network.finish(x, taps, None)[0]
-    except EverythingHeld:
-        pass  # nobody wants logits
+    states = _states(network, history, taps)
     runs = [
         (number, index)
         for number, branch in enumerate(block.branches)
@@ -54,6 +49,14 @@ def sweep(network: Network, block: Block, wanted: Sequence[Wanted], room: int) -
     for (number, index), found in zip(runs, logits, strict=True):
         captured = taps.captured[number]
         yield index, found, {capture: captured[capture] for capture in wanted[index].spec.captures}
+
+
+def _states(network: Network, history: BranchHistory, taps: BranchTaps) -> Tensor | None:
+    """States after the final norm [token, D]; None if nobody needs them."""
+    try:
+        return network.finish(through_layers(network, history.ids(), history, taps), taps, None)[0]
+    except EverythingHeld:
+        return None
 
 
 def _logits(
