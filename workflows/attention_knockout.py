@@ -87,7 +87,7 @@ class AttentionKnockout(Workflow):
         self.edge = (position_of(self.encoding, settings.query), position_of(self.encoding, settings.key))
         tokens, query = tuple(self.encoding.ids), self.edge[0]
         config = self.subject.config
-        KnockoutSpec().edge(*self.edge).validate(layers, config.num_attention_heads, len(tokens))
+        KnockoutSpec().edge(*self.edge).validate(layers, config.axis_sizes["head"], len(tokens))
         edges = EdgeKnockout(
             tokens,
             tuple((query, key) for key in range(query + 1)) if settings.sweep else (self.edge,),
@@ -185,7 +185,7 @@ class AttentionKnockout(Workflow):
             "prompt": self.prompt,
             "tokens": self.tokens,
             "n_layers": config.num_layers,
-            "n_heads": config.num_attention_heads,
+            "n_heads": config.axis_sizes["head"],
             "hidden_size": config.hidden_size,
             "target_layer": self.layer,
             "knockout_edge": list(self.edge),

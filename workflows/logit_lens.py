@@ -208,7 +208,7 @@ class LogitLens(Workflow):
             "model_id": self.subject.name,
             "prompt": self.texts[i],
             "n_layers": config.num_layers,
-            "n_heads": config.num_attention_heads,
+            "n_heads": config.axis_sizes["head"],
             "hidden_size": config.hidden_size,
         }
         if self.words:

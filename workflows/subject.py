@@ -18,8 +18,8 @@ from ..store.errors import ConfigError, TokenizerError
 from ..store.packed import PackedTokens
 
 if TYPE_CHECKING:
+    from ..stages.forward.architecture import Architecture
     from ..stages.forward.capture import CaptureNode
-    from ..stages.forward.config import TransformerConfig
     from ..stages.forward.files import ModelFiles
     from ..stages.forward.model import Model
     from ..stages.forward.tokens import Tokenizer
@@ -50,9 +50,9 @@ class Subject:
         return Path(self.files.name).name
 
     @cached_property
-    def config(self) -> TransformerConfig:
+    def config(self) -> Architecture:
         """Layers, heads, sizes."""
-        return self.files.transformer_config()
+        return self.files.architecture()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import xarray as xr
     from torch import Tensor
 
+    from ..forward.architecture import Architecture
     from ..forward.cache import HookCache
-    from ..forward.config import TransformerConfig
     from ..forward.model import Model
 
 __all__ = ["FeatureActivity", "as_rows"]
@@ -55,7 +55,7 @@ class FeatureActivity(Experiment):
         """All but where the dictionary lies."""
         return {key: value for key, value in vars(self).items() if key != "dictionary"}
 
-    def cells(self, config: TransformerConfig) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[Cell]:
         """One."""
         check_tokens(self.tokens)
         return [{}]

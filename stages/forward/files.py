@@ -22,14 +22,12 @@ from ...store.digest import digest
 from ...store.errors import ConfigError, ModelNotFound, SourceChanged, WeightsError, nearest
 from ...store.index import file_digests
 from ...store.keys import ModelIdentity
-from .config import TransformerConfig
 
 if TYPE_CHECKING:
+    from .architecture import Architecture
     from .tokens import Tokenizer
 
 SPECIMEN = "specimen"
-FORWARD_VERSION = "transformer/1"
-"""Declared version of the forward pass: moves when its numbers move."""
 CONFIG, WEIGHTS, INDEX, TOKENIZER = (
     "config.json",
     "model.safetensors",
@@ -102,8 +100,8 @@ class ModelFiles:
         path = self.directory / TOKENIZER
         return path if path.is_file() else None
 
-    def transformer_config(self) -> TransformerConfig:
-        """The axes of the model, by its family's row or, for an unknown family, by its config and tensors.
+    def architecture(self) -> Architecture:
+        """What the model is, by its family's row or, for an unknown family, by its config and tensors.
 
         Raises ConfigError listing everything that stands in the way.
         """
@@ -130,7 +128,8 @@ class ModelFiles:
         """
         contents = sorted(weight_digest(path, verify=verify) for path in self.weight_files)
         weights = f"sha256:{digest('weights', contents)}"
-        return ModelIdentity(weights, self.transformer_config().digest, FORWARD_VERSION, dtype, attention)
+        architecture = self.architecture()
+        return ModelIdentity(weights, architecture.digest, architecture.version, dtype, attention)
 
     def confirm(self, identity: ModelIdentity) -> None:
         """Raise SourceChanged unless the name still leads to files of this identity.

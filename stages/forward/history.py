@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .config import Attention, RopeConfig
+    from .architecture import Attention
+    from .config import RopeConfig
     from .layers import Carried
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from .architecture import Architecture
     from .history import History
     from .taps import Taps
     from .wants import Logits
@@ -39,18 +40,13 @@ class Network(Protocol):
     """The torch side of an architecture: embedding, layers, final norm and LM head, over its weights."""
 
     @property
-    def num_layers(self) -> int:
-        """How many layers there are."""
+    def config(self) -> Architecture:
+        """What it was built from."""
         ...
 
     @property
-    def vocab_size(self) -> int:
-        """Rows of the LM head."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
+    def embedding(self) -> Tensor:
+        """The embedding matrix [vocab, hidden], on the device and in the dtype of the computation."""
         ...
 
     def embed(self, ids: Tensor) -> Carried:
@@ -73,6 +69,23 @@ class Network(Protocol):
         """Normalised states [..., D] -> logits [..., tokens]; softcap: as the model's own output has it."""
         ...
 
+    @property
+    def unembedding(self) -> Tensor:
+        """What the LM head multiplies by, [vocab, hidden]."""
+        ...
+
+    def norm_gain(self, name: str, layer: int | None, dtype: torch.dtype) -> Tensor:
+        """What a norm multiplies by [hidden], by its hook points' name: "ln1" of a layer, "ln_final"."""
+        ...
+
+    def value_matrix(self, layer: int) -> Tensor:
+        """What a layer with attention makes values with, [kv_head * d_head, hidden]."""
+        ...
+
+    def output_matrix(self, layer: int) -> Tensor:
+        """What a layer with attention writes heads with, [hidden, head * d_head]."""
+        ...
+
 
 def through_layers(network: Network, ids: Tensor, history: History, taps: Taps) -> Tensor:
     """Token ids [B, S] -> the residual stream [B, token, D] behind the last layer.
@@ -80,10 +93,11 @@ def through_layers(network: Network, ids: Tensor, history: History, taps: Taps) 
     Raises EverythingHeld, by way of the taps, where the last thing wanted is reached earlier.
     """
     carried = network.embed(ids)
-    for layer in range(network.num_layers):
+    layers = network.config.num_layers
+    for layer in range(layers):
         carried = _entering(layer, carried, history, taps)
         carried = network.layer(layer, carried, history, taps)
-    return _entering(network.num_layers, carried, history, taps)[STREAM]
+    return _entering(layers, carried, history, taps)[STREAM]
 
 
 def _entering(layer: int, carried: Carried, history: History, taps: Taps) -> Carried:

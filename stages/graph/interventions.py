@@ -36,7 +36,7 @@ from ..forward.points import HookPoint
 from ..forward.sampling import sample_token
 from ..forward.wants import ALL_LOGITS
 from .feature_taps import FeatureTaps, Frozen, SetFeature
-from .frozen import require_transcoders
+from .frozen import require_attention, require_transcoders
 from .targets import prompt_tokens
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ def feature_intervention(
     features count as 0, in what is returned and as the present value of a set feature.
     Raises InterventionError for positions or layers there are not, DictionaryError for features.
     """
+    require_attention(model)
     require_transcoders(dictionary, model.config, model.name)
     tokens = _tokens(model, prompt)
     settings = _checked(interventions, dictionary, len(tokens))
@@ -129,6 +130,7 @@ def generate_with_features(
     `feature_intervention` raises, PromptError for more tokens than the context holds, ConfigError for rope
     tables that change with the length.
     """
+    require_attention(model)
     require_transcoders(dictionary, model.config, model.name)
     tokens = _tokens(model, prompt)
     config = model.config
@@ -137,10 +139,10 @@ def generate_with_features(
             f"expected 1 to {config.context_length - len(tokens)} new tokens after a prompt of "
             f"{len(tokens)}, found {max_new_tokens}"
         )
-    if config.rope.depends_on_length:
+    if config.lengths_must_match:
         raise ConfigError(
-            f"{model.name} turns keys by the length of the sequence ({config.rope.scheme}), so none can be "
-            "kept from token to token; run feature_intervention on each sequence"
+            f"{model.name} turns keys by the length of the sequence, so none can be kept from token to "
+            "token; run feature_intervention on each sequence"
         )
     settings = _checked(interventions, dictionary, len(tokens))
     going_on = [each for each in settings if each.is_open_ended]

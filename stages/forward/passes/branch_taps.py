@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..branches import ENTERS, SPREADS, Branch
-from ..edge_interventions import Knockout
+from ..branches import ENTERS, Branch
 from ..hooks import Capture
 from ..interventions import Intervention
 from ..points import HookPoint
@@ -28,8 +27,6 @@ from ..taps import EverythingHeld
 from .spread import Forest, Group, Row
 
 ATTENTION = ("scores", "attn_scores", "pattern")
-BEFORE_QUERIES = (*SPREADS, "q")
-"""Kinds that are met while a layer still has all tokens of the row, not only those that are kept."""
 
 Place = tuple[str, int | None]
 
@@ -46,7 +43,7 @@ class BranchTaps:
         for number, branch in enumerate(forest.branches):
             for point, change in branch.changes:
                 self._changes[point.kind, point.layer].append((number, change))
-                if point.kind in ATTENTION and not isinstance(change, Knockout):
+                if point.kind in ATTENTION and not change.cuts_edges:
                     self._reading[point.layer].add(number)
             for capture in branch.captures if branch in ending else ():
                 point = capture.point
@@ -90,7 +87,9 @@ class BranchTaps:
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
         """The value to go on with at a hook point, [1, token, ...] or [1, head, token, ...]."""
         if (kind, layer) in self._touched:
-            x = self._visit(kind, layer, x, self._row if kind in BEFORE_QUERIES else self._kept)
+            # Until a layer drops what nobody needs of it, it has all tokens of the row.
+            has_all = x.shape[-2] == len(self._row)
+            x = self._visit(kind, layer, x, self._row if has_all else self._kept)
         if self._is_last and kind in ENTERS:
             raise EverythingHeld
         return x
@@ -179,7 +178,7 @@ class GroupTaps:
         if any(self._changes[kind].values()):
             x = x.clone() if torch.is_grad_enabled() else x
             for place, (number, count, length) in enumerate(self._members()):
-                changes = [c for c in self._changes[kind].get(number, ()) if not isinstance(c, Knockout)]
+                changes = [c for c in self._changes[kind].get(number, ()) if not c.cuts_edges]
                 for change in changes:
                     part = x[place : place + 1, :, :count, :length]
                     seen = allowed if allowed is None or allowed.ndim == 2 else allowed[place]
@@ -199,7 +198,7 @@ class GroupTaps:
     def changes_attention(self, layer: int) -> bool:
         """Whether scores or patterns are changed by more than cutting edges."""
         return any(
-            not isinstance(change, Knockout)
+            not change.cuts_edges
             for chosen in self._changes.values()
             for changes in chosen.values()
             for change in changes
@@ -213,7 +212,7 @@ class GroupTaps:
                 change.cut(heads, length, length, device)
                 for kind in ("scores", "attn_scores")
                 for change in self._changes[kind].get(number, ())
-                if isinstance(change, Knockout)
+                if change.cuts_edges
             ]
             if not masks:
                 continue

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..config import Attention, RopeConfig
+from ..architecture import Attention
+from ..config import RopeConfig
 from ..layers import Carried, Network, through_layers
 from ..taps import PassTaps
 from ..transformer.attention import attend, causal
@@ -34,7 +35,7 @@ def read_on(network: Network, rows: Sequence[Sequence[int]], cache: Cache, taps:
     """Logits [B, V] at the last position of sequences of one length, which begin with what the cache holds;
     afterwards it holds all of them."""
     start, length = cache.length, len(rows[0])
-    ids = torch.tensor([row[start:] for row in rows], dtype=torch.long, device=network.device)
+    ids = torch.tensor([row[start:] for row in rows], dtype=torch.long, device=network.embedding.device)
     x = through_layers(network, ids, NewestPositions(cache, length, taps, ids.device), taps)
     cache.length = length
     return network.unembed(network.finish(x, taps, LAST_LOGITS), LAST_LOGITS)[:, 0]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..config import Attention, RopeConfig
+from ..architecture import Attention
+from ..config import RopeConfig
 from ..layers import Carried, Network, through_layers
 from ..taps import AttentionTaps, EverythingHeld, PassTaps
 from ..transformer.attention import attend, causal

@@ -19,8 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..architecture import Attention
 from ..branches import Branch
-from ..config import Attention, RopeConfig
+from ..config import RopeConfig
 from ..interventions import Held
 from ..layers import Carried
 from ..transformer.attention import attend

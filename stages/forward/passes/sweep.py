@@ -37,7 +37,7 @@ def sweep(network: Network, block: Block, wanted: Sequence[Wanted], room: int) -
     """
     forest = Forest(block.branches)
     taps = BranchTaps(forest, block.ending)
-    history = BranchHistory(forest, taps, room=room, device=network.device)
+    history = BranchHistory(forest, taps, room=room, device=network.embedding.device)
     states = _states(network, history, taps)
     runs = [
         (number, index)
@@ -75,7 +75,7 @@ def _logits(
             yield None
             start += 1
             continue
-        width = network.vocab_size if want.tokens is None else len(want.tokens)
+        width = network.config.vocab_size if want.tokens is None else len(want.tokens)
         places: list[Ints] = []
         stop, cost = start, 0
         while stop < len(runs) and _reads_alike(wanted[runs[stop][1]].want, want):

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....store.errors import InterventionError
-from ..config import Attention, TransformerConfig
+from ..architecture import Attention
+from ..config import TransformerConfig
 from ..history import History
 from ..products import product
 from ..taps import AttentionTaps, Taps

@@ -20,7 +20,6 @@ from ..config import TransformerConfig
 from ..gradients import is_recorded
 from ..history import History
 from ..layers import STREAM, Carried
-from ..points import HookPoint, transformer_points
 from ..products import product
 from ..taps import Taps
 from ..wants import Logits
@@ -44,45 +43,15 @@ IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
 class Decoder:
     """The network of every supported transformer family (`Network` in layers.py)."""
 
-    version = "transformer/1"
-    """Enters every key of what it computes: moves when its numbers move."""
-
     def __init__(self, config: TransformerConfig, weights: Weights) -> None:
         self.config = config
         self.weights = weights
-        self.num_layers, self.vocab_size = config.num_layers, config.vocab_size
         self._activation = ACTIVATIONS[config.activation]
-        self.hook_points: tuple[HookPoint, ...] = transformer_points(
-            config.num_layers, post_norms=config.use_post_norms, gated=config.mlp_layout != "plain"
-        )
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.weights.embed.device
 
     @property
     def embedding(self) -> Tensor:
         """The embedding matrix [vocab, hidden]."""
         return self.weights.embed
-
-    @property
-    def lengths_must_match(self) -> bool:
-        """Whether prompts of different length may not share a batch, padded on the right."""
-        return self.config.rope.depends_on_length
-
-    @property
-    def axis_sizes(self) -> dict[str, int]:
-        """Sizes of the axes that do not depend on the batch."""
-        c = self.config
-        return {
-            "hidden": c.hidden_size,
-            "head": c.num_attention_heads,
-            "kv_head": c.num_kv_heads,
-            "d_head": c.head_dim,
-            "mlp": c.intermediate_size,
-            "one": 1,
-        }
 
     def embed(self, ids: Tensor) -> Carried:
         """Token ids [B, S] -> embeddings [B, S, D], scaled where the family does."""
@@ -139,7 +108,30 @@ class Decoder:
 
     def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:
         """Normalised states [..., D] -> logits [..., tokens], soft-capped as the model's output is."""
-        head = self.weights.embed if self.weights.lm_head is None else self.weights.lm_head
-        logits = product(x, want.of_tokens(head))
+        logits = product(x, want.of_tokens(self.unembedding))
         cap = self.config.final_logit_softcapping
         return cap * torch.tanh(logits / cap) if softcap and cap is not None else logits
+
+    # -- weights as matrices, for what is linear once attention and norms are held
+
+    @property
+    def unembedding(self) -> Tensor:
+        """What the LM head multiplies by, [vocab, hidden]."""
+        return self.weights.embed if self.weights.lm_head is None else self.weights.lm_head
+
+    def norm_gain(self, name: str, layer: int | None, dtype: torch.dtype) -> Tensor:
+        """What a norm multiplies by [hidden]: "ln1", "ln2", "ln1_post", "ln2_post" of a layer; "ln_final"."""
+        norm = self.weights.final_norm if layer is None else getattr(self.weights.layers[layer], name)
+        weight: Tensor = norm.weight.to(dtype)
+        return 1 + weight if self.config.norm_type == "gemma_rms" else weight
+
+    def value_matrix(self, layer: int) -> Tensor:
+        """The V projection [kv_head * d_head, hidden]."""
+        weights = self.weights.layers[layer]
+        part = weights.v if weights.v is not None else weights.qkv
+        assert part is not None  # every attention has values
+        return part.weight[-self.config.num_kv_heads * self.config.head_dim :]
+
+    def output_matrix(self, layer: int) -> Tensor:
+        """The O projection [hidden, head * d_head]."""
+        return self.weights.layers[layer].o.weight

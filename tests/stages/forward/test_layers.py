@@ -50,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
             folder: Path = tmp_path_factory.mktemp(family)
             save_random_model(folder, family, 3)
             made[family] = Model.from_pretrained(folder, dtype="float64")
-        made[family].architecture.embedding.requires_grad_(True)
+        made[family].network.embedding.requires_grad_(True)
         return made[family]
 
     return model
@@ -69,7 +69,7 @@ def test_gradients_at_every_layer_are_those_of_transformers(family, tmp_path):
     streams: list[Tensor] = []
     spec = HookSpec().capture("blocks.*.hook_resid_pre").bind(model.hook_points)
     taps = RunTaps(spec, lambda _, x: streams.append(x.requires_grad_(True)))
-    logits = forward(model.architecture, ids, taps, ALL_LOGITS)
+    logits = forward(model.network, ids, taps, ALL_LOGITS)
     assert logits is not None
     found = torch.autograd.grad(metric(logits), streams)
     for layer, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
@@ -116,7 +116,7 @@ def test_gradients_at_every_hook_point_are_finite_differences(models, family, ki
         added.append(torch.zeros_like(x, requires_grad=True))
         return added[-1]
 
-    logits = forward(model.architecture, ids, Nudged(point, leaf), ALL_LOGITS)
+    logits = forward(model.network, ids, Nudged(point, leaf), ALL_LOGITS)
     assert logits is not None
     (gradient,) = torch.autograd.grad(metric(logits), added)
     direction = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -155,9 +155,7 @@ def test_gradients_through_a_sweep_of_branches_are_those_of_plain_passes(models,
     wanted = [resolve(model, run) for run in runs]
     planned = plan_runs(wanted, model.config, 8)
     assert len(planned.blocks) == 1
-    results = {
-        index: logits for index, logits, _ in sweep(model.architecture, planned.blocks[0], wanted, 1 << 24)
-    }
+    results = {index: logits for index, logits, _ in sweep(model.network, planned.blocks[0], wanted, 1 << 24)}
     for index, each in enumerate(wanted):
         found = _embedding_gradient(model, metric(results[index]))
         assert_close(found, _embedding_gradient(model, metric(_plain(model, each))), list(SPECS)[index])
@@ -165,14 +163,14 @@ def test_gradients_through_a_sweep_of_branches_are_those_of_plain_passes(models,
 
 def _plain(model: Model, run: Wanted) -> Tensor:
     logits = forward(
-        model.architecture, torch.tensor([run.tokens]), RunTaps(run.spec, lambda *_: None), LAST_LOGITS
+        model.network, torch.tensor([run.tokens]), RunTaps(run.spec, lambda *_: None), LAST_LOGITS
     )
     assert logits is not None
     return logits
 
 
 def _embedding_gradient(model: Model, value: Tensor) -> Tensor:
-    (found,) = torch.autograd.grad(value, [model.architecture.embedding], retain_graph=True)
+    (found,) = torch.autograd.grad(value, [model.network.embedding], retain_graph=True)
     return found
 
 
@@ -187,7 +185,7 @@ def test_gradients_through_kept_keys_are_those_of_one_pass(models, family):
     model, prompt = models(family), draw(9)[0].tolist()
     cache, taps = Cache(), RunTaps(BoundSpec(), lambda *_: None)
     for stop in (4, 5, 6, 9):
-        logits = read_on(model.architecture, [prompt[:stop]], cache, taps)
+        logits = read_on(model.network, [prompt[:stop]], cache, taps)
     whole = _plain(model, resolve(model, Run(prompt)))
     torch.testing.assert_close(logits, whole[:, 0], rtol=0, atol=1e-5)
     expected = _embedding_gradient(model, metric(whole))
@@ -215,7 +213,7 @@ def test_doors_record_nothing_and_leave_the_mode_as_it_was(models):
 
 def test_a_pass_that_records_gives_the_same_logits(models):
     model, ids = models("gemma2"), draw(9)
-    recorded = forward(model.architecture, ids, RunTaps(BoundSpec(), lambda *_: None), ALL_LOGITS)
+    recorded = forward(model.network, ids, RunTaps(BoundSpec(), lambda *_: None), ALL_LOGITS)
     assert recorded is not None
     assert recorded.requires_grad
     torch.testing.assert_close(recorded.detach(), model.forward(ids).logits, rtol=0, atol=1e-5)
