@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..store.errors import ShapeError, WeightsError, nearest
-from ..store.tensors import mapped_tensor, read_header
+from ..store.tensors import FLOATS, mapped_tensor, read_header
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -142,8 +142,6 @@ def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
 def read_tensor(files: Sequence[Path], name: str) -> Array:
     """One tensor of some safetensors files, mapped; bfloat16 as ml_dtypes.bfloat16, which safetensors' own
     numpy reader does not know."""
-    from .forward.weights import FLOATS
-
     names: list[str] = []
     for path in files:
         header, start = read_header(path)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...store.errors import WeightsError, nearest
-from ...store.tensors import read_header
+from ...store.tensors import FLOATS, read_header
 from .checkpoint import LM_HEAD
 from .config import TransformerConfig
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-FLOATS = ("F64", "F32", "F16", "BF16")
 BENIGN = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 
 
