@@ -242,11 +242,8 @@ class CaptureNode(Ports):
 
     def provenance(self) -> dict[str, Any]:
         """What a person will want to know, and no key holds."""
-        source = self.source
         return {
-            "model": source.name,
-            "identity": source.identity.request(),
-            "device": source.device,
+            **self.source.provenance(),
             "hooks": self.spec.canonical(),
             "batch_tokens": self.batch_tokens,
         }

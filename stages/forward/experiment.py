@@ -244,9 +244,7 @@ class ExperimentNode(ResultNode):
 
     def _put(self, store: Store, key: ResultKey, given: xr.Dataset, started: float) -> None:
         note = {
-            "model": self.source.name,
-            "identity": self.source.identity.request(),
-            "device": self.source.device,
+            **self.source.provenance(),
             "seconds": round(time.monotonic() - started, 6),
             "bytes_written": int(given.nbytes),
         }

@@ -13,6 +13,7 @@ from ...store.errors import PlanError, SourceChanged
 from ...store.keys import ModelIdentity
 from .config import TransformerConfig
 from .files import ModelFiles, resolve
+from .tuning import tuning
 
 if TYPE_CHECKING:
     from .model import Model
@@ -84,6 +85,11 @@ class ModelSource:
         if self._model is None:
             raise PlanError(f"{self!r} was sent here by name; its tokenizer and identity stayed behind")
         return self._model
+
+    def provenance(self) -> dict[str, Any]:
+        """What a person will want to know of the model behind a result, and no key holds."""
+        about = {"model": self.name, "identity": self.identity.request(), "device": self.device}
+        return about | tuning()
 
     def for_workers(self) -> ModelSource:
         """Itself, if other processes can load this model; PlanError otherwise."""

@@ -163,10 +163,8 @@ class GraphNode(ResultNode):
         for items in visits:
             cells.compute(items, task.advance)
         note = {
-            "model": self.source.name,
-            "identity": self.source.identity.request(),
+            **self.source.provenance(),
             "dictionary": self.dictionary.name,
-            "device": self.source.device,
             "seconds": round(time.monotonic() - started, 6),
         }
         store.put_result(self.key(store), cells.joined(), provenance=note, confirm=self.dictionary.confirm)
