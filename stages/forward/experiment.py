@@ -86,6 +86,11 @@ class Experiment(ABC):
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
         """The datasets of all cells, in their order, as one."""
 
+    def confirm(self) -> None:  # noqa: B027 - most read nothing but the model
+        """Raise SourceChanged when what it reads besides the model is no longer what its parameters say;
+        asked
+        before the experiment is looked up, and before anything it gave is published."""
+
     def on(
         self, model: Model | str | Path, *, dtype: str | None = None, memory: int | str | None = None
     ) -> ExperimentNode:
@@ -142,6 +147,7 @@ class ExperimentNode(ResultNode):
         """Cached, or why it will run and how much of it stands already. Raises SourceChanged when the model
         is no longer the one this node was made for."""
         self.source.confirm()
+        self.experiment.confirm()
         with one_look():
             key = self.key(store)
             if store.lookup(key) is not None:
@@ -248,7 +254,7 @@ class ExperimentNode(ResultNode):
             "seconds": round(time.monotonic() - started, 6),
             "bytes_written": int(given.nbytes),
         }
-        store.put_result(key, given, provenance=note)
+        store.put_result(key, given, provenance=note, confirm=self.experiment.confirm)
 
 
 def compute_cell(node: ExperimentNode, store: Store, cell: Cell) -> None:
