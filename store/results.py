@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,10 +98,17 @@ def _chunks(variable: xr.Variable) -> tuple[int, ...]:
     return (rows, *shape[1:])
 
 
-def write_result(files: Folder, key: ResultKey, dataset: xr.Dataset, provenance: Mapping[str, Any]) -> Record:
+def write_result(
+    files: Folder,
+    key: ResultKey,
+    dataset: xr.Dataset,
+    provenance: Mapping[str, Any],
+    confirm: Callable[[], None] = lambda: None,
+) -> Record:
     """Store `dataset` under `key` unless it is there already; returns the record that stands.
 
     Chunked (dask) variables are computed and written chunk by chunk.  provenance: plain values.
+    confirm: called when all is computed, before it is published; may raise.
     Raises ShapeError for what cannot be stored, StoreFull, ReadOnlyStore; a failed attempt leaves nothing
     behind.
     """
@@ -109,6 +116,7 @@ def write_result(files: Folder, key: ResultKey, dataset: xr.Dataset, provenance:
     data = f"data/{key.digest[:2]}/{key.digest}.{secrets.token_hex(4)}"
     try:
         record = _attempt(files, data, key, ready, encoding, provenance)
+        confirm()
         if files.put_new(record.path, record.to_bytes()):
             return record
     except BaseException:

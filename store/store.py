@@ -144,18 +144,23 @@ class Store:
     # ------------------------------------------------------------------------------------------------
 
     def put_result(
-        self, key: ResultKey, dataset: xr.Dataset, *, provenance: Mapping[str, Any] | None = None
+        self,
+        key: ResultKey,
+        dataset: xr.Dataset,
+        *,
+        provenance: Mapping[str, Any] | None = None,
+        confirm: Callable[[], None] = lambda: None,
     ) -> Record:
         """Store a labelled result; returns the record that stands, which is the first one ever published.
 
         Chunked variables are computed and written chunk by chunk, in bounded memory. Text may be any kind of
         string array; times are refused (numbers with a unit in attrs["units"] instead).
         provenance: plain values on how it came about (code hash, seconds); recorded beside it, never
-        digested.
+        digested. confirm: called when all is computed, before it is published; what it raises keeps it out.
         """
         from .results import write_result
 
-        return write_result(self.files, key, dataset, provenance or {})
+        return write_result(self.files, key, dataset, provenance or {}, confirm)
 
     def open_result(self, key: Key | Record) -> xr.Dataset:
         """A stored result, labelled and lazy; large ones come chunked."""
