@@ -55,10 +55,13 @@ def code_version(what: str, *parts: Any) -> str:
     another digest. Raises StageError for what has no identity, naming it and the function that reads it.
     """
     reader = _Reader(what)
-    tree = [reader.identity(part) for part in parts]
     try:
+        tree = [reader.identity(part) for part in parts]
         return f"code:{digest('code', sys.implementation.cache_tag, tree)[:16]}"
-    except ValueError as error:  # text that is no Unicode
+    except RecursionError:
+        reader.trail.clear()
+        reader.refuse("values or helpers nested too deep to be read,")
+    except UnicodeEncodeError as error:
         reader.refuse(f"text without a canonical spelling ({error})")
 
 
@@ -122,7 +125,7 @@ class _Reader:
     def _other(self, value: Any) -> Tree:
         """What no table names: something a library has a name for, or an instance of a user's class."""
         kind = type(value)
-        if not is_library_class(kind):
+        if not is_library_class(kind) and library_name(value) is None:
             return self._instance(value)
         if (read := _of_loaded(kind)) is not None:
             return read(self, value)
@@ -164,9 +167,11 @@ class _Reader:
 
     def array(self, value: Any) -> Tree:
         """A numpy array by dtype, shape and content."""
-        if value.dtype.hasobject:
+        if value.dtype.kind in "OT":  # its bytes are addresses
             return ["objects", list(value.shape), *map(self.identity, value.ravel().tolist())]
         kind = repr(value.dtype)
+        if value.dtype.hasobject:
+            self.refuse(f"an array of dtype {kind}, whose bytes are addresses,")
         if value.dtype.kind in "biufc":
             return ["array", kind, array_digest(np.asarray(value))]
         return ["array", kind, list(value.shape), _bytes(np.ascontiguousarray(value).tobytes())]
@@ -181,6 +186,11 @@ class _Reader:
 
         try:
             whole = value if hasattr(value, "data_vars") else value.rename("values").to_dataset()
+            for variable in whole.variables.values():
+                if variable.dtype.kind == "O" and not all(
+                    isinstance(each, str) for each in variable.values.flat
+                ):
+                    raise TypeError(f"objects along {', '.join(map(str, variable.dims))}")
             order = [str(name) for name in whole.variables]
             name = self.identity(getattr(value, "name", None))
             return [type(value).__name__, name, order, content_of(whole)]
@@ -284,9 +294,11 @@ class _Reader:
         outside."""
         refused = any(value is each for each, _ in _REFUSED)
         recursed = isinstance(value, type | types.FunctionType | types.MethodType | functools.partial)
-        if refused or recursed or type(value) in _SCALARS or not is_library_class(type(value)):
+        held = library_name(value)
+        foreign = held is None and not is_library_class(type(value))
+        if refused or recursed or foreign or type(value) in _SCALARS or hasattr(type(value), "code_parts"):
             return self.identity(value)
-        return ["library", library_name(value) or name]
+        return ["library", held or name]
 
     def _imported(self, function: types.FunctionType, read: Read) -> Tree:
         """What a function imports when it runs: a library's by name, a user's followed."""
@@ -482,6 +494,7 @@ _KINDS: dict[type, Callable[[_Reader, Any], Tree]] = {
         _Reader.mapping,
     ),
     types.FunctionType: _Reader.function,
+    types.ModuleType: lambda reader, value: reader._followed(value, ()),
     types.BuiltinFunctionType: _Reader.builtin,
     **dict.fromkeys((operator.itemgetter, operator.attrgetter, operator.methodcaller), _Reader.reduced),
     **dict.fromkeys((types.GenericAlias, types.UnionType), _Reader.alias),

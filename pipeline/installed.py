@@ -100,6 +100,6 @@ def library_name(value: Any) -> str | None:
         holders = [each for each in list(sys.modules) if _found(each, value.__name__) is value]
         return f"{min(holders, key=lambda each: (len(each), each))}.{value.__name__}" if holders else None
     home = type(value).__module__
-    held = vars(sys.modules[home]) if home in sys.modules else {}
+    held = vars(sys.modules[home]) if is_library_class(type(value)) and home in sys.modules else {}
     names = [each for each, other in held.items() if other is value]
     return f"{home}.{min(names)}" if names else None

@@ -161,6 +161,45 @@ CASES = {
     "a subclass of dict": Case(
         "class D(dict): pass\nd = D(k=5)\ndef f(x): return x * d['k']", "mine.d['k'] = 7"
     ),
+    "what a subclass of dict gives for a missing name": Case(
+        "K = 5\nclass D(dict):\n    def __missing__(self, key): return K\nd = D()\n"
+        "def f(x): return x * d['k']",
+        "mine.K = 7",
+    ),
+    "a metaclass": Case(
+        "K = 5\nclass M(type):\n    def __call__(cls): return K\nclass C(metaclass=M): pass\n"
+        "def f(x): return x * C()",
+        "mine.K = 7",
+    ),
+    "a descriptor": Case(
+        "class D:\n    k = 5\n    def __get__(self, obj, kind): return self.k\nclass C: d = D()\n"
+        "def f(x): return x * C.d",
+        "vars(mine.C)['d'].k = 7",
+    ),
+    "a method of a class above": Case(
+        "class B:\n    def m(self): return 5\nclass C(B):\n    def m(self): return super().m()\n"
+        "def f(x): return x * C().m()",
+        "mine.B.m = lambda self: 7",
+    ),
+    "an array of text": Case(
+        "import numpy as np\nK = np.array(['abcde' * 9], np.dtypes.StringDType())\n"
+        "def f(x): return x * len(K[0])",
+        "mine.K[0] = 'abcdefg' * 9",
+    ),
+    "an attribute of a labelled array": Case(
+        "import xarray as xr\nK = xr.DataArray([1.0], dims='k', attrs={'k': 5})\n"
+        "def f(x): return x * K.attrs['k']",
+        "mine.K.attrs['k'] = 7",
+    ),
+    "an instance put into a library": Case(
+        "import statistics\nclass C:\n    k = 5\nstatistics.planted = C()\n"
+        "def f(x): return x * statistics.planted.k",
+        "import statistics; statistics.planted.k = 7",
+    ),
+    "a generator seeded inside": Case(
+        "import numpy as np\nSEED = 5\ndef f(x): return x * np.random.default_rng(SEED).integers(1000)",
+        "mine.SEED = 7",
+    ),
     "a partial": Case(
         "from functools import partial\ndef h(x, k): return x * k[0]\np = partial(h, k=[5])\n"
         "def f(x): return p(x)",
@@ -239,6 +278,12 @@ REFUSED = {
     "def f(x): return x * K.locked()",
     "an instance of a class of a library's": "class E(Exception): pass\nK = E(5)\n"
     "def f(x): return x * K.args[0]",
+    "a module as a default": "import OTHER\ndef h(m=OTHER): return m.K\ndef f(x): return x * h()",
+    "objects in a labelled array": "import numpy as np, xarray as xr\n"
+    "K = xr.DataArray(np.array([object()]), dims='k')\ndef f(x): return x * K.size",
+    "a function compiled from another": "import numpy as np\nh = np.frompyfunc(lambda x: 5 * x, 1, 1)\n"
+    "def f(x): return x * h(1)",
+    "annotations": "class C:\n    k: 5\ndef f(x): return x * len(C.__annotations__)",
     "a helper that does so": "import numpy as np\nR = np.random.default_rng(0)\ndef h(): return R.random()\n"
     "def f(x): return x * h()",
     "a default of a helper that does so": "def h(k=iter([5, 7])): return next(k)\ndef f(x): return x * h()",
