@@ -67,7 +67,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_attn": (False,),
     "use_parallel_residual": (False,),
     "alibi": (False,),
-    "is_causal": (True,),
     "position_embedding_type": ("rope", "rotary"),
 }
 """Keys that change numbers in some family, with the values (besides null) at which they do not."""
@@ -208,6 +207,7 @@ def family_of(raw: Mapping[str, Any], shapes: Shapes) -> Family:
         tied="lm_head.weight" not in shapes,
         head_dim=_inferred_head_dim(raw, first),
         kv_heads=_inferred_kv_heads(raw, first),
+        partial_rotary=True,
         windows=_window_rule(raw, gemma and post_norms),
         window=None,
         soft_caps=(None, None),
