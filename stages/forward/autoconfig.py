@@ -109,7 +109,7 @@ def transformer_config(
 
     A known family needs no look at the tensors: loading checks them.
     """
-    if raw.get("model_type") in FAMILIES:
+    if model_type_of(raw, source) in FAMILIES:
         return from_hf_config(raw, source)
     return report(raw, read_shapes(weight_files), source).require()
 

@@ -20,7 +20,6 @@ from mizarr.stages.forward.source import ModelSource
 from mizarr.stages.forward.weights import read_shapes
 from mizarr.store import open_store
 from mizarr.store.errors import ConfigError, MissingExtra
-from mizarr.store.index import layout_verdicts
 from mizarr.workflows import build
 from mizarr.workflows.cli import run as mizarr_command
 from tests.torch_free import blocking, without_torch
@@ -82,6 +81,17 @@ def test_interleaved_rope_is_found_by_its_numbers(model_type, seed, saved):
     assert report(raw, shapes).is_compatible, "no tensor and no key tells it from a Llama"
     with pytest.raises(ConfigError, match=r"logits within 0.0001 of .*, found them apart by"):
         Model.from_pretrained(folder, device="cpu")
+
+
+def test_small_weights_hide_no_difference(tmp_path):
+    """Attention of a fresh initialisation is nearly uniform, and its logits are small."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    fresh = AutoModelForCausalLM.from_config(shrunk_models.shrunk(DIFFERS, 0))
+    fresh.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"apart by"):
+        resolve(tmp_path).identity()
 
 
 def test_attention_that_looks_ahead_is_no_causal_language_model(saved):
@@ -376,12 +386,3 @@ def test_inspect_tells_the_verdict(saved, capsys):
     found = json.loads(capsys.readouterr().out)
     assert not found["compatible"] and "apart by" in found["issues"][0]
     assert mizarr_command([*inspected, "--shapes-only"]) == 1, "it is remembered"
-
-
-def test_a_verdict_is_kept_by_case_and_witness():
-    held = layout_verdicts()
-    held.add("case", "one", "yes")
-    held.add("case", "two", "no")
-    held.add("case", "one", "maybe")
-    assert layout_verdicts().find("case") == {"one": "maybe", "two": "no"}
-    assert layout_verdicts().find("other") == {}
