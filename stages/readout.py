@@ -97,11 +97,14 @@ def readout_from_files(
     dtype: what the model computes in; the weights are rounded to it, as the model's own are.
     Raises WeightsError when a tensor is missing or a file is not a whole safetensors file.
     """
-    from .forward.weights import EMBED, FINAL_NORM, LM_HEAD
+    from .forward.weights import EMBED, FINAL_NORM, LM_HEAD, read_shapes, require_tied
 
     def take(name: str) -> Array:
         return rounded(read_tensor(weight_files, name), dtype)
 
+    if config.tie_word_embeddings and f"{LM_HEAD}.weight" in read_shapes(weight_files):
+        embed, head = (read_tensor(weight_files, f"{name}.weight") for name in (EMBED, LM_HEAD))
+        require_tied(np.array_equal(embed, head))
     return readout(
         take(f"{EMBED if config.tie_word_embeddings else LM_HEAD}.weight"),
         take(f"{FINAL_NORM}.weight"),

@@ -27,6 +27,11 @@ store_option = click.option(
     help="Directory of the store.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+trust_option = click.option(
+    "--trust-layout",
+    is_flag=True,
+    help="Run a model of unknown family without checking it against transformers; what it gives is marked.",
+)
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress bars.")
 
 

@@ -35,6 +35,7 @@ from .cli_runs import NAMES, cluster_option, with_model, workflow_options
 def report(
     workflow: str,
     model: str | None,
+    trust_layout: bool,
     parameters: dict[str, Any],
     store_path: str,
     as_json: bool,
@@ -49,7 +50,7 @@ def report(
     from . import build
     from .report.page import check_output
 
-    planned = build(workflow, **with_model(parameters, model))
+    planned = build(workflow, trust_layout=trust_layout, **with_model(parameters, model))
     path = output or Path(f"{workflow}.html")
     check_output(path)
     done = planned.run(open_store(store_path), cluster=cluster, threads=threads, memory=memory, quiet=quiet)

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .cli_options import json_option, print_json, print_table, quiet_option, settings, size, store_option
+from .cli_options import (
+    json_option,
+    print_json,
+    print_table,
+    quiet_option,
+    settings,
+    size,
+    store_option,
+    trust_option,
+)
 from .cli_prompts import read_prompts
 from .cli_runs import DTYPES
 
@@ -45,6 +54,7 @@ def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> 
 )
 @click.argument("model")
 @click.argument("prompts", nargs=-1, required=True)
+@trust_option
 @click.option("--text", is_flag=True, help="PROMPTS are the prompts themselves, not files.")
 @click.option(
     "--out",
@@ -85,6 +95,7 @@ def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> 
 def train(
     model: str,
     prompts: tuple[str, ...],
+    trust_layout: bool,
     text: bool,
     out: Path,
     config: Path | None,
@@ -105,7 +116,10 @@ def train(
 
     PROMPTS are given as to mizarr capture.
     """
+    from ..stages.forward.files import resolve
+
     chosen = _settings(config, given)
+    model = resolve(model, trust_layout=trust_layout).name
     source = _captured(
         model, read_prompts(prompts, literal=text), chosen, store_path, storage_dtype, memory, quiet
     )

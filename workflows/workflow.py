@@ -87,10 +87,21 @@ class Workflow:
         return self._results[name]
 
     @property
+    def caution(self) -> str:
+        """What stands on every answer about a model whose layout was trusted; empty for all others."""
+        from ..stages.forward.files import TRUSTED
+
+        subject = getattr(self, "subject", None)
+        names = (getattr(self.settings, "model", ""), "" if subject is None else subject.files.name)
+        name = next((name for name in names if name.endswith(TRUSTED)), None)
+        return "" if name is None else f"{name}: not checked against transformers"
+
+    @property
     def footer(self) -> str:
         """Which results a figure was drawn from."""
         keys = " · ".join(f"{name} {key[:12]}" for name, key in self._keys.items())
-        return f"mizarr {__version__} · {self.name} · {keys}"
+        caution = f" · {self.caution}" if self.caution else ""
+        return f"mizarr {__version__} · {self.name} · {keys}{caution}"
 
     def header(self) -> dict[str, Any]:
         """What every JSON document starts with: question, settings, the keys of the results, and how long
@@ -99,6 +110,7 @@ class Workflow:
             "workflow": self.name,
             "question": self.question,
             "settings": dataclasses.asdict(self.settings),
+            **({"caution": self.caution} if self.caution else {}),
             "provenance": {"mizarr": __version__, "keys": self._keys},
             "total_time_secs": round(self._seconds, 3),
         }
@@ -142,6 +154,8 @@ class Workflow:
 
     def render(self, console: Console, folder: Path | None = None) -> list[Path]:
         """Print the tables, and write figures into `folder` unless it is None; returns the files."""
+        if self.caution:
+            console.print(self.caution, style="bold red", highlight=False)
         for table in self.tables():
             # Rich folds titles to the width of the table, which may be much narrower than the terminal.
             title, caption, table.title, table.caption = table.title, table.caption, None, None

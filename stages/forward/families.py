@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ...store.errors import ConfigError, nearest
 from .config import Activation, ConfigReader, Norm, RopeConfig, RopeScheme, TransformerConfig
 
-Windows = Literal["none", "all", "alternating", "from_max_window_layers"]
+Windows = Literal["none", "all", "listed", "alternating", "from_max_window_layers"]
 MlpLayout = Literal["gated_separate", "gated_fused", "plain"]
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -59,7 +59,10 @@ class Family:
     """Where the key is absent; None divides hidden_size by heads."""
     kv_heads: int | None = None
     """Where the key is absent; None is one per query head."""
+    partial_rotary: bool = False
+    """Whether rope may turn a share of each head; the reference ignores the key elsewhere, or cannot run."""
     windows: Windows = "none"
+    """listed: by layer_types where they are, else all."""
     window: int | None = 4096
     """Where the key is absent; an explicit null is no window in every family."""
     soft_caps: tuple[float | None, float | None] | None = None
@@ -77,7 +80,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(
         max_positions=2048, qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"
     ),
-    "mistral": Family(max_positions=131072, kv_heads=8, windows="all"),
+    "mistral": Family(max_positions=131072, kv_heads=8, windows="listed"),
     "qwen2": Family(max_positions=32768, kv_heads=32, qkv_bias=True, windows="from_max_window_layers"),
     "qwen3": Family(
         max_positions=32768,
@@ -120,6 +123,7 @@ FAMILIES: dict[str, Family] = {
         eps=1e-5,
         qkv="fused",
         mlp="gated_fused",
+        partial_rotary=True,
         windows="all",
         window=None,
         original_context=4096,
@@ -226,13 +230,15 @@ def refuse_unfollowed(reader: ConfigReader) -> None:
             "model's "
             "unquantised checkpoint"
         )
-    if reader.raw.get("use_bidirectional_attention") or reader.raw.get("is_encoder_decoder"):
+    # A null is_causal is false to the reference.
+    causal = {"use_bidirectional_attention": False, "is_encoder_decoder": False, "is_causal": True}
+    found = {key: reader.raw.get(key, usual) for key, usual in causal.items()}
+    if any(bool(found[key]) is not usual for key, usual in causal.items()):
+        told = ", ".join(f"{key}={value!r}" for key, value in found.items())
         raise ConfigError(
-            f"{reader.source}: expected a causal decoder, found use_bidirectional_attention="
-            f"{reader.raw.get('use_bidirectional_attention')!r}, is_encoder_decoder="
-            f"{reader.raw.get('is_encoder_decoder')!r}; this model cannot run here"
+            f"{reader.source}: expected a causal decoder, found {told}; this model cannot run here"
         )
-    reader.read |= {"quantization_config", "use_bidirectional_attention", "is_encoder_decoder"}
+    reader.read |= {"quantization_config", *causal}
 
 
 def read_activation(reader: ConfigReader, family: Family) -> Activation:
@@ -289,6 +295,11 @@ def read_rope(reader: ConfigReader, family: Family, head_dim: int, context: int)
             "this model cannot run here"
         )
     dim = int(head_dim * share)
+    if dim != head_dim and not family.partial_rotary:
+        raise ConfigError(
+            f"{rope.source}: expected no partial_rotary_factor, as rope turns whole heads here, found "
+            f"{share:g}; remove the key if the model was trained without it"
+        )
     if scheme == "default":
         reader.ignored |= {f"{section}.{key}" for key in set(rope.raw) - rope.read}
         return RopeConfig(theta, dim)

@@ -114,13 +114,16 @@ class Model:
         dtype: str | torch.dtype = "float32",
         device: str | torch.device | None = None,
         progress: bool | None = None,
+        trust_layout: bool = False,
     ) -> Model:
         """Load a model by hub id, local directory, or "specimen" (the one that ships with mizarr).
 
         dtype: of the computation, default float32 whatever the checkpoint holds. device: default CUDA when
         there is one, else CPU. progress: show a bar on stderr; None does so for large checkpoints on a
-        terminal. What happens to the files later does not touch the model. Raises ModelNotFound, ConfigError
-        (with a compatibility report), WeightsError, SourceChanged for files that are written meanwhile.
+        terminal. trust_layout: run a family no row names without checking it against transformers; what it
+        computes is then kept under keys of its own, and its name says so. What happens to the files later
+        does not touch the model. Raises ModelNotFound, ConfigError (with a compatibility report),
+        WeightsError, SourceChanged for files that are written meanwhile.
         """
         from . import files, weights
         from .transformer.decoder import Decoder
@@ -129,7 +132,7 @@ class Model:
         if place.type == "cpu":
             keep_freed_memory()
         numbers = as_dtype(dtype)
-        found = files.resolve(str(name), revision=revision)
+        found = files.resolve(str(name), revision=revision, trust_layout=trust_layout)
         config, identity = found.transformer_config(), found.identity(dtype=dtype_name(numbers))
         loaded = weights.load(found.weight_files, config, dtype=numbers, device=place, progress=progress)
         found.confirm(identity)

@@ -33,13 +33,14 @@ class ModelSource:
         revision: str | None = None,
         dtype: str | None = None,
         device: str | None = None,
+        trust_layout: bool = False,
     ) -> None:
         self._model: Model | None = None
         self.files: ModelFiles | None = None
         """None for a loaded model."""
         if isinstance(model, str | Path):
-            self.files = resolve(str(model), revision)
-            self.name, self.revision = str(model), revision
+            self.files = resolve(str(model), revision, trust_layout=trust_layout)
+            self.name, self.revision = self.files.name, revision  # the name carries the trust to workers
             self.dtype, self.device = dtype or "float32", device
             self.config: TransformerConfig = self.files.transformer_config()
         else:

@@ -178,14 +178,21 @@ def load(
     progress: show a bar on stderr; None does so on a terminal for checkpoints over 1 GiB.
     Raises WeightsError naming the tensor or file: missing, truncated, misshapen, not finite.
     """
+    import torch
+
     from ...pipeline.progress import Progress
 
-    check_shapes(read_shapes(files), config)
+    shapes = read_shapes(files)
+    check_shapes(shapes, config)
     check_dtypes(files, config)
     total = sum(path.stat().st_size for path in files)
     quiet = not progress if progress is not None else total < 1 << 30
     with ExitStack() as stack, Progress(quiet=quiet) as bars:
         tensors = _reader(files, stack)
+        if config.tie_word_embeddings and f"{LM_HEAD}.weight" in shapes:
+            embed, head = (tensors(f"{name}.weight") for name in (EMBED, LM_HEAD))
+            wide = torch.promote_types(embed.dtype, head.dtype)
+            require_tied(torch.equal(embed.to(wide), head.to(wide)))
         task = bars.task("loading weights", total=total, unit="B")
 
         def take(name: str) -> Tensor:
@@ -233,6 +240,18 @@ def check_shapes(found: Mapping[str, tuple[int, ...]], config: TransformerConfig
                 f"expected {name!r} of shape {list(shape)} as config.json says, found {list(found[name])}; "
                 "is config.json of another model?"
             )
+
+
+def require_tied(same: bool) -> None:
+    """Raise WeightsError for a tied head that comes with a tensor of its own, unless that is the embedding.
+
+    The reference computes with the tensor then, whatever the config says.
+    """
+    if not same:
+        raise WeightsError(
+            f"expected {LM_HEAD}.weight to equal {EMBED}.weight, as config.json ties them, found another "
+            "matrix; set tie_word_embeddings to false in config.json if the checkpoint has a head of its own"
+        )
 
 
 def unused_tensors(found: Mapping[str, Any], config: TransformerConfig) -> list[str]:
