@@ -51,7 +51,7 @@ def build(name: str, **settings: Any) -> Workflow:
 
     Raises ConfigError for an unknown workflow or setting, with the nearest name.
     """
-    from .workflow import read_settings
+    from .settings import read_settings
 
     if name not in WORKFLOWS:
         near = nearest(name, WORKFLOWS)
