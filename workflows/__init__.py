@@ -52,7 +52,7 @@ def build(name: str, *, trust_layout: bool = False, **settings: Any) -> Workflow
     trust_layout: of the model named; see `Model.from_pretrained`. The setting `model` then says so.
     Raises ConfigError for an unknown workflow or setting, with the nearest name.
     """
-    from .workflow import read_settings
+    from .settings import read_settings
 
     if name not in WORKFLOWS:
         near = nearest(name, WORKFLOWS)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from . import WORKFLOWS
-from .cli_options import (
+from .. import WORKFLOWS
+from .options import (
     Command,
     json_option,
     print_json,
@@ -24,13 +24,13 @@ from .cli_options import (
     store_option,
     trust_option,
 )
-from .cli_prompts import read_prompts
+from .prompts import read_prompts
 
 if TYPE_CHECKING:
-    from ..pipeline import Plan
-    from ..stages.forward.capture import CaptureNode
-    from ..store import Store
-    from ..store.entries import Entry
+    from ...pipeline import Plan
+    from ...stages.forward.capture import CaptureNode
+    from ...store import Store
+    from ...store.entries import Entry
 
 NAMES = ", ".join(WORKFLOWS)
 HOOKS_EXAMPLE = "--hooks 'blocks.*.hook_resid_post'"
@@ -83,8 +83,8 @@ def demo(output: Path, model: str, trust_layout: bool, as_json: bool, quiet: boo
     """
     from rich.console import Console
 
-    from ..store import open_store
-    from .demo import run
+    from ...store import open_store
+    from ..demo import run
 
     console = Console(stderr=as_json)
     done = run(
@@ -143,10 +143,10 @@ def capture(
     one per line, JSONL files with a string, {"text": …} or {"ids": […]} per line, Parquet files with such a
     column, or - for stdin. What the store already holds is not computed again.
     """
-    from ..pipeline import plan, run
-    from ..stages.forward.capture import CaptureNode
-    from ..stages.forward.hooks import HookSpec
-    from ..store import open_store
+    from ...pipeline import plan, run
+    from ...stages.forward.capture import CaptureNode
+    from ...stages.forward.hooks import HookSpec
+    from ...store import open_store
 
     given = {name: value for name, value in options.items() if value is not None}
     # Everything that can be wrong with the request is found here, before a store is made.
@@ -221,8 +221,8 @@ def compute(
     """See `help` above."""
     from rich.console import Console
 
-    from ..store import open_store
-    from . import build
+    from ...store import open_store
+    from .. import build
 
     planned = build(workflow, trust_layout=trust_layout, **with_model(parameters, model))
     store = open_store(store_path)
@@ -254,8 +254,8 @@ def explain(
     as_json: bool,
 ) -> None:
     """See `help` above."""
-    from ..pipeline import plan
-    from . import build
+    from ...pipeline import plan
+    from .. import build
 
     planned = build(workflow, trust_layout=trust_layout, **with_model(parameters, model))
     with _store_to_look_into(store_path) as store:
@@ -277,7 +277,7 @@ def explain(
 @contextlib.contextmanager
 def _store_to_look_into(path: str) -> Iterator[Store]:
     """The store read-only; an empty one elsewhere if there is none yet, so that looking leaves no trace."""
-    from ..store import open_store
+    from ...store import open_store
 
     if Path(path).exists():
         yield open_store(path, mode="r")

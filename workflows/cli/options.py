@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ..store.errors import PlanError, nearest
+from ...store.errors import PlanError, nearest
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -57,7 +57,7 @@ def size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | 
     """Bytes of a size written as 500MB, 2GiB or 1.5e9; None where none was given."""
     if text is None:
         return None
-    from ..pipeline.plan import as_bytes
+    from ...pipeline.plan import as_bytes
 
     with contextlib.suppress(PlanError):
         if (count := as_bytes(text)) and count > 0:

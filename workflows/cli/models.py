@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .cli_options import SuggestingGroup, json_option, print_json, print_table, quiet_option
+from .options import SuggestingGroup, json_option, print_json, print_table, quiet_option
 
 if TYPE_CHECKING:
-    from ..stages.forward.autoconfig import CompatibilityReport
-    from ..stages.forward.files import ModelFiles
+    from ...stages.forward.autoconfig import CompatibilityReport
+    from ...stages.forward.files import ModelFiles
 
 CANNOT_RUN = 1
 
@@ -37,7 +37,7 @@ def fetch(repo: str, revision: str | None, as_json: bool, quiet: bool) -> None:
     Only what a forward pass reads: configuration, tokenizer, safetensors weights. Interrupted, it keeps the
     files that are finished and goes on with the next. HF_TOKEN opens gated models.
     """
-    from ..stages.forward import download
+    from ...stages.forward import download
 
     files = download.fetch(repo, revision, progress=not quiet)
     directory = str(files.directory)
@@ -59,10 +59,10 @@ def inspect(model: str, revision: str | None, shapes_only: bool, as_json: bool, 
     MODEL is a hub id, a directory or "specimen". A model of unknown family is checked against transformers,
     unless a check is remembered. Exit code 1 if the checkpoint cannot run, with the reasons.
     """
-    from ..pipeline.progress import Progress
-    from ..stages.forward.autoconfig import report
-    from ..stages.forward.files import resolve
-    from .inspect_model import tensor_facts
+    from ...pipeline.progress import Progress
+    from ...stages.forward.autoconfig import report
+    from ...stages.forward.files import resolve
+    from ..inspect_model import tensor_facts
 
     files = resolve(model, revision)
     size = sum(path.stat().st_size for path in files.weight_files)
@@ -111,7 +111,7 @@ def _layout(
 
 
 def _print(found: dict[str, Any]) -> None:
-    from ..pipeline.plan import human_bytes
+    from ...pipeline.plan import human_bytes
 
     family = "known family" if found["known_family"] else "unknown family, configured from its tensors"
     click.echo(f"{found['name']}: {found['model_type']} ({family})")

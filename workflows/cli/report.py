@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from .cli_options import print_json, quiet_option, size
-from .cli_runs import NAMES, cluster_option, with_model, workflow_options
+from .options import print_json, quiet_option, size
+from .runs import NAMES, cluster_option, with_model, workflow_options
 
 
 @click.command(
@@ -46,9 +46,9 @@ def report(
     quiet: bool,
 ) -> None:
     """See `help` above."""
-    from ..store import open_store
-    from . import build
-    from .report.page import check_output
+    from ...store import open_store
+    from .. import build
+    from ..report.page import check_output
 
     planned = build(workflow, trust_layout=trust_layout, **with_model(parameters, model))
     path = output or Path(f"{workflow}.html")
