@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ..store.digest import canonical_json
 from ..store.errors import ShapeError, StageError, nearest
 from ..store.identity import require_same_model
+from .code import code_version
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -48,14 +49,15 @@ class Output:
 class Stage:
     """A declared stage; call it as the function it is, or put it into a graph with `on`.
 
-    version: moves when numbers move; "source:…" for a stage declared without one. inputs: dims of each array,
-    None for an input taken as a whole dataset. params: name -> default, `inspect.Parameter.empty` for none.
-    memory: the most a cell needs, as a multiple of the bytes it reads. source: digest of the function's text,
-    recorded with results; when it changes and the version does not, `mizarr explain` says so.
+    version: moves when numbers move; None for a stage declared without one, whose code is its version (see
+    `key_version`). inputs: dims of each array, None for an input taken as a whole dataset. params: name ->
+    default, `inspect.Parameter.empty` for none. memory: the most a cell needs, as a multiple of the bytes it
+    reads. source: digest of the function's text, recorded with results; when it changes and the version does
+    not, `mizarr explain` says so.
     """
 
     name: str
-    version: int | str
+    version: int | str | None
     function: Callable[..., Any]
     inputs: Mapping[str, Dims | None]
     outputs: Mapping[str, Output]
@@ -65,6 +67,21 @@ class Stage:
     memory: float = 2.0
     source: str = ""
 
+    @property
+    def key_version(self) -> int | str:
+        """What stands for the version in keys: the declared one, else "code:…", as the code is now.
+
+        Raises StageError for code that reads what has no identity.
+        """
+        return code_version(f"stage {self.name!r}", self) if self.version is None else self.version
+
+    def code_parts(self) -> list[Any]:
+        """What of the stage is part of the code that calls it: the declared version, else everything."""
+        if self.version is not None:
+            return [self.name, self.version]
+        outputs = [(name, each.dims, each.unit, each.long_name) for name, each in self.outputs.items()]
+        return [self.name, self.function, self.combine, list(self.inputs.items()), outputs, self.cells]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The plain function: nothing is checked, stored or looked up."""
         return self.function(*args, **kwargs)
@@ -73,7 +90,7 @@ class Stage:
         """This stage in a workflow's graph: inputs are nodes (or arrays), parameters plain values.
 
         Raises StageError for an input or parameter that is missing, unknown (with the nearest name), or
-        without identity.
+        without identity, and for a stage without a version whose code has none.
         """
         from .sources import as_port
         from .stage_node import StageNode
@@ -89,6 +106,7 @@ class Stage:
         missing += [name for name, value in params.items() if value is _REQUIRED]
         if missing:
             raise StageError(f"stage {self.name!r} also needs {', '.join(missing)}; give it by name")
+        self.key_version  # noqa: B018 - raises here, where the user is
         try:
             canonical_json(params)
         except (TypeError, ValueError) as error:
@@ -155,7 +173,7 @@ class Stage:
     def describe(self) -> str:
         """The declaration in a few lines, for `mizarr explain`."""
         cut = f", cut by {' and '.join(self.cells)}" if self.cells else ""
-        lines = [f"{self.name} (version {self.version}{cut})"]
+        lines = [f"{self.name} (version {self.key_version}{cut})"]
         for name, dims in self.inputs.items():
             lines.append(f"  in  {name} [{'dataset' if dims is None else ', '.join(dims)}]")
         for name, default in self.params.items():
@@ -183,16 +201,16 @@ def stage(
     combine: Callable[[Sequence[xr.Dataset]], xr.Dataset] | None = None,
     name: str | None = None,
     memory: float = 2.0,
-    depends: Sequence[Callable[..., Any]] = (),
 ) -> Callable[[Callable[..., Any]], Stage]:
     """Declare a function on labelled arrays as a stage; the parameters of the stage are its other parameters.
 
     inputs: dims of each, in order, None for a whole dataset.  outputs: `Output` (or just the dims) of each.
+    version: moves when numbers move. Without one the key holds the code of the function, and everything that
+    code reads, at each moment of use (DESIGN.md, "Functions without a version").
     cells: axes along which the work is cut, each cell cached by itself: "layer", "segment" or both.
     combine: makes one dataset of the cells' (needed for segments; layers are stacked without it).
     memory: the most a cell needs, as a multiple of the bytes it reads: 2 for the inputs and as much again for
     work, less for a function that reads block by block.
-    depends: functions whose text counts as the stage's own, where it is declared without a version.
     """
     axes = (cells,) if isinstance(cells, str) else tuple(cells or ())
 
@@ -200,10 +218,9 @@ def stage(
         label = name or function.__name__
         found = inspect.signature(function).parameters
         _check(label, inputs, found, axes, combine)
-        source = _source(label, (function, *depends), version)
         made = Stage(
             label,
-            f"source:{source[:16]}" if version is None else version,
+            version,
             function,
             dict(inputs),
             {key: Output(tuple(o)) if not isinstance(o, Output) else o for key, o in outputs.items()},
@@ -211,7 +228,7 @@ def stage(
             combine,
             {key: parameter.default for key, parameter in found.items() if key not in inputs},
             memory,
-            source,
+            _source(function),
         )
         for attribute in ("__doc__", "__name__", "__qualname__", "__module__"):
             object.__setattr__(made, attribute, getattr(function, attribute))
@@ -243,17 +260,12 @@ def _check(
         raise StageError(f"stage {label!r}: parameters enter the key by name; spell out {loose[0]!r}")
 
 
-def _source(label: str, functions: Sequence[Callable[..., Any]], version: int | None) -> str:
-    """Digest of the functions' text; empty where a stage with a version has none, as in a console."""
+def _source(function: Callable[..., Any]) -> str:
+    """Digest of a function's text; empty where there is none, as in a console."""
     try:
-        text = "\n".join(inspect.getsource(function) for function in functions)
-    except (OSError, TypeError) as error:
-        if version is None:
-            raise StageError(
-                f"stage {label!r} has no version, and its source cannot be read ({error}); give version=1"
-            ) from error
+        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()
+    except (OSError, TypeError):
         return ""
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def plain_params(params: Mapping[str, Any]) -> dict[str, Any]:

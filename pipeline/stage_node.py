@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..store.errors import ShapeError, StageError
+from ..store.errors import ShapeError, SourceChanged, StageError
 from ..store.keys import ResultKey
 from .nodes import (
     Estimate,
@@ -72,11 +72,15 @@ class StageNode(ResultNode):
         """Made of the content of all inputs; None while one of them is not stored."""
         if self._waiting(store):
             return None
-        return self._key_of(self.name, self._parts(store, {}))
+        return self._key_of(store, self.name, self._parts(store, {}))
 
-    def _key_of(self, label: str, parts: Mapping[str, Part]) -> ResultKey:
+    def _key_of(self, store: Store, label: str, parts: Mapping[str, Part]) -> ResultKey:
         inputs = {self._input_name(name): part.content for name, part in parts.items()}
-        return ResultKey(label, self.stage.version, self._key_params, inputs)
+        return ResultKey(label, self._version(store), self._key_params, inputs)
+
+    @remembered
+    def _version(self, store: Store) -> int | str:
+        return self.stage.key_version
 
     def _input_name(self, name: str) -> str:
         # The content is that of the whole dataset, so lineage finds it; the name says what is read of it.
@@ -109,7 +113,9 @@ class StageNode(ResultNode):
     def cells(self, store: Store) -> list[Cell]:
         """Every cell with its key; the inputs must be stored."""
         label = self._cell_label if self.stage.cells else self.name
-        return [Cell(cut, self._key_of(label, self._parts(store, cut))) for cut in self.selections(store)]
+        return [
+            Cell(cut, self._key_of(store, label, self._parts(store, cut))) for cut in self.selections(store)
+        ]
 
     @remembered
     def missing(self, store: Store) -> list[Cell]:
@@ -154,7 +160,7 @@ class StageNode(ResultNode):
         record = self.record(store)
         told = [] if record is None else store.provenance(record)
         before = next((note["source"] for note in told if note.get("source")), self.stage.source)
-        if before == self.stage.source:
+        if before == self.stage.source or self.stage.version is None:  # then the code is in the key
             return ""
         return f"the source of {self.name} changed, its version {self.stage.version} did not"
 
@@ -219,6 +225,7 @@ class StageNode(ResultNode):
     def compute(self, store: Store, cell: Cell) -> None:
         """Run the stage's function on the pieces of one cell, and publish what it gives."""
         started = time.monotonic()
+        self._require_unchanged(cell.key)
         parts = self._parts(store, cell.selection)
         arrays = {name: self._given(name, part.load()) for name, part in parts.items()}
         self._put(store, cell.key, self.stage.compute(arrays, self.params), parts, started)
@@ -244,7 +251,16 @@ class StageNode(ResultNode):
             "bytes_written": int(given.nbytes),
             "parents": {name: list(part.parents) for name, part in parts.items()},
         }
-        store.put_result(key, given, provenance=note)
+        store.put_result(key, given, provenance=note, confirm=lambda: self._require_unchanged(key))
+
+    def _require_unchanged(self, key: ResultKey) -> None:
+        """SourceChanged unless the code is still, and here, what the key was made of."""
+        if (now := self.stage.key_version) != key.version:
+            raise SourceChanged(
+                f"stage {self.name!r}: expected the code it was planned with ({key.version}), found {now}: "
+                "something its function reads changed meanwhile, is changed by the function itself, or is "
+                "another one on this worker; nothing was stored, make it constant and run again"
+            )
 
 
 LOADED = 64 << 20

@@ -9,9 +9,6 @@ Border: numpy vectors of logits; knows no model and no runs. Never imports torch
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..pipeline.code import code_version
 from ..store.errors import PromptError, StageError
 from . import metrics
 
@@ -29,7 +27,11 @@ Floats = npt.NDArray[np.float64]
 
 
 class Metric(ABC):
-    """One number of one run. A frozen dataclass whose fields are its place in the key."""
+    """One number of one run. A frozen dataclass whose fields are its place in the key.
+
+    A metric of one's own may have a `version` among its fields or as a class variable; without one its code
+    is its version, as of `Custom`.
+    """
 
     units: str
     long_name: str
@@ -42,8 +44,14 @@ class Metric(ABC):
         return None
 
     def canonical(self) -> dict[str, Any]:
-        """Plain values that identify the metric."""
-        return {"metric": type(self).__name__, **vars(self)}
+        """Plain values that identify the metric, its code as it is now among them."""
+        told = {"metric": type(self).__name__, **vars(self)}
+        if type(self).__module__ == __name__:
+            return told
+        version = getattr(self, "version", None)
+        if version is None:
+            version = code_version(f"metric {self.name!r}", type(self))
+        return {**told, "version": version}
 
     @abstractmethod
     def value(self, logits: Floats, clean: Floats) -> float:
@@ -155,8 +163,8 @@ class Recovery(Metric):
 class Custom(Metric):
     """A function of the logits of one run: float64 [vocab] -> float.
 
-    version: moves when numbers move; without one the function's text is its version, and a function that
-    reads variables from outside, or whose text cannot be read, is refused.
+    version: moves when numbers move; without one the function's code is its version, with everything that
+    code reads from outside, as it is when the key is made. StageError then for what has no identity.
     """
 
     function: Callable[[Floats], float] = field(repr=False)
@@ -169,13 +177,15 @@ class Custom(Metric):
         label = self.name or getattr(self.function, "__name__", "metric")
         object.__setattr__(self, "name", "metric" if label == "<lambda>" else label)
         object.__setattr__(self, "long_name", self.long_name or self.name.replace("_", " "))
-        if self.version is None:
-            object.__setattr__(self, "version", f"source:{_source(self.function, self.name)[:16]}")
 
     def canonical(self) -> dict[str, Any]:
         """Name, unit and version; never the address of the function."""
         told = {"name": self.name, "units": self.units, "long_name": self.long_name}
-        return {"metric": "Custom", "version": self.version, **told}
+        return {"metric": "Custom", "version": self._version, **told}
+
+    @property
+    def _version(self) -> int | str:
+        return code_version(f"metric {self.name!r}", self.function) if self.version is None else self.version
 
     def value(self, logits: Floats, clean: Floats) -> float:
         """What the function says; StageError unless it is a finite number."""
@@ -183,21 +193,6 @@ class Custom(Metric):
         if not np.isfinite(found):
             raise StageError(f"metric {self.name!r}: expected a finite number for every run, found {found}")
         return found
-
-
-def _source(function: Callable[..., Any], name: str) -> str:
-    """Digest of a function's text; StageError for one whose text does not say what it computes."""
-    outside = sorted(getattr(getattr(function, "__code__", None), "co_freevars", ()))
-    if outside:
-        raise StageError(
-            f"metric {name!r} reads {', '.join(outside)} from outside, so its text does not say what it "
-            "computes; give version=… with the values in it"
-        )
-    try:
-        text = textwrap.dedent(inspect.getsource(function))
-    except (OSError, TypeError) as error:
-        raise StageError(f"metric {name!r}: its source cannot be read ({error}); give version=1") from error
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check_metrics(chosen: Sequence[Metric], vocab_size: int) -> None:

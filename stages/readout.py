@@ -97,11 +97,16 @@ def readout_from_files(
     dtype: what the model computes in; the weights are rounded to it, as the model's own are.
     Raises WeightsError when a tensor is missing or a file is not a whole safetensors file.
     """
+    from .forward.architecture import require_tied
 
     def take(weight: str) -> Array | None:
         stored = config.tensors.outside.get(weight)
         return None if stored is None else rounded(read_tensor(weight_files, stored.name), dtype)
 
+    names = {name for path in weight_files for name in read_header(path)[0]}
+    for copy, original in config.tensors.copied(names):
+        one, other = (read_tensor(weight_files, name) for name in (copy, original))
+        require_tied(copy, original, np.array_equal(one, other))
     unembed, norm_weight = take("head"), take("final_norm")
     assert unembed is not None  # every model has one
     assert norm_weight is not None

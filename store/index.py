@@ -1,4 +1,5 @@
-"""SQLite caches: where a prompt was stored, when a folder was last used, what a file digested to.
+"""SQLite caches: where a prompt was stored, when a folder was last used, what a file digested to or a check
+found.
 
 Border: caches, never the truth. Every answer of a store's index is checked by its reader against the records
 on disk, and deleting `index.sqlite` loses nothing but time. So no failure in here is an error: a locked,
@@ -211,12 +212,50 @@ class FileDigests(_Cache):
         return found
 
 
+class Verdicts(_Cache):
+    """Answers that took long to find: of a case, by its digest, according to a witness, by name and version.
+
+    A verdict is a text; what it says is its reader's business.
+    """
+
+    schema = """
+        CREATE TABLE IF NOT EXISTS verdicts (subject TEXT, witness TEXT, verdict TEXT,
+            PRIMARY KEY (subject, witness)) WITHOUT ROWID;
+    """
+
+    def find(self, subject: str) -> dict[str, str]:
+        """Every verdict on a case, by witness."""
+        return self._read(
+            lambda db: dict(
+                db.execute("SELECT witness, verdict FROM verdicts WHERE subject = ?", (subject,)).fetchall()
+            ),
+            {},
+        )
+
+    def add(self, subject: str, witness: str, verdict: str) -> None:
+        """Remember what a witness says of a case."""
+        self._write(
+            lambda db: db.execute(
+                "INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?)", (subject, witness, verdict)
+            )
+        )
+
+
 def file_digests() -> FileDigests:
     """The memo shared by all stores of a user, in the folder $MIZARR_CACHE or else ~/.cache/mizarr."""
+    return FileDigests(_user_cache() / "digests.sqlite")
+
+
+def layout_verdicts() -> Verdicts:
+    """Which models of unknown family compute what transformers computes, beside the file digests."""
+    return Verdicts(_user_cache() / "layouts.sqlite")
+
+
+def _user_cache() -> Path:
     folder = Path(os.environ.get("MIZARR_CACHE") or Path.home() / ".cache" / "mizarr")
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    return FileDigests(folder / "digests.sqlite")
+    return folder
 
 
 def _identity(stat: os.stat_result) -> str:

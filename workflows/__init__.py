@@ -45,13 +45,14 @@ WORKFLOWS = {
 }
 
 
-def build(name: str, **settings: Any) -> Workflow:
+def build(name: str, *, trust_layout: bool = False, **settings: Any) -> Workflow:
     """The workflow `name` with these settings (`model` is one of them), planned but not run; loads no
     weights.
 
+    trust_layout: of the model named; see `Model.from_pretrained`. The setting `model` then says so.
     Raises ConfigError for an unknown workflow or setting, with the nearest name.
     """
-    from .workflow import read_settings
+    from .settings import read_settings
 
     if name not in WORKFLOWS:
         near = nearest(name, WORKFLOWS)
@@ -61,9 +62,20 @@ def build(name: str, **settings: Any) -> Workflow:
     loaded = None if model is None or isinstance(model, str) else model
     if loaded is not None:
         settings["model"] = loaded.name
+    elif trust_layout:
+        settings["model"] = _trusted(model)
     kind = importlib.import_module(WORKFLOWS[name], __name__).WORKFLOW
     workflow: Workflow = kind(read_settings(kind.settings_type, name, settings), loaded)
     return workflow
+
+
+def _trusted(model: str | None) -> str:
+    """The name of a model whose layout is trusted, as settings hold it."""
+    from ..stages.forward.files import resolve
+
+    if model is None:
+        raise ConfigError("expected the model whose layout is trusted, found none; name it with model=…")
+    return resolve(model, trust_layout=True).name
 
 
 def compute(
@@ -80,7 +92,7 @@ def compute(
 
     store: a store, or where it lies.  cluster: address of a Dask scheduler; by default threads of this
     process.
-    settings: of the workflow; see `build`.
+    settings: of the workflow, and trust_layout; see `build`.
     """
     from ..store import open_store
 

@@ -12,30 +12,28 @@ answer of several tokens is refused unless `answer_piece=first` says which is me
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..stages.lens import format_probability
+from ..stages.lens import format_probability, format_token
 from ..stages.patching import ActivationPatching, common_ends
 from ..stages.patching_grid import HIDDEN_KINDS
 from ..stages.patching_metrics import KL, Metric, Probability, Recovery
 from ..store.errors import ConfigError, nearest
-from .answers import SPECIMEN, answer_pieces, encoded, named, plain
+from .answers import SPECIMEN, answer_pieces, encoded, named
 from .fact_pairs import shipped_pairs
-from .subject import Subject
-from .workflow import Workflow, setting
+from .settings import ModelSettings, setting
+from .views import Choice, Data, Figure, Heatmap, Table, View, dim
+from .workflow import ModelWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
-    from matplotlib.figure import Figure
-    from rich.table import Table
 
-    from ..stages.forward.model import Model
-    from .report import Element
+    from ..pipeline.nodes import ResultNode
 
 __all__ = ["ActivationPatchingTrace", "Settings"]
 
@@ -57,29 +55,34 @@ CITIES = (
     ),
 )
 """candle-mi's pairs: clean prompt, its answer, corrupted prompts to choose from."""
+NAMES = {
+    "resid_pre": "State entering the layer",
+    "resid_mid": "State after attention",
+    "resid_post": "State after the layer",
+    "attn_out": "Attention output",
+    "mlp_out": "MLP output",
+}
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(ModelSettings):
     """What `--set` can change."""
 
-    model: str = setting("specimen", 'hub id, directory, or "specimen"')
     prompt: str = setting("", "clean prompt; none: shipped facts, or candle-mi's pairs")
     answer: str = setting("", "what comes next in the clean prompt; may be empty")
     corrupted: tuple[str, ...] = setting((), "corrupted prompts; the first of as many tokens is taken")
     kinds: tuple[str, ...] = setting(("resid_post", "attn_out", "mlp_out"), "what is patched")
     window: int = setting(1, "neighbouring layers patched together")
     pairs: int = setting(2, "how many of the default pairs")
-    answer_piece: str = setting("only", '"only" refuses answers of several tokens, "first" follows the first')
-    dtype: str = setting("float32", "what the model computes in")
+    answer_piece: Literal["only", "first"] = setting(
+        "only", '"only" refuses answers of several tokens, "first" follows the first'
+    )
 
     def __post_init__(self) -> None:
         if bool(self.prompt) != bool(self.corrupted):
             raise ConfigError("expected a clean prompt and corrupted ones, found one without the other")
         if self.answer and not self.prompt:
             raise ConfigError(f"expected a prompt for the answer {self.answer!r}, found none")
-        if self.answer_piece not in ("only", "first"):
-            raise ConfigError(f"expected answer_piece to be only or first, found {self.answer_piece!r}")
         if self.pairs < 1:
             raise ConfigError(f"expected at least one pair, found pairs={self.pairs}")
         for kind in self.kinds:
@@ -110,21 +113,18 @@ class Traced:
         return start, len(self.clean_ids) - end - 1
 
 
-class ActivationPatchingTrace(Workflow):
+class ActivationPatchingTrace(ModelWorkflow):
     """One grid of patches per pair and kind."""
 
     name = "activation_patching"
     question = "Where does the model keep what makes two prompts differ?"
     settings_type = Settings
+    settings: Settings
 
-    def __init__(self, settings: Settings, model: Model | None = None) -> None:
-        super().__init__(settings)
-        self.subject = Subject(model or settings.model, settings.dtype)
+    def plan(self) -> Mapping[str, ResultNode]:
+        """An experiment per pair of prompts."""
         self.traced = [self._chosen(*each) for each in self._asked()]
-        self.nodes = {
-            f"pair_{i}": self._experiment(each).on(model or settings.model, dtype=settings.dtype)
-            for i, each in enumerate(self.traced)
-        }
+        return {f"pair_{i}": self.on_model(self._experiment(each)) for i, each in enumerate(self.traced)}
 
     def _asked(self) -> list[tuple[str, str, tuple[str, ...]]]:
         """Clean prompts, answers and what may corrupt them."""
@@ -180,77 +180,8 @@ class ActivationPatchingTrace(Workflow):
         whole = found.drop_vars("kind").expand_dims(kind=list(self.settings.kinds))
         return whole.assign(unpatched=found["unpatched"])
 
-    def tables(self) -> list[Table]:
-        """Per pair: the best place of each layer, by kind."""
-        return [self._table(i) for i in range(len(self.traced))]
-
-    def draw(self, folder: Path) -> list[Path]:
-        """One page of heatmaps per pair."""
-        from .figures_patching import trace_page
-
-        def page(i: int) -> Figure:
-            traced = self.traced[i]
-            return trace_page(
-                self.grid(i),
-                subject=traced.subject,
-                prompts=(traced.clean, traced.corrupted),
-                model=self.subject.name,
-                footer=self.footer,
-            )
-
-        return [
-            self.figure(folder / f"activation_patching_{i}.png", partial(page, i))
-            for i in range(len(self.traced))
-        ]
-
-    def elements(self) -> list[Element]:
-        """Per pair the grids of every kind, layer by position, and the table of best places."""
-        from .report import from_rich
-
-        found: list[Element] = []
-        for i in range(len(self.traced)):
-            found += [self._grids(i), from_rich(self._table(i), sources=(f"pair_{i}",))]
-        return found
-
-    def _grids(self, i: int) -> Element:
-        from .report import Choice, Heatmap
-
-        traced, percent = self.traced[i], 100 * self.grid(i)["recovery"]
-        start, last = traced.subject
-        tokens = tuple(named(self.subject, traced.corrupted_ids))
-        layers = [str(layer) for layer in percent["layer"].values]
-        grids = {
-            str(kind): Heatmap(
-                values=percent.sel(kind=kind).transpose("layer", "position").values,
-                rows=tuple(layers),
-                columns=tokens,
-                column_name="token",
-                value_name=f"recovered by patching {kind}",
-                unit="%",
-                low=-100.0,
-                high=100.0,
-                diverging=True,
-                upward=True,
-                framed=((0, start, len(layers) - 1, last),),
-                frame_name="where the prompts differ",
-            )
-            for kind in percent["kind"].values
-        }
-        return Choice(
-            title=f"{traced.clean!r} put into {traced.corrupted!r}",
-            caption="Share of the clean prediction that comes back when one state of the clean run replaces "
-            "that of the corrupted one; 0 % as corrupted, 100 % as clean, "
-            "below 0 % farther off than corrupted.",
-            sources=(f"pair_{i}",),
-            name="patched",
-            options=tuple(grids.items()),
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Per pair the fields of candle-mi's example, the grids of every kind, and where it comes from."""
-        return {**self.header(), "results": [self._pair_json(i) for i in range(len(self.traced))]}
-
-    def _pair_json(self, i: int) -> dict[str, Any]:
+    def told(self, i: int) -> dict[str, Any]:
+        """Pair `i` in the fields of candle-mi's example, and the grids of every kind."""
         traced, found = self.traced[i], self.grid(i)
         percent = 100 * found["recovery"]
         first = percent.isel(kind=0)
@@ -289,35 +220,82 @@ class ActivationPatchingTrace(Workflow):
             }
         return told
 
-    def _table(self, i: int) -> Table:
-        from rich.table import Table
+    def views(self) -> Iterator[View]:
+        """Per pair the grids of every kind, layer by position, and the best places."""
+        pairs = [self.told(i) for i in range(len(self.traced))]
+        yield Data(json={"results": pairs})
+        for i, told in enumerate(pairs):
+            traced, sources = self.traced[i], (f"pair_{i}",)
+            grids = [self._grid(told, traced, best) for best in told["best"]]
+            yield Choice(
+                title=f"{traced.clean!r} put into {traced.corrupted!r}",
+                caption="Share of the clean prediction that comes back when one state of the clean run "
+                "replaces that of the corrupted one; 0 % as corrupted, 100 % as clean, "
+                "below 0 % farther off than corrupted.",
+                sources=sources,
+                name="patched",
+                options=tuple(zip(told["grids"], grids, strict=True)),
+            )
+            yield Figure(
+                name=f"activation_patching_{i}",
+                title=f"Where {self.subject.name} keeps what makes prompts differ",
+                caption=f"States of {traced.clean!r} put into {traced.corrupted!r}",
+                panels=tuple(grids),
+            )
+            yield self._places(told, sources)
 
-        traced, recovery = self.traced[i], self.grid(i)["recovery"]
-        tokens = [plain(text) for text in named(self.subject, traced.corrupted_ids)]
-        title = f"{self.subject.name}: {plain(traced.clean)!r} put into {plain(traced.corrupted)!r}"
-        table = Table(title=title, box=None, pad_edge=False)
-        table.add_column("layer", justify="right", style="bold")
-        kinds = [str(kind) for kind in recovery["kind"].values]
-        for kind in kinds:
-            table.add_column(kind, justify="right", no_wrap=True)
-            table.add_column("at", no_wrap=True)
-        for layer in recovery["layer"].values.tolist():
-            row = []
-            for kind in kinds:
-                values = recovery.sel(kind=kind, layer=layer).values
-                place = int(values.argmax())
-                row += [f"{100 * values[place]:.1f} %", f"[dim]{tokens[place]} ({place})[/dim]"]
-            table.add_row(str(layer), *row)
-        unpatched = self.grid(i)["unpatched"]
-        table.caption = (
-            "share of the clean prediction recovered at the best position; KL(clean || corrupted) "
-            f"{float(unpatched.sel(run='corrupted', metric='kl')):.3f} nats"
+    def _grid(self, told: dict[str, Any], traced: Traced, best: dict[str, Any]) -> Heatmap:
+        """Percent recovered by layer and position for one kind; framed is where the prompts differ."""
+        kind, (start, last), layers = best["kind"], traced.subject, told["n_layers"]
+        place = format_token(told["tokens"][best["position"]])
+        pairs = zip(told["clean_tokens"], told["tokens"], strict=True)
+        return Heatmap(
+            title=NAMES[kind],
+            caption=f"most: {best['recovery']:.0f} % in layer {best['layer']} at {place!r}",
+            values=np.array(told["grids"][kind]),
+            rows=tuple(map(str, range(layers))),
+            columns=tuple(to if at == to else f"{at} → {to}" for at, to in pairs),
+            column_name="token",
+            value_name=f"recovered by patching {kind}",
+            unit="%",
+            low=-100.0,
+            high=100.0,
+            diverging=True,
+            upward=True,
+            framed=((0, start, layers - 1, last),),
+            frame_name="where the prompts differ",
         )
-        if traced.pieces:
-            clean, corrupted = map(format_probability, unpatched.sel(metric="probability").values.tolist())
-            word = plain(named(self.subject, traced.pieces[:1])[0])
-            table.caption += f"; {word!r} {clean} clean, {corrupted} corrupted"
-        return table
+
+    def _places(self, told: dict[str, Any], sources: tuple[str, ...]) -> Table:
+        """The best position of each layer, by kind."""
+        tokens = [format_token(text) for text in told["tokens"]]
+
+        def place(grid: Any, layer: int) -> Any:
+            position = int(np.argmax(grid[layer]))
+            return dim(f"{tokens[position]} ({position})")
+
+        columns: list[tuple[Any, ...]] = [("layer", int, "d")]
+        for kind, grid in told["grids"].items():
+            columns += [(kind, partial(_most, grid), "{:.1f} %".format), ("at", partial(place, grid))]
+        caption = (
+            "share of the clean prediction recovered at the best position; KL(clean || corrupted) "
+            f"{told['corrupted_kl']:.3f} nats"
+        )
+        if "answer_probability" in told:
+            shares = {name: format_probability(p) for name, p in told["answer_probability"].items()}
+            word = format_token(told["answer_token"])
+            caption += f"; {word!r} {shares['clean']} clean, {shares['corrupted']} corrupted"
+        return Table.of(
+            range(told["n_layers"]),
+            *columns,
+            title=f"{self.subject.name}: {told['clean_prompt']!r} put into {told['corrupted_prompt']!r}",
+            caption=caption,
+            sources=sources,
+        )
+
+
+def _most(grid: list[list[float]], layer: int) -> float:
+    return max(grid[layer])
 
 
 def _best(percent: xr.DataArray) -> dict[str, Any]:

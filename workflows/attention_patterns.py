@@ -27,8 +27,9 @@ from ..stages.lens import format_token
 from ..stages.positions import position_of
 from ..store.errors import ConfigError
 from .answers import encoded, fact, named, plain
+from .settings import setting
 from .subject import Subject
-from .workflow import Workflow, setting
+from .workflow import Workflow
 
 if TYPE_CHECKING:
     import xarray as xr

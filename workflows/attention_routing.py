@@ -20,7 +20,8 @@ from ..store.errors import ConfigError
 from .answers import plain
 from .feature_injection import Planned, feature_json
 from .feature_presets import chosen_preset
-from .workflow import Workflow, setting
+from .settings import setting
+from .workflow import Workflow
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -36,8 +36,9 @@ from .answers import plain
 from .feature_examples import ExampleNodes, corpus_texts, example_nodes, passages
 from .feature_presets import preset_of
 from .graph_page import LISTED, StrongFeature, examples_of, graph_elements, strongest_features
+from .settings import setting
 from .subject import Subject
-from .workflow import Workflow, setting
+from .workflow import Workflow
 
 if TYPE_CHECKING:
     from rich.table import Table

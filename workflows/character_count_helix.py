@@ -14,9 +14,9 @@ projecting and before taking cosines (`centre=false` gives the original's uncent
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,25 +24,24 @@ import numpy as np
 from ..stages.character_count import count_geometry, count_sums, decodability
 from ..stages.text import character_counts, pack_lines, wrap
 from ..store.errors import ConfigError
+from .settings import ModelSettings, setting
 from .subject import Subject, read_texts
-from .workflow import Workflow, setting
+from .views import Bars, Choice, Curve, Data, Figure, Heatmap, Lines, Table, View
+from .workflow import ModelWorkflow, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
-    from rich.table import Table
 
-    from ..stages.forward.model import Model
+    from ..pipeline.nodes import ResultNode
     from ..store import PackedTokens
-    from .report import Element
 
 __all__ = ["CharacterCountHelix", "Settings", "line_corpus"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(ModelSettings):
     """What `--set` can change."""
 
-    model: str = setting("specimen", 'hub id, directory, or "specimen"')
     text: str = setting("", "a text file, or a folder of *.txt; none: the prose shipped with mizarr")
     characters: int = setting(0, "of each text, how many characters to read; 0 reads all")
     widths: tuple[int, ...] = setting((30, 40, 50, 60, 70, 80), "line widths to wrap at")
@@ -56,7 +55,6 @@ class Settings:
     components: int = setting(6, "principal components")
     centre: bool = setting(True, "subtract the mean of the means before projecting and taking cosines")
     seed: int = setting(0, "of the shuffled control")
-    dtype: str = setting("float32", "what the model computes in")
 
     def __post_init__(self) -> None:
         if not self.widths or min(self.widths) < 2:
@@ -100,52 +98,46 @@ def token_counts(tokens: PackedTokens, *, line_breaks: bool) -> np.ndarray[Any, 
     return np.concatenate(rows)
 
 
-class CharacterCountHelix(Workflow):
+class CharacterCountHelix(ModelWorkflow):
     """Wrapped prose through the model, averaged by character count."""
 
     name = "character_count_helix"
     question = "How does the model know where it is in a line?"
     settings_type = Settings
+    settings: Settings
 
-    def __init__(self, settings: Settings, model: Model | None = None) -> None:
+    geometry = loaded("geometry")
+    """Curve of each layer, `count_geometry`."""
+    control = loaded("control")
+    """The same with counts shuffled among tokens."""
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """Sums by count, their geometry with true and shuffled counts, and a linear read-out."""
         import xarray as xr
 
-        super().__init__(settings)
-        self.subject = Subject(model or settings.model, settings.dtype)
-        self.max_count = settings.max_count or max(settings.widths)
-        context = settings.context or min(self.subject.config.context_length, 4096)
-        texts = [text[: settings.characters or None] for text in read_texts(settings.text)]
-        tokens = line_corpus(self.subject, texts, settings.widths, context)
-        layers = settings.layers or range(self.subject.config.num_layers)
+        given = self.settings
+        self.max_count = given.max_count or max(given.widths)
+        context = given.context or min(self.subject.config.context_length, 4096)
+        texts = [text[: given.characters or None] for text in read_texts(given.text)]
+        tokens = line_corpus(self.subject, texts, given.widths, context)
+        layers = given.layers or range(self.subject.config.num_layers)
         captured = self.subject.capture(tokens, *(f"blocks.{layer}.hook_resid_post" for layer in layers))
         states = captured["resid_post"]
-        count = xr.DataArray(
-            token_counts(tokens, line_breaks=settings.line_breaks), dims="token", name="count"
-        )
+        count = xr.DataArray(token_counts(tokens, line_breaks=given.line_breaks), dims="token", name="count")
         prompt = xr.DataArray(tokens.prompt_of(slice(None)), dims="token", name="prompt")
-        chosen = {"max_count": self.max_count, "shuffle_seed": settings.seed}
+        chosen = {"max_count": self.max_count, "shuffle_seed": given.seed}
         sums = count_sums.on(states=states, count=count, **chosen)
-        shape = {
-            "n_components": settings.components,
-            "min_count": settings.min_count,
-            "min_tokens": settings.min_tokens,
-            "centre": settings.centre,
+        shape: dict[str, Any] = {
+            "n_components": given.components,
+            "min_count": given.min_count,
+            "min_tokens": given.min_tokens,
+            "centre": given.centre,
         }
-        self.nodes = {
+        return {
             "geometry": count_geometry.on(sums=sums, **shape),
             "control": count_geometry.on(sums=sums, counts="shuffled", **shape),
             "decodability": decodability.on(states=states, count=count, prompt=prompt, **chosen),
         }
-
-    @cached_property
-    def geometry(self) -> xr.Dataset:
-        """Curve of each layer, `count_geometry`, in memory."""
-        return self.result("geometry").load()
-
-    @cached_property
-    def control(self) -> xr.Dataset:
-        """The same with counts shuffled among tokens."""
-        return self.result("control").load()
 
     @cached_property
     def r2(self) -> xr.DataArray:
@@ -160,111 +152,12 @@ class CharacterCountHelix(Workflow):
         best = self.r2.sel(counts="true").fillna(-np.inf).argmax("layer")
         return int(self.r2["layer"][int(best)])
 
-    def tables(self) -> list[Table]:
-        """One row per layer, and the ringing of the layer shown."""
-        return [self._layers_table(), self._ringing_table()]
-
-    def draw(self, folder: Path) -> list[Path]:
-        """One page for the layer shown, with all layers in its lower half."""
-        from . import figures
-
-        def page() -> Any:
-            by_layer = self.geometry[["explained_variance_ratio"]].assign(r2=self.r2)
-            return figures.helix_page(
-                self.geometry.sel(layer=self.layer),
-                self.control.sel(layer=self.layer),
-                by_layer,
-                model=self.subject.name,
-                footer=self.footer,
-            )
-
-        return [self.figure(folder / f"character_count_helix_L{self.layer}.png", page)]
-
-    def elements(self) -> list[Element]:
-        """Layer by layer the ringing, the cosines and the curve; of all layers the read-out and variance."""
-        from .report import Choice, Line, Lines, from_rich
-
-        layers = tuple(self.geometry["layer"].values.tolist())
-        views = {
-            "Ringing": ("Mean cosine of two mean states by how far apart they are.", self._ringing),
-            "Cosine between the means of two counts": (
-                "Bands beside the diagonal: the curve turns away, and comes round again.",
-                self._cosines,
-            ),
-            "The curve, one component at a time": (
-                "Mean states projected on their principal components.",
-                self._projections,
-            ),
-        }
-        choices = [
-            Choice(
-                title=title,
-                caption=caption,
-                sources=("geometry", "control") if title == "Ringing" else ("geometry",),
-                name="layer",
-                options=tuple((str(layer), view(layer)) for layer in layers),
-                start=layers.index(self.layer),
-            )
-            for title, (caption, view) in views.items()
-        ]
-        ratio = self.geometry["explained_variance_ratio"].transpose("layer", "component").values
-        shares = [Line(f"PC1 to PC{k}", ratio[:, :k].sum(axis=1)) for k in (1, 2, 3, ratio.shape[1])]
-        shuffled = self.control["explained_variance_ratio"].sum("component").values
-        shares.append(Line(f"PC1 to PC{ratio.shape[1]}, shuffled", shuffled, control=True))
-        scores = {name: self.r2.sel(layer=list(layers), counts=name).values for name in ("true", "shuffled")}
-        readout = Line("true counts", scores["true"]), Line("shuffled", scores["shuffled"], control=True)
-        by_layer = [
-            Lines(x=layers, x_name="layer", y_name=name, title=title, lines=lines, low=0.0, high=1.0)
-            for title, name, lines in (
-                ("Can the count be read off linearly?", "R² on held-out prompts", readout),
-                ("How few dimensions hold the means?", "share of their variance", tuple(shares)),
-            )
-        ]
-        layers_table, ringing_table = map(from_rich, self.tables())
-        return [layers_table, *choices, *by_layer, ringing_table]
-
-    def _ringing(self, layer: int) -> Element:
-        from .report import Line, Lines
-
-        part, control = (of.sel(layer=layer)["ringing"] for of in (self.geometry, self.control))
-        return Lines(
-            x=tuple(part["offset"].values.tolist()),
-            x_name="characters apart",
-            y_name="mean cosine",
-            low=-1.0,
-            high=1.0,
-            lines=(
-                Line("true counts", part.values),
-                Line("shuffled counts", control.reindex(offset=part["offset"]).values, control=True),
-            ),
-        )
-
-    def _cosines(self, layer: int) -> Element:
-        from .report import Heatmap
-
-        cosine = self.geometry["cosine"].sel(layer=layer)
-        counts = tuple(str(count) for count in self.geometry["count"].values)
-        named = {"rows": counts, "columns": counts, "row_name": "count", "column_name": "count"}
-        return Heatmap.of(cosine, **named, low=-1.0, high=1.0, diverging=True, upward=True)
-
-    def _projections(self, layer: int) -> Element:
-        from .report import Lines
-
-        curve = self.geometry["projection"].sel(layer=layer).transpose("component", "count")[:4]
-        curve = curve.assign_coords(component=np.arange(1, len(curve) + 1))
-        return Lines.of(curve, x_name="characters since the line began")
-
-    def to_json(self) -> dict[str, Any]:
-        """Per layer the fields of candle-mi's example, the ringing, and the controls; and where it comes
-        from.
+    def told(self, layer: int) -> dict[str, Any]:
+        """A layer in the fields of candle-mi's example, the ringing, and the controls.
 
         `projections` and `cosine_similarity` are of centred means iff `centred`; mean_projection is what
         centring took away: uncentred projections are `projections` + `mean_projection`.
         """
-        layers = [self._layer_json(int(layer)) for layer in self.geometry["layer"].values]
-        return {**self.header(), "shown_layer": self.layer, "results": layers}
-
-    def _layer_json(self, layer: int) -> dict[str, Any]:
         part, control = self.geometry.sel(layer=layer), self.control.sel(layer=layer)
         ratio = part["explained_variance_ratio"].values
         offset = np.zeros(len(ratio))
@@ -274,85 +167,148 @@ class CharacterCountHelix(Workflow):
             "model_id": self.subject.name,
             "layer": layer,
             "max_char_count": self.max_count,
-            "line_widths": list(self.settings.widths),
-            "explained_variance": ratio.tolist(),
-            "total_variance_top6": float(ratio.sum()),
-            "total_variance_top6_shuffled": float(control["explained_variance_ratio"].sum()),
+            "line_widths": self.settings.widths,
+            "explained_variance": ratio,
+            "total_variance_top6": ratio.sum(),
+            "total_variance_top6_shuffled": control["explained_variance_ratio"].values.sum(),
             "projections": [
-                {"char_count": int(count), "pc": row.tolist()}
+                {"char_count": int(count), "pc": row}
                 for count, row in zip(part["count"].values, part["projection"].values, strict=True)
             ],
-            "mean_projection": offset.tolist(),
-            "cosine_similarity": part["cosine"].values.tolist(),
+            "mean_projection": offset,
+            "cosine_similarity": part["cosine"],
             "centred": bool(part.attrs["centred"]),
-            "ringing": dict(
-                zip(part["offset"].values.tolist(), part["ringing"].values.tolist(), strict=True)
-            ),
+            "ringing": dict(zip(part["offset"].values.tolist(), part["ringing"].values, strict=True)),
             "ringing_shuffled": dict(
-                zip(control["offset"].values.tolist(), control["ringing"].values.tolist(), strict=True)
+                zip(control["offset"].values.tolist(), control["ringing"].values, strict=True)
             ),
             "tokens": int(part["n"].sum()),
-            "r2": _number(self.r2.sel(layer=layer, counts="true")),
-            "r2_shuffled": _number(self.r2.sel(layer=layer, counts="shuffled")),
+            "r2": self.r2.sel(layer=layer, counts="true"),
+            "r2_shuffled": self.r2.sel(layer=layer, counts="shuffled"),
         }
 
-    def _layers_table(self) -> Table:
-        from rich.table import Table
+    def views(self) -> Iterator[View]:
+        """Layer by layer the ringing, the cosines and the curve; of all layers the read-out and variance."""
+        import xarray as xr
 
-        counts = self.geometry["count"].values
-        tokens = int(self.geometry["n"].sum())
-        title = (
-            f"Mean state of {self.subject.name} by character count: {tokens:,} tokens at {len(counts)} counts"
+        shown, layers, found = self.layer, self.geometry["layer"].values.tolist(), self.geometry
+        told = [self.told(layer) for layer in layers]
+        tokens, counts = int(found["n"].sum()), found["count"].values
+        yield Data(json={"shown_layer": shown, "results": told})
+        yield Table.of(
+            told,
+            ("layer", "layer", "d"),
+            *((f"PC{k + 1}", partial(_component, k), ".1%") for k in range(3)),
+            (f"top {self.settings.components}", "total_variance_top6", ".1%"),
+            ("(shuffled)", "total_variance_top6_shuffled", ".1%"),
+            ("lowest cos", lambda one: min(one["ringing"].values()), "+.2f"),
+            ("(shuffled)", lambda one: min(one["ringing_shuffled"].values()), "+.2f"),
+            ("R²", lambda one: float(one["r2"]), "+.2f"),
+            ("(shuffled)", lambda one: float(one["r2_shuffled"]), "+.2f"),
+            strong=lambda one: one["layer"] == shown,
+            title=f"Mean state of {self.subject.name} by character count: {tokens:,} tokens at "
+            f"{len(counts)} counts",
+            caption="share of the variance of the means; lowest mean cosine at any distance; linear read-out "
+            "of the count on held-out prompts; each also with counts shuffled among tokens",
         )
-        table = Table(title=title, box=None, pad_edge=False)
-        columns = (
-            "layer",
-            "PC1",
-            "PC2",
-            "PC3",
-            f"top {self.settings.components}",
-            "(shuffled)",
-            "lowest cos",
-            "(shuffled)",
-            "R²",
-            "(shuffled)",
+        parts: list[xr.DataArray] = [
+            of["ringing"].reindex(offset=found["offset"]) for of in (found, self.control)
+        ]
+        both = xr.concat(parts, "counts").assign_coords(counts=["true", "shuffled"])
+        numbered = found.assign_coords(component=[f"PC{k + 1}" for k in range(found.sizes["component"])])
+        curves = numbered["projection"][..., :4].transpose("layer", "component", "count")
+        square: dict[str, Any] = {name: tuple(map(str, counts)) for name in ("rows", "columns")}
+        ends: dict[str, Any] = {"low": -1.0, "high": 1.0}
+        ringing, cosines, components = (
+            Choice.of("layer", layers, make, title=title, caption=caption, sources=sources, start=shown)
+            for title, caption, sources, make in (
+                (
+                    "Ringing",
+                    "Mean cosine of two mean states by how far apart they are.",
+                    ("geometry", "control"),
+                    lambda layer: Lines.of(
+                        both.sel(layer=layer), x_name="characters apart", control="shuffled", **ends
+                    ),
+                ),
+                (
+                    "Cosine between the means of two counts",
+                    "Bands beside the diagonal: the curve turns away, and comes round again.",
+                    ("geometry",),
+                    lambda layer: Heatmap.of(
+                        found["cosine"].sel(layer=layer), low=-1.0, high=1.0, diverging=True, upward=True,
+                        row_name="count", column_name="count", **square,
+                    ),
+                ),
+                (
+                    "The curve, one component at a time",
+                    "Mean states projected on their principal components.",
+                    ("geometry",),
+                    lambda layer: Lines.of(
+                        curves.sel(layer=layer), x_name="characters since the line began", apart=True
+                    ),
+                ),
+            )
+        )  # fmt: skip
+        along: dict[str, Any] = {"control": "shuffled", "low": 0.0, "high": 1.0, "at": shown}
+        scores = self.r2.sel(layer=layers).transpose("counts", "layer")
+        readout = Lines.of(scores, "Can the count be read off linearly?", **along)
+        ratio = numbered["explained_variance_ratio"].transpose("component", "layer")
+        dims = Lines.of(
+            self._shares(ratio),
+            "How few dimensions hold the means?",
+            y_name="share of their variance",
+            **along,
         )
-        for column in columns:
-            table.add_column(column, justify="right")
-        for layer in self.geometry["layer"].values.tolist():
-            pair = [of.sel(layer=layer) for of in (self.geometry, self.control)]
-            ratios = [part["explained_variance_ratio"].values for part in pair]
-            scores = [float(self.r2.sel(layer=layer, counts=name)) for name in ("true", "shuffled")]
-            cells = [str(layer), *(f"{v:.1%}" for v in ratios[0][:3]), *(f"{r.sum():.1%}" for r in ratios)]
-            cells += [f"{float(part['ringing'].min()):+.2f}" for part in pair]
-            cells += [f"{v:+.2f}" for v in scores]
-            table.add_row(*cells, style="bold" if layer == self.layer else "")
-        table.caption = (
-            "share of the variance of the means; lowest mean cosine at any distance; linear read-out of the "
-            "count on held-out prompts; each also with counts shuffled among tokens"
+        variance = Bars.of(ratio[:6], "Variance of the means by component", stacked=True, low=0.0, high=1.02)
+        yield from (ringing, cosines, components, readout, dims)
+        yield Figure(
+            name=f"character_count_helix_L{shown}",
+            title=f"Where in its line is a token? Mean states of {self.subject.name} after layer {shown}, "
+            f"{tokens:,} tokens by character count",
+            panels=(self._curve(shown), components, cosines, ringing, variance, readout),
         )
-        return table
+        offsets = [d for d in (1, 2, 5, 10, 15, 20, 25, 30, 40, 49) if d in found["offset"].values]
+        here = both.sel(layer=shown)
+        yield Table.of(
+            here,
+            ("apart", lambda row: row["counts"].item()),
+            *((str(d), partial(_at, d), "+.2f") for d in offsets),
+            title=f"Ringing at layer {shown}: mean cosine of means so many characters apart",
+        )
 
-    def _ringing_table(self) -> Table:
-        from rich.table import Table
+    def _shares(self, ratio: xr.DataArray) -> xr.DataArray:
+        """Share of the first components together; and of all of them with shuffled counts."""
+        import xarray as xr
 
-        part, control = self.geometry.sel(layer=self.layer), self.control.sel(layer=self.layer)
-        title = f"Ringing at layer {self.layer}: mean cosine of means so many characters apart"
-        table = Table(title=title, box=None, pad_edge=False)
-        offsets = [d for d in (1, 2, 5, 10, 15, 20, 25, 30, 40, 49) if d in part["offset"].values]
-        table.add_column("apart", no_wrap=True)
-        for d in offsets:
-            table.add_column(str(d), justify="right", no_wrap=True)
-        for name, curve in (("true", part["ringing"]), ("shuffled", control["ringing"])):
-            known = dict(zip(curve["offset"].values.tolist(), curve.values.tolist(), strict=True))
-            table.add_row(name, *(f"{known[d]:+.2f}" if d in known else "" for d in offsets))
-        return table
+        names = [f"PC1 to {name}" for name in ratio["component"].values]
+        sums = ratio.cumsum("component").assign_coords(component=names)
+        shuffled = self.control["explained_variance_ratio"].sum("component")
+        first = sums[sorted({0, 1, 2, len(names) - 1} & set(range(len(names))))]
+        return xr.concat([first, shuffled.expand_dims(component=["shuffled"])], "component")
+
+    def _curve(self, layer: int) -> Curve:
+        part = self.geometry.sel(layer=layer)
+        points = part["projection"].transpose("count", "component").values[:, :3]
+        share = np.pad(part["explained_variance_ratio"].values, (0, 3))[:3]
+        return Curve(
+            title="Mean state at each count",
+            points=np.pad(points, ((0, 0), (0, 3 - points.shape[1]))),
+            values=part["count"].values,
+            value_name="characters since the line began",
+            names=(f"PC1  {share[0]:.0%}", f"PC2  {share[1]:.0%}", f"PC3  {share[2]:.0%}"),
+        )
 
 
-def _number(value: Any) -> float | None:
-    """NaN has no place in JSON."""
-    number = float(value)
-    return None if np.isnan(number) else number
+def _component(k: int, told: dict[str, Any]) -> float | None:
+    """Share of the variance of a component; None for one that was not asked for."""
+    ratio = told["explained_variance"]
+    return float(ratio[k]) if k < len(ratio) else None
+
+
+def _at(apart: int, ringing: xr.DataArray) -> float | None:
+    """Mean cosine so many characters apart; None where no means are."""
+    found = float(ringing.sel(offset=apart))
+    return None if np.isnan(found) else found
 
 
 WORKFLOW = CharacterCountHelix

@@ -24,8 +24,9 @@ from .answers import encoded, fact, named, plain
 from .feature_injection import is_one_token, word_id
 from .feature_presets import PRESETS
 from .sae_features import dictionary_of
+from .settings import setting
 from .subject import Subject
-from .workflow import Workflow, setting
+from .workflow import Workflow
 
 if TYPE_CHECKING:
     import xarray as xr

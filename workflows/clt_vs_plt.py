@@ -24,7 +24,8 @@ from ..store.errors import ConfigError
 from .answers import number, plain
 from .feature_injection import Planned, feature_json, word_id
 from .feature_presets import PRESETS, chosen_preset
-from .workflow import Workflow, setting
+from .settings import setting
+from .workflow import Workflow
 
 if TYPE_CHECKING:
     import xarray as xr

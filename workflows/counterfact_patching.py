@@ -23,8 +23,9 @@ from ..stages.counterfact import CounterFactPatching, blocks_of
 from ..store.errors import ConfigError
 from .answers import named, plain
 from .fact_pairs import both_continuations, fact_pairs
+from .settings import setting
 from .subject import Subject
-from .workflow import Workflow, setting
+from .workflow import Workflow
 
 if TYPE_CHECKING:
     import xarray as xr

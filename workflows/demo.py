@@ -56,6 +56,7 @@ def run(
     console: Console | None = None,
     talk: Console | None = None,
     model: str = "specimen",
+    trust_layout: bool = False,
     quiet: bool = False,
 ) -> Demo:
     """Run the workflows of the demo on `model`, print tables to `console`, draw into `folder`.
@@ -68,7 +69,7 @@ def run(
     done = Demo()
     started = time.monotonic()
     for name, settings in DEMO.items():
-        workflow = build(name, model=model, **settings)
+        workflow = build(name, model=model, trust_layout=trust_layout, **settings)
         talk.print(f"\n[bold]{workflow.question}[/bold]  [dim]{name}[/dim]", highlight=False)
         done.ran += _run(workflow, store, talk, quiet)
         done.workflows.append(workflow)

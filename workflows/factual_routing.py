@@ -24,8 +24,9 @@ from ..store.errors import ConfigError
 from .answers import named, plain
 from .counterfact_patching import layers_told
 from .fact_pairs import both_continuations, fact_pairs
+from .settings import setting
 from .subject import Subject
-from .workflow import Workflow, setting
+from .workflow import Workflow
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -1,4 +1,4 @@
-"""Figures of attention: knockout, patterns, dose-response, convergence, and a text cut into tokens.
+"""Figures of attention: patterns, dose-response, convergence, and a text cut into tokens.
 
 Border: labelled results in, a `Figure` out; conventions and helpers are those of figures.py.
 """
@@ -17,56 +17,9 @@ if TYPE_CHECKING:
     import xarray as xr
     from matplotlib.figure import Figure
 
-__all__ = ["convergence_page", "dose_page", "knockout_page", "patterns_page", "tokens_strip"]
+__all__ = ["convergence_page", "dose_page", "patterns_page", "tokens_strip"]
 
 BLUE = "#1d5b7f"
-
-
-def knockout_page(
-    edges: xr.Dataset,
-    heads: xr.Dataset,
-    tokens: Sequence[str],
-    *,
-    layer: int,
-    edge: tuple[int, int],
-    prompt: str,
-    model: str,
-    footer: str,
-) -> Figure:
-    """KL of cutting each key by layer, and the one edge by layer and head.
-
-    edges: kl [layer, edge] with the coordinate key.  heads: kl [layer, head].  A frame marks the edge and
-    layer told in full.
-    """
-    query, key = edge
-    keys = edges["key"].values.tolist()
-    names = [f"{format_token(tokens[place])} {place}" for place in keys]
-    with _style():
-        figure = _figure(
-            min(15.0, 6.5 + 0.5 * (len(keys) + heads.sizes["head"])), 2.6 + 0.28 * edges.sizes["layer"]
-        )
-        widths = [max(5, len(keys)), max(5, heads.sizes["head"])]
-        left, right = figure.subplots(1, 2, gridspec_kw={"width_ratios": widths})
-        _heat(figure, left, edges["kl"].transpose("layer", "edge"), "KL, nats")
-        left.set_xticks(range(len(keys)), [_fit(name, 12) for name in names], rotation=40, ha="right")
-        left.set_xlabel("key that may no longer be read")
-        left.set_title("By key, all heads", pad=20)
-        _subtitle(
-            left,
-            f"{format_token(tokens[query])!r} ({query}) loses one edge in one layer; framed: as in the table",
-        )
-        layers = edges["layer"].values.tolist()
-        left.add_patch(_frame(keys.index(key), layers.index(layer)))
-        _heat(figure, right, heads["kl"].transpose("layer", "head"), "KL, nats")
-        right.set_xticks(range(heads.sizes["head"]), heads["head"].values)
-        right.set_xlabel("head")
-        right.set_title("By head, one edge", pad=20)
-        _subtitle(
-            right, f"{format_token(tokens[query])!r} ({query}) loses {format_token(tokens[key])!r} ({key})"
-        )
-        figure.suptitle(f"What {model} needs to read: {_fit(format_token(prompt), 70)!r}", **_TITLE)
-        _footer(figure, footer)
-    return figure
 
 
 def patterns_page(

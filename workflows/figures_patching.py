@@ -1,4 +1,4 @@
-"""Figures of patching: causal traces, facts turned into others, and the heads that move.
+"""Figures of patching: facts turned into others, and the heads that move.
 
 Border: labelled results in, a `Figure` out; conventions and helpers are those of figures.py.
 """
@@ -17,64 +17,10 @@ if TYPE_CHECKING:
     import xarray as xr
     from matplotlib.figure import Figure
 
-__all__ = ["counterfact_page", "routing_page", "trace_page"]
+__all__ = ["counterfact_page", "routing_page"]
 
-NAMES = {
-    "resid_pre": "State entering the layer",
-    "resid_mid": "State after attention",
-    "resid_post": "State after the layer",
-    "attn_out": "Attention output",
-    "mlp_out": "MLP output",
-}
 TYPES = {"fact": "#1d5b7f", "fact_final": ACCENT, "other": "#9aa1b1"}
 TYPE_NAMES = {"fact": "the fact", "fact_final": "its last token", "other": "other tokens"}
-
-
-def trace_page(
-    trace: xr.Dataset, *, subject: tuple[int, int], prompts: tuple[str, str], model: str, footer: str
-) -> Figure:
-    """Recovery by token (rows, from the first) and layer (columns), a panel per kind.
-
-    trace: recovery [kind, layer, position] with coordinates token and clean_token. subject: first and last
-    position at which the prompts differ.
-    """
-    recovery = trace["recovery"]
-    kinds = [str(kind) for kind in recovery["kind"].values]
-    tokens, clean = trace["token"].values.tolist(), trace["clean_token"].values.tolist()
-    names = [
-        format_token(b) if a == b else f"{format_token(a)} → {format_token(b)}"
-        for a, b in zip(clean, tokens, strict=True)
-    ]
-    with _style():
-        width = 2.6 + 3.5 * len(kinds)
-        figure = _figure(width, 2.4 + 0.28 * len(tokens))
-        panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
-        # One colour scale for all panels; a single cell far below zero must not make the others pale.
-        for panel, kind in zip(panels, kinds, strict=True):
-            values = recovery.sel(kind=kind).transpose("position", "layer").values
-            image = panel.imshow(values, cmap="RdBu", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
-            _clean_ticks(panel)
-            panel.set_xticks(range(values.shape[1]), recovery["layer"].values)
-            panel.set_xlabel("layer")
-            panel.set_title(NAMES[kind], pad=20)
-            place, layer = map(int, np.unravel_index(int(values.argmax()), values.shape))
-            best = f"{values[place, layer]:.0%} in layer {layer} at {_fit(format_token(tokens[place]), 12)!r}"
-            _subtitle(panel, f"framed, most: {best}")
-            panel.add_patch(_frame(layer, place))
-        panels[0].set_yticks(range(len(names)), [_fit(name, 26) for name in names])
-        for place, label in enumerate(panels[0].get_yticklabels()):
-            if subject[0] <= place <= subject[1]:
-                label.set(color=ACCENT, fontweight="bold")
-        bar = figure.colorbar(image, ax=list(panels), fraction=0.025, pad=0.015, extend="both")
-        bar.set_label("share of the clean prediction recovered")
-        bar.outline.set_visible(False)
-        room = int(2.9 * width)
-        given, changed = (_fit(format_token(prompt), room) for prompt in prompts)
-        _title(
-            figure, f"Where {model} keeps what makes prompts differ\nStates of {given!r} put into {changed!r}"
-        )
-        _footer(figure, footer)
-    return figure
 
 
 def counterfact_page(

@@ -27,8 +27,9 @@ from ..stages.forward.stopping import end_ids
 from ..stages.lens import format_probability, format_token
 from ..stages.text import wrap
 from .answers import FRANCE, SPECIMEN, encoded, named, plain
+from .settings import setting
 from .subject import Subject, shipped_facts, shipped_prose
-from .workflow import Workflow, setting
+from .workflow import Workflow
 
 if TYPE_CHECKING:
     import xarray as xr

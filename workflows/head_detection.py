@@ -25,8 +25,9 @@ import numpy.typing as npt
 from ..stages.attention_statistics import head_statistics
 from ..stages.head_detection import KINDS, MEASURES, head_scores
 from ..store.errors import ConfigError, PromptError
+from .settings import setting
 from .subject import Subject
-from .workflow import Workflow, setting
+from .workflow import Workflow
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -22,8 +22,9 @@ from ..pipeline import Estimate, SourceNode
 from ..store.errors import ConfigError
 from .answers import number, plain
 from .inspect_model import BLOCK, TensorFacts, tensor_facts
+from .settings import setting
 from .subject import Subject
-from .workflow import Workflow, setting
+from .workflow import Workflow
 
 if TYPE_CHECKING:
     import xarray as xr

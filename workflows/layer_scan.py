@@ -26,8 +26,9 @@ from ..store.coordinates import pair_starts
 from ..store.errors import ConfigError, PromptError
 from .answers import plain
 from .marker_samples import Conversion, Placed, Sample, place, read_samples, repeated_samples
+from .settings import setting
 from .subject import Subject, shipped_prose
-from .workflow import Workflow, setting
+from .workflow import Workflow
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -35,8 +35,9 @@ from ..stages.logit_directions import MOST_LIKELY, NONE
 from ..stages.readout import readout_node
 from ..store.errors import ConfigError
 from .answers import plain
+from .settings import setting
 from .subject import Subject, shipped_facts
-from .workflow import Workflow, setting
+from .workflow import Workflow
 
 if TYPE_CHECKING:
     import xarray as xr

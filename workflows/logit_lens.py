@@ -9,9 +9,9 @@ encoding prompt and answer together, so that a word of several tokens is not loo
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,76 +19,70 @@ import numpy as np
 from ..stages.lens import first_appearance, format_probability, format_token, logit_lens, next_tokens
 from ..stages.readout import readout_node
 from ..store.errors import ConfigError
-from .subject import Subject, shipped_facts
-from .workflow import Workflow, setting
+from .settings import Count, ModelSettings, setting
+from .subject import shipped_facts
+from .views import Choice, Data, Figure, Lens, Line, Lines, Table, View, dim
+from .workflow import ModelWorkflow, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
-    from matplotlib.figure import Figure
-    from rich.table import Table
 
-    from ..stages.forward.model import Model
+    from ..pipeline.nodes import ResultNode
     from ..store import PackedTokens
-    from .report import Element
 
 __all__ = ["LogitLens", "Settings"]
 
 TOP = 10
 """Layers are searched for the answer among this many tokens (candle-mi's `first_appearance`)."""
-
-
 ROWS = 12
 """Prompts listed in the table of answers, and to choose from on a page."""
+LINES = 60
+"""Prompts up to which each has a line of its own."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(ModelSettings):
     """What `--set` can change."""
 
-    model: str = setting("specimen", 'hub id, directory, or "specimen"')
     prompts: tuple[str, ...] = setting((), "prompts to read; none: the facts shipped with mizarr")
     answers: tuple[str, ...] = setting((), "what comes next, one per prompt or one for all; may be empty")
-    top_k: int = setting(10, "most likely tokens kept per layer and position")
+    top_k: Count = setting(10, "most likely tokens kept per layer and position")
     soft_cap: bool = setting(True, "apply the model's final soft cap, if it has one")
     heatmaps: int = setting(2, "how many prompts get a figure of their own")
-    dtype: str = setting("float32", "what the model computes in")
 
     def __post_init__(self) -> None:
-        if self.top_k < 1:
-            raise ConfigError(f"expected top_k to be at least 1, found {self.top_k}")
         if self.answers and len(self.answers) not in (1, len(self.prompts)):
             raise ConfigError(
                 f"expected one answer, or one per prompt ({len(self.prompts)}), found {len(self.answers)}"
             )
 
 
-class LogitLens(Workflow):
+class LogitLens(ModelWorkflow):
     """Prompts through the lens."""
 
     name = "logit_lens"
     question = "At which layer does the model know what comes next?"
     settings_type = Settings
+    settings: Settings
 
-    def __init__(self, settings: Settings, model: Model | None = None) -> None:
-        super().__init__(settings)
-        self.texts, self.words = settings.prompts, settings.answers
+    lens = loaded("lens")
+    """The lens on all tokens of all prompts, in memory: [layer, token, rank] and [layer, token]."""
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """The residual stream after every layer, and what the model's readout makes of it."""
+        given = self.settings
+        self.texts, self.words = given.prompts, given.answers
         if not self.texts:
             facts = shipped_facts()
             self.texts, self.words = tuple(f["prompt"] for f in facts), tuple(f["target"] for f in facts)
         elif len(self.words) == 1:
             self.words *= len(self.texts)
-        self.subject = Subject(model or settings.model, settings.dtype)
         tokens = self.subject.pack(self.texts)
-        states = self.subject.capture(tokens, "blocks.*.hook_resid_post")
+        states = self.subject.capture(tokens, "blocks.*.hook_resid_post")["resid_post"]
         readout = readout_node(self.subject.files, dtype=self.subject.dtype)
-        lens = logit_lens.on(
-            resid_post=states["resid_post"],
-            targets=self._targets(tokens),
-            readout=readout,
-            top_k=settings.top_k,
-            soft_cap=settings.soft_cap,
-        )
-        self.nodes = {"lens": lens, "readout": readout}
+        shape: dict[str, Any] = {"top_k": given.top_k, "soft_cap": given.soft_cap}
+        lens = logit_lens.on(resid_post=states, targets=self._targets(tokens), readout=readout, **shape)
+        return {"lens": lens, "readout": readout}
 
     def _targets(self, tokens: PackedTokens) -> xr.DataArray:
         """The next token of each token; for the last one of a prompt, its answer."""
@@ -98,11 +92,6 @@ class LogitLens(Workflow):
         for i, answer in enumerate(self.words):
             targets[tokens.row(i).stop - 1] = self.subject.answer_id(self.texts[i], answer)
         return xr.DataArray(targets, dims="token", name="targets")
-
-    @cached_property
-    def lens(self) -> xr.Dataset:
-        """The lens on all tokens of all prompts, in memory: [layer, token, rank] and [layer, token]."""
-        return self.result("lens").load()
 
     @cached_property
     def vocabulary(self) -> list[str]:
@@ -123,94 +112,10 @@ class LogitLens(Workflow):
         part = self.lens.isel(token=last).drop_vars(["prompt", "position"], errors="ignore")
         return part.rename(token="prompt").assign_coords(prompt=prompts[last])
 
-    def tables(self) -> list[Table]:
-        """The layers of the first prompt, and where the answers of all prompts appear."""
-        answers = self.answers()
-        return [self._layers_table(0), *([_answers_table(self, answers)] if answers.sizes["prompt"] else [])]
-
-    def draw(self, folder: Path) -> list[Path]:
-        """One heatmap for each of the first prompts, and one figure of all answers."""
-        from . import figures
-
-        def heatmap(i: int) -> Figure:
-            part = self.prompt(i)
-            tokens = [self.vocabulary[t] for t in part["token_id"].values]
-            return figures.lens_heatmap(
-                part, tokens, self.vocabulary, model=self.subject.name, footer=self.footer
-            )
-
-        shown = range(min(self.settings.heatmaps, len(self.texts)))
-        files = [self.figure(folder / f"logit_lens_{i}.png", partial(heatmap, i)) for i in shown]
-        answers = self.answers()
-        if answers.sizes["prompt"] > 1:
-            labels = [f"{self.words[i]}" for i in answers["prompt"].values]
-            files.append(
-                self.figure(
-                    folder / "logit_lens_answers.png",
-                    lambda: figures.answers_by_layer(
-                        answers, labels, model=self.subject.name, footer=self.footer
-                    ),
-                )
-            )
-        return files
-
-    def elements(self) -> list[Element]:
-        """The lens on each of the first prompts, and where the answers of all prompts appear."""
-        from .report import Choice, Lens, from_rich
-
-        def lens(i: int) -> Element:
-            return Lens.of(self.prompt(i), self.vocabulary, title="")
-
-        found: list[Element] = [
-            Choice(
-                title=f"What each layer of {self.subject.name} would say next",
-                caption="The residual stream after each layer, read with the model's own final norm and "
-                "unembedding. Click a cell to pin it.",
-                sources=("lens", "readout"),
-                name="prompt",
-                options=tuple((self.texts[i], lens(i)) for i in range(min(ROWS, len(self.texts)))),
-            )
-        ]
-        answers = self.answers()
-        if answers.sizes["prompt"] > 1:
-            found.append(self._curves(answers))
-        return [*found, *map(from_rich, self.tables())]
-
-    def _curves(self, answers: xr.Dataset) -> Element:
-        """How many prompts have their answer among the first tokens, and how likely it is, by layer."""
-        from .report import Line, Lines
-
-        rank = answers["target_rank"].transpose("layer", "prompt").values
-        probability = np.exp(answers["target_logprob"].transpose("layer", "prompt").values)
-        return Lines(
-            title="Where the answers appear",
-            caption=f"{rank.shape[1]:,} prompts, at their last token.",
-            sources=("lens",),
-            x=tuple(answers["layer"].values.tolist()),
-            x_name="layer",
-            y_name="share of prompts",
-            low=0.0,
-            high=1.0,
-            lines=(
-                *(Line(f"answer in the top {k}", (rank <= k).mean(axis=1)) for k in (TOP, 5, 1)),
-                Line("median probability of the answer", np.median(probability, axis=1), control=True),
-            ),
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Per prompt the fields of candle-mi's example, plus entropy and KL; and where it all comes from."""
-        return {**self.header(), "results": [self._prompt_json(i) for i in range(len(self.texts))]}
-
-    def _prompt_json(self, i: int) -> dict[str, Any]:
+    def told(self, i: int) -> dict[str, Any]:
+        """Prompt `i` in the fields of candle-mi's example, plus entropy and KL."""
         last = self.prompt(i).isel(position=-1)
-        config = self.subject.config
-        found: dict[str, Any] = {
-            "model_id": self.subject.name,
-            "prompt": self.texts[i],
-            "n_layers": config.num_layers,
-            "n_heads": config.axis_sizes["head"],
-            "hidden_size": config.hidden_size,
-        }
+        found: dict[str, Any] = {**self.subject.about, "prompt": self.texts[i]}
         if self.words:
             appears = first_appearance(last["top_id"], int(last["target_id"]), TOP)
             found |= {
@@ -220,10 +125,10 @@ class LogitLens(Workflow):
             }
             if self.words[i].strip() == "Paris":
                 found["paris_first_top10"] = appears
-        found["layers"] = [self._layer_json(last.isel(layer=row)) for row in range(last.sizes["layer"])]
+        found["layers"] = [self._layer(last.isel(layer=row)) for row in range(last.sizes["layer"])]
         return found
 
-    def _layer_json(self, row: xr.Dataset) -> dict[str, Any]:
+    def _layer(self, row: xr.Dataset) -> dict[str, Any]:
         ids, probabilities = row["top_id"].values.tolist(), np.exp(row["top_logprob"].values).tolist()
         found = {
             "layer": int(row["layer"]),
@@ -241,58 +146,124 @@ class LogitLens(Workflow):
             }
         return found
 
+    def views(self) -> Iterator[View]:
+        """The lens on each of the first prompts, and where the answers of all prompts appear."""
+        yield Data(json={"results": lambda: [self.told(i) for i in range(len(self.texts))]})
+        title = f"What each layer of {self.subject.name} would say next"
+        texts = self.texts[:ROWS]
+        lenses = [Lens.of(self.prompt(i), self.vocabulary, title="") for i in range(len(texts))]
+        yield Choice(
+            title=title,
+            caption="The residual stream after each layer, read with the model's own final norm and "
+            "unembedding. Click a cell to pin it.",
+            sources=("lens", "readout"),
+            name="prompt",
+            options=tuple(zip(texts, lenses, strict=True)),
+        )
+        for i, lens in enumerate(lenses[: self.settings.heatmaps]):
+            known = " Framed: what does come next." if any(lens.target) else ""
+            caption = f"Logit lens: most likely token, shaded by its probability.{known}"
+            yield Figure(name=f"logit_lens_{i}", title=title, caption=caption, panels=(lens,))
+        answers = self.answers()
+        if answers.sizes["prompt"] > 1:
+            yield from self._curves(answers)
+        yield self._layers_table(0)
+        if answers.sizes["prompt"]:
+            yield self._answers_table(answers)
+
+    def _curves(self, answers: xr.Dataset) -> Iterator[View]:
+        """How many prompts have their answer among the first tokens, and how likely it is, by layer."""
+        rank = answers["target_rank"].transpose("layer", "prompt").values
+        probability = np.exp(answers["target_logprob"].transpose("layer", "prompt").values)
+        words = [self.words[i] for i in answers["prompt"].values]
+        by_layer: dict[str, Any] = {
+            "sources": ("lens",),
+            "x": tuple(answers["layer"].values.tolist()),
+            "x_name": "layer",
+            "low": 0.0,
+            "high": 1.0,
+        }
+        shares = tuple(Line(f"answer in the top {k}", (rank <= k).mean(axis=1)) for k in (TOP, 5, 1))
+        median = np.median(probability, axis=1)
+        yield Lines(
+            title="Where the answers appear",
+            caption=f"{len(words):,} prompts, at their last token.",
+            y_name="share of prompts",
+            lines=(*shares, Line("median probability of the answer", median, control=True)),
+            **by_layer,
+        )
+        if len(words) <= LINES:
+            best = np.argsort(-probability[-1])[:3].tolist()
+            ends = {i: f"{words[i]} {format_probability(probability[-1, i])}" for i in best}
+            lines = [Line(ends.get(i, ""), row, faint=True) for i, row in enumerate(probability.T)]
+            told = f"{len(words)} prompts (thin) and their median (thick)"
+        else:
+            lines = [
+                Line("", median, faint=True, band=np.percentile(probability, ends, axis=1))
+                for ends in ((5, 95), (25, 75))
+            ]
+            told = f"{len(words)} prompts: middle half, middle nine tenths, median"
+        each = Lines(
+            title="Where the answer appears",
+            caption=told,
+            y_name="probability of the answer",
+            lines=(*lines, Line("median", median, strong=True)),
+            **by_layer,
+        )
+        among = Lines(
+            title="Answer among the most likely tokens",
+            y_name="share of prompts",
+            lines=shares,
+            filled=True,
+            **by_layer,
+        )
+        title = f"When {self.subject.name} has the answer"
+        yield Figure(name="logit_lens_answers", title=title, panels=(each, among))
+
     def _layers_table(self, i: int) -> Table:
-        from rich.table import Table
+        """The likeliest tokens at the end of one prompt, layer by layer from the last one down."""
+        layers = self.told(i)["layers"]
 
-        last = self.prompt(i).isel(position=-1)
-        shown = min(4, last.sizes["rank"])
-        title = f"After each layer of {self.subject.name}: {_plain(self.texts[i])!r} …"
-        table = Table(title=title, box=None, pad_edge=False)
-        table.add_column("layer", justify="right", style="bold")
-        for k in range(shown):
-            table.add_column(("most likely", "2nd", "3rd", "4th")[k], no_wrap=True)
-        table.add_column("entropy", justify="right")
-        table.add_column("KL", justify="right")
-        for layer in reversed(range(last.sizes["layer"])):
-            row = last.isel(layer=layer)
-            ids, logprob = row["top_id"].values, row["top_logprob"].values
-            shares = [format_probability(p) for p in np.exp(logprob[:shown]).tolist()]
-            words = [_plain(self.vocabulary[i]) for i in ids[:shown]]
-            cells = [f"{word} [dim]{share}[/dim]" for word, share in zip(words, shares, strict=True)]
-            numbers = [f"{float(row[name]):.2f}" for name in ("entropy", "kl")]
-            table.add_row(str(int(row["layer"])), *cells, *numbers)
-        table.caption = "entropy of the distribution, KL of it from the last layer's; nats"
-        return table
+        def token(k: int, layer: dict[str, Any]) -> Any:
+            said = layer["predictions"][k]
+            return f"{format_token(said['token'])} ", dim(format_probability(said["probability"]))
 
+        shown = ("most likely", "2nd", "3rd", "4th")[: len(layers[0]["predictions"])]
+        return Table.of(
+            reversed(layers),
+            ("layer", "layer", "d"),
+            *((name, partial(token, k)) for k, name in enumerate(shown)),
+            ("entropy", "entropy", ".2f"),
+            ("KL", "kl_from_last", ".2f"),
+            title=f"After each layer of {self.subject.name}: {format_token(self.texts[i])!r} …",
+            caption="entropy of the distribution, KL of it from the last layer's; nats",
+        )
 
-def _answers_table(self: LogitLens, answers: xr.Dataset) -> Table:
-    from rich.table import Table
+    def _answers_table(self, answers: xr.Dataset) -> Table:
+        """From which layer on the answers of the first prompts are likely."""
+        n = answers.sizes["prompt"]
+        best = (answers["target_rank"].isel(layer=-1) == 1).values.sum()
+        more = f"and {n - ROWS} more, all in the JSON; " if n > ROWS else ""
+        ids, targets = answers["top_id"].transpose("prompt", "layer", "rank"), answers["target_id"].values
 
-    n = answers.sizes["prompt"]
-    best = (answers["target_rank"].isel(layer=-1) == 1).values.sum()
-    title = f"Answers: the most likely token at the end of {best} of {n} prompts"
-    table = Table(title=title, box=None, pad_edge=False)
-    table.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=32)
-    table.add_column("answer", no_wrap=True, min_width=8)
-    for column in (f"top {TOP} from", "top 1 from", "at the end"):
-        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
-    ids, targets = answers["top_id"].transpose("prompt", "layer", "rank"), answers["target_id"].values
-    final = np.exp(answers["target_logprob"].transpose("prompt", "layer").values[:, -1])
-    for row, i in enumerate(answers["prompt"].values[:ROWS].tolist()):
-        found = [first_appearance(ids[row], int(targets[row]), k) for k in (TOP, 1)]
-        layers = ["never" if layer is None else f"layer {layer}" for layer in found]
-        words = (_plain(self.texts[i]), _plain(self.words[i]))
-        table.add_row(*words, *layers, format_probability(float(final[row])))
-    more = f"and {n - ROWS} more, all in the JSON; " if n > ROWS else ""
-    table.caption = f"{more}an answer of several tokens is followed by its first one"
-    return table
+        def since(row: int, k: int) -> str:
+            layer = first_appearance(ids[row], int(targets[row]), k)
+            return "never" if layer is None else f"layer {layer}"
 
-
-def _plain(text: str) -> str:
-    """Text as rich prints it literally, on one line."""
-    from rich.markup import escape
-
-    return escape(format_token(text))
+        return Table.of(
+            enumerate(answers["prompt"].values[:ROWS].tolist()),
+            ("prompt", lambda one: format_token(self.texts[one[1]])),
+            ("answer", lambda one: format_token(self.words[one[1]])),
+            (f"top {TOP} from", lambda one: since(one[0], TOP), str),
+            ("top 1 from", lambda one: since(one[0], 1), str),
+            (
+                "at the end",
+                lambda one: self.told(one[1])["layers"][-1]["answer_probability"],
+                format_probability,
+            ),
+            title=f"Answers: the most likely token at the end of {best} of {n} prompts",
+            caption=f"{more}an answer of several tokens is followed by its first one",
+        )
 
 
 WORKFLOW = LogitLens

@@ -24,8 +24,9 @@ from ..stages.probe import FEWEST, KINDS, PENALTIES, probe
 from ..store.errors import ConfigError, PromptError, nearest
 from .answers import number, plain
 from .probe_targets import TARGETS, Target, read_labels, thinned, wrapped_prose, wrapped_targets
+from .settings import setting
 from .subject import Subject, read_texts
-from .workflow import Workflow, setting
+from .workflow import Workflow
 
 if TYPE_CHECKING:
     import xarray as xr

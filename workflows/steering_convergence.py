@@ -33,8 +33,9 @@ from ..stages.positions import first_difference, position_of
 from ..store.errors import ConfigError, MizarrError
 from .answers import answer_pieces, counterpart, encoded, fact, named, number, plain, target_json
 from .convergence_batch import FIELDS, read_batch
+from .settings import setting
 from .subject import Subject
-from .workflow import Workflow, setting
+from .workflow import Workflow
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -38,8 +38,9 @@ from .answers import (
     target_json,
     top_changed_json,
 )
+from .settings import setting
 from .subject import Subject
-from .workflow import Workflow, setting
+from .workflow import Workflow
 
 if TYPE_CHECKING:
     import xarray as xr

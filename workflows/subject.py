@@ -54,6 +54,17 @@ class Subject:
         """Layers, heads, sizes."""
         return self.files.architecture()
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What candle-mi's documents say of every model."""
+        config = self.config
+        return {
+            "model_id": self.name,
+            "n_layers": config.num_layers,
+            "n_heads": config.axis_sizes["head"],
+            "hidden_size": config.hidden_size,
+        }
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Raises TokenizerError for a model without one, as workflows start from text."""

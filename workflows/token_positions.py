@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Self
 from ..stages.positions import words
 from ..store.errors import ConfigError, PromptError
 from .answers import encoded, named, plain
+from .settings import setting
 from .subject import Subject
-from .workflow import Workflow, setting
+from .workflow import Workflow
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -9,33 +9,30 @@ on the specimen; building it touches no weights, so that `mizarr explain` can pr
 from __future__ import annotations
 
 import dataclasses
-import types
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property, partial
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .. import __version__
 from ..store.digest import digest
 from ..store.errors import ConfigError, nearest
+from .subject import Subject
 
 if TYPE_CHECKING:
     import xarray as xr
-    from matplotlib.figure import Figure
     from rich.console import Console
     from rich.table import Table
 
     from ..pipeline.nodes import ResultNode
+    from ..stages.forward.experiment import Experiment
     from ..stages.forward.model import Model
     from ..store import Store
-    from .report import Element
+    from .settings import ModelSettings
+    from .views import View
 
-__all__ = ["Workflow", "read_settings", "setting"]
-
-
-def setting(default: Any, description: str) -> Any:
-    """A field of a settings dataclass: its default, and one line on what it does."""
-    return dataclasses.field(default=default, metadata={"help": description})
+__all__ = ["ModelWorkflow", "Workflow", "loaded"]
 
 
 class Workflow:
@@ -87,10 +84,21 @@ class Workflow:
         return self._results[name]
 
     @property
+    def caution(self) -> str:
+        """What stands on every answer about a model whose layout was trusted; empty for all others."""
+        from ..stages.forward.files import TRUSTED
+
+        subject = getattr(self, "subject", None)
+        names = (getattr(self.settings, "model", ""), "" if subject is None else subject.files.name)
+        name = next((name for name in names if name.endswith(TRUSTED)), None)
+        return "" if name is None else f"{name}: not checked against transformers"
+
+    @property
     def footer(self) -> str:
         """Which results a figure was drawn from."""
         keys = " · ".join(f"{name} {key[:12]}" for name, key in self._keys.items())
-        return f"mizarr {__version__} · {self.name} · {keys}"
+        caution = f" · {self.caution}" if self.caution else ""
+        return f"mizarr {__version__} · {self.name} · {keys}{caution}"
 
     def header(self) -> dict[str, Any]:
         """What every JSON document starts with: question, settings, the keys of the results, and how long
@@ -99,37 +107,74 @@ class Workflow:
             "workflow": self.name,
             "question": self.question,
             "settings": dataclasses.asdict(self.settings),
+            **({"caution": self.caution} if self.caution else {}),
             "provenance": {"mizarr": __version__, "keys": self._keys},
             "total_time_secs": round(self._seconds, 3),
         }
 
-    def figure(self, path: Path, draw: Callable[[], Figure]) -> Path:
-        """`draw()` as a PNG at `path`, unless the file there was drawn from the same results."""
-        from . import figures
+    def views(self) -> Iterable[View]:
+        """What came out, said once, in the order in which it is read (views/).
 
-        recipe = digest("figure", figures.DRAWING, path.name, dataclasses.asdict(self.settings), self._keys)
+        A terminal prints the tables, values and notes of it, a page shows all but figures among its results
+        and figures after them, `draw` writes figures, a JSON document has what each view says under `json`.
+        """
+        raise NotImplementedError
+
+    @cached_property
+    def shown(self) -> tuple[View, ...]:
+        """The views, made once."""
+        return tuple(self.views())
+
+    def figure(self, path: Path, draw: Callable[[], Any]) -> Path:
+        """`draw()` as a PNG at `path`, unless the file there was drawn from the same results."""
+        from .views import paper
+
+        recipe = digest("figure", paper.DRAWING, path.name, dataclasses.asdict(self.settings), self._keys)
         if not is_drawn(path, recipe):
-            figures.save(draw(), path, recipe=recipe, footer=self.footer)
+            paper.save(draw(), path, recipe=recipe, footer=self.footer)
         return path
 
     def tables(self) -> list[Table]:
         """What came out, for a terminal."""
-        raise NotImplementedError
+        return [table for view in self.shown if (table := view.rich()) is not None]
 
     def draw(self, folder: Path) -> list[Path]:
         """What came out, as PNG files in `folder`; files drawn from the same results are kept."""
-        raise NotImplementedError
+        from .views import Figure
+
+        return [
+            self.figure(folder / f"{view.name}.png", partial(view.compose, self.footer))
+            for view in self.shown
+            if isinstance(view, Figure)
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """What came out as plain JSON values, with the settings and the keys of the results."""
-        raise NotImplementedError
+        from .views.blocks import listed
 
-    def elements(self) -> list[Element]:
-        """What came out, for a page: the tables, unless a workflow has more to look into. Figures and how
-        it all was made are added by the page itself (report/DESIGN.md)."""
-        from .report import from_rich
+        found = self.header()
+        for view in self.shown:
+            twice = found.keys() & view.json.keys()
+            assert not twice, f"{self.name} says {', '.join(sorted(twice))} twice"
+            found |= listed(view.json)
+        return found
 
-        return [from_rich(table) for table in self.tables()]
+    def elements(self) -> list[View]:
+        """What came out, for a page. Figures and how it all was made are added by the page itself."""
+        if type(self).views is Workflow.views:  # one that still says its tables by themselves
+            from .report import from_rich
+
+            return [from_rich(table) for table in self.tables()]
+        return [view for view in self.shown if view.on_page]
+
+    def _repr_html_(self) -> str:
+        """For a notebook: the question, and every view but those that a figure holds."""
+        title = f"<h3>{escape(self.question)}</h3>"
+        if not self._results:
+            return f"{title}<p>{escape(self.name)} has not run yet.</p>"
+        held = {id(panel) for view in self.shown for panel in getattr(view, "panels", ())}
+        shown = (view for view in self.shown if view.kind != "data" and id(view) not in held)
+        return title + "".join(view._repr_html_() for view in shown)
 
     def report(self, path: str | Path) -> Path:
         """One self-contained HTML page at `path`, to be opened offline; a page of the same results is kept.
@@ -142,6 +187,8 @@ class Workflow:
 
     def render(self, console: Console, folder: Path | None = None) -> list[Path]:
         """Print the tables, and write figures into `folder` unless it is None; returns the files."""
+        if self.caution:
+            console.print(self.caution, style="bold red", highlight=False)
         for table in self.tables():
             # Rich folds titles to the width of the table, which may be much narrower than the terminal.
             title, caption, table.title, table.caption = table.title, table.caption, None, None
@@ -151,6 +198,34 @@ class Workflow:
         return [] if folder is None else self.draw(folder)
 
 
+class ModelWorkflow(Workflow):
+    """A question about one model, which its settings name: `plan` says what is computed.
+
+    subject: the model without its weights.  model: its name, or the loaded one to use instead.
+    """
+
+    settings: ModelSettings
+
+    def __init__(self, settings: ModelSettings, model: Model | None = None) -> None:
+        super().__init__(settings)
+        self.model: str | Model = model or settings.model
+        self.subject = Subject(self.model, settings.dtype)
+        self.nodes = self.plan()
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """What is computed, by name. Raises ConfigError for settings that this model cannot meet."""
+        raise NotImplementedError
+
+    def on_model(self, experiment: Experiment) -> ResultNode:
+        """The node that does an experiment on the model."""
+        return experiment.on(self.model, dtype=self.settings.dtype)
+
+
+def loaded(name: str) -> cached_property[xr.Dataset]:
+    """An attribute of a workflow: one of its results, in memory."""
+    return cached_property(lambda workflow: workflow.result(name).load())
+
+
 def is_drawn(path: Path, recipe: str) -> bool:
     """Whether the PNG at `path` says in its metadata that this recipe made it; needs no imaging library."""
     try:
@@ -158,46 +233,3 @@ def is_drawn(path: Path, recipe: str) -> bool:
             return recipe.encode() in file.read(4096)
     except FileNotFoundError:
         return False
-
-
-def read_settings(kind: type[Any], name: str, given: Mapping[str, Any]) -> Any:
-    """A settings dataclass from `name=value` pairs as the command line or JSON has them.
-
-    Lists become tuples. Raises ConfigError for an unknown setting (with the nearest name) and a value of the
-    wrong type; what a value may be, the dataclass itself checks.
-    """
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    hints = typing.get_type_hints(kind)
-    values: dict[str, Any] = {}
-    for key, value in given.items():
-        if key not in fields:
-            near = nearest(key, fields)
-            hint = f"did you mean {near!r}?" if near else f"it has {', '.join(fields)}"
-            raise ConfigError(f"workflow {name!r} has no setting {key!r}; {hint}")
-        values[key] = _as(hints[key], value, key)
-    return kind(**values)
-
-
-def _as(hint: Any, value: Any, key: str) -> Any:
-    """`value` as the annotation says; an int is taken for a float, a list or a single value for a tuple."""
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        for option in typing.get_args(hint):
-            try:
-                return _as(option, value, key)
-            except ConfigError:
-                continue
-    elif hint is type(None):
-        if value is None:
-            return None
-    elif origin is tuple:
-        inner = typing.get_args(hint)[0]
-        if isinstance(value, (list, tuple)):
-            return tuple(_as(inner, item, key) for item in value)
-        return (_as(inner, value, key),)
-    elif hint is float and type(value) in (int, float):
-        return float(value)
-    elif type(value) is hint:
-        return value
-    readable = str(hint).removeprefix("<class '").removesuffix("'>")
-    raise ConfigError(f"expected {key} to be {readable}, found {value!r} ({type(value).__name__})")

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ..effects import array, check_tokens
-from ..forward.experiment import Cell, Experiment
+from ..forward.experiment import Cell
 from ..forward.hooks import HookSpec
 from ..forward.runs import Run
 from .dictionary import Active, Dictionary
+from .of_dictionary import OfDictionary
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -36,7 +37,7 @@ _ROWS = 1024  # decoder rows gathered at a time
 
 
 @dataclass(frozen=True)
-class FeatureActivity(Experiment):
+class FeatureActivity(OfDictionary):
     """Everything active in a prompt.
 
     tokens: the prompt. dictionary: its name, no part of the key; features: its identity. zero_positions:
@@ -50,10 +51,6 @@ class FeatureActivity(Experiment):
     dictionary: str
     features: str
     zero_positions: int = 0
-
-    def params(self) -> dict[str, Any]:
-        """All but where the dictionary lies."""
-        return {key: value for key, value in vars(self).items() if key != "dictionary"}
 
     def cells(self, config: Architecture) -> Sequence[Cell]:
         """One."""

@@ -20,9 +20,10 @@ import numpy.typing as npt
 
 from ...store.errors import DictionaryError, PromptError, ShapeError
 from ..effects import array
-from ..forward.experiment import Cell, Experiment
+from ..forward.experiment import Cell
 from ..forward.runs import Run
 from .dictionary import Dictionary, FeatureId, told
+from .of_dictionary import OfDictionary
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -126,7 +127,7 @@ def _ranked(layers: Sequence[int], scores: Sequence[Floats], top_k: int) -> list
 
 
 @dataclass(frozen=True)
-class DecoderSearch(Experiment):
+class DecoderSearch(OfDictionary):
     """Features that write along a token's embedding.
 
     token: its id. dictionary: its name, no part of the key; features: its identity. target: layer written
@@ -143,10 +144,6 @@ class DecoderSearch(Experiment):
     target: int | None = None
     top_k: int = 20
     cosine: bool = True
-
-    def params(self) -> dict[str, Any]:
-        """All but where the dictionary lies."""
-        return {key: value for key, value in vars(self).items() if key != "dictionary"}
 
     def cells(self, config: Architecture) -> Sequence[Cell]:
         """One. Raises PromptError for a token the model does not have."""

@@ -16,9 +16,10 @@ Axes: layer, position, feature; d_in, d_out = widths read and written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,11 +130,15 @@ class Dictionary:
         files: DictionaryFiles,
         layout: Layout,
         open_layer: Callable[[int], LayerFeatures],
+        content: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
-        """open_layer: the features that read a layer, mapped; called once per layer."""
+        """open_layer: the features that read a layer, mapped; called once per layer. content: what the
+        weights of a dictionary without files are now, as plain values."""
         self.files, self.layout = files, layout
-        self._open_layer = open_layer
+        self._open_layer, self._content = open_layer, content
         self._opened: dict[int, LayerFeatures] = {}
+        self._versions: dict[int, list[int]] = {}
+        self._device: torch.device | str = "cpu"
 
     @classmethod
     def from_pretrained(
@@ -154,7 +159,9 @@ class Dictionary:
         """
         from .formats import open_dictionary
 
-        return open_dictionary(resolve(name), read=read, write=write, device=device)
+        found = open_dictionary(resolve(name), read=read, write=write, device=device)
+        found._device = device
+        return found
 
     def __repr__(self) -> str:
         it = self.layout
@@ -197,31 +204,53 @@ class Dictionary:
         """The model it says it was made for."""
         return self.layout.model_name
 
-    @cached_property
+    @property
     def identity(self) -> str:
         """Digest of the content of its files, of where it reads and writes, and of the settings that change
-        numbers: part of every result's key.
+        numbers: part of every result's key. Of a dictionary in memory: of its weights as they are now.
         """
+        return self._of_files if self._content is None else self._digest(self._content())
+
+    @cached_property
+    def _of_files(self) -> str:
+        return self._digest({})
+
+    def _digest(self, content: Mapping[str, Any]) -> str:
         from ...store.digest import digest
 
         it = self.layout
-        return digest("features", self.files.digest(it.files), it.read, it.write, dict(it.settings))
+        files = self.files.digest(it.files)
+        return digest("features", files, it.read, it.write, {**it.settings, **content})
 
-    def confirm(self) -> None:
-        """Raise SourceChanged unless the name still leads to files of this identity: weights are mapped, so
-        what was read since may be of others."""
+    def confirm(self, identity: str) -> None:
+        """Raise SourceChanged unless the name still leads to files of this identity, or the weights in memory
+        still are it: weights of files are mapped, so what was read since may be of others."""
+        for layer, version in self._versions.items():
+            if _versions(self._opened[layer]) != version:
+                raise SourceChanged(
+                    f"expected the weights of {self.name} as they are in its files, found layer {layer} "
+                    "edited in memory; write an edited dictionary to a folder of its own, and open that"
+                )
         it = self.layout
-        if not it.files:
-            return  # in memory from the start
         try:
-            found = Dictionary.from_pretrained(self.name, read=it.read, write=it.write).identity
+            anew = Dictionary.from_pretrained
+            found = (self if self._content else anew(self.name, read=it.read, write=it.write)).identity
         except (DictionaryError, ModelNotFound, WeightsError, OSError) as error:
             raise SourceChanged(f"the files of {self.name} changed since it was opened: {error}") from error
-        if found != self.identity:
+        if found != identity:
             raise SourceChanged(
-                f"expected the files of {self.name} as they were (dictionary {self.identity[:12]}), found "
-                f"others ({found[:12]}): they were replaced meanwhile; open the dictionary anew"
+                f"expected the dictionary {self.name} as it was ({identity[:12]}), found another "
+                f"({found[:12]}): it was replaced or edited meanwhile; open it anew"
             )
+
+    def private(self, identity: str) -> Dictionary:
+        """The dictionary of this identity with tensors nobody else holds, and so nobody edits: its files
+        opened anew; itself where it is in memory. Raises SourceChanged as `confirm`."""
+        self.confirm(identity)
+        if self._content is not None:
+            return self
+        it = self.layout
+        return Dictionary.from_pretrained(self.name, read=it.read, write=it.write, device=self._device)
 
     def read_hook(self, layer: int) -> HookPoint:
         """Where the features of a layer read."""
@@ -275,6 +304,8 @@ class Dictionary:
         """The features that read a layer, with mapped weights."""
         if self._own(layer) not in self._opened:
             self._opened[layer] = self._open_layer(layer)
+            if self._content is None:
+                self._versions[layer] = _versions(self._opened[layer])
         return self._opened[layer]
 
     def feature(self, feature: FeatureId | tuple[int, int] | str) -> FeatureId:
@@ -348,6 +379,30 @@ class Dictionary:
         if layer not in self.layout.targets:
             raise DictionaryError(f"{self.name} has features of {told(self.layers)}, found layer {layer!r}")
         return layer
+
+
+@contextmanager
+def dictionary_as(
+    name: str, features: str, *, read: str | None = None, write: str | None = None, device: str = "cpu"
+) -> Iterator[Dictionary]:
+    """The dictionary under a name, as long as it is the one of this identity: SourceChanged if its files are
+    others, before or after what is done with it."""
+    found = _kept_open(name, features, read, write, device)
+    found.confirm(features)
+    yield found
+    found.confirm(features)
+
+
+@lru_cache(maxsize=2)
+def _kept_open(name: str, features: str, read: str | None, write: str | None, device: str) -> Dictionary:
+    """Open files, for the next segment of a corpus; whether they are what is meant, `dictionary_as` asks."""
+    return Dictionary.from_pretrained(name, read=read, write=write, device=device)
+
+
+def _versions(features: LayerFeatures) -> list[int]:
+    """How often each tensor was written to."""
+    parts = [*vars(features).values(), *features.W_dec.values()]
+    return [part._version for part in parts if hasattr(part, "_version")]
 
 
 def told(layers: Iterable[int]) -> str:

@@ -18,16 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...pipeline import Node, Output, Part, Port, Stage, StageNode, stage
+from ...pipeline import Node, Output, Part, Port, Stage, StageNode, Status, stage
 from ...pipeline.nodes import Selection
-from ...store.errors import DictionaryError, ShapeError
-from .dictionary import Dictionary
+from ...store.errors import ShapeError
+from .dictionary import Dictionary, dictionary_as
 from .sparse import active_table, join_encoded
 
 if TYPE_CHECKING:
@@ -77,19 +76,20 @@ def _encode(
     layer = int(states["layer"].values[0]) if "layer" in states.dims else 0
     states = states.isel(layer=0) if "layer" in states.dims else states
     place = device or _default_device()
-    opened = _opened(dictionary, features, read, write).layer(layer).on(place)
     first = _first_positions(states, zero_positions)
     counts = np.zeros(states.sizes["token"], np.int64)
     found: list[np.ndarray] = []
     values: list[np.ndarray] = []
-    for start, rows in _blocks(states):
-        token, feature, value = (part.cpu().numpy() for part in opened.active(rows))
-        kept = ~first[start + token]
-        counts[start : start + len(rows)] = np.bincount(token[kept], minlength=len(rows))
-        found.append(feature[kept].astype(np.int32))
-        values.append(value[kept].astype(np.float32))
+    with dictionary_as(dictionary, features, read=read, write=write) as opened:
+        here = opened.layer(layer).on(place)
+        for start, rows in _blocks(states):
+            token, feature, value = (part.cpu().numpy() for part in here.active(rows))
+            kept = ~first[start + token]
+            counts[start : start + len(rows)] = np.bincount(token[kept], minlength=len(rows))
+            found.append(feature[kept].astype(np.int32))
+            values.append(value[kept].astype(np.float32))
     return _ragged(states, layer, counts, np.concatenate(found), np.concatenate(values)).assign_attrs(
-        {"n_features": opened.n_features, "zero_positions": zero_positions}
+        {"n_features": here.n_features, "zero_positions": zero_positions}
     )
 
 
@@ -205,6 +205,13 @@ class EncodeNode(StageNode):
         }
         super().__init__(chosen, {"states": port}, {**kept, "dictionary": dictionary.name, "device": device})
         self._key_params = kept
+        self._dictionary = dictionary.name, layout.read, layout.write
+
+    def status(self, store: Store) -> Status:
+        """See `Node`. Raises SourceChanged when the files under the dictionary's name are another's."""
+        name, read, write = self._dictionary
+        Dictionary.from_pretrained(name, read=read, write=write).confirm(self.params["features"])
+        return super().status(store)
 
 
 def encode_nodes(
@@ -257,18 +264,6 @@ def encode_corpus(
 
 
 # -- helpers
-
-
-@lru_cache(maxsize=2)
-def _opened(name: str, features: str, read: str, write: str) -> Dictionary:
-    """The dictionary of that name, which must be the one that the key speaks of."""
-    found = Dictionary.from_pretrained(name, read=read, write=write)
-    if found.identity != features:
-        raise DictionaryError(
-            f"expected the dictionary {features[:19]} at {name}, found {found.identity[:19]}: its files "
-            "changed since this was planned; plan again"
-        )
-    return found
 
 
 def _default_device() -> str:

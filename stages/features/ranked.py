@@ -20,12 +20,13 @@ import numpy as np
 
 from ...store.errors import DictionaryError, InterventionError
 from ..effects import array, check_tokens
-from ..forward.experiment import Cell, Experiment
+from ..forward.experiment import Cell
 from ..forward.hooks import HookSpec
 from ..forward.runs import Run
 from .activity import as_rows
 from .alignment import Scored, align, align_over_targets
 from .dictionary import Dictionary
+from .of_dictionary import OfDictionary
 from .sweeps import Dose, InjectionSweep
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ _ALL: Cell = {}
 
 
 @dataclass(frozen=True)
-class _Ranked(Experiment):
+class _Ranked(OfDictionary):
     """What both share.
 
     tokens: the prompt. dictionary: its name, no part of the key; features: its identity. word: token id whose
@@ -55,10 +56,6 @@ class _Ranked(Experiment):
     features: str
     word: int
     target: int
-
-    def params(self) -> dict[str, Any]:
-        """All but where the dictionary lies."""
-        return {key: value for key, value in vars(self).items() if key != "dictionary"}
 
     def cells(self, config: Architecture) -> Sequence[Cell]:
         """One."""

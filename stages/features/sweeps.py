@@ -21,7 +21,7 @@ import numpy as np
 
 from ...store.errors import InterventionError, PromptError
 from ..effects import array, check_tokens, read_logits
-from ..forward.experiment import Cell, Experiment
+from ..forward.experiment import Cell
 from ..forward.hooks import HookSpec
 from ..forward.interventions import AddAtPositions
 from ..forward.runs import Run
@@ -29,6 +29,7 @@ from ..forward.wants import Logits
 from ..metrics import kl_divergence, log_softmax
 from .dictionary import Dictionary, FeatureId
 from .injection import Injection, injected
+from .of_dictionary import OfDictionary
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -58,7 +59,7 @@ class Dose:
 
 
 @dataclass(frozen=True)
-class InjectionSweep(Experiment):
+class InjectionSweep(OfDictionary):
     """Features at each strength and each position of a prompt, measured at its last position.
 
     tokens: the prompt. dictionary: its name, no part of the key; features: its identity. doses: what is

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
+from ...store.errors import WeightsError
 from .points import BY_NAME, HookPoint
 
-__all__ = ["Architecture", "Attention", "Layer", "Reach", "Stored", "Tensors"]
+__all__ = ["Architecture", "Attention", "Layer", "Reach", "Stored", "Tensors", "require_tied"]
 
 Reach = Literal["here", "later", "all"]
 """Which positions a change reaches before its layer ends: its own, later ones too, or all of them."""
@@ -74,12 +75,14 @@ class Tensors:
 
     outside: weight -> tensor; "embed", "final_norm", "final_norm.bias" and "head", which is the embedding's
     where the two are tied. layers: the same of every layer ("q", "o.bias", "ln1", …). prefix: of a layer's
-    tensors, "{}" for its number.
+    tensors, "{}" for its number. copies: names of tensors a checkpoint may hold besides, and the weight each
+    of them must equal.
     """
 
     outside: Mapping[str, Stored]
     layers: Sequence[Mapping[str, Stored]]
     prefix: str
+    copies: Mapping[str, str]
 
     def in_layer(self, layer: int, weight: str) -> str:
         """Name in the checkpoint of a weight of a layer."""
@@ -93,6 +96,10 @@ class Tensors:
             before = self.prefix.format(layer)
             found |= {before + stored.name: stored.shape for stored in weights.values()}
         return found
+
+    def copied(self, names: Collection[str]) -> list[tuple[str, str]]:
+        """(copy, original) of the tensors of a checkpoint that must be equal."""
+        return [(name, self.outside[weight].name) for name, weight in self.copies.items() if name in names]
 
     def placed(self, name: str) -> tuple[int | None, str]:
         """(layer, name within it) of any tensor of a checkpoint; (None, name) outside of layers."""
@@ -181,3 +188,15 @@ class Architecture(ABC):
         key. Times an itemsize: the bytes a capture takes."""
         sizes = self.axis_sizes
         return math.prod(sizes.get(axis, 1) for axis in BY_NAME[kind].dims)
+
+
+def require_tied(copy: str, original: str, same: bool) -> None:
+    """Raise WeightsError for a tied head that comes with a tensor of its own, unless that is the embedding.
+
+    The reference computes with the tensor then, whatever the config says.
+    """
+    if not same:
+        raise WeightsError(
+            f"expected {copy} to equal {original}, as config.json ties them, found another matrix; set "
+            "tie_word_embeddings to false in config.json if the checkpoint has a head of its own"
+        )

@@ -67,7 +67,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_attn": (False,),
     "use_parallel_residual": (False,),
     "alibi": (False,),
-    "is_causal": (True,),
     "position_embedding_type": ("rope", "rotary"),
 }
 """Keys that change numbers in some family, with the values (besides null) at which they do not."""
@@ -110,7 +109,7 @@ def transformer_config(
 
     A known family needs no look at the tensors: loading checks them.
     """
-    if raw.get("model_type") in FAMILIES:
+    if model_type_of(raw, source) in FAMILIES:
         return from_hf_config(raw, source)
     return report(raw, read_shapes(weight_files), source).require()
 
@@ -208,6 +207,7 @@ def family_of(raw: Mapping[str, Any], shapes: Shapes) -> Family:
         tied="lm_head.weight" not in shapes,
         head_dim=_inferred_head_dim(raw, first),
         kv_heads=_inferred_kv_heads(raw, first),
+        partial_rotary=True,
         windows=_window_rule(raw, gemma and post_norms),
         window=None,
         soft_caps=(None, None),

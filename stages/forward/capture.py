@@ -66,6 +66,7 @@ def capture(
     device: str | None = None,
     progress: bool = True,
     cluster: str | None = None,
+    trust_layout: bool = False,
 ) -> xr.Dataset:
     """Store activations of prompts at the hook points of a spec, and open them: labelled, lazy.
 
@@ -73,8 +74,9 @@ def capture(
     missing. prompts: texts, token ids, or PackedTokens. dtype: of the computation (default float32).
     storage_dtype: default that of the computation. batch_tokens: positions per forward pass.
     segment_tokens, memory: length of a segment, or the bytes its buffers may take. cluster: address of a
-    Dask scheduler whose workers compute segments. What is stored is not computed again; a killed capture
-    goes on where it was. Raises PromptError, HookPointNotFound, StoreFull, …
+    Dask scheduler whose workers compute segments. trust_layout: see `Model.from_pretrained`. What is stored
+    is not computed again; a killed capture goes on where it was. Raises PromptError, HookPointNotFound,
+    StoreFull, …
     """
     from ...pipeline import run
 
@@ -89,6 +91,7 @@ def capture(
         segment_tokens=segment_tokens,
         memory=memory,
         device=device,
+        trust_layout=trust_layout,
     )
     run(node, store, cluster=cluster, quiet=not progress)
     return node.open(store)
@@ -115,11 +118,14 @@ class CaptureNode(Ports):
         segment_tokens: int | None = None,
         memory: int = MEMORY,
         device: str | None = None,
+        trust_layout: bool = False,
         name: str = "capture",
     ) -> None:
         self.name = name
         self.batch_tokens, self.segment_tokens, self.memory = batch_tokens, segment_tokens, memory
-        self.source = ModelSource(model, revision=revision, dtype=dtype, device=device)
+        self.source = ModelSource(
+            model, revision=revision, dtype=dtype, device=device, trust_layout=trust_layout
+        )
         self.dtype = storage_dtype or self.source.dtype
         self.spec = self._bind(hooks)
         self.tokens = pack(prompts, self.source.tokenizer, self.source.config, self.source.name)
@@ -242,11 +248,8 @@ class CaptureNode(Ports):
 
     def provenance(self) -> dict[str, Any]:
         """What a person will want to know, and no key holds."""
-        source = self.source
         return {
-            "model": source.name,
-            "identity": source.identity.request(),
-            "device": source.device,
+            **self.source.provenance(),
             "hooks": self.spec.canonical(),
             "batch_tokens": self.batch_tokens,
         }

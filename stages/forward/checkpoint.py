@@ -30,8 +30,10 @@ def transformer_tensors(config: TransformerConfig) -> Tensors:
     }
     if c.norm_type == "layer":
         outside["final_norm.bias"] = Stored(f"{FINAL_NORM}.bias", (c.hidden_size,))
-    outside["head"] = outside["embed"] if c.tie_word_embeddings else Stored(f"{LM_HEAD}.weight", table)
-    return Tensors(outside, (_layer(c),) * c.num_layers, LAYER)
+    head = Stored(f"{LM_HEAD}.weight", table)
+    outside["head"] = outside["embed"] if c.tie_word_embeddings else head
+    copies = {head.name: "embed"} if c.tie_word_embeddings else {}
+    return Tensors(outside, (_layer(c),) * c.num_layers, LAYER, copies)
 
 
 def _layer(config: TransformerConfig) -> dict[str, Stored]:

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...pipeline.nodes import Estimate, Node, ResultNode, Status, one_look, remembered, status_of
 from ...pipeline.plan import as_bytes
 from ...pipeline.reasons import missing_cells, why_not
+from ...store.errors import SourceChanged
 from ...store.keys import ResultKey
 from ...store.shards import DTYPES
 from .branches import Wanted
@@ -86,6 +88,11 @@ class Experiment(ABC):
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
         """The datasets of all cells, in their order, as one."""
 
+    def confirm(self) -> None:  # noqa: B027 - most read nothing but the model
+        """Raise SourceChanged when what it reads besides the model is no longer what its parameters say;
+        asked
+        before the experiment is looked up, and before anything it gave is published."""
+
     def on(
         self, model: Model | str | Path, *, dtype: str | None = None, memory: int | str | None = None
     ) -> ExperimentNode:
@@ -142,6 +149,7 @@ class ExperimentNode(ResultNode):
         """Cached, or why it will run and how much of it stands already. Raises SourceChanged when the model
         is no longer the one this node was made for."""
         self.source.confirm()
+        self.experiment.confirm()
         with one_look():
             key = self.key(store)
             if store.lookup(key) is not None:
@@ -183,25 +191,28 @@ class ExperimentNode(ResultNode):
         """Runs of the missing cells; each cell published when its last run is measured; then the whole."""
         started = time.monotonic()
         with one_look():
-            missing = list(self.missing(store))
+            whole, missing = self.key(store), list(self.missing(store))
         if missing and context.cluster is not None:
             self.source.for_workers()
-            context.map(compute_cell, self, store, missing)
+            context.map(partial(compute_cell, expected=whole.digest), self, store, missing)
         elif missing:
             task = context.progress.task(self.name, total=len(missing), unit="cells")
             self.compute(store, missing, task.advance)
         with one_look():
+            self.require_unchanged(store, whole.digest)
             parts = [store.open_result(self.cell_key(cell)).load() for cell in self.cells()]
-            self._put(store, self.key(store), self.experiment.joined(parts), started)
+            joined = self.experiment.joined(parts)
+            self._put(store, whole, joined, started, lambda: self.key(store))
 
     def compute(self, store: Store, cells: Sequence[Cell], advance: Any = lambda: None) -> None:
         """Compute and publish some cells, as many together as make `TOGETHER` runs."""
+        keys = [self.cell_key(cell) for cell in cells]
         model = self.source.load()
         prepared = self.experiment.prepare(model)
-        waiting: list[Cell] = []
+        waiting: list[tuple[Cell, ResultKey]] = []
         listed: list[Sequence[Run]] = []
-        for cell in cells:
-            waiting.append(cell)
+        for cell, key in zip(cells, keys, strict=True):
+            waiting.append((cell, key))
             listed.append(self.experiment.runs(prepared, cell))
             if sum(map(len, listed)) >= TOGETHER:
                 self._sweep(store, model, prepared, waiting, listed, advance)
@@ -213,11 +224,11 @@ class ExperimentNode(ResultNode):
         store: Store,
         model: Model,
         prepared: Any,
-        cells: Sequence[Cell],
+        cells: Sequence[tuple[Cell, ResultKey]],
         listed: Sequence[Sequence[Run]],
         advance: Any,
     ) -> None:
-        """Compute the runs of some cells together, and publish each cell when it is complete."""
+        """Compute the runs of some cells together, and publish each under its key when it is complete."""
         started, experiment = time.monotonic(), self.experiment
         place = [(number, i) for number, runs in enumerate(listed) for i in range(len(runs))]
         measured: list[dict[int, Any]] = [{} for _ in cells]
@@ -225,8 +236,9 @@ class ExperimentNode(ResultNode):
         def finish(number: int) -> None:
             kept = [measured[number][i] for i in range(len(listed[number]))]
             measured[number].clear()
-            given = experiment.dataset(prepared, cells[number], kept)
-            self._put(store, self.cell_key(cells[number]), given, started)
+            cell, key = cells[number]
+            given = experiment.dataset(prepared, cell, kept)
+            self._put(store, key, given, started, lambda: self.cell_key(cell))
             advance()
 
         for number, runs in enumerate(listed):
@@ -235,21 +247,48 @@ class ExperimentNode(ResultNode):
         every = [run for runs in listed for run in runs]
         for index, result in stream(model, every, memory=self.memory):
             number, i = place[index]
-            measured[number][i] = experiment.measure(prepared, cells[number], result)
+            measured[number][i] = experiment.measure(prepared, cells[number][0], result)
             if len(measured[number]) == len(listed[number]):
                 finish(number)
 
-    def _put(self, store: Store, key: ResultKey, given: xr.Dataset, started: float) -> None:
+    def require_unchanged(self, store: Store, expected: str) -> None:
+        """SourceChanged unless the code of its metrics is still, and here, what the key was made of."""
+        _require(self.name, expected, self.key(store))
+
+    def _put(
+        self,
+        store: Store,
+        key: ResultKey,
+        given: xr.Dataset,
+        started: float,
+        again: Callable[[], ResultKey],
+    ) -> None:
         note = {
-            "model": self.source.name,
-            "identity": self.source.identity.request(),
-            "device": self.source.device,
+            **self.source.provenance(),
             "seconds": round(time.monotonic() - started, 6),
             "bytes_written": int(given.nbytes),
         }
-        store.put_result(key, given, provenance=note)
+
+        def confirm() -> None:
+            self.experiment.confirm()
+            _require(self.name, key.digest, again())
+
+        store.put_result(key, given, provenance=note, confirm=confirm)
 
 
-def compute_cell(node: ExperimentNode, store: Store, cell: Cell) -> None:
-    """Compute and publish one cell; a task of its own on a worker elsewhere."""
+def _require(name: str, expected: str, now: ResultKey) -> None:
+    if now.digest != expected:
+        raise SourceChanged(
+            f"{name}: expected the metrics it was planned with, found others (key {expected[:12]} -> "
+            f"{now.short}): something their code reads changed meanwhile, is changed by the code itself, or "
+            "is another one on this worker; nothing was stored, make it constant and run again"
+        )
+
+
+def compute_cell(node: ExperimentNode, store: Store, cell: Cell, expected: str) -> None:
+    """Compute and publish one cell; a task of its own on a worker elsewhere.
+
+    expected: digest of the key of the whole, as planned.
+    """
+    node.require_unchanged(store, expected)
     node.compute(store, [cell])

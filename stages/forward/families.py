@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ...store.errors import ConfigError, nearest
 from .config import Activation, ConfigReader, Norm, RopeConfig, RopeScheme, TransformerConfig
 
-Windows = Literal["none", "all", "alternating", "from_max_window_layers"]
+Windows = Literal["none", "all", "listed", "alternating", "from_max_window_layers"]
 MlpLayout = Literal["gated_separate", "gated_fused", "plain"]
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -61,7 +61,10 @@ class Family:
     """Where the key is absent; None divides hidden_size by heads."""
     kv_heads: int | None = None
     """Where the key is absent; None is one per query head."""
+    partial_rotary: bool = False
+    """Whether rope may turn a share of each head; the reference ignores the key elsewhere, or cannot run."""
     windows: Windows = "none"
+    """listed: by layer_types where they are, else all."""
     window: int | None = 4096
     """Where the key is absent; an explicit null is no window in every family."""
     soft_caps: tuple[float | None, float | None] | None = None
@@ -83,7 +86,7 @@ FAMILIES: dict[str, Family] = {
         o_bias="attention_bias",
         mlp_bias="mlp_bias",
     ),
-    "mistral": Family(examples="Mistral 7B", max_positions=131072, kv_heads=8, windows="all"),
+    "mistral": Family(examples="Mistral 7B", max_positions=131072, kv_heads=8, windows="listed"),
     "qwen2": Family(
         examples="Qwen 2 and 2.5",
         max_positions=32768,
@@ -136,6 +139,7 @@ FAMILIES: dict[str, Family] = {
         eps=1e-5,
         qkv="fused",
         mlp="gated_fused",
+        partial_rotary=True,
         windows="all",
         window=None,
         original_context=4096,
@@ -165,6 +169,7 @@ _MLPS = {"gated_separate": "gated {}", "gated_fused": "gated {}, fused", "plain"
 _WINDOWS = {
     "none": "",
     "all": "sliding window",
+    "listed": "sliding window",
     "alternating": "alternating windows",
     "from_max_window_layers": "windows in upper layers",
 }
@@ -275,13 +280,15 @@ def refuse_unfollowed(reader: ConfigReader) -> None:
             "model's "
             "unquantised checkpoint"
         )
-    if reader.raw.get("use_bidirectional_attention") or reader.raw.get("is_encoder_decoder"):
+    # A null is_causal is false to the reference.
+    causal = {"use_bidirectional_attention": False, "is_encoder_decoder": False, "is_causal": True}
+    found = {key: reader.raw.get(key, usual) for key, usual in causal.items()}
+    if any(bool(found[key]) is not usual for key, usual in causal.items()):
+        told = ", ".join(f"{key}={value!r}" for key, value in found.items())
         raise ConfigError(
-            f"{reader.source}: expected a causal decoder, found use_bidirectional_attention="
-            f"{reader.raw.get('use_bidirectional_attention')!r}, is_encoder_decoder="
-            f"{reader.raw.get('is_encoder_decoder')!r}; this model cannot run here"
+            f"{reader.source}: expected a causal decoder, found {told}; this model cannot run here"
         )
-    reader.read |= {"quantization_config", "use_bidirectional_attention", "is_encoder_decoder"}
+    reader.read |= {"quantization_config", *causal}
 
 
 def read_activation(reader: ConfigReader, family: Family) -> Activation:
@@ -338,6 +345,11 @@ def read_rope(reader: ConfigReader, family: Family, head_dim: int, context: int)
             "this model cannot run here"
         )
     dim = int(head_dim * share)
+    if dim != head_dim and not family.partial_rotary:
+        raise ConfigError(
+            f"{rope.source}: expected no partial_rotary_factor, as rope turns whole heads here, found "
+            f"{share:g}; remove the key if the model was trained without it"
+        )
     if scheme == "default":
         reader.ignored |= {f"{section}.{key}" for key in set(rope.raw) - rope.read}
         return RopeConfig(theta, dim)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,13 @@ from ...store.keys import ModelIdentity
 
 if TYPE_CHECKING:
     from .architecture import Architecture
+    from .config import TransformerConfig
+    from .layout_check import LayoutCase
     from .tokens import Tokenizer
 
 SPECIMEN = "specimen"
+TRUSTED = " (layout trusted)"
+"""Ends the name of a model of unknown family that runs unchecked, wherever that name is shown or noted."""
 CONFIG, WEIGHTS, INDEX, TOKENIZER = (
     "config.json",
     "model.safetensors",
@@ -42,13 +46,14 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 class ModelFiles:
     """The files of one model.
 
-    name: as it was asked for; part of no key. directory: where they lie. revision: commit of a hub snapshot,
-    else None.
+    name: as it was asked for, with TRUSTED behind it where the layout is; part of no key. directory: where
+    they lie. revision: commit of a hub snapshot, else None. trust_layout: run an unknown family unchecked.
     """
 
     name: str
     directory: Path
     revision: str | None = None
+    trust_layout: bool = False
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -103,11 +108,31 @@ class ModelFiles:
     def architecture(self) -> Architecture:
         """What the model is, by its family's row or, for an unknown family, by its config and tensors.
 
-        Raises ConfigError listing everything that stands in the way.
+        Raises ConfigError listing everything that stands in the way; and for an unknown family whose layout
+        is neither trusted nor known to compute what transformers computes (layout_check.py).
         """
         from .autoconfig import transformer_config
 
-        return transformer_config(self.config, self.weight_files, str(self.directory / CONFIG))
+        config = transformer_config(self.config, self.weight_files, str(self.directory / CONFIG))
+        if not self.has_known_family and not self.trust_layout:
+            self.layout_case(config).verdict().require(config.model_type)
+        return config
+
+    @property
+    def has_known_family(self) -> bool:
+        """Whether a row of the families table says how this model is computed."""
+        from .families import FAMILIES
+
+        model_type = self.config.get("model_type")
+        return isinstance(model_type, str) and model_type in FAMILIES
+
+    def layout_case(self, config: TransformerConfig) -> LayoutCase:
+        """The question whether a layout worked out from config and tensors is the right one."""
+        from .layout_check import LayoutCase
+
+        return LayoutCase(
+            self.directory, self.weight_files, self.config, config, self.weights_digest(), config.version
+        )
 
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None without a tokenizer.json. Raises TokenizerError for one that cannot be
@@ -126,10 +151,16 @@ class ModelFiles:
         The hub's own sha256 of a cached file is taken as it is, unless `verify` asks to read the file; other
         files are digested once and remembered until they change.
         """
-        contents = sorted(weight_digest(path, verify=verify) for path in self.weight_files)
-        weights = f"sha256:{digest('weights', contents)}"
         architecture = self.architecture()
-        return ModelIdentity(weights, architecture.digest, architecture.version, dtype, attention)
+        forward = architecture.version + (", layout trusted" if self.trust_layout else "")
+        return ModelIdentity(
+            self.weights_digest(verify=verify), architecture.digest, forward, dtype, attention
+        )
+
+    def weights_digest(self, *, verify: bool = False) -> str:
+        """`sha256:…` of the content of the weight files, whatever they are called; verify: see `identity`."""
+        contents = sorted(weight_digest(path, verify=verify) for path in self.weight_files)
+        return f"sha256:{digest('weights', contents)}"
 
     def confirm(self, identity: ModelIdentity) -> None:
         """Raise SourceChanged unless the name still leads to files of this identity.
@@ -151,17 +182,27 @@ class ModelFiles:
     def _fetch_hint(self) -> str:
         if self.revision is None:
             return "mizarr reads safetensors files only, so convert or copy them there"
-        return f"fetch it again: mizarr models fetch {self.name}"
+        return f"fetch it again: mizarr models fetch {self.name.removesuffix(TRUSTED)}"
 
 
-def resolve(name: str | Path, revision: str | None = None) -> ModelFiles:
+def resolve(name: str | Path, revision: str | None = None, *, trust_layout: bool = False) -> ModelFiles:
     """The files of a model named by directory, by "specimen", or by hub id, in that order of kinds; nothing
     is fetched.
 
     revision: branch, tag or commit of a hub id, default "main"; meaningless, and refused, for a directory.
+    trust_layout: run it unchecked if its family is unknown; a name that ends in TRUSTED says the same, so
+    that a setting, a worker or a stored note that holds the name holds that too. A known family needs no
+    trust, and its name stays as it is.
     Raises ModelNotFound saying how to get the model.
     """
     text = str(name)
+    found = _resolve(text.removesuffix(TRUSTED), revision)
+    if not (trust_layout or text.endswith(TRUSTED)) or found.has_known_family:
+        return found
+    return replace(found, name=found.name + TRUSTED, trust_layout=True)
+
+
+def _resolve(text: str, revision: str | None) -> ModelFiles:
     if text == SPECIMEN:
         folder = Path(__file__).parent / SPECIMEN
     else:

@@ -74,13 +74,16 @@ class Model:
         dtype: str | torch.dtype = "float32",
         device: str | torch.device | None = None,
         progress: bool | None = None,
+        trust_layout: bool = False,
     ) -> Model:
         """Load a model by hub id, local directory, or "specimen" (the one that ships with mizarr).
 
         dtype: of the computation, default float32 whatever the checkpoint holds. device: default CUDA when
         there is one, else CPU. progress: show a bar on stderr; None does so for large checkpoints on a
-        terminal. What happens to the files later does not touch the model. Raises ModelNotFound, ConfigError
-        (with a compatibility report), WeightsError, SourceChanged for files that are written meanwhile.
+        terminal. trust_layout: run a family no row names without checking it against transformers; what it
+        computes is then kept under keys of its own, and its name says so. What happens to the files later
+        does not touch the model. Raises ModelNotFound, ConfigError (with a compatibility report),
+        WeightsError, SourceChanged for files that are written meanwhile.
         """
         from . import files
         from .networks import build
@@ -89,7 +92,7 @@ class Model:
         if place.type == "cpu":
             keep_freed_memory()
         numbers = as_dtype(dtype)
-        found = files.resolve(str(name), revision=revision)
+        found = files.resolve(str(name), revision=revision, trust_layout=trust_layout)
         config, identity = found.architecture(), found.identity(dtype=dtype_name(numbers))
         network = build(config, found.weight_files, dtype=numbers, device=place, progress=progress)
         found.confirm(identity)

@@ -9,6 +9,7 @@ second copy.
 For every size it meets it prepares code, which takes 0.6 ms, and keeps it among the memory that large
 temporaries come from: hundreds of different numbers of rows left a process 100 to 350 MB larger. So it is
 asked for powers of two alone, which full batches of full windows have, and single tokens in generation.
+MIZARR_TUNING=off leaves every product to torch; tests/benchmarks/bench_tuning.py measures the choice.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .tuning import is_tuned
 
 _LARGE = 1 << 26
 """Multiplications from which asking oneDNN is worth its preparation."""
@@ -51,7 +54,9 @@ def _onednn() -> Any:
     """oneDNN's product, where torch would ask MKL and MKL is not at home; else None."""
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     at_home = _processor_maker() in (None, "GenuineIntel")
-    return None if at_home or not both else getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    if not is_tuned() or at_home or not both:
+        return None
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def _processor_maker(told: Path = Path("/proc/cpuinfo")) -> str | None:

@@ -13,6 +13,7 @@ from ...store.errors import PlanError, SourceChanged
 from ...store.keys import ModelIdentity
 from .architecture import Architecture
 from .files import ModelFiles, resolve
+from .tuning import tuning
 
 if TYPE_CHECKING:
     from .model import Model
@@ -32,13 +33,14 @@ class ModelSource:
         revision: str | None = None,
         dtype: str | None = None,
         device: str | None = None,
+        trust_layout: bool = False,
     ) -> None:
         self._model: Model | None = None
         self.files: ModelFiles | None = None
         """None for a loaded model."""
         if isinstance(model, str | Path):
-            self.files = resolve(str(model), revision)
-            self.name, self.revision = str(model), revision
+            self.files = resolve(str(model), revision, trust_layout=trust_layout)
+            self.name, self.revision = self.files.name, revision  # the name carries the trust to workers
             self.dtype, self.device = dtype or "float32", device
             self.config: Architecture = self.files.architecture()
         else:
@@ -84,6 +86,11 @@ class ModelSource:
         if self._model is None:
             raise PlanError(f"{self!r} was sent here by name; its tokenizer and identity stayed behind")
         return self._model
+
+    def provenance(self) -> dict[str, Any]:
+        """What a person will want to know of the model behind a result, and no key holds."""
+        about = {"model": self.name, "identity": self.identity.request(), "device": self.device}
+        return about | tuning()
 
     def for_workers(self) -> ModelSource:
         """Itself, if other processes can load this model; PlanError otherwise."""

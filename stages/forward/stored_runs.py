@@ -23,6 +23,7 @@ from .branches import Wanted
 from .cache import HookCache
 from .hooks import Capture
 from .model import Model
+from .source import ModelSource
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -57,7 +58,8 @@ def stored(model: Model, wanted: Sequence[Wanted], store: Store, compute: Comput
 
     compute: gives (number in the list it gets, result) for the runs with these indices, in any order.
     """
-    groups = list(_groups(model, wanted))
+    source = ModelSource(model)
+    groups = list(_groups(source.identity.digest, wanted))
     found: dict[int, HookCache] = {}
     waiting: dict[int, Group] = {}
     for group in groups:
@@ -66,19 +68,17 @@ def stored(model: Model, wanted: Sequence[Wanted], store: Store, compute: Comput
         else:
             waiting.update(dict.fromkeys(group.runs, group))
     missing = list(waiting)
-    note = {"model": model.name, "identity": model.require_identity().request(), "device": str(model.device)}
     for number, result in compute(missing):
         index = missing[number]
         found[index] = result
         group = waiting[index]
         if all(i in found for i in group.runs):
-            _keep(store, group, [found[i] for i in group.runs], note)
+            _keep(store, group, [found[i] for i in group.runs], source)
     return found
 
 
-def _groups(model: Model, wanted: Sequence[Wanted]) -> Iterator[Group]:
+def _groups(identity: str, wanted: Sequence[Wanted]) -> Iterator[Group]:
     """The runs of a list in groups, in order."""
-    identity = model.require_identity().digest
     start = 0
     while start < len(wanted):
         first = wanted[start]
@@ -92,8 +92,8 @@ def _groups(model: Model, wanted: Sequence[Wanted]) -> Iterator[Group]:
         start = stop
 
 
-def _keep(store: Store, group: Group, results: Sequence[HookCache], note: dict[str, Any]) -> None:
-    """Publish what the runs of a group gave."""
+def _keep(store: Store, group: Group, results: Sequence[HookCache], source: ModelSource) -> None:
+    """Publish what the runs of a group gave, if the model still is what the key says."""
     import xarray as xr
 
     arrays: dict[str, Any] = {}
@@ -110,7 +110,8 @@ def _keep(store: Store, group: Group, results: Sequence[HookCache], note: dict[s
             {"long_name": f"{capture.point}, {capture.when}"},
         )
     coords = {"run": np.arange(len(results))}
-    store.put_result(group.key, xr.Dataset(arrays, coords), provenance=note)
+    given = xr.Dataset(arrays, coords)
+    store.put_result(group.key, given, provenance=source.provenance(), confirm=source.confirm)
 
 
 def _read(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...store.errors import WeightsError, nearest
 from ...store.tensors import FLOATS, read_header
-from .checkpoint import LM_HEAD
+from .architecture import require_tied
 from .config import TransformerConfig
 
 if TYPE_CHECKING:
@@ -117,14 +117,21 @@ def load(
     progress: show a bar on stderr; None does so on a terminal for checkpoints over 1 GiB.
     Raises WeightsError naming the tensor or file: missing, truncated, misshapen, not finite.
     """
+    import torch
+
     from ...pipeline.progress import Progress
 
-    check_shapes(read_shapes(files), config)
+    shapes = read_shapes(files)
+    check_shapes(shapes, config)
     check_dtypes(files, config)
     total = sum(path.stat().st_size for path in files)
     quiet = not progress if progress is not None else total < 1 << 30
     with ExitStack() as stack, Progress(quiet=quiet) as bars:
         tensors = _reader(files, stack)
+        for name, original in config.tensors.copied(shapes):
+            copy, weight = tensors(name), tensors(original)
+            wide = torch.promote_types(copy.dtype, weight.dtype)
+            require_tied(name, original, torch.equal(copy.to(wide), weight.to(wide)))
         task = bars.task("loading weights", total=total, unit="B")
 
         def take(name: str) -> Tensor:
@@ -180,9 +187,7 @@ def unused_tensors(found: Mapping[str, Any], config: TransformerConfig) -> list[
     return sorted(
         name
         for name in found
-        if name not in expected
-        and not name.endswith(BENIGN)
-        and not (name == f"{LM_HEAD}.weight" and config.tie_word_embeddings)
+        if name not in expected and not name.endswith(BENIGN) and name not in config.tensors.copies
     )
 
 

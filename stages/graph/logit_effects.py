@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...pipeline import Node, Output, Port, StageNode, stage
-from ...store.errors import DictionaryError, ShapeError
-from ..features.dictionary import Dictionary
+from ...store.errors import ShapeError
+from ..features.dictionary import Dictionary, dictionary_as
 from ..lens import top_columns
 
 if TYPE_CHECKING:
@@ -64,20 +64,25 @@ def logit_effects(
     active_features, selected_features: as a graph has them. readout: as `stages.readout` describes it.
     dictionary: its name; features: its identity; read, write: its hook kinds.
     Returns raised, lowered int32, raised_by, lowered_by float32 [selected, rank]: strongest first.
-    Raises DictionaryError if the files under that name are others now, ShapeError for a readout of another
-    width.
+    Raises SourceChanged if the files under that name are others, ShapeError for a readout of another width.
     """
+    with dictionary_as(dictionary, features, read=read, write=write) as opened:
+        return _logit_effects(active_features, selected_features, readout, opened, top_k)
+
+
+def _logit_effects(
+    active_features: xr.DataArray,
+    selected_features: xr.DataArray,
+    readout: xr.Dataset,
+    opened: Dictionary,
+    top_k: int,
+) -> xr.Dataset:
+    """As `logit_effects`, of a dictionary in hand."""
     import xarray as xr
 
-    opened = Dictionary.from_pretrained(dictionary, read=read, write=write)
-    if opened.identity != features:
-        raise DictionaryError(
-            f"expected the dictionary {features[:19]} at {dictionary}, found {opened.identity[:19]}: its "
-            "files changed since this was planned; plan again"
-        )
     if opened.d_out != readout.sizes["hidden"]:
         raise ShapeError(
-            f"expected a readout of width {opened.d_out}, as {dictionary} writes, found "
+            f"expected a readout of width {opened.d_out}, as {opened.name} writes, found "
             f"{readout.sizes['hidden']}"
         )
     chosen = active_features.values[selected_features.values][:, [0, 2]]

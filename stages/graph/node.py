@@ -91,6 +91,7 @@ class GraphNode(ResultNode):
         """Raises DictionaryError for a dictionary that does not fit the model, PromptError for a prompt too
         short to have features, or too long."""
         self.source, self.dictionary, self.settings = source, dictionary, settings
+        self.features = dictionary.identity
         self.tokens = tuple(tokens)
         self.memory = as_bytes(memory) or MEMORY
         config = source.config
@@ -122,7 +123,7 @@ class GraphNode(ResultNode):
 
     def _key(self, label: str, more: dict[str, int]) -> ResultKey:
         params = {"tokens": list(self.tokens), **self.settings.params(), **more}
-        inputs = {"model": self.source.identity.digest, "dictionary": self.dictionary.identity}
+        inputs = {"model": self.source.identity.digest, "dictionary": self.features}
         return ResultKey(label, self.version, params, inputs)
 
     # -- planning
@@ -131,7 +132,7 @@ class GraphNode(ResultNode):
         """Cached, or why it will run. Raises SourceChanged when model or dictionary are no longer those this
         node was made for."""
         self.source.confirm()
-        self.dictionary.confirm()
+        self.confirm()
         key = self.key(store)
         return Status(True, cells_cached=1) if store.lookup(key) else Status(False, why_not(store, key))
 
@@ -151,9 +152,8 @@ class GraphNode(ResultNode):
         from .prepare import prepare
 
         started = time.monotonic()
-        prepared = prepare(
-            self.source.load(), self.dictionary, self.tokens, self.settings, memory=self.memory
-        )
+        dictionary = self.dictionary.private(self.features)
+        prepared = prepare(self.source.load(), dictionary, self.tokens, self.settings, memory=self.memory)
         rows = self.settings.selection.rows(prepared.n_features, prepared.n_logits)
         cells = _Cells(self, store, prepared, rows)
         task = context.progress.task(self.name, total=rows, unit="rows")
@@ -163,13 +163,15 @@ class GraphNode(ResultNode):
         for items in visits:
             cells.compute(items, task.advance)
         note = {
-            "model": self.source.name,
-            "identity": self.source.identity.request(),
+            **self.source.provenance(),
             "dictionary": self.dictionary.name,
-            "device": self.source.device,
             "seconds": round(time.monotonic() - started, 6),
         }
-        store.put_result(self.key(store), cells.joined(), provenance=note, confirm=self.dictionary.confirm)
+        store.put_result(self.key(store), cells.joined(), provenance=note, confirm=self.confirm)
+
+    def confirm(self) -> None:
+        """Raise SourceChanged when the dictionary is no longer the one this node was made for."""
+        self.dictionary.confirm(self.features)
 
 
 class _Cells:
@@ -203,7 +205,7 @@ class _Cells:
                 {"weights": (("target", "source"), self.prepared.rows(items)), "item": ("target", items)}
             )
             note = {"model": self.node.source.name, "seconds": round(time.monotonic() - started, 6)}
-            self.store.put_result(key, found, provenance=note, confirm=self.node.dictionary.confirm)
+            self.store.put_result(key, found, provenance=note, confirm=self.node.confirm)
         return self.store.open_result(key)["weights"]
 
     def joined(self) -> xr.Dataset:

@@ -96,6 +96,15 @@ def largest(norm: xr.DataArray) -> xr.DataArray:
     return norm.max("token")
 
 
+DIVISOR = 2
+
+
+@stage(inputs={"x": ("n",)}, outputs={"y": ("n",)})
+def halved(x: xr.DataArray) -> xr.DataArray:
+    """By a global; declared without a version."""
+    return x / DIVISOR
+
+
 class Segmented(ConstantNode):
     """A dataset in hand whose tokens are cut into segments, as those of a capture are."""
 

@@ -82,7 +82,7 @@ def test_segments_need_a_function_that_combines_them():
         stage(version=1, inputs={"x": ("token",)}, outputs={}, cells="segment")(lambda x: x)
 
 
-def test_without_a_version_the_source_stands_for_it():
+def test_without_a_version_the_code_stands_for_it():
     def one(x):
         return x + 1
 
@@ -90,10 +90,10 @@ def test_without_a_version_the_source_stands_for_it():
         return x + 2
 
     declare = stage(inputs={"x": ("layer",)}, outputs={"y": ("layer",)})
-    assert str(declare(one).version).startswith("source:")
-    assert declare(one).version != declare(two).version
-    with_dependency = stage(inputs={"x": ("layer",)}, outputs={"y": ("layer",)}, depends=(two,))
-    assert with_dependency(one).version != declare(one).version
+    assert str(declare(one).key_version).startswith("code:")
+    assert declare(one).key_version != declare(two).key_version
+    renamed = stage(inputs={"x": ("layer",)}, outputs={"y": Output(("layer",), "nats")})
+    assert renamed(one).key_version != declare(one).key_version
 
 
 def test_a_stage_travels_by_name():

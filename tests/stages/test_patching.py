@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 import mizarr
 from mizarr.pipeline import plan as plan_nodes, run
 from mizarr.stages import patching_metrics
+from mizarr.stages.forward.experiment import compute_cell
 from mizarr.stages.forward.runs import plan
 from mizarr.stages.patching import (
     ActivationPatching,
@@ -21,7 +23,7 @@ from mizarr.stages.patching import (
     head_all_pos_every,
     head_by_pos_every,
 )
-from mizarr.stages.patching_metrics import KL, Custom, LogitDifference, Probability, Recovery
+from mizarr.stages.patching_metrics import KL, Custom, LogitDifference, Metric, Probability, Recovery
 from mizarr.store.errors import InterventionError, PromptError, StageError
 
 from .forward.random_models import save_random_model
@@ -271,20 +273,116 @@ def same_but_twice(logits):
     return 2 * logits.max()
 
 
-def test_the_key_of_a_custom_metric_is_its_text_or_its_version(folder):
+def key_of(metric, folder: Path) -> str:
     store = mizarr.open_store(folder / "keys")
+    return grid(kinds=("resid_pre",), metrics=(metric,)).on(str(folder)).key(store).digest
 
+
+def test_the_key_of_a_custom_metric_is_its_code_or_its_version(folder):
     def key(metric) -> str:
-        return grid(kinds=("resid_pre",), metrics=(metric,)).on(str(folder)).key(store).digest
+        return key_of(metric, folder)
 
     assert key(Custom(largest)) == key(Custom(largest))
     assert key(Custom(largest)) != key(Custom(same_but_twice, name="largest"))
     assert key(Custom(largest, version=1)) == key(Custom(same_but_twice, version=1, name="largest"))
     assert key(Custom(largest, version=1)) != key(Custom(largest, version=2))
-    factor = 3.0
-    with pytest.raises(StageError, match="reads factor from outside"):
-        Custom(lambda logits: factor * logits.max())
-    assert Custom(lambda logits: factor * logits.max(), version="3.0").name == "metric"
+    assert Custom(lambda logits: logits.max(), version="3.0").name == "metric"
+    draws = np.random.default_rng(0)
+    with pytest.raises(StageError, match=r"metric 'metric' has no version.*Generator.*closure 'draws'"):
+        key(Custom(lambda logits: draws.random()))
+    assert key(Custom(lambda logits: draws.random(), version=1))
+
+
+FACTOR = 3.0
+
+
+def scaled(logits, power=1.0):
+    return by_factor(logits.max() ** power)
+
+
+def by_factor(number):
+    return FACTOR * number
+
+
+@dataclass(frozen=True)
+class Largest(Metric):
+    """A metric of one's own."""
+
+    name: str = "largest"
+    units: str = "logits"
+    long_name: str = "largest logit"
+
+    def value(self, logits, clean):
+        return float(by_factor(logits.max()))
+
+
+def closing_over(weights):
+    return lambda logits: float(logits[: len(weights)] @ weights)
+
+
+WEIGHTS = np.array([1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("metric", "change"),
+    [
+        (Custom(scaled), lambda patch: patch.setitem(globals(), "FACTOR", 5.0)),
+        (Custom(scaled), lambda patch: patch.setitem(globals(), "by_factor", abs)),
+        (Custom(scaled), lambda patch: patch.setattr(scaled, "__defaults__", (2.0,))),
+        (Custom(closing_over(WEIGHTS), name="weighed"), lambda patch: np.put(WEIGHTS, 0, 7.0)),
+        (Largest(), lambda patch: patch.setitem(globals(), "FACTOR", 5.0)),
+        (
+            Recovery(Largest()),
+            lambda patch: patch.setattr(Largest, "value", lambda self, x, clean: float(x[0])),
+        ),
+    ],
+    ids=["global", "helper", "default", "closure", "class", "recovery"],
+)
+def test_after_a_change_a_metric_gives_what_an_empty_store_would_give(
+    metric, change, folder, tmp_path, monkeypatch
+):
+    asked = grid(kinds=("resid_post",), layers=(1,), metrics=(metric,))
+    before = compute(asked, folder, tmp_path / "kept")[metric.name]
+    key = key_of(metric, folder)
+    change(monkeypatch)
+    again = compute(asked, folder, tmp_path / "kept")[metric.name]
+    assert key_of(metric, folder) != key
+    assert again.identical(compute(asked, folder, tmp_path / "empty")[metric.name])
+    assert not again.equals(before)
+
+
+def test_a_metric_that_changes_what_it_reads_publishes_nothing(folder, tmp_path):
+    seen: list[float] = []
+
+    def remembering(logits):
+        seen.append(float(logits.max()))
+        return seen[0]
+
+    with pytest.raises(StageError, match="expected the metrics it was planned with, found others"):
+        compute(grid(kinds=("resid_post",), layers=(1,), metrics=(Custom(remembering),)), folder, tmp_path)
+    assert not list(mizarr.open_store(tmp_path).records())
+
+
+def test_a_worker_with_other_metrics_refuses_its_cells(folder, tmp_path, monkeypatch):
+    store = mizarr.open_store(tmp_path)
+    node = grid(kinds=("resid_post",), layers=(1,), metrics=(Custom(scaled),)).on(str(folder))
+    expected = node.key(store).digest
+    monkeypatch.setitem(globals(), "FACTOR", 5.0)
+    with pytest.raises(StageError, match="another one on this worker"):
+        compute_cell(node, store, node.cells()[0], expected=expected)
+    assert not list(store.records())
+
+
+def test_metrics_that_ship_keep_their_place_in_keys():
+    kl = {"metric": "KL", "name": "kl"}
+    shipped = (DIFFERENCE, KL(), Probability(3), Recovery(KL()), Custom(abs, 2))
+    assert [metric.canonical() for metric in shipped] == [
+        {"metric": "LogitDifference", "correct": CORRECT, "wrong": WRONG, "name": "logit_difference"},
+        kl,
+        {"metric": "Probability", "token": 3, "name": "probability"},
+        {"metric": "Recovery", "of": kl, "name": "recovery"},
+        {"metric": "Custom", "version": 2, "name": "abs", "units": "1", "long_name": "abs"},
+    ]
 
 
 def test_keys_move_with_every_parameter(folder):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from mizarr.store.index import FileDigests, StoreIndex, file_digests
+from mizarr.store.index import FileDigests, StoreIndex, file_digests, layout_verdicts
 
 
 @pytest.fixture
@@ -149,3 +149,13 @@ def test_the_users_memo_lies_where_mizarr_cache_says(tmp_path, monkeypatch):
     (tmp_path / "w").write_bytes(b"x")
     file_digests().digest(tmp_path / "w")
     assert (tmp_path / "cache" / "digests.sqlite").exists()
+
+
+def test_a_verdict_is_kept_by_case_and_witness(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIZARR_CACHE", str(tmp_path))
+    held = layout_verdicts()
+    held.add("case", "one", "yes")
+    held.add("case", "two", "no")
+    held.add("case", "one", "maybe")
+    assert layout_verdicts().find("case") == {"one": "maybe", "two": "no"}
+    assert layout_verdicts().find("other") == {}

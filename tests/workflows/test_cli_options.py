@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 import pytest
 
-from mizarr.workflows.cli_options import duration, print_table, settings, size
+from mizarr.workflows.cli.options import duration, print_table, settings, size
 
 OPTION = click.Option(["--set"])
 CONTEXT = click.Context(click.Command("compute"))

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from mizarr.store.errors import MissingExtra, PromptError
-from mizarr.workflows.cli_prompts import read_prompts
+from mizarr.workflows.cli.prompts import read_prompts
 
 
 def write(tmp_path, name, text):

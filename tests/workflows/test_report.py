@@ -23,7 +23,7 @@ from mizarr.stages.lens import format_token
 from mizarr.store.errors import ConfigError, ShapeError
 from mizarr.workflows import build, compute
 from mizarr.workflows.cli import run
-from mizarr.workflows.cli_options import settings as read_pairs
+from mizarr.workflows.cli.options import settings as read_pairs
 from mizarr.workflows.report import (
     Attention,
     Choice,
@@ -35,11 +35,11 @@ from mizarr.workflows.report import (
     Run,
     Text,
     Tokens,
-    blocks,
     from_rich,
     page,
 )
 from mizarr.workflows.report.recipe import asked, command, made
+from mizarr.workflows.views import blocks
 from mizarr.workflows.workflow import Workflow
 
 PROMPTS = ["it was the age of", "</script><b>'\" & it was"]

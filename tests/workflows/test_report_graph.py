@@ -26,9 +26,9 @@ from mizarr.stages.graph.viewer import document
 from mizarr.store.errors import ShapeError
 from mizarr.workflows.graph_page import examples_of, graph_elements
 from mizarr.workflows.report import Graph
-from mizarr.workflows.report.blocks import size
-from mizarr.workflows.report.graph import KINDS
 from mizarr.workflows.report.page import render
+from mizarr.workflows.views.blocks import size
+from mizarr.workflows.views.graph import KINDS
 from mizarr.workflows.workflow import Workflow
 from tests.browser import Opened, chromium, opened
 from tests.stages.graph.random_transcoders import save_random_transcoders

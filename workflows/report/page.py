@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from ... import __version__
 from ...store.errors import ConfigError, MissingExtra
-from .blocks import plain, size
-from .elements import Element, Picture
+from ..views import Picture, View
+from ..views.blocks import plain, size
 from .recipe import asked, command, made
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def render(workflow: Workflow) -> str:
     return text
 
 
-def _pictures(workflow: Workflow) -> tuple[list[Element], str]:
+def _pictures(workflow: Workflow) -> tuple[list[View], str]:
     """The workflow's figures, and, where they cannot be drawn, why."""
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -120,7 +120,7 @@ def _pictures(workflow: Workflow) -> tuple[list[Element], str]:
         ], ""
 
 
-def _fitted(*groups: list[Element]) -> list[list[Element]]:
+def _fitted(*groups: list[View]) -> list[list[View]]:
     """Every element, or what of it fits: small ones whole, and large ones share what these leave."""
     sizes = sorted(size(element) for group in groups for element in group)
     left, share = LIMIT, LIMIT

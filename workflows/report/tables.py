@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from .elements import Column, Run, Table
+from ..views import Column, Run, Table
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable

@@ -46,9 +46,12 @@ def as_dictionary(
         files=(),
         model_name=model_name,
         has_skip=first.W_skip is not None,
-        settings={"weights": {str(layer): _content(it) for layer, it in sorted(layers.items())}},
     )
-    return Dictionary(DictionaryFiles(name, Path()), layout, layers.__getitem__)
+
+    def content() -> dict[str, dict[str, dict[str, str]]]:
+        return {"weights": {str(layer): _content(it) for layer, it in sorted(layers.items())}}
+
+    return Dictionary(DictionaryFiles(name, Path()), layout, layers.__getitem__, content)
 
 
 def _content(features: LayerFeatures) -> dict[str, str]:

@@ -148,6 +148,11 @@ def test_one_error_lists_every_issue(tmp_path):
     assert str(error.value).count("\n  - ") > 5
 
 
+def test_a_model_type_that_is_no_word_is_refused():
+    with pytest.raises(ConfigError, match=r"expected a model_type such as 'llama', found \['llama'\]"):
+        transformer_config(RAW | {"model_type": ["llama"]}, [])
+
+
 def test_biases_are_read_off_the_tensors():
     biased = SHAPES | {
         "model.layers.0.self_attn.q_proj.bias": (16,),

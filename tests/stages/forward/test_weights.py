@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from mizarr.stages.forward import weights
 from mizarr.stages.forward.families import from_hf_config
 from mizarr.stages.forward.files import resolve
+from mizarr.stages.readout import readout_from_files
 from mizarr.store.errors import WeightsError
 
 RAW = {
@@ -60,10 +61,23 @@ def test_every_tensor_arrives_under_its_field(file):
     assert torch.equal(loaded.lm_head, held["lm_head.weight"]) and layer.q.bias is None
 
 
-def test_a_tied_head_is_the_embedding_even_when_the_file_holds_another(file):
-    """The reference implementation does the same: a tied model has one matrix."""
+def test_a_tied_head_that_the_file_holds_too_is_the_embedding(file):
     tied = from_hf_config(RAW | {"tie_word_embeddings": True})
-    assert load(file(tensors()), tied).lm_head is None
+    held = tensors()
+    held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
+    assert load(file(held), tied).lm_head is None
+
+
+def test_a_tied_head_that_differs_in_the_file_is_refused(file):
+    """The reference implementation computes with it, whatever config.json says."""
+    tied = from_hf_config(RAW | {"tie_word_embeddings": True})
+    held = tensors()
+    held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
+    held["lm_head.weight"][-1, -1] += 1
+    with pytest.raises(WeightsError, match=r"expected lm_head\.weight to equal model\.embed_tokens\.weight"):
+        load(file(held), tied)
+    with pytest.raises(WeightsError, match=r"set tie_word_embeddings to false"):
+        readout_from_files([file(held)], tied)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

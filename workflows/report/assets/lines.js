@@ -10,10 +10,10 @@ function ticks(low, high, count) {
 }
 
 DRAW.lines = (host, data) => {
-  const curves = data.lines.map((line) => ({ ...line, points: decode(line.values) }));
+  const curves = data.lines.map((line) => ({ ...line, points: decode(line.values), around: line.band && decode(line.band) }));
   const labelled = typeof data.x[0] === "string";
   const xs = labelled ? data.x.map((_, i) => i) : data.x;
-  let [low, high] = extent(curves.flatMap((curve) => [...extent(curve.points.values)]));
+  let [low, high] = extent(curves.flatMap((curve) => [curve.points, curve.around]).flatMap((held) => (held ? extent(held.values) : [])));
   low = Math.min(low, data.low ?? low);
   high = Math.max(high, data.high ?? high);
   if (low === high) high = low + 1;
@@ -49,14 +49,20 @@ DRAW.lines = (host, data) => {
       svg.append(text);
     }
     svg.append(make("text", { x: wide - MARGIN.right, y: HEIGHT - 4, "text-anchor": "end" }, data.x_name));
+    if (data.at !== null) svg.append(make("line", { class: "marked", x1: place.x(data.at), x2: place.x(data.at), y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }));
     curves.forEach((curve, i) => {
+      if (curve.around) {
+        const edge = (row) => xs.map((x, n) => [x, curve.around.at(row, n)]).filter(([, y]) => Number.isFinite(y))
+          .map(([x, y]) => `${place.x(x).toFixed(1)} ${place.y(y).toFixed(1)}`);
+        svg.append(make("path", { d: `M${[...edge(0), ...edge(1).reverse()].join("L")}Z`, fill: colour(i), "fill-opacity": 0.15, stroke: "none" }));
+      }
       let path = "", open = false;
       xs.forEach((x, n) => {
         const y = curve.points.values[n];
         if (Number.isFinite(y)) path += `${open ? "L" : "M"}${place.x(x).toFixed(1)} ${place.y(y).toFixed(1)}`;
         open = Number.isFinite(y);
       });
-      svg.append(make("path", { d: path, fill: "none", stroke: colour(i), "stroke-width": curve.control ? 1.5 : 2.2,
+      svg.append(make("path", { d: path, fill: "none", stroke: colour(i), "stroke-width": curve.faint ? 1 : curve.control ? 1.5 : curve.strong ? 3 : 2.2,
         "stroke-dasharray": curve.control ? "5 4" : null, "stroke-linejoin": "round" }));
       if (xs.length <= 24) xs.forEach((x, n) => Number.isFinite(curve.points.values[n]) &&
         svg.append(make("circle", { cx: place.x(x), cy: place.y(curve.points.values[n]), r: curve.control ? 2 : 3, fill: colour(i) })));

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from . import WORKFLOWS
-from .cli_options import (
+from .. import WORKFLOWS
+from .options import (
     Command,
     json_option,
     print_json,
@@ -22,14 +22,15 @@ from .cli_options import (
     settings,
     size,
     store_option,
+    trust_option,
 )
-from .cli_prompts import read_prompts
+from .prompts import read_prompts
 
 if TYPE_CHECKING:
-    from ..pipeline import Plan
-    from ..stages.forward.capture import CaptureNode
-    from ..store import Store
-    from ..store.entries import Entry
+    from ...pipeline import Plan
+    from ...stages.forward.capture import CaptureNode
+    from ...store import Store
+    from ...store.entries import Entry
 
 NAMES = ", ".join(WORKFLOWS)
 HOOKS_EXAMPLE = "--hooks 'blocks.*.hook_resid_post'"
@@ -45,6 +46,7 @@ def workflow_options(command: Command) -> Command:
     options = (
         click.argument("workflow"),
         click.option("--model", help='Hub id, directory or "specimen"; short for --set model=….'),
+        trust_option,
         click.option(
             "--set",
             "parameters",
@@ -70,9 +72,10 @@ def workflow_options(command: Command) -> Command:
     help="Folder for the store and the figures.",
 )
 @click.option("--model", default="specimen", show_default=True, help='Hub id, directory or "specimen".')
+@trust_option
 @json_option
 @quiet_option
-def demo(output: Path, model: str, as_json: bool, quiet: bool) -> None:
+def demo(output: Path, model: str, trust_layout: bool, as_json: bool, quiet: bool) -> None:
     """Run the main job on the model shipped with mizarr, offline.
 
     Captures activations, looks at them through the logit lens, finds the helix that counts characters. Tables
@@ -80,11 +83,18 @@ def demo(output: Path, model: str, as_json: bool, quiet: bool) -> None:
     """
     from rich.console import Console
 
-    from ..store import open_store
-    from .demo import run
+    from ...store import open_store
+    from ..demo import run
 
     console = Console(stderr=as_json)
-    done = run(open_store(output / "store"), output / "figures", console=console, model=model, quiet=quiet)
+    done = run(
+        open_store(output / "store"),
+        output / "figures",
+        console=console,
+        model=model,
+        trust_layout=trust_layout,
+        quiet=quiet,
+    )
     if as_json:
         print_json(done.to_json())
 
@@ -99,6 +109,7 @@ def demo(output: Path, model: str, as_json: bool, quiet: bool) -> None:
     "--dtype", type=DTYPES, default="float32", show_default=True, help="What the model computes in."
 )
 @click.option("--storage-dtype", type=DTYPES, help="What is stored; default what the model computes in.")
+@trust_option
 @click.option("--device", help="cpu, cuda or cuda:1; default a GPU where there is one.")
 @click.option("--batch-tokens", type=click.IntRange(min=1), help="Tokens per forward pass.")
 @click.option("--memory", callback=size, metavar="SIZE", help="What buffers may take; default 1GiB.")
@@ -132,10 +143,10 @@ def capture(
     one per line, JSONL files with a string, {"text": …} or {"ids": […]} per line, Parquet files with such a
     column, or - for stdin. What the store already holds is not computed again.
     """
-    from ..pipeline import plan, run
-    from ..stages.forward.capture import CaptureNode
-    from ..stages.forward.hooks import HookSpec
-    from ..store import open_store
+    from ...pipeline import plan, run
+    from ...stages.forward.capture import CaptureNode
+    from ...stages.forward.hooks import HookSpec
+    from ...store import open_store
 
     given = {name: value for name, value in options.items() if value is not None}
     # Everything that can be wrong with the request is found here, before a store is made.
@@ -197,6 +208,7 @@ def _print_plan(steps: Plan, as_json: bool) -> None:
 def compute(
     workflow: str,
     model: str | None,
+    trust_layout: bool,
     parameters: dict[str, Any],
     store_path: str,
     as_json: bool,
@@ -209,10 +221,10 @@ def compute(
     """See `help` above."""
     from rich.console import Console
 
-    from ..store import open_store
-    from . import build
+    from ...store import open_store
+    from .. import build
 
-    planned = build(workflow, **with_model(parameters, model))
+    planned = build(workflow, trust_layout=trust_layout, **with_model(parameters, model))
     store = open_store(store_path)
     done = planned.run(store, cluster=cluster, threads=threads, memory=memory, quiet=quiet)
     if as_json:
@@ -234,13 +246,18 @@ def compute(
 )
 @workflow_options
 def explain(
-    workflow: str, model: str | None, parameters: dict[str, Any], store_path: str, as_json: bool
+    workflow: str,
+    model: str | None,
+    trust_layout: bool,
+    parameters: dict[str, Any],
+    store_path: str,
+    as_json: bool,
 ) -> None:
     """See `help` above."""
-    from ..pipeline import plan
-    from . import build
+    from ...pipeline import plan
+    from .. import build
 
-    planned = build(workflow, **with_model(parameters, model))
+    planned = build(workflow, trust_layout=trust_layout, **with_model(parameters, model))
     with _store_to_look_into(store_path) as store:
         steps = plan(planned.nodes.values(), store)
     chosen = dataclasses.asdict(planned.settings)
@@ -249,6 +266,8 @@ def explain(
         print_json(about | steps.to_json())
         return
     click.echo(planned.question, err=True)
+    if planned.caution:
+        click.echo(planned.caution, err=True)
     for field in dataclasses.fields(planned.settings):
         value = json.dumps(chosen[field.name])
         click.echo(f"  --set {field.name}={value}  {field.metadata.get('help', '')}", err=True)
@@ -258,7 +277,7 @@ def explain(
 @contextlib.contextmanager
 def _store_to_look_into(path: str) -> Iterator[Store]:
     """The store read-only; an empty one elsewhere if there is none yet, so that looking leaves no trace."""
-    from ..store import open_store
+    from ...store import open_store
 
     if Path(path).exists():
         yield open_store(path, mode="r")

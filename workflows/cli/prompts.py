@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..store.errors import MissingExtra, PromptError
+from ...store.errors import MissingExtra, PromptError
 
 JSON_LINES = (".jsonl", ".ndjson")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from .cli_options import (
+from .options import (
     duration,
     json_option,
     print_json,
@@ -29,7 +29,7 @@ def ls(store_path: str, as_json: bool) -> None:
     One line per layer of a captured variable, and per result. KEY is what `mizarr show` and `mizarr pin`
     take; lines with equal DATA share a run. CONTENT digests the values: equal contents are equal numbers.
     """
-    from ..store import open_store
+    from ...store import open_store
 
     store = open_store(store_path, mode="r")
     pins = {key: name for name, key in store.pins().items()}
@@ -60,7 +60,7 @@ def show(key: str, store_path: str, as_json: bool) -> None:
 
     KEY is any unique start of a key printed by `mizarr ls`.
     """
-    from ..store import open_store
+    from ...store import open_store
 
     store = open_store(store_path, mode="r")
     dataset = store[key]
@@ -84,8 +84,8 @@ def verify(store_path: str, quick: bool, quarantine: bool, as_json: bool, quiet:
 
     Exit code 1 if anything is damaged.
     """
-    from ..pipeline.progress import Progress
-    from ..store import open_store
+    from ...pipeline.progress import Progress
+    from ...store import open_store
 
     store = open_store(store_path, mode="a" if quarantine else "r")
     with Progress(quiet=quiet) as bars:
@@ -130,8 +130,8 @@ def gc(store_path: str, grace: float, quota: int | None, dry_run: bool, as_json:
 
     Pinned keys, and what they were computed from, always stay.
     """
-    from ..pipeline.plan import human_bytes
-    from ..store import open_store
+    from ...pipeline.plan import human_bytes
+    from ...store import open_store
 
     report = open_store(store_path).gc(grace=grace, quota=quota, dry_run=dry_run)
     if as_json:
@@ -157,7 +157,7 @@ def pin(name: str, key: str | None, remove: bool, store_path: str) -> None:
 
     NAME is yours to choose; KEY is any unique start of a key printed by `mizarr ls`.
     """
-    from ..store import open_store
+    from ...store import open_store
 
     if remove == (key is not None):
         raise click.UsageError("expected NAME and KEY to pin, or NAME and --remove to let go")

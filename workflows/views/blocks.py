@@ -8,12 +8,13 @@ from __future__ import annotations
 import base64
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["block", "compact", "plain", "size"]
+__all__ = ["block", "compact", "listed", "plain", "size"]
 
 MANY = 1 << 20
 """Values above which float32 becomes float16: three digits of each are plenty to look at."""
@@ -60,7 +61,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return block(value)
     if dataclasses.is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in _on_page(value)}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if isinstance(value, np.generic):
@@ -68,6 +69,27 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def _on_page(value: Any) -> list[dataclasses.Field[Any]]:
+    """Fields that a page embeds: all but those declared with metadata {"page": False}."""
+    return [field for field in dataclasses.fields(value) if field.metadata.get("page", True)]
+
+
+def listed(value: Any) -> Any:
+    """What `json` prints: arrays and tuples as lists, numpy's numbers as Python's; one that is none as null.
+
+    A function is asked for its value: what only a document needs is not worked out for a terminal.
+    """
+    value = value() if callable(value) else value
+    value = value.values if hasattr(value, "dims") else value
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {key: listed(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [listed(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def size(value: Any) -> int:
@@ -79,7 +101,7 @@ def size(value: Any) -> int:
     if isinstance(value, str):
         return len(value.encode()) + 4
     if dataclasses.is_dataclass(value):
-        return sum(size(getattr(value, field.name)) for field in dataclasses.fields(value))
+        return sum(size(getattr(value, field.name)) for field in _on_page(value))
     if isinstance(value, (list, tuple)):
         return sum(map(size, value))
     return 8

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ..store.errors import PlanError, nearest
+from ...store.errors import PlanError, nearest
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -27,6 +27,11 @@ store_option = click.option(
     help="Directory of the store.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+trust_option = click.option(
+    "--trust-layout",
+    is_flag=True,
+    help="Run a model of unknown family without checking it against transformers; what it gives is marked.",
+)
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress bars.")
 
 
@@ -52,7 +57,7 @@ def size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | 
     """Bytes of a size written as 500MB, 2GiB or 1.5e9; None where none was given."""
     if text is None:
         return None
-    from ..pipeline.plan import as_bytes
+    from ...pipeline.plan import as_bytes
 
     with contextlib.suppress(PlanError):
         if (count := as_bytes(text)) and count > 0:

@@ -1,13 +1,20 @@
-"""Commands about models: `models families`, `models fetch`, `models inspect`. None loads a model."""
+"""Commands about models: `models families`, `models fetch`, `models inspect`.
+
+Neither loads one, but for the check that a model of unknown family needs once.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from .cli_options import SuggestingGroup, json_option, print_json, print_table, quiet_option
+from .options import SuggestingGroup, json_option, print_json, print_table, quiet_option
+
+if TYPE_CHECKING:
+    from ...stages.forward.autoconfig import CompatibilityReport
+    from ...stages.forward.files import ModelFiles
 
 CANNOT_RUN = 1
 
@@ -30,7 +37,7 @@ def fetch(repo: str, revision: str | None, as_json: bool, quiet: bool) -> None:
     Only what a forward pass reads: configuration, tokenizer, safetensors weights. Interrupted, it keeps the
     files that are finished and goes on with the next. HF_TOKEN opens gated models.
     """
-    from ..stages.forward import download
+    from ...stages.forward import download
 
     files = download.fetch(repo, revision, progress=not quiet)
     directory = str(files.directory)
@@ -47,7 +54,7 @@ def families(as_json: bool) -> None:
 
     Any other decoder of this shape is configured from its tensors; `mizarr models inspect` tells how.
     """
-    from ..stages.forward.families import FAMILIES, described
+    from ...stages.forward.families import FAMILIES, described
 
     rows = [described(model_type) for model_type in FAMILIES]
     if as_json:
@@ -74,12 +81,13 @@ def families(as_json: bool) -> None:
 def inspect(model: str, revision: str | None, shapes_only: bool, as_json: bool, quiet: bool) -> int:
     """Show shapes and norms, and how MODEL was understood.
 
-    MODEL is a hub id, a directory or "specimen". Exit code 1 if the checkpoint cannot run, with the reasons.
+    MODEL is a hub id, a directory or "specimen". A model of unknown family is checked against transformers,
+    unless a check is remembered. Exit code 1 if the checkpoint cannot run, with the reasons.
     """
-    from ..pipeline.progress import Progress
-    from ..stages.forward.autoconfig import report
-    from ..stages.forward.files import resolve
-    from .inspect_model import tensor_facts
+    from ...pipeline.progress import Progress
+    from ...stages.forward.autoconfig import report
+    from ...stages.forward.files import resolve
+    from ..inspect_model import tensor_facts
 
     files = resolve(model, revision)
     size = sum(path.stat().st_size for path in files.weight_files)
@@ -87,14 +95,16 @@ def inspect(model: str, revision: str | None, shapes_only: bool, as_json: bool, 
         read = bars.task(f"reading {files.name}", unit="numbers")
         facts = list(tensor_facts(files.weight_files, values=not shapes_only, seen=read.advance))
     understood = report(files.config, {fact.name: fact.shape for fact in facts}, source="config.json")
+    layout, issues = _layout(files, understood, remembered_only=shapes_only)
     found = {
         "name": files.name,
         "revision": files.revision,
         "directory": str(files.directory),
         "model_type": understood.model_type,
         "known_family": understood.known_family,
-        "compatible": understood.is_compatible,
-        "issues": understood.issues,
+        "layout": layout,
+        "compatible": not issues,
+        "issues": issues,
         "warnings": understood.warnings,
         "config": understood.config and asdict(understood.config),
         "parameters": sum(fact.parameters for fact in facts),
@@ -105,14 +115,32 @@ def inspect(model: str, revision: str | None, shapes_only: bool, as_json: bool, 
         print_json(found)
     else:
         _print(found)
-    return 0 if understood.is_compatible else CANNOT_RUN
+    return CANNOT_RUN if issues else 0
+
+
+def _layout(
+    files: ModelFiles, understood: CompatibilityReport, *, remembered_only: bool
+) -> tuple[str, list[str]]:
+    """Why the layout can be relied on, or that it was not checked; and all that stands in the way."""
+    if understood.issues or understood.config is None:
+        return "not understood", understood.issues
+    if understood.known_family:
+        return "known family", []
+    if files.trust_layout:
+        return "trusted, not checked against transformers", []
+    case = files.layout_case(understood.config)
+    verdict = case.remembered() if remembered_only else case.verdict()
+    if verdict is None:
+        return "not checked against transformers yet", []
+    return verdict.told, [] if verdict.agrees else [verdict.told]
 
 
 def _print(found: dict[str, Any]) -> None:
-    from ..pipeline.plan import human_bytes
+    from ...pipeline.plan import human_bytes
 
     family = "known family" if found["known_family"] else "unknown family, configured from its tensors"
     click.echo(f"{found['name']}: {found['model_type']} ({family})")
+    click.echo(f"layout: {found['layout']}")
     click.echo(f"{found['parameters']:,} parameters, {human_bytes(found['bytes'])}")
     for name, value in (found["config"] or {}).items():
         click.echo(f"  {name}: {value}")

@@ -23,7 +23,7 @@ from ...stages.graph.pruning import cumulative_scores
 from ...stages.lens import format_token
 from ...store.errors import ShapeError
 from .blocks import size
-from .elements import Element
+from .view import View
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -88,7 +88,7 @@ class FeatureNotes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Graph(Element):
+class Graph(View):
     """Nodes by layer and position, and the edges among them, strongest first.
 
     tokens: of the prompt.  layers: of the model.  kinds: index into KINDS [node]; layer: -1 for tokens, the
@@ -223,7 +223,7 @@ class Graph(Element):
             share=self.share if nodes.all() else float(self.cumulative[nodes & (rank >= 0)].max(initial=0)),
         )
 
-    def within(self, room: int) -> Element:
+    def within(self, room: int) -> View:
         """Without examples, then with fewer nodes and edges; the page tells how many there are."""
         if size(self) <= room:
             return self

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .cli_models import CANNOT_RUN
-from .cli_options import SuggestingGroup, json_option, print_json, print_table, quiet_option
+from .models import CANNOT_RUN
+from .options import SuggestingGroup, json_option, print_json, print_table, quiet_option
 
 if TYPE_CHECKING:
-    from ..stages.features.dictionary import Dictionary
+    from ...stages.features.dictionary import Dictionary
 
 __all__ = ["features"]
 
@@ -39,7 +39,7 @@ def fetch(reference: str, as_json: bool, quiet: bool) -> None:
     config.yaml lists are fetched as well. Interrupted, it keeps the files that are finished and goes on with
     the next. HF_TOKEN opens gated repositories.
     """
-    from ..stages.features.download import fetch
+    from ...stages.features.download import fetch
 
     files = fetch(reference, progress=not quiet)
     directory = str(files.directory)
@@ -73,7 +73,7 @@ def inspect(
     REFERENCE is specimen/clt, a directory, or org/repo[/subfolder][@revision] in the local cache. Exit code 1
     if it cannot be used with --model, or holds numbers that are not finite, with the reasons.
     """
-    from ..stages.features.dictionary import Dictionary
+    from ...stages.features.dictionary import Dictionary
 
     dictionary = Dictionary.from_pretrained(reference, read=read, write=write)
     found = facts(dictionary)
@@ -108,8 +108,8 @@ def export(
 
     The folder appears when it is complete. What the format cannot say is refused.
     """
-    from ..stages.features.dictionary import Dictionary
-    from ..stages.features.export import export
+    from ...stages.features.dictionary import Dictionary
+    from ...stages.features.export import export
 
     dictionary = Dictionary.from_pretrained(reference, read=read, write=write)
     click.echo(str(export(dictionary, folder, name, dtype=dtype)))
@@ -155,8 +155,8 @@ def _misfit(dictionary: Dictionary, model: str | None) -> list[str]:
     """Why it cannot be used with a model; empty if it can, or none was named."""
     if model is None:
         return []
-    from ..stages.forward.files import resolve
-    from ..store.errors import DictionaryError
+    from ...stages.forward.files import resolve
+    from ...store.errors import DictionaryError
 
     files = resolve(model)
     try:
@@ -172,7 +172,7 @@ def _values(dictionary: Dictionary, *, quiet: bool) -> list[dict[str, Any]]:
     """
     import torch
 
-    from ..pipeline.progress import Progress
+    from ...pipeline.progress import Progress
 
     rows = []
     with Progress(quiet=quiet) as bars:
@@ -201,7 +201,7 @@ def _values(dictionary: Dictionary, *, quiet: bool) -> list[dict[str, Any]]:
 
 
 def _print(found: dict[str, Any]) -> None:
-    from ..pipeline.plan import human_bytes
+    from ...pipeline.plan import human_bytes
 
     layers = found["layers"]
     span = f"{layers[0]}" if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"

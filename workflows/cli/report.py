@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from .cli_options import print_json, quiet_option, size
-from .cli_runs import NAMES, cluster_option, with_model, workflow_options
+from .options import print_json, quiet_option, size
+from .runs import NAMES, cluster_option, with_model, workflow_options
 
 
 @click.command(
@@ -35,6 +35,7 @@ from .cli_runs import NAMES, cluster_option, with_model, workflow_options
 def report(
     workflow: str,
     model: str | None,
+    trust_layout: bool,
     parameters: dict[str, Any],
     store_path: str,
     as_json: bool,
@@ -45,11 +46,11 @@ def report(
     quiet: bool,
 ) -> None:
     """See `help` above."""
-    from ..store import open_store
-    from . import build
-    from .report.page import check_output
+    from ...store import open_store
+    from .. import build
+    from ..report.page import check_output
 
-    planned = build(workflow, **with_model(parameters, model))
+    planned = build(workflow, trust_layout=trust_layout, **with_model(parameters, model))
     path = output or Path(f"{workflow}.html")
     check_output(path)
     done = planned.run(open_store(store_path), cluster=cluster, threads=threads, memory=memory, quiet=quiet)

@@ -13,14 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .cli_options import json_option, print_json, print_table, quiet_option, settings, size, store_option
-from .cli_prompts import read_prompts
-from .cli_runs import DTYPES
+from .options import (
+    json_option,
+    print_json,
+    print_table,
+    quiet_option,
+    settings,
+    size,
+    store_option,
+    trust_option,
+)
+from .prompts import read_prompts
+from .runs import DTYPES
 
 if TYPE_CHECKING:
-    from ..stages.features.training.settings import Settings
-    from ..stages.features.training.source import StoredActivations
-    from ..stages.features.training.trainer import Training
+    from ...stages.features.training.settings import Settings
+    from ...stages.features.training.source import StoredActivations
+    from ...stages.features.training.trainer import Training
 
 __all__ = ["train"]
 
@@ -33,7 +42,7 @@ def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> 
     """One line per setting: default, and what it does."""
     if not wanted:
         return
-    from ..stages.features.training.settings import Settings
+    from ...stages.features.training.settings import Settings
 
     for field in dataclasses.fields(Settings):
         click.echo(f"--set {field.name}={json.dumps(field.default)}  {field.metadata['help']}")
@@ -45,6 +54,7 @@ def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> 
 )
 @click.argument("model")
 @click.argument("prompts", nargs=-1, required=True)
+@trust_option
 @click.option("--text", is_flag=True, help="PROMPTS are the prompts themselves, not files.")
 @click.option(
     "--out",
@@ -85,6 +95,7 @@ def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> 
 def train(
     model: str,
     prompts: tuple[str, ...],
+    trust_layout: bool,
     text: bool,
     out: Path,
     config: Path | None,
@@ -105,7 +116,10 @@ def train(
 
     PROMPTS are given as to mizarr capture.
     """
+    from ...stages.forward.files import resolve
+
     chosen = _settings(config, given)
+    model = resolve(model, trust_layout=trust_layout).name
     source = _captured(
         model, read_prompts(prompts, literal=text), chosen, store_path, storage_dtype, memory, quiet
     )
@@ -126,9 +140,9 @@ def train(
 
 
 def _settings(config: Path | None, given: dict[str, Any]) -> Settings:
-    from ..stages.features.training.settings import Settings
-    from ..store.errors import ConfigError
-    from .workflow import read_settings
+    from ...stages.features.training.settings import Settings
+    from ...store.errors import ConfigError
+    from ..settings import read_settings
 
     said: dict[str, Any] = {}
     if config is not None:
@@ -144,11 +158,11 @@ def _captured(
     model: str, prompts: Any, chosen: Settings, store_path: str, dtype: str, memory: int | None, quiet: bool
 ) -> StoredActivations:
     """The activations the settings ask for, captured as far as they are not stored."""
-    from ..pipeline import run
-    from ..stages.features.training.source import StoredActivations
-    from ..stages.forward.capture import MEMORY, CaptureNode
-    from ..stages.forward.points import BY_NAME
-    from ..store import open_store
+    from ...pipeline import run
+    from ...stages.features.training.source import StoredActivations
+    from ...stages.forward.capture import MEMORY, CaptureNode
+    from ...stages.forward.points import BY_NAME
+    from ...store import open_store
 
     layers = ["*"] if chosen.layers is None else list(map(str, chosen.layers))
     hooks = [
@@ -162,8 +176,8 @@ def _captured(
 
 def _train(chosen: Settings, source: StoredActivations, out: Path, save_every: int, quiet: bool) -> Training:
     """The training brought to its end; KeyboardInterrupt, with a checkpoint left behind, when stopped."""
-    from ..pipeline.progress import Progress
-    from ..stages.features.training.trainer import Training
+    from ...pipeline.progress import Progress
+    from ...stages.features.training.trainer import Training
 
     training = Training(chosen, source, out, save_every=save_every)
     with Progress(quiet) as progress, _interrupted() as stop:
@@ -194,11 +208,11 @@ def _interrupted() -> Iterator[Callable[[], bool]]:
 
 def _finish(training: Training, model: str, out: Path, dtype: str) -> None:
     """Measure, then export; the dictionary's folder comes last and says that all is done."""
-    from ..stages.features.export import export
-    from ..stages.features.training.evaluate import summary
-    from ..stages.features.training.replacement import replacement_loss
-    from ..stages.features.training.trained import FORMATS, as_dictionary
-    from ..stages.forward.model import Model
+    from ...stages.features.export import export
+    from ...stages.features.training.evaluate import summary
+    from ...stages.features.training.replacement import replacement_loss
+    from ...stages.features.training.trained import FORMATS, as_dictionary
+    from ...stages.forward.model import Model
 
     chosen, layers = training.settings, training.layers
     held_out = training.held_out or training.source

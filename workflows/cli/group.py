@@ -17,18 +17,18 @@ from collections.abc import Sequence
 
 import click
 
-from .. import __version__
-from ..store.errors import MizarrError
-from .cli_exchange import export, import_
-from .cli_features import features
-from .cli_models import models
-from .cli_options import SuggestingGroup
-from .cli_report import report
-from .cli_runs import capture, compute, demo, explain
-from .cli_store import gc, ls, pin, show, verify
-from .cli_train import train
+from ... import __version__
+from ...store.errors import MizarrError
+from .exchange import export, import_
+from .features import features
+from .models import models
+from .options import SuggestingGroup
+from .report import report
+from .runs import capture, compute, demo, explain
+from .store import gc, ls, pin, show, verify
+from .train import train
 
-__all__ = ["cli", "main"]
+__all__ = ["cli", "main", "run"]
 
 MISUSE = 2
 INTERRUPTED = 130

@@ -1,0 +1,31 @@
+"""What experiments with a dictionary share: it is named, identified, and must stay what it was.
+
+Border: the name and the identity; what is done with features is each experiment's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..forward.experiment import Experiment
+from .dictionary import Dictionary
+
+__all__ = ["OfDictionary"]
+
+
+class OfDictionary(Experiment):
+    """An experiment that reads the dictionary under a name, which must be the one of an identity.
+
+    dictionary: its name, part of no key.  features: its identity.
+    """
+
+    dictionary: str
+    features: str
+
+    def params(self) -> dict[str, Any]:
+        """All but where the dictionary lies."""
+        return {key: value for key, value in vars(self).items() if key != "dictionary"}
+
+    def confirm(self) -> None:
+        """Raise SourceChanged when the files under the name are another dictionary's."""
+        Dictionary.from_pretrained(self.dictionary).confirm(self.features)

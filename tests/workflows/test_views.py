@@ -1,0 +1,227 @@
+"""Views: one value, and the same words and numbers in a terminal, a figure, a notebook and a document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import xarray as xr
+from rich.console import Console
+
+from mizarr.store.errors import ShapeError
+from mizarr.workflows.report import page
+from mizarr.workflows.views import (
+    Bars,
+    Choice,
+    Column,
+    Curve,
+    Data,
+    Figure,
+    Heatmap,
+    Line,
+    Lines,
+    Note,
+    Run,
+    Table,
+    Values,
+    View,
+    dim,
+    paper,
+    together,
+)
+from mizarr.workflows.views.blocks import listed, plain
+from mizarr.workflows.workflow import Workflow
+
+RECORDS = [
+    {"layer": 0, "kl": 0.12345, "token": "[red]a"},
+    {"layer": 1, "kl": float("nan"), "token": "<b>"},
+]
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """No settings."""
+
+
+def a_table(**told: Any) -> Table:
+    return Table.of(
+        RECORDS,
+        ("layer", "layer", "d"),
+        ("token", lambda one: (one["token"], dim(" so"))),
+        ("KL", lambda one: None if np.isnan(one["kl"]) else one["kl"], ".2f"),
+        strong=lambda one: one["layer"] == 1,
+        title="T [x]",
+        caption="c <y>",
+        **told,
+    )
+
+
+def a_heatmap(**told: Any) -> Heatmap:
+    array = xr.DataArray(
+        [[0.0, 1.0], [2.0, 3.0]],
+        dims=("layer", "head"),
+        coords={"layer": [4, 5], "head": [0, 1]},
+        attrs={"long_name": "KL", "units": "nats"},
+    )
+    return Heatmap.of(array, "By head", "below", **told)
+
+
+class Whole(Workflow):
+    """One view of every kind that is shown."""
+
+    name, question, settings_type = "whole", "Is <it> enough?", Nothing
+    nodes: ClassVar[dict[str, Any]] = {}
+
+    def views(self) -> Iterator[View]:
+        yield Data(json={"sizes": {"layers": np.int64(2)}, "late": lambda: [1]})
+        yield a_table(json={"records": RECORDS})
+        yield Values(title="V", pairs=(("a", "[b]"),))
+        yield Note(text="A paragraph.")
+        heat = a_heatmap(json={"grid": np.eye(2)})
+        curve = Curve(points=np.eye(3), values=np.arange(3), value_name="n", names=("x", "y", "z"))
+        bars = Bars(x=("a", "b"), x_name="x", y_name="y", lines=(Line("one", np.ones(2)),))
+        yield from together("whole", "All of it", heat, bars, curve)
+
+
+@pytest.fixture
+def whole() -> Whole:
+    return Whole(Nothing())
+
+
+def test_a_table_has_the_same_cells_in_every_rendering(whole, capsys):
+    table = a_table()
+    assert table.columns == (Column("layer", right=True), Column("token"), Column("KL", right=True))
+    assert table.rows[0] == ((Run("0"),), (Run("[red]a"), Run(" so", "dim")), (Run("0.12"),))
+    assert table.rows[1] == ((Run("1", "bold"),), (Run("<b>", "bold"), Run(" so", "bold dim")), ())
+    whole.render(Console(width=100))
+    printed = capsys.readouterr().out
+    assert all(said in printed for said in ("T [x]", "[red]a so", "0.12", "c <y>", "[b]", "A paragraph."))
+    shown = table._repr_html_()
+    assert "&lt;b&gt; so" in shown and "T [x]" in shown and "c &lt;y&gt;" in shown and "<b>1" not in shown
+    embedded = page.render(whole)
+    assert "[red]a" in embedded and "&lt;b&gt;" in embedded
+
+
+def test_prose_may_wrap_and_numbers_may_not():
+    told = Table.of([{"text": "x" * 40}], ("text", "text"), ("n", lambda one: "y" * 40, str))
+    assert [column.wraps for column in told.columns] == [True, False]
+
+
+def test_a_document_is_what_the_views_say(whole):
+    found = json.loads(json.dumps(whole.to_json(), allow_nan=False))
+    assert found["sizes"] == {"layers": 2}
+    assert found["late"] == [1]
+    assert found["grid"] == [[1.0, 0.0], [0.0, 1.0]]
+    assert [one["kl"] for one in found["records"]] == [0.12345, None]
+    assert found["workflow"] == "whole"
+
+
+def test_a_name_of_the_document_is_said_once():
+    class Twice(Whole):
+        def views(self) -> Iterator[View]:
+            yield Data(json={"n": 1})
+            yield Data(json={"n": 2})
+
+    with pytest.raises(AssertionError, match="says n twice"):
+        Twice(Nothing()).to_json()
+
+
+def test_what_only_a_document_needs_is_not_worked_out_for_a_terminal(capsys):
+    class Late(Whole):
+        def views(self) -> Iterator[View]:
+            yield a_table(json={"n": lambda: 1 / 0})
+
+    late = Late(Nothing())
+    late.render(Console())
+    assert "T [x]" in capsys.readouterr().out
+    with pytest.raises(ZeroDivisionError):
+        late.to_json()
+
+
+def test_a_page_embeds_no_document_and_nothing_that_only_figures_use():
+    embedded = plain(a_heatmap(json={"x": lambda: 1}, texts=(("a", "b"), ("c", "d"))))
+    assert embedded.keys() & {"json", "texts", "numbers"} == set()
+    assert embedded["rows"] == ["4", "5"] and embedded["unit"] == "nats" and embedded["upward"]
+
+
+def test_figures_are_files_named_by_their_view(whole, tmp_path: Path):
+    (path,) = whole.draw(tmp_path)
+    assert path.name == "whole.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("diverging", [False, True])
+def test_a_cell_of_a_figure_has_the_colour_a_page_gives_it(diverging):
+    """Ends and middle of both ramps are those of the page's script."""
+    script = (Path(page.__file__).parent / "assets" / "core.js").read_text()
+    ramp = paper.RAMPS["diverging" if diverging else "sequential"]
+    assert json.dumps(ramp) in script
+    with paper.style():
+        axes = paper.blank(4, 3).add_subplot()
+        heat = Heatmap.of(xr.DataArray([[-1.0, 4.0]], dims=("row", "column")), diverging=diverging)
+        heat.draw(axes)
+    low, high = axes.images[0].get_clim()
+    assert (low, high) == ((-4.0, 4.0) if diverging else (-1.0, 4.0))
+
+
+def test_curves_from_an_array_are_named_and_controls_are_told_apart():
+    array = xr.DataArray(
+        [[1.0, 2.0], [3.0, 4.0]], dims=("counts", "x"), coords={"counts": ["true", "shuffled"], "x": [9, 3]}
+    )
+    lines = Lines.of(array, control="shuffled")
+    assert lines.x == (3, 9)
+    assert [(line.name, line.control, line.values.tolist()) for line in lines.lines] == [
+        ("true", False, [2.0, 1.0]),
+        ("shuffled", True, [4.0, 3.0]),
+    ]
+    numbered = Lines.of(array.assign_coords(counts=[0, 1]))
+    assert [line.name for line in numbered.lines] == ["counts 0", "counts 1"]
+
+
+def test_labels_and_numbers_must_belong_together():
+    with pytest.raises(ShapeError, match="values of 'one'"):
+        Bars(x=("a",), x_name="x", y_name="y", lines=(Line("one", np.ones(2)),))
+    with pytest.raises(ShapeError, match="points"):
+        Curve(points=np.eye(2), values=np.arange(2), value_name="n", names=("x", "y", "z"))
+
+
+def test_a_choice_in_a_figure_is_its_chosen_option_under_the_choices_title():
+    choice = Choice.of("layer", [2, 3], lambda layer: a_heatmap(low=float(layer)), start=3, title="All")
+    assert choice.start == 1 and [label for label, _ in choice.options] == ["2", "3"]
+    panel = choice.panel()
+    assert isinstance(panel, Heatmap) and panel.low == 3.0 and panel.title == "By head"
+    bare = Choice.of("layer", [2], lambda layer: Note(text="n"), title="All", caption="of them")
+    assert (bare.panel().title, bare.panel().caption) == ("All", "of them")
+
+
+def test_rows_of_panels_stay_within_the_width_of_a_page():
+    panels = [a_heatmap() for _ in range(9)]
+    figure = paper.compose(panels)
+    assert figure.get_figwidth() <= paper.WIDEST
+    specs = [spec for axes in figure.axes if (spec := axes.get_subplotspec()) is not None]
+    rows = {spec.get_topmost_subplotspec().rowspan.start for spec in specs}
+    assert len(rows) == np.ceil(sum(panel.inches()[0] for panel in panels) / paper.WIDEST)
+
+
+def test_a_notebook_shows_the_question_and_each_view_once(whole):
+    whole._results = {"x": xr.Dataset()}
+    shown = whole._repr_html_()
+    assert "Is &lt;it&gt; enough?" in shown
+    assert shown.count("<img") == 1, "panels are seen in their figure"
+    assert "has not run yet" in Whole(Nothing())._repr_html_()
+
+
+def test_listed_makes_plain_values_of_everything():
+    array = xr.DataArray(np.array([1.5, np.nan], np.float32), dims="x")
+    assert listed({"a": array, 3: (np.int32(2), None, "t")}) == {"a": [1.5, None], 3: [2, None, "t"]}
+
+
+def test_a_figure_of_one_panel_has_its_own_title():
+    drawn = Figure(name="f", title="Mine", caption="told", panels=(a_heatmap(),)).compose("foot")
+    assert [axes.get_title(loc="left") for axes in drawn.axes[:1]] == ["Mine"]
+    assert drawn._suptitle is None

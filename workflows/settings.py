@@ -1,0 +1,93 @@
+"""Settings of workflows: what many questions share, and how they are read from the command line or JSON.
+
+Border: plain values; loads no model and knows no question.
+
+A workflow's settings are a frozen dataclass on one of the bases below. What a field may hold is its
+annotation: `Count` is an int of at least 1, `Literal["a", "b"]` one of these. What several fields have to do
+with each other, `__post_init__` checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ..store.errors import ConfigError, nearest
+
+__all__ = ["Count", "FactSettings", "ModelSettings", "Share", "read_settings", "setting"]
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+def setting(default: Any, description: str) -> Any:
+    """A field of a settings dataclass: its default, and one line on what it does."""
+    return dataclasses.field(default=default, metadata={"help": description})
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """A question about one model."""
+
+    model: str = setting("specimen", 'hub id, directory, or "specimen"')
+    dtype: str = setting("float32", "what the model computes in")
+
+
+@dataclass(frozen=True)
+class FactSettings(ModelSettings):
+    """A question about one prompt, and the word it should end on (answers.fact)."""
+
+    prompt: str = setting("", "prompt to read; none: a shipped fact, or the capital of France")
+    target: str = setting("", "word whose logit is followed; may be empty")
+
+
+def read_settings(kind: type[Any], name: str, given: Mapping[str, Any]) -> Any:
+    """A settings dataclass from `name=value` pairs as the command line or JSON has them.
+
+    Lists become tuples, and so does a single value where several may stand. Raises ConfigError for an unknown
+    setting (with the nearest name) and for a value that is not what the annotation says; what values have to
+    do with each other, the dataclass itself checks.
+    """
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for key in given:
+        if key not in hints:
+            near = nearest(key, hints)
+            hint = f"did you mean {near!r}?" if near else f"it has {', '.join(hints)}"
+            raise ConfigError(f"workflow {name!r} has no setting {key!r}; {hint}")
+    return kind(**{key: _read(hints[key], value, key) for key, value in given.items()})
+
+
+def _read(hint: Any, value: Any, key: str) -> Any:
+    several = [each for each in (hint, *typing.get_args(hint)) if typing.get_origin(each) is tuple]
+    if several and value is not None and not isinstance(value, (list, tuple)):
+        value = (value,)
+    try:
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError as error:
+        allowed = [str(choice) for choice in typing.get_args(hint) if typing.get_origin(hint) is Literal]
+        near = nearest(value, allowed) if isinstance(value, str) and allowed else None
+        raise ConfigError(
+            f"expected {key} to be {_told(hint)}, found {value!r} ({type(value).__name__})"
+            + (f"; did you mean {near!r}?" if near else "")
+        ) from error
+
+
+def _told(hint: Any) -> str:
+    """An annotation in words: "int of at least 1", "a, b or c", "tuple[str, ...]"."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return " or ".join(filter(None, (", ".join(map(str, parts[:-1])), str(parts[-1]))))
+    if origin is Annotated:
+        bounds = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+        found = [(word, getattr(parts[1], name)) for name, word in bounds.items()]
+        said = " and ".join(f"{word} {bound:g}" for word, bound in found if bound is not None)
+        return f"{_told(parts[0])} of {said}"
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(map(_told, parts))
+    return "None" if hint is type(None) else str(hint).removeprefix("<class '").removesuffix("'>")

@@ -1,0 +1,46 @@
+"""The vocabulary of answers. A workflow says what came out in views; everything that shows it reads them.
+
+    Table.of(records, ("layer", "layer", "d"), ("KL", "kl", ".4f"), title="…", json={"layers": records})
+    Heatmap.of(array, title="…"),  Lines.of(array),  Figure(name="page", title="…", panels=(one, other))
+
+See workflows/DESIGN.md for how a workflow is written with them.
+"""
+
+from __future__ import annotations
+
+from .attention import Attention
+from .curves import Bars, Curve, Line, Lines
+from .figure import Figure, together
+from .graph import Graph
+from .heatmap import Heatmap
+from .tables import Column, Run, Table, bold, dim, points
+from .texts import Lens, Measure, Text, Tokens
+from .view import Choice, Data, Note, Picture, Values, View
+
+__all__ = [
+    "Attention",
+    "Bars",
+    "Choice",
+    "Column",
+    "Curve",
+    "Data",
+    "Figure",
+    "Graph",
+    "Heatmap",
+    "Lens",
+    "Line",
+    "Lines",
+    "Measure",
+    "Note",
+    "Picture",
+    "Run",
+    "Table",
+    "Text",
+    "Tokens",
+    "Values",
+    "View",
+    "bold",
+    "dim",
+    "points",
+    "together",
+]

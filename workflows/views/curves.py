@@ -1,0 +1,246 @@
+"""Numbers over a common x: curves, bars; and a curve through three dims."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from . import labels, paper
+from .view import View
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+__all__ = ["Bars", "Curve", "Line", "Lines"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve: one value per point of x, NaN where there is none.
+
+    control: dashed and grey.  strong: thick, before all others.  faint: thin, one of many, named at its end.
+    band: low and high ends of an interval around it, [2, x].
+    """
+
+    name: str
+    values: Array
+    control: bool = False
+    strong: bool = False
+    faint: bool = False
+    band: Array | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lines(View):
+    """Curves over a common x, which is numbers in rising order, or labels.
+
+    low, high: what the y axis has to reach at least.  at: a place of x that is marked.  log: a logarithmic y
+    axis in figures.  filled: figures fill what is below each curve.  apart: figures give each curve a
+    baseline of its own, on a common scale.
+    """
+
+    kind: ClassVar[str] = "lines"
+    is_drawn: ClassVar[bool] = True
+    x: tuple[float, ...] | tuple[str, ...]
+    lines: tuple[Line, ...]
+    x_name: str
+    y_name: str
+    unit: str = ""
+    low: float | None = None
+    high: float | None = None
+    at: float | None = None
+    log: bool = field(default=False, metadata={"page": False})
+    filled: bool = field(default=False, metadata={"page": False})
+    apart: bool = field(default=False, metadata={"page": False})
+
+    def __post_init__(self) -> None:
+        for line in self.lines:
+            labels.expect(f"values of {line.name!r}", line.values, (len(self.x),))
+
+    @classmethod
+    def of(
+        cls, array: xr.DataArray, title: str = "", caption: str = "", *, control: str = "", **told: Any
+    ) -> Lines:
+        """From a labelled array [curve, x]: a curve per label of its first dim, names and unit its own unless
+        `told`. A label that is text is a name by itself.  control: label of the one that is.
+        """
+        by, across = map(str, array.dims)
+        x = array[across].values.tolist()
+        order = np.argsort(x, kind="stable") if not isinstance(x[0], str) else np.arange(len(x))
+        is_named = array[by].dtype.kind in "UOT"
+        own = {
+            "x": tuple(x[i] for i in order),
+            "x_name": labels.word(across),
+            "y_name": labels.name(array),
+            "unit": labels.unit(array),
+            "lines": tuple(
+                Line(
+                    label if is_named else f"{labels.word(by)} {label}", row[order], control=label == control
+                )
+                for label, row in zip(labels.along(array, by), array.values, strict=True)
+            ),
+        }
+        return cls(title=title, caption=caption, **{**own, **told})
+
+    def inches(self) -> tuple[float, float]:
+        """The size of any plot; wider where x is many words."""
+        wide = 0.34 * len(self.x) if self.x and isinstance(self.x[0], str) else 0.0
+        return min(14.0, max(5.2, 1.6 + wide)), 3.5 if wide else 3.2
+
+    def draw(self, axes: Any) -> None:
+        """The curves, with a legend, or with their names at their ends where they are many."""
+        named = [line for line in self.lines if not line.faint]
+        own = [line for line in named if not line.control and not line.strong]
+        words = bool(self.x) and isinstance(self.x[0], str)
+        x = np.arange(len(self.x)) if words else np.asarray(self.x, float)
+        shades = paper.shades(len(own), in_order=len(own) > len(paper.SHADES) or self.filled)
+        shades = shades[::-1] if self.filled else shades
+        colours = {id(line): shade for line, shade in zip(own, shades, strict=True)}
+        scale = max((np.nanmax(np.abs(line.values), initial=0.0) for line in self.lines), default=1.0) or 1.0
+        for row, line in enumerate(self.lines):
+            values = line.values / scale - 2.2 * row if self.apart else line.values
+            look: dict[str, Any] = {"color": colours.get(id(line), paper.ACCENT), "lw": 1.9, "zorder": 2}
+            if line.control:
+                look |= {"color": paper.CONTROL, "lw": 1.4, "ls": "--", "zorder": 1}
+            elif line.faint:
+                look |= {"color": "#7aa6c2", "lw": 0.9, "alpha": 0.75, "zorder": 1}
+            elif line.strong:
+                look |= {"lw": 2.4, "zorder": 3}
+            if len(x) <= 24 and not line.faint and not self.apart:
+                look |= {"marker": "o", "ms": 3.5}
+            if line.band is not None:
+                axes.fill_between(x, *line.band, color=look["color"], alpha=0.22, lw=0)
+            if self.filled and not line.control:
+                axes.fill_between(x, values, color=look["color"], lw=0, label=line.name)
+            else:
+                axes.plot(x, values, label=None if line.faint else line.name, **look)
+        self._scales(axes, x, words)
+        if self.apart:
+            paper.baselines(axes, [line.name for line in self.lines])
+        elif len(named) > 10:
+            ends = [(float(line.values[-1]), line.name, colours.get(id(line), paper.FAINT)) for line in named]
+            paper.name_ends(axes, float(x[-1]), ends)
+        else:
+            ends = [
+                (float(line.values[-1]), line.name, paper.FAINT)
+                for line in self.lines
+                if line.faint and line.name
+            ]
+            paper.name_ends(axes, float(x[-1]), ends)
+        if 1 < len(named) <= 10 and not self.apart:
+            axes.legend(frameon=False, fontsize=8, loc="best")
+
+    def _scales(self, axes: Any, x: Array, words: bool) -> None:
+        """Ends, names and ticks of both axes."""
+        axes.set(xlabel=self.x_name, ylabel=f"{self.y_name}, {self.unit}" if self.unit else self.y_name)
+        if words:
+            paper.ticks(axes.xaxis, [str(label) for label in self.x])
+        elif np.array_equal(x, np.round(x)):
+            paper.integers(axes.xaxis)
+        if self.at is not None:
+            axes.axvline(self.at, color=paper.ACCENT, lw=0.8, alpha=0.6, zorder=0)
+        if self.log:
+            paper.logarithmic(axes.yaxis)
+        if self.log or self.apart:
+            return
+        bottom, top = axes.get_ylim()
+        room = 0.03 * ((self.high or top) - (self.low if self.low is not None else bottom))
+        low = bottom if self.low is None else min(bottom, self.low - room)
+        axes.set_ylim(
+            low if self.low is None or bottom < self.low - room else self.low - room,
+            top if self.high is None else max(top, self.high + room),
+        )
+        if low < 0 < axes.get_ylim()[1]:
+            axes.axhline(0, color=paper.RULE, lw=0.8, zorder=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bars(View):
+    """Bars over labels, one series beside the other, or on top of it (`stacked`)."""
+
+    kind: ClassVar[str] = "bars"
+    on_page: ClassVar[bool] = False
+    x: tuple[str, ...]
+    lines: tuple[Line, ...]
+    x_name: str
+    y_name: str
+    unit: str = ""
+    stacked: bool = False
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def of(cls, array: xr.DataArray, title: str = "", caption: str = "", **told: Any) -> Bars:
+        """From a labelled array [series, x], as `Lines.of`."""
+        own = Lines.of(array)
+        shared = {name: getattr(own, name) for name in ("lines", "x_name", "y_name", "unit")}
+        return cls(title=title, caption=caption, **{**shared, "x": tuple(map(str, own.x)), **told})
+
+    def __post_init__(self) -> None:
+        for line in self.lines:
+            labels.expect(f"values of {line.name!r}", line.values, (len(self.x),))
+
+    def inches(self) -> tuple[float, float]:
+        """As many bars as there are."""
+        return min(14.0, max(4.6, 1.6 + 0.34 * len(self.x))), 3.2
+
+    def draw(self, axes: Any) -> None:
+        """The bars, with a legend for several series."""
+        x, below = np.arange(len(self.x)), np.zeros(len(self.x))
+        each = 0.8 if self.stacked else 0.8 / max(1, len(self.lines))
+        shades = paper.shades(len(self.lines), in_order=self.stacked)
+        for i, (line, shade) in enumerate(zip(self.lines, shades, strict=True)):
+            colour = paper.CONTROL if line.control else shade
+            place = x if self.stacked else x + (i - (len(self.lines) - 1) / 2) * each
+            axes.bar(place, line.values, each * 0.94, bottom=below, color=colour, label=line.name)
+            below = below + line.values if self.stacked else below
+        axes.set(xlabel=self.x_name, ylabel=f"{self.y_name}, {self.unit}" if self.unit else self.y_name)
+        axes.set_ylim(self.low, self.high)
+        paper.ticks(axes.xaxis, self.x)
+        if len(self.lines) > 1:
+            told = {"bbox_to_anchor": (1.0, 0.5), "loc": "center left", "reverse": self.stacked}
+            axes.legend(frameon=False, fontsize=8, **told)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve(View):
+    """A curve through three dims: `points` [point, 3], each with a number that shades it."""
+
+    kind: ClassVar[str] = "curve"
+    on_page: ClassVar[bool] = False
+    projection: ClassVar[str | None] = "3d"
+    points: Array
+    values: Array
+    value_name: str
+    names: tuple[str, str, str]
+
+    def __post_init__(self) -> None:
+        labels.expect("points", self.points, (len(self.values), 3))
+
+    def inches(self) -> tuple[float, float]:
+        """A square, and room for what the shades mean."""
+        return 5.2, 4.2
+
+    def draw(self, axes: Any) -> None:
+        """The curve in a box without numbers."""
+        axes.plot(*self.points.T, color=paper.FAINT, lw=0.8, alpha=0.7)
+        shades = axes.scatter(*self.points.T, c=self.values, cmap="viridis", s=22, depthshade=False)
+        for name, text in zip("xyz", self.names, strict=True):
+            getattr(axes, f"set_{name}label")(text, labelpad=-8, fontsize=8)
+            getattr(axes, f"set_{name}ticklabels")([])
+            side = getattr(axes, f"{name}axis")
+            side.pane.set_facecolor("#f8f9fb")
+            side.pane.set_edgecolor("#d5d8df")
+            side.line.set_color("#c5c9d3")
+            side._axinfo["grid"].update(color="#e6e8ed", linewidth=0.6)
+            side.set_tick_params(length=0, width=0)
+        axes.view_init(elev=22, azim=-58)
+        axes.set_box_aspect((1, 1, 0.8), zoom=1.1)
+        found = axes.figure.colorbar(shades, ax=axes, fraction=0.035, pad=0.08, shrink=0.7)
+        found.set_label(self.value_name)
+        found.outline.set_visible(False)

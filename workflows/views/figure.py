@@ -1,0 +1,42 @@
+"""Several views as one picture: what is seen side by side is compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from . import paper
+from .view import View
+
+__all__ = ["Figure", "together"]
+
+
+def together(name: str, title: str, *panels: View, caption: str = "") -> tuple[View, ...]:
+    """Views, and the figure in which they are side by side."""
+    return *panels, Figure(name=name, title=title, caption=caption, panels=panels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure(View):
+    """Views as panels of a PNG, in rows as they fit; the caption stands under the title. A panel alone takes
+    both for its own.
+
+    name: of the file, without its ending.
+    """
+
+    kind: ClassVar[str] = "figure"
+    on_page: ClassVar[bool] = False
+    name: str
+    panels: tuple[View, ...]
+
+    def compose(self, footer: str) -> Any:
+        """The drawing; raises MissingExtra without matplotlib."""
+        panels = [view.panel() for view in self.panels]
+        if len(panels) == 1:
+            return paper.compose([replace(panels[0], title=self.title, caption=self.caption)], foot=footer)
+        return paper.compose(panels, title=self.title, told=self.caption, foot=footer)
+
+    def body(self) -> str:
+        """The picture."""
+        data = paper.encoded(paper.png([view.panel() for view in self.panels]))
+        return f'<img alt="" src="data:image/png;base64,{data}">'

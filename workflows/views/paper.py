@@ -1,0 +1,290 @@
+"""How figures and tables look: colours, type, titles, footers, the layout of panels, PNG files.
+
+Border: numbers and words in, drawings out; knows no workflow and no store, and of a view only that it can say
+how large a panel it wants (`inches`) and draw it (`draw`). Importing this module imports neither matplotlib
+nor rich; drawing without matplotlib raises MissingExtra. Figures are built without pyplot: no global state,
+no window.
+
+Colours are those of a page (report/assets/core.js): a number has the same one wherever it is seen.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import textwrap
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from ...stages.lens import format_token
+from ...store.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.table import Table as RichTable
+
+DRAWING = 3
+"""Moves when figures change their looks, so that files drawn before are drawn anew."""
+
+INK, SOFT, FAINT, ACCENT, CONTROL = "#1f2430", "#5b6270", "#8a90a0", "#c2410c", "#9aa1b1"
+BLUE, RULE = "#1d5b7f", "#d5d8df"
+SHADES = (BLUE, ACCENT, "#4d7c0f", "#7e22ce", "#0f766e", "#a16207", "#be185d", "#475569")
+"""Of curves and bars, in order."""
+RAMPS = {
+    "sequential": ["#f4f6f8", "#cfe3ed", "#8cbdd5", "#3f86ad", "#123c5a"],
+    "diverging": ["#134e6e", "#7db0ca", "#f5f5f3", "#eba47a", "#a63a0c"],
+}
+STYLE: Any = {
+    "font.size": 9,
+    "font.family": "DejaVu Sans",
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "#c5c9d3",
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+    "axes.grid": False,
+    "figure.facecolor": "white",
+    # Prompts are prose: a dollar sign is a dollar sign.
+    "text.parse_math": False,
+}
+WIDEST = 17.0
+"""Inches of a row of panels; what does not fit goes into the next one."""
+
+
+class Panel(Protocol):
+    """What a figure needs to know of a view; see `View`."""
+
+    projection: ClassVar[str | None]
+
+    @property
+    def title(self) -> str: ...  # noqa: D102
+
+    @property
+    def caption(self) -> str: ...  # noqa: D102
+
+    def inches(self) -> tuple[float, float]: ...  # noqa: D102
+
+    def draw(self, axes: Any) -> None: ...  # noqa: D102
+
+
+def compose(panels: Sequence[Panel], *, title: str = "", told: str = "", foot: str = "") -> Figure:
+    """Panels side by side in rows, each as large as it wants to be; a title above, a footer below.
+
+    told: a line under the title.
+    """
+    with style():
+        wanted = [panel.inches() for panel in panels]
+        rows: list[list[int]] = [[]]
+        for i, (width, _) in enumerate(wanted):
+            if rows[-1] and sum(wanted[j][0] for j in rows[-1]) + width > WIDEST:
+                rows.append([])
+            rows[-1].append(i)
+        wide = min(WIDEST, max(5.5, *(sum(wanted[i][0] for i in row) for row in rows)))
+        heights = [max(wanted[i][1] for i in row) + 0.75 for row in rows]
+        figure = blank(wide, sum(heights) + (0.55 if title else 0) + 0.3)
+        grid = figure.add_gridspec(len(rows), 1, height_ratios=heights)
+        for line, row in enumerate(rows):
+            widths = [wanted[i][0] for i in row]
+            rest = max(0.01, wide - sum(widths)) if len(rows) > 1 else 0.01  # of a row that others outdo
+            inner = grid[line, 0].subgridspec(1, len(row) + 1, width_ratios=[*widths, rest])
+            for column, i in enumerate(row):
+                axes = figure.add_subplot(inner[0, column], projection=panels[i].projection)
+                panels[i].draw(axes)
+                entitle(axes, panels[i].title, panels[i].caption, wide * wanted[i][0] / (sum(widths) + rest))
+        if title:
+            lines = textwrap.wrap(format_token(title), int(9.5 * wide))
+            lines += [fit(format_token(told), int(9.5 * wide))] if told else []
+            text = "\n".join(lines) + "\n"
+            figure.suptitle(text, x=0.01, ha="left", fontsize=12, fontweight="bold")
+        footer(figure, foot)
+    return figure
+
+
+def png(panels: Sequence[Panel]) -> bytes:
+    """Panels as a PNG, for a notebook."""
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        compose(panels).savefig(file, dpi=100, format="png")
+    return file.getvalue()
+
+
+def encoded(data: bytes) -> str:
+    """Base64, as an address holds it."""
+    return base64.b64encode(data).decode("ascii")
+
+
+def save(figure: Figure, path: Path, *, recipe: str, footer: str) -> Path:
+    """Write a PNG whose metadata names recipe and keys of what it shows; the folder is made if need be.
+
+    Written beside and moved, so that a file under that name is always whole.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with style(), warnings.catch_warnings():
+        # Vocabularies hold every script of the world, fonts do not; a missing glyph is drawn as a box.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        metadata = {"Software": "mizarr", "Description": footer, "Comment": f"recipe {recipe}"}
+        figure.savefig(temporary, dpi=160, format="png", metadata=metadata)
+    temporary.replace(path)
+    return path
+
+
+# -- parts of a drawing
+
+
+def style() -> Any:
+    """The context in which everything is drawn."""
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise MissingExtra(
+            "figures need matplotlib, which is not installed; pip install 'mizarr[plots]', "
+            "or ask for tables only: figures=False"
+        ) from error
+    return mpl.rc_context(STYLE)
+
+
+def blank(width: float, height: float) -> Figure:
+    """An empty figure, in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def ramp(name: str) -> Any:
+    """A colour map: "sequential", or "diverging" at zero."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list(name, RAMPS[name])
+
+
+def entitle(axes: Any, title: str, caption: str, width: float) -> None:
+    """Title and caption above axes that are so many inches wide."""
+    lines = textwrap.wrap(caption, max(20, int(14 * width)))
+    subtitle(axes, "\n".join(lines))
+    names = textwrap.wrap(title, max(20, int(10.5 * width)))
+    axes.set_title("\n".join(names), pad=8 + 11 * len(lines))
+
+
+def subtitle(axes: Any, text: str) -> None:
+    """A line above axes, under their title."""
+    # In points, not in shares of the axes: in tall ones that would run into the title.
+    where = {"xycoords": "axes fraction", "textcoords": "offset points", "annotation_clip": False}
+    flat = axes.text2D if hasattr(axes, "text2D") else None
+    if flat:
+        flat(0, 1.02, text, transform=axes.transAxes, fontsize=8, color=SOFT, va="bottom")
+    else:
+        axes.annotate(text, (0, 1), xytext=(0, 5), fontsize=8, color=SOFT, va="bottom", **where)
+
+
+def footer(figure: Any, text: str) -> None:
+    """What a figure was drawn from, in its lower right corner."""
+    text = "\n".join(textwrap.wrap(text, int(20 * figure.get_figwidth())))
+    figure.supxlabel(text, x=0.99, ha="right", fontsize=6.5, color=FAINT)
+
+
+def frame(left: float, bottom: float, right: float, top: float) -> Any:
+    """A frame around cells: column and row of its first and last one."""
+    from matplotlib.patches import Rectangle
+
+    corner = (min(left, right) - 0.47, min(bottom, top) - 0.45)
+    sides = abs(right - left) + 0.94, abs(top - bottom) + 0.9
+    return Rectangle(corner, *sides, fill=False, ec=ACCENT, lw=1.6)
+
+
+def integers(axis: Any) -> None:
+    """Whole numbers at the ticks."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+
+
+def logarithmic(axis: Any) -> None:
+    """Powers of ten with plain labels: mathematics in text is switched off for all figures."""
+    from matplotlib.ticker import FuncFormatter
+
+    axis.axes.set_yscale("log")
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
+    axis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+
+
+def bare(axes: Any) -> None:
+    """Cells need neither ticks nor an outline."""
+    axes.tick_params(length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def bar(axes: Any, image: Any, label: str) -> None:
+    """The colours of an image, and what they mean."""
+    found = axes.figure.colorbar(image, ax=axes, fraction=0.045, pad=0.02)
+    found.set_label("\n".join(textwrap.wrap(label, 32)))
+    found.outline.set_visible(False)
+
+
+def shades(count: int, *, in_order: bool) -> list[Any]:
+    """Colours to tell things apart by; in order, dark to light."""
+    if not in_order:
+        return [SHADES[i % len(SHADES)] for i in range(count)]
+    return [ramp("sequential")(0.3 + 0.7 * (count - i) / max(1, count)) for i in range(count)]
+
+
+def baselines(axes: Any, names: Sequence[str]) -> None:
+    """A line to stand on for each curve, and its name beside it."""
+    for i in range(len(names)):
+        axes.axhline(-2.2 * i, color="#e3e5ea", lw=0.8, zorder=0)
+    axes.set_yticks([-2.2 * i for i in range(len(names))], names)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def name_ends(axes: Any, x: float, ends: Sequence[tuple[float, str, Any]]) -> None:
+    """Names at the right end of lines, pushed apart so that none covers another."""
+    low, high = axes.get_ylim()
+    last = high
+    for y, text, colour in sorted(ends, key=lambda end: -end[0]):
+        last = min(y, last - 0.045 * (high - low))
+        axes.annotate(f" {text}", (x, last), fontsize=7, va="center", annotation_clip=False, color=colour)
+
+
+def ticks(axis: Any, labels: Sequence[str]) -> None:
+    """Labels at 0, 1, 2, …: all of them as long as there is room, words aslant below an x axis."""
+    words = [fit(label, 14) for label in labels]
+    places = list(range(len(words)))
+    if len(words) > 40 and all(word.isdigit() for word in words):
+        step = next(step for step in (5, 10, 20, 50, 100, 200, 500, 1000) if len(words) <= 10 * step)
+        places = [place for place in places if int(words[place]) % step == 0]
+    aslant = axis.axis_name == "x" and max(map(len, words), default=0) > 3
+    turned = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if aslant else {}
+    axis.set_ticks(places, [words[place] for place in places], **turned)
+
+
+def fit(text: str, width: int) -> str:
+    """As much of a text as so many characters can hold."""
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+# -- tables in a terminal
+
+
+def rich_table(title: str, caption: str, **told: Any) -> RichTable:
+    """An empty table as the terminal has them."""
+    from rich.table import Table
+
+    return Table(title=literal(title), caption=literal(caption), box=None, pad_edge=False, **told)
+
+
+def literal(text: str) -> str:
+    """Text that rich prints as it stands."""
+    from rich.markup import escape
+
+    return escape(text)
