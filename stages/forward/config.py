@@ -123,10 +123,6 @@ class TransformerConfig(Architecture):
         """What q k^T is multiplied by."""
         return 1 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
 
-    def attention(self, layer: int) -> Attention:
-        """How a layer makes its weights."""
-        return Attention(self.attention_scale, self.layer_windows[layer], self.attn_logit_softcapping)
-
     @property
     def context_length(self) -> int:
         """Longest prompt the model reads; dynamic rope stretches it by its factor."""
@@ -161,7 +157,11 @@ class TransformerConfig(Architecture):
         """See `Architecture`."""
         channel_mixer: Literal["MLP", "gated MLP"] = "gated MLP" if self._is_gated else "MLP"
         norms: Literal["before", "around"] = "around" if self.use_post_norms else "before"
-        return tuple(Layer(self.attention(layer), channel_mixer, norms) for layer in range(self.num_layers))
+        mixers = (
+            Attention(self.attention_scale, window, self.attn_logit_softcapping)
+            for window in self.layer_windows
+        )
+        return tuple(Layer(mixer, channel_mixer, norms) for mixer in mixers)
 
     @cached_property
     def tensors(self) -> Tensors:

@@ -47,7 +47,7 @@ def attention(
     cos, sin = history.rotation(config.rope)
     q = taps("rot_q", layer, rotate(history.kept(q), history.kept(cos), history.kept(sin)))
     k = taps("rot_k", layer, rotate(k, cos, sin))
-    z = taps("z", layer, history.attend(layer, q, k, v, config.attention(layer)))
+    z = taps("z", layer, history.attend(layer, q, k, v, config.layers[layer].mixer))
     return output(z, weights.o, layer, taps)
 
 
