@@ -30,7 +30,7 @@ import numpy.typing as npt
 from . import records
 from .claims import TTL, Claim
 from .committed import RECORD, Cell, Committed, cell_name
-from .coordinates import check_metadata
+from .coordinates import BOOKKEEPING, check_metadata
 from .digest import canonical_json, content_digest, digest
 from .errors import REPAIR, CorruptEntry, EntryNotFound, ShapeError, StoreFormatError, nearest
 from .files import Folder, Watched
@@ -215,7 +215,8 @@ class Entry:
     @property
     def specs(self) -> dict[str, ArraySpec]:
         """Every variable that has been declared, by name."""
-        found = {name: self._read_array(name) for name in sorted(self.folder.children(self.path))}
+        names = sorted(name for name in self.folder.children(self.path) if name not in BOOKKEEPING)
+        found = {name: self._read_array(name) for name in names}
         return {name: array[1] for name, array in found.items() if array is not None}
 
     def spec(self, variable: str) -> ArraySpec:
@@ -475,8 +476,14 @@ class Entry:
         if text is None:
             return None
         check_metadata(self.folder, self.path, variable, text)
-        metadata = json.loads(text)
-        fields = metadata.get("attributes", {}).get("mizarr", {})
+        try:
+            metadata = json.loads(text)
+            fields = metadata.get("attributes", {}).get("mizarr", {})
+        except (ValueError, AttributeError) as error:
+            raise CorruptEntry(
+                f"{self.folder.path(self.path)}/{variable}/zarr.json: expected the description of an array, "
+                f"found {error}; {REPAIR}"
+            ) from error
         if "hook" not in fields:
             return None
         return text, ArraySpec.from_attributes(fields), ShardLayout.from_metadata(metadata)

@@ -181,12 +181,12 @@ class StoreIndex(_Cache):
 
 
 class FileDigests(_Cache):
-    """sha256 of files, computed once: remembered by real path, stamp (device, inode, size, mtime, ctime) and a
-    digest of sixteen blocks spread over the file.
+    """sha256 of files, computed once: remembered by real path, stamp (device, inode, size, mtime, ctime) and
+    a digest of sixteen blocks spread over the file.
 
-    A file changed within one tick of the clock before it was looked at, or dated in the future, is digested but
-    not remembered: its next change might not show. The blocks are for file systems on which the stamp can be
-    kept while the file is written over: without a ctime that every change moves, or through another clock.
+    A file changed within one tick of the clock before it was looked at, or dated in the future, is digested
+    but not remembered: its next change might not show. The blocks are for file systems on which the stamp can
+    be kept while the file is written over: without a ctime that every change moves, or through another clock.
     """
 
     schema = """

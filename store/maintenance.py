@@ -288,7 +288,7 @@ def _forget(store: Store, data: str) -> None:
 
 
 def unchecked(store: Store, folders: Sequence[str] | None = None) -> list[str]:
-    """Stored arrays whose chunks carry no checksums, by name, relative to the store: readers cannot check them.
+    """Stored arrays whose chunks carry no checksums, so that readers cannot check them, by name.
 
     folders: of runs and results, by default all. A description that cannot be read is left to `verify`.
     """

@@ -358,8 +358,8 @@ class ShardRows:
         if expected != found:
             rows = range(number * self._length, min((number + 1) * self._length, len(self)))
             raise CorruptEntry(
-                f"{self._what}: expected rows {rows.start} to {rows.stop - 1} with crc32c {expected:08x}, found "
-                f"{found:08x}; {REPAIR}"
+                f"{self._what}: expected rows {rows.start} to {rows.stop - 1} with crc32c {expected:08x}, "
+                f"found {found:08x}; {REPAIR}"
             )
 
 

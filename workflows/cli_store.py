@@ -178,9 +178,9 @@ def _tell_unchecked(arrays: list[str]) -> None:
     """Say on stderr which arrays readers cannot check, and what helps."""
     if arrays:
         click.echo(
-            f"{len(arrays)} array{'s carry' if len(arrays) > 1 else ' carries'} no checksums, as mizarr wrote "
-            "none then: `mizarr verify` finds a changed byte, readers do not. Capture or compute into a new "
-            "store to have every chunk checked",
+            f"{len(arrays)} array{'s carry' if len(arrays) > 1 else ' carries'} no checksums of their own: "
+            "older versions wrote none. `mizarr verify` finds a changed byte, readers do not. Capture or "
+            "compute into a new store to have every chunk checked",
             err=True,
         )
 

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import resource
+import shutil
 import threading
 import time
 
@@ -483,3 +484,53 @@ print(({PEAK} - before) >> 20)
     bounded, unbounded = (printed(script, str(folder.path("")), entry.path, str(n << 20)) for n in (16, 1024))
     assert bounded < 16 + 16 + 20  # what may stay, the absolute values of one shard, room
     assert unbounded > 90  # so it is the bound that does it
+
+
+# -- what is remembered is not stale
+
+
+def test_a_shard_changed_in_place_is_checked_again(entry, monkeypatch):
+    monkeypatch.setattr("mizarr.store.files._SETTLED", -1)  # as if it was written a while ago
+    fill(entry)
+    path = entry.folder.path(f"{entry.path}/embed/c/0/0")
+    stat = path.stat()
+    assert len(entry.shard("embed", None, 0)[:])  # checked, and remembered as such
+    raw = bytearray(path.read_bytes())
+    raw[1] ^= 1
+    path.write_bytes(raw)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # same size, same time
+    with pytest.raises(CorruptEntry, match=r"embed .*crc32c"):
+        entry.shard("embed", None, 0)[:]
+
+
+def test_what_was_just_written_is_checked_at_every_read(entry):
+    """Within a tick of the clock a change does not show in the file's times."""
+    fill(entry)
+    path = entry.folder.path(f"{entry.path}/embed/c/0/0")
+    rows = entry.shard("embed", None, 0)
+    assert len(rows[:])
+    with path.open("r+b") as file:
+        file.write(bytes([path.read_bytes()[0] ^ 1]))
+    with pytest.raises(CorruptEntry):
+        rows[:]
+
+
+@pytest.mark.parametrize("settled", [2.0, -1])
+def test_a_run_made_anew_in_other_segments_is_not_read_as_the_old_one(folder, monkeypatch, settled):
+    monkeypatch.setattr("mizarr.store.files._SETTLED", settled)
+    tokens = PackedTokens.from_lists([[1] * 24])
+    old = create(folder, tokens, [EMBED], segment_tokens=6)
+    fill(old, [("embed", None)])
+    assert len(old.shard("embed", None, 1)) == 6
+    shutil.rmtree(folder.path(old.path))
+    with pytest.raises(EntryNotFound):
+        old.shard("embed", None, 1)
+    new = create(folder, tokens, [EMBED], segment_tokens=8)
+    fill(new, [("embed", None)])
+    for read in (
+        lambda: old.shard("embed", None, 1),
+        lambda: pickle.loads(pickle.dumps(old)).rows("embed", 1),
+    ):
+        with pytest.raises(EntryNotFound, match="in segments of 8 tokens; open it again"):
+            read()
+    np.testing.assert_array_equal(new.shard("embed", None, 1), rows_of(new, ("embed", None), 1))
