@@ -247,8 +247,9 @@ def shard_parts(name: str, rows: Array, layout: ShardLayout) -> list[Buffer]:
         checksum = crc32c(chunk)
         short = layout.chunk_bytes - len(chunk)
         for at in range(0, short, CHUNK_BYTES):
-            parts.append(_ZEROS[: min(CHUNK_BYTES, short - at)])
-            checksum = crc32c(parts[-1], checksum)
+            zeros = _ZEROS[: min(CHUNK_BYTES, short - at)]
+            parts.append(zeros)
+            checksum = crc32c(zeros, checksum)
         if layout.checked:
             parts.append(checksum.to_bytes(_SUM_BYTES, "little"))
     return [*parts, index + crc32c(index).to_bytes(_SUM_BYTES, "little")]
@@ -277,7 +278,7 @@ class ShardRows:
         nothing to check. what: these rows, as an error names them.
         """
         self.remembers = True
-        self.shape = (rows, *chunks.shape[2:])
+        self.shape: tuple[int, ...] = (rows, *chunks.shape[2:])
         self.dtype = chunks.dtype
         self._chunks, self._what, self._checks, self._mapped = chunks, what, checks, mapped
         self._length = chunks.shape[1]
@@ -291,7 +292,7 @@ class ShardRows:
         """Of all rows."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def __array__(self, dtype: npt.DTypeLike = None, copy: bool | None = None) -> Array:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         held = self[:]
         return held.astype(self.dtype if dtype is None else dtype, copy=bool(copy))
 

@@ -115,13 +115,13 @@ def of_run(store, dtype):
     return {
         **{name: partial(variable, name) for name in names},
         "labels": labels,
-        "strings": lambda: dataset().mi.prompt(1)["token_string"].values.tolist(),
+        "strings": lambda: dataset().mi.prompt(1)["token_string"].values.tolist(),  # noqa: PLW0108 - the run as it is then
         "specs": lambda: [entry().spec(name) for name in names],
         "missing": lambda: entry().missing(CELLS),
         "contents": lambda: [entry().content(*cell) for cell in CELLS],
         "digests": lambda: [entry().segment_digest(*cell, 1) for cell in CELLS],
         "a shard": lambda: np.asarray(entry().shard("resid_post", 1, 1)).tobytes(),
-        "chunked": lambda: entry().open(chunks="segment")["resid_post"].values.tobytes(),
+        "chunked": lambda: entry().open(chunks="segment")["resid_post"].values.tobytes(),  # noqa: PLW0108
     }
 
 
