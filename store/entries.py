@@ -129,7 +129,8 @@ class Entry:
         self._group_file = Watched(folder, f"{self.path}/zarr.json")
         self._group_seen: bytes | None = None
         self._array_files: dict[str, Watched] = {}
-        self._known: dict[str, tuple[bytes | None, ArraySpec, ShardLayout | None]] = {}
+        self._planned: dict[str, tuple[ArraySpec, ShardLayout | None]] = {}
+        self._known: dict[str, tuple[bytes, ArraySpec, ShardLayout | None]] = {}
         self._committed = Committed(folder, f"{self.path}/seg", len(self.segments))
         self._mapped = MappedShards()
 
@@ -143,7 +144,7 @@ class Entry:
         What it holds can be laid out and computed while another thread makes the entry; commit only then.
         """
         entry = cls(folder, run, _dtype_of(arrays), tokens, segment_tokens, claim_ttl)
-        entry._known = {spec.variable: (None, spec, entry._plan(spec)) for spec in arrays}
+        entry._planned = {spec.variable: (spec, entry._plan(spec)) for spec in arrays}
         return entry
 
     @classmethod
@@ -260,6 +261,7 @@ class Entry:
         for the disk. Raises ShapeError before anything is written if an array does not fit; StoreFull,
         ReadOnlyStore.
         """
+        self._planned = {}  # from here on what was made counts
         for (variable, layer), rows in arrays.items():
             self._check_rows(variable, layer, n, rows)
 
@@ -438,14 +440,16 @@ class Entry:
         return array_metadata(layout, (*front, packed, *spec.tail), spec.dims, attributes)
 
     def _array(self, variable: str) -> tuple[ArraySpec, ShardLayout | None]:
-        """Spec and layout of a variable, as its `zarr.json` has them now."""
+        """Spec and layout of a variable, as its `zarr.json` has them now, or as it is planned."""
+        if variable in self._planned:
+            return self._planned[variable]
         self._expect_same_run()
         if variable not in self._array_files:
             self._array_files[variable] = Watched(self.folder, f"{self.path}/{variable}/zarr.json")
         text, known = self._array_files[variable].get(), self._known.get(variable)
         if known is None or known[0] is not text:
             found = self._read_array(variable)
-            if found is None:
+            if text is None or found is None:
                 held = self.specs
                 near = nearest(variable, held)
                 raise EntryNotFound(
