@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from ..store.errors import PromptError, StageError
 from . import metrics
+from .declared import name_of
 
 __all__ = ["KL", "Custom", "LogitDifference", "Metric", "Probability", "Recovery", "check_metrics", "wanted"]
 
@@ -42,8 +43,9 @@ class Metric(ABC):
         return None
 
     def canonical(self) -> dict[str, Any]:
-        """Plain values that identify the metric."""
-        return {"metric": type(self).__name__, **vars(self)}
+        """Plain values that identify the metric. StageError for a class of somebody's own that declares no
+        version of itself."""
+        return {"metric": name_of(type(self), StageError), **vars(self)}
 
     @abstractmethod
     def value(self, logits: Floats, clean: Floats) -> float:
@@ -135,7 +137,7 @@ class Recovery(Metric):
 
     def canonical(self) -> dict[str, Any]:
         """The metric inside."""
-        return {"metric": "Recovery", "of": self.of.canonical(), "name": self.name}
+        return {"metric": name_of(type(self), StageError), "of": self.of.canonical(), "name": self.name}
 
     def value(self, logits: Floats, clean: Floats) -> float:
         """Of the metric, not yet rescaled."""
@@ -175,7 +177,7 @@ class Custom(Metric):
     def canonical(self) -> dict[str, Any]:
         """Name, unit and version; never the address of the function."""
         told = {"name": self.name, "units": self.units, "long_name": self.long_name}
-        return {"metric": "Custom", "version": self.version, **told}
+        return {"metric": name_of(type(self), StageError), "version": self.version, **told}
 
     def value(self, logits: Floats, clean: Floats) -> float:
         """What the function says; StageError unless it is a finite number."""
