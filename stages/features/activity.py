@@ -62,7 +62,7 @@ class FeatureActivity(Experiment):
 
     def prepare(self, model: Model) -> Dictionary:
         """The dictionary."""
-        found = Dictionary.from_pretrained(self.dictionary)
+        found = Dictionary.from_pretrained(self.dictionary).require(self.features)
         found.require_fit(model.config, model.name)
         return found
 
@@ -93,6 +93,7 @@ class FeatureActivity(Experiment):
         """activation [active] with its coordinates; error and size [layer, position]."""
         import xarray as xr
 
+        prepared.require_unchanged()
         (found,) = measured
         layer, position, feature = found["indices"].T
         return xr.Dataset(

@@ -156,7 +156,7 @@ class DecoderSearch(Experiment):
 
     def prepare(self, model: Model) -> tuple[Dictionary, Any]:
         """The dictionary and the direction."""
-        dictionary = Dictionary.from_pretrained(self.dictionary)
+        dictionary = Dictionary.from_pretrained(self.dictionary).require(self.features)
         dictionary.require_fit(model.config, model.name)
         return dictionary, model.embedding_vector(self.token)[None]
 
@@ -177,6 +177,7 @@ class DecoderSearch(Experiment):
             (found,) = align_over_targets(dictionary, direction, self.top_k, cosine=self.cosine)
         else:
             (found,) = align(dictionary, direction, self.target, self.top_k, cosine=self.cosine)
+        dictionary.require_unchanged()
         meaning = "cosine" if self.cosine else "product"
         about = {"units": "1", "long_name": f"{meaning} of what a feature writes with the embedding"}
         return xr.Dataset(

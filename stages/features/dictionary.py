@@ -134,6 +134,7 @@ class Dictionary:
         self.files, self.layout = files, layout
         self._open_layer = open_layer
         self._opened: dict[int, LayerFeatures] = {}
+        self._stamps = files.stamps(layout.files)
 
     @classmethod
     def from_pretrained(
@@ -197,15 +198,43 @@ class Dictionary:
         """The model it says it was made for."""
         return self.layout.model_name
 
-    @cached_property
+    @property
     def identity(self) -> str:
         """Digest of the content of its files, of where it reads and writes, and of the settings that change
-        numbers: part of every result's key.
+        numbers: part of every result's key. DictionaryError if the files changed since they were opened.
         """
+        self.require_unchanged()
+        return self._identity
+
+    @cached_property
+    def _identity(self) -> str:
         from ...store.digest import digest
 
         it = self.layout
         return digest("features", self.files.digest(it.files), it.read, it.write, dict(it.settings))
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether its files are still those that were opened: what is mapped follows a file that is written
+        over, and a layer that was not used yet would come from another one."""
+        return self.files.stamps(self.layout.files) == self._stamps
+
+    def require_unchanged(self) -> None:
+        """Raise DictionaryError unless its files are still those that were opened."""
+        if not self.is_unchanged:
+            raise DictionaryError(
+                f"expected the files of {self.name} as they were when it was opened, found others in "
+                f"{self.files.directory}; open it again"
+            )
+
+    def require(self, identity: str) -> Dictionary:
+        """Itself, if it is the one that a key speaks of; DictionaryError if its files are others now."""
+        if self.identity != identity:
+            raise DictionaryError(
+                f"expected the dictionary {identity[:19]} at {self.name}, found {self.identity[:19]}: its "
+                "files changed since this was planned; plan again"
+            )
+        return self
 
     def read_hook(self, layer: int) -> HookPoint:
         """Where the features of a layer read."""
@@ -256,8 +285,9 @@ class Dictionary:
     # -- weights
 
     def layer(self, layer: int) -> LayerFeatures:
-        """The features that read a layer, with mapped weights."""
+        """The features that read a layer, with mapped weights. DictionaryError if the files changed."""
         if self._own(layer) not in self._opened:
+            self.require_unchanged()
             self._opened[layer] = self._open_layer(layer)
         return self._opened[layer]
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from ...pipeline import Node, Output, Part, Port, Stage, StageNode, stage
 from ...pipeline.nodes import Selection
-from ...store.errors import DictionaryError, ShapeError
+from ...store.errors import ShapeError
 from .dictionary import Dictionary
 from .sparse import active_table, join_encoded
 
@@ -77,7 +77,8 @@ def _encode(
     layer = int(states["layer"].values[0]) if "layer" in states.dims else 0
     states = states.isel(layer=0) if "layer" in states.dims else states
     place = device or _default_device()
-    opened = _opened(dictionary, features, read, write).layer(layer).on(place)
+    whole = _opened(dictionary, features, read, write)
+    opened = whole.layer(layer).on(place)
     first = _first_positions(states, zero_positions)
     counts = np.zeros(states.sizes["token"], np.int64)
     found: list[np.ndarray] = []
@@ -88,6 +89,7 @@ def _encode(
         counts[start : start + len(rows)] = np.bincount(token[kept], minlength=len(rows))
         found.append(feature[kept].astype(np.int32))
         values.append(value[kept].astype(np.float32))
+    whole.require_unchanged()
     return _ragged(states, layer, counts, np.concatenate(found), np.concatenate(values)).assign_attrs(
         {"n_features": opened.n_features, "zero_positions": zero_positions}
     )
@@ -259,16 +261,16 @@ def encode_corpus(
 # -- helpers
 
 
-@lru_cache(maxsize=2)
 def _opened(name: str, features: str, read: str, write: str) -> Dictionary:
     """The dictionary of that name, which must be the one that the key speaks of."""
-    found = Dictionary.from_pretrained(name, read=read, write=write)
-    if found.identity != features:
-        raise DictionaryError(
-            f"expected the dictionary {features[:19]} at {name}, found {found.identity[:19]}: its files "
-            "changed since this was planned; plan again"
-        )
-    return found
+    if not _kept(name, read, write).is_unchanged:
+        _kept.cache_clear()
+    return _kept(name, read, write).require(features)
+
+
+@lru_cache(maxsize=2)
+def _kept(name: str, read: str, write: str) -> Dictionary:
+    return Dictionary.from_pretrained(name, read=read, write=write)
 
 
 def _default_device() -> str:

@@ -106,9 +106,25 @@ class DictionaryFiles:
         with safe_open(self.path(name), framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
 
+    def stamps(self, names: Sequence[str]) -> tuple[tuple[int, ...] | None, ...]:
+        """What tells that a file was changed or replaced since it was looked at; None for one that is gone.
+
+        The time of the last change of a file's entry is set by the system alone: giving a file its old
+        modification time back changes it as well.
+        """
+        return tuple(_stamp(self.path(name)) for name in names)
+
     def digest(self, names: Sequence[str]) -> str:
         """Identity of a dictionary made of these files: their paths and content."""
         return digest("dictionary", [[name, weight_digest(self.path(name))] for name in sorted(names)])
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 def _hub_snapshot(repository: str, revision: str) -> Path:

@@ -75,7 +75,7 @@ class _Ranked(Experiment):
 
     def _opened(self, model: Model) -> tuple[Dictionary, Any]:
         """The dictionary, and the word's embedding as directions [1, hidden]."""
-        found = Dictionary.from_pretrained(self.dictionary)
+        found = Dictionary.from_pretrained(self.dictionary).require(self.features)
         found.require_fit(model.config, model.name)
         return found, model.embedding_vector(self.word)[None]
 
@@ -187,6 +187,7 @@ class RankedTrace(_Ranked):
         dictionary, _, ranked = prepared
         (found,) = measured
         vectors = [array(dictionary.decoder_vector(one.feature, self.target)) for one in ranked]
+        dictionary.require_unchanged()
         edges, counts = (np.stack([one[i] for one in found["counted"]]) for i in (1, 0))
         return xr.Dataset(
             {

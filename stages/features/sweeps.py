@@ -104,7 +104,7 @@ class InjectionSweep(Experiment):
 
     def prepare(self, model: Model) -> tuple[Dictionary, dict[str, Any]]:
         """The dictionary, and the run without it."""
-        dictionary = Dictionary.from_pretrained(self.dictionary)
+        dictionary = Dictionary.from_pretrained(self.dictionary).require(self.features)
         dictionary.require_fit(model.config, model.name)
         return dictionary, self._read(model.forward([list(self.tokens)], self._captures(), want=self._want))
 
@@ -149,6 +149,7 @@ class InjectionSweep(Experiment):
         """[strength, position, ...], and the run without injection as `baseline_...`."""
         import xarray as xr
 
+        prepared[0].require_unchanged()
         found: dict[str, Any] = {}
         base = prepared[1]
         for name, (own, unit, meaning) in _MEASURES.items():

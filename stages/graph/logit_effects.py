@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...pipeline import Node, Output, Port, StageNode, stage
-from ...store.errors import DictionaryError, ShapeError
+from ...store.errors import ShapeError
 from ..features.dictionary import Dictionary
 from ..lens import top_columns
 
@@ -69,12 +69,7 @@ def logit_effects(
     """
     import xarray as xr
 
-    opened = Dictionary.from_pretrained(dictionary, read=read, write=write)
-    if opened.identity != features:
-        raise DictionaryError(
-            f"expected the dictionary {features[:19]} at {dictionary}, found {opened.identity[:19]}: its "
-            "files changed since this was planned; plan again"
-        )
+    opened = Dictionary.from_pretrained(dictionary, read=read, write=write).require(features)
     if opened.d_out != readout.sizes["hidden"]:
         raise ShapeError(
             f"expected a readout of width {opened.d_out}, as {dictionary} writes, found "
@@ -96,6 +91,7 @@ def logit_effects(
                 columns = top_columns(sign * effects, k)
                 found[name][some] = columns
                 found[f"{name}_by"][some] = np.take_along_axis(effects, columns, axis=1)
+    opened.require_unchanged()
     place = place.reshape(-1)
     return xr.Dataset({name: (("selected", "rank"), values[place]) for name, values in found.items()})
 
