@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ...pipeline.nodes import Estimate, Node, ResultNode, Status, one_look, remembered, status_of
 from ...pipeline.plan import as_bytes
 from ...pipeline.reasons import missing_cells, why_not
+from ...store.errors import PlanError
 from ...store.keys import ResultKey
 from .branches import Wanted
 from .hooks import HookSpec
@@ -52,6 +53,8 @@ class Experiment(ABC):
     name: ClassVar[str]
     version: ClassVar[int]
     """Moves when numbers move."""
+    reads_text: ClassVar[bool] = False
+    """Whether words of the model's tokenizer are in what it gives: then the tokenizer is in its key."""
 
     def params(self) -> dict[str, Any]:
         """Plain values that, with the cell, decide every number: prompts as token ids, seeds, metrics."""
@@ -128,8 +131,10 @@ class ExperimentNode(ResultNode):
         return self._key(f"{self.name}/cell", {**self.experiment.params(), "cell": dict(cell)})
 
     def _key(self, label: str, params: Mapping[str, Any]) -> ResultKey:
-        model = {"model": self.source.identity.digest}
-        return ResultKey(label, self.experiment.version, params, model)
+        inputs = {"model": self.source.identity.digest}
+        if self.experiment.reads_text:
+            inputs |= tokenizer_input(self.source)
+        return ResultKey(label, self.experiment.version, params, inputs)
 
     @remembered
     def missing(self, store: Store) -> list[Cell]:
@@ -198,6 +203,8 @@ class ExperimentNode(ResultNode):
     def compute(self, store: Store, cells: Sequence[Cell], advance: Any = lambda: None) -> None:
         """Compute and publish some cells, as many together as make `TOGETHER` runs."""
         model = self.source.load()
+        if self.experiment.reads_text:
+            require_tokenizer(self.source, model)
         prepared = self.experiment.prepare(model)
         waiting: list[Cell] = []
         listed: list[Sequence[Run]] = []
@@ -249,6 +256,22 @@ class ExperimentNode(ResultNode):
             "bytes_written": int(given.nbytes),
         }
         store.put_result(key, given, provenance=note)
+
+
+def tokenizer_input(source: ModelSource) -> dict[str, str]:
+    """The tokenizer of a model as an input of what holds its words; nothing for a model without one."""
+    return {} if source.tokenizer is None else {"tokenizer": source.tokenizer.digest}
+
+
+def require_tokenizer(source: ModelSource, model: Model) -> None:
+    """Raise PlanError unless a loaded model has the tokenizer that was planned with."""
+    held = None if model._tokenizer is None else model._tokenizer.digest
+    planned = tokenizer_input(source).get("tokenizer")
+    if held != planned:
+        raise PlanError(
+            f"expected the tokenizer {(planned or 'none')[:19]} of {source.name}, found "
+            f"{(held or 'none')[:19]}: its files changed since this was planned; plan again"
+        )
 
 
 def compute_cell(node: ExperimentNode, store: Store, cell: Cell) -> None:

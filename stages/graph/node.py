@@ -23,6 +23,7 @@ from ...pipeline.plan import as_bytes
 from ...pipeline.reasons import why_not
 from ...store.errors import PlanError, PromptError, StageError
 from ...store.keys import ResultKey
+from ..forward.experiment import require_tokenizer, tokenizer_input
 from ..forward.prompts import check_prompts
 from .frozen import require_transcoders
 from .selection import Selection
@@ -123,6 +124,7 @@ class GraphNode(ResultNode):
     def _key(self, label: str, more: dict[str, int]) -> ResultKey:
         params = {"tokens": list(self.tokens), **self.settings.params(), **more}
         inputs = {"model": self.source.identity.digest, "dictionary": self.dictionary.identity}
+        inputs |= tokenizer_input(self.source)
         return ResultKey(label, self.version, params, inputs)
 
     # -- planning
@@ -148,9 +150,9 @@ class GraphNode(ResultNode):
         from .prepare import prepare
 
         started = time.monotonic()
-        prepared = prepare(
-            self.source.load(), self.dictionary, self.tokens, self.settings, memory=self.memory
-        )
+        model = self.source.load()
+        require_tokenizer(self.source, model)
+        prepared = prepare(model, self.dictionary, self.tokens, self.settings, memory=self.memory)
         rows = self.settings.selection.rows(prepared.n_features, prepared.n_logits)
         cells = _Cells(self, store, prepared, rows)
         task = context.progress.task(self.name, total=rows, unit="rows")
