@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ..store.errors import ConfigError
-from .readout import read_tensor, rounded
+from .readout import read_tensor, require_weights, rounded
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -101,8 +101,16 @@ def component_weights_node(files: ModelFiles, part: Component, *, dtype: str = "
     size = layer * config.num_layers
     params = {"weights": identity.weights, "config": identity.config, "part": part, "dtype": dtype}
 
+    def whole(layers: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        require_weights(files, identity)
+        return layers
+
     def make() -> xr.Dataset:
-        return component_weights(files.weight_files, config, part, dtype=dtype)
+        found = component_weights(files.weight_files, config, part, dtype=dtype)
+        return found.map(
+            lambda array: array.copy(data=array.data.map_blocks(whole, meta=array.data._meta)),
+            keep_attrs=True,
+        )
 
     return SourceNode(f"{part}_weights", VERSION, params, make, Estimate(size, size, 4 * layer))
 

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from ..pipeline import SourceNode
+    from ..store.keys import ModelIdentity
     from .forward.config import TransformerConfig
     from .forward.files import ModelFiles
 
-__all__ = ["readout", "readout_from_files", "readout_node"]
+__all__ = ["readout", "readout_from_files", "readout_node", "require_weights"]
 
 Array = npt.NDArray[Any]
 
@@ -122,7 +123,9 @@ def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
 
     def make() -> xr.Dataset:
         words = () if tokenizer is None else tokenizer.vocabulary
-        return readout_from_files(files.weight_files, config, vocabulary=words, dtype=dtype)
+        found = readout_from_files(files.weight_files, config, vocabulary=words, dtype=dtype)
+        require_weights(files, identity)
+        return found
 
     params = {
         "weights": identity.weights,
@@ -132,6 +135,15 @@ def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
     }
     size = 4 * config.vocab_size * config.hidden_size
     return SourceNode("readout", VERSION, params, make, Estimate(size, size, 2 * size))
+
+
+def require_weights(files: ModelFiles, identity: ModelIdentity) -> None:
+    """Raise WeightsError unless a model's weights, which were just read, are those a key speaks of."""
+    if files.identity(identity.dtype).weights != identity.weights:
+        raise WeightsError(
+            f"expected the weights of {files.name} as they were when this was planned, found others in "
+            f"{files.directory}; plan again"
+        )
 
 
 def read_tensor(files: Sequence[Path], name: str) -> Array:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..pipeline import Estimate, SourceNode
+from ..stages.readout import require_weights
 from ..store.errors import ConfigError
 from .answers import number, plain
 from .inspect_model import BLOCK, TensorFacts, tensor_facts
@@ -83,9 +84,13 @@ def weight_facts_node(files: ModelFiles) -> SourceNode:
     identity = files.identity()
     size = sum(path.stat().st_size for path in files.weight_files)
     params = {"weights": identity.weights, "config": identity.config}
-    return SourceNode(
-        "weight_facts", VERSION, params, lambda: weight_facts(files), Estimate(size, 1 << 16, 24 * BLOCK)
-    )
+
+    def make() -> xr.Dataset:
+        found = weight_facts(files)
+        require_weights(files, identity)
+        return found
+
+    return SourceNode("weight_facts", VERSION, params, make, Estimate(size, 1 << 16, 24 * BLOCK))
 
 
 class InspectWeights(Workflow):

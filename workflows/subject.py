@@ -38,6 +38,8 @@ class Subject:
         self._model = None if isinstance(model, str) else model
         self.files: ModelFiles = resolve(model if isinstance(model, str) else model.name)
         self.dtype = dtype if isinstance(model, str) else model.require_identity().dtype
+        if self._model is not None:
+            self._require_its_files(self._model)
 
     @property
     def name(self) -> str:
@@ -65,6 +67,18 @@ class Subject:
     def special_tokens(self) -> int:
         """How many tokens the tokenizer adds to every prompt (a BOS: 1)."""
         return sum(self.tokenizer.encode("a").special)
+
+    def _require_its_files(self, model: Model) -> None:
+        """Raise ConfigError unless a loaded model is that of the files under its name: words, readout and
+        config are read there."""
+        files, held = self.files, model._tokenizer
+        is_same = files.identity(self.dtype) == model.require_identity()
+        words = files.tokenizer()
+        if not is_same or (held and held.digest) != (words and words.digest):
+            raise ConfigError(
+                f"expected the files of {model.name} as they were when the model was loaded, found others in "
+                f"{files.directory}; load it again"
+            )
 
     def pack(self, texts: Sequence[str]) -> PackedTokens:
         """Texts as token ids with character offsets, special tokens at the empty span (0, 0)."""
