@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,7 @@ class StageNode(ResultNode):
     def __init__(self, stage: Stage, ports: Mapping[str, Port], params: Mapping[str, Any]) -> None:
         self.stage = stage
         self.ports = dict(ports)
-        self.params = dict(params)
+        self.params = deepcopy(dict(params))  # computed with what is keyed, whatever becomes of a list
         self.name = stage.name
         self.inputs = tuple(dict.fromkeys(port.node for port in ports.values()))
         self._key_params = plain_params(params)

@@ -21,6 +21,7 @@ import torch
 import xarray as xr
 
 from mizarr import stages
+from mizarr.pipeline import run, stage
 from mizarr.stages.ablation import Ablation
 from mizarr.stages.continuation import Continuation
 from mizarr.stages.convergence import ContrastiveVectors, SteeringConvergence
@@ -608,6 +609,21 @@ def test_a_payload_cannot_be_written_to_through_its_intervention(change):
     held = change.value if isinstance(change, Add) else change.mask
     with pytest.raises(ValueError, match="read-only"):
         held[0] = 1
+
+
+def test_a_list_changed_after_a_stage_was_given_it_changes_nothing(store):
+    @stage(version=1, inputs={"states": ("token",)}, outputs={"weighed": ("token",)})
+    def weighed(states: xr.DataArray, *, weights: list[float]) -> xr.DataArray:
+        return (states * weights[0]).rename("weighed")
+
+    states, weights = xr.DataArray([1.0, 2.0], dims="token", name="states"), [3.0]
+    node = weighed.on(states=states, weights=weights)
+    weights[0] = 5.0
+    run(node, store, quiet=True)
+    assert node.open(store)["weighed"].values.tolist() == [3.0, 6.0]
+    again = weighed.on(states=states, weights=[3.0])
+    run(again, store, quiet=True)
+    assert again.open(store)["weighed"].values.tolist() == [3.0, 6.0]
 
 
 # -- classes and functions of users

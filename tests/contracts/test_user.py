@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+import mizarr
 from mizarr.store.errors import MizarrError
 from tests.contracts.user_machine import COUNTS, UserMachine, experiments, flipped
 from tests.contracts.user_world import Active, Capture, Encoded, Graph
