@@ -81,7 +81,6 @@ OTHERS: dict[tuple[str, str], Any] = {
     ("generate", "stop"): ("x",),
     ("generate", "zero"): ("blocks.0.hook_mlp_out",),
     ("activation_patching", "prompt"): PAIR_OF_PROMPTS,
-    ("activation_patching", "corrupted"): PAIR_OF_PROMPTS | {"corrupted": ("The capital of Italy is",)},
     ("activation_patching", "kinds"): ("resid_post",),
     ("factual_routing", "subject"): "last_fact",
     ("layer_scan", "end_layer"): 4,
@@ -145,6 +144,7 @@ ELSEWHERE = {
     "condition_a": "names a part of a corpus file",
     "condition_b": "names a part of a corpus file",
     "unit": "of positions in a corpus file",
+    "corrupted": "goes with a prompt of as many tokens; token ids of an experiment: test_identity.py",
     "answer": "goes with prompts of one's own; tokens of a metric: test_identity.py",
     "answer_piece": "goes with prompts of one's own; tokens of a metric: test_identity.py",
     "error_measure": "a parameter of a stage: test_identity.py",
@@ -186,8 +186,6 @@ def test_every_setting_changes_what_is_computed_or_only_what_is_shown(name, fiel
     same = {key: value for key, value in other.items() if key != field.name}
     if (name, field.name) == ("activation_patching", "prompt"):
         same = {}
-    if (name, field.name) == ("activation_patching", "corrupted"):
-        same = PAIR_OF_PROMPTS
     is_shown = (name, field.name) in ONLY_SHOWN
     assert (at_first(name, **same) == identity(name, **other)) == is_shown
 
