@@ -23,8 +23,8 @@ from tests.contracts.user_world import Active, Capture, Encoded, Graph
 SECONDS = float(os.environ.get("MIZARR_USER_SECONDS", "3600"))
 """How long the long machine plays; read here, as no test sees such variables."""
 ANYTHING = settings(
-    max_examples=5,
-    stateful_step_count=15,
+    max_examples=4,
+    stateful_step_count=12,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=(Phase.generate, Phase.shrink),
@@ -278,7 +278,7 @@ def test_a_family_that_would_be_a_guess_is_not_stored(user):
 def test_whatever_a_user_does_no_wrong_number_is_served():
     COUNTS.clear()
     run_state_machine_as_test(UserMachine, settings=ANYTHING)
-    assert sum(n for name, n in COUNTS.items() if name.endswith(": answered")) > 10, COUNTS
+    assert sum(n for name, n in COUNTS.items() if name.endswith(": answered")) > 5, COUNTS
 
 
 @pytest.mark.slow
