@@ -15,6 +15,7 @@ import itertools
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,7 @@ class StageNode(ResultNode):
     ) -> None:
         self.stage = stage
         self.ports = dict(ports)
-        self.params = dict(params)
+        self.params = deepcopy(dict(params))  # computed with what is keyed, whatever becomes of a list
         self.resources = dict(resources or {})
         self.name = stage.name
         self.inputs = tuple(dict.fromkeys(port.node for port in ports.values()))
