@@ -28,7 +28,7 @@ from .patching_results import Prepared, as_vector, token_texts
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .forward.config import TransformerConfig
+    from .forward.architecture import Architecture
     from .forward.model import Model
 
 __all__ = ["Ablation"]
@@ -67,7 +67,7 @@ class Ablation(Grid):
         """One per reference drawn; zero and mean have one."""
         return self.samples
 
-    def check(self, config: TransformerConfig) -> None:
+    def check(self, config: Architecture) -> None:
         """As `Grid.check`, and of what takes the place of what is ablated."""
         super().check(config)
         if self.how not in WAYS:

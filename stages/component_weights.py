@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from ..pipeline import SourceNode
-    from .forward.config import TransformerConfig
+    from .forward.architecture import Architecture
     from .forward.files import ModelFiles
 
 __all__ = ["component_weights", "component_weights_node"]
@@ -43,7 +43,7 @@ Component = Literal["attention", "mlp"]
 VERSION = 1
 """Moves when the datasets described above change."""
 
-# Variable -> field of a layer's weights (forward/weights.py `layer_tensors`).
+# Variable -> weight of a layer, as `Architecture.tensors` names it.
 FIELDS: dict[str, dict[str, str]] = {
     "attention": {
         "W_O": "o",
@@ -66,7 +66,7 @@ _MATRIX_DIMS = {"W_O": ("layer", "head", "d_head", "hidden"), "W_out": ("layer",
 
 
 def component_weights(
-    weight_files: Sequence[Path], config: TransformerConfig, part: Component, *, dtype: str = "float32"
+    weight_files: Sequence[Path], config: Architecture, part: Component, *, dtype: str = "float32"
 ) -> xr.Dataset:
     """One of the datasets described above, lazy: a layer is read when it is asked for.
 
@@ -75,16 +75,14 @@ def component_weights(
     """
     import xarray as xr
 
-    from .forward.weights import layer_tensors
-
     if part not in FIELDS:
         raise ConfigError(f"expected part 'attention' or 'mlp', found {part!r}")
-    names = layer_tensors(config)
+    names = config.tensors.layers[0]
     found: dict[str, Any] = {}
     for variable, field in FIELDS[part].items():
         if field in names:
             dims = _MATRIX_DIMS.get(variable, ("layer", "hidden"))
-            read = _reader(weight_files, names[field][0], variable, config, dtype)
+            read = _reader(weight_files, field, variable, config, dtype)
             found[variable] = (dims, _by_layer(read, config.num_layers))
     coords = {"layer": np.arange(config.num_layers)}
     norm = "layer" if config.norm_type == "layer" else "rms"
@@ -95,8 +93,8 @@ def component_weights_node(files: ModelFiles, part: Component, *, dtype: str = "
     """One of the datasets in a workflow's graph; stored once per model and dtype."""
     from ..pipeline import Estimate, SourceNode
 
-    config, identity = files.transformer_config(), files.identity(dtype=dtype)
-    units = config.num_attention_heads * config.head_dim if part == "attention" else config.intermediate_size
+    config, identity = files.architecture(), files.identity(dtype=dtype)
+    units = config.width("z" if part == "attention" else "mlp_post_act")
     layer = 4 * units * config.hidden_size
     size = layer * config.num_layers
     params = {"weights": identity.weights, "config": identity.config, "part": part, "dtype": dtype}
@@ -109,16 +107,15 @@ def component_weights_node(files: ModelFiles, part: Component, *, dtype: str = "
 
 
 def _reader(
-    files: Sequence[Path], name: str, variable: str, config: TransformerConfig, dtype: str
+    files: Sequence[Path], field: str, variable: str, config: Architecture, dtype: str
 ) -> Callable[[int], npt.NDArray[np.float32]]:
     """What gives the tensor of a layer in the shape described above."""
-    from .forward.weights import LAYER
 
     def read(layer: int) -> npt.NDArray[np.float32]:
-        values = rounded(read_tensor(files, LAYER.format(layer) + name), dtype)
+        values = rounded(read_tensor(files, config.tensors.in_layer(layer, field)), dtype)
         if variable == "W_O":
-            heads = config.num_attention_heads
-            return np.ascontiguousarray(values.T).reshape(heads, config.head_dim, config.hidden_size)
+            shape = [config.axis_sizes[axis] for axis in ("head", "d_head", "hidden")]
+            return np.ascontiguousarray(values.T).reshape(shape)
         if variable == "W_out":
             return np.ascontiguousarray(values.T)
         if config.norm_type == "gemma_rms" and variable.endswith("_weight"):

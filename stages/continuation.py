@@ -23,8 +23,8 @@ from .forward.hooks import HookSpec
 if TYPE_CHECKING:
     import xarray as xr
 
+    from .forward.architecture import Architecture
     from .forward.cache import HookCache
-    from .forward.config import TransformerConfig
     from .forward.generate import NewToken
     from .forward.model import Model
     from .forward.runs import Run
@@ -67,13 +67,16 @@ class Continuation(Experiment):
             )
 
     def params(self) -> dict[str, Any]:
-        """Which prompts is said by the cells; a seed nobody draws with, and who listens, decide nothing."""
-        chosen = dict(vars(self.settings))
+        """Which prompts is said by the cells; a seed nobody draws with, and who listens, decide nothing.
+
+        Where it is left open whether keys are kept, the tokens are those of reading anew, and so is the key.
+        """
+        chosen = vars(self.settings) | {"cache": bool(self.settings.cache)}
         if self.settings.temperature == 0:
             del chosen["seed"]
         return chosen | {"hooks": None if self.hooks is None else self.hooks.canonical()}
 
-    def cells(self, config: TransformerConfig) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[Cell]:
         """One per prompt. Raises PromptError for one that leaves no room to generate."""
         for ids in self.prompts:
             if not 0 < len(ids) < config.context_length:
@@ -106,7 +109,8 @@ class Continuation(Experiment):
         given = stream.result()
         (result,) = given
         about = {name: {"long_name": text} for name, text in _MEANING.items()}
-        dataset = given.to_xarray().assign(
+        dataset = given.to_xarray().assign_attrs(reading=given.reading)
+        dataset = dataset.assign(
             prompt_id=(("prompt", "position"), np.array([ids], np.int32), about["prompt_id"]),
             generated_text=("prompt", [result.generated_text or ""], about["generated_text"]),
             finish_reason=("prompt", [result.finish_reason or ""], about["finish_reason"]),

@@ -48,8 +48,8 @@ from .forward.runs import Run
 if TYPE_CHECKING:
     import xarray as xr
 
+    from .forward.architecture import Architecture
     from .forward.cache import HookCache
-    from .forward.config import TransformerConfig
     from .forward.model import Model
 
 __all__ = [
@@ -90,7 +90,7 @@ class ContrastiveVectors(Experiment):
     negative_positions: tuple[int, ...] = (-1,)
     normalised: bool = False
 
-    def cells(self, config: TransformerConfig) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[Cell]:
         """The two sides. Raises PromptError for an empty side, or a position a prompt does not have."""
         for side in ("positive", "negative"):
             self._places(side)
@@ -215,7 +215,7 @@ class SteeringConvergence(Experiment):
         """Which layers is said by the cells: one more layer leaves the others what they are."""
         return {name: value for name, value in vars(self).items() if name != "layers"}
 
-    def cells(self, config: TransformerConfig) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[Cell]:
         """One per layer. Raises PromptError, InterventionError or StageError for what cannot be run."""
         check_tokens(self.tokens, self.target)
         length = len(self.tokens)

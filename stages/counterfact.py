@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     import xarray as xr
     from torch import Tensor
 
+    from .forward.architecture import Architecture
     from .forward.cache import HookCache
-    from .forward.config import TransformerConfig
     from .forward.model import Model
 
 __all__ = [
@@ -121,7 +121,7 @@ class Pairs:
     model: None where runs are only sketched; every state is zero then.
     """
 
-    config: TransformerConfig
+    config: Architecture
     model: Model | None
     with_attention: bool = False
     held: dict[Pair, Unpatched] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class OnPairs(Experiment):
         """All fields but the pairs, which are the cells."""
         return {name: value for name, value in vars(self).items() if name != "pairs"}
 
-    def check(self, config: TransformerConfig) -> None:
+    def check(self, config: Architecture) -> None:
         """Raise for no pairs, a pair that is none, or blocks that do not fit the model."""
         if not self.pairs:
             raise StageError(f"{self.name}: expected at least one pair of prompts, found none")
@@ -186,7 +186,7 @@ class OnPairs(Experiment):
         for pair in self.pairs:
             pair.check()
 
-    def sketch(self, config: TransformerConfig, cell: Cell) -> Sequence[Run]:
+    def sketch(self, config: Architecture, cell: Cell) -> Sequence[Run]:
         """The runs of a cell with zeros for every state."""
         return self.runs(Pairs(config, None), cell)
 
@@ -206,7 +206,7 @@ class CounterFactPatching(OnPairs):
     name: ClassVar[str] = "counterfact_patching"
     version: ClassVar[int] = 1
 
-    def cells(self, config: TransformerConfig) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[Cell]:
         """One per pair."""
         self.check(config)
         return [cell_of(pair) for pair in self.pairs]

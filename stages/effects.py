@@ -29,8 +29,8 @@ from .metrics import kl_divergence, log_softmax, top_changed
 if TYPE_CHECKING:
     import xarray as xr
 
+    from .forward.architecture import Architecture
     from .forward.cache import HookCache
-    from .forward.config import TransformerConfig
     from .forward.model import Model
 
 __all__ = ["EFFECTS", "Baseline", "baseline_run", "effect", "gather", "with_target"]
@@ -56,12 +56,12 @@ class Baseline:
     logits: float64 [piece, vocab]. pattern: attention weights by layer, float32 [head, query, key].
     """
 
-    config: TransformerConfig
+    config: Architecture
     logits: Floats
     pattern: Mapping[int, npt.NDArray[np.float32]]
 
     @classmethod
-    def sketch(cls, config: TransformerConfig) -> Baseline:
+    def sketch(cls, config: Architecture) -> Baseline:
         """Of a model nobody has loaded: enough to say which runs there will be."""
         return cls(config, np.zeros((0, 0)), {})
 

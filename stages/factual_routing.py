@@ -28,8 +28,8 @@ from .patching_grid import in_range, points
 if TYPE_CHECKING:
     import xarray as xr
 
+    from .forward.architecture import Architecture
     from .forward.cache import HookCache
-    from .forward.config import TransformerConfig
     from .forward.model import Model
 
 __all__ = ["FactualRouting"]
@@ -47,7 +47,7 @@ class FactualRouting(OnPairs):
     name: ClassVar[str] = "factual_routing"
     version: ClassVar[int] = 1
 
-    def check(self, config: TransformerConfig) -> None:
+    def check(self, config: Architecture) -> None:
         """As for patching; PromptError for a pair whose subject is missing or outside its prompts."""
         super().check(config)
         for pair in self.pairs:
@@ -56,7 +56,7 @@ class FactualRouting(OnPairs):
             in_range("subject", "position", pair.subject[:1], len(pair.original))
             in_range("counterfactual subject", "position", pair.subject[1:], len(pair.counterfactual))
 
-    def cells(self, config: TransformerConfig) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[Cell]:
         """One per pair."""
         self.check(config)
         return [{**cell_of(pair), "subject": list(pair.subject or ())} for pair in self.pairs]

@@ -44,8 +44,8 @@ from .forward.runs import Run
 if TYPE_CHECKING:
     import xarray as xr
 
+    from .forward.architecture import Architecture
     from .forward.cache import HookCache
-    from .forward.config import TransformerConfig
     from .forward.model import Model
 
 __all__ = ["EdgeKnockout", "HeadKnockout"]
@@ -71,11 +71,11 @@ class _Knockout(Experiment):
         """Which layers is said by the cells: one more layer leaves the others what they are."""
         return {name: value for name, value in vars(self).items() if name != "layers"}
 
-    def cells(self, config: TransformerConfig) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[Cell]:
         """One per layer. Raises InterventionError for what this model or prompt does not have."""
         check_tokens(self.tokens, self.target)
         for spec in self._specs():
-            spec.validate(config.num_layers, config.num_attention_heads, len(self.tokens))
+            spec.validate(config.num_layers, config.axis_sizes["head"], len(self.tokens))
         return [{"layer": layer} for layer in layers_of(self.layers, config.num_layers)]
 
     def prepare(self, model: Model) -> Baseline:
@@ -83,7 +83,7 @@ class _Knockout(Experiment):
         layers = [cell["layer"] for cell in self.cells(model.config)]
         return baseline_run(model, self.tokens, self.target, layers)
 
-    def sketch(self, config: TransformerConfig, cell: Cell) -> Sequence[Run]:
+    def sketch(self, config: Architecture, cell: Cell) -> Sequence[Run]:
         """The runs themselves: nothing in them comes from the model."""
         return self.runs(Baseline.sketch(config), cell)
 
@@ -172,7 +172,7 @@ class HeadKnockout(_Knockout):
     def runs(self, prepared: Baseline, cell: Cell) -> list[Run]:
         """One per head."""
         config, layer = prepared.config, cell["layer"]
-        heads = range(config.num_attention_heads)
+        heads = range(config.axis_sizes["head"])
         if self.edges:
             spec, length = self._spec(self.edges).layer(layer), len(self.tokens)
             return [self._run(spec.head(head).hooks(config, length)) for head in heads]
@@ -186,7 +186,7 @@ class HeadKnockout(_Knockout):
         """The effects [layer, head], and the weight the edges had in each head."""
         import xarray as xr
 
-        layer, heads = cell["layer"], prepared.config.num_attention_heads
+        layer, heads = cell["layer"], prepared.config.axis_sizes["head"]
         found: dict[str, Any] = {
             **gather(measured, {"layer": 1, "head": heads}),
             **of_baseline(prepared, self.target, self.top_k),

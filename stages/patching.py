@@ -34,8 +34,8 @@ from .patching_results import Prepared, as_vector, metrics_of, token_texts
 if TYPE_CHECKING:
     import xarray as xr
 
+    from .forward.architecture import Architecture
     from .forward.cache import HookCache
-    from .forward.config import TransformerConfig
     from .forward.model import Model
 
 __all__ = [
@@ -74,7 +74,7 @@ class ActivationPatching(Grid):
         """The corrupted one."""
         return self.corrupted
 
-    def check(self, config: TransformerConfig) -> None:
+    def check(self, config: Architecture) -> None:
         """As `Grid.check`; StageError for attention patterns of aligned prompts: their axes differ."""
         super().check(config)
         if self.align is not None and "pattern" in self.kinds:
@@ -208,7 +208,7 @@ class PatchTable(Experiment):
         given = {name: value for name, value in vars(self).items() if name != "index"}
         return {**given, "metrics": [metric.canonical() for metric in self.metrics]}
 
-    def cells(self, config: TransformerConfig) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[Cell]:
         """One per kind and layer, with its places."""
         self.grid.check(config)
         for kind, _, position, head in self.index:
@@ -244,7 +244,7 @@ class PatchTable(Experiment):
         specs = [grid.change(HookSpec(), prepared, cell["kind"], layers, place, 0) for place in chosen]
         return [Run(self.corrupted, spec, grid.want) for spec in specs]
 
-    def sketch(self, config: TransformerConfig, cell: Cell) -> Sequence[Run]:
+    def sketch(self, config: Architecture, cell: Cell) -> Sequence[Run]:
         """The runs with constants at every place."""
         return self.runs(Prepared(config, np.zeros(0), [], self.grid.blank(config), {}), cell)
 

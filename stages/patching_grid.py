@@ -25,7 +25,7 @@ import numpy.typing as npt
 from ..store.errors import InterventionError, StageError, nearest
 from .forward.experiment import Cell, Experiment
 from .forward.hooks import HookSpec
-from .forward.points import HookPoint
+from .forward.points import BY_NAME, HookPoint
 from .forward.runs import Run
 from .forward.wants import Logits
 from .patching_metrics import Metric, Recovery, check_metrics, read, wanted
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     import xarray as xr
     from torch import Tensor
 
+    from .forward.architecture import Architecture
     from .forward.cache import HookCache
-    from .forward.config import TransformerConfig
 
 __all__ = ["HEAD_KINDS", "KINDS", "Grid", "Place", "layer_window"]
 
@@ -113,14 +113,14 @@ class Grid(Experiment):
         chosen = {name: value for name, value in vars(self).items() if name not in self.selects}
         return {**chosen, "metrics": [metric.canonical() for metric in self.metrics]}
 
-    def cells(self, config: TransformerConfig) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[Cell]:
         """One per kind and layer. Raises StageError, PromptError or InterventionError for what cannot be."""
         self.check(config)
         layers = range(config.num_layers) if self.layers is None else self.layers
         numbers = [layer % config.num_layers for layer in layers]
         return [{"kind": kind, "layer": layer} for kind in self.kinds for layer in numbers]
 
-    def check(self, config: TransformerConfig) -> None:
+    def check(self, config: Architecture) -> None:
         """Raise for an empty grid, an unknown kind, or an index out of range."""
         check_metrics(self.metrics, config.vocab_size)
         if not self.has_corrupted and any(isinstance(metric, Recovery) for metric in self.metrics):
@@ -158,7 +158,7 @@ class Grid(Experiment):
 
     # -- runs
 
-    def places(self, config: TransformerConfig, kind: str) -> list[Place]:
+    def places(self, config: Architecture, kind: str) -> list[Place]:
         """The places of one hook point, last axis fastest; edges from a query to later keys do not exist."""
         axes = dict(self.axes(config, kind))
         every: list[Sequence[int | None]] = [
@@ -171,7 +171,7 @@ class Grid(Experiment):
             if key is None or position is None or key <= position
         ]
 
-    def axes(self, config: TransformerConfig, kind: str) -> list[tuple[str, list[int]]]:
+    def axes(self, config: Architecture, kind: str) -> list[tuple[str, list[int]]]:
         """Names and labels of the axes of one hook point, in order."""
         length = len(self.prompt)
         labels = {
@@ -205,11 +205,11 @@ class Grid(Experiment):
             for sample in range(self.num_samples)
         ]
 
-    def sketch(self, config: TransformerConfig, cell: Cell) -> Sequence[Run]:
+    def sketch(self, config: Architecture, cell: Cell) -> Sequence[Run]:
         """The runs with constants at every place."""
         return self.runs(Prepared(config, np.zeros(0), [], self.blank(config), {}), cell)
 
-    def blank(self, config: TransformerConfig) -> Mapping[Any, Any]:
+    def blank(self, config: Architecture) -> Mapping[Any, Any]:
         """Stands for activations nobody has computed."""
         return Blank(config, len(self.prompt))
 
@@ -269,9 +269,9 @@ def layer_window(layer: int, width: int, num_layers: int) -> list[int]:
     return list(range(max(0, layer - width // 2), min(num_layers, layer + (width + 1) // 2)))
 
 
-def num_heads(config: TransformerConfig, kind: str) -> int:
+def num_heads(config: Architecture, kind: str) -> int:
     """Heads a kind has: k and v have those of grouped-query attention."""
-    return config.num_kv_heads if kind in ("k", "v") else config.num_attention_heads
+    return config.axis_sizes["kv_head" if "kv_head" in BY_NAME[kind].dims else "head"]
 
 
 def part_of(activation: Tensor, place: Place) -> Tensor:

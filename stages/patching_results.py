@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from torch import Tensor
 
-    from .forward.config import TransformerConfig
+    from .forward.architecture import Architecture
     from .forward.model import Model
 
 __all__ = ["Blank", "Prepared", "as_vector", "metrics_of", "stack", "token_texts"]
@@ -37,7 +37,7 @@ class Prepared:
     experiment needs them. tokens: labels of positions, coordinate -> texts.
     """
 
-    config: TransformerConfig
+    config: Architecture
     clean: Floats
     unpatched: list[Floats]
     activations: Any
@@ -52,15 +52,12 @@ class Blank(dict[Any, Any]):
     will differ do.
     """
 
-    def __init__(self, config: TransformerConfig, length: int) -> None:
+    def __init__(self, config: Architecture, length: int) -> None:
         self._sizes = {
             "position": length,
             "query_position": length,
             "key_position": length,
-            "hidden": config.hidden_size,
-            "head": config.num_attention_heads,
-            "kv_head": config.num_kv_heads,
-            "d_head": config.head_dim,
+            **config.axis_sizes,
         }
 
     def __missing__(self, key: Any) -> npt.NDArray[np.float32]:

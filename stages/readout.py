@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ..store.errors import ShapeError, WeightsError, nearest
-from ..store.tensors import mapped_tensor, read_header
+from ..store.tensors import FLOATS, mapped_tensor, read_header
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from ..pipeline import SourceNode
-    from .forward.config import TransformerConfig
+    from .forward.architecture import Architecture
     from .forward.files import ModelFiles
 
 __all__ = ["readout", "readout_from_files", "readout_node"]
@@ -87,7 +87,7 @@ def readout(
 
 def readout_from_files(
     weight_files: Sequence[Path],
-    config: TransformerConfig,
+    config: Architecture,
     *,
     vocabulary: Sequence[str] = (),
     dtype: str = "float32",
@@ -97,21 +97,27 @@ def readout_from_files(
     dtype: what the model computes in; the weights are rounded to it, as the model's own are.
     Raises WeightsError when a tensor is missing or a file is not a whole safetensors file.
     """
-    from .forward.weights import EMBED, FINAL_NORM, LM_HEAD, read_shapes, require_tied
+    from .forward.architecture import require_tied
 
-    def take(name: str) -> Array:
-        return rounded(read_tensor(weight_files, name), dtype)
+    def take(weight: str) -> Array | None:
+        stored = config.tensors.outside.get(weight)
+        return None if stored is None else rounded(read_tensor(weight_files, stored.name), dtype)
 
-    if config.tie_word_embeddings and f"{LM_HEAD}.weight" in read_shapes(weight_files):
-        embed, head = (read_tensor(weight_files, f"{name}.weight") for name in (EMBED, LM_HEAD))
-        require_tied(np.array_equal(embed, head))
+    names = {name for path in weight_files for name in read_header(path)[0]}
+    for copy, original in config.tensors.copied(names):
+        one, other = (read_tensor(weight_files, name) for name in (copy, original))
+        require_tied(copy, original, np.array_equal(one, other))
+    unembed, norm_weight = take("head"), take("final_norm")
+    assert unembed is not None  # every model has one
+    assert norm_weight is not None
     return readout(
-        take(f"{EMBED if config.tie_word_embeddings else LM_HEAD}.weight"),
-        take(f"{FINAL_NORM}.weight"),
+        unembed,
+        norm_weight,
         norm=config.norm_type,
         eps=config.norm_eps,
         soft_cap=config.final_logit_softcapping,
-        norm_bias=take(f"{FINAL_NORM}.bias") if config.norm_type == "layer" else None,
+        norm_bias=take("final_norm.bias"),
+        unembed_bias=take("head.bias"),
         vocabulary=vocabulary,
     )
 
@@ -120,7 +126,7 @@ def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
     """The readout of a model in a workflow's graph; stored once per model, tokenizer and dtype."""
     from ..pipeline import Estimate, SourceNode
 
-    config, tokenizer = files.transformer_config(), files.tokenizer()
+    config, tokenizer = files.architecture(), files.tokenizer()
     identity = files.identity(dtype=dtype)
 
     def make() -> xr.Dataset:
@@ -141,8 +147,6 @@ def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
 def read_tensor(files: Sequence[Path], name: str) -> Array:
     """One tensor of some safetensors files, mapped; bfloat16 as ml_dtypes.bfloat16, which safetensors' own
     numpy reader does not know."""
-    from .forward.weights import FLOATS
-
     names: list[str] = []
     for path in files:
         header, start = read_header(path)

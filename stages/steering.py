@@ -47,8 +47,8 @@ from .forward.runs import Run
 if TYPE_CHECKING:
     import xarray as xr
 
+    from .forward.architecture import Architecture
     from .forward.cache import HookCache
-    from .forward.config import TransformerConfig
     from .forward.model import Model
 
 __all__ = [
@@ -93,14 +93,14 @@ class DoseResponse(Experiment):
         """Which layers is said by the cells: one more layer leaves the others what they are."""
         return {name: value for name, value in vars(self).items() if name != "layers"}
 
-    def cells(self, config: TransformerConfig) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[Cell]:
         """One per layer. Raises InterventionError for what this model or prompt does not have."""
         check_tokens(self.tokens, self.target)
         if not self.doses or len(set(self.doses)) != len(self.doses):
             found = list(self.doses) or "none"
             raise StageError(f"expected doses, each once, found {found}; DOSE_LEVELS is a good start")
         for dose in self.doses:
-            self._spec(dose).validate(config.num_layers, config.num_attention_heads, len(self.tokens))
+            self._spec(dose).validate(config.num_layers, config.axis_sizes["head"], len(self.tokens))
         return [{"layer": layer} for layer in layers_of(self.layers, config.num_layers, self.window)]
 
     def prepare(self, model: Model) -> Baseline:
@@ -118,7 +118,7 @@ class DoseResponse(Experiment):
         ]
         return [Run(ids, spec.capture(*points), want) for spec in hooks]
 
-    def sketch(self, config: TransformerConfig, cell: Cell) -> Sequence[Run]:
+    def sketch(self, config: Architecture, cell: Cell) -> Sequence[Run]:
         """The runs themselves: nothing in them comes from the model."""
         return self.runs(Baseline.sketch(config), cell)
 
@@ -134,7 +134,7 @@ class DoseResponse(Experiment):
 
         weights = [prepared.weight(layer, self.heads, self._resolved()) for layer in self._steered(cell)]
         before, after = np.mean(weights, axis=0), np.array([one["weight"] for one in measured])
-        heads = range(prepared.config.num_attention_heads) if self.heads is None else self.heads
+        heads = range(prepared.config.axis_sizes["head"]) if self.heads is None else self.heads
         over = "mean over edges and steered layers"
         unit = {"units": "1"}
         return xr.Dataset(

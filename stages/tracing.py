@@ -33,7 +33,7 @@ from .patching_results import Blank, Prepared, as_vector, token_texts
 if TYPE_CHECKING:
     import xarray as xr
 
-    from .forward.config import TransformerConfig
+    from .forward.architecture import Architecture
     from .forward.experiment import Cell
     from .forward.model import Model
 
@@ -71,7 +71,7 @@ class CausalTracing(Grid):
         """One per noise."""
         return self.samples
 
-    def check(self, config: TransformerConfig) -> None:
+    def check(self, config: Architecture) -> None:
         """As `Grid.check`, and of subject and noise."""
         super().check(config)
         if not self.subject:
@@ -107,7 +107,7 @@ class CausalTracing(Grid):
             {} if texts is None else {"token": texts},
         )
 
-    def blank(self, config: TransformerConfig) -> Mapping[Any, Any]:
+    def blank(self, config: Architecture) -> Mapping[Any, Any]:
         """Stands for activations nobody has computed; the noise is known up to its scale."""
         blank = Blank(config, len(self.prompt))
         blank["noise"] = [
@@ -152,7 +152,7 @@ def embedding_deviation(model: Model) -> float:
     with torch.no_grad():
         for start in range(0, size, ROWS):
             ids = torch.arange(start, min(size, start + ROWS), device=model.device)
-            rows = model.architecture.embed(ids[None]).double()
+            rows = model.embed(ids[None]).double()
             total += float(rows.sum())
             squares += float(rows.square().sum())
     count = size * model.config.hidden_size

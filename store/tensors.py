@@ -27,6 +27,7 @@ import numpy.typing as npt
 from .errors import ConfigError, ShapeError, WeightsError
 
 __all__ = [
+    "FLOATS",
     "Tensor",
     "as_bfloat16",
     "mapped_tensor",
@@ -42,6 +43,8 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 METADATA = "__metadata__"
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Plain floating-point numbers, as safetensors spells them; weights of other kinds are quantised."""
 CODES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),

@@ -73,7 +73,7 @@ class AttentionKnockout(ModelWorkflow):
             raise ConfigError(f"expected a layer in 0..{layers - 1}, found {self.layer}")
         self.edge = (position_of(self.encoding, chosen.query), position_of(self.encoding, chosen.key))
         tokens, query = tuple(self.encoding.ids), self.edge[0]
-        KnockoutSpec().edge(*self.edge).validate(layers, config.num_attention_heads, len(tokens))
+        KnockoutSpec().edge(*self.edge).validate(layers, config.axis_sizes["head"], len(tokens))
         told: dict[str, Any] = {"target": self.pieces, "top_k": chosen.top_k}
         if not chosen.sweep:
             return {"edges": self.on_model(EdgeKnockout(tokens, (self.edge,), layers=(self.layer,), **told))}

@@ -168,7 +168,7 @@ class AttentionPatterns(Workflow):
             "prompt": self.prompt,
             "tokens": self.tokens,
             "n_layers": config.num_layers,
-            "n_heads": config.num_attention_heads,
+            "n_heads": config.axis_sizes["head"],
             "query": self.query,
             "key": self.key,
             "layers": [

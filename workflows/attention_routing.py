@@ -157,7 +157,7 @@ class AttentionRouting(Workflow):
         layer, head = self._top
         rows = top_heads(self.sweep.sel(strength=self.strength), None)
         by_place = sorted(rows, key=lambda row: (row["layer"], row["head"]))
-        heads = config.num_attention_heads
+        heads = config.axis_sizes["head"]
         return {
             **self.header(),
             "model_id": planned.subject.files.name,

@@ -120,11 +120,11 @@ class CorrectionTest(Workflow):
         layer, _, head = text.partition(":")
         if not (layer.isdecimal() and head.isdecimal()):
             raise ConfigError(f"expected a head as layer:head, such as 21:5, found {text!r}")
-        if int(layer) < config.num_layers and int(head) < config.num_attention_heads:
+        if int(layer) < config.num_layers and int(head) < config.axis_sizes["head"]:
             return int(layer), int(head)
         if self.settings.head:
             raise ConfigError(
-                f"expected a head of {config.num_layers} layers and {config.num_attention_heads} heads, "
+                f"expected a head of {config.num_layers} layers and {config.axis_sizes['head']} heads, "
                 f"found {text}"
             )
         return None
@@ -208,7 +208,7 @@ class CorrectionTest(Workflow):
             "planning_site": planned.site,
             "output_position": planned.last,
             "n_layers": planned.subject.config.num_layers,
-            "n_heads": planned.subject.config.num_attention_heads,
+            "n_heads": planned.subject.config.axis_sizes["head"],
             "commit_feature": feature_json(planned.inject),
             "commit_word": preset.inject_word,
             "suppress_features": [feature_json(feature) for feature in planned.suppress],

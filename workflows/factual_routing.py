@@ -171,7 +171,7 @@ class Routing(Workflow):
             "model_id": self.subject.name,
             "block_size": self.block_size,
             "n_layers": config.num_layers,
-            "n_heads": config.num_attention_heads,
+            "n_heads": config.axis_sizes["head"],
             "n_blocks": len(self.blocks),
             "subject_rule": self.settings.subject,
             "results": [self._pair_json(i) for i in range(len(self.pairs))],

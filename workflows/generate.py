@@ -22,7 +22,7 @@ from ..stages.continuation import Continuation
 from ..stages.forward import generation
 from ..stages.forward.hooks import HookSpec
 from ..stages.forward.interventions import Zero
-from ..stages.forward.points import expand, transformer_points
+from ..stages.forward.points import expand
 from ..stages.forward.stopping import end_ids
 from ..stages.lens import format_probability, format_token
 from ..stages.text import wrap
@@ -59,7 +59,9 @@ class Settings:
     top_p: float | None = setting(None, "draw among the fewest tokens of this total probability")
     stop: tuple[str, ...] = setting((), "strings that end a text")
     zero: tuple[str, ...] = setting((), "hook points (or globs) set to zero at every step")
-    cache: bool = setting(False, "keep keys and values instead of reading everything anew")
+    cache: bool | None = setting(
+        None, "keep keys and values, or read everything anew; none: keep where tokens are the same"
+    )
     dtype: str = setting("float32", "what the model computes in")
 
 
@@ -98,12 +100,9 @@ class Generate(Workflow):
         self.nodes = {name: each.on(subject, dtype=settings.dtype) for name, each in chosen.items()}
 
     def _silenced(self) -> HookSpec:
-        config, spec = self.subject.config, HookSpec()
-        points = transformer_points(
-            config.num_layers, post_norms=config.use_post_norms, gated=config.mlp_layout != "plain"
-        )
+        spec = HookSpec()
         for pattern in self.settings.zero:
-            for point in expand(pattern, points):
+            for point in expand(pattern, self.subject.config.hook_points):
                 spec.intervene(point, Zero())
         return spec
 

@@ -241,7 +241,7 @@ class HeadDetection(Workflow):
             **self.header(),
             "model_id": self.subject.name,
             "n_layers": self.subject.config.num_layers,
-            "n_heads": self.subject.config.num_attention_heads,
+            "n_heads": self.subject.config.axis_sizes["head"],
             "read": self.told,
             "kinds": {kind: self._kind_json(found.sel(kind=kind), kind) for kind in KINDS},
             "statistics": {

@@ -40,7 +40,14 @@ VERSION = 1
 OUTSIDE = -1
 """Layer of tensors that belong to none."""
 NO_AXIS = -1
-SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_kv_heads", "head_dim", "vocab_size")
+SIZES = {
+    "hidden_size": "hidden",
+    "intermediate_size": "mlp",
+    "num_attention_heads": "head",
+    "num_kv_heads": "kv_head",
+    "head_dim": "d_head",
+}
+"""What is told of a model, and the axis whose size it is."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +69,16 @@ def weight_facts(files: ModelFiles) -> xr.Dataset:
     """
     import xarray as xr
 
-    facts = sorted(tensor_facts(files.weight_files), key=lambda fact: (_placed(fact.name), fact.name))
+    tensors = files.architecture().tensors
+
+    def placed_at(name: str) -> tuple[int, str]:
+        layer, matrix = tensors.placed(name)
+        return OUTSIDE if layer is None else layer, matrix.removesuffix(".weight")
+
+    facts = sorted(tensor_facts(files.weight_files), key=lambda fact: (placed_at(fact.name), fact.name))
     axes = max((len(fact.shape) for fact in facts), default=0)
     shapes = np.array([[*fact.shape, *[NO_AXIS] * (axes - len(fact.shape))] for fact in facts], np.int64)
-    placed = [_placed(fact.name) for fact in facts]
+    placed = [placed_at(fact.name) for fact in facts]
     columns = {name: [getattr(fact, name) for fact in facts] for name in ("name", "dtype")}
     columns["matrix"] = [matrix for _, matrix in placed]
     data: dict[str, Any] = {name: ("tensor", np.array(values, object)) for name, values in columns.items()}
@@ -130,11 +143,10 @@ class InspectWeights(Workflow):
     def short(self) -> list[str]:
         """The same in a word each, for columns: "q" for "self_attn.q_proj", "ln1" for the norm before
         attention."""
-        from ..stages.forward.weights import layer_tensors
-
         fields = {
-            name.removesuffix(".weight"): field
-            for field, (name, _) in layer_tensors(self.subject.config).items()
+            stored.name.removesuffix(".weight"): field
+            for weights in self.subject.config.tensors.layers
+            for field, stored in weights.items()
         }
         return [fields.get(matrix, matrix) for matrix in self.matrices]
 
@@ -182,7 +194,8 @@ class InspectWeights(Workflow):
             "model_id": self.subject.name,
             "model_type": config.model_type,
             "n_layers": config.num_layers,
-            **{name: getattr(config, name) for name in SIZES},
+            **{name: config.axis_sizes[axis] for name, axis in SIZES.items()},
+            "vocab_size": config.vocab_size,
             "parameters": sum(fact.parameters for _, _, fact in self.facts),
             "embedding": _fact_json(self.embedding),
             "tied_embedding": config.tie_word_embeddings,
@@ -193,12 +206,11 @@ class InspectWeights(Workflow):
     @property
     def embedding(self) -> TensorFacts:
         """Of the token embedding. Raises ConfigError for a checkpoint without one."""
-        from ..stages.forward.weights import EMBED
-
-        found = next((fact for _, _, fact in self.facts if fact.name == f"{EMBED}.weight"), None)
+        name = self.subject.config.tensors.outside["embed"].name
+        found = next((fact for _, _, fact in self.facts if fact.name == name), None)
         if found is None:
             raise ConfigError(
-                f"expected {EMBED}.weight in {self.subject.name}, found none; `mizarr models inspect` "
+                f"expected {name} in {self.subject.name}, found none; `mizarr models inspect` "
                 "lists its tensors"
             )
         return found
@@ -224,7 +236,8 @@ class InspectWeights(Workflow):
                 low, high = int(np.nanargmin(known)), int(np.nanargmax(known))
                 cells += [text for i in (low, high) for text in (f"{known[i]:.3g}", str(self.layers[i]))]
             table.add_row(*cells)
-        sizes = ", ".join(f"{name.removeprefix('num_')} {getattr(config, name)}" for name in SIZES)
+        told = {**{name: config.axis_sizes[axis] for name, axis in SIZES.items()}, "vocab": config.vocab_size}
+        sizes = ", ".join(f"{name.removeprefix('num_')} {size}" for name, size in told.items())
         table.caption = sizes.replace("_", " ")
         return table
 
@@ -256,17 +269,6 @@ class InspectWeights(Workflow):
         tied = "the embedding is the head as well" if self.subject.config.tie_word_embeddings else ""
         table.caption = tied
         return table
-
-
-def _placed(name: str) -> tuple[int, str]:
-    """(layer, name within it) of a tensor; (-1, name) outside of layers."""
-    from ..stages.forward.weights import LAYER
-
-    before, after = LAYER.split("{}")
-    layer, found, rest = name.removeprefix(before).partition(after)
-    if name.startswith(before) and found and layer.isdigit():
-        return int(layer), rest.removesuffix(".weight")
-    return OUTSIDE, name.removesuffix(".weight")
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -134,7 +134,7 @@ class LogitAttribution(Workflow):
 
     @property
     def _has_post_norms(self) -> bool:
-        return self.subject.config.use_post_norms
+        return any(layer.norms == "around" for layer in self.subject.config.layers)
 
     def _hooks(self) -> list[str]:
         """What attribution reads of a forward pass."""

@@ -218,7 +218,7 @@ class SteeringDoseResponse(Workflow):
             "prompt": self.prompt,
             "tokens": self.tokens,
             "n_layers": config.num_layers,
-            "n_heads": config.num_attention_heads,
+            "n_heads": config.axis_sizes["head"],
             "target_layer": self.layer,
             "edge": list(self.edge),
             **target_json(self.subject, self.target, self.pieces),

@@ -18,8 +18,8 @@ from ..store.errors import ConfigError, SourceChanged, TokenizerError
 from ..store.packed import PackedTokens
 
 if TYPE_CHECKING:
+    from ..stages.forward.architecture import Architecture
     from ..stages.forward.capture import CaptureNode
-    from ..stages.forward.config import TransformerConfig
     from ..stages.forward.files import ModelFiles
     from ..stages.forward.model import Model
     from ..stages.forward.tokens import Tokenizer
@@ -56,9 +56,9 @@ class Subject:
         return Path(self.files.name).name
 
     @cached_property
-    def config(self) -> TransformerConfig:
+    def config(self) -> Architecture:
         """Layers, heads, sizes."""
-        return self.files.transformer_config()
+        return self.files.architecture()
 
     @property
     def about(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Subject:
         return {
             "model_id": self.name,
             "n_layers": config.num_layers,
-            "n_heads": config.num_attention_heads,
+            "n_heads": config.axis_sizes["head"],
             "hidden_size": config.hidden_size,
         }
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     import xarray as xr
     from torch import Tensor
 
+    from ..forward.architecture import Architecture
     from ..forward.cache import HookCache
-    from ..forward.config import TransformerConfig
     from ..forward.model import Model
 
 __all__ = ["FeatureActivity", "as_rows"]
@@ -52,7 +52,7 @@ class FeatureActivity(OfDictionary):
     features: str
     zero_positions: int = 0
 
-    def cells(self, config: TransformerConfig) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[Cell]:
         """One."""
         check_tokens(self.tokens)
         return [{}]

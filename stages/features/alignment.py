@@ -28,8 +28,8 @@ from .of_dictionary import OfDictionary
 if TYPE_CHECKING:
     import xarray as xr
 
+    from ..forward.architecture import Architecture
     from ..forward.cache import HookCache
-    from ..forward.config import TransformerConfig
     from ..forward.model import Model
 
 __all__ = ["DecoderSearch", "Scored", "align", "align_over_targets"]
@@ -145,7 +145,7 @@ class DecoderSearch(OfDictionary):
     top_k: int = 20
     cosine: bool = True
 
-    def cells(self, config: TransformerConfig) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[Cell]:
         """One. Raises PromptError for a token the model does not have."""
         if not 0 <= self.token < config.vocab_size:
             raise PromptError(f"expected a token id in 0..{config.vocab_size - 1}, found {self.token}")

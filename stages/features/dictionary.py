@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..forward.config import TransformerConfig
+    from ..forward.architecture import Architecture
     from .layer import LayerFeatures
 
 __all__ = ["Active", "Dictionary", "FeatureId", "Layout", "told"]
@@ -283,7 +283,7 @@ class Dictionary:
         """Layers that the features of `layer` write to."""
         return self.layout.targets[self._own(layer)]
 
-    def require_fit(self, config: TransformerConfig, model: str) -> None:
+    def require_fit(self, config: Architecture, model: str) -> None:
         """Raise DictionaryError unless layers and widths are those of a model."""
         last = max(self.write_layers)
         if last >= config.num_layers:
@@ -295,7 +295,7 @@ class Dictionary:
             ("read", self.layout.read, self.d_in),
             ("write", self.layout.write, self.d_out),
         ):
-            expected = _width(point, config)
+            expected = config.width(point)
             if expected != width:
                 raise DictionaryError(
                     f"{self.name} has features that {what} {width} numbers at {_point(point, last)}, "
@@ -447,14 +447,3 @@ def told(layers: Iterable[int]) -> str:
 def _point(kind: str, layer: int) -> HookPoint:
     """A kind at a layer; kinds outside the blocks, such as the embedding, have none."""
     return HookPoint(kind, layer if BY_NAME[kind].per_layer else None)
-
-
-def _width(kind: str, config: TransformerConfig) -> int:
-    """Numbers per token at a hook point; heads side by side where there are heads."""
-    dims = BY_NAME[kind].dims
-    if dims[-1] == "mlp":
-        return config.intermediate_size
-    if dims[-1] == "d_head":
-        heads = config.num_kv_heads if "kv_head" in dims else config.num_attention_heads
-        return heads * config.head_dim
-    return config.hidden_size

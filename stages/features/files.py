@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...store.digest import digest
 from ...store.errors import DictionaryError, ModelNotFound, nearest
-from ...store.tensors import read_header
+from ...store.tensors import FLOATS, read_header
 from ..forward.files import SPECIMEN, hub_cache, weight_digest
-from ..forward.weights import FLOATS
 
 if TYPE_CHECKING:
     from torch import Tensor

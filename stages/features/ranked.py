@@ -32,8 +32,8 @@ from .sweeps import Dose, InjectionSweep
 if TYPE_CHECKING:
     import xarray as xr
 
+    from ..forward.architecture import Architecture
     from ..forward.cache import HookCache
-    from ..forward.config import TransformerConfig
     from ..forward.model import Model
 
 __all__ = ["RankedSweep", "RankedTrace"]
@@ -57,7 +57,7 @@ class _Ranked(OfDictionary):
     word: int
     target: int
 
-    def cells(self, config: TransformerConfig) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[Cell]:
         """One."""
         check_tokens(self.tokens, (self.word,))
         if not 0 <= self.target < config.num_layers:

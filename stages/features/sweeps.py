@@ -34,8 +34,8 @@ from .of_dictionary import OfDictionary
 if TYPE_CHECKING:
     import xarray as xr
 
+    from ..forward.architecture import Architecture
     from ..forward.cache import HookCache
-    from ..forward.config import TransformerConfig
     from ..forward.model import Model
 
 __all__ = ["Dose", "InjectionSweep"]
@@ -87,7 +87,7 @@ class InjectionSweep(OfDictionary):
         }
         return own | {"doses": [vars(dose) for dose in self.doses]}
 
-    def cells(self, config: TransformerConfig) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[Cell]:
         """One per strength."""
         check_tokens(self.tokens, self.words)
         if not self.doses or not self.strengths:
@@ -117,7 +117,7 @@ class InjectionSweep(OfDictionary):
             for place in self._positions
         ]
 
-    def sketch(self, config: TransformerConfig, cell: Cell) -> list[Run]:
+    def sketch(self, config: Architecture, cell: Cell) -> list[Run]:
         """The same with vectors of no meaning; the dictionary's headers say where features write."""
         dictionary = Dictionary.from_pretrained(self.dictionary)
         targets = {

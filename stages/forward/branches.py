@@ -6,15 +6,15 @@ from there on holds only positions the intervention can reach (its cone of influ
 change at layer l and position p changes nothing before p. Everything else it reads from its parent, keys and
 values above all.
 
-Where in its layer an intervention acts decides how far it reaches there: before keys and values are made it
-reaches every later position through attention; after that, only the positions it touches, and later ones
-from the next layer on.
+Where in its layer an intervention acts decides how far it reaches there, which the architecture says
+(`reach`): in a transformer, before keys and values are made it reaches every later position through
+attention; after that, only the positions it touches, and later ones from the next layer on.
 
 Layers are counted as slots 0 ... L: slot l is layer l and, at its entry, the residual stream that comes into
 it (the embedding, or the output of layer l - 1, with what is changed and read there); slot L is the final
 norm.
 
-Border: specs, prompts and positions as integers; knows no tensors and no architecture. Never imports torch.
+Border: specs, prompts and positions as integers; knows no tensors. Never imports torch.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ...store.digest import canonical_json
+from .architecture import Architecture
 from .hooks import BoundSpec, Capture
 from .interventions import Intervention
-from .points import BY_NAME, ORDER, HookPoint
+from .points import HookPoint
 from .wants import Logits
 
 __all__ = ["Branch", "Wanted", "grow"]
@@ -39,15 +40,6 @@ Positions = npt.NDArray[np.int64]
 
 ENTERS = ("embed", "resid_post")
 """Points of the stream that enters the next slot."""
-SPREADS = (
-    *ENTERS,
-    *(
-        kind
-        for kind in BY_NAME
-        if ORDER["resid_pre"] <= ORDER[kind] <= ORDER["rot_k"] and kind not in ("q", "rot_q")
-    ),
-)
-"""Points whose change reaches later positions within its slot, through keys and values."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +72,7 @@ class Branch:
     parent: Branch | None
     changes: tuple[Change, ...]
     shared: int
-    n_layers: int
+    architecture: Architecture
     runs: list[int] = field(default_factory=list)
     captures: tuple[Capture, ...] = ()
     """What its own runs want to read."""
@@ -95,6 +87,7 @@ class Branch:
 
     def __post_init__(self) -> None:
         length, slots = len(self.tokens), self.n_layers + 1
+        reach = self.architecture.reach
         own = [
             (slot_of(point, self.n_layers), point, change) for point, change in self.changes[self.shared :]
         ]
@@ -104,15 +97,21 @@ class Branch:
         first = 0 if self.parent is None else length  # the earliest position that differs as a slot begins
         for slot in range(slots):
             touched: set[int] = set()
-            spreading = first
+            entering = HookPoint("resid_post", slot - 1) if slot else HookPoint("embed")
+            spreading = 0 if first < length and reach(entering) == "all" else first
             for _, point, change in (each for each in own if each[0] == slot):
                 positions = change.touched(length)
                 where = range(length) if positions is None else positions
                 touched.update(where)
-                if point.kind in SPREADS:
-                    spreading = min([spreading, *where])
+                if reach(point) != "here":
+                    spreading = min([spreading, *where]) if reach(point) == "later" else 0
             self._reach.append(np.array(sorted(touched.union(range(spreading, length))), np.int64))
             first = min([first, *touched])
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of the model."""
+        return self.architecture.num_layers
 
     @property
     def length(self) -> int:
@@ -162,7 +161,7 @@ def slot_of(point: HookPoint, n_layers: int) -> int:
     return point.layer + (point.kind == "resid_post")
 
 
-def grow(wanted: Sequence[Wanted], n_layers: int) -> list[Branch]:
+def grow(wanted: Sequence[Wanted], architecture: Architecture) -> list[Branch]:
     """The branches of all runs, parents before children, prompts in order of first appearance."""
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for index, run in enumerate(wanted):
@@ -171,7 +170,7 @@ def grow(wanted: Sequence[Wanted], n_layers: int) -> list[Branch]:
     for tokens, indices in by_prompt.items():
         lists = {i: _ordered(wanted[i].spec) for i in indices}
         names = _Names()
-        _grow(Branch(tokens, None, (), 0, n_layers), indices, 0, lists, names, branches)
+        _grow(Branch(tokens, None, (), 0, architecture), indices, 0, lists, names, branches)
     for branch in reversed(branches):
         _settle(branch, wanted)
     return branches
@@ -195,13 +194,13 @@ def _grow(
         # Nobody wants the plain run: what all share is the root.
         (members,) = groups.values()
         common = _common(members, depth, lists, names)
-        root = Branch(branch.tokens, None, lists[members[0]][:common], 0, branch.n_layers)
+        root = Branch(branch.tokens, None, lists[members[0]][:common], 0, branch.architecture)
         _grow(root, members, common, lists, names, branches)
         return
     branches.append(branch)
     for members in groups.values():
         common = _common(members, depth, lists, names)
-        child = Branch(branch.tokens, branch, lists[members[0]][:common], depth, branch.n_layers)
+        child = Branch(branch.tokens, branch, lists[members[0]][:common], depth, branch.architecture)
         _grow(child, members, common, lists, names, branches)
 
 

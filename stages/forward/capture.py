@@ -24,9 +24,9 @@ from ...store.entries import ArraySpec, Entry
 from ...store.errors import EntryNotFound, PlanError, StageError, nearest
 from ...store.keys import RunKey
 from ...store.provenance import put_provenance
-from .config import TransformerConfig
+from .architecture import Architecture
 from .hooks import BoundSpec, Capture, HookSpec, as_spec, layers_by_variable
-from .points import BY_NAME, transformer_points
+from .points import BY_NAME
 from .prompts import pack
 from .source import ModelSource
 
@@ -262,9 +262,7 @@ class CaptureNode(Ports):
         return {**vars(self), "tokens": None, "run_key": self.run_key}
 
     def _bind(self, hooks: HookSpec | str | Sequence[str]) -> BoundSpec:
-        c = self.source.config
-        points = transformer_points(c.num_layers, post_norms=c.use_post_norms, gated=c.mlp_layout != "plain")
-        spec = as_spec(hooks).bind(points, self.source.name)
+        spec = as_spec(hooks).bind(self.source.config.hook_points, self.source.name)
         if not spec.captures:
             raise StageError(
                 "expected a HookSpec that captures something, found none; add "
@@ -439,18 +437,11 @@ def harvest_segment(job: WorkerJob, store: Store, cell: Mapping[str, int]) -> No
     harvest(job.source.load(), entry, job.spec, batch_tokens=job.batch_tokens, segments=[cell["segment"]])
 
 
-def array_spec(capture: Capture, config: TransformerConfig, dtype: str) -> ArraySpec:
+def array_spec(capture: Capture, config: Architecture, dtype: str) -> ArraySpec:
     """How a captured activation is stored: token-major, batch and positions packed, heads behind tokens, an
     axis of one dropped."""
     kind = BY_NAME[capture.point.kind]
-    c = config
-    sizes = {
-        "hidden": c.hidden_size,
-        "head": c.num_attention_heads,
-        "kv_head": c.num_kv_heads,
-        "d_head": c.head_dim,
-        "mlp": c.intermediate_size,
-    }
+    sizes = {axis: size for axis, size in config.axis_sizes.items() if axis != "one"}
     packed = "pair" if "query_position" in kind.dims else "token"
     rest = tuple(dim for dim in kind.dims if dim in sizes)
     front = ("layer",) if kind.per_layer else ()
@@ -460,7 +451,7 @@ def array_spec(capture: Capture, config: TransformerConfig, dtype: str) -> Array
         (*front, packed, *rest),
         {dim: sizes[dim] for dim in rest},
         dtype,
-        c.num_layers if kind.per_layer else None,
+        config.num_layers if kind.per_layer else None,
         kind.meaning,
         "1",
     )

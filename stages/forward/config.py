@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, ClassVar, Literal
 
 from ...store.digest import digest
 from ...store.errors import ConfigError
+from .architecture import Architecture, Attention, Layer, Reach, Tensors
+from .checkpoint import transformer_tensors
+from .points import ORDER, HookPoint, transformer_points
 
 Norm = Literal["rms", "gemma_rms", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -38,10 +42,35 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     attention_factor: float | None = None
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether two prompts of different length rotate the same position differently."""
+        return self.scheme in ("dynamic", "longrope")
+
+    def turns_alike(self, before: int, length: int) -> bool:
+        """Whether a sequence of `length` positions turns the first `before` of them as it did when it had no
+        more: dynamic NTK scaling stretches its base beyond the original context, longrope changes its factors
+        there."""
+        original = self.original_max_position_embeddings or 0
+        if self.scheme == "dynamic":
+            return max(before, original) == max(length, original)
+        return self.scheme != "longrope" or (before > original) == (length > original)
+
+
+_REACHES_LATER = frozenset(
+    kind
+    for kind, place in ORDER.items()
+    if ORDER["resid_pre"] <= place <= ORDER["rot_k"] and kind not in ("q", "rot_q")
+) | {"embed", "resid_post"}
+"""Points at which a change reaches later positions within its layer, through keys and values."""
+
 
 @dataclass(frozen=True)
-class TransformerConfig:
-    """Everything that decides a decoder's numbers besides its weights."""
+class TransformerConfig(Architecture):
+    """A decoder of attention and MLP: everything that decides its numbers besides its weights."""
+
+    kind: ClassVar[str] = "transformer"
+    version: ClassVar[str] = "transformer/1"
 
     model_type: str
     hidden_size: int
@@ -56,7 +85,6 @@ class TransformerConfig:
     layer_windows: tuple[int | None, ...]
     """Per layer, how many keys back a query sees, itself included; None for all."""
     norm_type: Norm = "rms"
-    """rms: x w / rms(x). gemma_rms: x (1 + w) / rms(x). layer: mean removed, weight and bias."""
     norm_eps: float = 1e-5
     activation: Activation = "silu"
     qkv_layout: Literal["separate", "fused"] = "separate"
@@ -95,6 +123,10 @@ class TransformerConfig:
         """What q k^T is multiplied by."""
         return 1 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
 
+    def attention(self, layer: int) -> Attention:
+        """How a layer makes its weights."""
+        return Attention(self.attention_scale, self.layer_windows[layer], self.attn_logit_softcapping)
+
     @property
     def context_length(self) -> int:
         """Longest prompt the model reads; dynamic rope stretches it by its factor."""
@@ -104,8 +136,59 @@ class TransformerConfig:
 
     @property
     def digest(self) -> str:
-        """Digest of every field: two configurations that could give different numbers have different ones."""
+        """Of every field."""
         return digest("transformer-config", asdict(self))
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `Architecture`."""
+        return {
+            "hidden": self.hidden_size,
+            "head": self.num_attention_heads,
+            "kv_head": self.num_kv_heads,
+            "d_head": self.head_dim,
+            "mlp": self.intermediate_size,
+            "one": 1,
+        }
+
+    @cached_property
+    def hook_points(self) -> tuple[HookPoint, ...]:
+        """See `Architecture`."""
+        return transformer_points(self.num_layers, post_norms=self.use_post_norms, gated=self._is_gated)
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """See `Architecture`."""
+        channel_mixer: Literal["MLP", "gated MLP"] = "gated MLP" if self._is_gated else "MLP"
+        norms: Literal["before", "around"] = "around" if self.use_post_norms else "before"
+        return tuple(Layer(self.attention(layer), channel_mixer, norms) for layer in range(self.num_layers))
+
+    @cached_property
+    def tensors(self) -> Tensors:
+        """See `Architecture`."""
+        return transformer_tensors(self)
+
+    def reach(self, point: HookPoint) -> Reach:
+        """Before keys and values later positions as well, behind them its own."""
+        return "later" if point.kind in _REACHES_LATER else "here"
+
+    @property
+    def lengths_must_match(self) -> bool:
+        """See `Architecture`."""
+        return self.rope.depends_on_length
+
+    def keeps_keys(self, before: int, length: int) -> bool:
+        """See `Architecture`."""
+        return before == 0 or self.rope.turns_alike(before, length)
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Stream and norms, projections, the MLP's inside."""
+        heads = (2 * self.num_attention_heads + 3 * self.num_kv_heads) * self.head_dim
+        return itemsize * (6 * self.hidden_size + 2 * heads + 4 * self.intermediate_size)
+
+    @property
+    def _is_gated(self) -> bool:
+        return self.mlp_layout != "plain"
 
 
 class ConfigReader:

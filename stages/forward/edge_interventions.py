@@ -37,6 +37,7 @@ class Knockout(Intervention):
     """
 
     kinds: ClassVar[tuple[str, ...]] = _SCORES
+    cuts_edges: ClassVar[bool] = True
     edges: Sequence[Edge] = ()
     mask: Payload | None = None
     heads: tuple[int, ...] | None = None

@@ -25,7 +25,7 @@ from .interventions import Intervention
 from .points import HookPoint
 
 if TYPE_CHECKING:
-    from .config import TransformerConfig
+    from .architecture import Architecture
 
 __all__ = ["KnockoutSpec", "SteeringSpec"]
 
@@ -163,7 +163,7 @@ class _EdgeSpec:
                 raise InterventionError(f"expected {what} in 0..{size - 1}, found {outside[0]}")
         self.resolved(length)
 
-    def _hooks(self, config: TransformerConfig, length: int, kind: str, change: Intervention) -> HookSpec:
+    def _hooks(self, config: Architecture, length: int, kind: str, change: Intervention) -> HookSpec:
         spec = HookSpec()
         layers = range(config.num_layers) if self.chosen_layers is None else self.chosen_layers
         for layer in layers:
@@ -187,12 +187,12 @@ class KnockoutSpec(_EdgeSpec):
         super().validate(n_layers, n_heads, length)
         _no_empty_row(self.resolved(length))
 
-    def hooks(self, config: TransformerConfig, length: int) -> HookSpec:
+    def hooks(self, config: Architecture, length: int) -> HookSpec:
         """The interventions that cut these edges in a prompt of `length` tokens.
 
         Raises InterventionError if the model or the prompt does not have them.
         """
-        self.validate(config.num_layers, config.num_attention_heads, length)
+        self.validate(config.num_layers, config.axis_sizes["head"], length)
         change = Knockout(self.resolved(length), heads=self.chosen_heads)
         return self._hooks(config, length, "scores", change)
 
@@ -263,12 +263,12 @@ class SteeringSpec(_EdgeSpec):
                     f"query {query}; lower the value to {1 / len(targets):.3g} or name fewer keys"
                 )
 
-    def hooks(self, config: TransformerConfig, length: int) -> HookSpec:
+    def hooks(self, config: Architecture, length: int) -> HookSpec:
         """The interventions that steer these edges in a prompt of `length` tokens, inside the pass.
 
         Raises InterventionError if the model or the prompt does not have them.
         """
-        self.validate(config.num_layers, config.num_attention_heads, length)
+        self.validate(config.num_layers, config.axis_sizes["head"], length)
         edges, heads = self.resolved(length), self.chosen_heads
         if self.kind == "knockout":
             return self._hooks(config, length, "scores", Knockout(edges, heads=heads))

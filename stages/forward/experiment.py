@@ -24,10 +24,10 @@ from ...pipeline.plan import as_bytes
 from ...pipeline.reasons import missing_cells, why_not
 from ...store.errors import SourceChanged
 from ...store.keys import ResultKey
+from ...store.shards import DTYPES
 from .branches import Wanted
 from .hooks import HookSpec
 from .planner import MEMORY, Plan, plan_runs
-from .points import transformer_points
 from .runs import Run, stream
 from .source import ModelSource
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from ...pipeline import Context
     from ...store import Store
+    from .architecture import Architecture
     from .cache import HookCache
-    from .config import TransformerConfig
     from .model import Model
 
 __all__ = ["Cell", "Experiment", "ExperimentNode"]
@@ -62,7 +62,7 @@ class Experiment(ABC):
         return dict(vars(self))
 
     @abstractmethod
-    def cells(self, config: TransformerConfig) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[Cell]:
         """The pieces, in the order in which they are joined."""
 
     def prepare(self, model: Model) -> Any:
@@ -73,7 +73,7 @@ class Experiment(ABC):
     def runs(self, prepared: Any, cell: Cell) -> Sequence[Run]:
         """The runs of one cell."""
 
-    def sketch(self, config: TransformerConfig, cell: Cell) -> Sequence[Run] | None:
+    def sketch(self, config: Architecture, cell: Cell) -> Sequence[Run] | None:
         """Runs that act where those of a cell will, with payloads of no meaning: what a plan can be made of
         without a model. None where nobody can say."""
         return None
@@ -178,18 +178,15 @@ class ExperimentNode(ResultNode):
     def plan(self, store: Store) -> Plan | None:
         """How the runs of the missing cells would be computed; None where that takes the model to say."""
         config = self.source.config
-        points = transformer_points(
-            config.num_layers, post_norms=config.use_post_norms, gated=config.mlp_layout != "plain"
-        )
         wanted = []
         for cell in self.missing(store):
             sketched = self.experiment.sketch(config, cell)
             if sketched is None:
                 return None
             for run in sketched:
-                spec = (run.hooks or HookSpec()).bind(points, self.source.name)
+                spec = (run.hooks or HookSpec()).bind(config.hook_points, self.source.name)
                 wanted.append(Wanted(tuple(int(token) for token in run.prompt), spec, run.want))
-        itemsize = 8 if self.source.dtype == "float64" else 4 if self.source.dtype == "float32" else 2
+        itemsize = DTYPES[self.source.dtype].itemsize
         return plan_runs(wanted, config, itemsize, as_bytes(self.memory) or MEMORY)
 
     # -- running

@@ -36,9 +36,11 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 class Family:
     """How a family's config.json is read, and what its architecture fixes.
 
-    A bias is True, False, or the key that says, with `bias_default` where that key is absent.
+    A bias is True, False, or the key that says, with `bias_default` where that key is absent. examples: what
+    people know the family by.
     """
 
+    examples: str = ""
     norm: Norm = "rms"
     eps_key: str = "rms_norm_eps"
     eps: float = 1e-6
@@ -78,11 +80,22 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        max_positions=2048, qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"
+        examples="Llama 2 and 3, SmolLM",
+        max_positions=2048,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
     ),
-    "mistral": Family(max_positions=131072, kv_heads=8, windows="listed"),
-    "qwen2": Family(max_positions=32768, kv_heads=32, qkv_bias=True, windows="from_max_window_layers"),
+    "mistral": Family(examples="Mistral 7B", max_positions=131072, kv_heads=8, windows="listed"),
+    "qwen2": Family(
+        examples="Qwen 2 and 2.5",
+        max_positions=32768,
+        kv_heads=32,
+        qkv_bias=True,
+        windows="from_max_window_layers",
+    ),
     "qwen3": Family(
+        examples="Qwen 3",
         max_positions=32768,
         head_dim=128,
         kv_heads=32,
@@ -92,6 +105,7 @@ FAMILIES: dict[str, Family] = {
         windows="from_max_window_layers",
     ),
     "gemma": Family(
+        examples="Gemma 1, CodeGemma",
         norm="gemma_rms",
         activation="gelu_pytorch_tanh",
         gelu_is_tanh=True,
@@ -104,6 +118,7 @@ FAMILIES: dict[str, Family] = {
         o_bias="attention_bias",
     ),
     "gemma2": Family(
+        examples="Gemma 2",
         norm="gemma_rms",
         activation_keys=("hidden_activation",),
         activation="gelu_pytorch_tanh",
@@ -120,6 +135,7 @@ FAMILIES: dict[str, Family] = {
         windows="alternating",
     ),
     "phi3": Family(
+        examples="Phi 3 and 3.5",
         eps=1e-5,
         qkv="fused",
         mlp="gated_fused",
@@ -130,6 +146,7 @@ FAMILIES: dict[str, Family] = {
         rope_aliases={"su": "longrope", "yarn": "longrope"},
     ),
     "starcoder2": Family(
+        examples="StarCoder 2",
         norm="layer",
         eps_key="norm_epsilon",
         eps=1e-5,
@@ -146,6 +163,39 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 SUPPORTED_MODEL_TYPES = tuple(sorted(FAMILIES))
+_NORMS = {"rms": "RMS", "gemma_rms": "RMS, weight + 1", "layer": "layer norm"}
+_ACTIVATIONS = {"silu": "SiLU", "gelu": "GELU", "gelu_tanh": "tanh-GELU", "relu": "ReLU"}
+_MLPS = {"gated_separate": "gated {}", "gated_fused": "gated {}, fused", "plain": "plain {}"}
+_WINDOWS = {
+    "none": "",
+    "all": "sliding window",
+    "listed": "sliding window",
+    "alternating": "alternating windows",
+    "from_max_window_layers": "windows in upper layers",
+}
+
+
+def described(model_type: str) -> dict[str, str]:
+    """A family in words: model_type, examples, norm, mlp, attention, head. What its config.json may leave out
+    (windows, soft caps, biases it has a key for) is named where it may be there."""
+    family = FAMILIES[model_type]
+    caps = "" if family.soft_caps is None else "soft caps"
+    attention = (
+        "fused projection" if family.qkv == "fused" else "",
+        "biases" if family.qkv_bias else "",
+        "norms on q and k" if family.qk_norm else "",
+        caps,
+        _WINDOWS[family.windows],
+    )
+    head = ("scaled embedding" if family.scaled_embedding else "", "tied" if family.tied else "", caps)
+    return {
+        "model_type": model_type,
+        "examples": family.examples,
+        "norm": _NORMS[family.norm] + (", four per block" if family.post_norms else ""),
+        "mlp": _MLPS[family.mlp].format(_ACTIVATIONS[ACTIVATIONS[family.activation]]),
+        "attention": ", ".join(filter(None, attention)) or "plain",
+        "head": ", ".join(filter(None, head)) or "untied",
+    }
 
 
 def from_hf_config(raw: dict[str, Any], source: str = "config.json") -> TransformerConfig:

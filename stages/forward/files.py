@@ -22,17 +22,16 @@ from ...store.digest import digest
 from ...store.errors import ConfigError, ModelNotFound, SourceChanged, WeightsError, nearest
 from ...store.index import file_digests
 from ...store.keys import ModelIdentity
-from .config import TransformerConfig
 
 if TYPE_CHECKING:
+    from .architecture import Architecture
+    from .config import TransformerConfig
     from .layout_check import LayoutCase
     from .tokens import Tokenizer
 
 SPECIMEN = "specimen"
 TRUSTED = " (layout trusted)"
 """Ends the name of a model of unknown family that runs unchecked, wherever that name is shown or noted."""
-FORWARD_VERSION = "transformer/1"
-"""Declared version of the forward pass: moves when its numbers move."""
 CONFIG, WEIGHTS, INDEX, TOKENIZER = (
     "config.json",
     "model.safetensors",
@@ -106,8 +105,8 @@ class ModelFiles:
         path = self.directory / TOKENIZER
         return path if path.is_file() else None
 
-    def transformer_config(self) -> TransformerConfig:
-        """The axes of the model, by its family's row or, for an unknown family, by its config and tensors.
+    def architecture(self) -> Architecture:
+        """What the model is, by its family's row or, for an unknown family, by its config and tensors.
 
         Raises ConfigError listing everything that stands in the way; and for an unknown family whose layout
         is neither trusted nor known to compute what transformers computes (layout_check.py).
@@ -132,7 +131,7 @@ class ModelFiles:
         from .layout_check import LayoutCase
 
         return LayoutCase(
-            self.directory, self.weight_files, self.config, config, self.weights_digest(), FORWARD_VERSION
+            self.directory, self.weight_files, self.config, config, self.weights_digest(), config.version
         )
 
     def tokenizer(self) -> Tokenizer | None:
@@ -152,9 +151,11 @@ class ModelFiles:
         The hub's own sha256 of a cached file is taken as it is, unless `verify` asks to read the file; other
         files are digested once and remembered until they change.
         """
-        config = self.transformer_config()
-        forward = FORWARD_VERSION + (", layout trusted" if self.trust_layout else "")
-        return ModelIdentity(self.weights_digest(verify=verify), config.digest, forward, dtype, attention)
+        architecture = self.architecture()
+        forward = architecture.version + (", layout trusted" if self.trust_layout else "")
+        return ModelIdentity(
+            self.weights_digest(verify=verify), architecture.digest, forward, dtype, attention
+        )
 
     def weights_digest(self, *, verify: bool = False) -> str:
         """`sha256:…` of the content of the weight files, whatever they are called; verify: see `identity`."""

@@ -1,15 +1,17 @@
 """Generation: text continued token by token, under interventions, its activations read on the way.
 
 Border: token ids and a model's passes; what interventions mean while a sequence grows is in growing.py, when
-it ends in stopping.py, what a pass over the newest positions alone computes in transformer/cached.py.
+it ends in stopping.py, what a pass over the newest positions alone computes in passes/kept.py.
 
-By default every step is a forward pass over the whole sequence so far, interventions applied to all of it
-anew. With ``cache=True`` keys and values are kept, each position is read once, and interventions meet it
-once, when it is new. The two give the same tokens, within rounding, whenever what is done to a position does
-not depend on how many follow it: positions and edges counted from the start, or all of them. They differ for
-those counted from the end (-1 is another position at each step: with the cache a position stays changed as it
-was when it was the newest; without it, only the one that is newest now is changed), and for payloads at
-patterns that give weight to later positions.
+A step is a forward pass over the whole sequence so far, interventions applied to all of it anew: that is
+what every result means. It is computed from kept keys and values, each position read once, wherever that
+gives the same, which is whenever what is done to a position does not depend on how many follow it
+(`why_read_anew` in growing.py). Where it does, every position is read anew; `Generation.reading` tells which,
+and why. The two agree within rounding.
+
+``cache=True`` keeps them regardless, and means something else where the two differ: interventions meet a
+position once, when it is new. With a position counted from the end, one then stays changed as it was when it
+was the newest; read anew, only the one that is newest now is changed.
 
 Axes: prompt step layer head position …; step s reads position prompt_tokens - 1 + s, whose logits give the
 s-th new token. Log-probabilities in nats, of the model's own distribution: whatever temperature, top_k and
@@ -23,24 +25,27 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ...store.errors import ConfigError, ModelNotFound, PromptError
+from ...store.errors import ModelNotFound, PromptError
 from .files import resolve
 from .generation import Generation, GenerationResult, Kept, Settings
-from .growing import spec_so_far
+from .growing import spec_so_far, why_read_anew
 from .hooks import BoundSpec, Capture, HookSpec
+from .interventions import Held
 from .model import Model, Prompts
+from .passes.kept import Cache
 from .prompts import as_rows
 from .sampling import sample_token
 from .stopping import GeneratedText, Reason, Stop, end_ids
-from .taps import Sink
-from .transformer.cached import CachedReader
-from .transformer.decoder import Decoder
+from .taps import RunTaps, Sink
 from .wants import LAST_LOGITS
 
 __all__ = ["NewToken", "TokenStream", "generate"]
+
+KEPT = "keys and values kept"
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ def generate(
     top_p: float | None = None,
     stop: str | int | Sequence[str | int] = (),
     eos: Sequence[int] | None = None,
-    cache: bool = False,
+    cache: bool | None = None,
     capture_positions: Kept = "new",
     on_token: Callable[[NewToken], None] | None = None,
 ) -> Generation:
@@ -89,8 +94,9 @@ def generate(
 
     max_tokens: of each prompt; the context ends it as well, so that what is given can be read in one pass.
     stop: token ids, and strings, which are looked for in the generated text. eos: ids that end a sequence,
-    default those the model names; () for none. cache: keep keys and values; see the module's first lines for
-    what that means for interventions. on_token: called with every token as it comes.
+    default those the model names; () for none. cache: None keeps keys and values where that gives the tokens
+    of reading every position anew; True keeps them in any case, False never (see the module's first lines).
+    on_token: called with every token as it comes.
 
     Raises PromptError, HookPointNotFound, InterventionError, ConfigError, before anything is computed.
     """
@@ -131,6 +137,27 @@ class Rereader:
         """Nothing is kept from step to step."""
 
 
+class CachedReader:
+    """Reads each position once, under one spec; what it gave is kept."""
+
+    def __init__(self, model: Model, spec: BoundSpec) -> None:
+        self._model, self._spec = model, spec
+        self.cache = Cache()
+
+    def read(self, rows: Sequence[Sequence[int]], sink: Sink) -> Tensor:
+        """See `Reader`; captured activations are those of the new positions alone."""
+        length = len(rows[0])
+        if not self._model.config.keeps_keys(self.cache.length, length):
+            self.cache.clear()
+        held = Held(np.arange(self.cache.length, length), length)
+        taps = RunTaps(spec_so_far(self._spec, length), sink, held=held)
+        return self._model.read_on(rows, self.cache, taps)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """See `Reader`."""
+        self.cache.keep(rows)
+
+
 @dataclass
 class _Sequence:
     """One prompt and what has come of it."""
@@ -169,6 +196,7 @@ class TokenStream:
             for number, (text, ids, seed) in enumerate(zip(texts, rows, seeds, strict=True))
         ]
         self._check()
+        self._reading = self._how_to_read()
         self._tokens = self._generated()
 
     def __iter__(self) -> Iterator[NewToken]:
@@ -181,6 +209,7 @@ class TokenStream:
             self._spec.captures,
             [each.captured for each in self._sequences],
             newest_only=self.settings.capture_positions == "new",
+            reading=self._reading,
         )
 
     def _sequence(self, number: int, prompt: str | None, ids: list[int], seed: int | None) -> _Sequence:
@@ -205,14 +234,17 @@ class TokenStream:
             self._model.check(spec_so_far(self._spec, length), LAST_LOGITS, batch=1, length=length)
 
     def _reader(self) -> Reader:
-        if not self.settings.cache:
-            return Rereader(self._model, self._spec)
-        decoder = self._model.architecture
-        if not isinstance(decoder, Decoder):
-            raise ConfigError(
-                f"{self._model.name} has no keys and values to cache; generate with cache=False"
-            )
-        return CachedReader(decoder, self._spec)
+        reader = CachedReader if self._reading == KEPT else Rereader
+        return reader(self._model, self._spec)
+
+    def _how_to_read(self) -> str:
+        """`KEPT`, or that every position is read anew, and why."""
+        if self.settings.cache:
+            return KEPT
+        why = "as asked" if self.settings.cache is False else why_read_anew(self._spec)
+        if why is None and self.settings.capture_positions == "every":
+            why = "as every position is captured"
+        return KEPT if why is None else f"every position anew: {why}"
 
     def _generated(self) -> Iterator[NewToken]:
         groups: dict[int, list[_Sequence]] = defaultdict(list)

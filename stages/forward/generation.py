@@ -32,7 +32,11 @@ Kept = Literal["new", "every"]
 
 @dataclass(frozen=True)
 class Settings:
-    """How tokens are chosen, and when to stop; see `generate`."""
+    """How tokens are chosen, and when to stop; see `generate`.
+
+    cache: keep keys and values, or (False) read every position anew at each step; None keeps them where that
+    gives the tokens of reading anew.
+    """
 
     max_tokens: int = 20
     temperature: float = 0.0
@@ -41,7 +45,7 @@ class Settings:
     top_p: float | None = None
     stop: str | int | Sequence[str | int] = ()
     eos: Sequence[int] | None = None
-    cache: bool = False
+    cache: bool | None = None
     capture_positions: Kept = "new"
 
     def __post_init__(self) -> None:
@@ -142,12 +146,15 @@ class Generation(Sequence[GenerationResult]):
         captured: Sequence[Mapping[Capture, Sequence[Tensor]]],
         *,
         newest_only: bool,
+        reading: str = "",
     ) -> None:
         self._results = tuple(results)
         self._captures = tuple(captures)
         self._captured = captured
         self.newest_only = newest_only
         """Whether a step kept its newest position alone; activations then have no position axis."""
+        self.reading = reading
+        """How the steps read: "keys and values kept", or "every position anew", and why."""
 
     def __len__(self) -> int:
         return len(self._results)

@@ -6,6 +6,10 @@ Positions and edges are those of the grown sequence. A position counted from the
 the step on at which it exists, and nothing before; one counted from the end (-1) is counted from what the end
 is at each step. A payload, or a mask, with a row for every position needs one for every position the sequence
 can reach; the first rows of it are used while it grows.
+
+Keys and values of a position can be kept if nothing that is done to it, or to positions it sees, depends on
+how many follow. That is so for positions and edges counted from the start, or all of them, wherever no weight
+is given to later positions (`why_read_anew`).
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import numpy as np
 
 from .edge_interventions import Edge, Knockout, SetValue, Steer
 from .hooks import BoundSpec
-from .interventions import AddAtPositions, Intervention
+from .interventions import Add, AddAtPositions, Intervention, Replace, Scale, Zero
 from .points import HookPoint
 
 _POSITION_AXES = ("position", "query_position", "key_position")
@@ -28,6 +32,37 @@ def spec_so_far(spec: BoundSpec, length: int) -> BoundSpec:
     """The spec as it applies to the first `length` positions of a sequence."""
     changes = [(point, so_far(point, change, length)) for point, change in spec.interventions]
     return BoundSpec(spec.captures, tuple((point, change) for point, change in changes if change is not None))
+
+
+def why_read_anew(spec: BoundSpec) -> str | None:
+    """Why keys and values that are kept would not be those of the longer sequence: the first intervention
+    that is in the way, in words. None where nothing is."""
+    for point, change in spec.interventions:
+        why = _in_the_way(point, change)
+        if why is not None:
+            return f"{type(change).__name__} at '{point}' {why}"
+    return None
+
+
+def _in_the_way(point: HookPoint, change: Any) -> str | None:
+    if isinstance(change, AddAtPositions):
+        chosen = [position for position, _ in change.vectors]
+    elif isinstance(change, Knockout | Steer | SetValue):
+        chosen = [place for edge in change.edges for place in edge if place is not None]
+    elif isinstance(change, Replace | Add | Scale | Zero):
+        chosen = list(change.positions or ())
+        if point.kind in ("attn_scores", "pattern") and not _keeps_mask(point, change):
+            return "may give weight to later positions"
+    else:
+        return "is of a kind that is not known here"
+    return "counts positions from the end" if any(place < 0 for place in chosen) else None
+
+
+def _keeps_mask(point: HookPoint, change: Any) -> bool:
+    """Whether scores of -inf, or weights of zero, stay what they are."""
+    if point.kind == "pattern":
+        return isinstance(change, Scale | Zero)
+    return isinstance(change, Scale) and change.factor > 0
 
 
 def so_far(point: HookPoint, change: Intervention, length: int) -> Intervention | None:

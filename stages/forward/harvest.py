@@ -143,7 +143,7 @@ def fill(
     """Forward passes over one segment's prompts, captured activations copied to their place in the buffer, or
     kept as they are where a pass gives a segment whole."""
     tokens, segment = entry.tokens, entry.segments[n]
-    one_length = model.architecture.lengths_must_match or bool(spec.interventions)
+    one_length = model.config.lengths_must_match or bool(spec.interventions)
     pieces = pieces_of(segment, tokens.row_start, tokens.row_size, whole=one_length)
     for batch in plan_batches(pieces, batch_tokens=batch_tokens, one_length=one_length):
 

@@ -58,6 +58,8 @@ class Intervention:
     """Hook point kinds this intervention makes sense at; None for all."""
     version: ClassVar[int | str | None] = None
     """Of an intervention written outside of mizarr: moves when what it does moves."""
+    cuts_edges: ClassVar[bool] = False
+    """Whether it is a mask (`cut`), which attention applies with its own; others change what stands there."""
 
     def canonical(self) -> dict[str, Any]:
         """Plain JSON values that identify the intervention; payloads enter by dtype, shape and sha256 of
@@ -84,6 +86,10 @@ class Intervention:
     ) -> Tensor:
         """The changed activation, a new tensor. allowed: bool [query, key], where attention may look
         (patterns only). held: which positions x holds; None for all."""
+        raise NotImplementedError
+
+    def cut(self, heads: int, queries: int, keys: int, device: Any) -> Tensor:
+        """Bool [head, query, key], True where an edge is cut; of interventions that cut edges."""
         raise NotImplementedError
 
     def __eq__(self, other: object) -> bool:

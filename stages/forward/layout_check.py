@@ -195,24 +195,23 @@ class LayoutCase:
         import torch
 
         from .hooks import HookSpec
+        from .networks import build
+        from .passes.plain import forward
         from .taps import RunTaps
-        from .transformer.decoder import Decoder
         from .wants import ALL_LOGITS
-        from .weights import load
 
-        cpu = torch.device("cpu")
-        weights = load(self.weight_files, self.config, dtype=torch.float32, device=cpu)
-        decoder = Decoder(self.config, weights)
-        name = self.config.model_type
-        spec = HookSpec().capture("blocks.*.hook_resid_pre").bind(decoder.hook_points, name)
+        config, cpu = self.config, torch.device("cpu")
+        network = build(config, self.weight_files, dtype=torch.float32, device=cpu)
+        spec = HookSpec().capture("blocks.*.hook_resid_pre").bind(config.hook_points, config.model_type)
 
+        @torch.no_grad()
         def run(ids: Tensor) -> tuple[Tensor, Tensor]:
             states: dict[Capture, Tensor] = {}
 
             def keep(capture: Capture, state: Tensor) -> None:
                 states[capture] = _shown(state)
 
-            logits = decoder.forward(ids, RunTaps(spec, keep), ALL_LOGITS)
+            logits = forward(network, ids, RunTaps(spec, keep), ALL_LOGITS)
             assert logits is not None
             return _shown(logits), torch.stack([states[capture] for capture in spec.captures])
 

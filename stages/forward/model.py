@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,21 +22,23 @@ from .cache import HookCache, stack_ragged
 from .fingerprint import fingerprint, weights_digest
 from .hooks import BoundSpec, Capture, HookSpec
 from .interventions import Intervention
+from .layers import STREAM, Network
 from .memory import keep_freed_memory
+from .passes.kept import Cache, read_on
+from .passes.plain import forward
+from .passes.sweep import Result, sweep
 from .points import HookPoint
 from .prompts import as_rows, check_prompts, no_tokenizer
-from .taps import RunTaps, Sink
+from .taps import PassTaps, RunTaps, Sink
 from .wants import ALL_LOGITS, Logits
 
 if TYPE_CHECKING:
+    from .architecture import Architecture
     from .branches import Wanted
-    from .config import TransformerConfig
     from .planner import Block
     from .tokens import Tokenizer
 
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor | np.ndarray
-Result = tuple[int, "Tensor | None", dict[Capture, "Tensor"]]
-"""Index of a run, the logits it wants [1, positions, tokens], and what it captured."""
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -45,64 +47,22 @@ DTYPES = {
 }
 
 
-class Architecture(Protocol):
-    """What a model family must offer; transformers implement it, recurrent backends will."""
-
-    version: str
-    hook_points: tuple[HookPoint, ...]
-    config: TransformerConfig
-
-    @property
-    def axis_sizes(self) -> dict[str, int]:
-        """Sizes of the axes that do not depend on the batch."""
-        ...
-
-    @property
-    def embedding(self) -> Tensor:
-        """The embedding matrix [vocab, hidden], on the device and in the dtype of the computation."""
-        ...
-
-    @property
-    def lengths_must_match(self) -> bool:
-        """Whether prompts of different length may not share a batch."""
-        ...
-
-    def forward(self, ids: Tensor, taps: RunTaps, want: Logits | None) -> Tensor | None:
-        """Token ids [batch, position] -> the logits wanted, hook points shown to the taps on the way."""
-        ...
-
-    def sweep(self, block: Block, wanted: Sequence[Wanted], room: int) -> Iterator[Result]:
-        """What the runs that end in a block give; see planner.py."""
-        ...
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """Token ids -> what enters the first block."""
-        ...
-
-    def final_norm(self, x: Tensor) -> Tensor:
-        """Residual states normalised for the LM head."""
-        ...
-
-    def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:
-        """Normalised states -> logits."""
-        ...
-
-
 class Model:
     """A loaded model: `from_pretrained`, then `forward`."""
 
     def __init__(
         self,
-        architecture: Architecture,
+        network: Network,
         *,
         name: str = "model",
         tokenizer: Tokenizer | None = None,
         identity: ModelIdentity | None = None,
     ) -> None:
-        self.architecture = architecture
+        self.network = network
+        """What computes; its weights are these."""
         self.name = name
         self._identity = identity
-        self._loaded = None if identity is None else fingerprint(architecture)
+        self._loaded = None if identity is None else fingerprint(network)
         self._tokenizer = tokenizer
 
     @classmethod
@@ -125,19 +85,19 @@ class Model:
         does not touch the model. Raises ModelNotFound, ConfigError (with a compatibility report),
         WeightsError, SourceChanged for files that are written meanwhile.
         """
-        from . import files, weights
-        from .transformer.decoder import Decoder
+        from . import files
+        from .networks import build
 
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if place.type == "cpu":
             keep_freed_memory()
         numbers = as_dtype(dtype)
         found = files.resolve(str(name), revision=revision, trust_layout=trust_layout)
-        config, identity = found.transformer_config(), found.identity(dtype=dtype_name(numbers))
-        loaded = weights.load(found.weight_files, config, dtype=numbers, device=place, progress=progress)
+        config, identity = found.architecture(), found.identity(dtype=dtype_name(numbers))
+        network = build(config, found.weight_files, dtype=numbers, device=place, progress=progress)
         found.confirm(identity)
         return cls(
-            Decoder(config, loaded),
+            network,
             name=found.name,
             tokenizer=found.tokenizer(),
             identity=identity,
@@ -153,7 +113,7 @@ class Model:
         """
         if self._identity is None or self._loaded is None:
             return None
-        now = fingerprint(self.architecture)
+        now = fingerprint(self.network)
         changed = self._loaded.first_difference(now, tensors=False)
         if changed is not None:
             raise ConfigError(
@@ -163,29 +123,27 @@ class Model:
             )
         if self._loaded.first_difference(now) is None:
             return self._identity
-        return replace(
-            self._identity, weights=weights_digest(self.architecture), dtype=dtype_name(self.dtype)
-        )
+        return replace(self._identity, weights=weights_digest(self.network), dtype=dtype_name(self.dtype))
 
     @property
-    def config(self) -> TransformerConfig:
-        """The axes of the architecture."""
-        return self.architecture.config
+    def config(self) -> Architecture:
+        """What the model is without its weights: layers, sizes, hook points."""
+        return self.network.config
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.architecture.embedding.device
+        return self.network.embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
         """What the model computes in."""
-        return self.architecture.embedding.dtype
+        return self.network.embedding.dtype
 
     @property
     def hook_points(self) -> tuple[HookPoint, ...]:
         """Every hook point this model has, in execution order."""
-        return self.architecture.hook_points
+        return self.config.hook_points
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -258,13 +216,31 @@ class Model:
         to be kept."""
         ids = torch.tensor(rows, dtype=torch.long, device=self.device)
         self.check(spec, want, batch=ids.shape[0], length=ids.shape[1])
-        with torch.no_grad():
-            return self.architecture.forward(ids, RunTaps(spec, sink, stop_early=want is None), want)
+        return self.tapped(ids, RunTaps(spec, sink, stop_early=want is None), want)
+
+    @torch.no_grad()
+    def tapped(self, ids: Tensor, taps: PassTaps, want: Logits | None) -> Tensor | None:
+        """One pass over token ids [batch, position] with taps that are no spec's: the logits wanted."""
+        return forward(self.network, ids, taps, want)
+
+    @torch.no_grad()
+    def read_on(self, rows: Sequence[Sequence[int]], cache: Cache, taps: PassTaps) -> Tensor:
+        """Logits [batch, vocab] behind sequences of one length, of which only what the cache does not hold is
+        read; see passes/kept.py."""
+        return read_on(self.network, rows, cache, taps)
+
+    @torch.no_grad()
+    def sweep(self, block: Block, wanted: Sequence[Wanted], room: int) -> Iterator[Result]:
+        """What the runs that end in a block of a plan give; see planner.py.
+
+        room: bytes that may be taken beside the row of tokens.
+        """
+        yield from sweep(self.network, block, wanted, room)
 
     def check(self, spec: BoundSpec, want: Logits | None, *, batch: int, length: int) -> None:
         """Raise InterventionError or PromptError unless these fit a batch of prompts of one length."""
         sizes = {
-            **self.architecture.axis_sizes,
+            **self.config.axis_sizes,
             "batch": batch,
             "position": length,
             "query_position": length,
@@ -287,9 +263,14 @@ class Model:
         want = Logits(tokens=None if tokens is None else tuple(tokens))
         want.check(1, self.config.vocab_size)
         with torch.no_grad():
-            return self.architecture.unembed(
-                self.architecture.final_norm(resid.to(self.device, self.dtype)), want, softcap=softcap
+            return self.network.unembed(
+                self.network.final_norm(resid.to(self.device, self.dtype)), want, softcap=softcap
             )
+
+    @torch.no_grad()
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token ids [batch, position] -> what enters the first layer, [batch, position, hidden]."""
+        return self.network.embed(ids)[STREAM]
 
     def embedding_vector(self, token: int | str) -> Tensor:
         """Row of the embedding matrix [hidden] for a token id or a single-token word, without the family's
@@ -297,7 +278,7 @@ class Model:
         index = self.tokenizer.find_token_id(token) if isinstance(token, str) else token
         if not 0 <= index < self.config.vocab_size:
             raise PromptError(f"expected a token id in 0..{self.config.vocab_size - 1}, found {index}")
-        return self.architecture.embedding[index]
+        return self.network.embedding[index]
 
     def require_identity(self) -> ModelIdentity:
         """`identity`; refused, never guessed, when it cannot be established."""

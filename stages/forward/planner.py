@@ -4,7 +4,7 @@
    branch holds only positions its interventions can reach, no layer is run above the last thing wanted, and
    in the last layer only positions whose logits are wanted go through MLP and LM head;
 2. branches are packed, in order, into blocks whose widest layer fits the memory; a block is one sweep over
-   the layers (transformer/sweep.py), after which its runs are done;
+   the layers (passes/sweep.py), after which its runs are done;
 3. a branch whose ancestors lie in an earlier block has them computed again in its own: they are few.
 
 Planned results equal plain forward passes within rounding.
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...store.errors import PlanError
+from .architecture import Architecture
 from .branches import Branch, Positions, Wanted, grow
-from .config import TransformerConfig
 
 __all__ = ["Plan", "plan_runs"]
 
@@ -81,26 +81,18 @@ class Plan:
         )
 
 
-def plan_runs(
-    wanted: Sequence[Wanted], config: TransformerConfig, itemsize: int, memory: int = MEMORY
-) -> Plan:
+def plan_runs(wanted: Sequence[Wanted], config: Architecture, itemsize: int, memory: int = MEMORY) -> Plan:
     """How to compute these runs in at most `memory` bytes beside the model; itemsize: of the model's dtype.
 
     Raises PlanError if one run alone needs more.
     """
     layers = config.num_layers
-    branches = grow(wanted, layers)
-    per_token = bytes_per_token(config, itemsize)
+    branches = grow(wanted, config)
+    per_token = config.bytes_per_token(itemsize)
     room = memory // 3
     most = min((memory - room) // per_token, MOST_TOKENS)
     naive = sum(len(run.tokens) for run in wanted) * layers
     return Plan(len(wanted), tuple(_blocks(branches, layers, most, per_token, memory)), naive, room)
-
-
-def bytes_per_token(config: TransformerConfig, itemsize: int) -> int:
-    """Bytes of one token while a layer is computed: stream and norms, projections, the MLP's inside."""
-    heads = (2 * config.num_attention_heads + 3 * config.num_kv_heads) * config.head_dim
-    return itemsize * (6 * config.hidden_size + 2 * heads + 4 * config.intermediate_size)
 
 
 def _blocks(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...store.errors import PromptError, TokenizerError
 from ...store.packed import PackedTokens
-from .config import TransformerConfig
+from .architecture import Architecture
 
 if TYPE_CHECKING:
     from .tokens import Tokenizer
@@ -24,7 +24,7 @@ def as_rows(prompts: Any) -> list[Any]:
     return rows
 
 
-def pack(prompts: Any, tokenizer: Tokenizer | None, config: TransformerConfig, model: str) -> PackedTokens:
+def pack(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model: str) -> PackedTokens:
     """Prompts as token ids end to end, texts with their character offsets.
 
     Raises PromptError for an empty prompt, an id out of range, a prompt longer than the context;

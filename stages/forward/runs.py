@@ -56,7 +56,7 @@ def stream(
     wanted = [resolve(model, each) for each in runs]
     planned = _planned(model, wanted, memory)
     for block in planned.blocks:
-        for index, logits, captured in model.architecture.sweep(block, wanted, planned.room):
+        for index, logits, captured in model.sweep(block, wanted, planned.room):
             yield index, HookCache([list(wanted[index].tokens)], logits, captured)
 
 

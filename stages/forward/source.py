@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...store.errors import PlanError, SourceChanged
 from ...store.keys import ModelIdentity
-from .config import TransformerConfig
+from .architecture import Architecture
 from .files import ModelFiles, resolve
 from .tuning import tuning
 
@@ -42,7 +42,7 @@ class ModelSource:
             self.files = resolve(str(model), revision, trust_layout=trust_layout)
             self.name, self.revision = self.files.name, revision  # the name carries the trust to workers
             self.dtype, self.device = dtype or "float32", device
-            self.config: TransformerConfig = self.files.transformer_config()
+            self.config: Architecture = self.files.architecture()
         else:
             self._model = model
             self.name, self.revision = model.name, None

@@ -13,7 +13,6 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .edge_interventions import Knockout
 from .hooks import BoundSpec, Capture
 from .interventions import Held, Intervention
 from .points import HookPoint
@@ -55,7 +54,8 @@ class AttentionTaps(Protocol):
 
 
 class Taps(Protocol):
-    """What a decoder consults at its hook points."""
+    """What the loop over layers consults at hook points: a bound spec, those of many branches, or features to
+    be set."""
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
         """The value to go on with at a hook point."""
@@ -72,6 +72,10 @@ class Taps(Protocol):
     def touches(self, layer: int | None, *kinds: str) -> bool:
         """Whether someone reads or changes one of these points."""
         ...
+
+
+class PassTaps(Taps, AttentionTaps, Protocol):
+    """What a pass over prompts of one length consults, in its layers and at scores and patterns alike."""
 
 
 class RunTaps:
@@ -102,7 +106,7 @@ class RunTaps:
         if place in self._before:
             self._sink(self._before[place], x)
         for change in self._changes.get(place, ()):
-            if not isinstance(change, Knockout):  # cut with the causal mask, by attention itself
+            if not change.cuts_edges:  # cut with the causal mask, by attention itself
                 x = change.apply(x, HookPoint(kind, layer), allowed, self._held)
         if place in self._after:
             self._sink(self._after[place], x)
@@ -125,7 +129,7 @@ class RunTaps:
     def changes_attention(self, layer: int) -> bool:
         """Whether someone changes scores or patterns by more than cutting edges, which is a mask."""
         scores = (*self._changes.get(("scores", layer), ()), *self._changes.get(("attn_scores", layer), ()))
-        return self.changes(layer, "pattern") or any(not isinstance(change, Knockout) for change in scores)
+        return self.changes(layer, "pattern") or any(not change.cuts_edges for change in scores)
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
         """Bool [head, query, key], True at attention edges that are cut; None if none are."""
@@ -135,7 +139,7 @@ class RunTaps:
             change.cut(heads, length, keys, device)
             for place in places
             for change in place
-            if isinstance(change, Knockout)
+            if change.cuts_edges
         ]
         if not masks or self._held is None:
             return reduce(or_, masks) if masks else None

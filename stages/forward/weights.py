@@ -8,7 +8,7 @@ used: present, of the right shape, finite.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
@@ -16,17 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...store.errors import WeightsError, nearest
-from ...store.tensors import read_header
+from ...store.tensors import FLOATS, read_header
+from .architecture import require_tied
 from .config import TransformerConfig
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# The names all supported families share; a family that renames tensors gets a map of its own beside this one.
-EMBED, FINAL_NORM, LM_HEAD = "model.embed_tokens", "model.norm", "lm_head"
-LAYER = "model.layers.{}."
-FLOATS = ("F64", "F32", "F16", "BF16")
 BENIGN = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 
 
@@ -79,67 +76,9 @@ class Weights:
     lm_head: Tensor | None = None
 
 
-def layer_tensors(config: TransformerConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Field of LayerWeights -> (tensor name within the layer, shape), biases spelled ``field.bias``."""
-    c = config
-    hidden, inner = c.hidden_size, c.intermediate_size
-    heads, kv = c.num_attention_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    linears: dict[str, tuple[str, int, int, bool]] = {"o": ("self_attn.o_proj", hidden, heads, c.o_proj_bias)}
-    if c.qkv_layout == "fused":
-        linears["qkv"] = ("self_attn.qkv_proj", heads + 2 * kv, hidden, c.qkv_bias)
-    else:
-        for field, size in (("q", heads), ("k", kv), ("v", kv)):
-            linears[field] = (f"self_attn.{field}_proj", size, hidden, c.qkv_bias)
-    if c.mlp_layout == "plain":
-        linears["up"] = ("mlp.c_fc", inner, hidden, c.mlp_bias)
-        linears["down"] = ("mlp.c_proj", hidden, inner, c.mlp_bias)
-    else:
-        linears["down"] = ("mlp.down_proj", hidden, inner, c.mlp_bias)
-        if c.mlp_layout == "gated_fused":
-            linears["gate_up"] = ("mlp.gate_up_proj", 2 * inner, hidden, c.mlp_bias)
-        else:
-            linears["gate"] = ("mlp.gate_proj", inner, hidden, c.mlp_bias)
-            linears["up"] = ("mlp.up_proj", inner, hidden, c.mlp_bias)
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for field, (name, out, into, bias) in linears.items():
-        tensors[field] = (f"{name}.weight", (out, into))
-        if bias:
-            tensors[f"{field}.bias"] = (f"{name}.bias", (out,))
-    for field, name, size in _norms(config):
-        tensors[field] = (f"{name}.weight", (size,))
-        if c.norm_type == "layer":
-            tensors[f"{field}.bias"] = (f"{name}.bias", (size,))
-    return tensors
-
-
-def _norms(config: TransformerConfig) -> Iterator[tuple[str, str, int]]:
-    hidden = config.hidden_size
-    yield "ln1", "input_layernorm", hidden
-    if config.use_post_norms:
-        yield "ln1_post", "post_attention_layernorm", hidden
-        yield "ln2", "pre_feedforward_layernorm", hidden
-        yield "ln2_post", "post_feedforward_layernorm", hidden
-    else:
-        yield "ln2", "post_attention_layernorm", hidden
-    if config.use_qk_norm:
-        yield "q_norm", "self_attn.q_norm", config.head_dim
-        yield "k_norm", "self_attn.k_norm", config.head_dim
-
-
 def expected_tensors(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor a configuration needs, by its name in the checkpoint, with its shape."""
-    c = config
-    found: dict[str, tuple[int, ...]] = {
-        f"{EMBED}.weight": (c.vocab_size, c.hidden_size),
-        f"{FINAL_NORM}.weight": (c.hidden_size,),
-    }
-    if c.norm_type == "layer":
-        found[f"{FINAL_NORM}.bias"] = (c.hidden_size,)
-    if not c.tie_word_embeddings:
-        found[f"{LM_HEAD}.weight"] = (c.vocab_size, c.hidden_size)
-    for layer in range(c.num_layers):
-        found |= {LAYER.format(layer) + name: shape for name, shape in layer_tensors(c).values()}
-    return found
+    return config.tensors.shapes
 
 
 def read_shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
@@ -189,10 +128,10 @@ def load(
     quiet = not progress if progress is not None else total < 1 << 30
     with ExitStack() as stack, Progress(quiet=quiet) as bars:
         tensors = _reader(files, stack)
-        if config.tie_word_embeddings and f"{LM_HEAD}.weight" in shapes:
-            embed, head = (tensors(f"{name}.weight") for name in (EMBED, LM_HEAD))
-            wide = torch.promote_types(embed.dtype, head.dtype)
-            require_tied(torch.equal(embed.to(wide), head.to(wide)))
+        for name, original in config.tensors.copied(shapes):
+            copy, weight = tensors(name), tensors(original)
+            wide = torch.promote_types(copy.dtype, weight.dtype)
+            require_tied(name, original, torch.equal(copy.to(wide), weight.to(wide)))
         task = bars.task("loading weights", total=total, unit="B")
 
         def take(name: str) -> Tensor:
@@ -206,21 +145,21 @@ def load(
 
 def assemble(take: Callable[[str], Tensor], config: TransformerConfig) -> Weights:
     """Weights from a function that gives a tensor by its checkpoint name."""
-    fields = layer_tensors(config)
+    tensors = config.tensors
     layers = []
-    for layer in range(config.num_layers):
-        got = {field: take(LAYER.format(layer) + name) for field, (name, _) in fields.items()}
+    for layer, fields in enumerate(tensors.layers):
+        got = {field: take(tensors.in_layer(layer, field)) for field in fields}
         parts: dict[str, Any] = {}
         for field in fields:
             if not field.endswith(".bias"):
                 kind = NormWeights if field.startswith("ln") or field.endswith("_norm") else Linear
                 parts[field] = kind(got[field], got.get(f"{field}.bias"))
         layers.append(LayerWeights(**parts))
-    final = NormWeights(
-        take(f"{FINAL_NORM}.weight"), take(f"{FINAL_NORM}.bias") if config.norm_type == "layer" else None
-    )
-    head = None if config.tie_word_embeddings else take(f"{LM_HEAD}.weight")
-    return Weights(take(f"{EMBED}.weight"), tuple(layers), final, head)
+    outside = {field: stored.name for field, stored in tensors.outside.items()}
+    bias = outside.get("final_norm.bias")
+    final = NormWeights(take(outside["final_norm"]), None if bias is None else take(bias))
+    head = None if outside["head"] == outside["embed"] else take(outside["head"])
+    return Weights(take(outside["embed"]), tuple(layers), final, head)
 
 
 def check_shapes(found: Mapping[str, tuple[int, ...]], config: TransformerConfig) -> None:
@@ -242,27 +181,13 @@ def check_shapes(found: Mapping[str, tuple[int, ...]], config: TransformerConfig
             )
 
 
-def require_tied(same: bool) -> None:
-    """Raise WeightsError for a tied head that comes with a tensor of its own, unless that is the embedding.
-
-    The reference computes with the tensor then, whatever the config says.
-    """
-    if not same:
-        raise WeightsError(
-            f"expected {LM_HEAD}.weight to equal {EMBED}.weight, as config.json ties them, found another "
-            "matrix; set tie_word_embeddings to false in config.json if the checkpoint has a head of its own"
-        )
-
-
 def unused_tensors(found: Mapping[str, Any], config: TransformerConfig) -> list[str]:
     """Tensors of a checkpoint no part of the forward pass reads, known buffers left out."""
     expected = expected_tensors(config)
     return sorted(
         name
         for name in found
-        if name not in expected
-        and not name.endswith(BENIGN)
-        and not (name == f"{LM_HEAD}.weight" and config.tie_word_embeddings)
+        if name not in expected and not name.endswith(BENIGN) and name not in config.tensors.copies
     )
 
 

@@ -63,8 +63,8 @@ class Attributor:
     ) -> None:
         self.replacement, self.sources, self.targets = replacement, sources, targets
         config, positions = replacement.config, replacement.n_positions
-        heads = config.num_attention_heads + config.num_kv_heads
-        width = 2 * config.hidden_size + 2 * heads * config.head_dim
+        heads = config.axis_sizes["head"] + config.axis_sizes["kv_head"]
+        width = 2 * config.hidden_size + 2 * heads * config.axis_sizes["d_head"]
         lane = (positions * width + 2 * sources.n_columns) * replacement.dtype.itemsize
         if room < lane:
             raise PlanError(

@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..features.dictionary import Dictionary
-    from ..forward.config import TransformerConfig
+    from ..forward.architecture import Architecture
     from ..forward.model import Model
-    from ..forward.transformer.decoder import Decoder
 
-__all__ = ["READS", "WRITES", "FrozenPass", "decoder_of", "frozen_pass", "require_transcoders"]
+__all__ = ["READS", "WRITES", "FrozenPass", "frozen_pass", "require_attention", "require_transcoders"]
 
 READS = ("resid_mid", "ln2_normalized", "mlp_pre")
 WRITES = ("mlp_out", "mlp_post")
@@ -54,19 +53,17 @@ class FrozenPass:
         return len(self.tokens)
 
 
-def decoder_of(model: Model) -> Decoder:
-    """The transformer of a model; ConfigError for another architecture."""
-    from ..forward.transformer.decoder import Decoder
-
-    if not isinstance(model.architecture, Decoder):
+def require_attention(model: Model) -> None:
+    """Raise ConfigError unless every layer mixes positions by attention."""
+    others = {layer.mixer.kind for layer in model.config.layers} - {"attention"}
+    if others:
         raise ConfigError(
-            f"expected a transformer, found {type(model.architecture).__name__} in {model.name}: attribution "
-            "graphs follow attention heads"
+            f"expected attention in every layer, found {' and '.join(sorted(others))} in {model.name}: "
+            "attribution graphs follow attention heads"
         )
-    return model.architecture
 
 
-def require_transcoders(dictionary: Dictionary, config: TransformerConfig, model: str) -> None:
+def require_transcoders(dictionary: Dictionary, config: Architecture, model: str) -> None:
     """Raise DictionaryError unless the features of every layer read before its MLP and write what it adds."""
     dictionary.require_fit(config, model)
     read, write = dictionary.layout.read, dictionary.layout.write
@@ -89,11 +86,10 @@ def frozen_pass(model: Model, dictionary: Dictionary, tokens: Sequence[int]) -> 
     Raises DictionaryError for a dictionary that does not fit the model, PromptError for states that are not
     finite.
     """
+    require_attention(model)
     require_transcoders(dictionary, model.config, model.name)
     layers = range(model.config.num_layers)
-    scales = [HookPoint.ln_final_scale()]
-    names = ["ln1", "ln2", *(["ln1_post", "ln2_post"] if model.config.use_post_norms else [])]
-    scales += [HookPoint(f"{name}_scale", layer) for name in names for layer in layers]
+    scales = [point for point in model.hook_points if point.kind.endswith("_scale")]
     patterns = [HookPoint.pattern(layer) for layer in layers]
     reads, writes = dictionary.read_hooks, tuple(dictionary.write_hook(layer) for layer in layers)
     spec = HookSpec().capture(HookPoint.embed(), *scales, *patterns, *reads, *writes)

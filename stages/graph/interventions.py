@@ -31,19 +31,17 @@ from torch import Tensor
 
 from ...store.errors import ConfigError, InterventionError, PromptError
 from ..forward.hooks import HookSpec
+from ..forward.passes.kept import Cache
 from ..forward.points import HookPoint
 from ..forward.sampling import sample_token
-from ..forward.transformer.cached import KVCache, NewestPositions
-from ..forward.transformer.rope import depends_on_length, rope_tables
-from ..forward.wants import ALL_LOGITS, LAST_LOGITS
+from ..forward.wants import ALL_LOGITS
 from .feature_taps import FeatureTaps, Frozen, SetFeature
-from .frozen import decoder_of, require_transcoders
+from .frozen import require_attention, require_transcoders
 from .targets import prompt_tokens
 
 if TYPE_CHECKING:
     from ..features.dictionary import Dictionary
     from ..forward.model import Model
-    from ..forward.taps import RunTaps
 
 __all__ = ["FeatureGeneration", "FeatureRun", "feature_intervention", "generate_with_features"]
 
@@ -88,7 +86,7 @@ def feature_intervention(
     features count as 0, in what is returned and as the present value of a set feature.
     Raises InterventionError for positions or layers there are not, DictionaryError for features.
     """
-    decoder = decoder_of(model)
+    require_attention(model)
     require_transcoders(dictionary, model.config, model.name)
     tokens = _tokens(model, prompt)
     settings = _checked(interventions, dictionary, len(tokens))
@@ -103,9 +101,7 @@ def feature_intervention(
         keep=dictionary.layers if return_activations else (),
         before=not apply_activation_function,
     )
-    with torch.no_grad():
-        ids = torch.tensor([tokens], device=model.device)
-        logits = decoder.forward(ids, cast("RunTaps", taps), ALL_LOGITS)
+    logits = model.tapped(torch.tensor([tokens], device=model.device), taps, ALL_LOGITS)
     assert logits is not None  # they are wanted
     return FeatureRun(logits[0], _stacked(taps) if return_activations else None)
 
@@ -134,6 +130,7 @@ def generate_with_features(
     `feature_intervention` raises, PromptError for more tokens than the context holds, ConfigError for rope
     tables that change with the length.
     """
+    require_attention(model)
     require_transcoders(dictionary, model.config, model.name)
     tokens = _tokens(model, prompt)
     config = model.config
@@ -142,10 +139,10 @@ def generate_with_features(
             f"expected 1 to {config.context_length - len(tokens)} new tokens after a prompt of "
             f"{len(tokens)}, found {max_new_tokens}"
         )
-    if depends_on_length(config.rope):
+    if config.lengths_must_match:
         raise ConfigError(
-            f"{model.name} turns keys by the length of the sequence ({config.rope.scheme}), so none can be "
-            "kept from token to token; run feature_intervention on each sequence"
+            f"{model.name} turns keys by the length of the sequence, so none can be kept from token to "
+            "token; run feature_intervention on each sequence"
         )
     settings = _checked(interventions, dictionary, len(tokens))
     going_on = [each for each in settings if each.is_open_ended]
@@ -155,45 +152,22 @@ def generate_with_features(
     keep = tuple(dictionary.layers) if return_activations else ()
     given: dict[str, Any] = {"keep": keep, "before": not apply_activation_function}
     taps = FeatureTaps(dictionary, settings, frozen, zero_positions=zero_positions, **given)
-    reader = _Reader(model, len(tokens) + max_new_tokens)
+    cache = Cache()
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    found, parts, new = list(tokens), [], list(tokens)
+    found, parts = list(tokens), []
     logits = []
     for _ in range(max_new_tokens):
-        logits.append(reader.read(new, taps))
+        logits.append(model.read_on([found], cache, taps)[0])
         if return_activations:
             parts.append(_stacked(taps))
         token = sample_token(logits[-1], temperature=temperature, generator=generator)
         found.append(token)
         if token in stop:
             break
-        new = [token]
         here = [_at_newest(each) for each in going_on if _reaches(each, len(found) - 1)]
         taps = FeatureTaps(dictionary, here, Frozen(), zero_positions=0, **given)
     activations = torch.cat(parts, dim=1) if return_activations else None
     return FeatureGeneration(tuple(found), torch.stack(logits), activations)
-
-
-class _Reader:
-    """Reads a sequence on, keeping keys and values."""
-
-    def __init__(self, model: Model, length: int) -> None:
-        self._decoder, self._device = decoder_of(model), model.device
-        self._cache = KVCache(model.config.num_layers)
-        self._cos, self._sin = rope_tables(model.config.rope, length, model.device)
-
-    @torch.no_grad()
-    def read(self, tokens: Sequence[int], taps: FeatureTaps) -> Tensor:
-        """Logits [vocab] after more tokens."""
-        start, stop = self._cache.length, self._cache.length + len(tokens)
-        decoder, consulted = self._decoder, cast("RunTaps", taps)
-        cos, sin = self._cos[start:stop], self._sin[start:stop]
-        positions = NewestPositions(decoder.config, consulted, self._cache, cos, sin)
-        x = consulted("embed", None, decoder.embed(torch.tensor([list(tokens)], device=self._device)))
-        for layer, weights in enumerate(decoder.weights.layers):
-            x = decoder.block(consulted("resid_pre", layer, x), layer, weights, positions, consulted)
-        self._cache.advance(len(tokens))
-        return decoder.unembed(decoder.finish(x, consulted, LAST_LOGITS), LAST_LOGITS)[0, 0]
 
 
 def _tokens(model: Model, prompt: Any) -> list[int]:

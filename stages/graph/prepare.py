@@ -15,7 +15,7 @@ import torch
 from ...store.errors import PlanError, PromptError
 from ..forward.model import as_dtype
 from .attribute import Attributor
-from .frozen import decoder_of, frozen_pass
+from .frozen import frozen_pass
 from .replacement import Replacement
 from .sources import Sources, error_vectors
 from .targets import prompt_text, token_text
@@ -110,10 +110,10 @@ class Prepared:
             "model_type": c.model_type,
             "n_layers": c.num_layers,
             "d_model": c.hidden_size,
-            "d_head": c.head_dim,
-            "n_heads": c.num_attention_heads,
-            "n_key_value_heads": c.num_kv_heads,
-            "d_mlp": c.intermediate_size,
+            "d_head": c.axis_sizes["d_head"],
+            "n_heads": c.axis_sizes["head"],
+            "n_key_value_heads": c.axis_sizes["kv_head"],
+            "d_mlp": c.axis_sizes["mlp"],
             "d_vocab": c.vocab_size,
             "vocab_size": c.vocab_size if vocabulary is None else vocabulary.vocab_size,
             "dictionary": self.dictionary.name,
@@ -132,7 +132,7 @@ def prepare(
     features, DictionaryError for values that are not finite, PlanError where memory cannot be enough.
     """
     dtype = as_dtype(settings.arithmetic)
-    patterns = model.config.num_layers * model.config.num_attention_heads * len(tokens) ** 2
+    patterns = model.config.num_layers * model.config.axis_sizes["head"] * len(tokens) ** 2
     if patterns * model.dtype.itemsize > memory:
         raise PlanError(
             f"the attention patterns of {len(tokens)} tokens take {patterns * model.dtype.itemsize} bytes, "
@@ -149,8 +149,7 @@ def prepare(
         replacement = Replacement(model, dictionary, frozen, dtype=dtype, room=memory // 4)
         errors = error_vectors(replacement, active, zero_positions=settings.zero_positions)
         sources = Sources(replacement, active, errors, room=memory // 4)
-        weights = decoder_of(model).weights
-        unembed = weights.embed if weights.lm_head is None else weights.lm_head
+        unembed = model.network.unembedding
         targets = settings.targets.resolve(frozen.logits, unembed, model._tokenizer, dtype)
         attributor = Attributor(replacement, sources, targets, room=memory // 8)
     return Prepared(model, dictionary, frozen, active, targets, attributor, settings.zero_positions)
@@ -159,4 +158,4 @@ def prepare(
 def _operations(model: Model, tokens: int) -> float:
     """Roughly those of a forward pass over so many tokens."""
     c = model.config
-    return 2.0 * tokens * c.num_layers * c.hidden_size * (4 * c.hidden_size + 3 * c.intermediate_size)
+    return 2.0 * tokens * c.num_layers * c.hidden_size * (4 * c.hidden_size + 3 * c.axis_sizes["mlp"])

@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from ..forward.points import HookPoint
-from .frozen import FrozenPass, decoder_of
+from .frozen import FrozenPass
 
 if TYPE_CHECKING:
     from ..features.dictionary import Dictionary
     from ..forward.model import Model
-    from ..forward.weights import LayerWeights, NormWeights
 
 __all__ = ["LayerMaps", "NormMap", "Replacement"]
 
@@ -94,8 +93,10 @@ class Replacement:
     ) -> None:
         """dtype: of the arithmetic. room: bytes for maps that are kept; others are made when they are
         needed."""
-        decoder = decoder_of(model)
-        self.config, self.weights = decoder.config, decoder.weights
+        self.config, self.network = model.config, model.network
+        self._heads, self._kv_heads, self._d_head = (
+            self.config.axis_sizes[axis] for axis in ("head", "kv_head", "d_head")
+        )
         self.dictionary, self.frozen, self.dtype = dictionary, frozen, dtype
         self.n_layers, self.n_positions = self.config.num_layers, frozen.n_positions
         self.device = model.device
@@ -105,17 +106,16 @@ class Replacement:
 
     def norm(self, name: str, layer: int | None) -> NormMap:
         """A norm of a layer ("ln1", "ln2", "ln1_post", "ln2_post"), or "ln_final"."""
-        weights = self.weights.final_norm if layer is None else getattr(self.weights.layers[layer], name)
+        gain = self.network.norm_gain(name, layer, self.dtype)
         scale = self.frozen.scales[HookPoint(f"{name}_scale", layer)].to(self.dtype)
-        return NormMap(_gain(weights, self.config.norm_type, self.dtype), scale, self._is_centred)
+        return NormMap(gain, scale, centred=self.config.norm_type == "layer")
 
-    @property
-    def _is_centred(self) -> bool:
-        return self.config.norm_type == "layer"
+    def _has_norm(self, name: str, layer: int) -> bool:
+        return HookPoint(f"{name}_scale", layer) in self.config.known_points
 
     def written(self, layer: int, vectors: Tensor, positions: Tensor | slice) -> Tensor:
         """What vectors [n, d_out] at the write hook of a layer, at these positions, add to the stream."""
-        if self.dictionary.layout.write == "mlp_post" and self.config.use_post_norms:
+        if self.dictionary.layout.write == "mlp_post" and self._has_norm("ln2_post", layer):
             return self.norm("ln2_post", layer).forward(vectors, positions)
         return vectors
 
@@ -151,16 +151,15 @@ class Replacement:
         return found
 
     def _made(self, layer: int) -> LayerMaps:
-        c, weights = self.config, self.weights.layers[layer]
         before = self.norm("ln1", layer)
-        values = before.columns(_value_matrix(weights, c.num_kv_heads * c.head_dim).to(self.dtype))
-        out = weights.o.weight.to(self.dtype)
+        values = before.columns(self.network.value_matrix(layer).to(self.dtype))
+        out = self.network.output_matrix(layer).to(self.dtype)
         mix = self.frozen.patterns[layer].to(self.dtype) / before.scale
-        if weights.ln1_post is not None:
+        if self._has_norm("ln1_post", layer):
             after = self.norm("ln1_post", layer)
             out = after.columns(out.T).T
             mix = mix / after.scale[:, None]
-        grouped = mix.unflatten(0, (c.num_kv_heads, -1)).permute(0, 3, 1, 2).contiguous()
+        grouped = mix.unflatten(0, (self._kv_heads, -1)).permute(0, 3, 1, 2).contiguous()
         return LayerMaps(out.contiguous(), values, grouped, *self._skip(layer))
 
     def _skip(self, layer: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -172,7 +171,7 @@ class Replacement:
             return None, None
         matrix = matrix.to(device=self.device, dtype=self.dtype)
         scale = torch.ones(self.n_positions, dtype=self.dtype, device=self.device)
-        if self.dictionary.layout.write == "mlp_post" and self.config.use_post_norms:
+        if self.dictionary.layout.write == "mlp_post" and self._has_norm("ln2_post", layer):
             after = self.norm("ln2_post", layer)
             matrix, scale = after.columns(matrix.T).T, scale * after.scale
         if self.dictionary.layout.read != "resid_mid":
@@ -197,7 +196,7 @@ class Replacement:
         else:
             maps = self.maps(layer)
             # One position per target: what its query mixed, [target, kv_head, key, group] @ [.., d_head].
-            z = (gradient @ maps.out).unflatten(-1, (self.config.num_kv_heads, -1, self.config.head_dim))
+            z = (gradient @ maps.out).unflatten(-1, (self._kv_heads, -1, self._d_head))
             seen = maps.mix[:, :count].permute(3, 0, 1, 2)[positions]
             mixed = torch.matmul(seen, z).permute(2, 0, 1, 3).reshape(count * targets, -1)
             found = (mixed @ maps.values).view(count, targets, -1)
@@ -212,23 +211,10 @@ class Replacement:
         if maps.skip is not None and maps.skip_scale is not None:
             scaled = gradient / maps.skip_scale[:count, None, None]
             flat.addmm_(scaled.view(count * targets, hidden), maps.skip)
-        c = self.config
-        group = c.num_attention_heads // c.num_kv_heads
-        z = (flat @ maps.out).view(count, targets, c.num_kv_heads, group, c.head_dim)
-        stacked = z.permute(2, 3, 0, 1, 4).reshape(c.num_kv_heads, group * count, targets * c.head_dim)
-        seen = maps.mix[:, :count, :, :count].reshape(c.num_kv_heads, count, group * count)
-        mixed = torch.bmm(seen, stacked).view(c.num_kv_heads, count, targets, c.head_dim)
+        group = self._heads // self._kv_heads
+        z = (flat @ maps.out).view(count, targets, self._kv_heads, group, self._d_head)
+        stacked = z.permute(2, 3, 0, 1, 4).reshape(self._kv_heads, group * count, targets * self._d_head)
+        seen = maps.mix[:, :count, :, :count].reshape(self._kv_heads, count, group * count)
+        mixed = torch.bmm(seen, stacked).view(self._kv_heads, count, targets, self._d_head)
         flat.addmm_(mixed.permute(1, 2, 0, 3).reshape(count * targets, -1), maps.values)
         return gradient
-
-
-def _gain(norm: NormWeights, kind: str, dtype: torch.dtype) -> Tensor:
-    weight = norm.weight.to(dtype)
-    return 1 + weight if kind == "gemma_rms" else weight
-
-
-def _value_matrix(weights: LayerWeights, rows: int) -> Tensor:
-    """The V projection [kv_head * d_head, hidden]."""
-    part = weights.v if weights.v is not None else weights.qkv
-    assert part is not None  # every attention has values
-    return part.weight[-rows:]

@@ -117,6 +117,19 @@ def test_tests_import_the_package_by_its_name(path):
     assert not bare, "write `from mizarr.store import …`: under its bare name the module is loaded twice"
 
 
+MODELS_INSIDE = ("checkpoint", "config", "networks", "transformer", "weights")
+"""Modules of the forward room that know what a family's configuration, tensors and network look like."""
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if "forward" not in path.relative_to(ROOT).parts], ids=dotted
+)
+def test_nobody_outside_the_forward_room_knows_how_a_model_is_made(path):
+    inside = [f"mizarr.stages.forward.{name}" for name in MODELS_INSIDE]
+    known = [name for name, _ in imports(path) if any(f"{name}.".startswith(f"{each}.") for each in inside)]
+    assert not known, "ask an Architecture (Model.config), or Model.network"
+
+
 def test_no_room_can_be_imported_under_its_bare_name():
     names = [dotted(path) for path in MODULES]
     code = (

@@ -68,7 +68,7 @@ def test_its_numbers_are_those_of_the_graph(done: AttributionGraphs, given: dict
 
 def test_tokens_raised_are_those_that_the_decoder_points_to(done: AttributionGraphs, given: dict[str, Any]):
     model = mizarr.Model.from_pretrained(given["model"])
-    weights, one = model.architecture.weights, done.strongest[0]
+    weights, one = model.network.weights, done.strongest[0]
     row = done.dictionary.decoder_vector(one.feature, model.config.num_layers - 1)
     unembed = weights.embed if weights.lm_head is None else weights.lm_head
     effects = (unembed - unembed.mean(0)) @ (row * weights.final_norm.weight)

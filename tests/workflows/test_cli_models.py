@@ -1,4 +1,4 @@
-"""`mizarr models inspect` and `fetch`, on a checkpoint of two layers made here."""
+"""`mizarr models families`, and `inspect` and `fetch` on a checkpoint of two layers made here."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mizarr.stages.forward.families import from_hf_config
+import mizarr
+from mizarr.stages.forward.families import FAMILIES, from_hf_config
 from mizarr.stages.forward.files import ModelFiles
 from mizarr.stages.forward.weights import expected_tensors
 from mizarr.workflows.cli import run
+
+README = Path(mizarr.__file__).parent / "README.md"
 
 
 def inspected(capsys, *arguments):
@@ -77,3 +80,31 @@ def test_fetch_prints_where_the_model_lies(monkeypatch, capsys, tmp_path):
     assert run(["models", "fetch", "org/name", "--revision", "v2", "--quiet"]) == 0
     assert capsys.readouterr().out == f"{tmp_path}\n"
     assert asked == [("org/name", "v2", False)]
+
+
+def test_families_lists_every_row_of_the_table_as_the_readme_does(capsys):
+    assert run(["models", "families", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["model_type"] for row in rows] == list(FAMILIES)
+    lines = README.read_text(encoding="utf-8").splitlines()
+    for model_type, *told in (row.values() for row in rows):
+        assert f"| {' | '.join([f'`{model_type}`', *told])} |" in lines
+    assert run(["models", "families"]) == 0
+    said = capsys.readouterr().out
+    assert all(model_type in said for model_type in FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "column", "told"),
+    [
+        ("gemma2", "norm", "RMS, weight + 1, four per block"),
+        ("gemma2", "attention", "biases, soft caps, alternating windows"),
+        ("phi3", "mlp", "gated SiLU, fused"),
+        ("starcoder2", "mlp", "plain tanh-GELU"),
+        ("llama", "head", "untied"),
+    ],
+)
+def test_a_family_is_described_by_what_sets_it_apart(model_type, column, told, capsys):
+    assert run(["models", "families", "--json"]) == 0
+    (row,) = (row for row in json.loads(capsys.readouterr().out) if row["model_type"] == model_type)
+    assert row[column] == told

@@ -83,6 +83,22 @@ def test_prompts_are_stored_one_by_one(done, tiny_model, store, prompts_run):
     assert len(prompts_run) == 4
 
 
+def test_whether_keys_are_kept_is_in_no_key_where_it_is_left_open(tiny_model, store):
+    def key(cache: bool | None):
+        return (
+            Continuation(((3, 4),), Settings(cache=cache, eos=()))
+            .on(str(tiny_model))
+            .key(mizarr.open_store(store))
+        )
+
+    assert key(None) == key(False)  # as in stores written when every position was read anew
+    assert key(True) != key(False)
+
+
+def test_a_stored_generation_tells_how_it_was_read(done):
+    assert done.generation.attrs["reading"] == "keys and values kept"
+
+
 def test_what_is_cached_needs_no_torch(done, tiny_model, store):
     program = (
         TORCH_BLOCKED

@@ -160,7 +160,7 @@ def _misfit(dictionary: Dictionary, model: str | None) -> list[str]:
 
     files = resolve(model)
     try:
-        dictionary.require_fit(files.transformer_config(), files.name)
+        dictionary.require_fit(files.architecture(), files.name)
     except DictionaryError as error:
         return [str(error)]
     return []

@@ -1,4 +1,4 @@
-"""Commands about models: `models fetch`, `models inspect`.
+"""Commands about models: `models families`, `models fetch`, `models inspect`.
 
 Neither loads one, but for the check that a model of unknown family needs once.
 """
@@ -45,6 +45,31 @@ def fetch(repo: str, revision: str | None, as_json: bool, quiet: bool) -> None:
         print_json({"name": files.name, "revision": files.revision, "directory": directory})
     else:
         click.echo(directory)
+
+
+@models.command(epilog="Example: mizarr models families")
+@json_option
+def families(as_json: bool) -> None:
+    """List the model families that are known by name.
+
+    Any other decoder of this shape is configured from its tensors; `mizarr models inspect` tells how.
+    """
+    from ...stages.forward.families import FAMILIES, described
+
+    rows = [described(model_type) for model_type in FAMILIES]
+    if as_json:
+        print_json(rows)
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for column in rows[0]:
+        table.add_column(column.replace("mlp", "MLP"), no_wrap=column == "model_type")
+    for row in rows:
+        table.add_row(*row.values())
+    Console().print(table)
 
 
 @models.command(epilog="Example: mizarr models inspect specimen")

@@ -192,7 +192,7 @@ class _Worker:
     def _replace(self, spec: HookSpec, layer: int, value: Tensor) -> None:
         point = self.write_points[layer]
         if "d_head" in point.dims:
-            heads = self.model.architecture.axis_sizes[point.dims[1]]
+            heads = self.model.config.axis_sizes[point.dims[1]]
             value = value.unflatten(2, (heads, -1)).transpose(1, 2)
         positions = tuple(range(self.skip, self.skip + value.shape[-2]))
         spec.intervene(point, Replace(value, positions=positions))

@@ -1,5 +1,7 @@
 """Self-attention of one layer: grouped queries, rope, soft cap, sliding window, and the hook points inside.
 
+Who sees whom is the history's; `attend` is what histories have in common.
+
 The fused kernel computes the output unless someone changes scores or patterns, or the family soft-caps its
 scores (no fused kernel does). Someone who only reads them gets them computed on the side; the output keeps
 every bit.
@@ -7,63 +9,19 @@ every bit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ....store.errors import InterventionError
+from ..architecture import Attention
 from ..config import TransformerConfig
+from ..history import History
 from ..products import product
 from ..taps import AttentionTaps, Taps
 from ..weights import LayerWeights, Linear
 from .norms import apply_norm
 from .rope import rotate
-
-
-class Positions(Protocol):
-    """Which positions a pass computes, and how they see each other: what attention alone needs to know."""
-
-    @property
-    def cos(self) -> Tensor:
-        """Rope table of the tokens computed, float32 [token, half head]."""
-        ...
-
-    @property
-    def sin(self) -> Tensor:
-        """As `cos`."""
-        ...
-
-    def kept(self, x: Tensor) -> Tensor:
-        """x [..., token, width] at those tokens whose output of this layer anyone needs."""
-        ...
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """Pattern-weighted values z [B, H, kept, dh] from rotated q (of kept tokens), rotated k, and v."""
-        ...
-
-
-@dataclass(frozen=True)
-class WholeSequences:
-    """Every position of a batch of prompts of one length: a plain forward pass."""
-
-    config: TransformerConfig
-    taps: AttentionTaps
-    cos: Tensor
-    sin: Tensor
-    windows: dict[int | None, Tensor]
-    """Bool [query, key], True where attention may look, for each window size shorter than the prompts."""
-
-    def kept(self, x: Tensor) -> Tensor:
-        """All of them."""
-        return x
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """See `Positions`."""
-        seen = self.windows.get(self.config.layer_windows[layer])
-        return attend(q, k, v, seen, self.config, layer, self.taps)
 
 
 def linear(x: Tensor, part: Linear | None) -> Tensor:
@@ -72,23 +30,24 @@ def linear(x: Tensor, part: Linear | None) -> Tensor:
     return product(x, part.weight, part.bias)
 
 
-def causal(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Bool [query, key]: key <= query, and query - key < window where there is one."""
+def causal(length: int, window: int | None, device: torch.device, *, newest: int | None = None) -> Tensor:
+    """Bool [query, key]: key <= query, and query - key < window where there is one; queries of the newest
+    positions only, or all."""
     place = torch.arange(length, device=device)
-    distance = place[:, None] - place[None, :]
+    distance = place[length - (newest or length) :, None] - place[None, :]
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)
 
 
 def attention(
-    x: Tensor, weights: LayerWeights, config: TransformerConfig, layer: int, positions: Positions, taps: Taps
+    x: Tensor, weights: LayerWeights, config: TransformerConfig, layer: int, history: History, taps: Taps
 ) -> Tensor:
-    """Normalised x [B, S, D] -> what the output projection gives [B, kept, D], before any post-norm."""
+    """Normalised x [B, token, D] -> what the output projection gives [B, kept, D], before any post-norm."""
     q, k, v = project(x, weights, config, layer, taps)
-    cos, sin = positions.cos, positions.sin
-    q = taps("rot_q", layer, rotate(positions.kept(q), positions.kept(cos), positions.kept(sin)))
+    cos, sin = history.rotation(config.rope)
+    q = taps("rot_q", layer, rotate(history.kept(q), history.kept(cos), history.kept(sin)))
     k = taps("rot_k", layer, rotate(k, cos, sin))
-    z = taps("z", layer, positions.mix(q, k, v, layer))
+    z = taps("z", layer, history.attend(layer, q, k, v, config.attention(layer)))
     return output(z, weights.o, layer, taps)
 
 
@@ -113,7 +72,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     allowed: Tensor | None,
-    config: TransformerConfig,
+    how: Attention,
     layer: int,
     taps: AttentionTaps,
 ) -> Tensor:
@@ -126,11 +85,10 @@ def attend(
     cut = taps.cut(layer, q.shape[1], q.shape[2], k.shape[2], q.device)
     if cut is not None:
         seen = _spared(causal(k.shape[2], None, q.device) if seen is None else seen, cut, layer)
-    cap = config.attn_logit_softcapping
-    by_hand = cap is not None or taps.changes_attention(layer)
+    by_hand = how.soft_cap is not None or taps.changes_attention(layer)
     if by_hand or taps.captures(layer, "scores", "attn_scores", "pattern"):
         whole = causal(k.shape[2], None, q.device) if seen is None else seen
-        pattern = _pattern(q, k, config, layer, whole, taps)
+        pattern = _pattern(q, k, how, layer, whole, taps)
         if by_hand:
             return _weigh(pattern, v)
     return F.scaled_dot_product_attention(
@@ -139,7 +97,7 @@ def attend(
         v,
         attn_mask=seen,
         is_causal=seen is None and q.shape[-2] > 1,
-        scale=config.attention_scale,
+        scale=how.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
 
@@ -172,18 +130,16 @@ def _spared(seen: Tensor, cut: Tensor, layer: int) -> Tensor:
     return spared
 
 
-def _pattern(
-    q: Tensor, k: Tensor, config: TransformerConfig, layer: int, seen: Tensor, taps: AttentionTaps
-) -> Tensor:
+def _pattern(q: Tensor, k: Tensor, how: Attention, layer: int, seen: Tensor, taps: AttentionTaps) -> Tensor:
     """Attention weights [B, H, query, key], by way of every hook point on scores and pattern."""
     batch, heads, queries, _ = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     # Queries that share a key head are stacked into one matrix, so that keys are never repeated in memory.
     stacked = q.reshape(batch * kv_heads, -1, q.shape[-1])
-    raw = torch.bmm(stacked * config.attention_scale, k.reshape(batch * kv_heads, keys, -1).transpose(1, 2))
+    raw = torch.bmm(stacked * how.scale, k.reshape(batch * kv_heads, keys, -1).transpose(1, 2))
     scores = taps("scores", layer, raw.view(batch, heads, queries, keys))
-    if config.attn_logit_softcapping is not None:
-        scores = config.attn_logit_softcapping * torch.tanh(scores / config.attn_logit_softcapping)
+    if how.soft_cap is not None:
+        scores = how.soft_cap * torch.tanh(scores / how.soft_cap)
     masked = taps("attn_scores", layer, scores.masked_fill(~seen, float("-inf")))
     return taps("pattern", layer, torch.softmax(masked, dim=-1, dtype=torch.float32).to(q.dtype), seen)
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..gradients import is_recorded
 from ..taps import Taps
 from ..weights import NormWeights
 
@@ -38,7 +39,8 @@ def apply_norm(x: Tensor, norm: NormWeights, kind: str, eps: float) -> Tensor:
         unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return (unit * (1 + norm.weight.float())).to(x.dtype)
     if x.dtype == torch.float32:
-        return _rms(x, norm.weight, eps) if x.device.type == "cpu" else F.rms_norm(x, size, norm.weight, eps)
+        by_hand = x.device.type == "cpu" and not is_recorded(x, norm.weight)
+        return _rms(x, norm.weight, eps) if by_hand else F.rms_norm(x, size, norm.weight, eps)
     # Rounded to the model's dtype before the weight, as the reference implementations do.
     wide = x.float()
     return norm.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
@@ -46,7 +48,7 @@ def apply_norm(x: Tensor, norm: NormWeights, kind: str, eps: float) -> Tensor:
 
 def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """What F.rms_norm gives, in half its time: on a CPU it is no kernel of its own, and passes over memory
-    more often."""
+    more often. Not for tensors that need gradients: it writes over what it has made."""
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = norms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     made: Tensor = (x * scale).mul_(weight)

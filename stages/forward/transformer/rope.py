@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..config import RopeConfig
+from ..gradients import is_recorded
 
 
 def rope_tables(rope: RopeConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -26,11 +27,6 @@ def rope_tables(rope: RopeConfig, length: int, device: torch.device) -> tuple[Te
     angles = torch.outer(positions, inverse_frequencies(rope, length)).float()
     magnitude = attention_factor(rope)
     return (angles.cos() * magnitude).to(device), (angles.sin() * magnitude).to(device)
-
-
-def depends_on_length(rope: RopeConfig) -> bool:
-    """Whether two prompts of different length rotate the same position differently."""
-    return rope.scheme in ("dynamic", "longrope")
 
 
 def inverse_frequencies(rope: RopeConfig, length: int) -> Tensor:
@@ -64,6 +60,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     left, right = x[..., :half], x[..., half : 2 * half]
+    if is_recorded(x):
+        return torch.cat([left * cos - right * sin, right * cos + left * sin, x[..., 2 * half :]], dim=-1)
     # Into one new tensor: parts that are made first and joined then take two to three times as long.
     turned = x.new_empty(x.shape)
     _mix(left, cos, right, -sin, turned[..., :half])

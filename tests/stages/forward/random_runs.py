@@ -21,7 +21,7 @@ SCALES = ("ln1_scale", "ln2_scale", "ln1_post_scale", "ln2_post_scale", "ln_fina
 def sizes_of(model: Model, length: int) -> dict[str, int]:
     """Sizes of every axis for one prompt."""
     positions = {"batch": 1, "position": length, "query_position": length, "key_position": length}
-    return {**model.architecture.axis_sizes, **positions}
+    return {**model.config.axis_sizes, **positions}
 
 
 def draw_intervention(rng: random.Random, model: Model, point: HookPoint, length: int) -> Intervention:

@@ -17,7 +17,7 @@ from mizarr.stages.forward.points import HookPoint
 from mizarr.store.errors import InterventionError
 
 LENGTH = 5
-CONFIG = cast(TransformerConfig, SimpleNamespace(num_layers=4, num_attention_heads=3))
+CONFIG = cast(TransformerConfig, SimpleNamespace(num_layers=4, axis_sizes={"head": 3}))
 SPECS = [KnockoutSpec(), SteeringSpec.scale(2.0)]
 
 

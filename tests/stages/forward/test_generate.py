@@ -14,11 +14,11 @@ import mizarr
 from mizarr import Add, AddAtPositions, HookSpec, Knockout, Replace, Scale, SetValue, Steer, Zero
 from mizarr.stages.forward.generate import NewToken, TokenStream, generate, narrowed
 from mizarr.stages.forward.generation import Settings
-from mizarr.stages.forward.growing import so_far
+from mizarr.stages.forward.growing import so_far, why_read_anew
+from mizarr.stages.forward.interventions import Intervention
 from mizarr.stages.forward.model import Model
 from mizarr.stages.forward.points import HookPoint
 from mizarr.stages.forward.stopping import GeneratedText
-from mizarr.stages.forward.transformer.rope import depends_on_length
 from mizarr.store.errors import ConfigError, HookPointNotFound, InterventionError, PromptError, TokenizerError
 
 from .random_models import FAMILIES, VOCAB, draw, save_random_model
@@ -61,7 +61,7 @@ def test_greedy_tokens_are_those_of_transformers(family, tmp_path):
     reference = save_random_model(tmp_path, family, 2)
     model = Model.from_pretrained(tmp_path)
     prompts = draw_ids(2, PROMPT, seed=2)
-    found = generate(model, prompts, max_tokens=NEW)
+    found = generate(model, prompts, max_tokens=NEW, cache=False)
     kept = generate(model, prompts, max_tokens=NEW, cache=True)
     assert_same(kept, found)
     expected = reference.generate(
@@ -99,7 +99,9 @@ def test_kept_keys_are_read_anew_where_rope_turns_with_the_length(family, overri
     model = load(tmp_path, family, 0, **overrides)
     assert model.config.rope.scheme in ("dynamic", "longrope")
     prompts = draw_ids(3, 12)
-    assert_same(generate(model, prompts, max_tokens=30, cache=True), generate(model, prompts, max_tokens=30))
+    anew = generate(model, prompts, max_tokens=30, cache=False)
+    for cache in (True, None):
+        assert_same(generate(model, prompts, max_tokens=30, cache=cache), anew)
 
 
 def test_bfloat16_generates_too(tmp_path):
@@ -360,7 +362,7 @@ def test_steps_are_positions_of_one_pass_over_the_result(family, tmp_path):
     models = []
     for seed in seeds:
         models.append(load(tmp_path / str(seed), family, seed))
-        if depends_on_length(models[-1].config.rope):
+        if models[-1].config.rope.depends_on_length:
             models.pop()
         if len(models) == 2:
             break
@@ -372,7 +374,7 @@ def test_steps_are_positions_of_one_pass_over_the_result(family, tmp_path):
             spec = draw_spec(rng, model, length)
             points = rng.sample(model.hook_points, 6)
             spec.capture(*points[:3]).capture(*points[3:], when="before")
-            plain = generate(model, ids, spec, max_tokens=12, eos=())
+            plain = generate(model, ids, spec, max_tokens=12, eos=(), cache=False)
             kept = generate(model, ids, spec, max_tokens=12, eos=(), cache=True)
             result = plain[0]
             assert kept.ids == plain.ids, spec
@@ -392,6 +394,79 @@ def test_steps_are_positions_of_one_pass_over_the_result(family, tmp_path):
                         found[~missing], steps[~missing], atol=1e-4, rtol=1e-3, msg=f"{point} {spec}"
                     )
                     assert not missing.any() or "key_position" in point.dims
+
+
+# Which way to read
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_chosen_gives_the_tokens_of_reading_anew(family, tmp_path):
+    """Whatever is done, at positions counted from either end: keys are kept only where nobody can tell."""
+    model, rng, ways = load(tmp_path, family, 1), random.Random(family), set()
+    for trial in range(12):
+        (ids,) = draw_ids(1, PROMPT, trial)
+        spec = HookSpec()
+        if trial % 6 == 0:
+            spec.intervene("blocks.1.hook_resid_pre", Scale(0.5, positions=(-1 - trial,)))
+        while spec.num_interventions < 1 + trial % 2:
+            point = rng.choice(model.hook_points)
+            change = draw_intervention(rng, model, point, PROMPT)
+            if not (isinstance(change, Knockout) and change.edges[0][0] == 0):
+                spec.intervene(point, change)
+        try:
+            anew = generate(model, ids, spec, max_tokens=10, eos=(), cache=False)
+        except InterventionError:  # a payload as long as the prompt, which does not grow with it
+            continue
+        chosen = generate(model, ids, spec, max_tokens=10, eos=())
+        assert chosen.ids == anew.ids, spec
+        np.testing.assert_allclose(chosen[0].logprobs, anew[0].logprobs, atol=2e-4, err_msg=str(spec))
+        ways.add(chosen.reading.partition(":")[0])
+    assert ways == {"keys and values kept", "every position anew"}
+
+
+STREAM, PATTERN = "blocks.0.hook_resid_post", "blocks.0.attn.hook_pattern"
+SCORES = "blocks.0.attn.hook_attn_scores"
+
+
+@pytest.mark.parametrize(
+    ("point", "change", "why"),
+    [
+        (None, None, None),
+        (STREAM, Scale(2.0), None),
+        (STREAM, Zero(positions=(2,)), None),
+        (STREAM, Zero(positions=(2, -1)), "Zero at 'blocks.0.hook_resid_post' counts positions from the end"),
+        (STREAM, AddAtPositions([(-2, [0.0] * 32)]), "counts positions from the end"),
+        (SCORES, Knockout([(None, 0)]), None),
+        (SCORES, Knockout([(-1, 0)]), "Knockout at 'blocks.0.attn.hook_attn_scores' counts positions"),
+        (SCORES, Scale(0.5), None),
+        (SCORES, Zero(), "may give weight to later positions"),
+        (PATTERN, Steer([(3, 1)], 2.0), None),
+        (PATTERN, Scale(0.5), None),
+        (PATTERN, Add([0.1]), "may give weight to later positions"),
+    ],
+)
+def test_how_steps_read_is_told_with_the_reason(point, change, why):
+    spec = HookSpec() if point is None else HookSpec().intervene(point, change)
+    points = [HookPoint.parse(name) for name in (STREAM, PATTERN, SCORES)]
+    found = why_read_anew(spec.bind(points))
+    assert (found is None) == (why is None)
+    assert why is None or why in found
+
+
+def test_an_intervention_of_an_unknown_kind_is_in_the_way():
+    class Doubled(Intervention):
+        """Nobody knows what it does to positions."""
+
+    spec = HookSpec().intervene(STREAM, Doubled()).bind([HookPoint.parse(STREAM)])
+    assert why_read_anew(spec) == f"Doubled at '{STREAM}' is of a kind that is not known here"
+
+
+def test_a_generation_tells_how_it_read(model):
+    (ids,) = draw_ids(1, PROMPT)
+    every = generate(model, ids, HookSpec().capture(STREAM), max_tokens=2, capture_positions="every")
+    assert every.reading == "every position anew: as every position is captured"
+    assert generate(model, ids, max_tokens=2).reading == "keys and values kept"
+    assert generate(model, ids, max_tokens=2, cache=False).reading == "every position anew: as asked"
 
 
 # What is kept
@@ -524,7 +599,7 @@ def test_prompts_and_specs_that_do_not_fit_are_refused_before_anything_runs(mode
     def never(*_):
         raise AssertionError("nothing may run")
 
-    monkeypatch.setattr(type(model.architecture), "block", never)
+    monkeypatch.setattr(type(model.network), "layer", never)
     (ids,) = draw_ids(1, PROMPT)
     resid, pattern = "blocks.0.hook_resid_post", "blocks.0.attn.hook_pattern"
     reach = PROMPT + 4 - 1

@@ -61,7 +61,7 @@ def test_head_results_and_bias_sum_to_the_attention_output(model, everything):
     back."""
     for layer in range(model.config.num_layers):
         summed = everything[HookPoint.result(layer)].sum(1)
-        bias = model.architecture.weights.layers[layer].o.bias
+        bias = model.network.weights.layers[layer].o.bias
         if bias is not None:
             summed = summed + bias
         if model.config.use_post_norms:
@@ -108,7 +108,7 @@ def test_normalised_values_times_scale_are_the_input_of_the_norm(model, everythi
 
 def test_mlp_activations_project_to_the_mlp_output(model, everything):
     for layer in range(model.config.num_layers):
-        down = model.architecture.weights.layers[layer].down
+        down = model.network.weights.layers[layer].down
         expected = everything[HookPoint.mlp_post_act(layer)] @ down.weight.T + (
             0 if down.bias is None else down.bias
         )
@@ -250,13 +250,13 @@ def test_steering_in_the_model_follows_the_formula_and_stays_causal(model, ids, 
 
 def test_nothing_above_the_last_wanted_point_is_computed(model, ids, monkeypatch):
     ran = []
-    block = type(model.architecture).block
+    layer = type(model.network).layer
     monkeypatch.setattr(
-        type(model.architecture),
-        "block",
-        lambda self, x, layer, *rest: ran.append(layer) or block(self, x, layer, *rest),
+        type(model.network),
+        "layer",
+        lambda self, number, *rest: ran.append(number) or layer(self, number, *rest),
     )
-    monkeypatch.setattr(type(model.architecture), "unembed", lambda *_: pytest.fail("the LM head ran"))
+    monkeypatch.setattr(type(model.network), "unembed", lambda *_: pytest.fail("the LM head ran"))
     model.forward(ids, HookSpec().capture(HookPoint.resid_mid(0)), want=None)
     assert ran == [0]
 
@@ -278,7 +278,7 @@ def test_nothing_above_the_last_wanted_point_is_computed(model, ids, monkeypatch
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_runs(model, ids, hooks, error, message, monkeypatch):
-    monkeypatch.setattr(type(model.architecture), "embed", lambda *_: pytest.fail("the pass started"))
+    monkeypatch.setattr(type(model.network), "embed", lambda *_: pytest.fail("the pass started"))
     with pytest.raises(error, match=message):
         model.forward(ids, hooks)
 

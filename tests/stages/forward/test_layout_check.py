@@ -13,7 +13,8 @@ import torch
 from mizarr.stages.forward import layout_check
 from mizarr.stages.forward.autoconfig import report
 from mizarr.stages.forward.capture import CaptureNode
-from mizarr.stages.forward.files import FORWARD_VERSION, TRUSTED, resolve
+from mizarr.stages.forward.config import TransformerConfig
+from mizarr.stages.forward.files import TRUSTED, resolve
 from mizarr.stages.forward.layout_check import FARTHEST, lengths_to_check, turning_points
 from mizarr.stages.forward.model import Model
 from mizarr.stages.forward.source import ModelSource
@@ -70,7 +71,7 @@ def test_a_family_that_computes_like_its_guess_runs_and_is_right(saved):
     ids = torch.randint(0, 128, (1, 60), generator=torch.Generator().manual_seed(9))
     with torch.no_grad():
         torch.testing.assert_close(model.forward(ids).logits, reference(ids).logits, atol=1e-4, rtol=0)
-    assert model.require_identity().forward == FORWARD_VERSION
+    assert model.require_identity().forward == TransformerConfig.version
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -225,7 +226,7 @@ def test_a_cache_that_cannot_be_written_repeats_the_check(saved, checks, tmp_pat
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MIZARR_CACHE", str(tmp_path / "file" / "folder"))
     for _ in range(2):
-        assert resolve(folder).identity().forward == FORWARD_VERSION
+        assert resolve(folder).identity().forward == TransformerConfig.version
     assert len(checks) == 2
 
 
@@ -239,7 +240,7 @@ def test_a_failure_of_transformers_is_a_refusal_that_is_not_remembered(saved, mo
         broken.setattr(layout_check.LayoutCase, "_theirs", fails)
         with pytest.raises(ConfigError, match=r"found that it cannot \(RuntimeError: out of memory\)"):
             resolve(folder).identity()
-    assert resolve(folder).identity().forward == FORWARD_VERSION
+    assert resolve(folder).identity().forward == TransformerConfig.version
 
 
 def test_a_check_leaves_the_random_state_alone(saved):
@@ -305,7 +306,7 @@ def test_a_window_beyond_the_check_is_refused_and_runs_when_trusted(saved):
 def test_trust_moves_the_key_and_the_name(saved, checks):
     folder, _ = saved(AGREES)
     checked, trusted = ModelSource(folder), ModelSource(folder, trust_layout=True)
-    assert trusted.identity.forward == f"{FORWARD_VERSION}, layout trusted"
+    assert trusted.identity.forward == f"{TransformerConfig.version}, layout trusted"
     assert trusted.identity.digest != checked.identity.digest
     assert trusted.name == f"{folder}{TRUSTED}" and trusted.load().name == trusted.name
     assert len(checks) == 1
@@ -342,7 +343,7 @@ def test_what_a_trusted_model_computed_says_so(saved, tmp_path):
     notes = store.provenance(record.key)
     assert {note["model"] for note in notes} == {f"{folder}{TRUSTED}"}
     forwards = {note["identity"]["forward"] for note in notes if "identity" in note}
-    assert forwards == {f"{FORWARD_VERSION}, layout trusted"}
+    assert forwards == {f"{TransformerConfig.version}, layout trusted"}
 
 
 def test_answers_about_a_trusted_model_say_so(saved, tmp_path):

@@ -174,7 +174,7 @@ def test_what_is_read_from_files_is_not_kept_under_the_digest_of_others(folder, 
 
 
 def layer(model):
-    return model.architecture.weights.layers[0]
+    return model.network.weights.layers[0]
 
 
 def _mul(model):
@@ -199,8 +199,8 @@ def _assign_tensor(model):
 
 
 def _assign_weights(model):
-    weights = model.architecture.weights
-    model.architecture.weights = dataclasses.replace(weights, embed=weights.embed + 0.1)
+    weights = model.network.weights
+    model.network.weights = dataclasses.replace(weights, embed=weights.embed + 0.1)
 
 
 def _train(model):
@@ -239,17 +239,17 @@ def test_the_same_edit_is_the_same_model_and_undoing_it_the_first(folder):
 
 def test_a_cast_model_has_the_key_of_what_it_computes(folder):
     model = Model.from_pretrained(folder)
-    embed = model.architecture.weights.embed.double()
-    model.architecture.weights = dataclasses.replace(model.architecture.weights, embed=embed)
+    embed = model.network.weights.embed.double()
+    model.network.weights = dataclasses.replace(model.network.weights, embed=embed)
     assert model.require_identity().dtype == "float64" and model.dtype == torch.float64
 
 
 @pytest.mark.parametrize(
     "alter",
     [
-        lambda model: setattr(model.architecture, "config", dataclasses.replace(model.config, norm_eps=0.5)),
-        lambda model: setattr(model.architecture, "embed", lambda ids: torch.zeros(*ids.shape, 16)),
-        lambda model: setattr(model.architecture, "adapter", torch.nn.Linear(16, 16)),
+        lambda model: setattr(model.network, "config", dataclasses.replace(model.config, norm_eps=0.5)),
+        lambda model: setattr(model.network, "embed", lambda ids: torch.zeros(*ids.shape, 16)),
+        lambda model: setattr(model.network, "adapter", torch.nn.Linear(16, 16)),
     ],
     ids=["configuration", "method", "adapter"],
 )

@@ -29,7 +29,7 @@ class Forward:
     """The frozen model, forwards, in float64."""
 
     def __init__(self, model: mizarr.Model, prepared) -> None:
-        self.config, self.weights = model.config, model.architecture.weights
+        self.config, self.weights = model.config, model.network.weights
         self.frozen, self.dictionary = prepared.frozen, prepared.dictionary
         self.last: torch.Tensor
 
@@ -130,8 +130,8 @@ def test_edges_sum_to_what_a_target_reads(family: str, kind: str, zero: int, mod
         rows = prepared.attributor.batch(layers, last, prepared.targets.vectors)
         moved = (whole[layers] - without[layers])[-1]
         torch.testing.assert_close(rows.sum(1), prepared.targets.vectors @ moved, rtol=1e-10, atol=1e-10)
-        head = model.architecture.weights.lm_head
-        unembed = (model.architecture.weights.embed if head is None else head).double()
+        head = model.network.weights.lm_head
+        unembed = (model.network.weights.embed if head is None else head).double()
         logits = unembed @ whole[layers][-1]
         expected = logits[[3, 17]] - logits.mean()
         read_constant = prepared.targets.vectors @ without[layers][-1]

@@ -193,8 +193,8 @@ def test_several_positions_without_features(model, clt):
 
 
 def test_directions_are_taken_as_they_are(model, clt):
-    head = model.architecture.weights.lm_head
-    unembed = model.architecture.weights.embed if head is None else head
+    head = model.network.weights.lm_head
+    unembed = model.network.weights.embed if head is None else head
     vector = unembed[3] - unembed.mean(0)
     graph = attribution_graph(model, clt, PROMPT, targets=[("three", 0.5, vector), ("minus", 0.5, -vector)])
     token = attribution_graph(model, clt, PROMPT, targets=[3])

@@ -80,7 +80,7 @@ def test_they_are_stored_under_a_key_that_knows_no_place(clt, tmp_path: Path):
     held = graph.open(store)
     layer, _, feature = held["active_features"].values[held["selected_features"].values[0]].tolist()
     row = clt.decoder_vector((layer, feature), clt.write_layers[-1])
-    weights = model.architecture.weights
+    weights = model.network.weights
     gain = weights.final_norm.weight.float()
     unembed = (weights.embed if weights.lm_head is None else weights.lm_head).float()
     logits = (row * gain) @ (unembed - unembed.mean(0)).T

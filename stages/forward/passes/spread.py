@@ -19,11 +19,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..architecture import Attention
 from ..branches import Branch
-from ..config import RopeConfig, TransformerConfig
+from ..config import RopeConfig
 from ..interventions import Held
-from .attention import attend
-from .rope import depends_on_length, rope_tables
+from ..layers import Carried
+from ..transformer.attention import attend
+from ..transformer.rope import rope_tables
 
 if TYPE_CHECKING:
     from .branch_taps import BranchTaps
@@ -110,51 +112,87 @@ class Group:
         return bool(self.keys.shape[1] == min(self.counts) == min(self.lengths))
 
 
-class Spread:
-    """Positions of a slot of a sweep; see `Positions` in attention.py."""
+class BranchHistory:
+    """The history of a sweep (`History`): the tokens of many branches, each seeing those of its own branch
+    and of the ancestors it has left."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        forest: Forest,
-        row: Row,
-        kept: Row,
-        taps: BranchTaps,
-        *,
-        room: int,
-        device: torch.device,
-    ) -> None:
-        self._config, self._row, self._kept, self._taps = config, row, kept, taps
-        self._forest, self._room, self._device = forest, room, device
-        self.cos, self.sin = _tables(config.rope, forest, row, device)
+    def __init__(self, forest: Forest, taps: BranchTaps, *, room: int, device: torch.device) -> None:
+        """room: bytes that gathered keys and scores may take."""
+        self._forest, self._taps, self._room, self._device = forest, taps, room, device
+        self._dropped: set[int] = set()
         self._chosen: Tensor | None = None
-        if len(kept) < len(row):
-            self._chosen = torch.from_numpy(row.where[kept.branch, kept.position]).to(device)
+        self._rotations: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
+        self.row = self._row_of(0)
+        """The tokens that enter the layer under way."""
+        self._kept = self.row
+
+    def ids(self) -> Tensor:
+        """Tokens [1, token] of what enters the first layer."""
+        forest, row = self._forest, self.row
+        tokens = np.zeros((len(forest.branches), forest.longest), np.int64)
+        for number, branch in enumerate(forest.branches):
+            tokens[number, : branch.length] = branch.tokens
+        return torch.from_numpy(tokens[row.branch, row.position])[None].to(self._device)
+
+    def enter(self, layer: int, carried: Carried) -> Carried:
+        """The tokens of every branch that takes part: its own, or those of the ancestor it leaves here."""
+        branches = self._forest.branches
+        row = self.row
+        if layer:
+            unmoved = (n for n in self._taps.unmoved() if branches[n].parent is not None)
+            self._dropped.update(n for n in unmoved if branches[n].ends_changing(layer - 1))
+            row = self._row_of(layer)
+            source = torch.from_numpy(self._kept.where[row.branch, row.position]).to(self._device)
+            carried = {name: x.index_select(1, source) for name, x in carried.items()}
+        inside = {n: branches[n].kept(layer) for n in row.held if branches[n].is_needed(layer, inside=True)}
+        is_behind = layer == branches[0].n_layers
+        self.row, self._kept = row, row if is_behind else Row(self._forest, inside)
+        self._taps.begin(self.row, self._kept, is_last=not inside)
+        self._chosen = None
+        if len(self._kept) < len(row):
+            self._chosen = torch.from_numpy(row.where[self._kept.branch, self._kept.position]).to(
+                self._device
+            )
+        self._rotations.clear()
+        return carried
 
     def kept(self, x: Tensor) -> Tensor:
         """x [..., token, width] at the tokens whose output is needed."""
         return x if self._chosen is None else x.index_select(-2, self._chosen)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    def rotation(self, rope: RopeConfig) -> tuple[Tensor, Tensor]:
+        """See `History`."""
+        if rope not in self._rotations:
+            self._rotations[rope] = _tables(rope, self._forest, self.row, self._device)
+        return self._rotations[rope]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> Tensor:
         """q [1, H, kept token, dh], k and v [1, Hk, token, dh] -> z [1, H, kept token, dh]."""
-        window = self._config.layer_windows[layer]
         z = q.new_empty(q.shape[2], q.shape[1], v.shape[3])
-        for group in self._groups(layer, q.element_size()):
+        of_a_key = q.element_size() * (k.shape[1] * (k.shape[3] + v.shape[3]))
+        of_a_score = 3 * q.element_size() * q.shape[1]
+        for group in self._groups(layer, how, of_a_key, of_a_score):
             queries, keys = (torch.from_numpy(part).to(self._device) for part in (group.queries, group.keys))
             gathered = (
                 q[0][:, queries].transpose(0, 1),
                 k[0][:, keys].transpose(0, 1),
                 v[0][:, keys].transpose(0, 1),
             )
-            allowed = self._allowed(group, window)
-            mixed = attend(
-                *gathered, allowed, self._config, layer, self._taps.of_group(group, self._kept, layer)
-            )
+            allowed = self._allowed(group, how.window)
+            mixed = attend(*gathered, allowed, how, layer, self._taps.of_group(group, self._kept, layer))
             real = np.arange(queries.shape[1]) < np.array(group.counts)[:, None]
             own = torch.from_numpy(real).to(self._device)
             z[queries[own]] = mixed.transpose(1, 2)[own]
         self._taps.attention_done(layer, self._kept)
         return z.transpose(0, 1)[None]
+
+    def _row_of(self, layer: int) -> Row:
+        taking_part = (
+            (n, branch)
+            for n, branch in enumerate(self._forest.branches)
+            if n not in self._dropped and branch.is_needed(layer, inside=False)
+        )
+        return Row(self._forest, {n: branch.held(layer) for n, branch in taking_part})
 
     def _allowed(self, group: Group, window: int | None) -> Tensor | None:
         """Bool [row, 1, query, key]; None where attention is plainly causal."""
@@ -167,22 +205,22 @@ class Spread:
         seen = distance >= 0
         return seen if window is None else seen & (distance < window)
 
-    def _groups(self, layer: int, itemsize: int) -> Iterator[Group]:
-        """Branches by whether their patterns are touched, then by number of queries, as fit the room."""
-        c = self._config
+    def _groups(self, layer: int, how: Attention, of_a_key: int, of_a_score: int) -> Iterator[Group]:
+        """Branches by whether their patterns are touched, then by number of queries, as fit the room.
+
+        of_a_key: bytes of a key and value gathered; of_a_score: of the scores of a query and a key.
+        """
         for by_hand in (False, True):
             chosen = [b for b in self._kept.held if self._taps.reads_attention(b, layer) == by_hand]
             chosen.sort(key=lambda b: (-len(self._kept.held[b]), self._forest.branches[b].length))
             start = 0
             while start < len(chosen):
                 most = len(self._kept.held[chosen[start]])
-                materialised = 3 * (by_hand or c.attn_logit_softcapping is not None)
+                materialised = of_a_score * (by_hand or how.soft_cap is not None)
                 stop, longest = start, 0
                 while stop < len(chosen) and len(self._kept.held[chosen[stop]]) >= RAGGED * most:
                     longest = max(longest, self._forest.branches[chosen[stop]].length)
-                    scores = c.num_attention_heads * most * longest * materialised
-                    gathered = 2 * c.num_kv_heads * c.head_dim * longest
-                    cost = itemsize * (gathered + scores) + most * longest  # of a row, its mask included
+                    cost = longest * (of_a_key + most * (materialised + 1))  # of a row, its mask included
                     if (stop + 1 - start) * cost > self._room and stop > start:
                         break
                     stop += 1
@@ -196,14 +234,14 @@ class Spread:
         starts = np.array([self._kept.slices[b].start for b in branches])[:, None]
         queries = starts + place
         lengths = [self._forest.branches[b].length for b in branches]
-        keys = self._row.where[branches, : max(lengths)]
+        keys = self.row.where[branches, : max(lengths)]
         return Group(branches, counts, queries, self._kept.position[queries], keys, lengths)
 
 
 def _tables(rope: RopeConfig, forest: Forest, row: Row, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos, sin [token, half head]; each token's by the length of its own prompt where that matters."""
     position = torch.from_numpy(row.position).to(device)
-    if not depends_on_length(rope):
+    if not rope.depends_on_length:
         cos, sin = rope_tables(rope, forest.longest, device)
         return cos[position], sin[position]
     lengths = np.array([branch.length for branch in forest.branches])[row.branch]

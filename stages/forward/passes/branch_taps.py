@@ -19,16 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..branches import ENTERS, SPREADS, Branch
-from ..edge_interventions import Knockout
+from ..branches import ENTERS, Branch
 from ..hooks import Capture
 from ..interventions import Intervention
 from ..points import HookPoint
+from ..taps import EverythingHeld
 from .spread import Forest, Group, Row
 
 ATTENTION = ("scores", "attn_scores", "pattern")
-BEFORE_QUERIES = (*SPREADS, "q")
-"""Kinds that are met while a layer still has all tokens of the row, not only those that are kept."""
 
 Place = tuple[str, int | None]
 
@@ -45,7 +43,7 @@ class BranchTaps:
         for number, branch in enumerate(forest.branches):
             for point, change in branch.changes:
                 self._changes[point.kind, point.layer].append((number, change))
-                if point.kind in ATTENTION and not isinstance(change, Knockout):
+                if point.kind in ATTENTION and not change.cuts_edges:
                     self._reading[point.layer].add(number)
             for capture in branch.captures if branch in ending else ():
                 point = capture.point
@@ -57,6 +55,7 @@ class BranchTaps:
         """What each branch read."""
         self._moved: dict[int, list[Tensor]] = defaultdict(list)
         self._row = self._kept = Row(forest, {})
+        self._is_last = False
         self._attention: dict[tuple[str, str], Tensor] = {}
 
     def _lineage(self, number: int) -> list[int]:
@@ -68,17 +67,16 @@ class BranchTaps:
 
     # -- a slot of the sweep
 
-    def begin(self, row: Row, kept: Row) -> None:
-        """A new slot, with these tokens."""
-        self._row, self._kept = row, kept
-
-    def enter(self, kind: str, layer: int | None, x: Tensor) -> Tensor:
-        """The stream [1, token, D] that enters a slot, read and changed."""
-        return self._visit(kind, layer, x, self._row) if (kind, layer) in self._touched else x
+    def begin(self, row: Row, kept: Row, *, is_last: bool) -> None:
+        """A new slot, with these tokens. is_last: nothing is needed of it but the stream that enters it."""
+        self._row, self._kept, self._is_last = row, kept, is_last
 
     def unmoved(self) -> list[int]:
-        """Branches whose interventions so far all gave what stood there before; told once per slot."""
-        if not self._moved:
+        """Branches whose interventions so far all gave what stood there before; told once per slot.
+
+        None where gradients are recorded: what an intervention could change counts there as well.
+        """
+        if not self._moved or torch.is_grad_enabled():
             return []
         numbers = list(self._moved)
         moved = torch.stack([torch.stack(self._moved[n]).any() for n in numbers]).tolist()
@@ -88,9 +86,13 @@ class BranchTaps:
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
         """The value to go on with at a hook point, [1, token, ...] or [1, head, token, ...]."""
-        if (kind, layer) not in self._touched or kind in ENTERS:  # what enters a slot is met there
-            return x
-        return self._visit(kind, layer, x, self._row if kind in BEFORE_QUERIES else self._kept)
+        if (kind, layer) in self._touched:
+            # Until a layer drops what nobody needs of it, it has all tokens of the row.
+            has_all = x.shape[-2] == len(self._row)
+            x = self._visit(kind, layer, x, self._row if has_all else self._kept)
+        if self._is_last and kind in ENTERS:
+            raise EverythingHeld
+        return x
 
     def captures(self, layer: int | None, *kinds: str) -> bool:
         """Whether a branch reads one of these points."""
@@ -128,7 +130,10 @@ class BranchTaps:
 
     def _visit(self, kind: str, layer: int | None, x: Tensor, row: Row) -> Tensor:
         self._read(kind, layer, "before", x, row)
-        for number, change in self._changes.get((kind, layer), ()):
+        changes = self._changes.get((kind, layer), ())
+        if changes and torch.is_grad_enabled():
+            x = x.clone()
+        for number, change in changes:
             if number not in row.slices:
                 continue
             tokens, branch = row.slices[number], self._forest.branches[number]
@@ -168,11 +173,12 @@ class GroupTaps:
             self._changes[kind] = chosen
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """The value to go on with, changed row by row in place."""
+        """The value to go on with, changed row by row (in place, where no gradient is recorded)."""
         self._read(kind, "before", x)
         if any(self._changes[kind].values()):
+            x = x.clone() if torch.is_grad_enabled() else x
             for place, (number, count, length) in enumerate(self._members()):
-                changes = [c for c in self._changes[kind].get(number, ()) if not isinstance(c, Knockout)]
+                changes = [c for c in self._changes[kind].get(number, ()) if not c.cuts_edges]
                 for change in changes:
                     part = x[place : place + 1, :, :count, :length]
                     seen = allowed if allowed is None or allowed.ndim == 2 else allowed[place]
@@ -192,7 +198,7 @@ class GroupTaps:
     def changes_attention(self, layer: int) -> bool:
         """Whether scores or patterns are changed by more than cutting edges."""
         return any(
-            not isinstance(change, Knockout)
+            not change.cuts_edges
             for chosen in self._changes.values()
             for changes in chosen.values()
             for change in changes
@@ -206,7 +212,7 @@ class GroupTaps:
                 change.cut(heads, length, length, device)
                 for kind in ("scores", "attn_scores")
                 for change in self._changes[kind].get(number, ())
-                if isinstance(change, Knockout)
+                if change.cuts_edges
             ]
             if not masks:
                 continue

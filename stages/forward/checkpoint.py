@@ -1,0 +1,91 @@
+"""Which tensors of a checkpoint a transformer is made of, by the names its families share.
+
+Border: names and shapes; a family that names its tensors otherwise gets a function of its own here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from .architecture import Stored, Tensors
+
+if TYPE_CHECKING:
+    from .config import TransformerConfig
+
+__all__ = ["transformer_tensors"]
+
+EMBED, FINAL_NORM, LM_HEAD = "model.embed_tokens", "model.norm", "lm_head"
+LAYER = "model.layers.{}."
+
+
+def transformer_tensors(config: TransformerConfig) -> Tensors:
+    """The map of a decoder: `Linear`s and norms by the field of LayerWeights they become, biases spelled
+    ``field.bias``."""
+    c = config
+    table = (c.vocab_size, c.hidden_size)
+    outside = {
+        "embed": Stored(f"{EMBED}.weight", table),
+        "final_norm": Stored(f"{FINAL_NORM}.weight", (c.hidden_size,)),
+    }
+    if c.norm_type == "layer":
+        outside["final_norm.bias"] = Stored(f"{FINAL_NORM}.bias", (c.hidden_size,))
+    head = Stored(f"{LM_HEAD}.weight", table)
+    outside["head"] = outside["embed"] if c.tie_word_embeddings else head
+    copies = {head.name: "embed"} if c.tie_word_embeddings else {}
+    return Tensors(outside, (_layer(c),) * c.num_layers, LAYER, copies)
+
+
+def _layer(config: TransformerConfig) -> dict[str, Stored]:
+    found: dict[str, Stored] = {}
+    for field, name, rows, into, has_bias in _linears(config):
+        size = sum(count for _, count in rows)
+        parts = rows if len(rows) > 1 else ()
+        found[field] = Stored(f"{name}.weight", (size, into), parts)
+        if has_bias:
+            found[f"{field}.bias"] = Stored(f"{name}.bias", (size,), parts)
+    for field, name, size in _norms(config):
+        found[field] = Stored(f"{name}.weight", (size,))
+        if config.norm_type == "layer":
+            found[f"{field}.bias"] = Stored(f"{name}.bias", (size,))
+    return found
+
+
+_Rows = tuple[tuple[str, int], ...]
+
+
+def _linears(config: TransformerConfig) -> Iterator[tuple[str, str, _Rows, int, bool]]:
+    """(field, name, its rows, columns, whether it has a bias) of each matrix."""
+    c = config
+    hidden, inner = c.hidden_size, c.intermediate_size
+    heads, kv = c.num_attention_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    yield "o", "self_attn.o_proj", (("o", hidden),), heads, c.o_proj_bias
+    if c.qkv_layout == "fused":
+        yield "qkv", "self_attn.qkv_proj", (("q", heads), ("k", kv), ("v", kv)), hidden, c.qkv_bias
+    else:
+        for field, size in (("q", heads), ("k", kv), ("v", kv)):
+            yield field, f"self_attn.{field}_proj", ((field, size),), hidden, c.qkv_bias
+    if c.mlp_layout == "plain":
+        yield "up", "mlp.c_fc", (("up", inner),), hidden, c.mlp_bias
+        yield "down", "mlp.c_proj", (("down", hidden),), inner, c.mlp_bias
+        return
+    yield "down", "mlp.down_proj", (("down", hidden),), inner, c.mlp_bias
+    if c.mlp_layout == "gated_fused":
+        yield "gate_up", "mlp.gate_up_proj", (("gate", inner), ("up", inner)), hidden, c.mlp_bias
+    else:
+        yield "gate", "mlp.gate_proj", (("gate", inner),), hidden, c.mlp_bias
+        yield "up", "mlp.up_proj", (("up", inner),), hidden, c.mlp_bias
+
+
+def _norms(config: TransformerConfig) -> Iterator[tuple[str, str, int]]:
+    hidden = config.hidden_size
+    yield "ln1", "input_layernorm", hidden
+    if config.use_post_norms:
+        yield "ln1_post", "post_attention_layernorm", hidden
+        yield "ln2", "pre_feedforward_layernorm", hidden
+        yield "ln2_post", "post_feedforward_layernorm", hidden
+    else:
+        yield "ln2", "post_attention_layernorm", hidden
+    if config.use_qk_norm:
+        yield "q_norm", "self_attn.q_norm", config.head_dim
+        yield "k_norm", "self_attn.k_norm", config.head_dim

@@ -1,0 +1,144 @@
+"""Reading on: a pass over the newest positions of a sequence, with the keys and values of the others kept
+from when those were read.
+
+Border: token ids, taps and tensors; which token comes next is decided elsewhere.
+
+Interventions are applied to each position once, when it is new; its keys and values stay what they were
+then. Keys are kept as rope has turned them; where a longer sequence turns them otherwise, nothing kept is
+true of it, and whoever reads on clears the cache first.
+
+Of the S positions of a sequence so far the last ones are new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..architecture import Attention
+from ..config import RopeConfig
+from ..layers import Carried, Network, through_layers
+from ..taps import PassTaps
+from ..transformer.attention import attend, causal
+from ..transformer.rope import rope_tables
+from ..wants import LAST_LOGITS
+
+__all__ = ["Cache", "NewestPositions", "read_on"]
+
+_SMALLEST = 64
+"""Positions room is made for at first; it doubles when it is full."""
+
+
+def read_on(network: Network, rows: Sequence[Sequence[int]], cache: Cache, taps: PassTaps) -> Tensor:
+    """Logits [B, V] at the last position of sequences of one length, which begin with what the cache holds;
+    afterwards it holds all of them."""
+    start, length = cache.length, len(rows[0])
+    ids = torch.tensor([row[start:] for row in rows], dtype=torch.long, device=network.embedding.device)
+    x = through_layers(network, ids, NewestPositions(cache, length, taps, ids.device), taps)
+    cache.length = length
+    return network.unembed(network.finish(x, taps, LAST_LOGITS), LAST_LOGITS)[:, 0]
+
+
+class Cache:
+    """Keys, as rotated, and values of the positions read so far, of each layer [B, Hk, S, dh]."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        """Positions read in every layer."""
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rotations: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, room for positions to come included."""
+        return sum(part.nbytes for held in self._held.values() for part in held)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer with new ones [B, Hk, new, dh] behind them; views, valid until the next
+        call. They count once every layer has its own and `length` says so."""
+        end = self.length + k.shape[2]
+        held = self._held.get(layer)
+        if torch.is_grad_enabled():
+            # A backward pass may read earlier keys again: nothing is written beside them.
+            self._held[layer] = held = (self._joined(k, held and held[0]), self._joined(v, held and held[1]))
+            return held
+        if held is None or held[0].shape[2] < end:
+            held = self._grown(k, held and held[0], end), self._grown(v, held and held[1], end)
+            self._held[layer] = held
+        for room, new in zip(held, (k, v), strict=True):
+            room[:, :, self.length : end] = new
+        keys, values = (room[:, :, :end] for room in held)
+        return keys, values
+
+    def rotation(self, rope: RopeConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Rope tables of at least `length` positions; of more, where longer ones hold for shorter ones."""
+        if rope.depends_on_length:
+            return rope_tables(rope, length, device)
+        found = self._rotations.get(rope)
+        if found is None or len(found[0]) < length:
+            found = self._rotations[rope] = rope_tables(rope, max(_SMALLEST, 2 * length), device)
+        return found
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Only these prompts of the batch."""
+        chosen = list(rows)
+        self._held = {layer: (k[chosen], v[chosen]) for layer, (k, v) in self._held.items()}
+
+    def clear(self) -> None:
+        """Forget everything read."""
+        self.length = 0
+        self._held = {}
+
+    def _joined(self, new: Tensor, held: Tensor | None) -> Tensor:
+        return new if held is None else torch.cat([held[:, :, : self.length], new], dim=2)
+
+    def _grown(self, like: Tensor, held: Tensor | None, end: int) -> Tensor:
+        size = _SMALLEST
+        while size < end:
+            size *= 2
+        room = like.new_empty(*like.shape[:2], size, like.shape[3])
+        if held is not None:
+            room[:, :, : self.length] = held[:, :, : self.length]
+        return room
+
+
+class NewestPositions:
+    """The history of a sequence that is read on (`History`): its newest tokens see themselves and what is
+    kept."""
+
+    def __init__(self, cache: Cache, length: int, taps: PassTaps, device: torch.device) -> None:
+        """length: of the sequence with its new positions."""
+        self._cache, self._length, self._taps, self._device = cache, length, taps, device
+        self._rotations: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
+
+    def enter(self, layer: int, carried: Carried) -> Carried:
+        """As it is: the same tokens in every layer."""
+        return carried
+
+    def kept(self, x: Tensor) -> Tensor:
+        """All of them."""
+        return x
+
+    def rotation(self, rope: RopeConfig) -> tuple[Tensor, Tensor]:
+        """See `History`."""
+        if rope not in self._rotations:
+            new = slice(self._cache.length, self._length)
+            cos, sin = self._cache.rotation(rope, self._length, self._device)
+            self._rotations[rope] = cos[new], sin[new]
+        return self._rotations[rope]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> Tensor:
+        """See `History`; keys and values are kept on the way."""
+        keys, values = self._cache.append(layer, k, v)
+        new, total = q.shape[2], keys.shape[2]
+        window = None if how.window is None or how.window >= total else how.window
+        by_hand = how.soft_cap is not None or self._taps.touches(layer, "scores", "attn_scores", "pattern")
+        if new == 1 and not by_hand:
+            # One query sees all that its window holds: no mask.
+            seen = slice(None) if window is None else slice(-window, None)
+            return attend(q, keys[:, :, seen], values[:, :, seen], None, how, layer, self._taps)
+        plain = new == total and window is None and not by_hand
+        allowed = None if plain else causal(total, window, q.device, newest=new)
+        return attend(q, keys, values, allowed, how, layer, self._taps)

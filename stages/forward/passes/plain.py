@@ -1,0 +1,68 @@
+"""A plain pass: every position of a batch of prompts of one length.
+
+Border: token ids, taps and tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..architecture import Attention
+from ..config import RopeConfig
+from ..layers import Carried, Network, through_layers
+from ..taps import AttentionTaps, EverythingHeld, PassTaps
+from ..transformer.attention import attend, causal
+from ..transformer.rope import rope_tables
+from ..wants import Logits
+
+__all__ = ["WholePrompts", "forward"]
+
+
+def forward(network: Network, ids: Tensor, taps: PassTaps, want: Logits | None) -> Tensor | None:
+    """ids: int [B, S]. Returns the logits wanted, [B, positions, tokens], or None if none are.
+
+    Taps made with ``stop_early`` end the pass at the last wanted hook point.
+    """
+    try:
+        x = through_layers(network, ids, WholePrompts(ids.shape[1], taps, ids.device), taps)
+        x = network.finish(x, taps, want)
+        return None if want is None else network.unembed(x, want)
+    except EverythingHeld:
+        return None
+
+
+class WholePrompts:
+    """The history of a plain pass (`History`): each token sees those before it in its prompt."""
+
+    def __init__(self, length: int, taps: AttentionTaps, device: torch.device) -> None:
+        self._length, self._taps, self._device = length, taps, device
+        self._rotations: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
+        self._masks: dict[int, Tensor] = {}
+        """Bool [query, key], True where attention may look, by window."""
+
+    def enter(self, layer: int, carried: Carried) -> Carried:
+        """As it is: the same tokens in every layer."""
+        return carried
+
+    def kept(self, x: Tensor) -> Tensor:
+        """All of them."""
+        return x
+
+    def rotation(self, rope: RopeConfig) -> tuple[Tensor, Tensor]:
+        """See `History`."""
+        if rope not in self._rotations:
+            self._rotations[rope] = rope_tables(rope, self._length, self._device)
+        return self._rotations[rope]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> Tensor:
+        """See `History`."""
+        return attend(q, k, v, self._mask(how.window), how, layer, self._taps)
+
+    def _mask(self, window: int | None) -> Tensor | None:
+        """None where attention is plainly causal, which kernels know by themselves."""
+        if window is None or window >= self._length:
+            return None
+        if window not in self._masks:
+            self._masks[window] = causal(self._length, window, self._device)
+        return self._masks[window]
