@@ -10,6 +10,7 @@ from .execute import Context, run
 from .nodes import Estimate, Node, Part, Port, Status
 from .plan import Plan, Step, plan
 from .progress import Progress
+from .resource import Resource
 from .sources import ConstantNode, SourceNode
 from .stage import Output, Stage, stage
 from .stage_node import StageNode
@@ -32,4 +33,5 @@ __all__ = [
     "Estimate",
     "Context",
     "Progress",
+    "Resource",
 ]

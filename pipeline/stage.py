@@ -5,6 +5,9 @@ and units of its outputs, and along which axes it may be cut into cells. The dec
 function, and is tested as one; `.on(…)` puts it into a workflow's graph. It opens no file, holds no model
 and reads no clock; randomness comes as a parameter and is therefore in its key.
 
+A function that takes several kinds of input has *forms*: names with the inputs of each, as an input may be
+left out, or have other dims. What a stage reads beside arrays is a *resource* (resource.py).
+
 Border: labels, dims and plain parameters; what is stored, and when something runs, is decided in
 `stage_node.py` and `execute.py`.
 """
@@ -16,7 +19,7 @@ import hashlib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..store.digest import canonical_json
@@ -50,10 +53,11 @@ class Stage:
     """A declared stage; call it as the function it is, or put it into a graph with `on`.
 
     version: moves when numbers move; None for a stage declared without one, whose code is its version (see
-    `key_version`). inputs: dims of each array, None for an input taken as a whole dataset. params: name ->
-    default, `inspect.Parameter.empty` for none. memory: the most a cell needs, as a multiple of the bytes it
-    reads. source: digest of the function's text, recorded with results; when it changes and the version does
-    not, `mizarr explain` says so.
+    `key_version`). inputs: dims of each array, None for an input taken as a whole dataset; of the form
+    `name`, where there are several. params: name -> default, `inspect.Parameter.empty` for none. memory: the
+    most a cell needs, as a multiple of the bytes it reads. source: digest of the function's text, recorded
+    with results; when it changes and the version does not, `mizarr explain` says so. forms: name -> inputs.
+    resources: names of those the function takes.
     """
 
     name: str
@@ -66,6 +70,8 @@ class Stage:
     params: Mapping[str, Any] = field(default_factory=dict)
     memory: float = 2.0
     source: str = ""
+    forms: Mapping[str, Mapping[str, Dims | None]] = field(default_factory=dict)
+    resources: tuple[str, ...] = ()
 
     @property
     def key_version(self) -> int | str:
@@ -87,22 +93,27 @@ class Stage:
         return self.function(*args, **kwargs)
 
     def on(self, **given: Any) -> StageNode:
-        """This stage in a workflow's graph: inputs are nodes (or arrays), parameters plain values.
+        """This stage in a workflow's graph: inputs are nodes (or arrays), parameters plain values, resources
+        what they are. Of several forms the one that takes the inputs given; `form` names one where more do.
 
         Raises StageError for an input or parameter that is missing, unknown (with the nearest name), or
         without identity, and for a stage without a version whose code has none.
         """
+        from .resource import Resource
         from .sources import as_port
         from .stage_node import StageNode
 
-        known = [*self.inputs, *self.params]
+        fitting = self._form_of(given)
+        if fitting != self.name:
+            return self.form(fitting).on(**given)
+        known = [*self.inputs, *self.params, *self.resources]
         for name in given:
             if name not in known:
                 near = nearest(name, known)
                 hint = f"; did you mean {near!r}?" if near else ""
                 raise StageError(f"stage {self.name!r} takes {', '.join(known)}, found {name!r}{hint}")
         params = {name: given.get(name, default) for name, default in self.params.items()}
-        missing = [name for name in self.inputs if name not in given]
+        missing = [name for name in (*self.inputs, *self.resources) if name not in given]
         missing += [name for name, value in params.items() if value is _REQUIRED]
         if missing:
             raise StageError(f"stage {self.name!r} also needs {', '.join(missing)}; give it by name")
@@ -111,7 +122,29 @@ class Stage:
             canonical_json(params)
         except (TypeError, ValueError) as error:
             raise StageError(f"stage {self.name!r}: parameters enter the key: {error}") from error
-        return StageNode(self, {name: as_port(given[name], name) for name in self.inputs}, params)
+        held = {name: given[name] for name in self.resources}
+        for name, resource in held.items():
+            if not isinstance(resource, Resource):
+                raise StageError(
+                    f"stage {self.name!r}: expected a resource as {name}, found {resource!r:.60}; give what "
+                    "has identity(), confirm() and open()"
+                )
+        return StageNode(self, {name: as_port(given[name], name) for name in self.inputs}, params, held)
+
+    def form(self, name: str) -> Stage:
+        """The form of this name; StageError names those there are."""
+        if name not in self.forms:
+            raise StageError(f"stage {self.name!r} has the forms {', '.join(self.forms)}, found {name!r}")
+        if name == self.name:
+            return self
+        return _named_as_function(replace(self, name=name, inputs=self.forms[name]))
+
+    def _form_of(self, given: Mapping[str, Any]) -> str:
+        """The form that takes just the inputs given: this one if it does, or if none or several others do."""
+        every = {name for inputs in self.forms.values() for name in inputs}
+        asked = every & set(given)
+        fitting = [name for name, inputs in self.forms.items() if set(inputs) == asked]
+        return fitting[0] if len(fitting) == 1 and set(self.inputs) != asked else self.name
 
     def compute(self, inputs: Mapping[str, Any], params: Mapping[str, Any]) -> xr.Dataset:
         """Run the function on labelled inputs and check what it gives against the declaration.
@@ -189,52 +222,68 @@ class Stage:
         module, name = self.function.__module__, self.function.__qualname__
         if module == "__main__" or "<locals>" in name:
             return _made, (self.__dict__,)
-        return _find, (module, name)
+        return _find, (module, name, self.name)
 
 
 def stage(
     *,
     version: int | None = None,
-    inputs: Mapping[str, Dims | None],
+    inputs: Mapping[str, Dims | None] | None = None,
+    forms: Mapping[str, Mapping[str, Dims | None]] | None = None,
     outputs: Mapping[str, Output | Dims],
     cells: str | tuple[str, ...] | None = None,
     combine: Callable[[Sequence[xr.Dataset]], xr.Dataset] | None = None,
     name: str | None = None,
     memory: float = 2.0,
+    resources: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Stage]:
     """Declare a function on labelled arrays as a stage; the parameters of the stage are its other parameters.
 
-    inputs: dims of each, in order, None for a whole dataset.  outputs: `Output` (or just the dims) of each.
-    version: moves when numbers move. Without one the key holds the code of the function, and everything that
-    code reads, at each moment of use (DESIGN.md, "Functions without a version").
-    cells: axes along which the work is cut, each cell cached by itself: "layer", "segment" or both.
-    combine: makes one dataset of the cells' (needed for segments; layers are stacked without it).
-    memory: the most a cell needs, as a multiple of the bytes it reads: 2 for the inputs and as much again for
-    work, less for a function that reads block by block.
+    inputs: dims of each, in order, None for a whole dataset.  forms: instead, where there are several sets of
+    inputs: name of the form, which is that of the stage in keys, -> its inputs; an input that a form leaves
+    out is an optional parameter of the function.  outputs: `Output` (or just the dims) of each. version:
+    moves when numbers move. Without one the key holds the code of the function, and everything that code
+    reads, at each moment of use (DESIGN.md, "Functions without a version"). cells: axes along which the work
+    is cut, each cell cached by itself: "layer", "segment" or both. combine: makes one dataset of the cells'
+    (needed for segments; layers are stacked without it). memory: the most a cell needs, as a multiple of the
+    bytes it reads: 2 for the inputs and as much again for work, less for a function that reads block by
+    block. resources: parameters that are resources; the function gets each opened.
     """
     axes = (cells,) if isinstance(cells, str) else tuple(cells or ())
+    if (inputs is None) == (forms is None):
+        raise StageError("expected inputs=… or forms=… of a stage, found both or neither")
 
     def declare(function: Callable[..., Any]) -> Stage:
-        label = name or function.__name__
+        taken = dict(forms) if forms else {name or function.__name__: dict(inputs or {})}
+        label = next(iter(taken))
         found = inspect.signature(function).parameters
-        _check(label, inputs, found, axes, combine)
+        for each in taken.values():
+            _check(label, each, found, axes, combine)
+        every = {name for each in taken.values() for name in each} | set(resources)
         made = Stage(
             label,
             version,
             function,
-            dict(inputs),
+            dict(taken[label]),
             {key: Output(tuple(o)) if not isinstance(o, Output) else o for key, o in outputs.items()},
             axes,
             combine,
-            {key: parameter.default for key, parameter in found.items() if key not in inputs},
+            {key: parameter.default for key, parameter in found.items() if key not in every},
             memory,
             _source(function),
+            taken,
+            resources,
         )
-        for attribute in ("__doc__", "__name__", "__qualname__", "__module__"):
-            object.__setattr__(made, attribute, getattr(function, attribute))
-        return made
+        return _named_as_function(made)
 
     return declare
+
+
+def _named_as_function(made: Stage) -> Stage:
+    """A stage with the name and docstring of its function."""
+    for attribute in ("__doc__", "__name__", "__qualname__", "__module__"):
+        object.__setattr__(made, attribute, getattr(made.function, attribute))
+    return made
 
 
 def _check(
@@ -292,11 +341,12 @@ def _wrong_dims(what: str, array: Any, dims: Dims) -> ShapeError:
     return ShapeError(f"{what}: expected dims [{', '.join(dims)}], found [{found}]; rename, select or expand")
 
 
-def _find(module: str, name: str) -> Any:
+def _find(module: str, name: str, form: str) -> Stage:
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
-    return found
+    stage: Stage = found
+    return stage.form(form)
 
 
 def _made(fields: Mapping[str, Any]) -> Stage:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,7 @@ from .nodes import (
     status_of,
 )
 from .reasons import missing_cells, notes, why_not
+from .resource import Resource
 from .sources import ConstantNode
 from .stage import AXES, Stage, plain_params
 
@@ -54,13 +57,22 @@ class Cell:
 class StageNode(ResultNode):
     """A stage with its inputs and parameters, in a graph."""
 
-    def __init__(self, stage: Stage, ports: Mapping[str, Port], params: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        ports: Mapping[str, Port],
+        params: Mapping[str, Any],
+        resources: Mapping[str, Resource] | None = None,
+    ) -> None:
         self.stage = stage
         self.ports = dict(ports)
-        self.params = dict(params)
+        self.params = deepcopy(dict(params))  # computed with what is keyed, whatever becomes of a list
+        self.resources = dict(resources or {})
         self.name = stage.name
         self.inputs = tuple(dict.fromkeys(port.node for port in ports.values()))
         self._key_params = plain_params(params)
+        for resource in self.resources.values():
+            self._key_params |= plain_params(resource.identity())
 
     def __repr__(self) -> str:
         return f"StageNode({self.name}, {self.params})"
@@ -138,7 +150,10 @@ class StageNode(ResultNode):
     # -- planning
 
     def status(self, store: Store) -> Status:
-        """Cached, or why it will run and how much of it stands already."""
+        """Cached, or why it will run and how much of it stands already. Raises SourceChanged when a resource
+        is
+        no longer the one this node was made with."""
+        self._confirm_resources()
         with one_look():
             if waiting := self._waiting(store):
                 cells = max(1, len(self.selections(store)))
@@ -228,7 +243,10 @@ class StageNode(ResultNode):
         self._require_unchanged(cell.key)
         parts = self._parts(store, cell.selection)
         arrays = {name: self._given(name, part.load()) for name, part in parts.items()}
-        self._put(store, cell.key, self.stage.compute(arrays, self.params), parts, started)
+        with ExitStack() as stack:
+            opened = {name: stack.enter_context(each.open()) for name, each in self.resources.items()}
+            given = self.stage.compute(arrays, self.params | opened)
+            self._put(store, cell.key, given, parts, started)
 
     def _given(self, name: str, dataset: xr.Dataset) -> Any:
         """An input as the function takes it: the whole dataset, or the one array."""
@@ -255,12 +273,17 @@ class StageNode(ResultNode):
 
     def _require_unchanged(self, key: ResultKey) -> None:
         """SourceChanged unless the code is still, and here, what the key was made of."""
+        self._confirm_resources()
         if (now := self.stage.key_version) != key.version:
             raise SourceChanged(
                 f"stage {self.name!r}: expected the code it was planned with ({key.version}), found {now}: "
                 "something its function reads changed meanwhile, is changed by the function itself, or is "
                 "another one on this worker; nothing was stored, make it constant and run again"
             )
+
+    def _confirm_resources(self) -> None:
+        for resource in self.resources.values():
+            resource.confirm()
 
 
 LOADED = 64 << 20

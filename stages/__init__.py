@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["STAGES", "find"]
 
-# Stage -> the module that declares it.
+# Form of a stage -> the module that declares it, and the stage's name there where that is another.
 STAGES = {
     "moments": ".pca",
     "principal_components": ".pca",
@@ -45,13 +45,13 @@ STAGES = {
     "contrasted_tokens": ".attribution",
     "component_attribution": ".attribution",
     "head_attribution": ".attribution_units",
-    "head_attribution_post_norm": ".attribution_units",
+    "head_attribution_post_norm": ".attribution_units head_attribution",
     "neuron_attribution": ".attribution_units",
-    "neuron_attribution_post_norm": ".attribution_units",
+    "neuron_attribution_post_norm": ".attribution_units neuron_attribution",
     "encode_features": ".features.encode",
-    "encode_head_features": ".features.encode",
-    "encode_neuron_features": ".features.encode",
-    "encode_embedding_features": ".features.encode",
+    "encode_head_features": ".features.encode encode_features",
+    "encode_neuron_features": ".features.encode encode_features",
+    "encode_embedding_features": ".features.encode encode_features",
     "feature_statistics": ".features.statistics",
     "top_examples": ".features.examples",
     "pruned_graph": ".graph.pruning",
@@ -60,12 +60,13 @@ STAGES = {
 
 
 def find(name: str) -> Stage:
-    """The stage `name`; StageError for an unknown one, with the nearest name."""
+    """The stage, or the form of one, of this name; StageError for an unknown one, with the nearest name."""
     from ..store.errors import StageError, nearest
 
     if name not in STAGES:
         near = nearest(name, STAGES)
         hint = f"did you mean {near!r}?" if near else f"there are {', '.join(STAGES)}"
         raise StageError(f"no stage {name!r}; {hint}")
-    stage: Stage = getattr(importlib.import_module(STAGES[name], __name__), name)
-    return stage
+    module, _, declared = STAGES[name].partition(" ")
+    stage: Stage = getattr(importlib.import_module(module, __name__), declared or name)
+    return stage.form(name)

@@ -9,8 +9,8 @@ carried back through the output projection once, and what meets it is as wide as
 (W_out[n] . d) times their activation.
 
 Families that normalise what attention and MLPs add (Gemma 2) carry the direction back through that norm too:
-times its weight, over its captured divisor, one per layer and token. They have a stage of their own, as they
-read one array more.
+times its weight, over its captured divisor, one per layer and token: a form of each stage that reads one
+array more.
 
 Axes: layer, token, head, d_head, mlp, rank (0 = largest magnitude), hidden.  Unit: logits, before a soft cap.
 """
@@ -33,12 +33,7 @@ from .token_blocks import ahead, read_rows, token_ranges
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = [
-    "head_attribution",
-    "head_attribution_post_norm",
-    "neuron_attribution",
-    "neuron_attribution_post_norm",
-]
+__all__ = ["head_attribution", "neuron_attribution"]
 
 Array = npt.NDArray[Any]
 
@@ -66,7 +61,7 @@ _NEURON_OUTPUTS = {
 
 @stage(
     version=1,
-    inputs=_HEADS,
+    forms={"head_attribution": _HEADS, "head_attribution_post_norm": _HEADS | _POST},
     outputs=_HEAD_OUTPUTS,
     cells="segment",
     combine=join_tokens,
@@ -79,99 +74,16 @@ def head_attribution(
     against: xr.DataArray,
     readout: xr.Dataset,
     weights: xr.Dataset,
+    post_scale: xr.DataArray | None = None,
 ) -> xr.Dataset:
     """Share of every head in the logit of each token's target.
 
     z: [layer, token, head, d_head], lazy or not.  scale, targets, against, readout: as in
-    `component_attribution`.  weights: the "attention" dataset.  Over heads, plus attn_bias_share, the shares
-    sum to attn_share.  Returns float32, NaN where there is no target.
-    Raises ShapeError for a family that normalises attention outputs: `head_attribution_post_norm` takes the
-    divisor of that norm.
+    `component_attribution`.  weights: the "attention" dataset.  post_scale: of families that normalise what
+    attention adds, the divisor of that norm, `ln1_post_scale` [layer, token].  Over heads, plus
+    attn_bias_share, the shares sum to attn_share.  Returns float32, NaN where there is no target.
+    Raises ShapeError where the weights have that norm and its divisor is not given.
     """
-    return _head_shares(z, scale, targets, against, readout, weights, None)
-
-
-@stage(
-    version=1,
-    inputs=_HEADS | _POST,
-    outputs=_HEAD_OUTPUTS,
-    cells="segment",
-    combine=join_tokens,
-    memory=0.5,
-)
-def head_attribution_post_norm(
-    z: xr.DataArray,
-    scale: xr.DataArray,
-    targets: xr.DataArray,
-    against: xr.DataArray,
-    readout: xr.Dataset,
-    weights: xr.Dataset,
-    post_scale: xr.DataArray,
-) -> xr.Dataset:
-    """`head_attribution` through the norm after attention; post_scale: `ln1_post_scale` [layer, token]."""
-    return _head_shares(z, scale, targets, against, readout, weights, post_scale)
-
-
-@stage(
-    version=1,
-    inputs=_NEURONS,
-    outputs=_NEURON_OUTPUTS,
-    cells="segment",
-    combine=join_tokens,
-    memory=0.5,
-)
-def neuron_attribution(
-    post_act: xr.DataArray,
-    scale: xr.DataArray,
-    targets: xr.DataArray,
-    against: xr.DataArray,
-    readout: xr.Dataset,
-    weights: xr.Dataset,
-    *,
-    top_k: int = 10,
-) -> xr.Dataset:
-    """The neurons of every layer with the largest shares in the logit of each token's target.
-
-    post_act: `mlp_post_act` [layer, token, mlp], lazy or not.  weights: the "mlp" dataset.  top_k: neurons
-    kept per layer and token, by magnitude; their sum over *all* neurons is kept too, and with mlp_bias_share
-    is mlp_share.  Returns float32 (neuron_id int32, -1 where there is no target), NaN where there is no
-    target.
-    """
-    return _neuron_shares(post_act, scale, targets, against, readout, weights, None, top_k)
-
-
-@stage(
-    version=1,
-    inputs=_NEURONS | _POST,
-    outputs=_NEURON_OUTPUTS,
-    cells="segment",
-    combine=join_tokens,
-    memory=0.5,
-)
-def neuron_attribution_post_norm(
-    post_act: xr.DataArray,
-    scale: xr.DataArray,
-    targets: xr.DataArray,
-    against: xr.DataArray,
-    readout: xr.Dataset,
-    weights: xr.Dataset,
-    post_scale: xr.DataArray,
-    *,
-    top_k: int = 10,
-) -> xr.Dataset:
-    """`neuron_attribution` through the norm after the MLP; post_scale: `ln2_post_scale` [layer, token]."""
-    return _neuron_shares(post_act, scale, targets, against, readout, weights, post_scale, top_k)
-
-
-def _head_shares(
-    z: xr.DataArray,
-    scale: xr.DataArray,
-    targets: xr.DataArray,
-    against: xr.DataArray,
-    readout: xr.Dataset,
-    weights: xr.Dataset,
-    post_scale: xr.DataArray | None,
-) -> xr.Dataset:
     import xarray as xr
 
     n_layers, n_tokens, n_heads = (z.sizes[dim] for dim in ("layer", "token", "head"))
@@ -187,16 +99,32 @@ def _head_shares(
     return xr.Dataset(data, coords=_kept(z))
 
 
-def _neuron_shares(
+@stage(
+    version=1,
+    forms={"neuron_attribution": _NEURONS, "neuron_attribution_post_norm": _NEURONS | _POST},
+    outputs=_NEURON_OUTPUTS,
+    cells="segment",
+    combine=join_tokens,
+    memory=0.5,
+)
+def neuron_attribution(
     post_act: xr.DataArray,
     scale: xr.DataArray,
     targets: xr.DataArray,
     against: xr.DataArray,
     readout: xr.Dataset,
     weights: xr.Dataset,
-    post_scale: xr.DataArray | None,
-    top_k: int,
+    post_scale: xr.DataArray | None = None,
+    *,
+    top_k: int = 10,
 ) -> xr.Dataset:
+    """The neurons of every layer with the largest shares in the logit of each token's target.
+
+    post_act: `mlp_post_act` [layer, token, mlp], lazy or not.  weights: the "mlp" dataset.  post_scale: as in
+    `head_attribution`, of the norm after the MLP.  top_k: neurons kept per layer and token, by magnitude;
+    their sum over *all* neurons is kept too, and with mlp_bias_share is mlp_share.  Returns float32
+    (neuron_id int32, -1 where there is no target), NaN where there is no target.
+    """
     import xarray as xr
 
     n_layers, n_tokens, width = (post_act.sizes[dim] for dim in ("layer", "token", "mlp"))

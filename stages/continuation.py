@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ..store.errors import PromptError
+from ..store.errors import ConfigError, PromptError
 from .forward.experiment import Cell, Experiment
 from .forward.generation import Settings
 from .forward.hooks import HookSpec
@@ -52,11 +52,19 @@ class Continuation(Experiment):
 
     name: ClassVar[str] = "continuation"
     version: ClassVar[int] = 1
+    reads_text: ClassVar[bool] = True
 
     prompts: tuple[tuple[int, ...], ...]
     settings: Settings
     hooks: HookSpec | None = None
     on_token: Listener | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.settings.eos is None:
+            raise ConfigError(
+                "continuation: expected the ids that end a sequence, found eos=None, which stands for what a "
+                "model's files name and would be in no key; give eos=(), or end_ids of the model's files"
+            )
 
     def params(self) -> dict[str, Any]:
         """Which prompts is said by the cells; a seed nobody draws with, and who listens, decide nothing.

@@ -181,6 +181,7 @@ class PatchTable(Experiment):
 
     name: ClassVar[str] = "patch_table"
     version: ClassVar[int] = 1
+    reads_text: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.index:

@@ -84,6 +84,7 @@ class Grid(Experiment):
     window: int = 1
     at: int = -1
 
+    reads_text: ClassVar[bool] = True
     has_corrupted: ClassVar[bool] = True
     """Whether there is a run that differs from the clean one before anything is patched."""
     selects: ClassVar[tuple[str, ...]] = ("kinds", "layers")

@@ -192,14 +192,14 @@ class PackedAccessor:
         return squared(as_layer(packed).isel(pair=self._pairs(i, size)), size)
 
     def numpy(self, variable: str, layer: int | None, segment: int) -> npt.NDArray[Any]:
-        """One shard as it lies on disk: a read-only memory map [tokens of the segment, …], nothing is copied.
+        """One shard in its stored dtype, [tokens of the segment, …]: a read-only memory map where it is one
+        chunk of at most 1 MiB, copied otherwise, as checksums lie between the chunks.
 
         bfloat16 comes as ml_dtypes.bfloat16. For torch: `torch.from_numpy(a)`, or for bfloat16
-        `torch.from_numpy(a.view("u2")).view(torch.bfloat16)`; both share the mapped pages (torch warns that
-        they must not be written).
+        `torch.from_numpy(a.view("u2")).view(torch.bfloat16)`, which share the memory (torch warns of arrays
+        that must not be written). Raises CorruptEntry where a chunk is not what its checksum says.
         """
-        shard: npt.NDArray[Any] = entry_of(self._ds).shard(variable, layer, segment)
-        return shard
+        return np.asarray(entry_of(self._ds).shard(variable, layer, segment))
 
     @property
     def token_strings(self) -> npt.NDArray[np.object_] | None:

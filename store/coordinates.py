@@ -12,15 +12,16 @@ listed is complete.
     row_start row_size text pair_start [prompt_id]      CF contiguous ragged: row_size has
     sample_dimension="token"
 
-Integers lie as raw shards (`shards.py`), which opening maps into memory: a billion ids cost nothing until
-read. `prompt` and `position` are spelled out for other readers of entries below ten million tokens only.
+Integers lie as shards (`shards.py`) of one chunk, which opening checks against its checksum: they say what
+rows mean. Beyond some 64 MiB they stay mapped. `prompt` and `position` are spelled out for other readers of
+entries below ten million tokens only.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, overload
 
@@ -28,11 +29,11 @@ import numpy as np
 import numpy.typing as npt
 
 from .digest import Buffer, content_digest, file_digest
-from .errors import CorruptEntry, EntryNotFound
+from .errors import REPAIR, CorruptEntry, EntryNotFound
 from .files import Folder
 from .packed import PackedTokens
-from .provenance import as_json
-from .shards import ShardLayout, array_metadata, read_shard, shard_parts
+from .sealed import sealed, unsealed
+from .shards import ShardLayout, array_metadata, crc32c, read_shard, shard_parts
 
 SPELLED_OUT = 10_000_000
 """Tokens below which `prompt` and `position` are stored for readers without mizarr."""
@@ -40,6 +41,8 @@ BOOKKEEPING = ("coordinates", "seg", "manifest", "provenance")
 """Folders of an entry that hold no arrays. Each is an empty Zarr group, or Zarr would warn of strangers."""
 _EMPTY_GROUP = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
 _TEXTS = 1 << 14  # texts per chunk
+_HELD = 64 << 20  # bytes of a column up to which it is taken into memory when it is read
+_CRC32C = {"name": "crc32c"}
 ABOUT = {
     "token_id": {"long_name": "token id"},
     "prompt": {"long_name": "prompt the token belongs to"},
@@ -69,8 +72,9 @@ def write_coordinates(
     entries of one segment, whose pair axis has no gaps).
     """
     labels = _labels_digest(tokens)
-    folder.put_new(f"{path}/coordinates/labels.json", as_json({"labels": labels}))
-    ours = json.loads(folder.get(f"{path}/coordinates/labels.json") or b"{}").get("labels") == labels
+    name = f"{path}/coordinates/labels.json"
+    folder.put_new(name, sealed({"labels": labels}))
+    ours = unsealed(name, folder.get(name) or b"", ("labels",))["labels"] == labels
     files = _integer_files(tokens, layers, pairs=pairs, labelled=ours)
     if ours and tokens.texts is not None:
         files |= _text_files(tokens.texts)
@@ -78,7 +82,7 @@ def write_coordinates(
     told = {name: _measured(folder, f"{path}/{name}", parts, made) for name, parts in files.items()}
     record = f"coordinates/{labels[7:19] if ours else 'bare'}.json"
     groups = {f"{path}/{name}/zarr.json": [_EMPTY_GROUP] for name in BOOKKEEPING}
-    folder.put_all({**groups, f"{path}/{record}": [as_json({"files": told})]})
+    folder.put_all({**groups, f"{path}/{record}": [sealed({"files": told})]})
 
 
 def metadata_record(variable: str) -> str:
@@ -93,8 +97,19 @@ def record_metadata(folder: Folder, path: str, variables: Iterable[str]) -> None
         if folder.get(f"{path}/{metadata_record(variable)}") is None:
             file = f"{variable}/zarr.json"
             told = {"files": {file: _measure(folder, f"{path}/{file}")}}
-            records[f"{path}/{metadata_record(variable)}"] = [as_json(told)]
+            records[f"{path}/{metadata_record(variable)}"] = [sealed(told)]
     folder.put_all(records)
+
+
+def check_metadata(folder: Folder, path: str, variable: str, text: bytes) -> None:
+    """Raise CorruptEntry unless this is the `zarr.json` of a variable as it was recorded.
+
+    Says nothing where it was not, by a writer that was killed in between.
+    """
+    name = f"{path}/{metadata_record(variable)}"
+    if (record := folder.get(name)) is not None:
+        told = unsealed(name, record, ("files",))["files"]
+        _expect(f"{path}/{variable}/zarr.json", text, told.get(f"{variable}/zarr.json"))
 
 
 def read_tokens(folder: Folder, path: str) -> PackedTokens:
@@ -102,28 +117,33 @@ def read_tokens(folder: Folder, path: str) -> PackedTokens:
 
     EntryNotFound when there are none, CorruptEntry when they do not fit together.
     """
-    ids, sizes = _read_integers(folder, path, "token_id"), _read_integers(folder, path, "row_size")
+    told = _recorded(folder, path)
+    columns = {
+        name: _read_integers(folder, path, name, told)
+        for name in ("token_id", "row_size", "char_start", "char_end")
+    }
+    ids, sizes = columns["token_id"], columns["row_size"]
     if ids is None or sizes is None:
         raise EntryNotFound(f"{folder.path(path)} holds no stored run; `mizarr ls` shows what is there")
-    start, end = _read_integers(folder, path, "char_start"), _read_integers(folder, path, "char_end")
-    texts = StoredTexts(folder, path, len(sizes)) if folder.get(f"{path}/text/zarr.json") else None
+    text = _read_metadata(folder, path, "text", told)
+    texts = None if text is None else StoredTexts(folder, path, len(sizes), checked=_CRC32C in text["codecs"])
     try:
-        return PackedTokens(ids, sizes, texts, start, end)
+        return PackedTokens(ids, sizes, texts, columns["char_start"], columns["char_end"])
     except ValueError as error:
         raise CorruptEntry(
-            f"the token coordinates of {folder.path(path)} do not fit together: {error}"
+            f"{folder.path(path)}: expected token coordinates that fit together, found that {error}; {REPAIR}"
         ) from error
 
 
 class StoredTexts(Sequence[str]):
     """The texts of an entry's prompts, read a chunk at a time when they are asked for."""
 
-    def __init__(self, folder: Folder, path: str, count: int) -> None:
-        self._folder, self._path, self._count = folder, path, count
+    def __init__(self, folder: Folder, path: str, count: int, *, checked: bool) -> None:
+        self._folder, self._path, self._count, self._checked = folder, path, count, checked
         self._chunk = lru_cache(maxsize=4)(self._read_chunk)
 
-    def __reduce__(self) -> tuple[type[StoredTexts], tuple[Folder, str, int]]:
-        return StoredTexts, (self._folder, self._path, self._count)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _stored_texts, (self._folder, self._path, self._count, self._checked)
 
     def __len__(self) -> int:
         return self._count
@@ -141,10 +161,19 @@ class StoredTexts(Sequence[str]):
     def _read_chunk(self, n: int) -> list[str]:
         from numcodecs.vlen import VLenUTF8
 
+        name = f"{self._folder.path(self._path)}/text/c/{n}"
         raw = self._folder.get(f"{self._path}/text/c/{n}")
         if raw is None:
-            raise CorruptEntry(f"{self._folder.path(self._path)}/text/c/{n} is missing; run `mizarr verify`")
+            raise CorruptEntry(f"{name}: expected texts of prompts, found no file; {REPAIR}")
+        if self._checked:
+            raw, told = raw[:-4], raw[-4:]
+            if told != crc32c(raw).to_bytes(4, "little"):
+                raise CorruptEntry(f"{name}: expected texts with crc32c {told.hex()}, found others; {REPAIR}")
         return [str(text) for text in VLenUTF8().decode(raw)]
+
+
+def _stored_texts(folder: Folder, path: str, count: int, checked: bool) -> StoredTexts:
+    return StoredTexts(folder, path, count, checked=checked)
 
 
 def _integers(
@@ -185,7 +214,7 @@ def _integer_files(
     """Files of the integer coordinates, relative to the entry; an array's `zarr.json` after its values."""
     files = {}
     for name, values in _integers(tokens, layers, pairs=pairs, labelled=labelled):
-        layout = ShardLayout.of(values.dtype.name, (), len(values), layered=False)
+        layout = ShardLayout.whole(values.dtype.name, len(values))
         shard = layout.path(name, None, 0)
         files[shard] = shard_parts(shard, np.ascontiguousarray(values), layout)
         metadata = array_metadata(layout, (len(values),), (_dimension(name),), ABOUT[name])
@@ -202,7 +231,8 @@ def _text_files(texts: Sequence[str]) -> dict[str, list[Buffer]]:
         block = np.full(_TEXTS if len(texts) > _TEXTS else len(texts), "", object)
         part = texts[n * _TEXTS : (n + 1) * _TEXTS]
         block[: len(part)] = part
-        files[f"text/c/{n}"] = [bytes(VLenUTF8().encode(block))]
+        raw = bytes(VLenUTF8().encode(block))
+        files[f"text/c/{n}"] = [raw, crc32c(raw).to_bytes(4, "little")]
     metadata = {
         "zarr_format": 3,
         "node_type": "array",
@@ -211,7 +241,7 @@ def _text_files(texts: Sequence[str]) -> dict[str, list[Buffer]]:
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [min(_TEXTS, len(texts))]}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": "",
-        "codecs": [{"name": "vlen-utf8", "configuration": {}}],
+        "codecs": [{"name": "vlen-utf8", "configuration": {}}, _CRC32C],
         "attributes": ABOUT["text"],
         "dimension_names": ["prompt_id"],
         "storage_transformers": [],
@@ -230,14 +260,50 @@ def _measure(folder: Folder, name: str) -> list[int | str]:
     return [folder.path(name).stat().st_size, file_digest(folder.path(name))]
 
 
-def _read_integers(folder: Folder, path: str, name: str) -> npt.NDArray[Any] | None:
-    text = folder.get(f"{path}/{name}/zarr.json")
-    if text is None:
+def _recorded(folder: Folder, path: str) -> dict[str, list[int | str]]:
+    """File -> [size, digest] of the coordinates, as their writers recorded them last of all."""
+    told: dict[str, list[int | str]] = {}
+    for name in sorted(folder.children(f"{path}/coordinates")):
+        if name.endswith(".json") and not name.endswith("zarr.json") and name != "labels.json":
+            record = f"{path}/coordinates/{name}"
+            told |= unsealed(record, folder.get(record) or b"", ("files",))["files"]
+    return told
+
+
+def _read_metadata(
+    folder: Folder, path: str, name: str, told: Mapping[str, list[int | str]]
+) -> dict[str, Any] | None:
+    """The `zarr.json` of a coordinate; None when there is none, nor ever was."""
+    file = f"{name}/zarr.json"
+    text = folder.get(f"{path}/{file}")
+    if text is None and file not in told:
         return None
-    metadata = json.loads(text)
-    rows = int(metadata["shape"][0])
-    layout = ShardLayout.of(metadata["data_type"], (), rows, layered=False)
-    return read_shard(folder.path(f"{path}/{layout.path(name, None, 0)}"), layout, rows)
+    _expect(f"{path}/{file}", text or b"", told.get(file))
+    found: dict[str, Any] = json.loads(text or b"")
+    return found
+
+
+def _expect(name: str, text: bytes, told: list[int | str] | None) -> None:
+    """Raise CorruptEntry unless a file is as it was recorded."""
+    if told is not None and (found := content_digest(text)) != told[1]:
+        raise CorruptEntry(f"{name}: expected {told[1]}, found {found}; {REPAIR}")
+
+
+def _read_integers(
+    folder: Folder, path: str, name: str, told: Mapping[str, list[int | str]]
+) -> npt.NDArray[Any] | None:
+    metadata = _read_metadata(folder, path, name, told)
+    if metadata is None:
+        return None
+    rows, layout = int(metadata["shape"][0]), ShardLayout.from_metadata(metadata)
+    if layout is None:
+        raise CorruptEntry(
+            f"{folder.path(path)}/{name}: expected numbers as they were captured, found them stored again in "
+            f"another form; {REPAIR}"
+        )
+    held = np.asarray(read_shard(folder.path(f"{path}/{layout.path(name, None, 0)}"), layout, rows))
+    # A copy is what was checked, whatever becomes of the file.
+    return held.copy() if held.nbytes <= _HELD else held
 
 
 def _labels_digest(tokens: PackedTokens) -> str:

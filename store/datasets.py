@@ -15,7 +15,6 @@ own dimension `layer_<variable>`: an absent layer is never filled with NaN.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -31,13 +30,13 @@ from xarray.core import indexing
 
 from .accessor import register_vocabulary
 from .coordinates import ABOUT, pair_starts, read_tokens
-from .entries import Entry
+from .entries import Entry, group_attributes
 from .errors import EntryNotFound, nearest
-from .files import Folder
+from .files import Folder, Stamp, stamp
 from .identity import DIGEST, SOURCE
 from .selection import ranges
-from .shards import DTYPES
-from .store import vocabulary_path
+from .shards import DTYPES, ShardRows
+from .vocabularies import read_vocabulary
 
 if TYPE_CHECKING:
     from .packed import PackedTokens
@@ -68,7 +67,7 @@ def open_entry(
     names = sorted(held) if variables is None else list(dict.fromkeys(variables))
     asked = layers if isinstance(layers, Mapping) else dict.fromkeys(names, layers)
     picked = {name: _layers(entry, name, asked.get(name), held) for name in names}
-    about = json.loads(entry.folder.get(f"{entry.path}/zarr.json") or b"{}").get("attributes", {})
+    about = group_attributes(entry.folder, entry.path)
     coords, data = _token_coordinates(entry.tokens), {}
     whose, source = {DIGEST: entry.run.model}, str(entry.folder.path(entry.path))
     shared = _largest({found for found in picked.values() if found is not None}, picked)
@@ -97,12 +96,30 @@ def open_entry(
     return dataset
 
 
-@lru_cache(maxsize=16)
 def entry_at(source: Path) -> Entry:
     """The entry in a folder, for reading; kept open, so that pieces of one dataset share its shards."""
+    # Another stamp: the run was removed and made anew since, perhaps in other segments or with other labels.
+    stamps = tuple(_stamp(source / name) for name in ("zarr.json", "coordinates"))
+    return _entry_at(source, stamps)
+
+
+@lru_cache(maxsize=16)
+def _entry_at(source: Path, stamps: tuple[Stamp | None, ...]) -> Entry:
     folder = Folder(source.parents[2], read_only=True)
     path = str(source.relative_to(source.parents[2]))
     return Entry.load(folder, path, read_tokens(folder, path))
+
+
+def forget_entries() -> None:
+    """Close the entries that `entry_at` keeps open."""
+    _entry_at.cache_clear()
+
+
+def _stamp(path: Path) -> Stamp | None:
+    try:
+        return stamp(path.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 class ShardedArray(BackendArray):
@@ -176,8 +193,9 @@ class ShardedArray(BackendArray):
             n = int(np.searchsorted(self.bounds, done, side="right")) - 1
             upto = min(stop, int(self.bounds[n + 1]))
             first = int(self.bounds[n])
-            block = self._shard(layer, n)[done - first : upto - first]
-            out[done - start : upto - start] = _orthogonal(block, (slice(None), *rest))
+            for at, block in self._shard(layer, n).blocks(done - first, upto - first):
+                to = done - start + at
+                out[to : to + len(block)] = _orthogonal(block, (slice(None), *rest))
             done = upto
 
     def _gather(
@@ -191,7 +209,7 @@ class ShardedArray(BackendArray):
             block = self._shard(layer, int(n))[rows[where] - self.bounds[n]]
             out[where] = _orthogonal(block, (slice(None), *rest))
 
-    def _shard(self, layer: int | None, n: int) -> npt.NDArray[Any]:
+    def _shard(self, layer: int | None, n: int) -> ShardRows:
         return self.entry.shard(self.variable, layer, n)
 
 
@@ -312,8 +330,7 @@ class _Vocabulary:
 
     def __call__(self) -> list[str] | None:
         if self._strings is None:
-            text = self._folder.get(vocabulary_path(self._tokenizer))
-            self._strings = None if text is None else json.loads(text)
+            self._strings = read_vocabulary(self._folder, self._tokenizer)
         return self._strings
 
 

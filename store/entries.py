@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -29,20 +29,25 @@ import numpy.typing as npt
 
 from . import records
 from .claims import TTL, Claim
-from .committed import Cell, Committed, cell_name
+from .committed import RECORD, Cell, Committed, cell_name
+from .coordinates import BOOKKEEPING, check_metadata
 from .digest import canonical_json, content_digest, digest
-from .errors import EntryNotFound, ShapeError, StoreFormatError, nearest
-from .files import Folder
+from .errors import REPAIR, CorruptEntry, EntryNotFound, ShapeError, StoreFormatError, nearest
+from .files import Folder, Watched
 from .keys import ActivationKey, RunKey
 from .mapped import MappedShards
 from .packed import PackedTokens
 from .records import Record
-from .shards import Array, ShardLayout, Written, array_metadata, write_shards
+from .sealed import sealed
+from .shards import Array, ShardLayout, ShardRows, Written, array_metadata, write_shards
 
 if TYPE_CHECKING:
     import xarray as xr
 
 PACKED_AXES = ("token", "pair")
+CELL_MANIFEST = ("variable", "layer", "content", "files")
+"""Fields of the manifest of one array."""
+_ABOUT = {"run", "dtype", "segment_tokens", "n_tokens", "n_prompts"}
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,11 @@ class Entry:
         self.digest = entry_digest(run, dtype)
         self.path = entry_path(self.digest)
         self._claim_ttl = claim_ttl
-        self._known: dict[str, tuple[ArraySpec, ShardLayout | None]] = {}
+        self._group_file = Watched(folder, f"{self.path}/zarr.json")
+        self._group_seen: bytes | None = None
+        self._array_files: dict[str, Watched] = {}
+        self._planned: dict[str, tuple[ArraySpec, ShardLayout | None]] = {}
+        self._known: dict[str, tuple[bytes, ArraySpec, ShardLayout | None]] = {}
         self._committed = Committed(folder, f"{self.path}/seg", len(self.segments))
         self._mapped = MappedShards()
 
@@ -135,7 +144,7 @@ class Entry:
         What it holds can be laid out and computed while another thread makes the entry; commit only then.
         """
         entry = cls(folder, run, _dtype_of(arrays), tokens, segment_tokens, claim_ttl)
-        entry._known = {spec.variable: (spec, entry._plan(spec)) for spec in arrays}
+        entry._planned = {spec.variable: (spec, entry._plan(spec)) for spec in arrays}
         return entry
 
     @classmethod
@@ -197,15 +206,19 @@ class Entry:
 
     def rows(self, variable: str, n: int) -> int:
         """Rows a segment holds of a variable: its tokens, or their pairs."""
-        if self.spec(variable).packed == "pair":
+        return self._rows(self.spec(variable), n)
+
+    def _rows(self, spec: ArraySpec, n: int) -> int:
+        if spec.packed == "pair":
             return int(self.pair_bounds[n + 1] - self.pair_bounds[n])
         return len(self.segments[n])
 
     @property
     def specs(self) -> dict[str, ArraySpec]:
         """Every variable that has been declared, by name."""
-        found = {name: self._read_array(name) for name in sorted(self.folder.children(self.path))}
-        return {name: array[0] for name, array in found.items() if array is not None}
+        names = sorted(name for name in self.folder.children(self.path) if name not in BOOKKEEPING)
+        found = {name: self._read_array(name) for name in names}
+        return {name: array[1] for name, array in found.items() if array is not None}
 
     def spec(self, variable: str) -> ArraySpec:
         """How a variable is stored; EntryNotFound names the nearest otherwise."""
@@ -248,6 +261,7 @@ class Entry:
         for the disk. Raises ShapeError before anything is written if an array does not fit; StoreFull,
         ReadOnlyStore.
         """
+        self._planned = {}  # from here on what was made counts
         for (variable, layer), rows in arrays.items():
             self._check_rows(variable, layer, n, rows)
 
@@ -263,9 +277,9 @@ class Entry:
         )
         files = {name: written[f"{self.path}/{name}"] for name in shards}
         cells = sorted(cell_name(cell) for cell in arrays)
-        record = {"segment": n, "cells": cells, "files": files}
+        record = dict(zip(RECORD, (n, cells, files), strict=True))
         name = f"{self.path}/seg/{n}.{digest('cells', cells)[:12]}.json"
-        self.folder.put_new(name, canonical_json(record).encode())
+        self.folder.put_new(name, sealed(record))
 
     def claim(self, n: int) -> Claim:
         """A claim on a segment: `with entry.claim(n) as mine:`, or `acquire` … `release` from any thread."""
@@ -331,17 +345,19 @@ class Entry:
             raise EntryNotFound(self._absent(variable, layer, n, "committed"))
         return found[1]
 
-    def shard(self, variable: str, layer: int | None, n: int) -> Array:
+    def shard(self, variable: str, layer: int | None, n: int) -> ShardRows:
         """Rows of one segment, read-only, in the stored dtype, memory-mapped: [rows, *tail].
 
-        Raises EntryNotFound, CorruptEntry (a file cut short, an index that is not intact).
+        Raises EntryNotFound; CorruptEntry for a file cut short, or an index that is not intact, and, when
+        rows are taken, for a chunk that is not what its checksum says.
         """
-        layout = self._array(variable)[1]
+        spec, layout = self._array(variable)
+        rows = self._rows(spec, n)
         if layout is None:
-            return self._read_through_zarr(variable, layer, n)
+            return self._read_through_zarr(variable, layer, n, rows)
         path = self.folder.path(f"{self.path}/{layout.path(variable, layer, n)}")
         try:
-            return self._mapped.rows(path, layout, self.rows(variable, n))
+            return self._mapped.rows(path, layout, rows, self._place(variable, layer, n))
         except FileNotFoundError:
             raise EntryNotFound(self._absent(variable, layer, n, "stored")) from None
 
@@ -367,6 +383,7 @@ class Entry:
             "n_tokens": self.tokens.n_tokens,
             "n_prompts": self.tokens.n_prompts,
         }
+        about["check"] = _check_of({**attributes, "mizarr": about})
         group = {"zarr_format": 3, "node_type": "group", "attributes": {**attributes, "mizarr": about}}
         return json.dumps(group, indent=1).encode()
 
@@ -375,7 +392,19 @@ class Entry:
         pairs = spec.packed == "pair"
         most = int(np.diff(self.pair_bounds).max()) if pairs else self.segment_tokens
         exact = len(self.segments) > 1 and not pairs
-        return ShardLayout.of(spec.dtype, spec.tail, most, spec.layers is not None, exact=exact)
+        layout = ShardLayout.of(spec.dtype, spec.tail, most, spec.layers is not None, exact=exact)
+        return layout if self._fits_what_stands(spec, layout) else replace(layout, checked=False)
+
+    def _fits_what_stands(self, spec: ArraySpec, layout: ShardLayout) -> bool:
+        """Whether committed shards of a variable, whose `zarr.json` was set aside, have these sizes, too.
+
+        If not they were written before chunks had checksums.
+        """
+        for n, held in enumerate(self._committed.segments()):
+            for (variable, _), (size, _) in held.items():
+                if variable == spec.variable:
+                    return size == layout.file_bytes(self._rows(spec, n))
+        return True
 
     def _add(self, arrays: Sequence[ArraySpec], layouts: Sequence[ShardLayout]) -> None:
         """Declare variables, where they are not declared yet."""
@@ -411,28 +440,59 @@ class Entry:
         return array_metadata(layout, (*front, packed, *spec.tail), spec.dims, attributes)
 
     def _array(self, variable: str) -> tuple[ArraySpec, ShardLayout | None]:
-        """Spec and layout of a variable; both are fixed once it is declared."""
-        if variable not in self._known:
+        """Spec and layout of a variable, as its `zarr.json` has them now, or as it is planned."""
+        if variable in self._planned:
+            return self._planned[variable]
+        self._expect_same_run()
+        if variable not in self._array_files:
+            self._array_files[variable] = Watched(self.folder, f"{self.path}/{variable}/zarr.json")
+        text, known = self._array_files[variable].get(), self._known.get(variable)
+        if known is None or known[0] is not text:
             found = self._read_array(variable)
-            if found is None:
+            if text is None or found is None:
                 held = self.specs
                 near = nearest(variable, held)
                 raise EntryNotFound(
                     f"run {self.digest[:12]} has no variable {variable!r}; it has {', '.join(held) or 'none'}"
                     f"{f', nearest is {near!r}' if near else ''}. Capture it first"
                 )
-            self._known[variable] = found
-        return self._known[variable]
+            known = self._known[variable] = (text, *found[1:])
+        return known[1:]
 
-    def _read_array(self, variable: str) -> tuple[ArraySpec, ShardLayout | None] | None:
+    def _expect_same_run(self) -> None:
+        """Raise EntryNotFound if the run's folder was removed, and made again with other segments, since."""
+        text = self._group_file.get()
+        if text is self._group_seen:
+            return
+        # The folder's name digests everything else that decides what rows mean.
+        if text is None or (length := _checked_about(self.folder, self.path, text)["segment_tokens"]) != (
+            self.segment_tokens
+        ):
+            found = "no run" if text is None else f"one in segments of {length} tokens"
+            raise EntryNotFound(
+                f"{self.folder.path(self.path)}: expected run {self.digest[:12]} in segments of "
+                f"{self.segment_tokens} tokens, as it was opened, found {found}; open it again"
+            )
+        self._group_seen = text
+
+    def _read_array(self, variable: str) -> tuple[bytes, ArraySpec, ShardLayout | None] | None:
         text = self.folder.get(f"{self.path}/{variable}/zarr.json")
-        metadata = {} if text is None else json.loads(text)
-        fields = metadata.get("attributes", {}).get("mizarr", {})
+        if text is None:
+            return None
+        check_metadata(self.folder, self.path, variable, text)
+        try:
+            metadata = json.loads(text)
+            fields = metadata.get("attributes", {}).get("mizarr", {})
+        except (ValueError, AttributeError) as error:
+            raise CorruptEntry(
+                f"{self.folder.path(self.path)}/{variable}/zarr.json: expected the description of an array, "
+                f"found {error}; {REPAIR}"
+            ) from error
         if "hook" not in fields:
             return None
-        return ArraySpec.from_attributes(fields), ShardLayout.from_metadata(metadata)
+        return text, ArraySpec.from_attributes(fields), ShardLayout.from_metadata(metadata)
 
-    def _read_through_zarr(self, variable: str, layer: int | None, n: int) -> Array:
+    def _read_through_zarr(self, variable: str, layer: int | None, n: int, rows: int) -> ShardRows:
         import zarr
 
         from . import bfloat16  # noqa: F401 - teaches zarr the dtype
@@ -440,9 +500,15 @@ class Entry:
         array: Any = zarr.open_array(self.folder.path(f"{self.path}/{variable}"), mode="r")
         shard = array.shards or array.chunks
         start = n * shard[0 if layer is None else 1]
-        rows = slice(start, start + self.rows(variable, n))
-        held: Array = np.asarray(array[rows] if layer is None else array[layer, rows])
-        return held
+        at = slice(start, start + rows)
+        try:
+            held: Array = np.asarray(array[at] if layer is None else array[layer, at])
+        except (ValueError, RuntimeError) as error:
+            raise CorruptEntry(
+                f"{self.folder.path(self.path)}/{variable} ({self._place(variable, layer, n)}): expected "
+                f"chunks as they were written, found some that cannot be read ({error}); {REPAIR}"
+            ) from error
+        return ShardRows(held[None], rows)
 
     def _check_rows(self, variable: str, layer: int | None, n: int, rows: Array) -> None:
         """Raise ShapeError unless these are the rows of that segment, as declared."""
@@ -466,9 +532,11 @@ class Entry:
                 f"{list(expected)} in C order, found {rows.dtype} of shape {list(rows.shape)}{order}"
             )
 
+    def _place(self, variable: str, layer: int | None, n: int) -> str:
+        return f"segment {n} of {cell_name((variable, layer))} in run {self.digest[:12]}"
+
     def _absent(self, variable: str, layer: int | None, n: int, what: str) -> str:
-        cell = cell_name((variable, layer))
-        return f"segment {n} of {cell} in run {self.digest[:12]} is not {what}; capture it first"
+        return f"{self._place(variable, layer, n)} is not {what}; capture it first"
 
     def _completed(self, cell: Cell, held: Sequence[Mapping[Cell, Written]]) -> tuple[Record, bytes]:
         """The record and the manifest of a cell whose segments are all committed."""
@@ -479,11 +547,11 @@ class Entry:
         content = content_digest(
             canonical_json(["shards", spec.dtype, list(spec.tail), list(files.values())]).encode()
         )
-        manifest = {"variable": variable, "layer": layer, "content": content, "files": files}
+        manifest = dict(zip(CELL_MANIFEST, (variable, layer, content, files), strict=True))
         label = cell_name(cell).replace(".", "/")
         key = self.key(variable, layer).digest
         record = Record(key, records.ACTIVATION, self.path, content, records.now(), label)
-        return record, canonical_json(manifest).encode()
+        return record, sealed(manifest)
 
 
 def _dtype_of(arrays: Sequence[ArraySpec]) -> str:
@@ -505,8 +573,41 @@ def _length(folder: Folder, path: str) -> int | None:
 
 def _about(folder: Folder, path: str) -> dict[str, Any]:
     """What an entry's group says of it; EntryNotFound if there is none."""
+    return dict(group_attributes(folder, path)["mizarr"])
+
+
+def group_attributes(folder: Folder, path: str) -> dict[str, Any]:
+    """The attributes of an entry's group; EntryNotFound if there is none, CorruptEntry if they are others."""
     text = folder.get(f"{path}/zarr.json")
-    about = None if text is None else json.loads(text).get("attributes", {}).get("mizarr")
-    if about is None:
+    if text is None:
         raise EntryNotFound(f"{folder.path(path)} holds no stored run; see `mizarr ls`")
-    return dict(about)
+    return _checked(folder, path, text)
+
+
+def _checked_about(folder: Folder, path: str, text: bytes) -> dict[str, Any]:
+    return dict(_checked(folder, path, text)["mizarr"])
+
+
+def _checked(folder: Folder, path: str, text: bytes) -> dict[str, Any]:
+    """Attributes in the `zarr.json` of a group; those written before there were checks have none."""
+    try:
+        attributes: dict[str, Any] = json.loads(text)["attributes"]
+        about = attributes["mizarr"]
+        told = about.get("check")
+        run = RunKey(*(about["run"][name] for name in ("model", "prompt", "hooks")))
+        sound = set(about) == _ABOUT if told is None else told == _check_of(attributes)
+        sound = sound and entry_path(entry_digest(run, about["dtype"])) == path
+    except (ValueError, KeyError, TypeError, AttributeError):
+        sound = False
+    if not sound:
+        raise CorruptEntry(
+            f"{folder.path(path)}/zarr.json: expected the description of run {path[-64:][:12]} as it was "
+            f"written, found another; {REPAIR}"
+        )
+    return attributes
+
+
+def _check_of(attributes: Mapping[str, Any]) -> str:
+    """`sha256:…` of a group's attributes, but for the check itself."""
+    about = {name: value for name, value in attributes["mizarr"].items() if name != "check"}
+    return content_digest(canonical_json({**attributes, "mizarr": about}).encode())

@@ -31,6 +31,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+REPAIR = (
+    "run `mizarr verify --quarantine`, which sets aside what is damaged; the next capture or compute makes "
+    "just that again"
+)
+"""What to do about bytes that are not what was committed."""
+
 
 class MizarrError(Exception):
     """Base of every error raised on purpose."""

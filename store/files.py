@@ -17,6 +17,7 @@ import errno
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,9 +34,12 @@ _WORTH_AN_EARLY_START = 1 << 20  # bytes; the sync of smaller files is all the d
 _AT_ONCE = 64  # parts per call; every system takes that many
 _OPEN = 128  # files open at once
 _UNNAMED = 1 << 28  # bytes of files that wait for their names together
+_SETTLED = 2.0  # seconds; the coarsest clock of a file system ticks that slowly
 
 Files = dict[str, list[int | str]]
 """Manifest part: path relative to the folder -> [size in bytes, "sha256:…"]."""
+Stamp = tuple[int, int, int, int, int]
+"""Device, inode, size, mtime and ctime in nanoseconds: as long as a file keeps its stamp, it is as it was."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,8 @@ class Folder:
     root: Path
     durability: str = "disk"
     read_only: bool = False
-    # Folders whose own names are known to last; only saves time.
-    _settled: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
+    # Folders whose own names are known to last, with their inodes; only saves time.
+    _settled: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def path(self, name: str) -> Path:
         """Where a name lies on disk."""
@@ -58,6 +62,13 @@ class Folder:
             # Not through Path: half of the time in which a harvest reads ten thousand records.
             with open(f"{self.root}/{name}", "rb", buffering=0) as file:  # noqa: PTH123
                 return file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None when there is none."""
+        try:
+            return os.stat(f"{self.root}/{name}").st_size  # noqa: PTH116 - of every file of a result
         except (FileNotFoundError, NotADirectoryError):
             return None
 
@@ -112,6 +123,14 @@ class Folder:
                 for handle in handles:
                     os.fsync(handle)
             return [name for name in names if _linked(waiting[name], self.path(name))]
+
+    def stamps(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
+        """Names of what lies directly in a folder, each with what the system says of it."""
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path(folder)) as found:
+            for item in found:
+                if not item.name.startswith("."):
+                    with suppress(FileNotFoundError):
+                        yield item.name, item.stat()
 
     def children(self, folder: str) -> Iterator[str]:
         """Names of what lies directly in a folder, without the folder's; temporary ones left out."""
@@ -182,13 +201,16 @@ class Folder:
         """Make the names of these files last: sync the folders they lie in, and those new folders lie in."""
         if self.durability != "disk" or not names:
             return
-        changed, settled = {str(Path(name).parent) for name in names}, set()
+        changed, settled = {str(Path(name).parent) for name in names}, {}
         for name in names:
             for folder in map(str, Path(name).parents):
-                if folder in self._settled or folder == ".":
+                if folder == ".":
+                    break
+                inode = self.path(folder).stat().st_ino  # another one: removed and made again meanwhile
+                if self._settled.get(folder) == inode:
                     break
                 changed.add(str(Path(folder).parent))
-                settled.add(folder)
+                settled[folder] = inode
         # The first one's commit takes the others along.
         for folder in sorted(changed):
             self._sync_folder(self.root / folder)
@@ -211,6 +233,44 @@ class Folder:
         if self.durability == "disk":
             with suppress(OSError):  # some file systems cannot sync folders
                 _sync(path)
+
+
+class Watched:
+    """One small file of a folder, read again only when it may have changed."""
+
+    def __init__(self, folder: Folder, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._stamp: Stamp | None = None
+        self._text: bytes | None = None
+
+    def get(self) -> bytes | None:
+        """Its bytes as they are now, the same object as long as they are the same; None when it is gone."""
+        try:
+            stat = os.stat(f"{self._folder.root}/{self._name}")  # noqa: PTH116 - asked for at every read
+        except (FileNotFoundError, NotADirectoryError):
+            self._stamp = self._text = None
+            return None
+        if self._stamp is None or self._stamp != stamp(stat):
+            text = self._folder.get(self._name)
+            if text != self._text:
+                self._text = text
+            self._stamp = stamp(stat) if is_settled(stat) else None
+        return self._text
+
+
+def stamp(stat: os.stat_result) -> Stamp:
+    """What a file must keep to be taken for unchanged; see also `is_settled`."""
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def is_settled(stat: os.stat_result, now: float | None = None) -> bool:
+    """Whether the next change of the file would show in its stamp: the clock has ticked since the last one.
+
+    now: when `stat` was taken, seconds since the epoch, by default this moment. A file from the future, by a
+    clock that was set back, never is.
+    """
+    taken = time.time() if now is None else now
+    return taken - max(stat.st_mtime, stat.st_ctime) > _SETTLED
 
 
 def as_store_error(error: OSError, root: Path, name: str) -> OSError:

@@ -11,6 +11,7 @@ reader without write permission needs no side files). A read-only store opens it
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sqlite3
 import threading
@@ -21,11 +22,14 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from .digest import file_digest
+from .files import is_settled, stamp
 
 T = TypeVar("T")
 C = TypeVar("C", bound="_Cache")
 
 _USE_RESOLUTION = 60.0  # seconds; a use within this of the last one is not written again
+_BLOCKS, _BLOCK = 16, 4096  # of a file, and bytes of each
+_ATTEMPTS = 3  # to digest a file that is being written
 _VARIABLES = 500  # bound parameters per statement; old SQLite allows 999
 
 
@@ -178,10 +182,12 @@ class StoreIndex(_Cache):
 
 
 class FileDigests(_Cache):
-    """sha256 of files, computed once: remembered by (real path, device, inode, size, mtime, ctime).
+    """sha256 of files, computed once: remembered by real path, stamp (device, inode, size, mtime, ctime) and
+    a digest of sixteen blocks spread over the file.
 
-    A file written over in place within one tick of the clock, to the same size, would go unnoticed on file
-    systems without fine timestamps; so a file changed in the last two seconds is digested but not remembered.
+    A file changed within one tick of the clock before it was looked at, or dated in the future, is digested
+    but not remembered: its next change might not show. The blocks are for file systems on which the stamp can
+    be kept while the file is written over: without a ctime that every change moves, or through another clock.
     """
 
     schema = """
@@ -191,25 +197,26 @@ class FileDigests(_Cache):
     def digest(self, path: Path) -> str:
         """`sha256:…` of the file's bytes; OSError when it cannot be read."""
         real = path.resolve()
-        before = real.stat()
-        stat = _identity(before)
-        known = self._read(
-            lambda db: db.execute(
-                "SELECT digest FROM files WHERE path = ? AND stat = ?", (str(real), stat)
-            ).fetchone(),
-            None,
-        )
-        if known is not None:
-            return str(known[0])
-        found = file_digest(real)
-        settled = time.time() - max(before.st_mtime, before.st_ctime) > 2.0
-        if settled and _identity(real.stat()) == stat:
-            self._write(
-                lambda db: db.execute(
-                    "INSERT OR REPLACE INTO files VALUES (?, ?, ?)", (str(real), stat, found)
-                )
-            )
-        return found
+        for _ in range(_ATTEMPTS):
+            before, now = real.stat(), time.time()
+            state = f"{':'.join(map(str, stamp(before)))}:{_sample(real, before.st_size)}"
+            if (known := self._known(real, state)) is not None:
+                return known
+            found = file_digest(real)
+            if stamp(real.stat()) == stamp(before):
+                if is_settled(before, now):
+                    self._remember(real, state, found)
+                return found
+        raise OSError(f"{real} is being written while it is digested; wait until it is whole")
+
+    def _known(self, real: Path, state: str) -> str | None:
+        query = "SELECT digest FROM files WHERE path = ? AND stat = ?"
+        known = self._read(lambda db: db.execute(query, (str(real), state)).fetchone(), None)
+        return None if known is None else str(known[0])
+
+    def _remember(self, real: Path, state: str, found: str) -> None:
+        row = (str(real), state, found)
+        self._write(lambda db: db.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", row))
 
 
 class Verdicts(_Cache):
@@ -258,8 +265,14 @@ def _user_cache() -> Path:
     return folder
 
 
-def _identity(stat: os.stat_result) -> str:
-    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+def _sample(path: Path, size: int) -> str:
+    """Hex digest of blocks spread evenly over a file, its first and its last among them."""
+    state = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        for i in range(_BLOCKS):
+            file.seek(max(0, size - _BLOCK) * i // (_BLOCKS - 1))
+            state.update(file.read(_BLOCK))
+    return state.hexdigest()
 
 
 def _reopen(kind: type[C], path: Path | None, read_only: bool) -> C:

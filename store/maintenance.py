@@ -22,7 +22,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,16 +30,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .claims import TTL
+from .committed import RECORD
 from .coordinates import metadata_record
-from .digest import canonical_json, digest, file_digest
+from .digest import digest, file_digest
+from .entries import CELL_MANIFEST, group_attributes
 from .errors import CorruptEntry, EntryNotFound, ReadOnlyStore
 from .files import THREADS
 from .provenance import as_json, get_provenance
-from .records import ACTIVATION, RESULT, Record
+from .records import ACTIVATION, PIN, RESULT, Record
+from .results import MANIFEST
+from .sealed import sealed, unsealed
+from .vocabularies import CHECK, VOCABULARIES
 
 if TYPE_CHECKING:
     from .store import Store
 
+PINS = "pins"
 _LEASE = 300.0  # seconds after which a lease whose holder no longer touches it counts for nothing
 
 
@@ -91,7 +97,7 @@ def verify(store: Store, *, quick: bool, progress: Callable[[int, int], None] | 
     """Committed files that differ from their record, and records that are unreadable or lead nowhere."""
     found = _dangling(store)
     expected = []
-    for data in _folders(store):
+    for data in [*_folders(store), VOCABULARIES]:
         files, unreadable = committed_files(store, data)
         found += unreadable
         expected += [(data, name, int(size), str(told)) for name, (size, told) in files.items()]
@@ -108,7 +114,7 @@ def verify(store: Store, *, quick: bool, progress: Callable[[int, int], None] | 
 
 
 def _dangling(store: Store) -> list[Damage]:
-    """Key files that cannot be read, or whose manifest is gone."""
+    """Key files and pins that cannot be read, keys without their manifest, runs that are not described."""
     found = []
     for name in store.files.list("keys"):
         folder, _, file = name.rpartition("/")
@@ -121,7 +127,24 @@ def _dangling(store: Store) -> list[Damage]:
             manifest = _manifest(record)
             if not store.files.path(f"{record.data}/{manifest}").exists():
                 found.append(Damage(record.data, manifest, f"the manifest of {record.label}", "missing"))
+    for name in store.files.list(PINS):
+        if (text := store.files.get(name)) is not None:
+            found += _unreadable(PINS, name.removeprefix(f"{PINS}/"), "a pin", unsealed, name, text, PIN)
+    for data in _folders(store):
+        if store.files.get(f"{data}/zarr.json") is not None:
+            described = group_attributes, store.files, data
+            found += _unreadable(data, "zarr.json", "the description of a run", *described)
     return found
+
+
+def _unreadable(
+    data: str, file: str, what: str, read: Callable[..., object], *arguments: object
+) -> list[Damage]:
+    try:
+        read(*arguments)
+    except CorruptEntry:
+        return [Damage(data, file, what, "unreadable")]
+    return []
 
 
 def _manifest(record: Record) -> str:
@@ -148,17 +171,27 @@ def committed_files(store: Store, data: str) -> tuple[dict[str, list[Any]], list
     """File -> [size, digest] of all committed in a folder, published or not; and unreadable lists."""
     files: dict[str, list[Any]] = {}
     unreadable = []
-    names = [f"{data}/manifest.json"]
-    for part in ("coordinates", "manifest", "seg"):
-        names += sorted(name for name in store.files.list(f"{data}/{part}") if name.endswith(".json"))
-    for name in names:
-        if (text := store.files.get(name)) is None or name.endswith("/zarr.json"):
+    for name, known in _lists(store, data):
+        if (text := store.files.get(name)) is None:
             continue
         try:
-            files |= json.loads(text).get("files", {})
-        except (ValueError, AttributeError, TypeError):
+            files |= unsealed(name, text, known).get("files", {})
+        except (CorruptEntry, TypeError):
             unreadable.append(Damage(data, name.removeprefix(f"{data}/"), "a list of files", "unreadable"))
     return files, unreadable
+
+
+def _lists(store: Store, data: str) -> Iterator[tuple[str, Sequence[str]]]:
+    """Names of the records in a folder, and the fields each has."""
+    if data == VOCABULARIES:
+        yield from ((name, ("files",)) for name in store.files.list(data) if name.endswith(CHECK))
+        return
+    yield f"{data}/manifest.json", MANIFEST
+    fields = {"coordinates": ("files",), "manifest": CELL_MANIFEST, "seg": RECORD}
+    for part, known in fields.items():
+        for name in sorted(store.files.list(f"{data}/{part}")):
+            if name.endswith(".json") and not name.endswith("/zarr.json"):
+                yield name, ("labels",) if name.endswith("/labels.json") else known
 
 
 def quarantine(store: Store, damage: Damage) -> None:
@@ -168,19 +201,25 @@ def quarantine(store: Store, damage: Damage) -> None:
     aside = f"quarantine/{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
     published = [record for record in _readable(store) if record.data == damage.data]
     segments = _segment_records(store, damage)
-    variable = damage.file.removesuffix("/zarr.json")
+    variable = damage.file.removeprefix("coordinates/").removesuffix("zarr.json")[:-1]
+    described = f"{damage.data}/{metadata_record(variable)}"
     if segments:
         for name, segment in segments.items():
             _withdraw_cells(store, damage, name, segment, aside)
         _move(store, f"{damage.data}/{damage.file}", aside)
-    elif damage.file.startswith(("seg/", "manifest/")) or damage.data.startswith("keys/"):
+    elif damage.data == VOCABULARIES:
+        stem = damage.file.removesuffix(CHECK).removesuffix(".json")
+        _move(store, f"{VOCABULARIES}/{stem}.json", aside)
+        _move(store, f"{VOCABULARIES}/{stem}{CHECK}", aside)
+    elif damage.file.startswith(("seg/", "manifest/")) or damage.data.startswith(("keys/", PINS)):
         # Bookkeeping: without it the data is invisible until the next run commits it again, as it is.
         _withdraw(store, [record for record in published if _manifest(record) == damage.file])
         _move(store, f"{damage.data}/{damage.file}", aside)
-    elif store.files.get(f"{damage.data}/{metadata_record(variable)}") is not None:
+    elif variable and store.files.get(described) is not None:
+        # What describes an array, or the digest of that: neither can be trusted; both are written again.
         _withdraw(store, [record for record in published if record.label.partition("/")[0] == variable])
-        store.files.delete(f"{damage.data}/{metadata_record(variable)}")
-        _move(store, f"{damage.data}/{damage.file}", aside)
+        _move(store, described, aside)
+        _move(store, f"{damage.data}/{variable}/zarr.json", aside)
     else:
         # A result, or the labels of a run: nothing smaller than the folder can be computed again.
         _withdraw(store, published)
@@ -210,8 +249,8 @@ def _segment_records(store: Store, damage: Damage) -> dict[str, dict[str, Any]]:
     found = {}
     for name in store.files.list(f"{damage.data}/seg"):
         if name.endswith(".json") and not name.endswith("/zarr.json"):
-            with suppress(ValueError):  # an unreadable record is damage of its own
-                record = json.loads(store.files.get(name) or b"{}")
+            with suppress(CorruptEntry):  # an unreadable record is damage of its own
+                record = unsealed(name, store.files.get(name) or b"", RECORD)
                 if damage.file in record.get("files", {}):
                     found[name] = record
     return found
@@ -224,10 +263,10 @@ def _withdraw_cells(store: Store, damage: Damage, name: str, record: dict[str, A
     rest = [cell for cell in record["cells"] if cell not in bad]
     files = {file: told for file, told in record["files"].items() if file != damage.file}
     if rest:
-        kept = {"segment": record["segment"], "cells": rest, "files": files}
+        kept = dict(zip(RECORD, (record["segment"], rest, files), strict=True))
         folder = name.rsplit("/", 1)[0]
         new = f"{folder}/{record['segment']}.{digest('cells', rest)[:12]}.json"
-        store.files.put_new(new, canonical_json(kept).encode())
+        store.files.put_new(new, sealed(kept))
     labels = {cell.replace(".", "/") for cell in bad}
     _withdraw(store, [r for r in _readable(store) if r.data == damage.data and r.label in labels])
     _move(store, name, aside)
@@ -242,10 +281,31 @@ def _move(store: Store, name: str, aside: str) -> None:
 
 
 def _forget(store: Store, data: str) -> None:
-    from .datasets import entry_at
+    from .datasets import forget_entries
 
     store.index.forget(data)
-    entry_at.cache_clear()  # it may hold the damaged file mapped
+    forget_entries()  # one may hold the damaged file mapped
+
+
+def unchecked(store: Store, folders: Sequence[str] | None = None) -> list[str]:
+    """Stored arrays whose chunks carry no checksums, so that readers cannot check them, by name.
+
+    folders: of runs and results, by default all. A description that cannot be read is left to `verify`.
+    """
+    found = []
+    for data in _folders(store) if folders is None else folders:
+        for name in store.files.list(data):
+            if name.endswith("/zarr.json"):
+                with suppress(ValueError, LookupError, TypeError, AttributeError):
+                    codecs = json.loads(store.files.get(name) or b"{}").get("codecs", ())
+                    if codecs and not _carry_checksums(codecs):
+                        found.append(name.removesuffix("/zarr.json"))
+    return sorted(found)
+
+
+def _carry_checksums(codecs: Sequence[dict[str, Any]]) -> bool:
+    inner = [one for codec in codecs for one in codec.get("configuration", {}).get("codecs", [codec])]
+    return any(codec["name"] == "crc32c" for codec in inner)
 
 
 # -- usage and gc

@@ -11,14 +11,16 @@ only thing a reader starts from: data without a key file does not exist. Downstr
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from .errors import CorruptEntry
+from .sealed import sealed, unsealed
 
 ACTIVATION = "activation"
 RESULT = "result"
+PIN = ("key", "created")
+"""Fields of a pin."""
+_FIELDS = ("kind", "data", "content", "created", "label")
 
 
 @dataclass(frozen=True)
@@ -52,21 +54,13 @@ class Record:
 
     def to_bytes(self) -> bytes:
         """Content of the key file."""
-        fields = {name: getattr(self, name) for name in ("kind", "data", "content", "created", "label")}
-        return json.dumps(fields, sort_keys=True, indent=1).encode() + b"\n"
+        return sealed({name: getattr(self, name) for name in _FIELDS})
 
     @classmethod
     def from_bytes(cls, key: str, text: bytes) -> Record:
-        """The record in a key file; CorruptEntry if it is not one."""
-        try:
-            fields = json.loads(text)
-            return cls(
-                key, **{name: str(fields[name]) for name in ("kind", "data", "content", "created", "label")}
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorruptEntry(
-                f"{key_path(key)} is not a key file ({error}); delete it and what it names is computed again"
-            ) from error
+        """The record in a key file; CorruptEntry if it is not one, or not what was written."""
+        fields = unsealed(key_path(key), text, _FIELDS)
+        return cls(key, **{name: str(fields[name]) for name in _FIELDS})
 
 
 def key_path(key: str) -> str:

@@ -16,7 +16,8 @@ reads.
 Text is stored as Zarr's `string`: fixed-length unicode has no Zarr v3 specification and other readers refuse
 it.
 Values are stored as they are: no fill values, no scaling, no compression (float activations gain at most 9
-%).
+%), and every chunk with its crc32c, which any reader of Zarr checks. What describes the arrays is compared
+with the manifest when a result is opened.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ import numpy.typing as npt
 
 from . import records
 from .content import content_of, plain, storable_dtype
-from .errors import CorruptEntry, ShapeError
+from .digest import content_digest, digest
+from .errors import REPAIR, CorruptEntry, ShapeError
 from .files import Folder
-from .provenance import as_json, put_provenance
+from .provenance import put_provenance
 from .records import Record
+from .sealed import sealed, unsealed
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DATASET = "dataset"
+MANIFEST = ("content", "files")
+"""Fields of a result's manifest."""
 _TEXT = np.dtypes.StringDType()
 _WHOLE = 64 << 20  # bytes up to which an in-memory array is one chunk, and a result opens without dask
 _CHUNK = 16 << 20  # bytes of a chunk of larger in-memory arrays
@@ -65,8 +70,10 @@ def prepare(dataset: xr.Dataset) -> tuple[xr.Dataset, dict[str, dict[str, Any]]]
     dataset.attrs = plain(dataset.attrs)
     for variable in dataset.variables.values():
         variable.attrs = plain(variable.attrs)
+    from zarr.codecs import Crc32cCodec
+
     encoding = {
-        str(name): {"compressors": None, "_FillValue": None, "chunks": _chunks(variable)}
+        str(name): {"compressors": (Crc32cCodec(),), "_FillValue": None, "chunks": _chunks(variable)}
         for name, variable in dataset.variables.items()
     }
     return dataset, encoding
@@ -140,7 +147,7 @@ def _attempt(
         ready.to_zarr(folder, zarr_format=3, consolidated=False, encoding=encoding, align_chunks=True)
     content = content_of(read_folder(folder, chunks=None))
     manifest = {"content": content, "files": files.settle(data)}
-    files.put_new(f"{data}/manifest.json", as_json(manifest))
+    files.put_new(f"{data}/manifest.json", sealed(manifest))
     label = f"{key.stage}/{key.version}"
     note = {"key": key.digest, "request": key.request(), "content": content, "label": label}
     put_provenance(files, data, {**provenance, **note})
@@ -183,14 +190,62 @@ def read_folder(folder: str | Path, chunks: dict[Any, Any] | None) -> xr.Dataset
 def read_result(files: Folder, record: Record) -> xr.Dataset:
     """A stored result, lazy: straight over the files when it is small, chunked by dask when it is not.
 
-    Raises CorruptEntry when the folder the record names is gone or cannot be read.
+    Raises CorruptEntry when the folder the record names is gone, cannot be read or is not described as it was
+    written; and, when values are read, where a chunk is not what its checksum says.
     """
+    from .stored_arrays import told_as_damage
+
     folder = files.path(record.data) / DATASET
-    try:
-        dataset = read_folder(folder, chunks=None)
-        return dataset if dataset.nbytes <= _WHOLE else read_folder(folder, chunks={})
-    except (OSError, ValueError, KeyError) as error:
-        raise CorruptEntry(
-            f"{record.label} {record.short} should lie in {folder}, which cannot be read ({error}); "
-            "run `mizarr verify`, or quarantine it and compute it again"
-        ) from error
+    what = f"{record.label} {record.short}"
+    _check_description(files, record, what)
+    with told_as_damage(what, folder):
+        dataset = _checked(read_folder(folder, chunks=None), folder, what)
+    if dataset.nbytes <= _WHOLE:
+        return dataset
+    chunked = {
+        str(name): variable.chunk(
+            dict(zip(variable.dims, variable.encoding["chunks"], strict=True)),
+            name=f"{name}-{digest('stored', record.data, str(name))[:32]}",
+        )
+        for name, variable in dataset.variables.items()
+        if name not in dataset.indexes and variable.dims
+    }
+    return _with_variables(dataset, chunked)
+
+
+def _check_description(files: Folder, record: Record, what: str) -> None:
+    """Raise CorruptEntry unless every `zarr.json` is the one the manifest lists, and chunks have their sizes.
+
+    A chunk that is gone would read as zeros.
+    """
+    name = f"{record.data}/manifest.json"
+    text = files.get(name)
+    if text is None:
+        raise CorruptEntry(f"{what}: expected its list of files, {name}, found none; {REPAIR}")
+    for file, (size, told) in unsealed(name, text, MANIFEST)["files"].items():
+        if file.endswith("/zarr.json"):
+            expected, there = told, files.get(f"{record.data}/{file}")
+            found = "none" if there is None else content_digest(there)
+        else:
+            expected, length = f"{size} bytes", files.size(f"{record.data}/{file}")
+            found = "none" if length is None else f"{length} bytes"
+        if found != expected:
+            raise CorruptEntry(f"{what}: {record.data}/{file}: expected {expected}, found {found}; {REPAIR}")
+
+
+def _checked(dataset: xr.Dataset, folder: Path, what: str) -> xr.Dataset:
+    """The dataset with variables that tell a damaged chunk as what it is, whenever they are read."""
+    from .stored_arrays import checked_variable
+
+    changed = {
+        str(name): checked_variable(folder, str(name), variable, what)
+        for name, variable in dataset.variables.items()
+        if name not in dataset.indexes
+    }
+    return _with_variables(dataset, changed)
+
+
+def _with_variables(dataset: xr.Dataset, changed: Mapping[str, xr.Variable]) -> xr.Dataset:
+    labels = {name: variable for name, variable in changed.items() if name in dataset.coords}
+    data = {name: variable for name, variable in changed.items() if name not in labels}
+    return dataset.assign_coords(labels).assign(data)

@@ -1,12 +1,12 @@
 """Shards: the one file that knows bytes on disk.
 
 A shard holds one layer of one segment. It is the raw array, cut into inner chunks of about 1 MiB that follow
-each other, and behind
-them the index of the Zarr v3 `sharding_indexed` codec: (offset, bytes) of every chunk as little-endian u64,
-chunks that hold nothing as 2**64 - 1 twice, then the crc32c of that index. So a shard is written with one
-`writev` and read through `mmap`, and is still an ordinary Zarr array to every other reader. Inner chunks
-carry no checksum of their own, which would break their alignment; integrity lives in the manifest. Nothing is
-compressed: float activations gain at most a tenth, for several times the time.
+each other, each with its crc32c behind it, and behind them the index of the Zarr v3 `sharding_indexed` codec:
+(offset, bytes) of every chunk as little-endian u64, chunks that hold nothing as 2**64 - 1 twice, then the
+crc32c of that index. So a shard is written from where the rows lie and read through `mmap`, and is still an
+ordinary Zarr array to every other reader, who checks the same checksums. Arrays written before chunks had any
+are read as they are. Nothing is compressed: float activations gain at most a tenth, for several times the
+time.
 
 Knows one array and one file; which segment or run they belong to is known elsewhere.
 """
@@ -17,7 +17,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +28,14 @@ import numpy as np
 import numpy.typing as npt
 
 from .digest import Buffer, content_digest, file_digest
-from .errors import CorruptEntry, ShapeError
+from .errors import REPAIR, CorruptEntry, ShapeError
 from .files import Folder
 
 CHUNK_BYTES = 1 << 20
 """Smaller chunks cost other readers 3x in time; larger ones ruin the lookup of one prompt."""
 _ABSENT = 2**64 - 1
 _ZEROS = bytes(CHUNK_BYTES)
-_REPAIR = "run `mizarr verify`, which sets it aside for recomputation"
+_SUM_BYTES = 4
 
 Array = npt.NDArray[Any]
 Written = tuple[int, str]
@@ -64,6 +64,7 @@ class ShardLayout:
     rows: int
     chunk_rows: int
     layered: bool
+    checked: bool = True
 
     @classmethod
     def of(
@@ -91,8 +92,16 @@ class ShardLayout:
         return cls(dtype, tuple(tail), rows, chunk, layered)
 
     @classmethod
+    def whole(cls, dtype: str, rows: int) -> ShardLayout:
+        """The layout of a row of numbers that is one chunk, so that it can be mapped as one array."""
+        return cls(dtype, (), rows, rows, layered=False)
+
+    @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> ShardLayout | None:
-        """The layout an array's `zarr.json` declares; None unless its chunks are raw little-endian bytes."""
+        """The layout an array's `zarr.json` declares; None unless its chunks are raw little-endian bytes.
+
+        With or without their crc32c.
+        """
         try:
             (sharding,) = metadata["codecs"]
             inner = sharding["configuration"]
@@ -104,6 +113,7 @@ class ShardLayout:
                 outer[layered],
                 inner["chunk_shape"][layered],
                 layered,
+                len(inner["codecs"]) > 1,
             )
             ours = json.loads(
                 array_metadata(layout, metadata["shape"], metadata["dimension_names"], metadata["attributes"])
@@ -125,8 +135,13 @@ class ShardLayout:
 
     @property
     def chunk_bytes(self) -> int:
-        """Of one inner chunk."""
+        """Of the rows of one inner chunk."""
         return self.chunk_rows * math.prod(self.tail) * self.native.itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of one inner chunk as it lies in the file, its checksum included."""
+        return self.chunk_bytes + _SUM_BYTES * self.checked
 
     @property
     def n_chunks(self) -> int:
@@ -140,7 +155,7 @@ class ShardLayout:
 
     def file_bytes(self, rows: int) -> int:
         """Size of a shard that holds `rows` rows."""
-        return -(-rows // self.chunk_rows) * self.chunk_bytes + self.index_bytes
+        return -(-rows // self.chunk_rows) * self.stored_bytes + self.index_bytes
 
     def path(self, variable: str, layer: int | None, segment: int) -> str:
         """Name of a shard within its run's folder, as Zarr's default chunk keys spell it."""
@@ -162,7 +177,7 @@ def array_metadata(
         "name": "sharding_indexed",
         "configuration": {
             "chunk_shape": [1, *inner] if layout.layered else inner,
-            "codecs": [little],
+            "codecs": [little, {"name": "crc32c"}] if layout.checked else [little],
             "index_codecs": [little, {"name": "crc32c"}],
             "index_location": "end",
         },
@@ -224,65 +239,199 @@ def shard_parts(name: str, rows: Array, layout: ShardLayout) -> list[Buffer]:
     """The bytes of a shard, end to end; rows as for `write_shards`, and not copied."""
     _check_rows(name, rows, layout)
     index = _index(len(rows), layout).tobytes()
-    padding = layout.file_bytes(len(rows)) - layout.index_bytes - rows.nbytes
-    zeros = [_ZEROS[: min(CHUNK_BYTES, padding - at)] for at in range(0, padding, CHUNK_BYTES)]
-    return [_bytes_of(rows), *zeros, index + _crc32c(index)]
+    parts: list[Buffer] = []
+    data = rows.reshape(-1).view(np.uint8)
+    for start in range(0, len(data), layout.chunk_bytes):
+        chunk = data[start : start + layout.chunk_bytes]
+        parts.append(chunk.data)
+        checksum = crc32c(chunk)
+        short = layout.chunk_bytes - len(chunk)
+        for at in range(0, short, CHUNK_BYTES):
+            zeros = _ZEROS[: min(CHUNK_BYTES, short - at)]
+            parts.append(zeros)
+            checksum = crc32c(zeros, checksum)
+        if layout.checked:
+            parts.append(checksum.to_bytes(_SUM_BYTES, "little"))
+    return [*parts, index + crc32c(index).to_bytes(_SUM_BYTES, "little")]
 
 
-def read_shard(path: Path, layout: ShardLayout, rows: int) -> Array:
-    """The rows of a shard, read-only: [rows, *tail].
+class ShardRows:
+    """Rows of a shard, read-only: [rows, *tail]; no row is handed out before its chunk was checked.
 
-    Memory-mapped when its chunks lie in order, as ours do; copied otherwise.
-    Raises CorruptEntry when the file is cut short or its index is not intact; the data are left to `verify`.
+    Indexed along the rows: by a number or a range within one chunk, which gives a view of the mapped file;
+    by a longer range, numbers or a mask, which copies. `np.asarray` copies all unless they are one chunk.
+    Every access raises CorruptEntry where a chunk is not what its checksum says. A chunk is checked when it
+    is touched first, and each time unless `remembers`, which says that a change of the file would be seen.
+    Safe for any number of threads.
     """
+
+    def __init__(
+        self,
+        chunks: Array,
+        rows: int,
+        what: str = "",
+        *,
+        checks: tuple[Array, Array] | None = None,
+        mapped: mmap.mmap | None = None,
+    ) -> None:
+        """chunks: [chunk, row, *tail]. checks: bytes [chunk, byte] and checksums [chunk], None where there is
+        nothing to check. what: these rows, as an error names them.
+        """
+        self.remembers = True
+        self.shape: tuple[int, ...] = (rows, *chunks.shape[2:])
+        self.dtype = chunks.dtype
+        self._chunks, self._what, self._checks, self._mapped = chunks, what, checks, mapped
+        self._length = chunks.shape[1]
+        self._pending = np.full(len(chunks), checks is not None)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
+        held = self[:]
+        return held.astype(self.dtype if dtype is None else dtype, copy=bool(copy))
+
+    def __getitem__(self, key: int | np.integer[Any] | slice | npt.NDArray[Any]) -> Array:
+        if isinstance(key, slice) and key.step in (None, 1):
+            start, stop, _ = key.indices(len(self))
+            first, offset = divmod(start, self._length)
+            if start < stop <= (first + 1) * self._length:
+                return self._chunk(first)[offset : offset + stop - start]
+            out = np.empty((max(0, stop - start), *self.shape[1:]), self.dtype)
+            for at, block in self.blocks(start, stop):
+                out[at : at + len(block)] = block
+            return out
+        if isinstance(key, slice):
+            return self._gather(np.arange(len(self))[key])
+        if isinstance(key, int | np.integer):
+            number, offset = divmod(range(len(self))[key], self._length)
+            row: Array = self._chunk(number)[offset]
+            return row
+        return self._gather(np.flatnonzero(key) if key.dtype == bool else key)
+
+    def blocks(self, start: int, stop: int) -> Iterator[tuple[int, Array]]:
+        """The rows of a range as views, chunk by chunk, each with its place from `start`.
+
+        Meant to be copied one by one: what was just checked is still in the processor's cache.
+        """
+        done = start
+        while done < stop:
+            number, offset = divmod(done, self._length)
+            upto = min(stop, (number + 1) * self._length)
+            yield done - start, self._chunk(number)[offset : offset + upto - done]
+            done = upto
+
+    def let_go(self) -> None:
+        """Take the pages of a mapped shard out of this process's memory; they stay in the system's cache, and
+        come back when the rows are read.
+        """
+        if self._mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._mapped.madvise(mmap.MADV_DONTNEED)
+
+    def _gather(self, rows: npt.NDArray[Any]) -> Array:
+        if rows.size and not -len(self) <= rows.min() <= rows.max() < len(self):
+            raise IndexError(f"expected rows below {len(self)}, found {rows.min()} to {rows.max()}")
+        number, offset = np.divmod(np.where(rows < 0, rows + len(self), rows), self._length)
+        if self._pending.any():
+            for one in np.unique(number):
+                self._chunk(one)
+        gathered: Array = self._chunks[number, offset]
+        return gathered
+
+    def _chunk(self, number: int) -> Array:
+        """One chunk, checked."""
+        if self._pending[number]:
+            self._check(number)
+            self._pending[number] = not self.remembers
+        chunk: Array = self._chunks[number]
+        return chunk
+
+    def _check(self, number: int) -> None:
+        if self._checks is None:
+            return
+        data, sums = self._checks
+        expected, found = int(sums[number]), crc32c(data[number])
+        if expected != found:
+            rows = range(number * self._length, min((number + 1) * self._length, len(self)))
+            raise CorruptEntry(
+                f"{self._what}: expected rows {rows.start} to {rows.stop - 1} with crc32c {expected:08x}, "
+                f"found {found:08x}; {REPAIR}"
+            )
+
+
+def read_shard(path: Path, layout: ShardLayout, rows: int, what: str = "") -> ShardRows:
+    """The rows of a shard, [rows, *tail]; what: these rows, as an error names them beside the path.
+
+    Memory-mapped when its chunks lie in order, as ours do; copied, and checked at once, otherwise.
+    Raises CorruptEntry when the file is cut short or its index is not intact.
+    """
+    what = f"{path} ({what})" if what else str(path)
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < layout.index_bytes:
             raise CorruptEntry(
-                f"{path}: expected at least {layout.index_bytes} bytes, found {size}; {_REPAIR}"
+                f"{what}: expected at least {layout.index_bytes} bytes, found {size}; {REPAIR}"
             )
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    index = np.frombuffer(mapped, "<u8", 2 * layout.n_chunks, size - layout.index_bytes).reshape(-1, 2)
+    end = size - layout.index_bytes
+    index = np.frombuffer(mapped, "<u8", 2 * layout.n_chunks, end).reshape(-1, 2)
+    checksum = crc32c(np.frombuffer(mapped, np.uint8, index.nbytes, end)).to_bytes(_SUM_BYTES, "little")
+    if mapped[end + index.nbytes :] != checksum:
+        raise CorruptEntry(f"{what}: its shard index is not what its crc32c says; {REPAIR}")
     if size != layout.file_bytes(rows) or not np.array_equal(index, _index(rows, layout)):
-        return _gather(path, mapped, index, layout, rows)
-    held: Array = np.frombuffer(mapped, layout.native, rows * math.prod(layout.tail))
-    return held.reshape(rows, *layout.tail)
+        return ShardRows(_in_order(mapped, index, layout, what).reshape(1, -1, *layout.tail), rows)
+    if not layout.checked:  # nothing between the chunks: they are one
+        flat: Array = np.frombuffer(mapped, layout.native, rows * math.prod(layout.tail))
+        return ShardRows(flat.reshape(1, rows, *layout.tail), rows, mapped=mapped)
+    held = -(-rows // layout.chunk_rows)
+    chunks, checks = _chunks_at(mapped, layout, held, 0), _checks_at(mapped, layout, held, 0)
+    return ShardRows(chunks, rows, what, checks=checks, mapped=mapped)
 
 
-def let_go(rows: Array) -> None:
-    """Take the pages of a mapped shard out of this process's memory; they stay in the system's cache, and
-    come back when the rows are read. Nothing happens to rows that are not mapped."""
-    holder: Any = rows
-    while holder is not None and not isinstance(holder, mmap.mmap):
-        holder = holder.obj if isinstance(holder, memoryview) else getattr(holder, "base", None)
-    if holder is not None and hasattr(mmap, "MADV_DONTNEED"):
-        holder.madvise(mmap.MADV_DONTNEED)
+def _chunks_at(mapped: mmap.mmap, layout: ShardLayout, held: int, offset: int) -> Array:
+    """As many chunks in a row, mapped: [chunk, row, *tail]; numbers of eight bytes may lie unaligned."""
+    strides = (layout.stored_bytes, layout.native.itemsize)
+    numbers = layout.chunk_rows * math.prod(layout.tail)
+    flat: Array = np.ndarray((held, numbers), layout.native, mapped, offset, strides)
+    return flat.reshape(held, layout.chunk_rows, *layout.tail)  # each chunk is in one row: nothing is copied
 
 
-def _gather(
-    path: Path, mapped: mmap.mmap, index: npt.NDArray[np.uint64], layout: ShardLayout, rows: int
-) -> Array:
-    """The rows of a shard as another writer may lay it out: chunks in any order, or absent (fill value)."""
-    held = np.full((layout.rows, *layout.tail), layout.fill, layout.native)
+def _checks_at(mapped: mmap.mmap, layout: ShardLayout, held: int, offset: int) -> tuple[Array, Array] | None:
+    """Bytes and checksums of as many chunks in a row, mapped; None where they carry none."""
+    if not layout.checked:
+        return None
+    strides = (layout.stored_bytes, 1)
+    data: Array = np.ndarray((held, layout.chunk_bytes), np.uint8, mapped, offset, strides)
+    sums: Array = np.ndarray((held,), "<u4", mapped, offset + layout.chunk_bytes, strides[:1])
+    return data, sums
+
+
+def _in_order(mapped: mmap.mmap, index: npt.NDArray[np.uint64], layout: ShardLayout, what: str) -> Array:
+    """The chunks of a shard as another writer may lay it out: in any order, or absent (fill value)."""
+    held = np.full((layout.n_chunks, layout.chunk_rows, *layout.tail), layout.fill, layout.native)
     end = len(mapped) - layout.index_bytes
-    intact = mapped[end + index.nbytes :] == _crc32c(index.tobytes())
     for n, (offset, length) in enumerate(index.tolist()):
         if offset == length == _ABSENT:
             continue
-        if not intact or length != layout.chunk_bytes or offset + length > end:
-            raise CorruptEntry(f"{path}: its shard index does not describe what lies before it; {_REPAIR}")
-        chunk = np.frombuffer(mapped, layout.native, layout.chunk_rows * math.prod(layout.tail), offset)
-        held[n * layout.chunk_rows : (n + 1) * layout.chunk_rows] = chunk.reshape(-1, *layout.tail)
+        if length != layout.stored_bytes or offset + length > end:
+            raise CorruptEntry(f"{what}: its shard index does not describe what lies before it; {REPAIR}")
+        one = _chunks_at(mapped, layout, 1, offset)
+        held[n] = ShardRows(one, layout.chunk_rows, what, checks=_checks_at(mapped, layout, 1, offset))[:]
     held.flags.writeable = False
-    return held[:rows]
+    return held
 
 
 def _index(rows: int, layout: ShardLayout) -> npt.NDArray[np.uint64]:
     """(offset, bytes) of each inner chunk, those past the last row absent."""
     index = np.full((layout.n_chunks, 2), np.uint64(_ABSENT), "<u8")
     held = -(-rows // layout.chunk_rows)
-    index[:held, 0] = np.arange(held, dtype=np.uint64) * np.uint64(layout.chunk_bytes)
-    index[:held, 1] = layout.chunk_bytes
+    index[:held, 0] = np.arange(held, dtype=np.uint64) * np.uint64(layout.stored_bytes)
+    index[:held, 1] = layout.stored_bytes
     return index
 
 
@@ -296,11 +445,8 @@ def _check_rows(name: str, rows: Array, layout: ShardLayout) -> None:
         raise ShapeError(f"{name}: expected rows in C order; make them contiguous before they are written")
 
 
-def _bytes_of(rows: Array) -> memoryview:
-    return rows.reshape(-1).view(np.uint8).data
-
-
-def _crc32c(data: bytes) -> bytes:
+def crc32c(data: Array | bytes, before: int = 0) -> int:
+    """Castagnoli's checksum of bytes, in one row, that follow those `before` is the checksum of."""
     import google_crc32c
 
-    return int(google_crc32c.value(data)).to_bytes(4, "little")
+    return int(google_crc32c.extend(before, data))

@@ -27,13 +27,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import EntryNotFound, PromptError, StoreFormatError
+from .errors import CorruptEntry, EntryNotFound, PromptError, StoreFormatError
 from .files import Folder
 from .index import StoreIndex
 from .keys import ActivationKey, ResultKey, RunKey
 from .packed import PackedTokens
-from .provenance import as_json, get_provenance, put_provenance
-from .records import RESULT, Record, key_path, now
+from .provenance import get_provenance, put_provenance
+from .records import PIN, RESULT, Record, key_path, now
+from .sealed import is_sealed, sealed, unsealed
+from .vocabularies import put_vocabulary, read_vocabulary
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -41,7 +43,8 @@ if TYPE_CHECKING:
     from .entries import ArraySpec, Entry
     from .maintenance import Damage, GcReport, Usage
 
-FORMAT = 1
+FORMAT = 2
+"""2: chunks and records carry checks of their own. 1 is read, and added to, as it is."""
 _SHARD, _CORPUS_SHARD = 64 << 20, 256 << 20  # bytes of a shard below and above
 _CORPUS = 10_000_000  # tokens
 _TOKENS = ("tokenizer", "token_ids")  # of what is noted about a run, what decides how its tokens are shown
@@ -284,12 +287,11 @@ class Store:
 
     def put_vocabulary(self, tokenizer: str, tokens: Sequence[str]) -> None:
         """Keep the token strings of a tokenizer (by digest), so that datasets show them without it."""
-        self.files.put_new(vocabulary_path(tokenizer), json.dumps(list(tokens)).encode())
+        put_vocabulary(self.files, tokenizer, tokens)
 
     def vocabulary(self, tokenizer: str) -> list[str] | None:
         """Token strings by id, as kept; None if they are not."""
-        text = self.files.get(vocabulary_path(tokenizer))
-        return None if text is None else list(json.loads(text))
+        return read_vocabulary(self.files, tokenizer)
 
     # -- pins
 
@@ -297,21 +299,26 @@ class Store:
         """Keep what is under a key, and all it was made from, from gc; ValueError if the name is taken."""
         record = key if isinstance(key, Record) else self.record(key)
         _check_pin(name)
-        if not self.files.put_new(f"pins/{name}.json", as_json({"key": record.key, "created": now()})):
+        told = dict(zip(PIN, (record.key, now()), strict=True))
+        if not self.files.put_new(f"pins/{name}.json", sealed(told)):
             there = self.pins().get(name)
             if there != record.key:
                 raise ValueError(f"pin {name!r} already names {there}; unpin it first, or take another name")
 
     def unpin(self, name: str) -> None:
         """Remove a pin; EntryNotFound if there is none of that name."""
-        if name not in (there := self.pins()):
-            raise EntryNotFound(f"no pin {name!r}; there are {', '.join(there) or 'none'}")
+        if self.files.get(f"pins/{name}.json") is None:
+            raise EntryNotFound(f"no pin {name!r}; there are {', '.join(self.pins()) or 'none'}")
         self.files.delete(f"pins/{name}.json")
 
     def pins(self) -> dict[str, str]:
         """Key by pin name."""
-        texts = {Path(name).stem: self.files.get(name) for name in sorted(self.files.list("pins"))}
-        return {name: str(json.loads(text)["key"]) for name, text in texts.items() if text is not None}
+        texts = {name: self.files.get(name) for name in sorted(self.files.list("pins"))}
+        return {
+            Path(name).stem: str(unsealed(name, text, PIN)["key"])
+            for name, text in texts.items()
+            if text is not None
+        }
 
     # -- where it came from
     # -------------------------------------------------------------------------------------
@@ -337,6 +344,20 @@ class Store:
         from .maintenance import verify
 
         return verify(self, quick=quick, progress=progress)
+
+    def unchecked(self, key: Key | Record | None = None) -> list[str]:
+        """Arrays whose chunks carry no checksums of their own, as all that were written before format 2.
+
+        key: of what is stored with them; by default all of the store. Names are relative to the store.
+        """
+        from .entries import entry_path
+        from .maintenance import unchecked
+
+        if key is None:
+            return unchecked(self)
+        if isinstance(key, str) and self.names_run(key):
+            return unchecked(self, [entry_path(_unique(key, self._entry_names(key), "run", self))])
+        return unchecked(self, [(key if isinstance(key, Record) else self.record(key)).data])
 
     def quarantine(self, damage: Damage) -> None:
         """Set a damaged file aside and withdraw what it belonged to; the next run computes just that."""
@@ -407,11 +428,6 @@ def default_segment_tokens(tokens: PackedTokens, arrays: Sequence[ArraySpec]) ->
     return int(min(best, 2 ** (tokens.n_tokens - 1).bit_length()))
 
 
-def vocabulary_path(tokenizer: str) -> str:
-    """Where the token strings of a tokenizer (by digest) lie, relative to the store."""
-    return f"vocabularies/{tokenizer.removeprefix('sha256:')}.json"
-
-
 def _family(run: RunKey, dtype: str) -> str:
     """What two runs share that differ in their prompts only."""
     from .entries import entry_digest
@@ -457,11 +473,14 @@ def _check_format(files: Folder) -> None:
                 f"expected a store or an empty folder at {files.root}, found {len(other)} other things "
                 f"({', '.join(sorted(other)[:3])}); name a new folder"
             )
-        files.put_new("store.json", as_json({"format": FORMAT, "digest": "sha256", "created": now()}))
+        files.put_new("store.json", sealed({"format": FORMAT, "digest": "sha256", "created": now()}))
         text = files.get("store.json") or b""
     try:
+        # A newer format may describe itself with more: its number is all that counts.
         found = int(json.loads(text)["format"])
-    except (ValueError, KeyError, TypeError) as error:
+        if is_sealed(text) or found <= FORMAT:
+            unsealed("store.json", text, json.loads(text))
+    except (ValueError, KeyError, TypeError, CorruptEntry) as error:
         raise StoreFormatError(
             f"{files.root / 'store.json'} is not the description of a store ({error}); "
             'name another folder, or restore the file: {"format": 1, "digest": "sha256"}'

@@ -26,7 +26,7 @@ from rich.markup import escape
 from ..pipeline import Port
 from ..stages.forward.source import ModelSource
 from ..stages.graph.graph import AttributionGraph, PrunedGraph, graph_node
-from ..stages.graph.logit_effects import LogitEffectsNode
+from ..stages.graph.logit_effects import logit_effects_node
 from ..stages.graph.nodes import ERROR, FEATURE, LOGIT, TOKEN
 from ..stages.graph.pruning import Kept, pruned_graph
 from ..stages.lens import format_probability
@@ -148,7 +148,7 @@ class AttributionGraphs(Workflow):
         nodes: dict[str, ResultNode] = {
             "graph": node,
             "pruned": pruned_graph.on(graph=Port(node), **thresholds),
-            "effects": LogitEffectsNode(node, readout_node(self.subject.files, dtype=settings.dtype)),
+            "effects": logit_effects_node(node, readout_node(self.subject.files, dtype=settings.dtype)),
         }
         self._examples: ExampleNodes | None = None
         if texts := corpus_texts(settings.corpus, chosen.model):

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..stages.features.encode import EncodeNode, encode_nodes
+from ..pipeline import StageNode
+from ..stages.features.encode import encode_nodes
 from ..stages.features.examples import top_examples
 from ..store.errors import ConfigError
 from ..store.packed import PackedTokens
@@ -31,7 +32,7 @@ PASSAGE = 64
 class ExampleNodes:
     """By layer: the corpus as features, and the places at which each feature is strongest."""
 
-    encoded: dict[int, EncodeNode]
+    encoded: dict[int, StageNode]
     ranked: dict[int, StageNode]
 
 

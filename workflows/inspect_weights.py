@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,9 +97,9 @@ def weight_facts_node(files: ModelFiles) -> SourceNode:
     identity = files.identity()
     size = sum(path.stat().st_size for path in files.weight_files)
     params = {"weights": identity.weights, "config": identity.config}
-    return SourceNode(
-        "weight_facts", VERSION, params, lambda: weight_facts(files), Estimate(size, 1 << 16, 24 * BLOCK)
-    )
+    estimate = Estimate(size, 1 << 16, 24 * BLOCK)
+    make, confirm = partial(weight_facts, files), partial(files.confirm, identity)
+    return SourceNode("weight_facts", VERSION, params, make, estimate, confirm)
 
 
 class InspectWeights(Workflow):

@@ -25,9 +25,7 @@ import numpy as np
 from ..stages.attribution import component_attribution, contrasted_tokens
 from ..stages.attribution_units import (
     head_attribution,
-    head_attribution_post_norm,
     neuron_attribution,
-    neuron_attribution_post_norm,
 )
 from ..stages.component_weights import component_weights_node
 from ..stages.lens import format_token
@@ -120,7 +118,7 @@ class LogitAttribution(Workflow):
         weights = component_weights_node(files, "attention", dtype=dtype)
         given = {"z": states["z"], "weights": weights, **told}
         if self._has_post_norms:
-            self.nodes["heads"] = head_attribution_post_norm.on(post_scale=states["ln1_post_scale"], **given)
+            self.nodes["heads"] = head_attribution.on(post_scale=states["ln1_post_scale"], **given)
         else:
             self.nodes["heads"] = head_attribution.on(**given)
         if settings.neurons:
@@ -129,7 +127,7 @@ class LogitAttribution(Workflow):
             given["top_k"] = settings.neurons
             if self._has_post_norms:
                 scale = states["ln2_post_scale"]
-                self.nodes["neurons"] = neuron_attribution_post_norm.on(post_scale=scale, **given)
+                self.nodes["neurons"] = neuron_attribution.on(post_scale=scale, **given)
             else:
                 self.nodes["neurons"] = neuron_attribution.on(**given)
         self.nodes["readout"] = readout

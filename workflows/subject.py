@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..store.errors import ConfigError, TokenizerError
+from ..store.errors import ConfigError, SourceChanged, TokenizerError
 from ..store.packed import PackedTokens
 
 if TYPE_CHECKING:
@@ -43,6 +43,12 @@ class Subject:
             self.dtype = identity.dtype
             # A readout and a tokenizer come from the files, so the states they are put to must as well.
             self.files.confirm(identity)
+            held, words = model._tokenizer, self.files.tokenizer()
+            if held and held.digest != (words and words.digest):
+                raise SourceChanged(
+                    f"expected the tokenizer of {model.name} as it was when the model was loaded, found "
+                    f"another in {self.files.directory}; load the model again"
+                )
 
     @property
     def name(self) -> str:

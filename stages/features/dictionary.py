@@ -138,7 +138,7 @@ class Dictionary:
         self._open_layer, self._content = open_layer, content
         self._opened: dict[int, LayerFeatures] = {}
         self._versions: dict[int, list[int]] = {}
-        self._device: torch.device | str = "cpu"
+        self.device: torch.device | str = "cpu"
 
     @classmethod
     def from_pretrained(
@@ -160,7 +160,7 @@ class Dictionary:
         from .formats import open_dictionary
 
         found = open_dictionary(resolve(name), read=read, write=write, device=device)
-        found._device = device
+        found.device = device
         return found
 
     def __repr__(self) -> str:
@@ -243,6 +243,10 @@ class Dictionary:
                 f"({found[:12]}): it was replaced or edited meanwhile; open it anew"
             )
 
+    def as_resource(self, device: str | None = None) -> StoredDictionary:
+        """What stages take: its name and identity, and where to compute."""
+        return StoredDictionary(self.name, self.identity, self.layout.read, self.layout.write, device)
+
     def private(self, identity: str) -> Dictionary:
         """The dictionary of this identity with tensors nobody else holds, and so nobody edits: its files
         opened anew; itself where it is in memory. Raises SourceChanged as `confirm`."""
@@ -250,7 +254,7 @@ class Dictionary:
         if self._content is not None:
             return self
         it = self.layout
-        return Dictionary.from_pretrained(self.name, read=it.read, write=it.write, device=self._device)
+        return Dictionary.from_pretrained(self.name, read=it.read, write=it.write, device=self.device)
 
     def read_hook(self, layer: int) -> HookPoint:
         """Where the features of a layer read."""
@@ -381,21 +385,46 @@ class Dictionary:
         return layer
 
 
-@contextmanager
-def dictionary_as(
-    name: str, features: str, *, read: str | None = None, write: str | None = None, device: str = "cpu"
-) -> Iterator[Dictionary]:
-    """The dictionary under a name, as long as it is the one of this identity: SourceChanged if its files are
-    others, before or after what is done with it."""
-    found = _kept_open(name, features, read, write, device)
-    found.confirm(features)
-    yield found
-    found.confirm(features)
+@dataclass(frozen=True)
+class StoredDictionary:
+    """A dictionary as a resource of stages: the one of an identity; name and device are part of no key.
+
+    features: its identity.  read, write: its hook kinds.  device: where it computes, None for a GPU if there
+    is one.
+    """
+
+    name: str
+    features: str
+    read: str
+    write: str
+    device: str | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """All but name and device."""
+        return {"features": self.features, "read": self.read, "write": self.write}
+
+    def confirm(self) -> None:
+        """Raise SourceChanged when the files under the name are another's."""
+        Dictionary.from_pretrained(self.name, read=self.read, write=self.write).confirm(self.features)
+
+    @contextmanager
+    def open(self) -> Iterator[Dictionary]:
+        """The dictionary itself. Raises SourceChanged as `confirm`, before and after."""
+        found = self._opened()
+        found.confirm(self.features)
+        yield found
+        found.confirm(self.features)
+
+    def _opened(self) -> Dictionary:
+        import torch
+
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return _kept_open(self.name, self.features, self.read, self.write, device)
 
 
 @lru_cache(maxsize=2)
-def _kept_open(name: str, features: str, read: str | None, write: str | None, device: str) -> Dictionary:
-    """Open files, for the next segment of a corpus; whether they are what is meant, `dictionary_as` asks."""
+def _kept_open(name: str, features: str, read: str, write: str, device: str) -> Dictionary:
+    """Open files, for the next segment of a corpus; whether they are what is meant, who opens them asks."""
     return Dictionary.from_pretrained(name, read=read, write=write, device=device)
 
 

@@ -16,17 +16,17 @@ Axes: edge = token + 1, boundaries of tokens; active = features of all tokens en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...pipeline import Node, Output, Part, Port, Stage, StageNode, Status, stage
+from ...pipeline import Node, Output, Part, Port, StageNode, stage
 from ...pipeline.nodes import Selection
 from ...store.errors import ShapeError
-from .dictionary import Dictionary, dictionary_as
+from .dictionary import Dictionary
 from .sparse import active_table, join_encoded
 
 if TYPE_CHECKING:
@@ -36,15 +36,7 @@ if TYPE_CHECKING:
     from ...store import Store
     from ..forward.model import Model
 
-__all__ = [
-    "EncodeNode",
-    "encode_corpus",
-    "encode_embedding_features",
-    "encode_features",
-    "encode_head_features",
-    "encode_neuron_features",
-    "encode_nodes",
-]
+__all__ = ["encode_corpus", "encode_features", "encode_nodes"]
 
 BLOCK_BYTES = 1 << 26
 """Of states widened to float32 at a time."""
@@ -56,114 +48,46 @@ _OUTPUTS = {
 }
 
 
-def _encode(
-    states: xr.DataArray,
-    *,
-    dictionary: str,
-    features: str,
-    read: str,
-    write: str,
-    zero_positions: int = 0,
-    device: str | None = None,
-) -> xr.Dataset:
+@stage(
+    version=1,
+    forms={
+        "encode_features": {"states": ("layer", "token", "hidden")},
+        "encode_head_features": {"states": ("layer", "token", "head", "d_head")},
+        "encode_neuron_features": {"states": ("layer", "token", "mlp")},
+        "encode_embedding_features": {"states": ("token", "hidden")},
+    },
+    outputs=_OUTPUTS,
+    cells="segment",
+    combine=join_encoded,
+    resources=("dictionary",),
+)
+def encode_features(states: xr.DataArray, *, dictionary: Dictionary, zero_positions: int = 0) -> xr.Dataset:
     """What is active in states of one layer.
 
-    states: [layer, token, ...] with one layer, lazy or not; what follows the token are heads side by side.
-    dictionary: its name; features: its identity; read, write: its hook kinds. zero_positions: first
-    positions of a prompt without features. device: where to compute, default a GPU if there is one.
+    states: [layer, token, ...] with one layer, lazy or not; what follows the token are heads side by side;
+    embeddings have no layer. zero_positions: first positions of a prompt without features.
     Returns token_ptr int64 [edge], feature int32 [active], value float32 [active], and the tokens' labels.
     """
     layer = int(states["layer"].values[0]) if "layer" in states.dims else 0
     states = states.isel(layer=0) if "layer" in states.dims else states
-    place = device or _default_device()
     first = _first_positions(states, zero_positions)
     counts = np.zeros(states.sizes["token"], np.int64)
     found: list[np.ndarray] = []
     values: list[np.ndarray] = []
-    with dictionary_as(dictionary, features, read=read, write=write) as opened:
-        here = opened.layer(layer).on(place)
-        for start, rows in _blocks(states):
-            token, feature, value = (part.cpu().numpy() for part in here.active(rows))
-            kept = ~first[start + token]
-            counts[start : start + len(rows)] = np.bincount(token[kept], minlength=len(rows))
-            found.append(feature[kept].astype(np.int32))
-            values.append(value[kept].astype(np.float32))
+    here = dictionary.layer(layer).on(dictionary.device)
+    for start, rows in _blocks(states):
+        token, feature, value = (part.cpu().numpy() for part in here.active(rows))
+        kept = ~first[start + token]
+        counts[start : start + len(rows)] = np.bincount(token[kept], minlength=len(rows))
+        found.append(feature[kept].astype(np.int32))
+        values.append(value[kept].astype(np.float32))
     return _ragged(states, layer, counts, np.concatenate(found), np.concatenate(values)).assign_attrs(
         {"n_features": here.n_features, "zero_positions": zero_positions}
     )
 
 
-def _declared(name: str, dims: tuple[str, ...]) -> Callable[[Callable[..., Any]], Stage]:
-    return stage(
-        version=1, name=name, inputs={"states": dims}, outputs=_OUTPUTS, cells="segment", combine=join_encoded
-    )
-
-
-@_declared("encode_features", ("layer", "token", "hidden"))
-def encode_features(
-    states: xr.DataArray,
-    *,
-    dictionary: str,
-    features: str,
-    read: str,
-    write: str,
-    zero_positions: int = 0,
-    device: str | None = None,
-) -> xr.Dataset:
-    """Features of states of the model's width, see `_encode`."""
-    return _encode(**locals())
-
-
-@_declared("encode_head_features", ("layer", "token", "head", "d_head"))
-def encode_head_features(
-    states: xr.DataArray,
-    *,
-    dictionary: str,
-    features: str,
-    read: str,
-    write: str,
-    zero_positions: int = 0,
-    device: str | None = None,
-) -> xr.Dataset:
-    """Features of what heads give, heads side by side, see `_encode`."""
-    return _encode(**locals())
-
-
-@_declared("encode_neuron_features", ("layer", "token", "mlp"))
-def encode_neuron_features(
-    states: xr.DataArray,
-    *,
-    dictionary: str,
-    features: str,
-    read: str,
-    write: str,
-    zero_positions: int = 0,
-    device: str | None = None,
-) -> xr.Dataset:
-    """Features of an MLP's neurons, see `_encode`."""
-    return _encode(**locals())
-
-
-@_declared("encode_embedding_features", ("token", "hidden"))
-def encode_embedding_features(
-    states: xr.DataArray,
-    *,
-    dictionary: str,
-    features: str,
-    read: str,
-    write: str,
-    zero_positions: int = 0,
-    device: str | None = None,
-) -> xr.Dataset:
-    """Features of embeddings, which have no layer, see `_encode`."""
-    return _encode(**locals())
-
-
-_STAGES: Mapping[str, Stage] = {
-    "hidden": encode_features,
-    "d_head": encode_head_features,
-    "mlp": encode_neuron_features,
-}
+_FORMS = {"hidden": "encode_features", "d_head": "encode_head_features", "mlp": "encode_neuron_features"}
+"""Last dim of what is read -> the form that reads it, of what has a layer."""
 
 
 # -- nodes
@@ -180,40 +104,6 @@ class LayerPort(Port):
         return super().part(store, {**selection, "layer": self.layer})
 
 
-class EncodeNode(StageNode):
-    """One layer's features of stored states. Name and device of the dictionary are no part of the key."""
-
-    def __init__(
-        self,
-        dictionary: Dictionary,
-        layer: int,
-        states: Node,
-        *,
-        zero_positions: int = 0,
-        device: str | None = None,
-    ) -> None:
-        """states: a node whose variables are named by hook kind, such as a capture."""
-        layout = dictionary.layout
-        point = dictionary.read_hook(layer)
-        port = Port(states, layout.read) if point.layer is None else LayerPort(states, layout.read, layer)
-        chosen = encode_embedding_features if point.layer is None else _STAGES[point.dims[-1]]
-        kept = {
-            "features": dictionary.identity,
-            "read": layout.read,
-            "write": layout.write,
-            "zero_positions": zero_positions,
-        }
-        super().__init__(chosen, {"states": port}, {**kept, "dictionary": dictionary.name, "device": device})
-        self._key_params = kept
-        self._dictionary = dictionary.name, layout.read, layout.write
-
-    def status(self, store: Store) -> Status:
-        """See `Node`. Raises SourceChanged when the files under the dictionary's name are another's."""
-        name, read, write = self._dictionary
-        Dictionary.from_pretrained(name, read=read, write=write).confirm(self.params["features"])
-        return super().status(store)
-
-
 def encode_nodes(
     dictionary: Dictionary,
     states: Node,
@@ -221,16 +111,21 @@ def encode_nodes(
     layers: Sequence[int] | None = None,
     zero_positions: int = 0,
     device: str | None = None,
-) -> dict[int, EncodeNode]:
+) -> dict[int, StageNode]:
     """Nodes that encode what is read at some layers (default: all the dictionary has), by layer.
 
-    states: a capture of the dictionary's read hooks. Raises DictionaryError for a layer it does not have.
+    states: a node whose variables are named by hook kind, such as a capture of the dictionary's read hooks.
+    Raises DictionaryError for a layer it does not have.
     """
-    chosen = dictionary.layers if layers is None else tuple(layers)
-    return {
-        layer: EncodeNode(dictionary, layer, states, zero_positions=zero_positions, device=device)
-        for layer in chosen
-    }
+    held, kind = dictionary.as_resource(device), dictionary.layout.read
+    found = {}
+    for layer in dictionary.layers if layers is None else layers:
+        point = dictionary.read_hook(layer)
+        port = Port(states, kind) if point.layer is None else LayerPort(states, kind, layer)
+        name = "encode_embedding_features" if point.layer is None else _FORMS[point.dims[-1]]
+        form = encode_features.form(name)
+        found[layer] = form.on(states=port, dictionary=held, zero_positions=zero_positions)
+    return found
 
 
 def encode_corpus(
@@ -264,12 +159,6 @@ def encode_corpus(
 
 
 # -- helpers
-
-
-def _default_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _blocks(states: xr.DataArray) -> Iterator[tuple[int, torch.Tensor]]:

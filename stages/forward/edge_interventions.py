@@ -17,7 +17,7 @@ import numpy as np
 
 from ...store.errors import InterventionError
 from .interventions import Held, Intervention, check_indices
-from .payloads import Payload, finite
+from .payloads import Payload, finite, own_array
 from .points import HookPoint
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Knockout(Intervention):
         import torch
 
         if self.mask is not None:
-            where = torch.as_tensor(self.mask, device=device).reshape(-1, queries, keys)
+            where = torch.as_tensor(np.array(self.mask), device=device).reshape(-1, queries, keys)
         else:
             where = _edge_mask(self.edges, queries, keys, device)[None]
         if self.heads is None:
@@ -278,11 +278,11 @@ def _cut_mask(mask: Payload) -> Payload:
     """A bool array from True/False or 0/-inf."""
     array = np.asarray(mask.detach().cpu().float() if hasattr(mask, "detach") else mask)
     if array.dtype == bool:
-        return array
+        return own_array(array)
     if not np.isin(array, (0.0, -np.inf)).all() and not (
         hasattr(mask, "detach") and str(mask.dtype) == "torch.bool"
     ):
         raise InterventionError(
             "Knockout: expected a mask of True/False or of 0 and -inf, found other values"
         )
-    return (array == -np.inf) if np.isneginf(array).any() else array.astype(bool)
+    return own_array((array == -np.inf) if np.isneginf(array).any() else array.astype(bool))

@@ -54,6 +54,8 @@ class Experiment(ABC):
     name: ClassVar[str]
     version: ClassVar[int]
     """Moves when numbers move."""
+    reads_text: ClassVar[bool] = False
+    """Whether words of the model's tokenizer are in what it gives: then the tokenizer is in its key."""
 
     def params(self) -> dict[str, Any]:
         """Plain values that, with the cell, decide every number: prompts as token ids, seeds, metrics."""
@@ -135,8 +137,10 @@ class ExperimentNode(ResultNode):
         return self._key(f"{self.name}/cell", {**self.experiment.params(), "cell": dict(cell)})
 
     def _key(self, label: str, params: Mapping[str, Any]) -> ResultKey:
-        model = {"model": self.source.identity.digest}
-        return ResultKey(label, self.experiment.version, params, model)
+        inputs = {"model": self.source.identity.digest}
+        if self.experiment.reads_text:
+            inputs |= tokenizer_input(self.source)
+        return ResultKey(label, self.experiment.version, params, inputs)
 
     @remembered
     def missing(self, store: Store) -> list[Cell]:
@@ -274,6 +278,11 @@ class ExperimentNode(ResultNode):
             _require(self.name, key.digest, again())
 
         store.put_result(key, given, provenance=note, confirm=confirm)
+
+
+def tokenizer_input(source: ModelSource) -> dict[str, str]:
+    """The tokenizer of a model as an input of what holds its words; nothing for a model without one."""
+    return {} if source.tokenizer_digest is None else {"tokenizer": source.tokenizer_digest}
 
 
 def _require(name: str, expected: str, now: ResultKey) -> None:

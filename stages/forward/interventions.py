@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from ...store.digest import canonical_json
 from ...store.errors import InterventionError
+from ..declared import name_of
 from .payloads import Chosen, Payload, as_tensor, checked_payload, finite, picked, plain_value
 from .points import HookPoint
 
@@ -55,14 +56,17 @@ class Intervention:
 
     kinds: ClassVar[tuple[str, ...] | None] = None
     """Hook point kinds this intervention makes sense at; None for all."""
+    version: ClassVar[int | str | None] = None
+    """Of an intervention written outside of mizarr: moves when what it does moves."""
     cuts_edges: ClassVar[bool] = False
     """Whether it is a mask (`cut`), which attention applies with its own; others change what stands there."""
 
     def canonical(self) -> dict[str, Any]:
         """Plain JSON values that identify the intervention; payloads enter by dtype, shape and sha256 of
-        their bytes."""
+        their bytes. InterventionError for a class of somebody's own that declares no version of itself: its
+        fields do not say what it does."""
         fields = {name: plain_value(value) for name, value in vars(self).items() if value is not None}
-        return {"intervention": type(self).__name__, **fields}
+        return {"intervention": name_of(type(self), InterventionError), **fields}
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
         """Raise InterventionError unless this can be applied at `point`, whose axes have these sizes."""

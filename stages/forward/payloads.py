@@ -1,4 +1,6 @@
-"""Payloads: tensors that interventions carry, checked when they are made and digested by their content.
+"""Payloads: tensors that interventions carry, copied and checked when they are made, digested by content.
+
+A payload is what it was when it was given: whoever writes to the original later changes no run and no key.
 
 Border: numbers, as torch tensors, numpy arrays or nested lists; knows no hook points. Never imports torch
 unless a payload is one of its tensors.
@@ -23,12 +25,14 @@ Chosen = tuple[int, list[int]] | None
 
 
 def checked_payload(name: str, value: Payload) -> Payload:
-    """A torch tensor as it is, anything else as a numpy array; InterventionError unless floating point and
-    finite."""
-    if not hasattr(value, "detach"):
-        value = np.asarray(value)
+    """A copy that nobody else holds: a torch tensor as a tensor, anything else as a numpy array that cannot
+    be written to; InterventionError unless floating point and finite."""
+    if hasattr(value, "detach"):
+        value = value.detach().clone()
+    else:
+        value = own_array(value)
         if value.dtype == np.float64:
-            value = value.astype(np.float32)
+            value = own_array(value.astype(np.float32))
     floating = value.is_floating_point() if hasattr(value, "is_floating_point") else value.dtype.kind in "fV"
     if not floating:
         raise InterventionError(
@@ -45,6 +49,13 @@ def checked_payload(name: str, value: Payload) -> Payload:
     return value
 
 
+def own_array(value: Any) -> Any:
+    """A copy as a numpy array that cannot be written to."""
+    found = np.array(value)
+    found.setflags(write=False)
+    return found
+
+
 def picked(value: Payload, chosen: Chosen) -> Payload:
     """The entries of a payload that belong to some positions; the axis is counted from the end."""
     if chosen is None or value.ndim < chosen[0] or value.shape[-chosen[0]] == 1:
@@ -56,8 +67,9 @@ def as_tensor(value: Payload, like: Tensor) -> Tensor:
     """A payload on the device and in the dtype of the activation it meets."""
     import torch
 
-    if isinstance(value, np.ndarray) and value.dtype.kind == "V":
-        value = value.astype(np.float32)
+    if isinstance(value, np.ndarray):
+        # A copy: torch has no tensors that cannot be written to, and warns of arrays that cannot.
+        value = value.astype(np.float32) if value.dtype.kind == "V" else value.copy()
     return torch.as_tensor(value).detach().to(device=like.device, dtype=like.dtype)
 
 

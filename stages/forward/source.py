@@ -74,10 +74,18 @@ class ModelSource:
         """The model's tokenizer, if it has one."""
         return self._held()._tokenizer if self.files is None else self.files.tokenizer()
 
+    @cached_property
+    def tokenizer_digest(self) -> str | None:
+        """What the words of the tokenizer are known by; in the keys of results that hold words."""
+        return None if self.tokenizer is None else self.tokenizer.digest
+
     def load(self) -> Model:
-        """The model of `identity`, loaded once. Raises SourceChanged when it is no longer there."""
+        """The model of `identity`, with the tokenizer of `tokenizer_digest`, loaded once. Raises
+        SourceChanged
+        when it is no longer there."""
         if self._model is None:
-            self._model = _loaded(self.name, self.revision, self.dtype, self.device, self.identity)
+            place = (self.name, self.revision, self.dtype, self.device)
+            self._model = _loaded(*place, self.identity, self.tokenizer_digest)
         elif self.files is None:
             self.confirm()
         return self._model
@@ -101,7 +109,8 @@ class ModelSource:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_model": None, "files": None, "tokenizer": None, "identity": self.identity}
+        known = {"identity": self.identity, "tokenizer_digest": self.tokenizer_digest}
+        return {**vars(self), "_model": None, "files": None, "tokenizer": None, **known}
 
     def __repr__(self) -> str:
         return f"ModelSource({self.name!r}, {self.dtype})"
@@ -109,7 +118,12 @@ class ModelSource:
 
 @lru_cache(maxsize=1)
 def _loaded(
-    name: str, revision: str | None, dtype: str, device: str | None, identity: ModelIdentity
+    name: str,
+    revision: str | None,
+    dtype: str,
+    device: str | None,
+    identity: ModelIdentity,
+    tokenizer: str | None,
 ) -> Model:
     """A model by name, kept for the next question; by identity too, as a name may get other files."""
     from .model import Model
@@ -119,5 +133,11 @@ def _loaded(
         raise SourceChanged(
             f"expected {name} to be model {identity.short}, as when this was planned, found {found.short}: "
             "its files were replaced, or are others here; start again with the model as it is now"
+        )
+    words = None if model._tokenizer is None else model._tokenizer.digest
+    if words != tokenizer:
+        raise SourceChanged(
+            f"expected the tokenizer {(tokenizer or 'none')[:19]} of {name}, found {(words or 'none')[:19]}: "
+            "its file was replaced since this was planned; start again with the model as it is now"
         )
     return model

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ...pipeline import Node, Output, Port, StageNode, stage
 from ...store.errors import ShapeError
-from ..features.dictionary import Dictionary, dictionary_as
+from ..features.dictionary import Dictionary
 from ..lens import top_columns
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from .node import GraphNode
 
-__all__ = ["LogitEffectsNode", "logit_effects"]
+__all__ = ["logit_effects", "logit_effects_node"]
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -47,42 +47,27 @@ BLOCK_BYTES = 1 << 26
         "lowered": Output(("selected", "rank"), "1", "tokens lowered most"),
         "lowered_by": Output(("selected", "rank"), "logits", "by so much per unit of activation"),
     },
+    resources=("dictionary",),
 )
 def logit_effects(
     active_features: xr.DataArray,
     selected_features: xr.DataArray,
     readout: xr.Dataset,
     *,
-    dictionary: str,
-    features: str,
-    read: str,
-    write: str,
+    dictionary: Dictionary,
     top_k: int = 5,
 ) -> xr.Dataset:
     """The tokens whose logits each feature raises and lowers most.
 
     active_features, selected_features: as a graph has them. readout: as `stages.readout` describes it.
-    dictionary: its name; features: its identity; read, write: its hook kinds.
     Returns raised, lowered int32, raised_by, lowered_by float32 [selected, rank]: strongest first.
-    Raises SourceChanged if the files under that name are others, ShapeError for a readout of another width.
+    Raises ShapeError for a readout of another width.
     """
-    with dictionary_as(dictionary, features, read=read, write=write) as opened:
-        return _logit_effects(active_features, selected_features, readout, opened, top_k)
-
-
-def _logit_effects(
-    active_features: xr.DataArray,
-    selected_features: xr.DataArray,
-    readout: xr.Dataset,
-    opened: Dictionary,
-    top_k: int,
-) -> xr.Dataset:
-    """As `logit_effects`, of a dictionary in hand."""
     import xarray as xr
 
-    if opened.d_out != readout.sizes["hidden"]:
+    if dictionary.d_out != readout.sizes["hidden"]:
         raise ShapeError(
-            f"expected a readout of width {opened.d_out}, as {opened.name} writes, found "
+            f"expected a readout of width {dictionary.d_out}, as {dictionary.name} writes, found "
             f"{readout.sizes['hidden']}"
         )
     chosen = active_features.values[selected_features.values][:, [0, 2]]
@@ -96,7 +81,7 @@ def _logit_effects(
         mine = np.flatnonzero(unique[:, 0] == layer)
         for start in range(0, len(mine), step):
             some = mine[start : start + step]
-            effects = _rows(opened, layer, unique[some, 1], readout.attrs["norm"]) @ read_out.T
+            effects = _rows(dictionary, layer, unique[some, 1], readout.attrs["norm"]) @ read_out.T
             for name, sign in (("raised", 1), ("lowered", -1)):
                 columns = top_columns(sign * effects, k)
                 found[name][some] = columns
@@ -105,25 +90,10 @@ def _logit_effects(
     return xr.Dataset({name: (("selected", "rank"), values[place]) for name, values in found.items()})
 
 
-class LogitEffectsNode(StageNode):
-    """The logit effects of a graph's features. The dictionary's name is no part of the key."""
-
-    def __init__(self, graph: GraphNode, readout: Node, *, top_k: int = 5) -> None:
-        """readout: of the graph's model (`readout_node`)."""
-        layout = graph.dictionary.layout
-        kept = {
-            "features": graph.dictionary.identity,
-            "read": layout.read,
-            "write": layout.write,
-            "top_k": top_k,
-        }
-        ports = {name: Port(graph, name) for name in ("active_features", "selected_features")}
-        super().__init__(
-            logit_effects,
-            {**ports, "readout": Port(readout)},
-            {**kept, "dictionary": graph.dictionary.name},
-        )
-        self._key_params = kept
+def logit_effects_node(graph: GraphNode, readout: Node, *, top_k: int = 5) -> StageNode:
+    """The logit effects of a graph's features; readout: of the graph's model (`readout_node`)."""
+    ports = {name: Port(graph, name) for name in ("active_features", "selected_features")}
+    return logit_effects.on(**ports, readout=readout, dictionary=graph.dictionary.as_resource(), top_k=top_k)
 
 
 def _directions(readout: xr.Dataset) -> Floats:

@@ -23,6 +23,7 @@ from ...pipeline.plan import as_bytes
 from ...pipeline.reasons import why_not
 from ...store.errors import PlanError, PromptError, StageError
 from ...store.keys import ResultKey
+from ..forward.experiment import tokenizer_input
 from ..forward.prompts import check_prompts
 from .frozen import require_transcoders
 from .selection import Selection
@@ -124,6 +125,7 @@ class GraphNode(ResultNode):
     def _key(self, label: str, more: dict[str, int]) -> ResultKey:
         params = {"tokens": list(self.tokens), **self.settings.params(), **more}
         inputs = {"model": self.source.identity.digest, "dictionary": self.features}
+        inputs |= tokenizer_input(self.source)
         return ResultKey(label, self.version, params, inputs)
 
     # -- planning

@@ -202,4 +202,4 @@ def _direction(item: Any, hidden_size: int) -> Direction:
             f"expected the direction of target {label!r} as {hidden_size} finite numbers, found shape "
             f"{list(values.shape)}"
         )
-    return Direction(label, float(weight), np.ascontiguousarray(values, np.float32))
+    return Direction(label, float(weight), np.array(values, np.float32))  # a copy: its digest is in a key

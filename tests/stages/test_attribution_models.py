@@ -14,9 +14,7 @@ from mizarr.stages.attribution import (
 )
 from mizarr.stages.attribution_units import (
     head_attribution,
-    head_attribution_post_norm,
     neuron_attribution,
-    neuron_attribution_post_norm,
 )
 from mizarr.stages.logit_directions import MOST_LIKELY, NONE
 from mizarr.stages.residual import (
@@ -54,15 +52,13 @@ def same(found: xr.DataArray, expected: xr.DataArray) -> None:
 def heads_of(corpus: Corpus, targets: xr.DataArray, against: xr.DataArray) -> xr.Dataset:
     states, post = corpus.states, corpus.post_scale("ln1")
     given = (states["z"], states["ln_final_scale"], targets, against, corpus.readout, corpus.attention)
-    return head_attribution(*given) if post is None else head_attribution_post_norm(*given, post)
+    return head_attribution(*given, post)
 
 
 def neurons_of(corpus: Corpus, targets: xr.DataArray, against: xr.DataArray, top_k: int) -> xr.Dataset:
     states, post = corpus.states, corpus.post_scale("ln2")
     given = (states["mlp_post_act"], states["ln_final_scale"], targets, against, corpus.readout, corpus.mlp)
-    if post is None:
-        return neuron_attribution(*given, top_k=top_k)
-    return neuron_attribution_post_norm(*given, post, top_k=top_k)
+    return neuron_attribution(*given, post, top_k=top_k)
 
 
 def layers_of(corpus: Corpus, targets: xr.DataArray, against: xr.DataArray) -> xr.Dataset:

@@ -27,9 +27,10 @@ def test_every_stage_of_the_room_is_in_the_table():
         name = ".".join(path.relative_to(folder).with_suffix("").parts)
         module = importlib.import_module(f"mizarr.stages.{name}")
         declared |= {
-            value.name
+            form
             for value in vars(module).values()
             if isinstance(value, Stage) and value.function.__module__ == module.__name__
+            for form in value.forms
         }
     assert declared == set(STAGES)
 

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import resource
+import shutil
 import threading
 import time
 
@@ -356,7 +357,7 @@ def test_a_shard_that_is_not_there_says_which(entry):
 
 def test_a_shard_written_anew_is_mapped_anew(entry):
     fill(entry)
-    old = entry.shard("embed", None, 0).copy()
+    old = np.array(entry.shard("embed", None, 0))
     path = entry.folder.path(f"{entry.path}/embed/c/0/0")
     path.rename(path.with_name("aside"))
     next(iter(entry.folder.path(f"{entry.path}/seg").glob("0.*.json"))).unlink()  # quarantined
@@ -373,7 +374,7 @@ def test_more_shards_are_read_than_files_may_be_open(folder):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (700, limits[1]))
     try:
-        total = sum(float(entry.shard("embed", None, n).sum()) for n in range(2000))
+        total = sum(float(entry.shard("embed", None, n)[:].sum()) for n in range(2000))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert total == pytest.approx(
@@ -383,6 +384,7 @@ def test_more_shards_are_read_than_files_may_be_open(folder):
 
 def test_an_array_stored_again_with_a_codec_is_read_through_zarr_and_not_added_to(entry):
     fill(entry)
+    expected = [rows_of(entry, ("resid_post", 2), n) for n in range(3)]
     place = entry.folder.path(f"{entry.path}/resid_post")
     array = zarr.open_array(place, mode="r")
     values, shape, attributes = array[:], array.shape, array.attrs.asdict()
@@ -393,9 +395,9 @@ def test_an_array_stored_again_with_a_codec_is_read_through_zarr_and_not_added_t
     )[:] = values  # fmt: skip
     again = create(entry.folder)
     for n in range(3):
-        np.testing.assert_array_equal(again.shard("resid_post", 2, n), rows_of(entry, ("resid_post", 2), n))
+        np.testing.assert_array_equal(again.shard("resid_post", 2, n), expected[n])
     with pytest.raises(StoreFormatError, match="other codecs"):
-        fill(again, [("resid_post", 1)])
+        again.write_segment(0, {("resid_post", 1): expected[0]})
 
 
 # -- claims
@@ -449,11 +451,12 @@ def test_each_record_is_read_once_however_often_one_asks(folder, monkeypatch):
     entry = create(folder, tokens, [EMBED], segment_tokens=1)
     read = []
     real = Folder.get
+    monkeypatch.setattr("mizarr.store.files._SETTLED", -1)  # as if they were written a while ago
     monkeypatch.setattr(Folder, "get", lambda self, name: (read.append(name), real(self, name))[1])
     for _ in range(3):
         assert entry.missing([("embed", None)]) == {}
     assert len([name for name in read if "/seg/" in name]) == 300
-    monkeypatch.setattr(Folder, "children", None)  # a digest that is known is not looked up
+    monkeypatch.setattr(Folder, "stamps", None)  # a digest that is known is not looked up
     assert all(entry.segment_digest("embed", None, n).startswith("sha256:") for n in range(300))
 
 
@@ -474,10 +477,57 @@ mapped.RESIDENT = int(sys.argv[3])
 tokens = PackedTokens.from_lists([[1] * 4096] * 12)
 entry = entries.Entry.load(Folder(Path(sys.argv[1])), sys.argv[2], tokens)
 before = {PEAK}
-total = sum(float(np.abs(entry.shard("wide", None, n)).max()) for n in range(12))
+total = sum(float(np.abs(entry.shard("wide", None, n)[:]).max()) for n in range(12))
 assert total > 0
 print(({PEAK} - before) >> 20)
 """
     bounded, unbounded = (printed(script, str(folder.path("")), entry.path, str(n << 20)) for n in (16, 1024))
     assert bounded < 16 + 16 + 20  # what may stay, the absolute values of one shard, room
     assert unbounded > 90  # so it is the bound that does it
+
+
+# -- what is remembered is not stale
+
+
+def test_a_shard_changed_in_place_is_checked_again(entry, monkeypatch):
+    monkeypatch.setattr("mizarr.store.files._SETTLED", -1)  # as if it was written a while ago
+    fill(entry)
+    path = entry.folder.path(f"{entry.path}/embed/c/0/0")
+    stat = path.stat()
+    assert len(entry.shard("embed", None, 0)[:])  # checked, and remembered as such
+    raw = bytearray(path.read_bytes())
+    raw[1] ^= 1
+    path.write_bytes(raw)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # same size, same time
+    with pytest.raises(CorruptEntry, match=r"embed .*crc32c"):
+        entry.shard("embed", None, 0)[:]
+
+
+def test_what_was_just_written_is_checked_at_every_read(entry):
+    """Within a tick of the clock a change does not show in the file's times."""
+    fill(entry)
+    path = entry.folder.path(f"{entry.path}/embed/c/0/0")
+    rows = entry.shard("embed", None, 0)
+    assert len(rows[:])
+    with path.open("r+b") as file:
+        file.write(bytes([path.read_bytes()[0] ^ 1]))
+    with pytest.raises(CorruptEntry):
+        rows[:]
+
+
+@pytest.mark.parametrize("settled", [2.0, -1])
+def test_a_run_made_anew_in_other_segments_is_not_read_as_the_old_one(folder, monkeypatch, settled):
+    monkeypatch.setattr("mizarr.store.files._SETTLED", settled)
+    tokens = PackedTokens.from_lists([[1] * 24])
+    old = create(folder, tokens, [EMBED], segment_tokens=6)
+    fill(old, [("embed", None)])
+    assert len(old.shard("embed", None, 1)) == 6
+    shutil.rmtree(folder.path(old.path))
+    with pytest.raises(EntryNotFound):
+        old.shard("embed", None, 1)
+    new = create(folder, tokens, [EMBED], segment_tokens=8)
+    fill(new, [("embed", None)])
+    for one in (old, pickle.loads(pickle.dumps(old))):
+        with pytest.raises(EntryNotFound, match="in segments of 8 tokens; open it again"):
+            one.shard("embed", None, 1)
+    np.testing.assert_array_equal(new.shard("embed", None, 1), rows_of(new, ("embed", None), 1))

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from mizarr.store.digest import file_digest
 from mizarr.store.index import FileDigests, StoreIndex, file_digests, layout_verdicts
 
 
@@ -159,3 +160,28 @@ def test_a_verdict_is_kept_by_case_and_witness(tmp_path, monkeypatch):
     held.add("case", "one", "maybe")
     assert layout_verdicts().find("case") == {"one": "maybe", "two": "no"}
     assert layout_verdicts().find("other") == {}
+
+
+def test_a_file_written_over_with_its_old_stamp_is_digested_again(tmp_path, monkeypatch):
+    """As on a file system whose ctime is the time of creation, or after a copy that keeps the times."""
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(1 << 20))
+    digests = FileDigests(None)
+    monkeypatch.setattr("mizarr.store.files._SETTLED", -1)
+    monkeypatch.setattr("mizarr.store.index.stamp", lambda stat: (1, 2, stat.st_size, 4, 5))
+    first = digests.digest(path)
+    assert digests.digest(path) == first == file_digest(path)
+    path.write_bytes(bytes(1 << 19) + b"\1" * (1 << 19))
+    assert digests.digest(path) == file_digest(path) != first
+
+
+def test_a_file_from_the_future_is_never_remembered(tmp_path, monkeypatch):
+    path = tmp_path / "weights"
+    path.write_bytes(b"abc")
+    future = time.time() + 3600
+    os.utime(path, (future, future))
+    digests = FileDigests(None)
+    digests.digest(path)
+    read = []
+    monkeypatch.setattr("mizarr.store.index.file_digest", lambda path: read.append(path) or "sha256:1")
+    assert digests.digest(path) == "sha256:1" and read == [path]

@@ -83,9 +83,19 @@ def test_plain_xarray_reads_a_result(store):
 
 def test_opening_reads_no_values(store, monkeypatch):
     record = store.put_result(KEY, xr.Dataset({"x": ("a", np.arange(5.0))}))
-    (store.path / record.data / "dataset" / "x" / "c" / "0").unlink()
+    chunk = store.path / record.data / "dataset" / "x" / "c" / "0"
+    chunk.write_bytes(bytes(chunk.stat().st_size))
     found = store.open_result(KEY)
     assert found["x"].shape == (5,)
+    with pytest.raises(CorruptEntry, match=r"x of .*verify --quarantine"):
+        found["x"].load()
+
+
+def test_a_chunk_that_is_gone_is_damage_and_not_zeros(store):
+    record = store.put_result(KEY, xr.Dataset({"x": ("a", np.arange(5.0))}))
+    (store.path / record.data / "dataset" / "x" / "c" / "0").unlink()
+    with pytest.raises(CorruptEntry, match="found none"):
+        store.open_result(KEY)
 
 
 def test_scalars_and_empty_arrays_are_results_too(store):

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import struct
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -65,17 +66,28 @@ def same(one, other):
 # -- bytes
 
 
-def test_a_shard_is_the_raw_array_then_padding_then_the_index_then_its_checksum(folder, small_chunks):
+def test_a_shard_is_chunks_each_with_its_checksum_then_the_index_then_its_checksum(folder, small_chunks):
     layout = ShardLayout.of("float32", (4,), 12, layered=False)  # 4 rows a chunk, 3 chunks
     rows = values((6, 4), "float32")
     size, digest = write_shard(folder, "a", rows, layout)
+    first, second = rows[:4].tobytes(), rows[4:].tobytes() + bytes(32)
+    index = struct.pack("<6Q", 0, 68, 68, 68, 2**64 - 1, 2**64 - 1)
+    expected = b"".join(part + struct.pack("<I", crc32c(part)) for part in (first, second, index))
     raw = folder.path("a").read_bytes()
-    index = struct.pack("<6Q", 0, 64, 64, 64, 2**64 - 1, 2**64 - 1)
-    assert raw[: 6 * 16] == rows.tobytes()
-    assert raw[6 * 16 : 128] == bytes(32)
-    assert raw[128:-4] == index
-    assert struct.unpack("<I", raw[-4:])[0] == crc32c(index)
+    assert raw == expected
     assert (size, digest) == (len(raw), content_digest(raw))
+
+
+def test_a_shard_without_checksums_is_the_raw_array_as_format_1_has_it(folder, small_chunks):
+    layout = replace(ShardLayout.of("float32", (4,), 12, layered=False), checked=False)
+    rows = values((6, 4), "float32")
+    write_shard(folder, "a", rows, layout)
+    index = struct.pack("<6Q", 0, 64, 64, 64, 2**64 - 1, 2**64 - 1)
+    raw = folder.path("a").read_bytes()
+    assert raw == rows.tobytes() + bytes(32) + index + struct.pack("<I", crc32c(index))
+    again = read_shard(folder.path("a"), layout, 6)[:]
+    same(again, rows)
+    assert not again.flags.owndata  # mapped, across the chunks
 
 
 def crc32c(data):
@@ -107,7 +119,7 @@ def test_any_number_of_rows_of_any_shape_comes_back_bit_for_bit(tmp_path_factory
 def test_reading_maps_the_file_and_cannot_change_it(folder):
     layout = ShardLayout.of("float32", (2,), 4, layered=False)
     write_shard(folder, "a", values((4, 2), "float32"), layout)
-    again = read_shard(folder.path("a"), layout, 4)
+    again = read_shard(folder.path("a"), layout, 4)[:]
     assert not again.flags.owndata
     with pytest.raises(ValueError, match="read-only"):
         again[0] = 1
@@ -147,10 +159,11 @@ def test_unknown_dtypes_are_refused_by_name():
         ShardLayout.of("float8", (2,), 4, layered=False)
 
 
+@pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("layered", [True, False])
 @pytest.mark.parametrize("tail", [(), (3,), (2, 5)])
-def test_the_layout_is_read_back_from_the_metadata(layered, tail):
-    layout = ShardLayout.of("bfloat16", tail, 64, layered)
+def test_the_layout_is_read_back_from_the_metadata(layered, tail, checked):
+    layout = replace(ShardLayout.of("bfloat16", tail, 64, layered), checked=checked)
     dims = [*(["layer"] if layered else []), "token", *"abc"[: len(tail)]]
     shape = [*([2] if layered else []), 100, *tail]
     metadata = json.loads(array_metadata(layout, shape, dims, {"units": "1"}))
@@ -205,7 +218,8 @@ def test_the_metadata_is_what_zarr_itself_would_write(tmp_path):
     ours = json.loads(array_metadata(layout, (4, 2**15, 512), LAYERED, {"units": "1"}))
     zarr.create_array(
         tmp_path / "a", shape=(4, 2**15, 512), dtype="float32", chunks=(1, 512, 512), shards=(1, 2**14, 512),
-        compressors=None, fill_value=np.nan, dimension_names=LAYERED, attributes={"units": "1"},
+        compressors=zarr.codecs.Crc32cCodec(), fill_value=np.nan, dimension_names=LAYERED,
+        attributes={"units": "1"},
     )  # fmt: skip
     assert ours == json.loads((tmp_path / "a" / "zarr.json").read_text())
 
@@ -223,8 +237,10 @@ def test_shards_that_zarr_wrote_are_read_too(tmp_path, small_chunks, count):
 def test_chunks_in_another_order_are_read_by_their_index(tmp_path, small_chunks):
     layout = ShardLayout.of("int32", (4,), 12, layered=False)
     rows = values((12, 4), "int32")
-    first, middle, last = (rows[at : at + 4].tobytes() for at in (0, 4, 8))
-    index = struct.pack("<6Q", 128, 64, 2**64 - 1, 2**64 - 1, 0, 64)
+    first, middle, last = (
+        part + struct.pack("<I", crc32c(part)) for part in (rows[at : at + 4].tobytes() for at in (0, 4, 8))
+    )
+    index = struct.pack("<6Q", 136, 68, 2**64 - 1, 2**64 - 1, 0, 68)
     (tmp_path / "a").write_bytes(last + middle + first + index + struct.pack("<I", crc32c(index)))
     again = read_shard(tmp_path / "a", layout, 12)
     same(again[:4], rows[:4])
@@ -316,3 +332,73 @@ def test_nan_payloads_and_signed_zeros_survive(folder):
     layout = ShardLayout.of("bfloat16", (1,), 5, layered=False)
     write_shard(folder, "a", bits, layout)
     same(read_shard(folder.path("a"), layout, 5), bits)
+
+
+# -- checks
+
+
+def damaged(folder, layout, at, rows=16):
+    """A shard of 16 rows in chunks of 4, whose byte `at` was flipped."""
+    write_shard(folder, "a", values((rows, 4), layout.dtype), layout)
+    raw = bytearray(folder.path("a").read_bytes())
+    raw[at] ^= 0x10
+    folder.path("a").write_bytes(raw)
+    return read_shard(folder.path("a"), layout, rows, "segment 3 of resid_post.1 in run abc")
+
+
+READS = {
+    "a row": (lambda rows, at: rows[at]),
+    "a range": (lambda rows, at: rows[at : at + 1]),
+    "a range over chunks": (lambda rows, at: rows[max(0, at - 5) : at + 1]),
+    "a stepped range": (lambda rows, at: rows[at::2]),
+    "numbers": (lambda rows, at: rows[np.array([at])]),
+    "a mask": (lambda rows, at: rows[np.arange(16) == at]),
+    "all": (lambda rows, at: np.asarray(rows)),
+    "blocks": (lambda rows, at: list(rows.blocks(at, at + 1))),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+@pytest.mark.parametrize("chunk", range(4))
+def test_no_read_returns_a_row_of_a_damaged_chunk_and_others_are_read(folder, small_chunks, read, chunk):
+    layout = ShardLayout.of("float32", (4,), 16, layered=False)
+    for inside in (0, 63, 64, 67):  # of the rows, or of the checksum itself
+        rows = damaged(folder, layout, 68 * chunk + inside)
+        with pytest.raises(CorruptEntry, match=rf"resid_post\.1 .*rows {4 * chunk} to .*verify --quarantine"):
+            read(rows, 4 * chunk + 1)
+        same(rows[4 * chunk - 4], values((16, 4), "float32")[4 * chunk - 4])
+        folder.delete("a")
+
+
+def test_damage_in_the_padding_of_the_last_chunk_is_damage(folder, small_chunks):
+    rows = damaged(folder, ShardLayout.of("float32", (4,), 16, layered=False), 68 + 40, rows=6)
+    with pytest.raises(CorruptEntry, match="rows 4 to 5"):
+        rows[5]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPE_NAMES, "float64", "int64"])
+def test_every_index_gives_what_numpy_gives_over_many_chunks(folder, small_chunks, dtype):
+    layout = ShardLayout.of(dtype, (3,), 40, layered=False)
+    expected = values((37, 3), dtype)
+    write_shard(folder, "a", expected, layout)
+    rows = read_shard(folder.path("a"), layout, 37)
+    picked = np.array([36, 0, 5, 5, -1, 17])
+    for key in (0, 36, -1, slice(None), slice(3, 9), slice(8, 8), slice(30, 99), slice(35, 2, -3), picked):
+        same(rows[key], np.ascontiguousarray(expected[key]))
+    same(rows[expected[:, 0].astype("f4") > 0], expected[expected[:, 0].astype("f4") > 0])
+    for wrong in (37, -38, np.array([37]), np.array([-38])):
+        with pytest.raises(IndexError):
+            rows[wrong]
+
+
+def test_plain_zarr_refuses_a_flipped_byte(folder, small_chunks):
+    layout = ShardLayout.of("float32", (4,), 16, layered=True)
+    place = write_array(folder, "a", layout, [{0: values((16, 4), "float32")}])
+    path = folder.path(layout.path("a", 0, 0))
+    raw = bytearray(path.read_bytes())
+    raw[70] ^= 1
+    path.write_bytes(raw)
+    array = zarr.open_array(place, mode="r")
+    same(array[0, :4], values((16, 4), "float32")[:4])
+    with pytest.raises(ValueError, match="checksum"):
+        array[0, 4:8]

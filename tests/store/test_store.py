@@ -54,15 +54,15 @@ def files_in(path):
 
 def test_an_opened_folder_is_a_store_of_this_format(path):
     open_store(path)
-    assert json.loads((path / "store.json").read_text())["format"] == 1
+    assert json.loads((path / "store.json").read_text())["format"] == 2
     assert open_store(str(path)).path == path
 
 
 def test_a_store_of_a_newer_format_is_refused(path):
     open_store(path)
-    (path / "store.json").write_text('{"format": 2, "digest": "sha256"}')
+    (path / "store.json").write_text('{"format": 3, "digest": "sha256"}')
     for mode in ("a", "r"):
-        with pytest.raises(StoreFormatError, match=r"format 1 or older, found format 2.*upgrade"):
+        with pytest.raises(StoreFormatError, match=r"format 2 or older, found format 3.*upgrade"):
             open_store(path, mode=mode)
 
 

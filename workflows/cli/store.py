@@ -65,12 +65,14 @@ def show(key: str, store_path: str, as_json: bool) -> None:
     store = open_store(store_path, mode="r")
     dataset = store[key]
     provenance = store.provenance(key)
+    unchecked = store.unchecked(key)
     if as_json:
-        print_json({"dataset": _shape(dataset), "provenance": provenance})
+        print_json({"dataset": _shape(dataset), "provenance": provenance, "unchecked": unchecked})
         return
     click.echo(repr(dataset))
     click.echo()
     print_json(provenance)
+    _tell_unchecked(unchecked)
 
 
 @click.command(epilog="Example: mizarr verify --quick --store activations")
@@ -104,6 +106,7 @@ def verify(store_path: str, quick: bool, quarantine: bool, as_json: bool, quiet:
         for item in damage:
             click.echo(str(item))
         click.echo(f"{len(damage)} damaged files" if damage else "no damage found", err=True)
+    _tell_unchecked(store.unchecked())
     return DAMAGED if damage else 0
 
 
@@ -169,6 +172,17 @@ def pin(name: str, key: str | None, remove: bool, store_path: str) -> None:
         store.pin(name, key)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+
+
+def _tell_unchecked(arrays: list[str]) -> None:
+    """Say on stderr which arrays readers cannot check, and what helps."""
+    if arrays:
+        click.echo(
+            f"{len(arrays)} array{'s carry' if len(arrays) > 1 else ' carries'} no checksums of their own: "
+            "older versions wrote none. `mizarr verify` finds a changed byte, readers do not. Capture or "
+            "compute into a new store to have every chunk checked",
+            err=True,
+        )
 
 
 def _shape(dataset: Any) -> dict[str, Any]:

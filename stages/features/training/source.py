@@ -168,10 +168,10 @@ class StoredActivations:
         """
         segment = tokens.start // self.entry.segment_tokens
         first = self.entry.segments[segment].start
-        part = slice(tokens.start - first, tokens.stop - first)
+        chosen = tokens.start - first + np.flatnonzero(kept)
         found: Rows = {}
         for cell in cells:
-            rows = self.entry.shard(*cell, segment)[part][kept]
+            rows = self.entry.shard(*cell, segment)[chosen]
             rows = rows.reshape(len(rows), -1)
             if not np.isfinite(rows).all():
                 raise self._not_finite(cell, tokens, kept, rows)

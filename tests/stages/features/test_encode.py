@@ -110,15 +110,15 @@ def test_what_stands_is_not_computed_again(
     store = mizarr.open_store(tmp_path)
     states = states_of(model, clt, segment_tokens=8)
     seen: list[int] = []
-    real, lasts = encode._encode, [2]
+    real, lasts = encode._first_positions, [2]
 
-    def counting(states: xr.DataArray, **how: object) -> xr.Dataset:
+    def counting(states: xr.DataArray, zero_positions: int) -> np.ndarray:
         if len(seen) == lasts[0]:
             raise RuntimeError("power cut")
         seen.append(states.sizes["token"])
-        return real(states, **how)
+        return real(states, zero_positions)
 
-    monkeypatch.setattr(encode, "_encode", counting)
+    monkeypatch.setattr(encode, "_first_positions", counting)
     with pytest.raises(MizarrError, match="power cut"):
         run(encode_nodes(clt, states, layers=(2,))[2], store, threads=1)
     lasts[0] = 99
@@ -147,7 +147,7 @@ def test_a_dictionary_that_changed_since_is_not_mistaken_for_the_planned_one(
     kept = {f"{name}_5": weights[name] for name in ("W_enc", "b_enc", "b_dec", "threshold")}
     save(tmp_path / "clt", "W_enc_5.safetensors", kept)
     store = mizarr.open_store(tmp_path / "store")
-    with pytest.raises(MizarrError, match="its files changed since this was planned"):
+    with pytest.raises(MizarrError, match=r"expected the dictionary .*clt as it was"):
         run(node, store)
 
 

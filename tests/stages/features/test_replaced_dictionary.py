@@ -14,7 +14,7 @@ import mizarr
 from mizarr.pipeline import run
 from mizarr.stages.features.activity import FeatureActivity
 from mizarr.stages.features.alignment import DecoderSearch
-from mizarr.stages.features.dictionary import Dictionary, dictionary_as
+from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.encode import encode_corpus, encode_nodes
 from mizarr.stages.features.sweeps import Dose, InjectionSweep
 from mizarr.stages.features.training.settings import Settings
@@ -169,10 +169,10 @@ def test_a_dictionary_in_memory_is_identified_by_its_weights_as_they_are(origina
 
 
 def test_a_dictionary_asked_for_by_identity_must_be_it_before_and_after(folder):
-    identity = Dictionary.from_pretrained(folder).identity
-    with dictionary_as(str(folder), identity) as found:
-        assert found.identity == identity
-    with pytest.raises(SourceChanged), dictionary_as(str(folder), identity):
+    resource = Dictionary.from_pretrained(folder).as_resource()
+    with resource.open() as found:
+        assert found.identity == resource.features
+    with pytest.raises(SourceChanged), resource.open():
         replace_weights(folder)
-    with pytest.raises(SourceChanged), dictionary_as(str(folder), identity):
+    with pytest.raises(SourceChanged), resource.open():
         raise AssertionError("never reached")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,9 @@ import mizarr
 from mizarr.pipeline import run
 from mizarr.stages.forward.source import ModelSource
 from mizarr.stages.graph.graph import graph_node
-from mizarr.stages.graph.logit_effects import LogitEffectsNode, logit_effects
+from mizarr.stages.graph.logit_effects import logit_effects, logit_effects_node
 from mizarr.stages.readout import readout, readout_node
-from mizarr.store.errors import DictionaryError, ShapeError
+from mizarr.store.errors import ShapeError, SourceChanged
 
 from .random_transcoders import save_random_transcoders
 
@@ -27,12 +28,6 @@ def clt(tmp_path_factory: pytest.TempPathFactory) -> mizarr.Dictionary:
     return mizarr.Dictionary.from_pretrained(
         save_random_transcoders(tmp_path_factory.mktemp("effects") / "clt", model, "clt-jumprelu")
     )
-
-
-def asked(dictionary: mizarr.Dictionary, **other: object) -> dict[str, object]:
-    layout = dictionary.layout
-    own = {"dictionary": dictionary.name, "features": dictionary.identity}
-    return {**own, "read": layout.read, "write": layout.write, **other}
 
 
 def nodes(*features: tuple[int, int, int]) -> tuple[xr.DataArray, xr.DataArray]:
@@ -46,7 +41,7 @@ def test_effects_are_what_the_last_target_writes_read_by_the_unembedding(clt, no
     unembed, gain = rng.normal(size=(vocab, width)), rng.normal(size=width)
     table = readout(unembed, gain, norm=norm, eps=1e-5)
     active, selected = nodes((1, 3, 7), (1, 5, 7), (4, 2, 0), (5, 1, 9))
-    found = logit_effects(active, selected, table, **asked(clt, top_k=3))
+    found = logit_effects(active, selected, table, dictionary=clt, top_k=3)
     last = clt.write_layers[-1]
     for i, (layer, _, feature) in enumerate(active.values.tolist()):
         row = clt.decoder_vector((layer, feature), last).double().numpy()
@@ -63,9 +58,10 @@ def test_effects_are_what_the_last_target_writes_read_by_the_unembedding(clt, no
 def test_other_files_and_another_models_readout_are_refused(clt):
     table = readout(np.ones((4, clt.d_out + 1)), np.ones(clt.d_out + 1), norm="rms", eps=1e-5)
     with pytest.raises(ShapeError, match=f"width {clt.d_out}"):
-        logit_effects(*nodes((0, 1, 0)), table, **asked(clt))
-    with pytest.raises(DictionaryError, match="plan again"):
-        logit_effects(*nodes((0, 1, 0)), table, **asked(clt, features="of another file"))
+        logit_effects(*nodes((0, 1, 0)), table, dictionary=clt)
+    other = replace(clt.as_resource(), features="of another file")
+    with pytest.raises(SourceChanged, match="replaced or edited meanwhile"), other.open():
+        raise AssertionError("never reached")
 
 
 def test_they_are_stored_under_a_key_that_knows_no_place(clt, tmp_path: Path):
@@ -75,7 +71,7 @@ def test_they_are_stored_under_a_key_that_knows_no_place(clt, tmp_path: Path):
     keys = []
     for dictionary in (clt, moved):
         graph = graph_node(source, dictionary, "The capital of France is", max_feature_nodes=12)
-        node = LogitEffectsNode(graph, readout_node(source.files))
+        node = logit_effects_node(graph, readout_node(source.files))
         run(node, store, quiet=True)
         keys.append(node.key(store).digest)
     assert keys[0] == keys[1]

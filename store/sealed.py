@@ -1,0 +1,50 @@
+"""Small JSON files that can be checked: the last field digests the bytes before it.
+
+Border: text in, text out; what a file says, and where it lies, is known elsewhere.
+
+A flipped bit in a file that says where numbers lie, or what they are, would be as bad as one in the numbers.
+So a record ends in `"check": "sha256:…"` over every byte in front of that field. Records written before there
+were checks have none: they are read as they are, and have exactly the fields they had then, so that a check
+whose own name was hit is not taken for none.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from .digest import content_digest
+from .errors import REPAIR, CorruptEntry
+
+_CHECK = re.compile(rb',\s*"check": ?"(sha256:[0-9a-f]{64})"\s*\}\s*\Z')
+
+
+def sealed(fields: Mapping[str, Any]) -> bytes:
+    """The JSON file of these fields, in this order, with its check; TypeError for what is not plain."""
+    head = json.dumps(fields, indent=1, allow_nan=False).encode().removesuffix(b"\n}")
+    return head + f',\n "check": "{content_digest(head)}"\n}}\n'.encode()
+
+
+def unsealed(name: str, text: bytes, known: Collection[str]) -> dict[str, Any]:
+    """The fields in a file; `known` are those a file without a check may have, and has all of.
+
+    Raises CorruptEntry, with `name`, for a file that is not what was written.
+    """
+    found = _CHECK.search(text)
+    if found is not None and content_digest(text[: found.start()]) != found[1].decode():
+        raise CorruptEntry(f"{name}: expected {found[1].decode()}, found another digest; {REPAIR}")
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise CorruptEntry(f"{name}: expected a record, found {error}; {REPAIR}") from error
+    if not isinstance(fields, dict) or (found is None and set(fields) != set(known)):
+        raise CorruptEntry(f"{name}: expected a record of {', '.join(known)}, found others; {REPAIR}")
+    fields.pop("check", None)
+    return fields
+
+
+def is_sealed(text: bytes) -> bool:
+    """Whether a file carries a check, sound or not."""
+    return _CHECK.search(text) is not None

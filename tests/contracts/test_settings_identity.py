@@ -1,0 +1,195 @@
+"""Every setting of every workflow changes what is computed, or stands below among those that only show it.
+
+What a workflow would compute is told from its graph alone: keys, parameters and constants of all its nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from typing import Any
+
+import pytest
+
+from mizarr.pipeline import StageNode
+from mizarr.pipeline.nodes import Node
+from mizarr.pipeline.sources import ConstantNode, SourceNode
+from mizarr.stages.forward.capture import CaptureNode
+from mizarr.store.digest import digest
+from mizarr.workflows import WORKFLOWS, build
+
+
+def identity_of(node: Node, seen: dict[int, str]) -> str:
+    """Digest of what a node would compute."""
+    if id(node) in seen:
+        return seen[id(node)]
+    if isinstance(node, ConstantNode):
+        told: Any = node.content
+    elif isinstance(node, SourceNode):
+        told = [node.name, node.version, node.params]
+    elif isinstance(node, CaptureNode):
+        told = [node.run_key.digest, [list(cell) for cell in node.cells], node.dtype]
+    elif isinstance(node, StageNode):
+        ports = {
+            name: [identity_of(port.node, seen), port.variable, getattr(port, "layer", None)]
+            for name, port in node.ports.items()
+        }
+        told = [node.name, node.stage.version, node._key_params, ports]
+    else:
+        told = node.key(None).digest
+    seen[id(node)] = digest("node", told)
+    return seen[id(node)]
+
+
+def identity(name: str, **settings: Any) -> str:
+    """Digest of what a workflow would compute."""
+    seen: dict[int, str] = {}
+    nodes = build(name, **settings).nodes.values()
+    return digest("workflow", sorted(identity_of(node, seen) for node in nodes))
+
+
+at_first = functools.cache(identity)
+"""The same, of settings that several tests start from."""
+PROMPT = "Two plus two is"
+PAIR_OF_PROMPTS = {"prompt": "The capital of France is", "corrupted": ("The capital of Spain is",)}
+SITED = "Two and two in all is"
+OTHERS: dict[tuple[str, str], Any] = {
+    ("*", "dtype"): "float64",
+    ("*", "prompt"): PROMPT,
+    ("*", "prompts"): (PROMPT,),
+    ("*", "query"): 2,
+    ("*", "key"): 1,
+    ("*", "layer"): 1,
+    ("*", "layers"): (1,),
+    ("*", "position"): 1,
+    ("*", "context"): 48,
+    ("*", "suppress"): ("0:1",),
+    ("*", "inject"): "0:2",
+    ("*", "inject_word"): " the",
+    ("*", "suppress_word"): " the",
+    ("*", "widths"): (30, 40),
+    ("*", "word"): " the",
+    ("*", "head"): "L0:H1",
+    ("*", "target"): {"prompt": PROMPT, "target": " the"},
+    ("logit_lens", "answers"): {"prompts": (PROMPT,), "answers": (" four",)},
+    ("logit_attribution", "answers"): {"prompts": (PROMPT,), "answers": (" the",)},
+    ("logit_attribution", "against"): {"prompts": (PROMPT,), "against": (" the",)},
+    ("generate", "seed"): {"temperature": 1.0, "seed": 1},
+    ("generate", "top_k"): {"temperature": 1.0, "top_k": 3},
+    ("generate", "top_p"): {"temperature": 1.0, "top_p": 0.5},
+    ("generate", "stop"): ("x",),
+    ("generate", "zero"): ("blocks.0.hook_mlp_out",),
+    ("activation_patching", "prompt"): PAIR_OF_PROMPTS,
+    ("activation_patching", "kinds"): ("resid_post",),
+    ("factual_routing", "subject"): "last_fact",
+    ("layer_scan", "end_layer"): 4,
+    ("probe", "targets"): ("character_count",),
+    ("probe", "point"): "resid_pre",
+    ("probe", "penalties"): (0.1, 1.0),
+    ("steering_dose_response", "doses"): (2.0,),
+    ("steering_convergence", "inject_position"): 1,
+    ("steering_convergence", "threshold"): 0.5,
+    ("attention_routing", "prompt"): SITED,
+    ("correction_test", "prompt"): SITED,
+    ("correction_test", "correct"): "0:5",
+    ("correction_test", "correct_word"): " the",
+    ("correction_test", "correct_from_layer"): 2,
+    ("clt_probe", "search"): " the",
+    ("attribution_graph", "targets"): (5,),
+    ("attribution_graph", "desired_logit_prob"): 0.5,
+    ("attribution_graph", "node_threshold"): 0.5,
+    ("attribution_graph", "edge_threshold"): 0.5,
+    ("attribution_graph", "corpus_tokens"): 64,
+    ("attribution_graph", "graph_memory"): "2GiB",
+    ("attribution_graph", "arithmetic"): "float64",
+}
+"""(workflow or "*", setting) -> another value, where adding one to the default makes none; a mapping where
+others have to change with it."""
+
+ONLY_SHOWN = {
+    ("logit_lens", "heatmaps"): "how many prompts get a figure",
+    ("logit_attribution", "figures"): "how many prompts get a figure",
+    ("character_count_helix", "show"): "which layer is drawn",
+    ("factual_routing", "top_k"): "rows of a table",
+    ("attention_knockout", "layer"): "which of all layers, all of them computed, is told in full",
+    ("attention_patterns", "top_k"): "rows of a table",
+    ("head_detection", "top"): "rows of a table",
+    ("inspect_weights", "rms"): "which of two stored numbers a table shows",
+    ("steering_dose_response", "layer"): "which of all layers, all of them computed, is told in full",
+    ("steering_dose_response", "ratio"): "what is read off the stored curve",
+    ("steering_convergence", "threshold"): "what is read off the stored curve",
+    ("correction_test", "head"): "which of all heads, all of them stored, is told",
+    ("sae_features", "position"): "which of all positions, all of them stored, is told",
+    ("sae_features", "top_k"): "rows of a table",
+    ("clt_probe", "position"): "which of all positions, all of them stored, is told",
+    ("clt_probe", "word"): "which of all positions, all of them stored, is told",
+    ("clt_probe", "top_k"): "rows of a table",
+    ("attribution_graph", "top_k"): "rows of a table",
+    ("attribution_graph", "graph_memory"): "memory is in no key",
+}
+"""(workflow, setting) -> why another value computes nothing else; that it computes nothing else is tested."""
+
+ELSEWHERE = {
+    "model": "identity by content: test_user.py",
+    "dictionary": "identity by content: test_user.py",
+    "per_layer": "identity by content: test_user.py",
+    "preset": "names model, dictionary and prompt, which are settings of their own",
+    "text": "a file, read before anything is keyed, as prompts: test_user.py",
+    "data": "a file, read before anything is keyed, as prompts",
+    "corpus": "a file, read before anything is keyed, as prompts",
+    "labels": "a file, read before anything is keyed, as prompts",
+    "batch_file": "a file, read before anything is keyed, as prompts",
+    "contrastive": "goes with a prompt of as many tokens; token ids of an experiment: test_identity.py",
+    "condition_a": "names a part of a corpus file",
+    "condition_b": "names a part of a corpus file",
+    "unit": "of positions in a corpus file",
+    "corrupted": "goes with a prompt of as many tokens; token ids of an experiment: test_identity.py",
+    "answer": "goes with prompts of one's own; tokens of a metric: test_identity.py",
+    "answer_piece": "goes with prompts of one's own; tokens of a metric: test_identity.py",
+    "error_measure": "a parameter of a stage: test_identity.py",
+    "kind of probe": "of a file of labels",
+    "layer of sae_features": "the specimen's autoencoder reads one layer",
+    "site": "goes with a prompt of one's own; positions of an experiment: test_identity.py",
+}
+"""Settings that need more than another value, and where what they become is tested."""
+NO_GRAPH = ("token_positions",)
+"""Workflows that store nothing."""
+
+
+def settings_of_all() -> list[Any]:
+    """(workflow, setting) of all that is tested here."""
+    found = []
+    for name, home in WORKFLOWS.items():
+        kind = importlib.import_module(f"mizarr.workflows{home}").WORKFLOW.settings_type
+        for field in dataclasses.fields(kind):
+            is_elsewhere = field.name in ELSEWHERE or f"{field.name} of {name}" in ELSEWHERE
+            if name not in NO_GRAPH and not is_elsewhere:
+                found.append(pytest.param(name, field, id=f"{name}-{field.name}"))
+    return found
+
+
+def other_settings(name: str, field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """Settings in which one is another."""
+    value = OTHERS.get((name, field.name), OTHERS.get(("*", field.name)))
+    if value is None:
+        assert isinstance(field.default, bool | int | float), (
+            f"{name}: give another {field.name}, or a reason"
+        )
+        value = not field.default if isinstance(field.default, bool) else field.default + 1
+    return value if isinstance(value, dict) else {field.name: value}
+
+
+@pytest.mark.parametrize(("name", "field"), settings_of_all())
+def test_every_setting_changes_what_is_computed_or_only_what_is_shown(name, field):
+    other = other_settings(name, field)
+    same = {key: value for key, value in other.items() if key != field.name}
+    if (name, field.name) == ("activation_patching", "prompt"):
+        same = {}
+    is_shown = (name, field.name) in ONLY_SHOWN
+    assert (at_first(name, **same) == identity(name, **other)) == is_shown
+
+
+def test_reasons_name_settings_that_exist():
+    known = {(param.values[0], param.values[1].name) for param in settings_of_all()}
+    assert set(ONLY_SHOWN) <= known
