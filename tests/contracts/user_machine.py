@@ -522,10 +522,10 @@ def edit(model: mizarr.Model, number: int, how: str) -> None:
     """Change a loaded model in one of the ways a user knows."""
     from mizarr.stages.forward.weights import Linear
 
-    architecture = model.architecture
+    network = model.network
     tensors = list(world.tensors_of(model).values())
     tensor = tensors[number % len(tensors)]
-    layer = architecture.weights.layers[number % 2]
+    layer = network.weights.layers[number % 2]
     if how == "mul_":
         tensor.mul_(1.5)
     elif how == "data":
@@ -539,7 +539,7 @@ def edit(model: mizarr.Model, number: int, how: str) -> None:
     elif how == "cast":
         object.__setattr__(layer, "up", Linear(layer.up.weight.to(torch.bfloat16).to(layer.up.weight.dtype)))
     else:
-        architecture.config = replace(architecture.config, norm_eps=0.7)
+        network.config = replace(network.config, norm_eps=0.7)
 
 
 class Payload:

@@ -163,13 +163,12 @@ class Loaded:
 
 def tensors_of(model: mizarr.Model) -> dict[str, Any]:
     """Checkpoint name -> tensor of a loaded model, as its forward pass reads it."""
-    from mizarr.stages.forward.weights import EMBED, FINAL_NORM, LAYER, layer_tensors
-
-    weights = model.architecture.weights
-    found = {f"{EMBED}.weight": weights.embed, f"{FINAL_NORM}.weight": weights.final_norm.weight}
+    weights, tensors = model.network.weights, model.config.tensors
+    outside = tensors.outside
+    found = {outside["embed"].name: weights.embed, outside["final_norm"].name: weights.final_norm.weight}
     for number, layer in enumerate(weights.layers):
-        for name, (tensor, _) in layer_tensors(model.config).items():
-            found[LAYER.format(number) + tensor] = getattr(layer, name).weight
+        for weight in tensors.layers[number]:
+            found[tensors.in_layer(number, weight)] = getattr(layer, weight).weight
     return found
 
 
