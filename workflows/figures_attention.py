@@ -11,109 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..stages.lens import format_token
-from .figures import ACCENT, CONTROL, FAINT, INK, _figure, _fit, _footer, _frame, _integers, _style, _subtitle
+from .figures import ACCENT, FAINT, INK, _figure, _fit, _footer, _integers, _style, _subtitle
 
 if TYPE_CHECKING:
     import xarray as xr
     from matplotlib.figure import Figure
 
-__all__ = ["convergence_page", "dose_page", "patterns_page", "tokens_strip"]
+__all__ = ["convergence_page", "tokens_strip"]
 
 BLUE = "#1d5b7f"
-
-
-def patterns_page(
-    flow: xr.Dataset,
-    tokens: Sequence[str],
-    *,
-    query: int,
-    key: int,
-    peak: int,
-    model: str,
-    footer: str,
-) -> Figure:
-    """Where one query looks by layer, the pattern of the layer of its peak, and the edge by layer and head.
-
-    flow: as `attention_flow` gives it.
-    """
-    names = [_fit(format_token(token), 10) for token in tokens]
-    mean = flow["mean_pattern"].transpose("layer", "query_position", "key_position")
-    with _style():
-        figure = _figure(15.0, 5.4)
-        left, middle, right = figure.subplots(1, 3, gridspec_kw={"width_ratios": [1.2, 1.2, 0.7]})
-        row = mean.isel(query_position=query, key_position=slice(0, query + 1))
-        _heat(figure, left, row, "weight, mean over heads")
-        left.set_xticks(range(query + 1), names[: query + 1], rotation=40, ha="right")
-        left.set_xlabel("key")
-        left.set_title(f"Where {format_token(tokens[query])!r} ({query}) looks", pad=20)
-        _subtitle(left, "by layer")
-        layers = flow["layer"].values.tolist()
-        left.add_patch(_frame(key, layers.index(peak)))
-        _heat(figure, middle, mean.sel(layer=peak), "weight, mean over heads", top=1.0, origin="upper")
-        middle.set_xticks(range(len(names)), names, rotation=40, ha="right")
-        middle.set_yticks(range(len(names)), names)
-        middle.set(xlabel="key (is read)", ylabel="query (reads)")
-        middle.set_title(f"Everybody, in layer {peak}", pad=20)
-        _subtitle(middle, f"the layer in which {format_token(tokens[query])!r} reads {names[key]!r} most")
-        heads = flow["from_query"].transpose("layer", "head", "key_position").isel(key_position=key)
-        _heat(figure, right, heads, "weight")
-        right.set_xticks(range(heads.sizes["head"]), heads["head"].values)
-        right.set_xlabel("head")
-        right.set_title("The same edge by head", pad=20)
-        _subtitle(right, f"{format_token(tokens[query])!r} ({query}) reads {names[key]!r} ({key})")
-        figure.suptitle(f"Attention of {model}", **_TITLE)
-        _footer(figure, footer)
-    return figure
-
-
-def dose_page(
-    response: xr.Dataset, edge: Sequence[str], *, layer: int, prompt: str, model: str, footer: str
-) -> Figure:
-    """Attention and KL by dose: the layer told in full, and the others thin.
-
-    response: attention, kl [layer, dose], baseline_attention [layer].  edge: texts of query and key.
-    """
-    doses, told = response["dose"].values, response.sel(layer=layer)
-    order = np.argsort(doses)
-    with _style():
-        figure = _figure(11.5, 4.4)
-        left, right = figure.subplots(1, 2)
-        for other in response["layer"].values.tolist():
-            here = response.sel(layer=other)
-            is_told = other == layer
-            style = {"color": ACCENT, "lw": 2.2, "zorder": 3} if is_told else {"color": "#7aa6c2", "lw": 1.0}
-            mark = {"marker": "o", "ms": 4 if is_told else 2.5}
-            left.plot(doses[order], here["attention"].values[order], **style, **mark)
-            right.plot(doses[order], here["kl"].values[order], **style, **mark)
-            for axes, name in ((left, "attention"), (right, "kl")):
-                end = float(here[name].values[order][-1])
-                axes.annotate(
-                    f" {other}",
-                    (doses[order][-1], end),
-                    fontsize=7,
-                    va="center",
-                    annotation_clip=False,
-                    color=ACCENT if is_told else FAINT,
-                )
-        linear = doses[order] * float(told["baseline_attention"])
-        left.plot(doses[order], linear, color=CONTROL, lw=1.2, ls="--", zorder=1)
-        left.set(
-            xlabel="dose (factor of the weight)",
-            ylabel="attention weight, mean over heads",
-            ylim=(-0.02, 1.02),
-        )
-        left.set_title("Attention that comes of it", pad=20)
-        _subtitle(left, f"thick: layer {layer}; dashed: what it would be without renormalisation")
-        right.set(xlabel="dose (factor of the weight)", ylabel="KL from the undisturbed run, nats")
-        right.set_ylim(bottom=0)
-        right.set_title("What it does to the answer", pad=20)
-        _subtitle(right, "numbers at the lines are layers")
-        query, key = (format_token(token) for token in edge)
-        figure.suptitle(
-            f"{model}: {query!r} reads {key!r} more or less in {_fit(format_token(prompt), 60)!r}", **_TITLE
-        )
-        _footer(figure, footer)
-    return figure
 
 
 def convergence_page(
@@ -244,27 +150,3 @@ def tokens_strip(
 
 
 _TITLE: Any = {"x": 0.01, "ha": "left", "fontsize": 12, "fontweight": "bold"}
-
-
-def _heat(
-    figure: Any,
-    axes: Any,
-    values: xr.DataArray,
-    unit: str,
-    *,
-    top: float | None = None,
-    origin: str = "lower",
-) -> None:
-    """A heatmap of rows (layers, unless they are relabelled) by columns, from 0."""
-    image = axes.imshow(values.values, cmap="YlGnBu", vmin=0, vmax=top, origin=origin, aspect="auto")
-    rows = values.sizes[values.dims[0]]
-    step = 1 if rows <= 20 else 4
-    if values.dims[0] == "layer":
-        axes.set_yticks(range(0, rows, step), values["layer"].values[::step])
-        axes.set_ylabel("layer")
-    axes.tick_params(length=0)
-    for side in axes.spines.values():
-        side.set_visible(False)
-    bar = figure.colorbar(image, ax=axes, fraction=0.045, pad=0.02)
-    bar.set_label(unit)
-    bar.outline.set_visible(False)

@@ -20,7 +20,7 @@ import msgspec
 
 from ..store.errors import ConfigError, nearest
 
-__all__ = ["Count", "FactSettings", "ModelSettings", "Share", "read_settings", "setting"]
+__all__ = ["Count", "EdgeSettings", "FactSettings", "ModelSettings", "Share", "read_settings", "setting"]
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -45,6 +45,16 @@ class FactSettings(ModelSettings):
 
     prompt: str = setting("", "prompt to read; none: a shipped fact, or the capital of France")
     target: str = setting("", "word whose logit is followed; may be empty")
+
+
+@dataclass(frozen=True)
+class EdgeSettings:
+    """A question about one position that reads another (stages/positions.py)."""
+
+    query: int | str = setting(
+        "last", 'position that reads: an index, "first", "last", or a phrase of the prompt'
+    )
+    key: int | str = setting("first", "position that is read")
 
 
 def read_settings(kind: type[Any], name: str, given: Mapping[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from .curves import Bars, Curve, Line, Lines
 from .figure import Figure, together
 from .graph import Graph
 from .heatmap import Heatmap
-from .tables import Column, Run, Table, bold, dim, points
+from .tables import Column, Run, Table, bold, dash, dim, points
 from .texts import Lens, Measure, Text, Tokens
 from .view import Choice, Data, Note, Picture, Values, View
 
@@ -40,6 +40,7 @@ __all__ = [
     "Values",
     "View",
     "bold",
+    "dash",
     "dim",
     "points",
     "together",
