@@ -13,6 +13,7 @@ from .curves import Bars, Curve, Line, Lines
 from .figure import Figure, together
 from .graph import Graph
 from .heatmap import Heatmap
+from .strip import Strip
 from .tables import Column, Run, Table, bold, dash, dim, points
 from .texts import Lens, Measure, Text, Tokens
 from .view import Choice, Data, Note, Picture, Values, View
@@ -34,6 +35,7 @@ __all__ = [
     "Note",
     "Picture",
     "Run",
+    "Strip",
     "Table",
     "Text",
     "Tokens",

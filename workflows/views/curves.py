@@ -229,7 +229,7 @@ class Bars(View):
         paper.ticks(axes.xaxis, self.x)
         for height, name in self.levels:
             axes.axhline(height, color=paper.RULE, lw=0.8, zorder=0)
-            axes.annotate(f" {name}", (len(x) - 0.5, height), fontsize=7, va="center", annotation_clip=False)
+            axes.annotate(name, (len(x) - 0.5, height), fontsize=7, ha="right", va="bottom", color=paper.SOFT)
         if len(self.lines) > 1:
             told = {"bbox_to_anchor": (1.0, 0.5), "loc": "center left", "reverse": self.stacked}
             axes.legend(frameon=False, fontsize=8, **told)
