@@ -193,7 +193,7 @@ class LayerScan(ModelWorkflow):
         )
         means = Lines(
             title="From marker to target",
-            caption="mean of the samples, with one standard deviation",
+            caption="mean of the samples, with one standard deviation; in a figure a dot per sample",
             x=tuple(self.layers),
             x_name="layer",
             y_name="attention, mean over heads and targets",

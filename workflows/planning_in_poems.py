@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from .answers import named
 from .feature_injection import Planned, feature_json
 from .feature_presets import chosen_preset
 from .settings import InjectionSettings, setting
-from .views import Data, Line, Lines, Table, View, together
+from .views import Bars, Data, Figure, Line, Lines, Table, View
 from .workflow import Workflow, loaded
 
 if TYPE_CHECKING:
@@ -115,23 +115,37 @@ class PlanningInPoems(Workflow):
             json={"sweep": sweep},
         )
         tokens = tuple(f"{format_token(token)} ({place})" for place, token in enumerate(planned.tokens))
-        curve = Lines(
+        where: dict[str, Any] = {"x": tokens, "x_name": "token at which features are suppressed and injected"}
+        chance, here = format_probability(baseline), np.arange(len(tokens)) == best
+        yield Lines(
             title=f"Probability of {word!r} at the end, by position of the injection",
-            caption=f"dashed: without injection, {format_probability(baseline)}; most at {tokens[best]!r}: "
-            f"{format_probability(most)}",
-            x=tokens,
-            x_name="token at which features are suppressed and injected",
+            caption=f"dashed: without injection, {chance}",
             y_name=f"P({word!r})",
             lines=(
-                Line(f"{planned.inject} injected", probability[:, 0], strong=True),
+                Line(f"{planned.inject} injected", probability[:, 0]),
                 Line("without injection", np.full(len(tokens), baseline), control=True),
             ),
             low=0.0,
-            at=best,
-            log=True,
+            **where,
         )
-        title = f"Where injecting {planned.inject} makes {planned.subject.name} end on {word!r}"
-        yield from together("planning_in_poems", title, curve)
+        bars = Bars(
+            y_name=f"probability of {word!r} at the end",
+            lines=(
+                Line("elsewhere", np.where(here, 0.0, probability[:, 0])),
+                Line(f"at {tokens[best]}: {format_probability(most)}", here * probability[:, 0], strong=True),
+            ),
+            stacked=True,
+            log=True,
+            low=min(float(probability[:, 0].min()), baseline) / 3,
+            levels=((baseline, chance),),
+            **where,
+        )
+        yield Figure(
+            name="planning_in_poems",
+            title=f"Where injecting {planned.inject} makes {planned.subject.name} end on {word!r}",
+            caption=f"each bar is one run; dashed: without injection, {chance}; log scale",
+            panels=(bars,),
+        )
 
 
 def _mark(probability: float, baseline: float) -> str:

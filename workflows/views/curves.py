@@ -184,7 +184,7 @@ class Lines(View):
 class Bars(View):
     """Bars over labels, one series beside the other, or on top of it (`stacked`).
 
-    levels: heights that are marked, with their names.
+    levels: heights that are marked, with their names.  log: a logarithmic y axis, which needs `low`.
     """
 
     kind: ClassVar[str] = "bars"
@@ -198,6 +198,7 @@ class Bars(View):
     low: float | None = None
     high: float | None = None
     levels: tuple[tuple[float, str], ...] = ()
+    log: bool = False
 
     @classmethod
     def of(cls, array: xr.DataArray, title: str = "", caption: str = "", **told: Any) -> Bars:
@@ -220,19 +221,23 @@ class Bars(View):
         each = 0.8 if self.stacked else 0.8 / max(1, len(self.lines))
         shades = paper.shades(len(self.lines), in_order=self.stacked)
         for i, (line, shade) in enumerate(zip(self.lines, shades, strict=True)):
-            colour = paper.CONTROL if line.control else shade
-            place = x if self.stacked else x + (i - (len(self.lines) - 1) / 2) * each
-            axes.bar(place, line.values, each * 0.94, bottom=below, color=colour, label=line.name)
+            colour = paper.CONTROL if line.control else paper.ACCENT if line.strong else shade
+            at = x if self.stacked else x + (i - (len(self.lines) - 1) / 2) * each
+            axes.bar(at, line.values, each * 0.94, bottom=below, color=colour, label=line.name)
             below = below + line.values if self.stacked else below
         paper.name_axes(axes, self.x_name, self.y_name, self.unit)
+        if self.log:
+            paper.logarithmic(axes.yaxis)
         axes.set_ylim(self.low, self.high)
         paper.ticks(axes.xaxis, self.x)
         for height, name in self.levels:
-            axes.axhline(height, color=paper.RULE, lw=0.8, zorder=0)
-            axes.annotate(name, (len(x) - 0.5, height), fontsize=7, ha="right", va="bottom", color=paper.SOFT)
+            axes.axhline(height, color=paper.CONTROL, lw=1.0, ls="--")
+            right = {"xycoords": axes.get_yaxis_transform(), "annotation_clip": False, "va": "center"}
+            axes.annotate(f" {name}", (1.0, height), fontsize=7, color=paper.SOFT, **right)
         if len(self.lines) > 1:
-            told = {"bbox_to_anchor": (1.0, 0.5), "loc": "center left", "reverse": self.stacked}
-            axes.legend(frameon=False, fontsize=8, **told)
+            beside = {"bbox_to_anchor": (1.0, 0.5), "loc": "center left"}
+            place = {"loc": "best"} if self.levels else beside
+            axes.legend(frameon=False, fontsize=8, reverse=self.stacked, **place)
 
 
 @dataclass(frozen=True, kw_only=True)
