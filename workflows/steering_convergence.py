@@ -84,48 +84,6 @@ class Case:
     experiment: Experiment
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What came out for one case."""
-
-    found: xr.Dataset
-    """[layer, strength, read_layer]."""
-    threshold: float
-
-    @property
-    def matrix(self) -> Any:
-        """Cosines at strength 1, [layer, read_layer]."""
-        return self.found["similarity"].sel(strength=1.0).values
-
-    def absorbed(self, layer: int, strength: float) -> int | None:
-        """Layer at which a push is absorbed."""
-        row = self.found["similarity"].sel(layer=layer, strength=strength).values
-        return absorption_layer(row, layer, self.threshold)
-
-    @property
-    def best(self) -> int:
-        """The deepest layer whose push of strength 1 is absorbed, else the one of smallest KL."""
-        told = {layer: self.summary(layer, 1.0) for layer in self.found["layer"].values.tolist()}
-        absorbed, kl = (
-            {k: one[name] for k, one in told.items()} for name in ("absorption_layer", "kl_divergence")
-        )
-        return best_layer(absorbed, kl)
-
-    def summary(self, layer: int, strength: float) -> dict[str, Any]:
-        """What one push does to the answer, and where it is absorbed."""
-        here = self.found.sel(layer=layer, strength=strength)
-        return {
-            "p_target": number(np.exp(here["target_logprob"])),
-            "kl_divergence": float(here["kl"]),
-            "absorption_layer": self.absorbed(layer, strength),
-        }
-
-    @property
-    def label(self) -> str:
-        """One word for the matrix."""
-        return convergence_label(self.matrix, self.threshold)
-
-
 class SteeringConvergence(ModelWorkflow):
     """One or several prompts, each pushed at every layer."""
 
@@ -189,72 +147,80 @@ class SteeringConvergence(ModelWorkflow):
         experiment.cells(self.subject.config)  # wrong settings are told now, not when it runs
         return Case(group, prompt, contrastive, target, pieces, position, experiment)
 
-    def answer(self, i: int = 0) -> Answer:
-        """What came out for case `i`."""
-        return Answer(self.result(list(self.nodes)[i]).load(), self.settings.threshold)
+    def found(self, i: int = 0) -> xr.Dataset:
+        """What came out for case `i`, [layer, strength, read_layer]."""
+        return self.result(list(self.nodes)[i]).load()
 
     def told(self, i: int) -> dict[str, Any]:
-        """Case `i` in the fields of candle-mi's example."""
-        case, answer = self.cases[i], self.answer(i)
-        ids, probabilities = (
-            answer.found[name].values.tolist()[:5] for name in ("baseline_id", "baseline_probability")
-        )
+        """Case `i` in the fields of candle-mi's example.
+
+        `best_injection_layer`: the deepest whose push of strength 1 is absorbed, else the one of smallest KL.
+        """
+        case, found, threshold = self.cases[i], self.found(i), self.settings.threshold
+        matrix = found["similarity"].sel(strength=1.0).transpose("layer", "read_layer").values
+
+        def pushed(layer: int, strength: float) -> dict[str, Any]:
+            here = found.sel(layer=layer, strength=strength)
+            return {
+                "p_target": number(np.exp(here["target_logprob"])),
+                "kl_divergence": float(here["kl"]),
+                "absorption_layer": absorption_layer(here["similarity"].values, layer, threshold),
+            }
+
+        layers = {layer: pushed(layer, 1.0) for layer in found["layer"].values.tolist()}
+        absorbed = {layer: one["absorption_layer"] for layer, one in layers.items()}
+        best = best_layer(absorbed, {layer: one["kl_divergence"] for layer, one in layers.items()})
+        ids, chances = (found[name].values.tolist()[:5] for name in ("baseline_id", "baseline_probability"))
         return {
             **{name: self.subject.about[name] for name in ("model_id", "n_layers", "hidden_size")},
             **target_json(self.subject, case.target, case.pieces),
             "prompt": case.prompt,
             "contrastive_prompt": case.contrastive,
             "inject_position": case.position,
-            "baseline_p_target": number(np.exp(answer.found["baseline_target_logprob"])),
+            "baseline_p_target": number(np.exp(found["baseline_target_logprob"])),
             "baseline_top5": [
                 {"token": token, "token_id": one, "probability": p}
-                for token, one, p in zip(named(self.subject, ids), ids, probabilities, strict=True)
+                for token, one, p in zip(named(self.subject, ids), ids, chances, strict=True)
             ],
-            "convergence_matrix": answer.matrix,
-            "label": answer.label,
-            "layer_summaries": [
-                {"injection_layer": layer, **answer.summary(layer, 1.0)}
-                for layer in answer.found["layer"].values.tolist()
-            ],
-            "best_injection_layer": answer.best,
-            "strength_sweep": [
-                {"strength": strength, **answer.summary(answer.best, strength)} for strength in self.sweep
-            ],
-            "threshold": self.settings.threshold,
+            "convergence_matrix": matrix,
+            "label": convergence_label(matrix, threshold),
+            "layer_summaries": [{"injection_layer": layer, **one} for layer, one in layers.items()],
+            "best_injection_layer": best,
+            "strength_sweep": [{"strength": strength, **pushed(best, strength)} for strength in self.sweep],
+            "threshold": threshold,
         }
 
     def views(self) -> Iterator[View]:
         """The first case in tables and curves; a figure per case, and for a batch a line."""
         told = [self.told(i) for i in range(len(self.cases))]
-        matrices = [self._matrix(i) for i in range(len(told))]
         yield from self._tables(told[0])
-        if self.settings.batch_file:
-            yield self._batch_table(told)
-        else:
-            yield Data(json=told[0])
-        kl = self.answer(0).found["kl"].rename(layer="pushed_at").transpose("pushed_at", "strength")
+        yield self._batch_table(told) if self.settings.batch_file else Data(json=told[0])
+        matrices = [self._matrix(i, one["label"]) for i, one in enumerate(told)]
         yield matrices[0]
+        kl = self.found()["kl"].rename(layer="pushed_at").transpose("pushed_at", "strength")
         yield Lines.of(kl, "How far the answer moves", low=0.0)
         for i, (case, matrix) in enumerate(zip(self.cases, matrices, strict=True)):
-            token = named(self.subject, case.experiment.tokens)[case.position]
-            one, other = map(format_token, (case.prompt, case.contrastive))
             yield Figure(
                 name="steering_convergence" + (f"_{i}" if self.settings.batch_file else ""),
-                title=f"{self.subject.name}: {one!r} minus {other!r}, added at {format_token(token)!r}",
-                panels=(matrix, *self._strengths(self.answer(i))),
+                title=self._pushed(case),
+                panels=(matrix, *self._strengths(i, told[i]["best_injection_layer"])),
             )
 
-    def _matrix(self, i: int) -> Choice:
+    def _pushed(self, case: Case, place: str = "") -> str:
+        """What was done in a case."""
+        token = named(self.subject, case.experiment.tokens)[case.position]
+        one, other, at = map(format_token, (case.prompt, case.contrastive, token))
+        return f"{self.subject.name}: {one!r} minus {other!r}, added at {at!r}{place}"
+
+    def _matrix(self, i: int, label: str) -> Choice:
         """Cosines of case `i` by layer pushed and layer read, a grid per strength."""
-        answer, threshold = self.answer(i), self.settings.threshold
-        found = answer.found["similarity"].rename(layer="pushed_at")
+        found, threshold = self.found(i)["similarity"].rename(layer="pushed_at"), self.settings.threshold
         found = found.where(found["read_layer"] >= found["pushed_at"])
         low = float(found.min())
 
         def grid(strength: float) -> Heatmap:
             here = found.sel(strength=strength).transpose("pushed_at", "read_layer")
-            above = here["read_layer"] > here["pushed_at"]
-            absorbed = ((here >= threshold) & above).values.astype(int)
+            absorbed = ((here >= threshold) & (here["read_layer"] > here["pushed_at"])).values.astype(int)
             turns = np.diff(np.pad(absorbed, ((0, 0), (1, 1))), axis=1)
             runs = zip(np.argwhere(turns == 1).tolist(), np.argwhere(turns == -1).tolist(), strict=True)
             framed = tuple((row, start, row, end - 1) for (row, start), (_, end) in runs)
@@ -269,26 +235,22 @@ class SteeringConvergence(ModelWorkflow):
             start=1.0,
             title="How far from its way is a state that was pushed?",
             caption="Cosine with the undisturbed run, by the layer pushed and the layer read above it; "
-            f"{answer.label}. Framed: at least {threshold:g}.",
+            f"{label}. Framed: at least {threshold:g}.",
         )
 
-    def _strengths(self, answer: Answer) -> tuple[Lines, Lines]:
-        """At the best layer, cosines above it and KL by strength."""
-        best, threshold = answer.best, self.settings.threshold
-        row = answer.found.sel(layer=best, strength=list(self.sweep))
+    def _strengths(self, i: int, best: int) -> tuple[Lines, Lines]:
+        """At the best layer of case `i`, cosines above it and KL by strength."""
+        row, threshold = self.found(i).sel(layer=best, strength=list(self.sweep)), self.settings.threshold
         above = row["similarity"].transpose("strength", "read_layer").isel(read_layer=slice(best, None))
         cosines = Lines.of(above, f"A push at layer {best}, by strength", "dashed: absorbed", y_name="cosine")
         absorbed = Line(f"absorbed, {threshold:g}", np.full(len(cosines.x), threshold), control=True)
-        kl = Lines.of(
-            row["kl"].expand_dims("layer"), "What it does to the answer", f"at layer {best}", low=0.0
-        )
-        return replace(cosines, lines=(*cosines.lines, absorbed)), kl
+        title, kl = "What it does to the answer", row["kl"].expand_dims("layer")
+        answer = Lines.of(kl, title, f"at layer {best}", low=0.0)
+        return replace(cosines, lines=(*cosines.lines, absorbed)), answer
 
     def _tables(self, told: dict[str, Any]) -> Iterator[Table]:
         """The layers of the first case, and its strengths at the best layer."""
-        case, last = self.cases[0], self.answer().found.sel(strength=1.0).isel(read_layer=-1)
-        token = format_token(named(self.subject, case.experiment.tokens)[case.position])
-        one, other = map(format_token, (case.prompt, case.contrastive))
+        case, last = self.cases[0], self.found().sel(strength=1.0).isel(read_layer=-1)
 
         def absorbed(one: dict[str, Any]) -> str:
             return dash(one["absorption_layer"], "layer {}".format)
@@ -308,7 +270,7 @@ class SteeringConvergence(ModelWorkflow):
             ("p(target)", target, str),
             ("length", at_layer("vector_norm"), ".2f"),
             ("of the state", at_layer("state_norm"), ".2f"),
-            title=f"{self.subject.name}: {one!r} minus {other!r}, added at {token!r} ({case.position})",
+            title=self._pushed(case, f" ({case.position})"),
             caption=f"{told['label']}; absorbed: first later layer of cosine >= {self.settings.threshold:g}; "
             f"undisturbed p(target) {dash(told['baseline_p_target'], format_probability)}",
         )

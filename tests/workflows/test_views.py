@@ -262,14 +262,15 @@ def test_single_values_lie_beside_the_curve_that_sums_them_up():
 def test_levels_of_bars_are_marked_where_they_lie():
     bars = Bars(
         x=("a", "b"), x_name="x", y_name="p", lines=(Line("p", np.array([1e-3, 0.5])),), log=True, low=1e-4,
-        levels=((1e-2, "before"),),
+        levels=((1e-2, "before"), (5.0, "above")),
     )  # fmt: skip
     with paper.style():
         axes = paper.blank(4, 3).add_subplot()
         bars.draw(axes)
     assert axes.get_yscale() == "log" and axes.get_ylim()[0] == 1e-4
-    assert [line.get_ydata()[0] for line in axes.lines] == [1e-2]
-    assert [text.get_text().strip() for text in axes.texts] == ["before"]
+    assert [line.get_ydata()[0] for line in axes.lines] == [1e-2, 5.0]
+    assert axes.get_ylim()[1] > 5.0, "a level above all bars is within the axes"
+    assert [text.get_text().strip() for text in axes.texts] == ["before", "above"]
 
 
 def test_a_strip_boxes_every_token_and_leaves_out_those_of_no_character():

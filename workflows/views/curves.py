@@ -228,12 +228,12 @@ class Bars(View):
         paper.name_axes(axes, self.x_name, self.y_name, self.unit)
         if self.log:
             paper.logarithmic(axes.yaxis)
-        axes.set_ylim(self.low, self.high)
         paper.ticks(axes.xaxis, self.x)
         for height, name in self.levels:
             axes.axhline(height, color=paper.CONTROL, lw=1.0, ls="--")
             right = {"xycoords": axes.get_yaxis_transform(), "annotation_clip": False, "va": "center"}
             axes.annotate(f" {name}", (1.0, height), fontsize=7, color=paper.SOFT, **right)
+        axes.set_ylim(self.low, self.high)  # as high as the highest level, if nothing else is told
         if len(self.lines) > 1:
             beside = {"bbox_to_anchor": (1.0, 0.5), "loc": "center left"}
             place = {"loc": "best"} if self.levels else beside
