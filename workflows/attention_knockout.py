@@ -23,7 +23,7 @@ from ..stages.lens import format_probability, format_token
 from ..stages.positions import position_of
 from ..store.errors import ConfigError
 from .answers import answer_pieces, encoded, fact, named, target_json, top_changed_json
-from .settings import Count, FactSettings, setting
+from .settings import Count, EdgeSettings, FactSettings, setting
 from .views import Data, Heatmap, Table, View, points, together
 from .workflow import ModelWorkflow, loaded
 
@@ -36,14 +36,10 @@ __all__ = ["AttentionKnockout", "Settings"]
 
 
 @dataclass(frozen=True)
-class Settings(FactSettings):
+class Settings(EdgeSettings, FactSettings):
     """What `--set` can change."""
 
     layer: int | None = setting(None, "layer told in full; none: the middle one")
-    query: int | str = setting(
-        "last", 'position that reads: an index, "first", "last", or a phrase of the prompt'
-    )
-    key: int | str = setting("first", "position that is read")
     sweep: bool = setting(True, "also cut every other key, layer and head")
     top_k: Count = setting(10, "changed tokens listed")
 

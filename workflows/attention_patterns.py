@@ -9,14 +9,13 @@ BOS, takes in.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..stages.attention import (
     attention_flow,
-    attention_from_position,
     attention_to_position,
     peak_layer,
     top_attended_positions,
@@ -25,218 +24,174 @@ from ..stages.attention import (
 from ..stages.forward.edges import SteeringSpec
 from ..stages.lens import format_token
 from ..stages.positions import position_of
-from ..store.errors import ConfigError
-from .answers import encoded, fact, named, plain
-from .settings import setting
-from .subject import Subject
-from .workflow import Workflow
+from .answers import encoded, fact, named
+from .settings import Count, EdgeSettings, ModelSettings, setting
+from .views import Attention, Data, Figure, Heatmap, Lines, Table, View, bold, dim
+from .workflow import ModelWorkflow, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
-    from rich.table import Table
 
-    from ..stages.forward.model import Model
-    from .report import Element
+    from ..pipeline.nodes import ResultNode
 
 __all__ = ["AttentionPatterns", "Settings"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(EdgeSettings, ModelSettings):
     """What `--set` can change."""
 
-    model: str = setting("specimen", 'hub id, directory, or "specimen"')
     prompt: str = setting("", "prompt to read; none: a shipped fact, or the capital of France")
-    query: int | str = setting(
-        "last", 'position that reads: an index, "first", "last", or a phrase of the prompt'
-    )
-    key: int | str = setting("first", "position that is read")
-    top_k: int = setting(5, "most attended positions listed per layer")
-    dtype: str = setting("float32", "what the model computes in")
-
-    def __post_init__(self) -> None:
-        if self.top_k < 1:
-            raise ConfigError(f"expected top_k to be at least 1, found {self.top_k}")
+    top_k: Count = setting(5, "most attended positions listed per layer")
 
 
-class AttentionPatterns(Workflow):
+class AttentionPatterns(ModelWorkflow):
     """One prompt's attention."""
 
     name = "attention_patterns"
     question = "Who looks where?"
     settings_type = Settings
+    settings: Settings
 
-    def __init__(self, settings: Settings, model: Model | None = None) -> None:
-        super().__init__(settings)
-        self.subject = Subject(model or settings.model, settings.dtype)
-        self.prompt, _ = fact(settings.model, settings.prompt, "")
+    flow = loaded("flow")
+    """The head means, and the chosen query and key by head; in memory."""
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """The attention weights of the prompt, summed up for one query and one key."""
+        given = self.settings
+        self.prompt, _ = fact(given.model, given.prompt, "")
         self.encoding = encoded(self.subject, self.prompt)
-        self.query = position_of(self.encoding, settings.query)
-        self.key = position_of(self.encoding, settings.key)
+        self.query, self.key = (position_of(self.encoding, where) for where in (given.query, given.key))
         # Refuses an edge into the future.
         SteeringSpec.scale(1.0).edge(self.query, self.key).resolved(len(self.encoding))
         self.captured = self.subject.capture(self.subject.pack([self.prompt]), "blocks.*.attn.hook_pattern")
         pattern = self.captured["pattern"]
-        self.nodes = {"flow": attention_flow.on(pattern=pattern, query=self.query, key=self.key)}
-
-    @cached_property
-    def flow(self) -> xr.Dataset:
-        """The head means, and the chosen query and key by head; in memory."""
-        return self.result("flow").load()
+        return {"flow": attention_flow.on(pattern=pattern, query=self.query, key=self.key)}
 
     @property
     def tokens(self) -> list[str]:
         """Text of each token of the prompt."""
         return named(self.subject, self.encoding.ids)
 
-    @property
-    def peak(self) -> tuple[int, float]:
-        """(layer, weight) where the query looks at the key most."""
-        return peak_layer(self.flow["mean_pattern"], self.query, self.key)
+    def views(self) -> Iterator[View]:
+        """Every head to look into, the edge by layer; who looks where on the mean over heads."""
+        import xarray as xr
 
-    def tables(self) -> list[Table]:
-        """Where the query looks in each layer, and who looks at the key in the layer of the peak."""
-        return [self._layers_table(), self._incoming_table()]
-
-    def draw(self, folder: Path) -> list[Path]:
-        """Where the query looks by layer; the pattern of the peak layer; the edge by layer and head."""
-        from .figures_attention import patterns_page
-
-        return [
-            self.figure(
-                folder / "attention_patterns.png",
-                lambda: patterns_page(
-                    self.flow,
-                    self.tokens,
-                    query=self.query,
-                    key=self.key,
-                    peak=self.peak[0],
-                    model=self.subject.name,
-                    footer=self.footer,
-                ),
-            )
-        ]
-
-    def elements(self) -> list[Element]:
-        """Every head to look into, the edge by layer, and the tables."""
-        from .report import Attention, Line, Lines, from_rich
-
-        if self.store is None:
-            return super().elements()
-        pattern = unpacked(self.captured.open(self.store)["pattern"]).transpose("layer", "head", ...)
-        layers, (peak, _) = tuple(pattern["layer"].values.tolist()), self.peak
-        edge = self.flow["from_query"].transpose("layer", "head", ...).values[..., self.key]
-        names = [f"{format_token(self.tokens[place])!r} ({place})" for place in (self.query, self.key)]
-        return [
-            Attention(
+        flow = self.flow.transpose("layer", "head", "query_position", "key_position")
+        tokens, mean = tuple(map(format_token, self.tokens)), flow["mean_pattern"]
+        reads, is_read = (f"{tokens[place]!r} ({place})" for place in (self.query, self.key))
+        edge = flow["from_query"].isel(key_position=self.key)
+        peak, weight = peak_layer(mean, self.query, self.key)
+        row = flow["layer"].values.tolist().index(peak)
+        about = {"model_id": self.subject.name, "prompt": self.prompt, "tokens": self.tokens}
+        yield Data(json=about | {"n_layers": len(flow["layer"]), "n_heads": edge.sizes["head"]})
+        yield Data(json={"query": self.query, "key": self.key, "peak_layer": peak, "peak_weight": weight})
+        if self.store is not None:
+            pattern = unpacked(self.captured.open(self.store)["pattern"]).transpose("layer", "head", ...)
+            yield Attention(
                 title=f"Who looks where in {self.prompt!r}",
                 caption="Point at a token, or walk with the arrow keys. The weights of a token sum to 1 over "
                 "what it reads; weights alone do not say what a head does with them.",
-                tokens=tuple(map(format_token, self.tokens)),
-                layers=layers,
+                tokens=tokens,
+                layers=tuple(pattern["layer"].values.tolist()),
                 pattern=pattern.values,
-                overview=edge,
-                overview_name=f"how much {names[0]} reads {names[1]}",
+                overview=edge.values,
+                overview_name=f"how much {reads} reads {is_read}",
                 layer=peak,
-                head=int(edge[layers.index(peak)].argmax()),
+                head=int(edge.values[row].argmax()),
                 query=self.query,
-            ),
-            Lines(
-                title=f"How much {names[0]} reads {names[1]}",
-                x=layers,
-                x_name="layer",
-                y_name="attention weight",
-                low=0.0,
-                lines=(
-                    Line("mean over heads", edge.mean(axis=1)),
-                    Line("largest head", edge.max(axis=1)),
-                    Line("smallest head", edge.min(axis=1), control=True),
-                ),
-            ),
-            *map(from_rich, self.tables()),
+            )
+        parts: list[xr.DataArray] = [edge.mean("head"), edge.max("head"), edge.min("head")]
+        names = ["mean over heads", "largest head", "smallest head"]
+        yield Lines.of(
+            xr.concat(parts, "heads").assign_coords(heads=names),
+            f"How much {reads} reads {is_read}",
+            control="smallest head",
+            y_name="attention weight",
+            unit="",
+            low=0.0,
+        )
+        yield from self._tables(tokens, edge, peak, weight)
+        by_layer = Heatmap.of(
+            mean.isel(query_position=self.query, key_position=slice(self.query + 1)),
+            f"Where {reads} looks",
+            f"by layer, mean over heads; framed: it reads {is_read} most",
+            columns=tokens[: self.query + 1],
+            column_name="key",
+            value_name="weight",
+            low=0.0,
+            framed=((row, self.key) * 2,),
+        )
+        everybody = Heatmap.of(
+            mean.sel(layer=peak),
+            f"Everybody, in layer {peak}",
+            f"mean over heads, in the layer in which {reads} reads {is_read} most",
+            rows=tokens,
+            columns=tokens,
+            row_name="query (reads)",
+            column_name="key (is read)",
+            value_name="weight",
+            low=0.0,
+            high=1.0,
+        )
+        by_head = Heatmap.of(
+            edge, "The same edge by head", f"{reads} reads {is_read}", value_name="weight", low=0.0
+        )
+        title = f"Attention of {self.subject.name}"
+        yield Figure(name="attention_patterns", title=title, panels=(by_layer, by_head, everybody))
+
+    def _tables(
+        self, tokens: tuple[str, ...], edge: xr.DataArray, peak: int, weight: float
+    ) -> Iterator[Table]:
+        """Where the query looks in each layer, and who looks at the key in the layer of the peak."""
+        mean, key = self.flow["mean_pattern"], self.key
+        layers = [
+            {
+                "layer": layer,
+                "top_attended": [
+                    {"position": place, "token": self.tokens[place], "weight": value}
+                    for place, value in top_attended_positions(mean, layer, self.query, self.settings.top_k)
+                ],
+                "weight_by_head": edge.sel(layer=layer),
+            }
+            for layer in mean["layer"].values.tolist()
         ]
 
-    def to_json(self) -> dict[str, Any]:
-        """What candle-mi's example prints, as fields: per layer the most attended positions, and the peak."""
-        config, mean = self.subject.config, self.flow["mean_pattern"]
-        layers = mean["layer"].values.tolist()
-        layer, weight = self.peak
-        incoming = attention_to_position(mean, layer, self.key)
-        return {
-            **self.header(),
-            "model_id": self.subject.name,
-            "prompt": self.prompt,
-            "tokens": self.tokens,
-            "n_layers": config.num_layers,
-            "n_heads": config.axis_sizes["head"],
-            "query": self.query,
-            "key": self.key,
-            "layers": [
-                {
-                    "layer": one,
-                    "top_attended": [
-                        {"position": place, "token": self.tokens[place], "weight": value}
-                        for place, value in top_attended_positions(mean, one, self.query, self.settings.top_k)
-                    ],
-                    "weight_by_head": self._by_head(one),
-                }
-                for one in layers
-            ],
-            "peak_layer": layer,
-            "peak_weight": weight,
-            "incoming": [
-                {"position": place, "token": self.tokens[place], "weight": float(value)}
-                for place, value in enumerate(incoming.values)
-                if place >= self.key
-            ],
-        }
+        def attended(rank: int, told: dict[str, Any]) -> Any:
+            one = told["top_attended"][rank]
+            return f"{tokens[one['position']]} ", dim(f"({one['position']}) {one['weight']:.3f}")
 
-    def _by_head(self, layer: int) -> list[float]:
-        """What each head gives the key from the query."""
-        found: list[float] = self.flow["from_query"].sel(layer=layer)[:, self.key].values.tolist()
-        return found
-
-    def _layers_table(self) -> Table:
-        from rich.table import Table
-
-        name = plain(self.tokens[self.query])
-        title = f"Where {name!r} ({self.query}) looks, mean over the heads of {self.subject.name}"
-        table = Table(title=title, box=None, pad_edge=False)
-        table.add_column("layer", justify="right", style="bold")
-        for k in range(min(self.settings.top_k, 5, self.query + 1)):
-            table.add_column(("most", "2nd", "3rd", "4th", "5th")[k], no_wrap=True)
-        mean = self.flow["mean_pattern"]
-        for layer in mean["layer"].values.tolist():
-            best = top_attended_positions(mean, layer, self.query, len(table.columns) - 1)
-            cells = [
-                f"{plain(self.tokens[place])} [dim]({place}) {weight:.3f}[/dim]" for place, weight in best
-            ]
-            table.add_row(str(layer), *cells)
-        where, weight = self.peak
-        table.caption = (
-            f"it looks most at {plain(self.tokens[self.key])!r} ({self.key}) in layer {where}: {weight:.3f}"
+        shown = ("most", "2nd", "3rd", "4th", "5th")[: min(self.settings.top_k, self.query + 1)]
+        yield Table.of(
+            layers,
+            ("layer", "layer", lambda layer: bold(str(layer))),
+            *((name, partial(attended, rank)) for rank, name in enumerate(shown)),
+            title=f"Where {tokens[self.query]!r} ({self.query}) looks, mean over the heads of "
+            f"{self.subject.name}",
+            caption=f"it looks most at {tokens[key]!r} ({key}) in layer {peak}: {weight:.3f}",
+            json={"layers": layers},
         )
-        return table
+        by_head = self.flow["to_key"].sel(layer=peak)
+        incoming = attention_to_position(mean, peak, key).values.tolist()
+        readers = [
+            {"position": place, "token": self.tokens[place], "weight": incoming[place]}
+            for place in range(key, len(tokens))
+        ]
 
-    def _incoming_table(self) -> Table:
-        from rich.table import Table
+        def largest(reader: dict[str, Any]) -> str:
+            weights = by_head.isel(query_position=reader["position"]).values
+            return f"{weights.max():.3f} (head {weights.argmax()})"
 
-        layer, _ = self.peak
-        title = f"Who looks at {plain(self.tokens[self.key])!r} ({self.key}) in layer {layer}"
-        table = Table(title=title, box=None, pad_edge=False)
-        table.add_column("position", justify="right")
-        table.add_column("token", no_wrap=True, min_width=8)
-        for column in ("mean", "largest head"):
-            table.add_column(column, justify="right")
-        mean = attention_to_position(self.flow["mean_pattern"], layer, self.key).values
-        heads = self.flow["to_key"].sel(layer=layer).values
-        mine = attention_from_position(self.flow["mean_pattern"], layer, self.query).values[self.key]
-        for place in range(self.key, len(self.tokens)):
-            top = int(heads[:, place].argmax())
-            largest = f"{heads[top, place]:.3f} (head {top})"
-            table.add_row(str(place), plain(self.tokens[place]), f"{mean[place]:.3f}", largest)
-        table.caption = f"the query above gives it {mine:.3f}"
-        return table
+        yield Table.of(
+            readers,
+            ("position", "position", "d"),
+            ("token", lambda reader: tokens[reader["position"]]),
+            ("mean", "weight", ".3f"),
+            ("largest head", largest, str),
+            title=f"Who looks at {tokens[key]!r} ({key}) in layer {peak}",
+            caption=f"the query above gives it {incoming[self.query]:.3f}",
+            json={"incoming": readers},
+        )
 
 
 WORKFLOW = AttentionPatterns

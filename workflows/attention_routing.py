@@ -8,27 +8,24 @@ over a range (stages/features/sweeps.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ..store.errors import ConfigError
-from .answers import plain
+from ..stages.lens import format_token
 from .feature_injection import Planned, feature_json
 from .feature_presets import chosen_preset
-from .settings import setting
-from .workflow import Workflow
+from .settings import Count, InjectionSettings, Positive, setting
+from .views import Data, Heatmap, Lines, Table, View, together
+from .workflow import Workflow, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
-    from rich.table import Table
 
     from ..stages.forward.model import Model
-    from .report import Element
 
 __all__ = ["AttentionRouting", "Settings", "top_heads"]
 
@@ -37,27 +34,12 @@ TOP = 20
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(InjectionSettings):
     """What `--set` can change; what is left empty is the preset's."""
 
-    preset: str = setting("specimen", "published experiment, or the specimen's own")
-    model: str = setting("", "hub id or directory")
-    dictionary: str = setting("", "transcoders: directory or org/repo")
-    prompt: str = setting("", "prompt to read")
-    suppress: tuple[str, ...] = setting((), 'features to suppress, layer:index; "none" for no suppression')
-    inject: str = setting("", "feature to inject, layer:index")
-    site: str = setting("", "where they are exchanged: a token of the prompt, or its position")
-    strength: float = setting(0.0, "units added and taken away; 0: the preset's, 10 in the published ones")
-    max_strength: float = setting(20.0, "end of the range of strengths")
-    steps: int = setting(12, "strengths in the range, evenly spaced up to its end")
-    dtype: str = setting("float32", "what the model computes in")
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.max_strength <= 0 or self.strength < 0:
-            raise ConfigError(
-                f"expected steps of at least 1 and strengths above 0, found {self.steps}, "
-                f"{self.max_strength} and {self.strength}"
-            )
+    site: str = setting("", "where features are exchanged: a token of the prompt, or its position")
+    max_strength: Positive = setting(20.0, "end of the range of strengths")
+    steps: Count = setting(12, "strengths in the range, evenly spaced up to its end")
 
 
 class AttentionRouting(Workflow):
@@ -66,128 +48,79 @@ class AttentionRouting(Workflow):
     name = "attention_routing"
     question = "Which heads carry a plan to where it is used?"
     settings_type = Settings
+    settings: Settings
+
+    sweep = loaded("sweep")
+    """At the one position, [strength, position, layer, head]."""
 
     def __init__(self, settings: Settings, model: Model | None = None) -> None:
         super().__init__(settings)
         preset = chosen_preset(settings)
-        self.planned = Planned(preset, model, settings.dtype)
+        self.planned = planned = Planned(preset, model, settings.dtype)
         self.strength = preset.strength
         self.range = [step * settings.max_strength / settings.steps for step in range(1, settings.steps + 1)]
-        self.nodes = {
-            "sweep": self.planned.sweep(
-                self.planned.doses,
-                tuple(sorted({self.strength, *self.range})),
-                (),
-                positions=(self.planned.site,),
-                edge=(self.planned.last, self.planned.site),
-            )
-        }
+        strengths = tuple(sorted({self.strength, *self.range}))
+        place: dict[str, Any] = {"positions": (planned.site,), "edge": (planned.last, planned.site)}
+        self.nodes = {"sweep": planned.sweep(planned.doses, strengths, (), **place)}
 
-    @cached_property
-    def sweep(self) -> xr.Dataset:
-        """[strength, layer, head]."""
-        return self.result("sweep").load().isel(position=0)
+    def views(self) -> Iterator[View]:
+        """The heads that move most at the one strength, all heads, and the range of strengths."""
+        import xarray as xr
 
-    @property
-    def change(self) -> xr.DataArray:
-        """Steered - untouched weight of the edge, [strength, layer, head]."""
-        found: xr.DataArray = self.sweep["attention"] - self.sweep["baseline_attention"]
-        return found.assign_attrs(units="1", long_name="change of attention weight")
-
-    def tables(self) -> list[Table]:
-        """The heads that move most at the one strength."""
-        from rich.table import Table
-
-        planned = self.planned
-        edge = (planned.tokens[planned.last], planned.tokens[planned.site])
-        title = (
-            f"{planned.heading}: {plain(edge[0])!r} ({planned.last}) looking at {plain(edge[1])!r} "
-            f"({planned.site}) while {planned.inject} is injected there, strength {self.strength:g}"
+        planned, strength, swept = self.planned, self.strength, self.sweep.isel(position=0)
+        change = swept["attention"] - swept["baseline_attention"]
+        change = change.assign_attrs(units="1", long_name="change of attention weight")
+        here, moved = change.sel(strength=strength), abs(change).sum(("layer", "head"))
+        rows = top_heads(swept.sel(strength=strength), None)
+        layer, head = rows[0]["layer"], rows[0]["head"]
+        query, key = (format_token(planned.tokens[place]) for place in (planned.last, planned.site))
+        yield Data(json=self._about() | {"head_deltas": _by_place(rows), "top_heads": rows[:TOP]})
+        yield Table.of(
+            rows[:10],
+            ("layer", "layer", "d"),
+            ("head", "head", "d"),
+            ("untouched", "baseline_attn", ".4f"),
+            ("steered", "steered_attn", ".4f"),
+            ("change", "delta", "+.4f"),
+            title=f"{planned.heading}: {query!r} ({planned.last}) looking at {key!r} ({planned.site}) while "
+            f"{planned.inject} is injected there, strength {strength:g}",
+            caption=f"sum of |change| over all heads and layers: {float(moved.sel(strength=strength)):.4f}",
         )
-        table = Table(title=title, box=None, pad_edge=False)
-        for column in ("layer", "head", "untouched", "steered", "change"):
-            table.add_column(column, justify="right")
-        for row in top_heads(self.sweep.sel(strength=self.strength))[:10]:
-            table.add_row(
-                str(row["layer"]),
-                str(row["head"]),
-                f"{row['baseline_attn']:.4f}",
-                f"{row['steered_attn']:.4f}",
-                f"{row['delta']:+.4f}",
-            )
-        total = float(np.abs(self.change.sel(strength=self.strength)).sum())
-        table.caption = f"sum of |change| over all heads and layers: {total:.4f}"
-        return [table]
-
-    def draw(self, folder: Path) -> list[Path]:
-        """All heads at the one strength, and the range."""
-        from .figures_features import routing_page
-
-        planned, swept = self.planned, self.change.sel(strength=self.range)
-        layer, head = self._top
-        return [
-            self.figure(
-                folder / "attention_routing.png",
-                lambda: routing_page(
-                    self.change.sel(strength=self.strength).values,
-                    self.range,
-                    abs(swept).sum(("layer", "head")).values.tolist(),
-                    swept.isel(layer=layer, head=head).values.tolist(),
-                    edge=(planned.tokens[planned.last], planned.tokens[planned.site]),
-                    model=planned.subject.name,
-                    footer=self.footer,
-                ),
-            )
+        by_head = Heatmap.of(
+            here,
+            "Change of the edge's weight, by head",
+            f"strength {strength:g}; framed: layer {layer}, head {head}, {rows[0]['delta']:+.4f}",
+            diverging=True,
+            framed=((layer, head) * 2,),
+            frame_name="moves most",
+        )
+        curves: list[xr.DataArray] = [moved, change.isel(layer=layer, head=head)]
+        names = ["sum of |change|, all heads", f"layer {layer}, head {head}"]
+        both = xr.concat(curves, "heads").assign_coords(heads=names).sel(strength=self.range)
+        points = [
+            {"strength": one, "top_head_delta": top, "total_routing_shift": total}
+            for one, total, top in zip(self.range, *both.values, strict=True)
         ]
+        by_strength = Lines.of(
+            both, "The same by strength", y_name="change of weight", json={"strength_sweep": points}
+        )
+        title = f"How injected features move {query!r} looking at {key!r} in {planned.subject.name}"
+        yield from together("attention_routing", title, by_head, by_strength)
 
-    def elements(self) -> list[Element]:
-        """The table, and all heads."""
-        from .report import Heatmap, from_rich
-
-        change = self.change.sel(strength=self.strength)
-        return [
-            *map(from_rich, self.tables()),
-            Heatmap.of(change, title="Change of the edge's weight, by head"),
-        ]
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields of candle-mi's example."""
-        planned, preset = self.planned, self.planned.preset
-        config = planned.subject.config
-        layer, head = self._top
-        rows = top_heads(self.sweep.sel(strength=self.strength), None)
-        by_place = sorted(rows, key=lambda row: (row["layer"], row["head"]))
-        heads = config.axis_sizes["head"]
+    def _about(self) -> dict[str, Any]:
+        """What was asked, in the fields of candle-mi's example."""
+        planned = self.planned
         return {
-            **self.header(),
+            **{name: planned.subject.about[name] for name in ("n_layers", "n_heads")},
             "model_id": planned.subject.files.name,
-            "clt_repo": preset.dictionary,
+            "clt_repo": planned.preset.dictionary,
             "prompt": planned.prompt,
             "feature": feature_json(planned.inject),
             "suppress_features": [feature_json(feature) for feature in planned.suppress],
             "strength": self.strength,
             "planning_site": planned.site,
             "output_position": planned.last,
-            "n_layers": config.num_layers,
-            "n_heads": heads,
-            "head_deltas": [by_place[at : at + heads] for at in range(0, len(by_place), heads)],
-            "top_heads": rows[:TOP],
-            "strength_sweep": [
-                {
-                    "strength": strength,
-                    "top_head_delta": float(self.change.sel(strength=strength)[layer, head]),
-                    "total_routing_shift": float(np.abs(self.change.sel(strength=strength)).sum()),
-                }
-                for strength in self.range
-            ],
         }
-
-    @property
-    def _top(self) -> tuple[int, int]:
-        """Layer and head that move most at the one strength."""
-        change: npt.NDArray[Any] = np.abs(self.change.sel(strength=self.strength).values)
-        layer, head = np.unravel_index(int(change.argmax()), change.shape)
-        return int(layer), int(head)
 
 
 def top_heads(sweep: xr.Dataset, count: int | None = TOP) -> list[dict[str, Any]]:
@@ -209,6 +142,12 @@ def top_heads(sweep: xr.Dataset, count: int | None = TOP) -> list[dict[str, Any]
         }
         for layer, head in places
     ]
+
+
+def _by_place(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """A list of heads per layer, in order."""
+    ordered = sorted(rows, key=lambda row: (row["layer"], row["head"]))
+    return [list(layer) for _, layer in groupby(ordered, key=lambda row: row["layer"])]
 
 
 WORKFLOW = AttentionRouting

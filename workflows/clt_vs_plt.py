@@ -121,7 +121,9 @@ class CltVsPlt(Workflow):
         from rich.table import Table
 
         preset = self.planned.preset
-        title = f"{self.planned.heading}: probability of {preset.inject_word!r}, largest over positions"
+        title = (
+            f"{plain(self.planned.heading)}: probability of {preset.inject_word!r}, largest over positions"
+        )
         table = Table(title=title, box=None, pad_edge=False)
         for column in ("transcoders", "protocol", "p", "logit", "position", "token"):
             table.add_column(column, justify="right" if column in ("p", "logit", "position") else "left")

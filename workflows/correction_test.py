@@ -136,7 +136,7 @@ class CorrectionTest(Workflow):
         planned, preset = self.planned, self.planned.preset
         words = (preset.inject_word, preset.correct_word)
         title = (
-            f"{planned.heading}: {planned.inject} ({words[0]!r}) committed at "
+            f"{plain(planned.heading)}: {planned.inject} ({words[0]!r}) committed at "
             f"'{plain(planned.tokens[planned.site])}' ({planned.site}), then {self.correct} ({words[1]!r}) "
             f"into layers from {preset.correct_from_layer} on"
         )

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..stages.features.dictionary import Dictionary, FeatureId
 from ..stages.features.sweeps import Dose, InjectionSweep
+from ..stages.lens import format_token
 from ..store.errors import ConfigError
-from .answers import encoded, named, plain
+from .answers import encoded, named
 from .feature_presets import Preset
 from .subject import Subject
 
@@ -50,7 +51,7 @@ class Planned:
     def heading(self) -> str:
         """The model and the prompt's last line, for titles of tables."""
         lines = self.prompt.strip().splitlines()
-        return f"{self.subject.name}, '{'… ' if lines[1:] else ''}{plain(lines[-1])}'"
+        return f"{self.subject.name}, '{'… ' if lines[1:] else ''}{format_token(lines[-1])}'"
 
     @property
     def last(self) -> int:

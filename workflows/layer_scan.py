@@ -14,9 +14,8 @@ The best layer is the one with the smallest p among several: its p is not correc
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,17 +23,14 @@ import numpy as np
 from ..stages.layer_scan import CONDITIONS, UNSEEN, best_layer, layer_scan
 from ..store.coordinates import pair_starts
 from ..store.errors import ConfigError, PromptError
-from .answers import plain
 from .marker_samples import Conversion, Placed, Sample, place, read_samples, repeated_samples
-from .settings import setting
-from .subject import Subject, shipped_prose
-from .workflow import Workflow
+from .settings import ModelSettings, setting
+from .subject import shipped_prose
+from .views import Bars, Data, Line, Lines, Table, View, together
+from .workflow import ModelWorkflow, loaded
 
 if TYPE_CHECKING:
-    import xarray as xr
-    from rich.table import Table
-
-    from ..stages.forward.model import Model
+    from ..pipeline.nodes import ResultNode
     from ..store import PackedTokens
 
 __all__ = ["LayerScan", "Settings"]
@@ -45,10 +41,9 @@ PLIP = ("python_doctest", "rust_test")
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(ModelSettings):
     """What `--set` can change."""
 
-    model: str = setting("specimen", 'hub id, directory, or "specimen"')
     corpus: str = setting("", "JSON file of samples; none: sentences of the prose shipped with mizarr")
     condition_a: str = setting("", 'samples expected to look more; of a corpus by default "python_doctest"')
     condition_b: str = setting("", 'samples to compare them with; of a corpus by default "rust_test"')
@@ -56,7 +51,6 @@ class Settings:
     samples: int = setting(24, "samples per condition made of prose, without a corpus")
     start_layer: int = setting(-1, "first layer scanned; -1: a third of the way up")
     end_layer: int = setting(-1, "last layer scanned; -1: the last")
-    dtype: str = setting("float32", "what the model computes in")
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:
@@ -69,35 +63,38 @@ class Settings:
             )
 
 
-class LayerScan(Workflow):
+class LayerScan(ModelWorkflow):
     """Attention from markers to targets under two conditions."""
 
     name = "layer_scan"
     question = "In which layer does a marker look where it should?"
     settings_type = Settings
+    settings: Settings
 
-    def __init__(self, settings: Settings, model: Model | None = None) -> None:
+    found = loaded("scan")
+    """`layer_scan` of the layers scanned, in memory."""
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """Attention of every sample, and the test between its conditions in each layer."""
         import xarray as xr
 
-        super().__init__(settings)
-        self.subject = Subject(model or settings.model, settings.dtype)
+        given = self.settings
         self.layers = self._layers()
-        default = PLIP if settings.corpus else BUILT_IN
-        self.conditions = (settings.condition_a or default[0], settings.condition_b or default[1])
+        default = PLIP if given.corpus else BUILT_IN
+        self.conditions = (given.condition_a or default[0], given.condition_b or default[1])
         self.version, groups = self._samples()
         self.conversion = Conversion()
         self.placed, self.condition = self._placed(groups)
         tokens = self.subject.pack([one.sample.code for one in self.placed])
         pair, sample = self._pairs(tokens)
         hooks = [f"blocks.{layer}.attn.hook_pattern" for layer in self.layers]
-        self.nodes = {
-            "scan": layer_scan.on(
-                pattern=self.subject.capture(tokens, *hooks)["pattern"],
-                pair=xr.DataArray(pair, dims="target", name="pair"),
-                sample=xr.DataArray(sample, dims="target", name="sample"),
-                condition=xr.DataArray(self.condition, dims="sample", name="condition"),
-            )
-        }
+        scan = layer_scan.on(
+            pattern=self.subject.capture(tokens, *hooks)["pattern"],
+            pair=xr.DataArray(pair, dims="target", name="pair"),
+            sample=xr.DataArray(sample, dims="target", name="sample"),
+            condition=xr.DataArray(self.condition, dims="sample", name="condition"),
+        )
+        return {"scan": scan}
 
     def _layers(self) -> list[int]:
         last, chosen = self.subject.config.num_layers - 1, self.settings
@@ -144,36 +141,84 @@ class LayerScan(Workflow):
         self.unseen = pair.count(UNSEEN)
         return np.array(pair, np.int64), np.array(sample, np.int64)
 
-    @cached_property
-    def found(self) -> xr.Dataset:
-        """`layer_scan` of the layers scanned, in memory."""
-        return self.result("scan").load()
-
     @property
     def best(self) -> tuple[int, float]:
         """(layer, p) in which A looks more than B most surely; (0, 1.0) where it does in none."""
         return best_layer(self.found)
 
-    def tables(self) -> list[Table]:
-        """One row per layer."""
-        from rich.table import Table
-
-        title = f"{self.subject.name}: attention from marker to target, {plain(self.conditions[0])} (A) and "
-        table = Table(title=f"{title}{plain(self.conditions[1])} (B)", box=None, pad_edge=False)
-        table.add_column("layer", justify="right")
-        for column in ("A", "±", "B", "±", "A/B", "t", "df", "p"):
-            table.add_column(column, justify="right", no_wrap=True)
-        best, p = self.best
-        for layer in self.layers:
-            row = self.found.sel(layer=layer)
-            shares = [
-                float(row[name].sel(condition=which)) for which in CONDITIONS for name in ("mean", "std")
-            ]
-            numbers = [f"{float(row[name]):.2f}" for name in ("ratio", "t", "df")]
-            cells = [str(layer), *(f"{share:.4f}" for share in shares), *numbers, f"{float(row['p']):.1e}"]
-            table.add_row(*cells, style="bold" if layer == best and p < 1 else "")
-        table.caption = self._caption()
-        return [table]
+    def views(self) -> Iterator[View]:
+        """The test layer by layer, every sample, and how sure the difference is."""
+        told, (best, p), name = self.viewer_json(), self.best, self.subject.name
+        results = told.pop("results")
+        weight = self.found["weight"].transpose("layer", "sample").values
+        samples = [
+            {
+                "id": one.sample.id,
+                "condition": CONDITIONS[which],
+                "marker": one.marker,
+                "targets": one.targets,
+                "attention": row,
+            }
+            for one, which, row in zip(self.placed, self.condition, weight.T, strict=True)
+        ]
+        conditions = dict(zip(CONDITIONS, self.conditions, strict=True))
+        yield Data(json={**told, "conditions": conditions, "targets_behind_marker": self.unseen})
+        yield Table.of(
+            results,
+            ("layer", "layer", "d"),
+            ("A", "python_mean", ".4f"),
+            ("±", "python_std", ".4f"),
+            ("B", "rust_mean", ".4f"),
+            ("±", "rust_std", ".4f"),
+            ("A/B", "ratio", ".2f"),
+            ("t", "t_statistic", ".2f"),
+            ("df", "df", ".2f"),
+            ("p", "p_value", ".1e"),
+            strong=lambda row: row["layer"] == best and p < 1,
+            title=f"{name}: attention from marker to target, {self.conditions[0]} (A) and "
+            f"{self.conditions[1]} (B)",
+            caption=self._caption(),
+            json={"results": results, "samples": samples},
+        )
+        mean, std = (self.found[each].transpose("condition", "layer").values for each in ("mean", "std"))
+        lines = tuple(
+            Line(
+                called,
+                mean[i],
+                control=i == 1,
+                band=np.stack([mean[i] - std[i], mean[i] + std[i]]),
+                dots=weight[:, np.array(self.condition) == i],
+            )
+            for i, called in enumerate(self.conditions)
+        )
+        means = Lines(
+            title="From marker to target",
+            caption="mean of the samples, with one standard deviation; in a figure a dot per sample",
+            x=tuple(self.layers),
+            x_name="layer",
+            y_name="attention, mean over heads and targets",
+            low=0.0,
+            at=best if p < 1 else None,
+            lines=lines,
+        )
+        sure = -np.log10(np.maximum(self.found["p"].values, np.finfo(float).tiny))
+        ahead = mean[0] > mean[1]
+        verdict = f"most sure: layer {best}, p = {p:.1e}" if p < 1 else "in no layer is A ahead"
+        sureness = Bars(
+            title="How sure the difference is",
+            caption=f"Welch's t test; grey: {self.conditions[0]} looks less; {verdict}",
+            x=tuple(map(str, self.layers)),
+            x_name="layer",
+            y_name="-log10 p",
+            stacked=True,
+            levels=tuple((-float(np.log10(level)), f"p = {level:g}") for level in (0.05, 0.001)),
+            lines=(
+                Line("looks more", np.where(ahead, sure, 0.0)),
+                Line("looks less", np.where(ahead, 0.0, sure), control=True),
+            ),
+        )
+        title = f"{name}: where a marker looks, {self.conditions[0]} against {self.conditions[1]}"
+        yield from together("layer_scan", title, means, sureness)
 
     def _caption(self) -> str:
         counts = [int(n) for n in self.found["n"].isel(layer=0)]
@@ -189,44 +234,6 @@ class LayerScan(Workflow):
         if self.unseen:
             notes.append(f"{self.unseen} targets lie behind their marker and count 0")
         return "; ".join(notes)
-
-    def draw(self, folder: Path) -> list[Path]:
-        """Samples and means of both conditions by layer, and how sure their difference is."""
-        from .figures_heads import scan_page
-
-        def page() -> Any:
-            return scan_page(
-                self.found,
-                np.array(self.condition),
-                self.conditions,
-                best=self.best,
-                model=self.subject.name,
-                footer=self.footer,
-            )
-
-        return [self.figure(folder / "layer_scan.png", page)]
-
-    def to_json(self) -> dict[str, Any]:
-        """The viewer's fields (`viewer_json`), the names of A and B, and every sample's attention by
-        layer."""
-        weight = self.found["weight"].transpose("sample", "layer").values.tolist()
-        samples = [
-            {
-                "id": one.sample.id,
-                "condition": CONDITIONS[which],
-                "marker": one.marker,
-                "targets": list(one.targets),
-                "attention": row,
-            }
-            for one, which, row in zip(self.placed, self.condition, weight, strict=True)
-        ]
-        return {
-            **self.header(),
-            **self.viewer_json(),
-            "conditions": dict(zip(CONDITIONS, self.conditions, strict=True)),
-            "targets_behind_marker": self.unseen,
-            "samples": samples,
-        }
 
     def viewer_json(self) -> dict[str, Any]:
         """What the Deloson viewer loads as `layer_scan_universal_*.json`: its fields and no others."""

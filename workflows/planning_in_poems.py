@@ -11,51 +11,37 @@ The suppression moves with the injection. Prompts end in a space of their own, a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..store.errors import ConfigError
-from .answers import plain
+from ..stages.lens import format_probability, format_token
+from .answers import named
 from .feature_injection import Planned, feature_json
 from .feature_presets import chosen_preset
-from .settings import setting
-from .workflow import Workflow
+from .settings import InjectionSettings, setting
+from .views import Bars, Data, Figure, Line, Lines, Table, View
+from .workflow import Workflow, loaded
 
 if TYPE_CHECKING:
-    import xarray as xr
-    from rich.table import Table
-
     from ..stages.forward.model import Model
-    from .report import Element
 
 __all__ = ["PlanningInPoems", "Settings"]
 
 SMALLEST = 1e-12
 """Probability from which on a rise is marked."""
+SHOWN = 12
+"""Positions in the table."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(InjectionSettings):
     """What `--set` can change; what is left empty is the preset's."""
 
-    preset: str = setting("specimen", "published experiment, or the specimen's own")
-    model: str = setting("", "hub id or directory")
-    dictionary: str = setting("", "transcoders: directory or org/repo")
-    prompt: str = setting("", "poem without its last word")
-    suppress: tuple[str, ...] = setting((), 'features to suppress, layer:index; "none" for no suppression')
-    inject: str = setting("", "feature to inject, layer:index")
     suppress_word: str = setting("", "word the suppressed features stand for, one token")
     inject_word: str = setting("", "word the injected feature stands for, one token")
-    strength: float = setting(0.0, "units added and taken away; 0: the preset's, 10 in the published ones")
-    dtype: str = setting("float32", "what the model computes in")
-
-    def __post_init__(self) -> None:
-        if self.strength < 0:
-            raise ConfigError(f"expected a strength above 0, found {self.strength}")
 
 
 class PlanningInPoems(Workflow):
@@ -64,6 +50,10 @@ class PlanningInPoems(Workflow):
     name = "planning_in_poems"
     question = "Does a line's end hang on a plan made before it is written?"
     settings_type = Settings
+    settings: Settings
+
+    sweep = loaded("sweep")
+    """The one strength, [strength, position] and [strength, position, word]."""
 
     def __init__(self, settings: Settings, model: Model | None = None) -> None:
         super().__init__(settings)
@@ -72,127 +62,90 @@ class PlanningInPoems(Workflow):
         words = (preset.inject_word, preset.suppress_word)
         self.nodes = {"sweep": self.planned.sweep(self.planned.doses, (preset.strength,), words)}
 
-    @cached_property
-    def sweep(self) -> xr.Dataset:
-        """The one strength, [position] and [position, word]."""
-        return self.result("sweep").load().isel(strength=0)
-
-    @property
-    def probability(self) -> xr.DataArray:
-        """Of the injected word at the end, [position]."""
-        logprob = self.sweep["logprob"].isel(word=0)
-        return logprob.copy(data=np.exp(logprob.values)).assign_attrs(
-            units="1", long_name=f"P({self.planned.preset.inject_word!r})"
+    def views(self) -> Iterator[View]:
+        """The positions that change most, in their order, and the probability at every position."""
+        planned, preset, swept = self.planned, self.planned.preset, self.sweep.isel(strength=0)
+        word, strength = preset.inject_word, preset.strength
+        probability = np.exp(swept["logprob"].transpose("position", "word").values)
+        baseline = float(np.exp(swept["baseline_logprob"][0]))
+        best = int(probability[:, 0].argmax())
+        most = float(probability[best, 0])
+        sweep = [
+            {
+                "position": place,
+                "token": token,
+                "prob": float(probability[place, 0]),
+                "suppress_word_prob": float(probability[place, 1]),
+                "kl_divergence": float(swept["kl"][place]),
+                "l2_distance": float(swept["distance"][place]),
+            }
+            for place, token in enumerate(planned.tokens)
+        ]
+        yield Data(
+            json={
+                "model": planned.subject.files.name,
+                "clt_repo": preset.dictionary,
+                "prompt": planned.prompt,
+                "tokens": planned.tokens,
+                "suppress_word": preset.suppress_word,
+                "inject_word": word,
+                "suppress_features": [feature_json(feature) for feature in planned.suppress],
+                "inject_feature": feature_json(planned.inject),
+                "strength": strength,
+                "baseline_prob": baseline,
+                "max_position": best,
+                "max_prob": most,
+            }
         )
-
-    @property
-    def baseline(self) -> float:
-        """The same without injection."""
-        return float(np.exp(self.sweep["baseline_logprob"].isel(word=0)))
-
-    @property
-    def best(self) -> int:
-        """Position at which the injection does most, the earliest of several."""
-        return int(self.probability.values.argmax())
-
-    def tables(self) -> list[Table]:
-        """The positions that change most, in their order."""
-        from rich.table import Table
-
-        planned, preset = self.planned, self.planned.preset
         off = " ".join(map(str, planned.suppress)) or "nothing"
-        title = (
-            f"{planned.heading}: at each position {off} suppressed and {planned.inject} "
-            f"({preset.inject_word!r}) injected, strength {preset.strength:g}"
+        likely = [format_token(token) for token in named(planned.subject, swept["top_id"].values)]
+        yield Table.of(
+            [sweep[place] for place in sorted(np.argsort(-probability[:, 0], kind="stable")[:SHOWN])],
+            ("position", "position", "d"),
+            ("token", lambda one: format_token(one["token"])),
+            (f"p({format_token(word)})", "prob", ".3e"),
+            (f"p({format_token(preset.suppress_word)})", "suppress_word_prob", ".3e"),
+            ("KL", "kl_divergence", ".3f"),
+            ("most likely", lambda one: likely[one["position"]]),
+            ("", lambda one: _mark(one["prob"], baseline)),
+            title=f"{planned.heading}: at each position {off} suppressed and {planned.inject} ({word!r}) "
+            f"injected, strength {strength:g}",
+            caption=f"without injection {baseline:.3e}; most at position {best}, {most:.3e}, "
+            f"{most / max(baseline, SMALLEST):.3g} times as much",
+            json={"sweep": sweep},
         )
-        table = Table(title=title, box=None, pad_edge=False)
-        columns = (
-            "position",
-            "token",
-            f"p({plain(preset.inject_word)})",
-            f"p({plain(preset.suppress_word)})",
+        tokens = tuple(f"{format_token(token)} ({place})" for place, token in enumerate(planned.tokens))
+        where: dict[str, Any] = {"x": tokens, "x_name": "token at which features are suppressed and injected"}
+        chance, here = format_probability(baseline), np.arange(len(tokens)) == best
+        yield Lines(
+            title=f"Probability of {word!r} at the end, by position of the injection",
+            caption=f"dashed: without injection, {chance}",
+            y_name=f"P({word!r})",
+            lines=(
+                Line(f"{planned.inject} injected", probability[:, 0]),
+                Line("without injection", np.full(len(tokens), baseline), control=True),
+            ),
+            low=0.0,
+            **where,
         )
-        for column in (*columns, "KL", "most likely", ""):
-            table.add_column(column, justify="left" if column in ("token", "most likely", "") else "right")
-        shown = np.sort(np.argsort(-self.probability.values, kind="stable")[:12]).tolist()
-        for place in shown:
-            here = self.sweep.isel(position=place)
-            logprob = here["logprob"].values
-            table.add_row(
-                str(place),
-                plain(planned.tokens[place]),
-                *(f"{p:.3e}" for p in np.exp(logprob)),
-                f"{float(here['kl']):.3f}",
-                plain(planned.subject.tokenizer.decode_token(int(here["top_id"]))),
-                _mark(float(np.exp(logprob[0])), self.baseline),
-            )
-        best = float(self.probability[self.best])
-        table.caption = (
-            f"without injection {self.baseline:.3e}; most at position {self.best}, {best:.3e}, "
-            f"{best / max(self.baseline, SMALLEST):.3g} times as much"
+        bars = Bars(
+            y_name=f"probability of {word!r} at the end",
+            lines=(
+                Line("elsewhere", np.where(here, 0.0, probability[:, 0])),
+                Line(f"at {tokens[best]}: {format_probability(most)}", here * probability[:, 0], strong=True),
+            ),
+            stacked=True,
+            log=True,
+            low=min(float(probability[:, 0].min()), baseline) / 3,
+            levels=((baseline, chance),),
+            **where,
         )
-        return [table]
-
-    def draw(self, folder: Path) -> list[Path]:
-        """Probability by position."""
-        from .figures_features import sweep_page
-
-        planned = self.planned
-        return [
-            self.figure(
-                folder / "planning_in_poems.png",
-                lambda: sweep_page(
-                    self.probability.values,
-                    self.baseline,
-                    planned.tokens,
-                    word=planned.preset.inject_word,
-                    feature=str(planned.inject),
-                    model=planned.subject.name,
-                    footer=self.footer,
-                ),
-            )
-        ]
-
-    def elements(self) -> list[Element]:
-        """The table, and probability by position."""
-        from .report import Lines, from_rich
-
-        label = f"Probability of {self.planned.preset.inject_word!r} at the end, by position of the injection"
-        return [
-            *map(from_rich, self.tables()),
-            Lines.of(self.probability.expand_dims("strength"), title=label, low=0.0),
-        ]
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields of candle-mi's example, and what else the sweep tells."""
-        planned, preset = self.planned, self.planned.preset
-        sweep = self.sweep
-        return {
-            **self.header(),
-            "model": planned.subject.files.name,
-            "clt_repo": preset.dictionary,
-            "prompt": planned.prompt,
-            "tokens": planned.tokens,
-            "suppress_word": preset.suppress_word,
-            "inject_word": preset.inject_word,
-            "suppress_features": [feature_json(feature) for feature in planned.suppress],
-            "inject_feature": feature_json(planned.inject),
-            "strength": preset.strength,
-            "baseline_prob": self.baseline,
-            "sweep": [
-                {
-                    "position": place,
-                    "token": planned.tokens[place],
-                    "prob": float(self.probability[place]),
-                    "suppress_word_prob": float(np.exp(sweep["logprob"][place, 1])),
-                    "kl_divergence": float(sweep["kl"][place]),
-                    "l2_distance": float(sweep["distance"][place]),
-                }
-                for place in range(len(planned.tokens))
-            ],
-            "max_position": self.best,
-            "max_prob": float(self.probability[self.best]),
-        }
+        yield Figure(
+            name="planning_in_poems",
+            title=f"Where injecting {planned.inject} makes {planned.subject.name} end on {word!r}",
+            caption=f"each bar is one run; dashed: without injection, {chance}; log scale",
+            panels=(bars,),
+        )
 
 
 def _mark(probability: float, baseline: float) -> str:

@@ -20,9 +20,22 @@ import msgspec
 
 from ..store.errors import ConfigError, nearest
 
-__all__ = ["Count", "FactSettings", "ModelSettings", "Share", "read_settings", "setting"]
+__all__ = [
+    "Count",
+    "EdgeSettings",
+    "FactSettings",
+    "InjectionSettings",
+    "ModelSettings",
+    "NotNegative",
+    "Positive",
+    "Share",
+    "read_settings",
+    "setting",
+]
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
@@ -45,6 +58,32 @@ class FactSettings(ModelSettings):
 
     prompt: str = setting("", "prompt to read; none: a shipped fact, or the capital of France")
     target: str = setting("", "word whose logit is followed; may be empty")
+
+
+@dataclass(frozen=True)
+class EdgeSettings:
+    """A question about one position that reads another (stages/positions.py)."""
+
+    query: int | str = setting(
+        "last", 'position that reads: an index, "first", "last", or a phrase of the prompt'
+    )
+    key: int | str = setting("first", "position that is read")
+
+
+@dataclass(frozen=True)
+class InjectionSettings:
+    """An experiment on features (feature_presets.py); what is left empty is the preset's."""
+
+    preset: str = setting("specimen", "published experiment, or the specimen's own")
+    model: str = setting("", "hub id or directory")
+    dictionary: str = setting("", "transcoders: directory or org/repo")
+    prompt: str = setting("", "prompt without its last word")
+    suppress: tuple[str, ...] = setting((), 'features to suppress, layer:index; "none" for no suppression')
+    inject: str = setting("", "feature to inject, layer:index")
+    strength: NotNegative = setting(
+        0.0, "units added and taken away; 0: the preset's, 10 in the published ones"
+    )
+    dtype: str = setting("float32", "what the model computes in")
 
 
 def read_settings(kind: type[Any], name: str, given: Mapping[str, Any]) -> Any:

@@ -14,11 +14,12 @@ reason in the answer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import numpy as np
 
 from ..stages.convergence import (
@@ -28,41 +29,37 @@ from ..stages.convergence import (
     best_layer,
     convergence_label,
 )
-from ..stages.lens import format_probability
+from ..stages.lens import format_probability, format_token
 from ..stages.positions import first_difference, position_of
 from ..store.errors import ConfigError, MizarrError
-from .answers import answer_pieces, counterpart, encoded, fact, named, number, plain, target_json
+from .answers import answer_pieces, counterpart, encoded, fact, named, number, target_json
 from .convergence_batch import FIELDS, read_batch
-from .settings import setting
-from .subject import Subject
-from .workflow import Workflow
+from .settings import FactSettings, setting
+from .views import Choice, Data, Figure, Heatmap, Line, Lines, Table, View, dash
+from .workflow import ModelWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
-    from rich.table import Table
 
-    from ..stages.forward.model import Model
-    from .report import Element
+    from ..pipeline.nodes import ResultNode
 
 __all__ = ["Case", "Settings", "SteeringConvergence"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(FactSettings):
     """What `--set` can change."""
 
-    model: str = setting("specimen", 'hub id, directory, or "specimen"')
-    prompt: str = setting("", "prompt to steer; none: a shipped fact, or the capital of France")
-    contrastive: str = setting("", "its counterpart; none: one of as many tokens")
-    target: str = setting("", "word whose probability is followed; may be empty")
+    contrastive: str = setting("", "counterpart of the prompt; none: one of as many tokens")
     inject_position: int | str = setting(
         "last", 'where the vector is added: "last", "auto" (first differing token), an index, or a phrase'
     )
-    threshold: float = setting(ABSORBED, "cosine from which on a push is absorbed")
+    threshold: Annotated[float, msgspec.Meta(ge=-1, le=1)] = setting(
+        ABSORBED, "cosine from which on a push is absorbed"
+    )
     max_strength: float = setting(6.0, "largest factor of the vector")
     strength_steps: int = setting(12, "strengths tried, evenly spaced up to the largest")
     batch_file: str = setting("", "JSON file with several experiments, in place of prompt and contrastive")
-    dtype: str = setting("float32", "what the model computes in")
 
     def __post_init__(self) -> None:
         if self.strength_steps < 1 or not self.max_strength > 0:
@@ -70,8 +67,6 @@ class Settings:
                 "expected strength_steps of at least 1 and max_strength above 0, found "
                 f"{self.strength_steps} and {self.max_strength}"
             )
-        if not -1 <= self.threshold <= 1:
-            raise ConfigError(f"expected a threshold in [-1, 1], found {self.threshold}")
         if self.batch_file and (self.prompt or self.contrastive or self.target):
             raise ConfigError("expected either a batch_file or a prompt with its counterpart, found both")
 
@@ -89,134 +84,26 @@ class Case:
     experiment: Experiment
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What came out for one case."""
-
-    found: xr.Dataset
-    """[layer, strength, read_layer]."""
-    threshold: float
-
-    @property
-    def matrix(self) -> Any:
-        """Cosines at strength 1, [layer, read_layer]."""
-        return self.found["similarity"].sel(strength=1.0).values
-
-    def absorbed(self, layer: int, strength: float) -> int | None:
-        """Layer at which a push is absorbed."""
-        row = self.found["similarity"].sel(layer=layer, strength=strength).values
-        return absorption_layer(row, layer, self.threshold)
-
-    @property
-    def best(self) -> int:
-        """The deepest layer whose push of strength 1 is absorbed, else the one of smallest KL."""
-        layers = self.found["layer"].values.tolist()
-        kl = self.found["kl"].sel(strength=1.0).values.tolist()
-        return best_layer(
-            {layer: self.absorbed(layer, 1.0) for layer in layers}, dict(zip(layers, kl, strict=True))
-        )
-
-    @property
-    def label(self) -> str:
-        """One word for the matrix."""
-        return convergence_label(self.matrix, self.threshold)
-
-
-class SteeringConvergence(Workflow):
+class SteeringConvergence(ModelWorkflow):
     """One or several prompts, each pushed at every layer."""
 
     name = "steering_convergence"
     question = "Does a push heal?"
     settings_type = Settings
+    settings: Settings
 
-    def __init__(self, settings: Settings, model: Model | None = None) -> None:
-        super().__init__(settings)
-        self.subject = Subject(model or settings.model, settings.dtype)
-        steps = settings.strength_steps
-        self.sweep = tuple(k * settings.max_strength / steps for k in range(1, steps + 1))
+    def plan(self) -> Mapping[str, ResultNode]:
+        """An experiment per case."""
+        given = self.settings
+        steps = given.strength_steps
+        self.sweep = tuple(k * given.max_strength / steps for k in range(1, steps + 1))
         self.skipped: list[dict[str, str]] = []
         """Experiments of the batch that cannot be run: {"group", "prompt", "error"}."""
-        self.cases = self._batch() if settings.batch_file else [self._default()]
-        self.nodes = {
-            f"convergence_{i}" if settings.batch_file else "convergence": case.experiment.on(
-                model or settings.model, dtype=settings.dtype
-            )
+        self.cases = self._batch() if given.batch_file else [self._default()]
+        return {
+            f"convergence_{i}" if given.batch_file else "convergence": self.on_model(case.experiment)
             for i, case in enumerate(self.cases)
         }
-
-    def answer(self, i: int = 0) -> Answer:
-        """What came out for case `i`."""
-        name = list(self.nodes)[i]
-        return Answer(self.result(name).load(), self.settings.threshold)
-
-    def tables(self) -> list[Table]:
-        """The layers of the first case, its strengths; and for a batch, a line per case."""
-        tables = [self._layers_table(0), self._strengths_table(0)]
-        return [*tables, self._batch_table()] if self.settings.batch_file else tables
-
-    def draw(self, folder: Path) -> list[Path]:
-        """Per case the matrix and the strengths."""
-        from .figures_attention import convergence_page
-
-        def page(i: int) -> Any:
-            case, answer = self.cases[i], self.answer(i)
-            return convergence_page(
-                answer.found,
-                best=answer.best,
-                label=answer.label,
-                sweep=self.sweep,
-                threshold=self.settings.threshold,
-                prompts=(case.prompt, case.contrastive),
-                token=named(self.subject, case.experiment.tokens)[case.position],
-                model=self.subject.name,
-                footer=self.footer,
-            )
-
-        names = [f"_{i}" for i in range(len(self.cases))] if self.settings.batch_file else [""]
-        return [
-            self.figure(folder / f"steering_convergence{name}.png", partial(page, i))
-            for i, name in enumerate(names)
-        ]
-
-    def elements(self) -> list[Element]:
-        """The first case: its tables, cosines by layer for every strength, and how far the answer moves."""
-        from .report import Choice, Heatmap, Lines
-
-        found = self.answer(0).found.rename(layer="pushed_at")
-        similarity = found["similarity"].where(found["read_layer"] >= found["pushed_at"])
-        low = float(similarity.min())
-        cosines = tuple(
-            (
-                f"{strength:g}",
-                Heatmap.of(
-                    similarity.sel(strength=strength).transpose("pushed_at", "read_layer"),
-                    low=low,
-                    high=1.0,
-                    upward=True,
-                ),
-            )
-            for strength in found["strength"].values.tolist()
-        )
-        matrix = Choice(
-            title="How far from its way is a state that was pushed?",
-            caption="Cosine with the undisturbed run, by the layer pushed and the layer read above it.",
-            name="strength",
-            options=cosines,
-            start=[label for label, _ in cosines].index("1"),
-        )
-        kl = Lines.of(
-            found["kl"].transpose("pushed_at", "strength"), title="How far the answer moves", low=0.0
-        )
-        return [*super().elements(), matrix, kl]
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields of candle-mi's example; for a batch one such document per case, under `results`."""
-        if not self.settings.batch_file:
-            return {**self.header(), **self._case_json(0)}
-        results = [{"group": case.group, **self._case_json(i)} for i, case in enumerate(self.cases)]
-        return {**self.header(), "results": results, "skipped": self.skipped}
-
-    # -- what is run
 
     def _default(self) -> Case:
         given = self.settings
@@ -260,126 +147,163 @@ class SteeringConvergence(Workflow):
         experiment.cells(self.subject.config)  # wrong settings are told now, not when it runs
         return Case(group, prompt, contrastive, target, pieces, position, experiment)
 
-    # -- what came out
+    def found(self, i: int = 0) -> xr.Dataset:
+        """What came out for case `i`, [layer, strength, read_layer]."""
+        return self.result(list(self.nodes)[i]).load()
 
-    def _case_json(self, i: int) -> dict[str, Any]:
-        case, answer, config = self.cases[i], self.answer(i), self.subject.config
-        found = answer.found
-        ids, probabilities = (
-            found[name].values.tolist()[:5] for name in ("baseline_id", "baseline_probability")
-        )
+    def told(self, i: int) -> dict[str, Any]:
+        """Case `i` in the fields of candle-mi's example.
+
+        `best_injection_layer`: the deepest whose push of strength 1 is absorbed, else the one of smallest KL.
+        """
+        case, found, threshold = self.cases[i], self.found(i), self.settings.threshold
+        matrix = found["similarity"].sel(strength=1.0).transpose("layer", "read_layer").values
+
+        def pushed(layer: int, strength: float) -> dict[str, Any]:
+            here = found.sel(layer=layer, strength=strength)
+            return {
+                "p_target": number(np.exp(here["target_logprob"])),
+                "kl_divergence": float(here["kl"]),
+                "absorption_layer": absorption_layer(here["similarity"].values, layer, threshold),
+            }
+
+        layers = {layer: pushed(layer, 1.0) for layer in found["layer"].values.tolist()}
+        absorbed = {layer: one["absorption_layer"] for layer, one in layers.items()}
+        best = best_layer(absorbed, {layer: one["kl_divergence"] for layer, one in layers.items()})
+        ids, chances = (found[name].values.tolist()[:5] for name in ("baseline_id", "baseline_probability"))
         return {
-            "model_id": self.subject.name,
+            **{name: self.subject.about[name] for name in ("model_id", "n_layers", "hidden_size")},
+            **target_json(self.subject, case.target, case.pieces),
             "prompt": case.prompt,
             "contrastive_prompt": case.contrastive,
-            "n_layers": config.num_layers,
-            "hidden_size": config.hidden_size,
             "inject_position": case.position,
-            **target_json(self.subject, case.target, case.pieces),
             "baseline_p_target": number(np.exp(found["baseline_target_logprob"])),
             "baseline_top5": [
                 {"token": token, "token_id": one, "probability": p}
-                for token, one, p in zip(named(self.subject, ids), ids, probabilities, strict=True)
+                for token, one, p in zip(named(self.subject, ids), ids, chances, strict=True)
             ],
-            "convergence_matrix": answer.matrix.tolist(),
-            "label": answer.label,
-            "layer_summaries": [
-                {"injection_layer": layer, **self._summary(answer, layer, 1.0)}
-                for layer in found["layer"].values.tolist()
-            ],
-            "best_injection_layer": answer.best,
-            "strength_sweep": [
-                {"strength": strength, **self._summary(answer, answer.best, strength)}
-                for strength in self.sweep
-            ],
-            "threshold": self.settings.threshold,
+            "convergence_matrix": matrix,
+            "label": convergence_label(matrix, threshold),
+            "layer_summaries": [{"injection_layer": layer, **one} for layer, one in layers.items()],
+            "best_injection_layer": best,
+            "strength_sweep": [{"strength": strength, **pushed(best, strength)} for strength in self.sweep],
+            "threshold": threshold,
         }
 
-    def _summary(self, answer: Answer, layer: int, strength: float) -> dict[str, Any]:
-        here = answer.found.sel(layer=layer, strength=strength)
-        return {
-            "p_target": number(np.exp(here["target_logprob"])),
-            "kl_divergence": float(here["kl"]),
-            "absorption_layer": answer.absorbed(layer, strength),
-        }
-
-    def _layers_table(self, i: int) -> Table:
-        from rich.table import Table
-
-        case, answer = self.cases[i], self.answer(i)
-        token = plain(named(self.subject, case.experiment.tokens)[case.position])
-        title = (
-            f"{self.subject.name}: {plain(case.prompt)!r} minus {plain(case.contrastive)!r}, added at "
-            f"{token!r} ({case.position})"
-        )
-        table = Table(title=title, box=None, pad_edge=False)
-        for column in (
-            "layer",
-            "absorbed at",
-            "cosine at the end",
-            "KL",
-            "p(target)",
-            "length",
-            "of the state",
-        ):
-            table.add_column(column, justify="right", no_wrap=True)
-        for layer in answer.found["layer"].values.tolist():
-            summary, here = self._summary(answer, layer, 1.0), answer.found.sel(layer=layer)
-            where = summary["absorption_layer"]
-            table.add_row(
-                str(layer),
-                "–" if where is None else f"layer {where}",
-                f"{float(here['similarity'].sel(strength=1.0)[-1]):.4f}",
-                f"{summary['kl_divergence']:.4f}",
-                _percent(summary["p_target"]),
-                f"{float(here['vector_norm']):.2f}",
-                f"{float(here['state_norm']):.2f}",
+    def views(self) -> Iterator[View]:
+        """The first case in tables and curves; a figure per case, and for a batch a line."""
+        told = [self.told(i) for i in range(len(self.cases))]
+        yield from self._tables(told[0])
+        yield self._batch_table(told) if self.settings.batch_file else Data(json=told[0])
+        matrices = [self._matrix(i, one["label"]) for i, one in enumerate(told)]
+        yield matrices[0]
+        kl = self.found()["kl"].rename(layer="pushed_at").transpose("pushed_at", "strength")
+        yield Lines.of(kl, "How far the answer moves", low=0.0)
+        for i, (case, matrix) in enumerate(zip(self.cases, matrices, strict=True)):
+            yield Figure(
+                name="steering_convergence" + (f"_{i}" if self.settings.batch_file else ""),
+                title=self._pushed(case),
+                panels=(matrix, *self._strengths(i, told[i]["best_injection_layer"])),
             )
-        before = _percent(number(np.exp(answer.found["baseline_target_logprob"])))
-        table.caption = (
-            f"{answer.label}; absorbed: first later layer of cosine >= {self.settings.threshold:g}; "
-            f"undisturbed p(target) {before}"
-        )
-        return table
 
-    def _strengths_table(self, i: int) -> Table:
-        from rich.table import Table
+    def _pushed(self, case: Case, place: str = "") -> str:
+        """What was done in a case."""
+        token = named(self.subject, case.experiment.tokens)[case.position]
+        one, other, at = map(format_token, (case.prompt, case.contrastive, token))
+        return f"{self.subject.name}: {one!r} minus {other!r}, added at {at!r}{place}"
 
-        answer = self.answer(i)
-        table = Table(title=f"Strength of the push at layer {answer.best}", box=None, pad_edge=False)
-        for column in ("strength", "absorbed at", "KL", "p(target)"):
-            table.add_column(column, justify="right", no_wrap=True, min_width=8)
-        for strength in self.sweep:
-            summary = self._summary(answer, answer.best, strength)
-            where = summary["absorption_layer"]
-            table.add_row(
-                f"{strength:g}",
-                "–" if where is None else f"layer {where}",
-                f"{summary['kl_divergence']:.4f}",
-                _percent(summary["p_target"]),
+    def _matrix(self, i: int, label: str) -> Choice:
+        """Cosines of case `i` by layer pushed and layer read, a grid per strength."""
+        found, threshold = self.found(i)["similarity"].rename(layer="pushed_at"), self.settings.threshold
+        found = found.where(found["read_layer"] >= found["pushed_at"])
+        low = float(found.min())
+
+        def grid(strength: float) -> Heatmap:
+            here = found.sel(strength=strength).transpose("pushed_at", "read_layer")
+            absorbed = ((here >= threshold) & (here["read_layer"] > here["pushed_at"])).values.astype(int)
+            turns = np.diff(np.pad(absorbed, ((0, 0), (1, 1))), axis=1)
+            runs = zip(np.argwhere(turns == 1).tolist(), np.argwhere(turns == -1).tolist(), strict=True)
+            framed = tuple((row, start, row, end - 1) for (row, start), (_, end) in runs)
+            return Heatmap.of(
+                here, low=low, high=1.0, upward=True, framed=framed, frame_name=f"at least {threshold:g}"
             )
-        table.caption = "the deepest layer whose push of strength 1 is absorbed, else the one of smallest KL"
-        return table
 
-    def _batch_table(self) -> Table:
-        from rich.table import Table
+        return Choice.of(
+            "strength",
+            found["strength"].values.tolist(),
+            grid,
+            start=1.0,
+            title="How far from its way is a state that was pushed?",
+            caption="Cosine with the undisturbed run, by the layer pushed and the layer read above it; "
+            f"{label}. Framed: at least {threshold:g}.",
+        )
 
-        table = Table(title=f"{len(self.cases)} experiments", box=None, pad_edge=False)
-        for column in ("group", "prompt", "matrix", "absorbed", "best layer"):
-            table.add_column(column, no_wrap=column != "prompt", overflow="ellipsis", max_width=48)
-        for i, case in enumerate(self.cases):
-            answer = self.answer(i)
-            layers = answer.found["layer"].values.tolist()
-            absorbed = sum(answer.absorbed(layer, 1.0) is not None for layer in layers)
-            row = (plain(case.group), plain(case.prompt), answer.label, f"{absorbed}/{len(layers)}")
-            table.add_row(*row, str(answer.best))
-        left_out = [f"{plain(one['group'])}: {plain(one['error'])}" for one in self.skipped]
-        table.caption = "left out: " + "; ".join(left_out) if left_out else "none left out"
-        return table
+    def _strengths(self, i: int, best: int) -> tuple[Lines, Lines]:
+        """At the best layer of case `i`, cosines above it and KL by strength."""
+        row, threshold = self.found(i).sel(layer=best, strength=list(self.sweep)), self.settings.threshold
+        above = row["similarity"].transpose("strength", "read_layer").isel(read_layer=slice(best, None))
+        cosines = Lines.of(above, f"A push at layer {best}, by strength", "dashed: absorbed", y_name="cosine")
+        absorbed = Line(f"absorbed, {threshold:g}", np.full(len(cosines.x), threshold), control=True)
+        title, kl = "What it does to the answer", row["kl"].expand_dims("layer")
+        answer = Lines.of(kl, title, f"at layer {best}", low=0.0)
+        return replace(cosines, lines=(*cosines.lines, absorbed)), answer
 
+    def _tables(self, told: dict[str, Any]) -> Iterator[Table]:
+        """The layers of the first case, and its strengths at the best layer."""
+        case, last = self.cases[0], self.found().sel(strength=1.0).isel(read_layer=-1)
 
-def _percent(probability: float | None) -> str:
-    return "–" if probability is None else format_probability(probability)
+        def absorbed(one: dict[str, Any]) -> str:
+            return dash(one["absorption_layer"], "layer {}".format)
+
+        def target(one: dict[str, Any]) -> str:
+            return dash(one["p_target"], format_probability)
+
+        def at_layer(name: str) -> Callable[[dict[str, Any]], float]:
+            return lambda one: float(last[name].sel(layer=one["injection_layer"]))
+
+        yield Table.of(
+            told["layer_summaries"],
+            ("layer", "injection_layer", "d"),
+            ("absorbed at", absorbed, str),
+            ("cosine at the end", at_layer("similarity"), ".4f"),
+            ("KL", "kl_divergence", ".4f"),
+            ("p(target)", target, str),
+            ("length", at_layer("vector_norm"), ".2f"),
+            ("of the state", at_layer("state_norm"), ".2f"),
+            title=self._pushed(case, f" ({case.position})"),
+            caption=f"{told['label']}; absorbed: first later layer of cosine >= {self.settings.threshold:g}; "
+            f"undisturbed p(target) {dash(told['baseline_p_target'], format_probability)}",
+        )
+        yield Table.of(
+            told["strength_sweep"],
+            ("strength", "strength", "g"),
+            ("absorbed at", absorbed, str),
+            ("KL", "kl_divergence", ".4f"),
+            ("p(target)", target, str),
+            title=f"Strength of the push at layer {told['best_injection_layer']}",
+            caption="the deepest layer whose push of strength 1 is absorbed, else the one of smallest KL",
+        )
+
+    def _batch_table(self, told: list[dict[str, Any]]) -> Table:
+        """A line per case; which were left out."""
+        results = [{"group": case.group, **one} for case, one in zip(self.cases, told, strict=True)]
+        left_out = [f"{format_token(one['group'])}: {format_token(one['error'])}" for one in self.skipped]
+
+        def absorbed(one: dict[str, Any]) -> str:
+            layers = [layer["absorption_layer"] for layer in one["layer_summaries"]]
+            return f"{sum(layer is not None for layer in layers)}/{len(layers)}"
+
+        return Table.of(
+            results,
+            ("group", lambda one: format_token(one["group"])),
+            ("prompt", lambda one: format_token(one["prompt"])),
+            ("matrix", "label"),
+            ("absorbed", absorbed),
+            ("best layer", "best_injection_layer"),
+            title=f"{len(self.cases)} experiments",
+            caption="left out: " + "; ".join(left_out) if left_out else "none left out",
+            json={"results": results, "skipped": self.skipped},
+        )
 
 
 WORKFLOW = SteeringConvergence

@@ -12,127 +12,86 @@ aim; every other layer is run for comparison. A target of several tokens is foll
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..stages.lens import format_token
 from ..stages.positions import position_of
-from ..stages.steering import (
-    DOSE_LEVELS,
-    DoseResponse,
-    DoseResponseCurve,
-    SteeringCalibration,
-    exact_factor,
-)
+from ..stages.steering import DOSE_LEVELS, DoseResponse, DoseResponseCurve, SteeringCalibration, exact_factor
 from ..store.errors import ConfigError, InterventionError
-from .answers import (
-    answer_pieces,
-    encoded,
-    fact,
-    named,
-    number,
-    plain,
-    target_json,
-    top_changed_json,
-)
-from .settings import setting
-from .subject import Subject
-from .workflow import Workflow
+from .answers import answer_pieces, encoded, fact, named, number, target_json, top_changed_json
+from .settings import Count, EdgeSettings, FactSettings, setting
+from .views import Data, Line, Lines, Table, View, dash, points, together
+from .workflow import ModelWorkflow, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
-    from rich.table import Table
 
-    from ..stages.forward.model import Model
-    from .report import Element
+    from ..pipeline.nodes import ResultNode
 
 __all__ = ["Settings", "SteeringDoseResponse"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(EdgeSettings, FactSettings):
     """What `--set` can change."""
 
-    model: str = setting("specimen", 'hub id, directory, or "specimen"')
-    prompt: str = setting("", "prompt to read; none: a shipped fact, or the capital of France")
-    target: str = setting("", "word whose logit is followed; may be empty")
     layer: int | None = setting(None, "layer told in full; none: the middle one")
-    query: int | str = setting(
-        "last", 'position that reads: an index, "first", "last", or a phrase of the prompt'
-    )
-    key: int | str = setting("first", "position that is read")
     doses: tuple[float, ...] = setting(DOSE_LEVELS, "factors of the edge's weight")
     ratio: float = setting(2.0, "attention to aim at, as a multiple of what the edge has")
     window: int = setting(1, "layers steered together, from each layer on")
     sweep: bool = setting(True, "also steer every other layer")
-    top_k: int = setting(10, "changed tokens kept of each run")
-    dtype: str = setting("float32", "what the model computes in")
+    top_k: Count = setting(10, "changed tokens kept of each run")
 
     def __post_init__(self) -> None:
         if self.ratio <= 0:
             raise ConfigError(f"expected ratio to be above 0, found {self.ratio}")
-        if self.top_k < 1:
-            raise ConfigError(f"expected top_k to be at least 1, found {self.top_k}")
 
 
-class SteeringDoseResponse(Workflow):
+class SteeringDoseResponse(ModelWorkflow):
     """One edge at several doses."""
 
     name = "steering_dose_response"
     question = "How does the answer move as one position attends to another more or less?"
     settings_type = Settings
+    settings: Settings
 
-    def __init__(self, settings: Settings, model: Model | None = None) -> None:
-        super().__init__(settings)
-        self.subject = Subject(model or settings.model, settings.dtype)
-        self.prompt, self.target = fact(settings.model, settings.prompt, settings.target)
+    response = loaded("response")
+    """Every layer at every dose, [layer, dose]."""
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """One edge at every dose, in one layer or in each."""
+        given = self.settings
+        self.prompt, self.target = fact(given.model, given.prompt, given.target)
         self.encoding = encoded(self.subject, self.prompt)
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
         layers = self.subject.config.num_layers
-        self.layer = layers // 2 if settings.layer is None else settings.layer
-        if not 0 <= self.layer <= layers - settings.window:
+        self.layer = layers // 2 if given.layer is None else given.layer
+        if not 0 <= self.layer <= layers - given.window:
             raise ConfigError(
-                f"expected a layer in 0..{layers - settings.window} (with a window of {settings.window}), "
+                f"expected a layer in 0..{layers - given.window} (with a window of {given.window}), "
                 f"found {self.layer}"
             )
-        self.edge = (position_of(self.encoding, settings.query), position_of(self.encoding, settings.key))
+        self.edge = (position_of(self.encoding, given.query), position_of(self.encoding, given.key))
         experiment = DoseResponse(
             tuple(self.encoding.ids),
             (self.edge,),
-            doses=settings.doses,
-            layers=None if settings.sweep else (self.layer,),
-            window=settings.window,
+            doses=given.doses,
+            layers=None if given.sweep else (self.layer,),
+            window=given.window,
             target=self.pieces,
-            top_k=settings.top_k,
+            top_k=given.top_k,
         )
         experiment.cells(self.subject.config)  # wrong settings are told now, not when it runs
-        self.nodes = {"response": experiment.on(model or settings.model, dtype=settings.dtype)}
-
-    @cached_property
-    def response(self) -> xr.Dataset:
-        """Every layer at every dose, [layer, dose]."""
-        return self.result("response").load()
+        return {"response": self.on_model(experiment)}
 
     @property
     def told(self) -> xr.Dataset:
         """The one layer, [dose]."""
         return self.response.sel(layer=self.layer)
-
-    @property
-    def curve(self) -> DoseResponseCurve:
-        """Doses, attention and KL of the one layer."""
-        return DoseResponseCurve.of(
-            self.response, self.layer, sample_id=self.prompt, condition=f"edge {self.edge}"
-        )
-
-    @property
-    def calibration(self) -> SteeringCalibration:
-        """What the edge has, and what to aim at: `ratio` times that, at most all of the row."""
-        baseline = float(self.told["baseline_attention"])
-        return SteeringCalibration(min(1.0, self.settings.ratio * baseline), baseline, self.layer)
 
     @property
     def exact(self) -> float | None:
@@ -146,133 +105,115 @@ class SteeringDoseResponse(Workflow):
             return None
 
     @property
-    def tokens(self) -> list[str]:
-        """Text of each token of the prompt."""
-        return named(self.subject, self.encoding.ids)
+    def calibration(self) -> SteeringCalibration:
+        """What the edge has, and what to aim at: `ratio` times that, at most all of the row."""
+        baseline = float(self.told["baseline_attention"])
+        return SteeringCalibration(min(1.0, self.settings.ratio * baseline), baseline, self.layer)
 
-    def tables(self) -> list[Table]:
-        """The doses at the one layer."""
-        from rich.table import Table
-
-        told, names = self.told, [plain(self.tokens[place]) for place in self.edge]
-        title = (
-            f"{self.subject.name}, layer {self.layer}: {names[0]!r} ({self.edge[0]}) reads {names[1]!r} "
-            f"({self.edge[1]}), mean weight {float(told['baseline_attention']):.3f}"
-        )
-        table = Table(title=title, box=None, pad_edge=False)
-        for column in ("dose", "attention", "if linear", "KL", "logit diff", "p(target)", "changed most"):
-            table.add_column(column, justify="left" if column == "changed most" else "right", no_wrap=True)
-        for dose in told["dose"].values.tolist():
-            here = told.sel(dose=dose)
-            token = plain(self.subject.tokenizer.decode_token(int(here["changed_id"][0])))
-            change = float(here["changed_other"][0] - here["changed_baseline"][0])
-            table.add_row(
-                f"{dose:g}x",
-                f"{float(here['attention']):.3f}",
-                f"{dose * float(told['baseline_attention']):.3f}",
-                f"{float(here['kl']):.5f}",
-                _shown(here["logit_diff"], "+.4f"),
-                _shown(np.exp(here["target_logprob"]), ".4f"),
-                f"{token!r} {100 * change:+.2f} pp",
-            )
-        table.caption = self._calibrated()
-        return [table]
-
-    def draw(self, folder: Path) -> list[Path]:
-        """Attention and KL by dose, the one layer among the others."""
-        from .figures_attention import dose_page
-
-        return [
-            self.figure(
-                folder / "steering_dose_response.png",
-                lambda: dose_page(
-                    self.response,
-                    [self.tokens[place] for place in self.edge],
-                    layer=self.layer,
-                    prompt=self.prompt,
-                    model=self.subject.name,
-                    footer=self.footer,
-                ),
-            )
-        ]
-
-    def elements(self) -> list[Element]:
+    def views(self) -> Iterator[View]:
         """The doses at the one layer, and every layer's curves."""
-        from .report import Lines, from_rich
-
-        names = [f"{self.tokens[place]!r} ({place})" for place in self.edge]
-        titles = {"attention": f"How much {names[0]} then reads {names[1]}", "kl": "How far the answer moves"}
-        curves = [
-            Lines.of(self.response[name].transpose("layer", "dose"), title=title, low=0.0)
-            for name, title in titles.items()
-        ]
-        return [*map(from_rich, self.tables()), *curves]
-
-    def to_json(self) -> dict[str, Any]:
-        """What candle-mi's example prints, as fields, and where it all comes from."""
-        config, told, calibration = self.subject.config, self.told, self.calibration
-        aim = calibration.source_baseline
-        return {
-            **self.header(),
-            "model_id": self.subject.name,
-            "prompt": self.prompt,
-            "tokens": self.tokens,
-            "n_layers": config.num_layers,
-            "n_heads": config.axis_sizes["head"],
-            "target_layer": self.layer,
-            "edge": list(self.edge),
-            **target_json(self.subject, self.target, self.pieces),
-            "baseline_p_target": number(np.exp(told["baseline_target_logprob"])),
-            "baseline_attention": calibration.target_baseline,
-            "points": self._points(told, changed=True),
-            "calibration": {
-                "aim": aim,
-                "scale_factor_linear": calibration.scale_factor_to_source(),
-                "scale_factor_interpolated": self.curve.scale_for_target(aim),
-                "scale_factor_exact": self.exact,
-                "dose_levels_absolute_linear": calibration.dose_levels_absolute,
-                "dose_levels_absolute_exact": calibration.dose_levels_exact,
-            },
-            "layers": [
-                {
-                    "layer": layer,
-                    "baseline_attention": float(self.response["baseline_attention"].sel(layer=layer)),
-                    "points": self._points(self.response.sel(layer=layer)),
-                }
-                for layer in self.response["layer"].values.tolist()
-            ],
-        }
-
-    def _points(self, part: xr.Dataset, *, changed: bool = False) -> list[dict[str, Any]]:
-        found = []
-        for dose in part["dose"].values.tolist():
-            here = part.sel(dose=dose)
-            point = {
-                "scale_factor": dose,
-                "attention_level": float(here["attention"]),
-                "kl_divergence": float(here["kl"]),
-                "target_logit_diff": number(here["logit_diff"]),
-                "p_target": number(np.exp(here["target_logprob"])),
+        told, baseline = self.told, self.calibration.target_baseline
+        tokens = named(self.subject, self.encoding.ids)
+        reads, is_read = (f"{format_token(tokens[place])!r} ({place})" for place in self.edge)
+        yield Data(
+            json={
+                **{name: self.subject.about[name] for name in ("model_id", "n_layers", "n_heads")},
+                **target_json(self.subject, self.target, self.pieces),
+                "prompt": self.prompt,
+                "tokens": tokens,
+                "target_layer": self.layer,
+                "edge": self.edge,
+                "baseline_p_target": np.exp(told["baseline_target_logprob"]),
+                "baseline_attention": baseline,
+                "layers": lambda: [
+                    {
+                        "layer": layer,
+                        "baseline_attention": self.response["baseline_attention"].sel(layer=layer),
+                        "points": self._points(layer),
+                    }
+                    for layer in self.response["layer"].values.tolist()
+                ],
             }
-            if changed:
-                point["top_changed"] = top_changed_json(self.subject, here, "steered_prob")
-            found.append(point)
-        return found
+        )
+        yield self._doses(f"{reads} reads {is_read}, mean weight {baseline:.3f}")
+        shared: dict[str, Any] = {"x_name": "dose (factor of the weight)", "low": 0.0, "strong": self.layer}
+        attention, kl = (self.response[name].transpose("layer", "dose") for name in ("attention", "kl"))
+        moved = Lines.of(
+            attention,
+            f"How much {reads} then reads {is_read}",
+            f"thick: layer {self.layer}; dashed: what it would be there without renormalisation",
+            **shared,
+        )
+        linear = Line("if doses were linear", baseline * np.array(moved.x), control=True)
+        moved = replace(moved, lines=(*moved.lines, linear))
+        answer = Lines.of(kl, "How far the answer moves", f"thick: layer {self.layer}", **shared)
+        query, key = (repr(format_token(tokens[place])) for place in self.edge)
+        title = f"{self.subject.name}: {query} reads {key} more or less in {format_token(self.prompt)!r}"
+        yield from together("steering_dose_response", title, moved, answer)
 
-    def _calibrated(self) -> str:
+    def _points(self, layer: int) -> list[dict[str, Any]]:
+        """A layer in the fields of candle-mi's example, dose by dose."""
+        here = self.response.sel(layer=layer)
+        return [
+            {
+                "scale_factor": dose,
+                "attention_level": float(one["attention"]),
+                "kl_divergence": float(one["kl"]),
+                "target_logit_diff": number(one["logit_diff"]),
+                "p_target": number(np.exp(one["target_logprob"])),
+            }
+            for dose, one in zip(here["dose"].values.tolist(), _each(here, "dose"), strict=True)
+        ]
+
+    def _doses(self, edge: str) -> Table:
+        """The doses at the one layer, and which of them reaches the aim."""
         calibration, exact = self.calibration, self.exact
-        interpolated = self.curve.scale_for_target(calibration.source_baseline)
-        return (
-            f"to attend {calibration.source_baseline:.3f}: {calibration.scale_factor_to_source():.3g}x if "
-            f"doses were linear, {_or(interpolated, 'outside these doses')} interpolated, "
-            f"{_or(exact, 'out of reach')} exactly (rows are renormalised)"
+        aim, baseline = calibration.source_baseline, calibration.target_baseline
+        condition = f"edge {self.edge}"
+        curve = DoseResponseCurve.of(self.response, self.layer, sample_id=self.prompt, condition=condition)
+        interpolated = curve.scale_for_target(aim)
+        changed = [top_changed_json(self.subject, one, "steered_prob") for one in _each(self.told, "dose")]
+        told = [
+            {**point, "top_changed": most}
+            for point, most in zip(self._points(self.layer), changed, strict=True)
+        ]
+
+        def most(point: dict[str, Any]) -> str:
+            first = point["top_changed"][0]
+            return (
+                f"{format_token(first['token'])!r} {points(first['steered_prob'] - first['baseline_prob'])}"
+            )
+
+        return Table.of(
+            told,
+            ("dose", "scale_factor", "{:g}x".format),
+            ("attention", "attention_level", ".3f"),
+            ("if linear", lambda point: point["scale_factor"] * baseline, ".3f"),
+            ("KL", "kl_divergence", ".5f"),
+            ("logit diff", lambda point: dash(point["target_logit_diff"], "+.4f"), str),
+            ("p(target)", lambda point: dash(point["p_target"], ".4f"), str),
+            ("changed most", most),
+            title=f"{self.subject.name}, layer {self.layer}: {edge}",
+            caption=f"to attend {aim:.3f}: {calibration.scale_factor_to_source():.3g}x if doses were linear, "
+            f"{_or(interpolated, 'outside these doses')} interpolated, {_or(exact, 'out of reach')} exactly "
+            "(rows are renormalised)",
+            json={
+                "points": told,
+                "calibration": {
+                    "aim": aim,
+                    "scale_factor_linear": calibration.scale_factor_to_source(),
+                    "scale_factor_interpolated": interpolated,
+                    "scale_factor_exact": exact,
+                    "dose_levels_absolute_linear": calibration.dose_levels_absolute,
+                    "dose_levels_absolute_exact": calibration.dose_levels_exact,
+                },
+            },
         )
 
 
-def _shown(value: Any, form: str) -> str:
-    """A number, or a dash for one there is not."""
-    found = number(value)
-    return "–" if found is None else format(found, form)
+def _each(part: xr.Dataset, dim: str) -> list[xr.Dataset]:
+    """What there is at each place of a dim."""
+    return [part.isel({dim: place}) for place in range(part.sizes[dim])]
 
 
 def _or(factor: float | None, otherwise: str) -> str:

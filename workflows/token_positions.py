@@ -9,20 +9,20 @@ Defaults: "The Eiffel Tower is located in Paris, France." and its landmarks; for
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from ..stages.lens import format_token
 from ..stages.positions import words
 from ..store.errors import ConfigError, PromptError
-from .answers import encoded, named, plain
+from .answers import encoded, named
 from .settings import setting
 from .subject import Subject
+from .views import Data, Figure, Strip, Table, View, dash
 from .workflow import Workflow
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ..stages.forward.model import Model
     from ..store import Store
 
@@ -53,6 +53,7 @@ class TokenPositions(Workflow):
     name = "token_positions"
     question = "Which token stands where?"
     settings_type = Settings
+    settings: Settings
 
     def __init__(self, settings: Settings, model: Model | None = None) -> None:
         super().__init__(settings)
@@ -75,132 +76,98 @@ class TokenPositions(Workflow):
         """Nothing runs: the tokenizer has answered already."""
         return self
 
-    def tables(self) -> list[Table]:
+    def views(self) -> Iterator[View]:
         """The tokens, the characters looked up, the ranges, and the positions converted."""
-        return [self._tokens_table(), self._characters_table(), self._spans_table(), self._converted_table()]
-
-    def draw(self, folder: Path) -> list[Path]:
-        """The text cut into its tokens."""
-        from .figures_attention import tokens_strip
-
-        return [
-            self.figure(
-                folder / "token_positions.png",
-                lambda: tokens_strip(
-                    self.settings.text,
-                    self.encoding.offsets,
-                    named(self.subject, self.encoding.ids),
-                    self.labels,
-                    model=self.subject.name,
-                    footer=self.footer,
-                ),
-            )
-        ]
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything the tables show, for every token."""
-        encoding, text = self.encoding, self.settings.text
+        encoding, text, name = self.encoding, self.settings.text, self.subject.name
         pieces = named(self.subject, encoding.ids)
-        return {
-            **self.header(),
-            "model_id": self.subject.name,
-            "tokenizer": self.subject.tokenizer.digest,
-            "text": text,
-            "unit": "characters",
-            "tokens": [
-                {
-                    "position": i,
-                    "token_id": encoding.ids[i],
-                    "token": pieces[i],
-                    "piece": encoding.tokens[i],
-                    "start": start,
-                    "end": end,
-                    "is_special": encoding.special[i],
-                    "label": self.labels[i],
-                }
-                for i, (start, end) in enumerate(encoding.offsets)
-            ],
-            "characters": [
-                {
-                    "char_pos": char,
-                    "token": encoding.char_to_token(char),
-                    "fuzzy": encoding.char_to_token_fuzzy(char),
-                    "starts_at_or_after": encoding.char_to_token_start(char),
-                }
-                for char in self.characters
-            ],
-            "ranges": [
-                {
-                    "name": name,
-                    "start": start,
-                    "end": end,
-                    "text": text[start:end],
-                    "tokens": encoding.char_range_to_tokens(start, end),
-                }
-                for name, start, end in self.spans
-            ],
-            "converted": [asdict(one) for one in encoding.convert_positions(self.converted)],
-        }
-
-    def _tokens_table(self) -> Table:
-        from rich.table import Table
-
-        table = Table(
-            title=f"{plain(self.settings.text)!r} for {self.subject.name}", box=None, pad_edge=False
+        digest = self.subject.tokenizer.digest
+        yield Data(json={"model_id": name, "tokenizer": digest, "text": text, "unit": "characters"})
+        tokens = [
+            {
+                "position": i,
+                "token_id": encoding.ids[i],
+                "token": pieces[i],
+                "piece": encoding.tokens[i],
+                "start": start,
+                "end": end,
+                "is_special": encoding.special[i],
+                "label": self.labels[i],
+            }
+            for i, (start, end) in enumerate(encoding.offsets)
+        ]
+        yield Table.of(
+            tokens,
+            ("position", "position", "d"),
+            ("id", "token_id", "d"),
+            ("token", lambda one: format_token(repr(one["token"]))),
+            ("piece", lambda one: format_token(one["piece"])),
+            ("characters", lambda one: "–" if one["is_special"] else f"{one['start']}-{one['end']}"),
+            ("label", lambda one: format_token(one["label"])),
+            title=f"{format_token(text)!r} for {name}",
+            caption="characters are half-open ranges; a token that was added stands for none",
+            json={"tokens": tokens},
         )
-        for column in ("position", "id", "token", "piece", "characters", "label"):
-            table.add_column(
-                column, justify="right" if column in ("position", "id") else "left", no_wrap=True
-            )
-        texts = named(self.subject, self.encoding.ids)
-        for i, (start, end) in enumerate(self.encoding.offsets):
-            span = "–" if self.encoding.special[i] else f"{start}-{end}"
-            row = (str(i), str(self.encoding.ids[i]), plain(repr(texts[i])), plain(self.encoding.tokens[i]))
-            table.add_row(*row, span, plain(self.labels[i]))
-        table.caption = "characters are half-open ranges; a token that was added stands for none"
-        return table
-
-    def _characters_table(self) -> Table:
-        from rich.table import Table
-
-        encoding, text = self.encoding, self.settings.text
-        table = Table(title="Character to token", box=None, pad_edge=False)
-        for column in ("character", "is", "exact", "nearest", "next to start"):
-            table.add_column(column, justify="left" if column == "is" else "right", no_wrap=True)
-        for char in self.characters:
-            is_ = repr(text[char]) if 0 <= char < len(text) else "–"
-            lookups = (
-                encoding.char_to_token(char),
-                encoding.char_to_token_fuzzy(char),
-                encoding.char_to_token_start(char),
-            )
-            table.add_row(str(char), plain(is_), *(_or_dash(found) for found in lookups))
-        back = [encoding.token_to_char_range(i) for i in range(min(REVERSED, len(encoding)))]
-        table.caption = "and back: " + ", ".join(f"{i} is {a}-{b}" for i, (a, b) in enumerate(back))
-        return table
-
-    def _spans_table(self) -> Table:
-        from rich.table import Table
-
-        table = Table(title="Ranges", box=None, pad_edge=False)
-        for column in ("name", "characters", "tokens"):
-            table.add_column(column, no_wrap=column != "tokens")
-        for name, start, end in self.spans:
-            tokens = self.encoding.char_range_to_tokens(start, end)
-            table.add_row(plain(name), f"{start}-{end}", ", ".join(map(str, tokens)))
-        table.caption = "all tokens that overlap a range; the last one of a name is labelled name_final"
-        return table
-
-    def _converted_table(self) -> Table:
-        from rich.table import Table
-
-        table = Table(title="Characters converted to positions", box=None, pad_edge=False)
-        for column in ("character", "position", "piece", "exact"):
-            table.add_column(column, justify="left" if column == "piece" else "right", no_wrap=True)
-        for one in self.encoding.convert_positions(self.converted):
-            exact = "yes" if one.exact_match else "nearest"
-            table.add_row(str(one.char_pos), _or_dash(one.token_idx), plain(one.token or "–"), exact)
-        return table
+        characters = [
+            {
+                "char_pos": char,
+                "token": encoding.char_to_token(char),
+                "fuzzy": encoding.char_to_token_fuzzy(char),
+                "starts_at_or_after": encoding.char_to_token_start(char),
+            }
+            for char in self.characters
+        ]
+        back = (encoding.token_to_char_range(i) for i in range(min(REVERSED, len(encoding))))
+        yield Table.of(
+            characters,
+            ("character", "char_pos", "d"),
+            ("is", lambda one: repr(text[one["char_pos"]]) if 0 <= one["char_pos"] < len(text) else "–"),
+            ("exact", lambda one: dash(one["token"]), str),
+            ("nearest", lambda one: dash(one["fuzzy"]), str),
+            ("next to start", lambda one: dash(one["starts_at_or_after"]), str),
+            title="Character to token",
+            caption="and back: " + ", ".join(f"{i} is {a}-{b}" for i, (a, b) in enumerate(back)),
+            json={"characters": characters},
+        )
+        ranges = [
+            {
+                "name": called,
+                "start": start,
+                "end": end,
+                "text": text[start:end],
+                "tokens": encoding.char_range_to_tokens(start, end),
+            }
+            for called, start, end in self.spans
+        ]
+        yield Table.of(
+            ranges,
+            ("name", lambda one: format_token(one["name"])),
+            ("characters", lambda one: f"{one['start']}-{one['end']}"),
+            ("tokens", lambda one: ", ".join(map(str, one["tokens"]))),
+            title="Ranges",
+            caption="all tokens that overlap a range; the last one of a name is labelled name_final",
+            json={"ranges": ranges},
+        )
+        converted = [asdict(one) for one in encoding.convert_positions(self.converted)]
+        yield Table.of(
+            converted,
+            ("character", "char_pos", "d"),
+            ("position", lambda one: dash(one["token_idx"]), str),
+            ("piece", lambda one: format_token(one["token"] or "–")),
+            ("exact", lambda one: "yes" if one["exact_match"] else "nearest", str),
+            title="Characters converted to positions",
+            json={"converted": converted},
+        )
+        own = (label.removesuffix("_final") for label in self.labels)
+        spans = tuple("" if label == "other" else label for label in own)
+        added = [format_token(pieces[i]) for i, (start, end) in enumerate(encoding.offsets) if end <= start]
+        note = f" Of no character: {', '.join(added)}." if added else ""
+        coloured = ", ".join(filter(None, dict.fromkeys(spans)))
+        yield Figure(
+            name="token_positions",
+            title=f"{len(encoding)} tokens of {name}",
+            caption=f"Numbers are positions.{note}" + (f" Coloured: {coloured}." if coloured else ""),
+            panels=(Strip(text=text, offsets=tuple(encoding.offsets), spans=spans),),
+        )
 
 
 def read_span(written: str) -> tuple[str, int, int]:
@@ -218,10 +185,6 @@ def read_span(written: str) -> tuple[str, int, int]:
 
 def _given(asked: tuple[Any, ...] | None, otherwise: tuple[Any, ...]) -> tuple[Any, ...]:
     return otherwise if asked is None else asked
-
-
-def _or_dash(index: int | None) -> str:
-    return "–" if index is None else str(index)
 
 
 WORKFLOW = TokenPositions

@@ -27,9 +27,11 @@ from mizarr.workflows.views import (
     Lines,
     Note,
     Run,
+    Strip,
     Table,
     Values,
     View,
+    dash,
     dim,
     paper,
     together,
@@ -225,3 +227,69 @@ def test_a_figure_of_one_panel_has_its_own_title():
     drawn = Figure(name="f", title="Mine", caption="told", panels=(a_heatmap(),)).compose("foot")
     assert [axes.get_title(loc="left") for axes in drawn.axes[:1]] == ["Mine"]
     assert drawn._suptitle is None
+
+
+def test_one_curve_stands_out_and_the_others_but_the_control_step_back():
+    array = xr.DataArray(
+        np.eye(3), dims=("layer", "dose"), coords={"layer": [2, 3, 5], "dose": [1.0, 2.0, 4.0]}
+    )
+    lines = Lines.of(array, strong=3).lines
+    assert [(line.name, line.strong, line.faint) for line in lines] == [
+        ("layer 2", False, True),
+        ("layer 3", True, False),
+        ("layer 5", False, True),
+    ]
+    named = array.assign_coords(layer=["one", "shuffled", "two"])
+    assert [line.faint for line in Lines.of(named, strong="two", control="shuffled").lines] == [
+        True,
+        False,
+        False,
+    ]
+    assert not any(line.faint or line.strong for line in Lines.of(array).lines)
+
+
+def test_single_values_lie_beside_the_curve_that_sums_them_up():
+    dots = np.array([[0.0, 2.0], [4.0, 6.0]])
+    curves = Lines(x=(0, 1), x_name="x", y_name="y", lines=(Line("mean", dots.mean(1), dots=dots),))
+    with paper.style():
+        axes = paper.blank(4, 3).add_subplot()
+        curves.draw(axes)
+    heights = [list(line.get_ydata()) for line in axes.lines]
+    assert dots.ravel().tolist() in heights and [1.0, 5.0] in heights
+    assert "dots" not in plain(curves)["lines"][0]
+
+
+def test_levels_of_bars_are_marked_where_they_lie():
+    bars = Bars(
+        x=("a", "b"), x_name="x", y_name="p", lines=(Line("p", np.array([1e-3, 0.5])),), log=True, low=1e-4,
+        levels=((1e-2, "before"), (5.0, "above")),
+    )  # fmt: skip
+    with paper.style():
+        axes = paper.blank(4, 3).add_subplot()
+        bars.draw(axes)
+    assert axes.get_yscale() == "log" and axes.get_ylim()[0] == 1e-4
+    assert [line.get_ydata()[0] for line in axes.lines] == [1e-2, 5.0]
+    assert axes.get_ylim()[1] > 5.0, "a level above all bars is within the axes"
+    assert [text.get_text().strip() for text in axes.texts] == ["before", "above"]
+
+
+def test_a_strip_boxes_every_token_and_leaves_out_those_of_no_character():
+    strip = Strip(text="ab c" * 20, offsets=((0, 0), (0, 2), (2, 70)), spans=("", "name", ""))
+    with paper.style():
+        axes = paper.blank(4, 3).add_subplot()
+        strip.draw(axes)
+    # The third token runs over the end of a row of 60.
+    boxes = [(box.get_x(), box.get_y(), box.get_width()) for box in axes.patches]
+    assert [tuple(round(number, 6) for number in box) for box in boxes] == [
+        (-0.5, -0.3, 2),
+        (1.5, -0.3, 58),
+        (-0.5, -1.3, 10),
+    ]
+    assert [text.get_text() for text in axes.texts[:2]] == ["1", "2"], (
+        "positions count tokens of no character"
+    )
+    assert strip.spans.count("name") == 1 and axes.patches[0].get_fc() != axes.patches[1].get_fc()
+
+
+def test_what_there_is_not_is_a_dash():
+    assert [dash(None, ".2f"), dash(0.125, ".2f"), dash(3, "layer {}".format)] == ["–", "0.12", "layer 3"]

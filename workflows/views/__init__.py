@@ -13,7 +13,8 @@ from .curves import Bars, Curve, Line, Lines
 from .figure import Figure, together
 from .graph import Graph
 from .heatmap import Heatmap
-from .tables import Column, Run, Table, bold, dim, points
+from .strip import Strip
+from .tables import Column, Run, Table, bold, dash, dim, points
 from .texts import Lens, Measure, Text, Tokens
 from .view import Choice, Data, Note, Picture, Values, View
 
@@ -34,12 +35,14 @@ __all__ = [
     "Note",
     "Picture",
     "Run",
+    "Strip",
     "Table",
     "Text",
     "Tokens",
     "Values",
     "View",
     "bold",
+    "dash",
     "dim",
     "points",
     "together",

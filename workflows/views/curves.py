@@ -24,7 +24,7 @@ class Line:
     """A curve: one value per point of x, NaN where there is none.
 
     control: dashed and grey.  strong: thick, before all others.  faint: thin, one of many, named at its end.
-    band: low and high ends of an interval around it, [2, x].
+    band: low and high ends of an interval around it, [2, x].  dots: single values that it sums up, [x, any].
     """
 
     name: str
@@ -33,6 +33,7 @@ class Line:
     strong: bool = False
     faint: bool = False
     band: Array | None = None
+    dots: Array | None = field(default=None, metadata={"page": False})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +65,24 @@ class Lines(View):
 
     @classmethod
     def of(
-        cls, array: xr.DataArray, title: str = "", caption: str = "", *, control: str = "", **told: Any
+        cls,
+        array: xr.DataArray,
+        title: str = "",
+        caption: str = "",
+        *,
+        control: str = "",
+        strong: Any = None,
+        **told: Any,
     ) -> Lines:
         """From a labelled array [curve, x]: a curve per label of its first dim, names and unit its own unless
-        `told`. A label that is text is a name by itself.  control: label of the one that is.
+        `told`. A label that is text is a name by itself.  control: label of the one that is.  strong: label
+        of the one that stands out; all others but the control are then faint.
         """
         by, across = map(str, array.dims)
         x = array[across].values.tolist()
         order = np.argsort(x, kind="stable") if not isinstance(x[0], str) else np.arange(len(x))
         is_named = array[by].dtype.kind in "UOT"
+        stands_out = array[by].values == strong
         own = {
             "x": tuple(x[i] for i in order),
             "x_name": labels.word(across),
@@ -80,9 +90,15 @@ class Lines(View):
             "unit": labels.unit(array),
             "lines": tuple(
                 Line(
-                    label if is_named else f"{labels.word(by)} {label}", row[order], control=label == control
+                    label if is_named else f"{labels.word(by)} {label}",
+                    row[order],
+                    control=label == control,
+                    strong=bool(is_strong),
+                    faint=strong is not None and label != control and not is_strong,
                 )
-                for label, row in zip(labels.along(array, by), array.values, strict=True)
+                for label, row, is_strong in zip(
+                    labels.along(array, by), array.values, stands_out, strict=True
+                )
             ),
         }
         return cls(title=title, caption=caption, **{**own, **told})
@@ -113,6 +129,11 @@ class Lines(View):
                 look |= {"lw": 2.4, "zorder": 3}
             if len(x) <= 24 and not line.faint and not self.apart:
                 look |= {"marker": "o", "ms": 3.5}
+            if line.dots is not None:
+                scattered = np.random.default_rng(0).uniform(-0.07, 0.07, line.dots.shape)
+                beside = 0.3 * (row - (len(self.lines) - 1) / 2)  # dots of one curve beside those of another
+                places = (x[:, None] + beside + scattered).ravel()
+                axes.plot(places, line.dots.ravel(), ".", color=look["color"], ms=4, alpha=0.45, mew=0)
             if line.band is not None:
                 axes.fill_between(x, *line.band, color=look["color"], alpha=0.22, lw=0)
             if self.filled and not line.control:
@@ -137,7 +158,7 @@ class Lines(View):
 
     def _scales(self, axes: Any, x: Array, words: bool) -> None:
         """Ends, names and ticks of both axes."""
-        axes.set(xlabel=self.x_name, ylabel=f"{self.y_name}, {self.unit}" if self.unit else self.y_name)
+        paper.name_axes(axes, self.x_name, self.y_name, self.unit)
         if words:
             paper.ticks(axes.xaxis, [str(label) for label in self.x])
         elif np.array_equal(x, np.round(x)):
@@ -161,7 +182,10 @@ class Lines(View):
 
 @dataclass(frozen=True, kw_only=True)
 class Bars(View):
-    """Bars over labels, one series beside the other, or on top of it (`stacked`)."""
+    """Bars over labels, one series beside the other, or on top of it (`stacked`).
+
+    levels: heights that are marked, with their names.  log: a logarithmic y axis, which needs `low`.
+    """
 
     kind: ClassVar[str] = "bars"
     on_page: ClassVar[bool] = False
@@ -173,6 +197,8 @@ class Bars(View):
     stacked: bool = False
     low: float | None = None
     high: float | None = None
+    levels: tuple[tuple[float, str], ...] = ()
+    log: bool = False
 
     @classmethod
     def of(cls, array: xr.DataArray, title: str = "", caption: str = "", **told: Any) -> Bars:
@@ -195,16 +221,23 @@ class Bars(View):
         each = 0.8 if self.stacked else 0.8 / max(1, len(self.lines))
         shades = paper.shades(len(self.lines), in_order=self.stacked)
         for i, (line, shade) in enumerate(zip(self.lines, shades, strict=True)):
-            colour = paper.CONTROL if line.control else shade
-            place = x if self.stacked else x + (i - (len(self.lines) - 1) / 2) * each
-            axes.bar(place, line.values, each * 0.94, bottom=below, color=colour, label=line.name)
+            colour = paper.CONTROL if line.control else paper.ACCENT if line.strong else shade
+            at = x if self.stacked else x + (i - (len(self.lines) - 1) / 2) * each
+            axes.bar(at, line.values, each * 0.94, bottom=below, color=colour, label=line.name)
             below = below + line.values if self.stacked else below
-        axes.set(xlabel=self.x_name, ylabel=f"{self.y_name}, {self.unit}" if self.unit else self.y_name)
-        axes.set_ylim(self.low, self.high)
+        paper.name_axes(axes, self.x_name, self.y_name, self.unit)
+        if self.log:
+            paper.logarithmic(axes.yaxis)
         paper.ticks(axes.xaxis, self.x)
+        for height, name in self.levels:
+            axes.axhline(height, color=paper.CONTROL, lw=1.0, ls="--")
+            right = {"xycoords": axes.get_yaxis_transform(), "annotation_clip": False, "va": "center"}
+            axes.annotate(f" {name}", (1.0, height), fontsize=7, color=paper.SOFT, **right)
+        axes.set_ylim(self.low, self.high)  # as high as the highest level, if nothing else is told
         if len(self.lines) > 1:
-            told = {"bbox_to_anchor": (1.0, 0.5), "loc": "center left", "reverse": self.stacked}
-            axes.legend(frameon=False, fontsize=8, **told)
+            beside = {"bbox_to_anchor": (1.0, 0.5), "loc": "center left"}
+            place = {"loc": "best"} if self.levels else beside
+            axes.legend(frameon=False, fontsize=8, reverse=self.stacked, **place)
 
 
 @dataclass(frozen=True, kw_only=True)

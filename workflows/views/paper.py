@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table as RichTable
 
-DRAWING = 3
+DRAWING = 4
 """Moves when figures change their looks, so that files drawn before are drawn anew."""
 
 INK, SOFT, FAINT, ACCENT, CONTROL = "#1f2430", "#5b6270", "#8a90a0", "#c2410c", "#9aa1b1"
@@ -199,6 +199,12 @@ def frame(left: float, bottom: float, right: float, top: float) -> Any:
     corner = (min(left, right) - 0.47, min(bottom, top) - 0.45)
     sides = abs(right - left) + 0.94, abs(top - bottom) + 0.9
     return Rectangle(corner, *sides, fill=False, ec=ACCENT, lw=1.6)
+
+
+def name_axes(axes: Any, x_name: str, y_name: str, unit: str) -> None:
+    """What runs along both axes; long names in several lines."""
+    told = f"{y_name}, {unit}" if unit else y_name
+    axes.set(xlabel=x_name, ylabel="\n".join(textwrap.wrap(told, 44)))
 
 
 def integers(axis: Any) -> None:

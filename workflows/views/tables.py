@@ -13,7 +13,7 @@ from .view import View
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-__all__ = ["Column", "Run", "Table", "bold", "dim", "points"]
+__all__ = ["Column", "Run", "Table", "bold", "dash", "dim", "points"]
 
 Cell = "str | Run | tuple[str | Run, ...] | None"
 PROSE = 24
@@ -41,6 +41,13 @@ def bold(text: str) -> Run:
 def points(share: float) -> str:
     """A difference of shares, in percentage points."""
     return f"{100 * share:+.2f} pp"
+
+
+def dash(value: Any, how: Any = str) -> str:
+    """A value as `how` says it (see `Table.of`), or a dash for one there is not."""
+    if value is None:
+        return "–"
+    return str(how(value)) if callable(how) else format(value, how)
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,9 @@ class Choice(View):
         """A view for each label, as `make` gives it; start, if told, is the label shown first."""
         labels = list(labels)
         told["start"] = labels.index(told.get("start", labels[0]))
-        options = tuple((str(label), make(label)) for label in labels)
+        options = tuple(
+            (f"{label:g}" if isinstance(label, float) else str(label), make(label)) for label in labels
+        )
         return cls(name=name, options=options, **told)
 
     @property
