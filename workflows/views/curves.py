@@ -115,7 +115,7 @@ class Lines(View):
                 look |= {"color": "#7aa6c2", "lw": 0.9, "alpha": 0.75, "zorder": 1}
             elif line.strong:
                 look |= {"lw": 2.4, "zorder": 3}
-            if len(x) <= 24 and not line.faint and not self.apart:
+            if len(x) <= 24 and not line.faint and not self.apart and look.get("ls") != ":":
                 look |= {"marker": "o", "ms": 3.5}
             if line.band is not None:
                 axes.fill_between(x, *line.band, color=look["color"], alpha=0.22, lw=0)
@@ -134,7 +134,8 @@ class Lines(View):
             ends = [(_end(line.values), line.name, paper.FAINT) for line in faint]
             paper.name_ends(axes, float(x[-1]), ends)
         if 1 < len(named) <= 10 and not self.apart:
-            axes.legend(frameon=False, fontsize=8, loc="best")
+            beside: Any = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+            axes.legend(frameon=False, fontsize=8, **(beside if len(named) > 6 else {"loc": "best"}))
 
     def _scales(self, axes: Any, x: Array, words: bool) -> None:
         """Ends, names and ticks of both axes."""
