@@ -100,7 +100,7 @@ class LogitAttribution(ModelWorkflow):
         written = {name: states[name] for name in ("embed", "attn_out", "mlp_out")}
         nodes: dict[str, ResultNode] = {"tokens": pair, "layers": component_attribution.on(**written, **told)}
 
-        def units(stage: Any, post: Any, which: str, norm: str, **states_of: Any) -> ResultNode:
+        def units(stage: Any, post: Any, which: Any, norm: str, **states_of: Any) -> ResultNode:
             """The units of one kind of part; where what they write is normed once more, by its scale."""
             if self.subject.config.use_post_norms:
                 stage, states_of = post, {**states_of, "post_scale": states[f"{norm}_post_scale"]}
@@ -154,16 +154,12 @@ class LogitAttribution(ModelWorkflow):
         """Text of each token id."""
         return list(self.result("readout")["token"].values)
 
-    def contrast(self, i: int) -> str:
-        """What is attributed in prompt `i`, in words: the answer's token, and what it is told from."""
-        target, other = (int(self.shares[name][i]) for name in ("target_id", "other_id"))
-        token = self._token(target)
-        word = format_token(self.words[i]).strip() if self.words else token
-        told = repr(token) if word == token else f"{token!r} (of {word})"
-        return told if other == NONE else f"{told} rather than {self._token(other)!r}"
-
-    def _token(self, token: int) -> str:
-        return format_token(self.vocabulary[token]).strip()
+    def contrast(self, told: dict[str, Any]) -> str:
+        """What is attributed, in words: the answer's token, and what it is told from."""
+        token, other = (_word(told.get(f"{which}_token", "")) for which in ("target", "other"))
+        word = _word(told["answer"]) if self.words else token
+        said = repr(token) if word == token else f"{token!r} (of {word})"
+        return f"{said} rather than {other!r}" if "other_id" in told else said
 
     def top_neurons(self, i: int) -> list[tuple[int, int, float]]:
         """(layer, neuron, share) of the neurons kept of prompt `i`, largest magnitude first."""
@@ -191,7 +187,7 @@ class LogitAttribution(ModelWorkflow):
             "model_id": self.subject.name,
             "prompt": self.texts[i],
             "answer": self.words[i] if self.words else None,
-            **{f"{word}_{name}": float(row[f"{word}_{name}"]) for word in words for name in ("id", "logit")},
+            **{f"{word}_logit": float(row[f"{word}_logit"]) for word in words},
             **{f"{word}_id": int(row[f"{word}_id"]) for word in words},
             **{f"{word}_token": self.vocabulary[int(row[f"{word}_id"])] for word in words},
             "attributed": float(row["total"]),
@@ -226,7 +222,7 @@ class LogitAttribution(ModelWorkflow):
             neurons = self.top_neurons(i)[:ROWS]
             yield Figure(
                 name=f"logit_attribution_{i}",
-                title=f"What makes {name} say {self.contrast(i)}",
+                title=f"What makes {name} say {self.contrast(self.told(i))}",
                 caption=f"after {self.texts[i]!r}",
                 panels=(_bars(part), _heads(part, "By head"), *([_neurons(neurons)] if neurons else [])),
             )
@@ -246,13 +242,13 @@ class LogitAttribution(ModelWorkflow):
 
         def part(ending: str, one: dict[str, Any]) -> float:
             found = one["components"]
-            return sum(each["share"] for each in found if each["component"].endswith(ending))
+            return sum((each["share"] for each in found if each["component"].endswith(ending)), 0.0)
 
         return Table.of(
             told,
             ("prompt", lambda one: format_token(one["prompt"])),
-            ("answer", lambda one: format_token(one["target_token"]).strip()),
-            ("told from", lambda one: format_token(one.get("other_token", "")).strip()),
+            ("answer", lambda one: _word(one["target_token"])),
+            ("told from", lambda one: _word(one.get("other_token", ""))),
             (what, "attributed", "+.2f"),
             *(
                 (column, partial(part, ending), "+.2f")
@@ -281,9 +277,13 @@ class LogitAttribution(ModelWorkflow):
         return Table.of(
             range(min(ROWS, len(parts["part"]))),
             *columns,
-            title=f"What counts most for {self.contrast(0)} after {format_token(self.texts[0])!r}",
+            title=f"What counts most for {self.contrast(told)} after {format_token(self.texts[0])!r}",
             caption=f"in logits, largest magnitude first, of {told['attributed']:+.2f} in all",
         )
+
+
+def _word(token: str) -> str:
+    return format_token(token).strip()
 
 
 def _curves(part: xr.Dataset) -> Lines:
