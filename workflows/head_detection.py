@@ -52,6 +52,9 @@ STATISTICS = {
     "current_share": ("On the current token", "share of the weight"),
     "distance": ("How far back", "tokens, mean"),
 }
+SCORES = ("score", "spread", "control")
+COLUMNS = dict(zip(("score", "±", "shuffled", "entropy", "BOS", "own"), (*SCORES, *STATISTICS), strict=False))
+"""What is told of the best heads, by the name it has in the table."""
 AtLeastTwo = Annotated[int, msgspec.Meta(ge=2)]
 
 
@@ -185,11 +188,8 @@ class HeadDetection(ModelWorkflow):
         found = self.scores.sel(kind=kind).transpose("layer", "head")
         order = np.argsort(-found["score"].values, axis=None, kind="stable")[: self.settings.top]
         rows = (found.isel(layer=i // found.sizes["head"], head=i % found.sizes["head"]) for i in order)
-        kinds = {
-            "layer": int,
-            "head": int,
-            **dict.fromkeys(("score", "spread", "control", *STATISTICS), float),
-        }
+        whole, numbers = ("layer", "head"), (*SCORES, *STATISTICS)
+        kinds = {**dict.fromkeys(whole, int), **dict.fromkeys(numbers, float)}
         return [{name: of(row[name]) for name, of in kinds.items()} for row in rows]
 
     @property
@@ -212,71 +212,64 @@ class HeadDetection(ModelWorkflow):
         found, model = self.scores.transpose("kind", "layer", "head"), self.subject.name
         best = {kind: self.best(kind) for kind in KINDS}
         kinds = {
-            kind: {name: found[name].sel(kind=kind) for name in ("score", "spread", "control")}
-            | {"best": [{name: each for name, each in row.items() if name not in STATISTICS} for row in rows]}
+            kind: {
+                **{name: found[name].sel(kind=kind) for name in SCORES},
+                "best": [{name: row[name] for name in ("layer", "head", *SCORES)} for row in rows],
+            }
             for kind, rows in best.items()
         }
-        statistics = {
-            name: {"unit": found[name].attrs["units"], "by_head": found[name]} for name in STATISTICS
-        }
-        about = {name: each for name, each in self.subject.about.items() if name != "hidden_size"}
+        statistics = {of: {"unit": found[of].attrs["units"], "by_head": found[of]} for of in STATISTICS}
+        names = {kind: kind.removesuffix("_head").replace("_", " ") for kind in KINDS}
         yield Table.of(
-            [
-                {"kind": "" if rank else kind.removesuffix("_head").replace("_", " "), **row}
-                for kind, rows in best.items()
-                for rank, row in enumerate(rows)
-            ],
+            [{"kind": "" if i else names[kind]} | row for kind in KINDS for i, row in enumerate(best[kind])],
             ("kind", "kind"),
             *((name, name, "d") for name in ("layer", "head")),
-            *(
-                (name, key, ".2f")
-                for name, key in (("score", "score"), ("±", "spread"), ("shuffled", "control"))
-            ),
-            *((name, key, ".2f") for name, key in zip(("entropy", "BOS", "own"), STATISTICS, strict=False)),
+            *((name, key, ".2f") for name, key in COLUMNS.items()),
             ("back", "distance", ".1f"),
             title=f"Heads of {model} on {self.told}",
             caption=f"score: {self.measure}, ± over prompts; shuffled: the same places when the tokens are "
             "shuffled; entropy in nats; BOS, own: share on the first and the current token; back: mean "
             "distance, tokens",
-            json={**about, "read": self.told, "kinds": kinds, "statistics": statistics},
+            json={**self.subject.about, "read": self.told, "kinds": kinds, "statistics": statistics},
         )
-        low = min(0.0, *(float(found[name].min()) for name in ("score", "control")))
-        scores = [self._scores(kind, low, best[kind][0]) for kind in KINDS]
-        shuffled_ones = [self._scores(kind, low, best[kind][0], control=True) for kind in KINDS]
-        for title, name, panels in (
-            ("Heads by what they do", "scores", scores),
-            ("The same places when the tokens are shuffled", "control", shuffled_ones),
+        scores, mixed = (
+            [self._scores(kind, best[kind][0], of) for kind in KINDS] for of in ("score", "control")
+        )
+        statistic = [self._statistic(found[name], *told) for name, told in STATISTICS.items()]
+        for title, source, by, panels in (
+            ("Heads by what they do", "scores", "kind", scores),
+            ("The same places when the tokens are shuffled", "control", "kind", mixed),
+            ("Where the heads look", "statistics", "statistic", statistic),
         ):
-            options = tuple((LOOKS[kind][0], panel) for kind, panel in zip(KINDS, panels, strict=True))
-            yield Choice(title=title, sources=(name,), name="kind", options=options)
-        of = [
-            Heatmap.of(found[name], title, told, low=0.0, high=1.0 if name.endswith("share") else None,
-                       numbers=".1f" if name == "distance" else ".2f")
-            for name, (title, told) in STATISTICS.items()
-        ]  # fmt: skip
-        yield Choice(title="Where the heads look", sources=("statistics",), name="statistic",
-                     options=tuple((each.title, each) for each in of))  # fmt: skip
+            labels = [LOOKS[kind][0] for kind in KINDS] if by == "kind" else [each.title for each in panels]
+            options = tuple(zip(labels, panels, strict=True))
+            yield Choice(title=title, sources=(source,), name=by, options=options)
         what = f"What the heads of {model} do on {self.told}"
-        yield Figure(name="head_detection", title=what, panels=(*scores, *shuffled_ones), columns=len(KINDS))
+        yield Figure(name="head_detection", title=what, panels=(*scores, *mixed), columns=len(KINDS))
         where = f"Where the heads of {model} look: {self.told}"
-        yield Figure(name="head_statistics", title=where, panels=tuple(of), columns=2)
+        yield Figure(name="head_statistics", title=where, panels=tuple(statistic), columns=2)
 
-    def _scores(self, kind: str, low: float, best: dict[str, Any], *, control: bool = False) -> Heatmap:
+    def _scores(self, kind: str, best: dict[str, Any], of: str) -> Heatmap:
         """Scores of a kind by layer and head, or those on shuffled tokens (control); the best is framed."""
-        array = self.scores["control" if control else "score"].sel(kind=kind).transpose("layer", "head")
         title, looks = LOOKS[kind]
+        titles = f"{title}, best: layer {best['layer']}, head {best['head']}", looks
+        shuffled_titles = "Tokens shuffled", "the same places, other tokens there"
         row = self.scores["layer"].values.tolist().index(best["layer"])
         return Heatmap.of(
-            array,
-            "Tokens shuffled" if control else f"{title}, best: layer {best['layer']}, head {best['head']}",
-            "the same places, other tokens there" if control else looks,
+            self.scores[of].sel(kind=kind).transpose("layer", "head"),
+            *(titles if of == "score" else shuffled_titles),
             value_name=self.measure,
-            low=low,
+            low=min(0.0, *(float(self.scores[name].min()) for name in ("score", "control"))),
             high=1.0,
             numbers=".2f",
             framed=((row, best["head"]) * 2,),
             frame_name="best on what is not shuffled",
         )
+
+    def _statistic(self, values: xr.DataArray, title: str, told: str) -> Heatmap:
+        digits = ".1f" if values.name == "distance" else ".2f"
+        high = 1.0 if str(values.name).endswith("share") else None
+        return Heatmap.of(values, title, told, low=0.0, high=high, numbers=digits)
 
 
 WORKFLOW = HeadDetection
