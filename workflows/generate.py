@@ -156,14 +156,16 @@ class Generate(ModelWorkflow):
 
     def _figure(self, texts: list[Text], without: str) -> Figure:
         """A row per continuation, a cell per token."""
-        shown = texts[:ROWS]
+        shown, each = texts[:ROWS], 2 if self.settings.zero else 1
         steps = min(max(len(text.tokens) for text in shown), STEPS)
         rest = [max(0, steps - len(text.tokens)) for text in shown]
         padded = [np.pad(text.values[:steps], (0, n), constant_values=np.nan)
                   for text, n in zip(shown, rest, strict=True)]  # fmt: skip
         cells = Heatmap(
             values=np.stack(padded),
-            rows=tuple(_tail(text.label, 37) for text in shown),
+            rows=tuple(
+                _tail(text.label, 37) if i % each == 0 else "unchanged" for i, text in enumerate(shown)
+            ),
             columns=tuple(map(str, range(steps))),
             row_name="",
             column_name="step",
