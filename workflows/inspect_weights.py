@@ -218,7 +218,8 @@ class InspectWeights(Workflow):
         caption = f"{unit} of the weights as they are stored"
         panels = [Lines.of(part, title, caption, low=0.0) for title, part in kinds.items() if part.size]
         if panels:
-            yield from together("inspect_weights", f"The weights of {name}", *panels)
+            told = caption if len(panels) == 1 else ""
+            yield from together("inspect_weights", f"The weights of {name}", *panels, caption=told)
         yield Table.of(
             by_layer[OUTSIDE],
             ("tensor", "name"),

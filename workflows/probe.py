@@ -148,7 +148,10 @@ class Probe(ModelWorkflow):
         told = [self._told(target) for target in self.targets]
         yield Data(json={"model_id": model, "point": point, "results": told})
         curves = [_curves(one, self.found[one["target"]]) for one in told]
-        yield from together("probe", f"What can be read off {point} of {model}, layer by layer", *curves)
+        alone = len(told) == 1  # then the figure's title is the panel's
+        what = f"{_named(told[0])}, read" if alone else "What can be read"
+        title = f"{what} off {point} of {model}, layer by layer"
+        yield from together("probe", title, *curves, caption=curves[0].caption if alone else "")
         for one in told:
             yield _table(one, f"{_named(one)}, read off {point} of {model}")
 

@@ -115,7 +115,7 @@ class Lines(View):
                 look |= {"color": "#7aa6c2", "lw": 0.9, "alpha": 0.75, "zorder": 1}
             elif line.strong:
                 look |= {"lw": 2.4, "zorder": 3}
-            if len(x) <= 24 and not line.faint and not self.apart and look.get("ls") != ":":
+            if len(x) <= 24 and not line.faint and not self.apart and (look.get("ls") != ":" or len(x) == 1):
                 look |= {"marker": "o", "ms": 3.5}
             if line.band is not None:
                 axes.fill_between(x, *line.band, color=look["color"], alpha=0.22, lw=0)
