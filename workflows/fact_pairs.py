@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..stages.counterfact import Pair, differing_subject, position_map
+from ..stages.counterfact import Pair, blocks_of, differing_subject, position_map
 from ..store.errors import ConfigError
 from .answers import answer_pieces, named
+from .settings import PairSettings
 from .subject import shipped_facts
+from .workflow import ModelWorkflow
 
 if TYPE_CHECKING:
     from .subject import Subject
 
-__all__ = ["FactPair", "both_continuations", "fact_pairs", "shipped_pairs"]
+__all__ = ["FactPair", "PairWorkflow", "fact_pairs", "layers_told", "shipped_pairs"]
 
 FIELDS = ("original_prompt", "counterfactual_prompt", "gt_original_target", "gt_counterfactual_target")
 SHARED_BY = 3
@@ -136,7 +139,39 @@ def _tokenised(subject: Subject, record: dict[str, str], rule: str) -> FactPair:
     return FactPair(texts[0], texts[1], targets[0], targets[1], pair, tuple(labels))
 
 
-def both_continuations(subject: Subject, result: Any, i: int) -> dict[str, str]:
-    """What the two prompts of pair `i` would say, from the variables of a result."""
-    ids = [int(result[f"{name}_token_id"][i]) for name in ("original", "counterfactual")]
-    return dict(zip(("original_continuation", "cf_continuation"), named(subject, ids), strict=True))
+class PairWorkflow(ModelWorkflow):
+    """A question about pairs of facts, patched block by block of layers."""
+
+    settings: PairSettings
+
+    def read_pairs(self, rule: str = "differing") -> dict[str, Any]:
+        """Pairs and blocks, as an experiment takes them; see `fact_pairs` for the rule."""
+        given, layers = self.settings, self.subject.config.num_layers
+        self.pairs = fact_pairs(self.subject, given.data, given.limit, rule=rule)
+        self.block_size = given.block_size or max(1, min(4, layers // 3))
+        self.blocks = blocks_of(layers, self.block_size)
+        return {"pairs": tuple(each.pair for each in self.pairs), "block_size": self.block_size}
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a document says of model and blocks."""
+        layers, count = self.subject.config.num_layers, len(self.blocks)
+        return {
+            "model_id": self.subject.name,
+            "block_size": self.block_size,
+            "n_layers": layers,
+            "n_blocks": count,
+        }
+
+    def pair_told(self, i: int, result: Any) -> dict[str, Any]:
+        """Pair `i`, and what its two prompts would say, from the variables of a result."""
+        each = self.pairs[i]
+        ids = [int(result[f"{name}_token_id"][i]) for name in ("original", "counterfactual")]
+        texts = (each.original, each.counterfactual, each.target, each.counterfactual_target)
+        said = zip(("original_continuation", "cf_continuation"), named(self.subject, ids), strict=True)
+        return {"label": each.label, **dict(zip(FIELDS, texts, strict=True)), **dict(said)}
+
+
+def layers_told(layers: Sequence[int]) -> str:
+    """A block as people write it: 0-3."""
+    return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])

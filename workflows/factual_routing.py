@@ -11,75 +11,54 @@ shipped facts on the specimen; `data` as for counterfact_patching.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..stages.counterfact import blocks_of
 from ..stages.factual_routing import FactualRouting
-from ..store.errors import ConfigError
-from .answers import named, plain
-from .counterfact_patching import layers_told
-from .fact_pairs import both_continuations, fact_pairs
-from .settings import setting
-from .subject import Subject
-from .workflow import Workflow
+from ..stages.lens import format_token
+from .answers import named
+from .fact_pairs import PairWorkflow, layers_told
+from .settings import Count, PairSettings, setting
+from .views import Bars, Choice, Figure, Heatmap, Line, Table, View, bold
 
 if TYPE_CHECKING:
     import xarray as xr
-    from rich.table import Table
 
-    from ..stages.forward.model import Model
-    from .report import Element
+    from ..pipeline.nodes import ResultNode
 
 __all__ = ["Routing", "Settings"]
 
 OFTEN = 10
 """Heads of a block that count as its top heads (candle-mi's appearances_in_top10)."""
-ROWS = 10
+ROWS, PANELS = 10, 4
+"""Heads listed, and blocks drawn, at most."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(PairSettings):
     """What `--set` can change."""
 
-    model: str = setting("specimen", 'hub id, directory, or "specimen"')
-    data: str = setting("", "JSON file of CounterFact records; none: pairs of shipped facts")
-    limit: int = setting(12, "how many pairs, from the first on; 0 takes all")
-    block_size: int = setting(0, "layers patched together; 0: 4, of small models a third of the layers")
-    subject: str = setting("differing", '"differing": where the prompts differ; "last_fact": as candle-mi')
-    top_k: int = setting(10, "heads listed per block")
-    dtype: str = setting("float32", "what the model computes in")
-
-    def __post_init__(self) -> None:
-        if self.limit < 0 or self.block_size < 0 or self.top_k < 1:
-            raise ConfigError(
-                "expected a limit of at least 0, blocks of at least 0 layers and top_k of at least 1, found "
-                f"limit={self.limit}, block_size={self.block_size}, top_k={self.top_k}"
-            )
-        if self.subject not in ("differing", "last_fact"):
-            raise ConfigError(f"expected subject to be differing or last_fact, found {self.subject!r}")
+    subject: Literal["differing", "last_fact"] = setting(
+        "differing", '"differing": where the prompts differ; "last_fact": as candle-mi'
+    )
+    top_k: Count = setting(10, "heads listed per block")
 
 
-class Routing(Workflow):
+class Routing(PairWorkflow):
     """Attention to the fact, with its subject patched in every block."""
 
     name = "factual_routing"
     question = "Which heads carry a fact to the last token?"
     settings_type = Settings
+    settings: Settings
 
-    def __init__(self, settings: Settings, model: Model | None = None) -> None:
-        super().__init__(settings)
-        self.subject = Subject(model or settings.model, settings.dtype)
-        self.pairs = fact_pairs(self.subject, settings.data, settings.limit, rule=settings.subject)
-        layers = self.subject.config.num_layers
-        self.block_size = settings.block_size or max(1, min(4, layers // 3))
-        self.blocks = blocks_of(layers, self.block_size)
-        routing = FactualRouting(pairs=tuple(each.pair for each in self.pairs), block_size=self.block_size)
-        self.nodes = {"routing": routing.on(model or settings.model, dtype=settings.dtype)}
+    def plan(self) -> Mapping[str, ResultNode]:
+        """The subject of every pair, in every block."""
+        return {"routing": self.on_model(FactualRouting(**self.read_pairs(self.settings.subject)))}
 
     @cached_property
     def routing(self) -> xr.Dataset:
@@ -92,195 +71,135 @@ class Routing(Workflow):
         different = [[text != before for text in row] for row, before in zip(said, own, strict=True)]
         return found.assign(delta=delta, is_different=(("pair", "block"), different))
 
-    @cached_property
-    def frequency(self) -> xr.Dataset:
-        """Per head [layer, head]: in how many blocks of all pairs it is a top head, its mean |delta| there.
-
-        Counted over (pair, block), of which there are `attrs["blocks"]`.
-        """
-        import xarray as xr
-
+    def frequency(self) -> list[dict[str, Any]]:
+        """Heads that are ever among the top heads of a (pair, block), most often first: how often, and their
+        mean |delta| there; equal ones by mean |delta|, then by place."""
         size = np.abs(self.routing["delta"].values)
         flat = size.reshape(-1, size.shape[2] * size.shape[3])
-        count, total = np.zeros(flat.shape[1], np.int64), np.zeros(flat.shape[1])
-        for row in flat:
-            top = np.argsort(-row, kind="stable")[:OFTEN]
-            count[top] += 1
-            total[top] += row[top]
-        mean = np.divide(total, count, out=np.zeros_like(total), where=count > 0)
-        shape = size.shape[2:]
-        dims = ("layer", "head")
-        arrays = {"appearances": (dims, count.reshape(shape)), "mean_delta": (dims, mean.reshape(shape))}
-        return xr.Dataset(arrays, attrs={"blocks": len(flat)})
-
-    def top_heads(self) -> list[tuple[int, int, int, float]]:
-        """(layer, head, appearances, mean |delta|) of heads that are ever top heads, most often first; equal
-        ones by mean |delta|, then by place."""
-        count, mean = self.frequency["appearances"].values, self.frequency["mean_delta"].values
-        found = [(int(a), int(b), int(count[a, b]), float(mean[a, b])) for a, b in np.argwhere(count > 0)]
-        return sorted(found, key=lambda each: (-each[2], -each[3], each[:2]))
-
-    def tables(self) -> list[Table]:
-        """Blocks, and the heads that move most often."""
-        return [self._blocks_table(), self._heads_table()]
-
-    def draw(self, folder: Path) -> list[Path]:
-        """One page: which heads move, and how much by block."""
-        from .figures_patching import routing_page
-
-        return [
-            self.figure(
-                folder / "factual_routing.png",
-                lambda: routing_page(
-                    self.routing,
-                    [layers_told(layers) for layers in self.blocks],
-                    rule=self.settings.subject,
-                    model=self.subject.name,
-                    footer=self.footer,
-                ),
-            )
+        top = np.argsort(-flat, axis=1, kind="stable")[:, :OFTEN]
+        count = np.bincount(top.ravel(), minlength=flat.shape[1])
+        total = np.bincount(top.ravel(), np.take_along_axis(flat, top, 1).ravel(), flat.shape[1])
+        found = [
+            {
+                "layer": i // size.shape[3],
+                "head": i % size.shape[3],
+                "appearances_in_top10": int(count[i]),
+                "pct_of_blocks": 100 * int(count[i]) / len(flat),
+                "avg_abs_delta": float(total[i] / count[i]),
+            }
+            for i in np.flatnonzero(count).tolist()
         ]
+        return sorted(found, key=lambda each: (-each["appearances_in_top10"], -each["avg_abs_delta"]))
 
-    def elements(self) -> list[Element]:
-        """Which heads move, by the block patched; and the tables."""
-        from .report import Choice, Heatmap
-
-        mean = abs(self.routing["delta"]).mean("pair")
-        mean.attrs = {"units": "1", "long_name": "mean change of attention to the fact"}
-        high = float(mean.max())
-        blocks = tuple(
-            (
-                layers_told(layers),
-                Heatmap.of(mean.isel(block=i).transpose("layer", "head"), low=0.0, high=high),
-            )
-            for i, layers in enumerate(self.blocks)
-        )
-        moved = Choice(
-            title="Which heads look elsewhere when the subject is patched?",
-            caption=f"Absolute change of the last token's attention, mean of {len(self.pairs)} pairs.",
-            name="layers patched",
-            options=blocks,
-        )
-        return [moved, *super().elements()]
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields of candle-mi's example, without its clock, and where it all comes from."""
-        config = self.subject.config
+    def told(self, i: int) -> dict[str, Any]:
+        """Pair `i` in the fields of candle-mi's example."""
+        pair, found, rule = self.pairs[i].pair, self.routing.isel(pair=i), self.settings.subject
+        assert pair.subject is not None
+        position, source = pair.subject
+        tokens = named(self.subject, (pair.original[position], pair.counterfactual[source]))
         return {
-            **self.header(),
-            "model_id": self.subject.name,
-            "block_size": self.block_size,
-            "n_layers": config.num_layers,
-            "n_heads": config.axis_sizes["head"],
-            "n_blocks": len(self.blocks),
-            "subject_rule": self.settings.subject,
-            "results": [self._pair_json(i) for i in range(len(self.pairs))],
-            "aggregate": self._aggregate(),
-        }
-
-    def _pair_json(self, i: int) -> dict[str, Any]:
-        each, found = self.pairs[i], self.routing.isel(pair=i)
-        assert each.pair.subject is not None
-        position, source = each.pair.subject
-        return {
-            "label": each.label,
-            "original_prompt": each.original,
-            "counterfactual_prompt": each.counterfactual,
-            "gt_original_target": each.target,
-            "gt_counterfactual_target": each.counterfactual_target,
-            **both_continuations(self.subject, self.routing, i),
-            "fact_positions": list(each.pair.fact),
+            **self.pair_told(i, self.routing),
+            "fact_positions": pair.fact,
             "subject": {
-                "rule": self.settings.subject,
+                "rule": rule,
                 "position": position,
                 "counterfactual_position": source,
-                "token": named(self.subject, each.pair.original[position : position + 1])[0],
-                "counterfactual_token": named(self.subject, each.pair.counterfactual[source : source + 1])[0],
+                "token": tokens[0],
+                "counterfactual_token": tokens[1],
             },
-            "blocks": [self._block_json(found.isel(block=block), block) for block in range(len(self.blocks))],
+            "blocks": [self._block(found.isel(block=block), block) for block in range(len(self.blocks))],
         }
 
-    def _block_json(self, found: xr.Dataset, block: int) -> dict[str, Any]:
+    def _block(self, found: xr.Dataset, block: int) -> dict[str, Any]:
         delta = found["delta"].values
         order = np.argsort(-np.abs(delta), axis=None, kind="stable")[: self.settings.top_k]
         heads = [tuple(map(int, np.unravel_index(index, delta.shape))) for index in order]
+        names = {"baseline_attn": "baseline_attention", "patched_attn": "attention", "delta": "delta"}
         return {
             "layers": self.blocks[block],
             "is_different": bool(found["is_different"]),
             "continuation": named(self.subject, [found["token_id"]])[0],
             "kl_from_original": float(found["kl"]),
             "top_heads": [
-                {
-                    "layer": layer,
-                    "head": head,
-                    "baseline_attn": float(found["baseline_attention"].values[layer, head]),
-                    "patched_attn": float(found["attention"].values[layer, head]),
-                    "delta": float(delta[layer, head]),
-                }
+                {"layer": layer, "head": head}
+                | {name: float(found[of].values[layer, head]) for name, of in names.items()}
                 for layer, head in heads
             ],
             "total_routing_shift": float(np.abs(delta).sum()),
         }
 
-    def _aggregate(self) -> dict[str, Any]:
-        blocks = self.frequency.attrs["blocks"]
-        shift = np.abs(self.routing["delta"].values).sum((2, 3)).mean(0)
-        different = self.routing["is_different"].values.mean(0)
-        return {
-            "head_frequency": [
-                {
-                    "layer": layer,
-                    "head": head,
-                    "appearances_in_top10": count,
-                    "pct_of_blocks": 100 * count / blocks,
-                    "avg_abs_delta": mean,
-                }
-                for layer, head, count, mean in self.top_heads()
-            ],
-            "avg_routing_by_block": [
-                {
-                    "layers": layers,
-                    "avg_total_routing_shift": float(shift[i]),
-                    "pct_is_different": float(100 * different[i]),
-                }
-                for i, layers in enumerate(self.blocks)
-            ],
-        }
-
-    def _blocks_table(self) -> Table:
-        from rich.table import Table
-
-        first = self.pairs[0]
-        assert first.pair.subject is not None
-        token = plain(named(self.subject, [first.pair.original[first.pair.subject[0]]])[0])
-        title = f"{self.subject.name}: the subject patched, {len(self.pairs)} pairs"
-        table = Table(title=title, box=None, pad_edge=False)
-        table.add_column("layers", style="bold", no_wrap=True)
-        for column in ("attention moved", "next word changes"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for row in self._aggregate()["avg_routing_by_block"]:
-            table.add_row(
-                layers_told(row["layers"]),
-                f"{row['avg_total_routing_shift']:.3f}",
-                f"{row['pct_is_different']:.1f} %",
-            )
-        table.caption = (
-            "sum over heads of the change in the last token's mean attention to the fact, mean of pairs; "
-            f"subject: {self.settings.subject}, in the first pair {token!r}"
+    def views(self) -> Iterator[View]:
+        """Which heads move, by the block patched, and how much does."""
+        model, rule, pairs, blocks = self.subject.name, self.settings.subject, len(self.pairs), self.blocks
+        total, count = np.abs(self.routing["delta"].values).sum((2, 3)), pairs * len(blocks)
+        changed = 100 * self.routing["is_different"].values.mean(0)
+        moved = [
+            {"layers": layers, "avg_total_routing_shift": float(mean), "pct_is_different": float(share)}
+            for layers, mean, share in zip(blocks, total.mean(0), changed, strict=True)
+        ]
+        heads = self.frequency()
+        mean = abs(self.routing["delta"]).mean("pair")
+        mean.attrs = {"units": "1", "long_name": "mean change of attention to the fact"}
+        maps = {layers_told(layers): self._map(mean.isel(block=i), mean) for i, layers in enumerate(blocks)}
+        yield Choice(
+            title="Which heads look elsewhere when the subject is patched?",
+            caption=f"Absolute change of the last token's attention, mean of {pairs} pairs.",
+            name="layers patched",
+            options=tuple(maps.items()),
         )
-        return table
+        first = self.pairs[0].pair
+        assert first.subject is not None
+        token = format_token(named(self.subject, [first.original[first.subject[0]]])[0])
+        yield Table.of(
+            moved,
+            ("layers", lambda row: bold(layers_told(row["layers"]))),
+            ("attention moved", "avg_total_routing_shift", ".3f"),
+            ("next word changes", "pct_is_different", "{:.1f} %".format),
+            title=f"{model}: the subject patched, {pairs} pairs",
+            caption="sum over heads of the change in the last token's mean attention to the fact, mean of "
+            f"pairs; subject: {rule}, in the first pair {token!r}",
+            json={
+                **self.about,
+                "n_heads": self.subject.config.axis_sizes["head"],
+                "subject_rule": rule,
+                "results": lambda: [self.told(i) for i in range(pairs)],
+                "aggregate": {"head_frequency": heads, "avg_routing_by_block": moved},
+            },
+        )
+        yield Table.of(
+            heads[:ROWS],
+            ("layer", "layer", "d"),
+            ("head", "head", "d"),
+            ("in top 10", "pct_of_blocks", "{:.0f} %".format),
+            ("mean change", "avg_abs_delta", ".4f"),
+            title="Heads whose attention to the fact moves most",
+            caption=f"of {count} (pair, block) combinations; mean of the absolute change where it is",
+        )
+        # Of many blocks, those where most moves.
+        shown = np.sort(np.argsort(-total.mean(0), kind="stable")[:PANELS]).tolist()
+        drawn = [(name, panel) for i, (name, panel) in enumerate(maps.items()) if i in shown]
+        amount = Bars(
+            title="How much moves",
+            caption=f"bars: mean of {pairs} pairs; in brackets: next word changes",
+            x=tuple(f"{name} ({share:.0f} %)" for name, share in zip(maps, changed, strict=True)),
+            x_name="layers patched",
+            y_name="attention moved, sum over heads",
+            lines=(Line("", total.mean(0), dots=total.T, control=True),),
+        )
+        where = "where the prompts differ" if rule == "differing" else "the fact's last token"
+        panels = (replace(panel, title=f"Layers {name} patched") for name, panel in drawn)
+        yield Figure(
+            name="factual_routing",
+            title=f"Which heads of {model} look elsewhere once the subject is another ({where})",
+            panels=(*panels, amount),
+            columns=2,
+        )
 
-    def _heads_table(self) -> Table:
-        from rich.table import Table
-
-        blocks = self.frequency.attrs["blocks"]
-        table = Table(title="Heads whose attention to the fact moves most", box=None, pad_edge=False)
-        for column in ("layer", "head", "in top 10", "mean change"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for layer, head, count, mean in self.top_heads()[:ROWS]:
-            table.add_row(str(layer), str(head), f"{100 * count / blocks:.0f} %", f"{mean:.4f}")
-        table.caption = f"of {blocks} (pair, block) combinations; mean of the absolute change where it is"
-        return table
+    def _map(self, part: xr.DataArray, whole: xr.DataArray) -> Heatmap:
+        """How much each head moves when one block is patched, on the scale of all blocks."""
+        part = part.transpose("layer", "head")
+        layer, head = map(int, np.unravel_index(int(part.values.argmax()), part.shape))
+        return Heatmap.of(part, "", f"most: layer {layer}, head {head}", low=0.0, high=float(whole.max()))
 
 
 WORKFLOW = Routing

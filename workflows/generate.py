@@ -10,10 +10,9 @@ ship with mizarr, other models the capital of France.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -26,31 +25,31 @@ from ..stages.forward.points import expand
 from ..stages.forward.stopping import end_ids
 from ..stages.lens import format_probability, format_token
 from ..stages.text import wrap
-from .answers import FRANCE, SPECIMEN, encoded, named, plain
-from .settings import setting
-from .subject import Subject, shipped_facts, shipped_prose
-from .workflow import Workflow
+from .answers import FRANCE, SPECIMEN, encoded, named
+from .settings import ModelSettings, setting
+from .subject import shipped_facts, shipped_prose
+from .views import Figure, Heatmap, Table, Text, Tokens, View, bold
+from .workflow import ModelWorkflow, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
-    from rich.table import Table
 
+    from ..pipeline.nodes import ResultNode
     from ..stages.forward.generate import NewToken
-    from ..stages.forward.model import Model
     from ..store import Store
-    from .report import Element
 
 __all__ = ["Generate", "Settings"]
 
 FACTS, LINE, LINES = 4, 44, 3
 """Facts continued by default, and lines of prose of this width before the one that is continued."""
+ROWS, STEPS = 24, 24
+"""Continuations and tokens drawn at most."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(ModelSettings):
     """What `--set` can change."""
 
-    model: str = setting("specimen", 'hub id, directory, or "specimen"')
     prompts: tuple[str, ...] = setting((), "prompts to continue; none: shipped facts and prose")
     max_tokens: int = setting(20, "tokens generated at most")
     temperature: float = setting(0.0, "0 takes the most likely token; above, draws")
@@ -62,19 +61,22 @@ class Settings:
     cache: bool | None = setting(
         None, "keep keys and values, or read everything anew; none: keep where tokens are the same"
     )
-    dtype: str = setting("float32", "what the model computes in")
 
 
-class Generate(Workflow):
+class Generate(ModelWorkflow):
     """Prompts continued; where something is silenced, unchanged as well."""
 
     name = "generate"
     question = "What does the model say next?"
     settings_type = Settings
+    settings: Settings
 
-    def __init__(self, settings: Settings, model: Model | None = None) -> None:
-        super().__init__(settings)
-        self.subject = Subject(model or settings.model, settings.dtype)
+    generation = loaded("generation")
+    """token_id, logprob [prompt, step], generated_text, finish_reason [prompt]; in memory."""
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """The prompts continued; where something is silenced, by the whole model too."""
+        settings = self.settings
         self.texts = settings.prompts or default_prompts(settings.model)
         ids = tuple(tuple(encoded(self.subject, text).ids) for text in self.texts)
         self._text_of = dict(zip(ids, self.texts, strict=True))
@@ -96,8 +98,7 @@ class Generate(Workflow):
         chosen = {"generation": whole}
         if settings.zero:
             chosen = {"generation": replace(whole, hooks=self._silenced()), "unchanged": whole}
-        subject = model or settings.model
-        self.nodes = {name: each.on(subject, dtype=settings.dtype) for name, each in chosen.items()}
+        return {name: self.on_model(each) for name, each in chosen.items()}
 
     def _silenced(self) -> HookSpec:
         spec = HookSpec()
@@ -121,89 +122,72 @@ class Generate(Workflow):
             self._live.show(tuple(prompt), new)
 
     @cached_property
-    def generation(self) -> xr.Dataset:
-        """token_id, logprob [prompt, step], generated_text, finish_reason [prompt]; in memory."""
-        return self.result("generation").load()
-
-    @cached_property
     def unchanged(self) -> xr.Dataset | None:
         """The same of the whole model, where something was silenced; else None."""
         return self.result("unchanged").load() if self.settings.zero else None
 
-    def tables(self) -> list[Table]:
-        """What came after each prompt, and how sure the model was."""
-        from rich.table import Table
-
-        title = f"{self.subject.name} goes on"
-        if self.settings.zero:
-            title += f", without {', '.join(self.settings.zero)}"
-        table = Table(title=title, box=None, pad_edge=False)
-        table.add_column("prompt", max_width=34)
-        table.add_column("continuation", style="bold")
-        if self.unchanged is not None:
-            table.add_column("unchanged")
-        for name in ("tokens", "sure", "ends"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for row, text in enumerate(self.texts):
-            one = _one(self.generation, row)
-            told = [plain(str(one["generated_text"].values))]
-            if self.unchanged is not None:
-                told.append(plain(str(self.unchanged["generated_text"].values[row])))
-            sure = format_probability(float(np.exp(one["logprob"].mean())))
-            cells = (str(one.sizes["step"]), sure, str(one["finish_reason"].values))
-            table.add_row(plain(_tail(text)), *told, *cells)
-        table.caption = "sure: geometric mean of the probabilities of the tokens chosen"
-        return [table]
-
-    def draw(self, folder: Path) -> list[Path]:
-        """One page: every token generated, shaded by its probability."""
-        from . import figures_generate
-
-        def page() -> Any:
-            rows: list[tuple[str, xr.Dataset]] = []
-            for number, text in enumerate(self.texts):
-                rows.append((_tail(text), _one(self.generation, number)))
-                if self.unchanged is not None:
-                    rows.append(("unchanged", _one(self.unchanged, number)))
-            return figures_generate.tokens_page(
-                [label for label, _ in rows],
-                [named(self.subject, one["token_id"].values) for _, one in rows],
-                [np.exp(one["logprob"].values) for _, one in rows],
-                model=self.subject.name,
-                silenced=self.settings.zero,
-                footer=self.footer,
-            )
-
-        return [self.figure(folder / "generate.png", page)]
-
-    def elements(self) -> list[Element]:
-        """What came after each prompt, token by token."""
-        from .report import Text, Tokens
-
-        shown = [
-            ("", self.generation),
-            *([] if self.unchanged is None else [("unchanged: ", self.unchanged)]),
-        ]
-        texts = []
-        for row, text in enumerate(self.texts):
-            for word, found in shown:
-                one = _one(found, row)
-                said = tuple(map(format_token, named(self.subject, one["token_id"].values)))
-                texts.append(Text(said, np.exp(one["logprob"].values), f"{word}{_tail(text)}"))
-        tokens = Tokens(
+    def views(self) -> Iterator[View]:
+        """What came after each prompt, how sure the model was, and every token shaded by its probability."""
+        told = [self._told(row) for row in range(len(self.texts))]
+        without = f", without {', '.join(self.settings.zero)}" if self.settings.zero else ""
+        texts = [text for row in range(len(self.texts)) for text in self._said(row)]
+        yield Tokens(
             title="How sure of each token?",
             texts=tuple(texts),
             value_name="probability of the token when it was chosen",
             low=0.0,
             high=1.0,
         )
-        return [tokens, *super().elements()]
+        before = [("unchanged", lambda one: format_token(one["unchanged_text"]))]
+        yield Table.of(
+            told,
+            ("prompt", lambda one: _tail(one["prompt"])),
+            ("continuation", lambda one: bold(format_token(one["generated_text"]))),
+            *(before if self.settings.zero else []),
+            ("tokens", "generated_tokens", "d"),
+            ("sure", lambda one: float(np.exp(np.mean(np.log(one["probabilities"])))), format_probability),
+            ("ends", "finish_reason", str),
+            title=f"{self.subject.name} goes on{without}",
+            caption="sure: geometric mean of the probabilities of the tokens chosen",
+            json={"results": told},
+        )
+        yield self._figure(texts, without)
 
-    def to_json(self) -> dict[str, Any]:
-        """Per prompt the fields of candle-mi's GenerationResult, tokens, probabilities and why it ended."""
-        return {**self.header(), "results": [self._prompt_json(row) for row in range(len(self.texts))]}
+    def _figure(self, texts: list[Text], without: str) -> Figure:
+        """A row per continuation, a cell per token."""
+        shown, each = texts[:ROWS], 2 if self.settings.zero else 1
+        steps = min(max(len(text.tokens) for text in shown), STEPS)
+        rest = [max(0, steps - len(text.tokens)) for text in shown]
+        padded = [np.pad(text.values[:steps], (0, n), constant_values=np.nan)
+                  for text, n in zip(shown, rest, strict=True)]  # fmt: skip
+        cells = Heatmap(
+            values=np.stack(padded),
+            rows=tuple(
+                _tail(text.label, 37) if i % each == 0 else "unchanged" for i, text in enumerate(shown)
+            ),
+            columns=tuple(map(str, range(steps))),
+            row_name="",
+            column_name="step",
+            value_name="probability",
+            low=0.0,
+            high=1.0,
+            texts=tuple((*text.tokens[:steps], *[""] * n) for text, n in zip(shown, rest, strict=True)),
+        )
+        left_out = f" The first {len(shown)} of {len(texts)} rows." if len(shown) < len(texts) else ""
+        caption = f"Each token generated, shaded by the probability the model gave it.{left_out}"
+        title = f"How {self.subject.name} goes on{without}"
+        return Figure(name="generate", title=title, caption=caption, panels=(cells,))
 
-    def _prompt_json(self, row: int) -> dict[str, Any]:
+    def _said(self, row: int) -> Iterator[Text]:
+        """What was generated, and what the whole model said."""
+        for word, found in (("", self.generation), ("unchanged: ", self.unchanged)):
+            if found is not None:
+                one = _one(found, row)
+                said = tuple(map(format_token, named(self.subject, one["token_id"].values)))
+                yield Text(said, np.exp(one["logprob"].values), f"{word}{_tail(self.texts[row])}")
+
+    def _told(self, row: int) -> dict[str, Any]:
+        """A prompt in the fields of candle-mi's GenerationResult; tokens, probabilities and why it ended."""
         one, text = _one(self.generation, row), self.texts[row]
         generated = str(one["generated_text"].values)
         ids, count = one["token_id"].values.tolist(), int(one["prompt_tokens"])

@@ -14,26 +14,26 @@ it needs.)
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ..stages.attention_statistics import head_statistics
-from ..stages.head_detection import KINDS, MEASURES, head_scores
-from ..store.errors import ConfigError, PromptError
-from .settings import setting
-from .subject import Subject
-from .workflow import Workflow
+from ..stages.head_detection import KINDS, head_scores
+from ..store.errors import PromptError
+from .settings import Count, ModelSettings, setting
+from .views import Choice, Figure, Heatmap, Table, View
+from .workflow import ModelWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
-    from rich.table import Table
 
-    from ..stages.forward.model import Model
+    from ..pipeline.nodes import ResultNode
     from ..store import PackedTokens
 
 __all__ = ["HeadDetection", "Settings", "repeated_tokens", "shuffled"]
@@ -41,33 +41,39 @@ __all__ = ["HeadDetection", "Settings", "repeated_tokens", "shuffled"]
 COMMON = (100, 20_000)
 """Ids random tokens are drawn from, as in TransformerLens' `induction_loss`: below, vocabularies keep bytes
 and special tokens, above, rare words."""
-STATISTICS = ("entropy", "bos_share", "current_share", "distance")
+LOOKS = {
+    "previous_token_head": ("Previous token", "looks at the token before"),
+    "duplicate_token_head": ("Duplicate token", "looks where its token stood before"),
+    "induction_head": ("Induction", "looks behind where its token stood before"),
+}
+STATISTICS = {
+    "entropy": ("Entropy", "nats; 0: one key only"),
+    "bos_share": ("On the first token", "share of the weight"),
+    "current_share": ("On the current token", "share of the weight"),
+    "distance": ("How far back", "tokens, mean"),
+}
+SCORES = ("score", "spread", "control")
+COLUMNS = dict(zip(("score", "±", "shuffled", "entropy", "BOS", "own"), (*SCORES, *STATISTICS), strict=False))
+"""What is told of the best heads, by the name it has in the table."""
+AtLeastTwo = Annotated[int, msgspec.Meta(ge=2)]
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(ModelSettings):
     """What `--set` can change."""
 
-    model: str = setting("specimen", 'hub id, directory, or "specimen"')
     prompts: tuple[str, ...] = setting((), "prompts to read; none: repeated random tokens")
-    sequences: int = setting(16, "random sequences")
-    length: int = setting(50, "tokens of the block that is repeated, all different")
-    repeats: int = setting(2, "how often the block stands in a sequence")
+    sequences: Count = setting(16, "random sequences")
+    length: AtLeastTwo = setting(50, "tokens of the block that is repeated, all different")
+    repeats: AtLeastTwo = setting(2, "how often the block stands in a sequence")
     first_block: bool = setting(False, "let queries of the first block take part, as TransformerLens does")
     exclude_bos: bool = setting(False, "leave out attention to the first position")
     exclude_current_token: bool = setting(False, "leave out attention to the current token")
-    error_measure: str = setting("mul", '"mul": share of the attention; "abs": 1 - mean difference')
-    top: int = setting(5, "heads listed per kind")
+    error_measure: Literal["mul", "abs"] = setting(
+        "mul", '"mul": share of the attention; "abs": 1 - mean difference'
+    )
+    top: Count = setting(5, "heads listed per kind")
     seed: int = setting(0, "of the random tokens and of the shuffled control")
-    dtype: str = setting("float32", "what the model computes in")
-
-    def __post_init__(self) -> None:
-        if self.error_measure not in MEASURES:
-            raise ConfigError(f"expected error_measure 'mul' or 'abs', found {self.error_measure!r}")
-        least = {"sequences": 1, "length": 2, "repeats": 2, "top": 1}
-        for name, low in least.items():
-            if getattr(self, name) < low:
-                raise ConfigError(f"expected {name} to be at least {low}, found {getattr(self, name)}")
 
 
 def repeated_tokens(
@@ -98,34 +104,33 @@ def shuffled(row: list[int], fixed: int, block: int, seed: int) -> list[int]:
     return row[:fixed] + [token for part in rest for token in part]
 
 
-class HeadDetection(Workflow):
+class HeadDetection(ModelWorkflow):
     """Every head's match with what previous-token, duplicate-token and induction heads do."""
 
     name = "head_detection"
     question = "Which heads copy, and which look one token back?"
     settings_type = Settings
+    settings: Settings
 
-    def __init__(self, settings: Settings, model: Model | None = None) -> None:
+    def plan(self) -> Mapping[str, ResultNode]:
+        """Scores on what is read, on the same shuffled, and what each head's attention is like."""
         import xarray as xr
 
-        super().__init__(settings)
-        self.subject = Subject(model or settings.model, settings.dtype)
+        given = self.settings
         tokens, other, first_query = self._tokens()
         captured, control = (self.subject.capture(t, "blocks.*.attn.hook_pattern") for t in (tokens, other))
-        given = {
+        asked: dict[str, Any] = {
             "token_id": xr.DataArray(tokens.ids, dims="token", name="token_id"),
             "row_size": xr.DataArray(tokens.row_size, dims="prompt", name="row_size"),
-        }
-        asked = {
-            "exclude_bos": settings.exclude_bos,
-            "exclude_current_token": settings.exclude_current_token,
-            "error_measure": settings.error_measure,
+            "exclude_bos": given.exclude_bos,
+            "exclude_current_token": given.exclude_current_token,
+            "error_measure": given.error_measure,
             "first_query": first_query,
         }
-        self.nodes = {
-            "scores": head_scores.on(pattern=captured["pattern"], **given, **asked),
-            "control": head_scores.on(pattern=control["pattern"], **given, **asked),
-            "statistics": head_statistics.on(pattern=captured["pattern"], row_size=given["row_size"]),
+        return {
+            "scores": head_scores.on(pattern=captured["pattern"], **asked),
+            "control": head_scores.on(pattern=control["pattern"], **asked),
+            "statistics": head_statistics.on(pattern=captured["pattern"], row_size=asked["row_size"]),
         }
 
     def _tokens(self) -> tuple[PackedTokens, PackedTokens, int]:
@@ -178,12 +183,14 @@ class HeadDetection(Workflow):
         found = self.result("scores").assign(control=self.result("control")["score"])
         return found.merge(self.result("statistics")).load()
 
-    def best(self, kind: str) -> list[tuple[int, int]]:
-        """(layer, head) of the heads that match a kind best, best first."""
-        table = self.scores["score"].sel(kind=kind).transpose("layer", "head").values
-        order = np.argsort(-table, axis=None, kind="stable")[: self.settings.top]
-        layers = self.scores["layer"].values
-        return [(int(layers[i // table.shape[1]]), int(i % table.shape[1])) for i in order]
+    def best(self, kind: str) -> list[dict[str, Any]]:
+        """The heads that match a kind best, best first, with all that is known of them."""
+        found = self.scores.sel(kind=kind).transpose("layer", "head")
+        order = np.argsort(-found["score"].values, axis=None, kind="stable")[: self.settings.top]
+        rows = (found.isel(layer=i // found.sizes["head"], head=i % found.sizes["head"]) for i in order)
+        whole, numbers = ("layer", "head"), (*SCORES, *STATISTICS)
+        kinds = {**dict.fromkeys(whole, int), **dict.fromkeys(numbers, float)}
+        return [{name: of(row[name]) for name, of in kinds.items()} for row in rows]
 
     @property
     def told(self) -> str:
@@ -200,66 +207,69 @@ class HeadDetection(Workflow):
             return "1 - mean difference from a head that looks only there"
         return "share of attention where such a head looks"
 
-    def tables(self) -> list[Table]:
-        """The best heads of each kind, with the control and what their attention is like."""
-        from rich.table import Table
-
-        table = Table(title=f"Heads of {self.subject.name} on {self.told}", box=None, pad_edge=False)
-        table.add_column("kind", no_wrap=True)
-        for column in ("layer", "head", "score", "±", "shuffled", "entropy", "BOS", "own", "back"):
-            table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
-        for kind in KINDS:
-            for rank, (layer, head) in enumerate(self.best(kind)):
-                row = self.scores.sel(kind=kind, layer=layer, head=head)
-                values = [float(row[name]) for name in ("score", "spread", "control", *STATISTICS)]
-                digits = [f"{value:.2f}" for value in values[:-1]] + [f"{values[-1]:.1f}"]
-                name = kind.removesuffix("_head").replace("_", " ")
-                table.add_row("" if rank else name, str(layer), str(head), *digits)
-        table.caption = (
-            f"score: {self.measure}, ± over prompts; shuffled: the same places when the tokens are shuffled; "
-            "entropy in nats; BOS, own: share on the first and the current token; back: mean distance, tokens"
+    def views(self) -> Iterator[View]:
+        """The best heads of each kind; scores and controls by layer and head; what attention is like."""
+        found, model = self.scores.transpose("kind", "layer", "head"), self.subject.name
+        best = {kind: self.best(kind) for kind in KINDS}
+        kinds = {
+            kind: {
+                **{name: found[name].sel(kind=kind) for name in SCORES},
+                "best": [{name: row[name] for name in ("layer", "head", *SCORES)} for row in rows],
+            }
+            for kind, rows in best.items()
+        }
+        statistics = {of: {"unit": found[of].attrs["units"], "by_head": found[of]} for of in STATISTICS}
+        names = {kind: kind.removesuffix("_head").replace("_", " ") for kind in KINDS}
+        yield Table.of(
+            [{"kind": "" if i else names[kind]} | row for kind in KINDS for i, row in enumerate(best[kind])],
+            ("kind", "kind"),
+            *((name, name, "d") for name in ("layer", "head")),
+            *((name, key, ".2f") for name, key in COLUMNS.items()),
+            ("back", "distance", ".1f"),
+            title=f"Heads of {model} on {self.told}",
+            caption=f"score: {self.measure}, ± over prompts; shuffled: the same places when the tokens are "
+            "shuffled; entropy in nats; BOS, own: share on the first and the current token; back: mean "
+            "distance, tokens",
+            json={**self.subject.about, "read": self.told, "kinds": kinds, "statistics": statistics},
         )
-        return [table]
+        scores, mixed = (
+            [self._scores(kind, best[kind][0], of) for kind in KINDS] for of in ("score", "control")
+        )
+        statistic = [self._statistic(found[name], *told) for name, told in STATISTICS.items()]
+        for title, source, by, panels in (
+            ("Heads by what they do", "scores", "kind", scores),
+            ("The same places when the tokens are shuffled", "control", "kind", mixed),
+            ("Where the heads look", "statistics", "statistic", statistic),
+        ):
+            labels = [LOOKS[kind][0] for kind in KINDS] if by == "kind" else [each.title for each in panels]
+            options = tuple(zip(labels, panels, strict=True))
+            yield Choice(title=title, sources=(source,), name=by, options=options)
+        what = f"What the heads of {model} do on {self.told}"
+        yield Figure(name="head_detection", title=what, panels=(*scores, *mixed), columns=len(KINDS))
+        where = f"Where the heads of {model} look: {self.told}"
+        yield Figure(name="head_statistics", title=where, panels=tuple(statistic), columns=2)
 
-    def draw(self, folder: Path) -> list[Path]:
-        """Scores and controls by layer and head; what each head's attention is like."""
-        from .figures_heads import scores_page, statistics_page
+    def _scores(self, kind: str, best: dict[str, Any], of: str) -> Heatmap:
+        """Scores of a kind by layer and head, or those on shuffled tokens (control); the best is framed."""
+        title, looks = LOOKS[kind]
+        titles = f"{title}, best: layer {best['layer']}, head {best['head']}", looks
+        shuffled_titles = "Tokens shuffled", "the same places, other tokens there"
+        row = self.scores["layer"].values.tolist().index(best["layer"])
+        return Heatmap.of(
+            self.scores[of].sel(kind=kind).transpose("layer", "head"),
+            *(titles if of == "score" else shuffled_titles),
+            value_name=self.measure,
+            low=min(0.0, *(float(self.scores[name].min()) for name in ("score", "control"))),
+            high=1.0,
+            numbers=".2f",
+            framed=((row, best["head"]) * 2,),
+            frame_name="best on what is not shuffled",
+        )
 
-        shown = {"model": self.subject.name, "told": self.told, "footer": self.footer}
-        return [
-            self.figure(
-                folder / "head_detection.png",
-                lambda: scores_page(self.scores, measure=self.measure, **shown),
-            ),
-            self.figure(folder / "head_statistics.png", lambda: statistics_page(self.scores, **shown)),
-        ]
-
-    def to_json(self) -> dict[str, Any]:
-        """Scores, control and spread [layer][head] per kind with the best heads; statistics [layer][head]."""
-        found = self.scores.transpose("kind", "layer", "head")
-        return {
-            **self.header(),
-            "model_id": self.subject.name,
-            "n_layers": self.subject.config.num_layers,
-            "n_heads": self.subject.config.axis_sizes["head"],
-            "read": self.told,
-            "kinds": {kind: self._kind_json(found.sel(kind=kind), kind) for kind in KINDS},
-            "statistics": {
-                name: {"unit": found[name].attrs["units"], "by_head": found[name].values.tolist()}
-                for name in STATISTICS
-            },
-        }
-
-    def _kind_json(self, found: xr.Dataset, kind: str) -> dict[str, Any]:
-        heads = [(layer, head, found.sel(layer=layer, head=head)) for layer, head in self.best(kind)]
-        names = ("score", "spread", "control")
-        return {
-            **{name: found[name].values.tolist() for name in names},
-            "best": [
-                {"layer": layer, "head": head, **{name: float(row[name]) for name in names}}
-                for layer, head, row in heads
-            ],
-        }
+    def _statistic(self, values: xr.DataArray, title: str, told: str) -> Heatmap:
+        digits = ".1f" if values.name == "distance" else ".2f"
+        high = 1.0 if str(values.name).endswith("share") else None
+        return Heatmap.of(values, title, told, low=0.0, high=high, numbers=digits)
 
 
 WORKFLOW = HeadDetection

@@ -10,25 +10,25 @@ the root mean square, norm / sqrt(entries), does not.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..pipeline import Estimate, SourceNode
 from ..store.errors import ConfigError
-from .answers import number, plain
+from .answers import number
 from .inspect_model import BLOCK, TensorFacts, tensor_facts
 from .settings import setting
 from .subject import Subject
+from .views import Data, Lines, Table, View, bold, together
 from .workflow import Workflow
 
 if TYPE_CHECKING:
     import xarray as xr
-    from rich.table import Table
 
     from ..stages.forward.files import ModelFiles
     from ..stages.forward.model import Model
@@ -150,7 +150,7 @@ class InspectWeights(Workflow):
         }
         return [fields.get(matrix, matrix) for matrix in self.matrices]
 
-    def norms(self, *, rms: bool = False) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def norms(self, *, rms: bool = False) -> npt.NDArray[np.float64]:
         """Frobenius norms [layer, matrix], over the root of the number of entries if `rms`; NaN where a layer
         has no such tensor, or one that is not finite."""
         found = np.full((len(self.layers), len(self.matrices)), np.nan)
@@ -159,49 +159,6 @@ class InspectWeights(Workflow):
                 scale = math.sqrt(fact.parameters) if rms else 1.0
                 found[self.layers.index(layer), self.matrices.index(matrix)] = fact.norm / scale
         return found
-
-    def tables(self) -> list[Table]:
-        """What layers consist of, their norms, and the tensors outside of layers."""
-        return [self._matrices_table(), self._norms_table(), self._outside_table()]
-
-    def draw(self, folder: Path) -> list[Path]:
-        """Norms by layer, matrices and vectors apart."""
-        from .figures_weights import norms_page
-
-        ranks = {matrix: len(fact.shape) for _, matrix, fact in self.facts}
-
-        def page() -> Any:
-            return norms_page(
-                self.layers,
-                self.norms(rms=self.settings.rms),
-                self.short,
-                [ranks[matrix] > 1 for matrix in self.matrices],
-                unit="root mean square" if self.settings.rms else "Frobenius norm",
-                model=self.subject.name,
-                footer=self.footer,
-            )
-
-        return [self.figure(folder / "inspect_weights.png", page)]
-
-    def to_json(self) -> dict[str, Any]:
-        """Sizes, every tensor by layer, those outside of layers, and the embedding by name."""
-        config = self.subject.config
-        by_layer: dict[int, list[dict[str, Any]]] = {}
-        for layer, _, fact in self.facts:
-            by_layer.setdefault(layer, []).append(_fact_json(fact))
-        return {
-            **self.header(),
-            "model_id": self.subject.name,
-            "model_type": config.model_type,
-            "n_layers": config.num_layers,
-            **{name: config.axis_sizes[axis] for name, axis in SIZES.items()},
-            "vocab_size": config.vocab_size,
-            "parameters": sum(fact.parameters for _, _, fact in self.facts),
-            "embedding": _fact_json(self.embedding),
-            "tied_embedding": config.tie_word_embeddings,
-            "outside_layers": by_layer.pop(OUTSIDE, []),
-            "layers": [{"layer": layer, "tensors": by_layer[layer]} for layer in self.layers],
-        }
 
     @property
     def embedding(self) -> TensorFacts:
@@ -215,75 +172,103 @@ class InspectWeights(Workflow):
             )
         return found
 
-    def _matrices_table(self) -> Table:
-        from rich.table import Table
+    def views(self) -> Iterator[View]:
+        """What layers consist of, their norms, and the tensors outside of layers."""
+        import xarray as xr
 
-        config, total = self.subject.config, sum(fact.parameters for _, _, fact in self.facts)
-        title = f"{self.subject.name}: {total:,} parameters, {config.num_layers} layers of"
-        table = Table(title=title, box=None, pad_edge=False)
-        for column in ("matrix", "shape", "dtype"):
-            table.add_column(column, no_wrap=True)
-        for column in ("smallest norm", "layer", "largest", "layer"):
-            table.add_column(column, justify="right")
+        config, facts, layers, name = self.subject.config, self.facts, self.layers, self.subject.name
+        by_layer: dict[int, list[dict[str, Any]]] = {OUTSIDE: []}
+        for layer, _, fact in facts:
+            by_layer.setdefault(layer, []).append(_fact_json(fact))
+        sizes = {name: config.axis_sizes[axis] for name, axis in SIZES.items()}
+        sizes["vocab_size"] = config.vocab_size
+        total = sum(fact.parameters for *_, fact in facts)
+        about = {"model_id": name, "model_type": config.model_type, "n_layers": config.num_layers, **sizes}
+        yield Data(
+            json={
+                **about,
+                "parameters": total,
+                "embedding": lambda: _fact_json(self.embedding),
+                "tied_embedding": config.tie_word_embeddings,
+                "outside_layers": by_layer[OUTSIDE],
+                "layers": [{"layer": layer, "tensors": by_layer[layer]} for layer in layers],
+            }
+        )
         norms = self.norms()
-        for place, matrix in enumerate(self.matrices):
-            mine = [fact for _, one, fact in self.facts if one == matrix]
-            shapes = list(dict.fromkeys(_shape(fact.shape) for fact in mine))
-            dtypes = list(dict.fromkeys(fact.dtype for fact in mine))
-            cells = [plain(matrix), " or ".join(shapes), " or ".join(dtypes)]
-            known = norms[:, place]
-            if np.isfinite(known).any():
-                low, high = int(np.nanargmin(known)), int(np.nanargmax(known))
-                cells += [text for i in (low, high) for text in (f"{known[i]:.3g}", str(self.layers[i]))]
-            table.add_row(*cells)
-        told = {**{name: config.axis_sizes[axis] for name, axis in SIZES.items()}, "vocab": config.vocab_size}
-        sizes = ", ".join(f"{name.removeprefix('num_')} {size}" for name, size in told.items())
-        table.caption = sizes.replace("_", " ")
-        return table
+        told = ", ".join(f"{size.removeprefix('num_')} {n}" for size, n in sizes.items())
+        yield Table.of(
+            [self._spread(matrix, norms[:, place]) for place, matrix in enumerate(self.matrices)],
+            ("matrix", "matrix"),
+            ("shape", "shape"),
+            ("dtype", "dtype"),
+            ("smallest norm", "low", ".3g"),
+            ("layer", "low_layer", "d"),
+            ("largest", "high", ".3g"),
+            ("layer", "high_layer", "d"),
+            title=f"{name}: {total:,} parameters, {config.num_layers} layers of",
+            caption=told.replace("_", " "),
+        )
+        broken = [fact.name for *_, fact in facts if fact.finite is False]
+        more = " …" if len(broken) > 3 else ""
+        yield Table.of(
+            [{"layer": layer, **dict(enumerate(row))} for layer, row in zip(layers, norms, strict=True)],
+            ("layer", "layer", lambda layer: bold(str(layer))),
+            *((short, partial(_cell, place), str) for place, short in enumerate(self.short)),
+            title="Frobenius norm by layer",
+            caption=f"not finite: {', '.join(broken[:3])}{more}" if broken else "",
+        )
+        unit = "root mean square" if self.settings.rms else "Frobenius norm"
+        drawn = xr.DataArray(
+            self.norms(rms=self.settings.rms).T,
+            {"matrix": self.short, "layer": layers},
+            ("matrix", "layer"),
+            attrs={"long_name": unit},
+        )
+        ranks = {matrix: len(fact.shape) for _, matrix, fact in facts}
+        is_matrix = np.array([ranks[matrix] > 1 for matrix in self.matrices], bool)
+        kinds = {"Matrices": drawn[is_matrix], "Vectors: norms and biases": drawn[~is_matrix]}
+        caption = f"{unit} of the weights as they are stored"
+        panels = [Lines.of(part, title, caption, low=0.0) for title, part in kinds.items() if part.size]
+        if panels:
+            told = caption if len(panels) == 1 else ""
+            yield from together("inspect_weights", f"The weights of {name}", *panels, caption=told)
+        yield Table.of(
+            by_layer[OUTSIDE],
+            ("tensor", "name"),
+            ("shape", lambda fact: _shape(fact["shape"])),
+            ("dtype", "dtype"),
+            *((each, partial(_cell, each), str) for each in ("norm", "mean", "std")),
+            title="Outside of layers",
+            caption="the embedding is the head as well" if config.tie_word_embeddings else "",
+        )
 
-    def _norms_table(self) -> Table:
-        from rich.table import Table
-
-        table = Table(title="Frobenius norm by layer", box=None, pad_edge=False)
-        table.add_column("layer", justify="right", style="bold")
-        for name in self.short:
-            table.add_column(plain(name), justify="right")
-        for layer, row in zip(self.layers, self.norms(), strict=True):
-            table.add_row(str(layer), *("–" if np.isnan(value) else f"{value:.3g}" for value in row))
-        broken = [fact.name for _, _, fact in self.facts if fact.finite is False]
-        if broken:
-            table.caption = f"not finite: {plain(', '.join(broken[:3]))}{' …' if len(broken) > 3 else ''}"
-        return table
-
-    def _outside_table(self) -> Table:
-        from rich.table import Table
-
-        table = Table(title="Outside of layers", box=None, pad_edge=False)
-        for column in ("tensor", "shape", "dtype"):
-            table.add_column(column, no_wrap=True)
-        for column in ("norm", "mean", "std"):
-            table.add_column(column, justify="right")
-        for _, _, fact in (one for one in self.facts if one[0] == OUTSIDE):
-            numbers = ["–" if value is None else f"{value:.3g}" for value in (fact.norm, fact.mean, fact.std)]
-            table.add_row(plain(fact.name), _shape(fact.shape), fact.dtype, *numbers)
-        tied = "the embedding is the head as well" if self.subject.config.tie_word_embeddings else ""
-        table.caption = tied
-        return table
+    def _spread(self, matrix: str, norms: npt.NDArray[Any]) -> dict[str, Any]:
+        """A kind of matrix: its shapes and dtypes, and in which layers its norm is smallest and largest."""
+        mine = [fact for _, one, fact in self.facts if one == matrix]
+        found: dict[str, Any] = {
+            "matrix": matrix,
+            "shape": " or ".join(dict.fromkeys(_shape(fact.shape) for fact in mine)),
+            "dtype": " or ".join(dict.fromkeys(fact.dtype for fact in mine)),
+            **dict.fromkeys(("low", "low_layer", "high", "high_layer")),
+        }
+        if np.isfinite(norms).any():
+            for key, place in (("low", np.nanargmin(norms)), ("high", np.nanargmax(norms))):
+                found |= {key: norms[place], f"{key}_layer": self.layers[place]}
+        return found
 
 
 def _shape(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "number"
 
 
+def _cell(name: Any, row: dict[Any, Any]) -> str:
+    value = row[name]
+    return "–" if value is None or np.isnan(value) else f"{value:.3g}"
+
+
 def _fact_json(fact: TensorFacts) -> dict[str, Any]:
-    return {
-        "name": fact.name,
-        "shape": list(fact.shape),
-        "dtype": fact.dtype,
-        "norm": fact.norm,
-        "mean": fact.mean,
-        "std": fact.std,
-    }
+    names = ("name", "shape", "dtype", "norm", "mean", "std")
+    return {name: getattr(fact, name) for name in names}
 
 
 WORKFLOW = InspectWeights

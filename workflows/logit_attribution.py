@@ -15,9 +15,9 @@ to cancel; direct shares say what reaches the readout, not what would change wit
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,79 +32,61 @@ from ..stages.lens import format_token
 from ..stages.logit_directions import MOST_LIKELY, NONE
 from ..stages.readout import readout_node
 from ..store.errors import ConfigError
-from .answers import plain
-from .settings import setting
-from .subject import Subject, shipped_facts
-from .workflow import Workflow
+from .settings import AnswerSettings, Natural, setting
+from .subject import answered
+from .views import Bars, Choice, Data, Figure, Heatmap, Line, Lines, Table, View
+from .workflow import ModelWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
-    from matplotlib.figure import Figure
-    from rich.table import Table
 
-    from ..stages.forward.model import Model
+    from ..pipeline.nodes import ResultNode
     from ..store import PackedTokens
-    from .report import Element
 
 __all__ = ["LogitAttribution", "Settings"]
 
 ROWS = 12
 """Prompts, and parts of a prompt, listed in the tables."""
+PARTS = (("attn", "attention"), ("mlp", "MLP"))
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(AnswerSettings):
     """What `--set` can change."""
 
-    model: str = setting("specimen", 'hub id, directory, or "specimen"')
-    prompts: tuple[str, ...] = setting((), "prompts to read; none: the facts shipped with mizarr")
-    answers: tuple[str, ...] = setting((), "what comes next, one per prompt or for all; none: the likeliest")
     against: tuple[str, ...] = setting((), "what to tell it from, likewise; none: the likeliest other token")
     difference: bool = setting(True, "attribute the difference of two logits; false: the answer's logit")
-    limit: int = setting(64, "how many of the shipped facts, from the first on; 0 takes all")
-    neurons: int = setting(10, "neurons kept per layer; 0: none, and their weights are not read")
+    limit: Natural = setting(64, "how many of the shipped facts, from the first on; 0 takes all")
+    neurons: Natural = setting(10, "neurons kept per layer; 0: none, and their weights are not read")
     figures: int = setting(1, "how many prompts get a figure of their own")
-    dtype: str = setting("float32", "what the model computes in")
 
     def __post_init__(self) -> None:
-        if self.neurons < 0 or self.limit < 0:
-            raise ConfigError(
-                f"expected neurons and limit to be 0 or more, found {self.neurons} and {self.limit}"
-            )
-        for name, words in (("answer", self.answers), ("word in against", self.against)):
-            if words and len(words) not in (1, len(self.prompts)):
-                raise ConfigError(
-                    f"expected one {name}, or one per prompt ({len(self.prompts)}), found {len(words)}"
-                )
+        super().__post_init__()
+        self.one_each("word in against", self.against)
         if self.against and not self.difference:
             raise ConfigError("expected difference=true with against, found false; leave one of them out")
 
 
-class LogitAttribution(Workflow):
+class LogitAttribution(ModelWorkflow):
     """The logits of answers, split."""
 
     name = "logit_attribution"
     question = "Which layers, heads and neurons make the model say it?"
     settings_type = Settings
+    settings: Settings
 
-    def __init__(self, settings: Settings, model: Model | None = None) -> None:
-        super().__init__(settings)
-        self.texts, self.words = settings.prompts, settings.answers
-        if not self.texts:
-            facts = shipped_facts()[: settings.limit or None]
-            self.texts, self.words = tuple(f["prompt"] for f in facts), tuple(f["target"] for f in facts)
-        elif len(self.words) == 1:
-            self.words *= len(self.texts)
-        self.others = settings.against * (len(self.texts) if len(settings.against) == 1 else 1)
-        self.subject = Subject(model or settings.model, settings.dtype)
+    def plan(self) -> Mapping[str, ResultNode]:
+        """The tokens told apart, and what layers, heads and neurons have in their logits."""
+        given, files, dtype = self.settings, self.subject.files, self.subject.dtype
+        self.texts, self.words = answered(given.prompts, given.answers, given.limit)
+        others = given.against * (len(self.texts) if len(given.against) == 1 else 1)
         tokens = self.subject.pack(self.texts)
         states = self.subject.capture(tokens, *self._hooks())
-        files, dtype = self.subject.files, self.subject.dtype
         readout = readout_node(files, dtype=dtype)
         pair = contrasted_tokens.on(
             final=states["resid_post"],
             targets=self._ids(tokens, self.words, MOST_LIKELY),
-            against=self._ids(tokens, self.others, MOST_LIKELY if settings.difference else NONE),
+            against=self._ids(tokens, others, MOST_LIKELY if given.difference else NONE),
             readout=readout,
         )
         told: dict[str, Any] = {
@@ -114,23 +96,21 @@ class LogitAttribution(Workflow):
             "readout": readout,
         }
         written = {name: states[name] for name in ("embed", "attn_out", "mlp_out")}
-        self.nodes = {"tokens": pair, "layers": component_attribution.on(**written, **told)}
-        weights = component_weights_node(files, "attention", dtype=dtype)
-        given = {"z": states["z"], "weights": weights, **told}
-        if self._has_post_norms:
-            self.nodes["heads"] = head_attribution.on(post_scale=states["ln1_post_scale"], **given)
-        else:
-            self.nodes["heads"] = head_attribution.on(**given)
-        if settings.neurons:
-            weights = component_weights_node(files, "mlp", dtype=dtype)
-            given = {"post_act": states["mlp_post_act"], "weights": weights, **told}
-            given["top_k"] = settings.neurons
+        nodes: dict[str, ResultNode] = {"tokens": pair, "layers": component_attribution.on(**written, **told)}
+
+        def units(stage: Any, which: Any, norm: str, **states_of: Any) -> ResultNode:
+            """The units of one kind of part; where what they write is normed once more, by its scale."""
             if self._has_post_norms:
-                scale = states["ln2_post_scale"]
-                self.nodes["neurons"] = neuron_attribution.on(post_scale=scale, **given)
-            else:
-                self.nodes["neurons"] = neuron_attribution.on(**given)
-        self.nodes["readout"] = readout
+                states_of["post_scale"] = states[f"{norm}_post_scale"]
+            weights = component_weights_node(files, which, dtype=dtype)
+            node: ResultNode = stage.on(weights=weights, **states_of, **told)
+            return node
+
+        nodes["heads"] = units(head_attribution, "attention", "ln1", z=states["z"])
+        if top_k := given.neurons:
+            read = {"post_act": states["mlp_post_act"], "top_k": top_k}
+            nodes["neurons"] = units(neuron_attribution, "mlp", "ln2", **read)
+        return nodes | {"readout": readout}
 
     @property
     def _has_post_norms(self) -> bool:
@@ -175,32 +155,12 @@ class LogitAttribution(Workflow):
         """Text of each token id."""
         return list(self.result("readout")["token"].values)
 
-    def contrast(self, i: int) -> str:
-        """What is attributed in prompt `i`, in words: the answer's token, and what it is told from."""
-        target, other = (int(self.shares[name][i]) for name in ("target_id", "other_id"))
-        token = self._token(target)
-        word = format_token(self.words[i]).strip() if self.words else token
-        told = repr(token) if word == token else f"{token!r} (of {word})"
-        return told if other == NONE else f"{told} rather than {self._token(other)!r}"
-
-    def _token(self, token: int) -> str:
-        return format_token(self.vocabulary[token]).strip()
-
-    def components(self, i: int) -> list[tuple[str, float]]:
-        """Label and share of every part of prompt `i`'s logit, in order of writing; "constant" comes last."""
-        row = self.shares.isel(prompt=i)
-        found = [
-            (f"{layer}_{name}_out", float(row[f"{name}_share"].sel(layer=layer)))
-            for layer in row["layer"].values.tolist()
-            for name in ("attn", "mlp")
-        ]
-        return [("embed", float(row["embed_share"])), *found, ("constant", float(row["constant"]))]
-
-    def top_heads(self, i: int) -> list[tuple[int, int, float]]:
-        """(layer, head, share) of prompt `i`'s heads, largest magnitude first."""
-        table = self.shares["head_share"].isel(prompt=i).transpose("layer", "head").values
-        order = np.argsort(-np.abs(table), axis=None, kind="stable")
-        return [(*divmod(int(k), table.shape[1]), float(table.flat[k])) for k in order]
+    def contrast(self, told: dict[str, Any]) -> str:
+        """What is attributed, in words: the answer's token, and what it is told from."""
+        token, other = (_word(told.get(f"{which}_token", "")) for which in ("target", "other"))
+        word = _word(told["answer"]) if self.words else token
+        said = repr(token) if word == token else f"{token!r} (of {word})"
+        return f"{said} rather than {other!r}" if "other_id" in told else said
 
     def top_neurons(self, i: int) -> list[tuple[int, int, float]]:
         """(layer, neuron, share) of the neurons kept of prompt `i`, largest magnitude first."""
@@ -211,144 +171,186 @@ class LogitAttribution(Workflow):
         order = np.argsort(-np.abs(shares), axis=None, kind="stable")
         return [(int(k) // shares.shape[1], int(ids.flat[k]), float(shares.flat[k])) for k in order]
 
-    def tables(self) -> list[Table]:
-        """The prompts with what is attributed, and the parts of the first one that count most."""
-        return [self._prompts_table(), self._parts_table(0)]
+    def told(self, i: int) -> dict[str, Any]:
+        """Prompt `i`: tokens, their logits and every share; "attributed" is what the shares sum to.
 
-    def draw(self, folder: Path) -> list[Path]:
-        """A page for each of the first prompts, and one of the mean over all."""
-        from .figures_attribution import attribution_page
-
-        def page(i: int) -> Figure:
-            return attribution_page(
-                self.shares.isel(prompt=[i]),
-                self.top_neurons(i)[:ROWS],
-                title=f"What makes {self.subject.name} say {self.contrast(i)}",
-                told=f"after {format_token(self.texts[i])!r}",
-                footer=self.footer,
-            )
-
-        def mean() -> Figure:
-            n = len(self.texts)
-            what = "the answer rather than another word" if self.settings.difference else "the answer"
-            return attribution_page(
-                self.shares,
-                [],
-                title=f"What makes {self.subject.name} say {what}",
-                told=f"mean of {n} prompts; lines: the middle 80% of them",
-                footer=self.footer,
-            )
-
-        shown = range(min(self.settings.figures, len(self.texts)))
-        files = [self.figure(folder / f"logit_attribution_{i}.png", partial(page, i)) for i in shown]
-        if len(self.texts) > 1:
-            files.append(self.figure(folder / "logit_attribution_mean.png", mean))
-        return files
-
-    def elements(self) -> list[Element]:
-        """Shares by layer and by head, of the mean and of each of the first prompts; and the tables."""
-        from .report import Choice, Heatmap, Line, Lines
-
-        of_prompts = [(self.texts[i], self.shares.isel(prompt=i)) for i in range(min(ROWS, len(self.texts)))]
-        mean = self.shares[["head_share", "attn_share", "mlp_share"]].mean("prompt")
-        parts = [("mean of all", mean), *of_prompts] if len(self.texts) > 1 else of_prompts
-
-        def heads(part: xr.Dataset) -> Element:
-            shares = part["head_share"].transpose("layer", "head")
-            return Heatmap.of(shares, value_name="share of the head", unit="logits", diverging=True)
-
-        def layers(part: xr.Dataset) -> Element:
-            curves = (Line("attention", part["attn_share"].values), Line("MLP", part["mlp_share"].values))
-            x = tuple(part["layer"].values.tolist())
-            return Lines(x=x, x_name="layer", y_name="share", unit="logits", lines=curves)
-
-        views: list[Element] = [
-            Choice(
-                title=title,
-                sources=(source,),
-                name="prompt",
-                options=tuple((text, view(part)) for text, part in parts),
-            )
-            for title, source, view in (
-                ("What each head adds to the answer", "heads", heads),
-                ("What each layer adds to the answer", "layers", layers),
-            )
-        ]
-        return [*views, *super().elements()]
-
-    def to_json(self) -> dict[str, Any]:
-        """Per prompt the tokens, their logits and every share; "attributed" is what the shares sum to."""
-        cap = self.subject.config.final_logit_softcapping
-        found = {**self.header(), "soft_cap": cap, "before_soft_cap": True}
-        return {**found, "results": [self._prompt_json(i) for i in range(len(self.texts))]}
-
-    def _prompt_json(self, i: int) -> dict[str, Any]:
+        Components come in order of writing, the constant part of the readout last.
+        """
         row = self.shares.isel(prompt=i)
+        words = ("target",) if int(row["other_id"]) == NONE else ("target", "other")
+        written = [
+            (f"{int(part['layer'])}_{name}_out", part[f"{name}_share"])
+            for part in (row.sel(layer=layer) for layer in row["layer"])
+            for name in ("attn", "mlp")
+        ]
+        parts = [("embed", row["embed_share"]), *written, ("constant", row["constant"])]
         found: dict[str, Any] = {
             "model_id": self.subject.name,
             "prompt": self.texts[i],
             "answer": self.words[i] if self.words else None,
-            **self._token_json(row, "target"),
-            **(self._token_json(row, "other") if int(row["other_id"]) != NONE else {}),
+            **{f"{word}_logit": float(row[f"{word}_logit"]) for word in words},
+            **{f"{word}_id": int(row[f"{word}_id"]) for word in words},
+            **{f"{word}_token": self.vocabulary[int(row[f"{word}_id"])] for word in words},
             "attributed": float(row["total"]),
-            "components": [{"component": name, "share": share} for name, share in self.components(i)],
-            "heads": row["head_share"].transpose("layer", "head").values.tolist(),
-            "attn_bias": row["attn_bias_share"].values.tolist(),
+            "components": [{"component": name, "share": float(share)} for name, share in parts],
+            "heads": row["head_share"].transpose("layer", "head"),
+            "attn_bias": row["attn_bias_share"],
         }
         if self.settings.neurons:
             top = [{"layer": a, "neuron": b, "share": share} for a, b, share in self.top_neurons(i)]
-            found |= {"neurons": top, "mlp_bias": row["mlp_bias_share"].values.tolist()}
+            found |= {"neurons": top, "mlp_bias": row["mlp_bias_share"]}
         return found
 
-    def _token_json(self, row: xr.Dataset, which: str) -> dict[str, Any]:
-        token = int(row[f"{which}_id"])
-        logit = float(row[f"{which}_logit"])
-        return {f"{which}_id": token, f"{which}_token": self.vocabulary[token], f"{which}_logit": logit}
+    def views(self) -> Iterator[View]:
+        """Shares by layer and by head, of the mean and of each of the first prompts; and the tables."""
+        count, name, shares = len(self.texts), self.subject.name, self.shares
+        cap = self.subject.config.final_logit_softcapping
+        results = {"results": lambda: [self.told(i) for i in range(count)]}
+        yield Data(json={"soft_cap": cap, "before_soft_cap": True, **results})
+        parts = [(text, shares.isel(prompt=[i])) for i, text in enumerate(self.texts[:ROWS])]
+        parts = [("mean of all", shares), *parts] if count > 1 else parts
+        for what, make in (("head", _heads), ("layer", _curves)):
+            yield Choice(
+                title=f"What each {what} adds to the answer",
+                sources=(f"{what}s",),
+                name="prompt",
+                options=tuple((text, make(part)) for text, part in parts),
+            )
+        yield self._prompts_table([self.told(i) for i in range(min(ROWS, count))])
+        yield self._parts_table(self.told(0))
+        for i in range(min(self.settings.figures, count)):
+            part = shares.isel(prompt=[i])
+            neurons = self.top_neurons(i)[:ROWS]
+            yield Figure(
+                name=f"logit_attribution_{i}",
+                title=f"What makes {name} say {self.contrast(self.told(i))}",
+                caption=f"after {self.texts[i]!r}",
+                panels=(_bars(part), _heads(part, "By head"), *([_neurons(neurons)] if neurons else [])),
+            )
+        if count > 1:
+            what = "the answer rather than another word" if self.settings.difference else "the answer"
+            yield Figure(
+                name="logit_attribution_mean",
+                title=f"What makes {name} say {what}",
+                caption=f"mean of {count} prompts; lines: the middle 80% of them",
+                panels=(_bars(shares), _heads(shares, "By head")),
+            )
 
-    def _prompts_table(self) -> Table:
-        from rich.table import Table
-
-        n = len(self.texts)
-        what = "difference" if self.settings.difference else "logit"
-        table = Table(title=f"Logits of {self.subject.name}, attributed", box=None, pad_edge=False)
-        table.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=24)
-        table.add_column("answer", no_wrap=True, overflow="ellipsis", max_width=10)
-        table.add_column("told from", no_wrap=True, min_width=9, overflow="ellipsis", max_width=10)
-        for column in (what, "embed", "attention", "MLPs"):
-            table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
-        for i in range(min(ROWS, n)):
-            row = self.shares.isel(prompt=i)
-            other = int(row["other_id"])
-            words = [self._token(int(row["target_id"])), "" if other == NONE else self._token(other)]
-            sums = [row["embed_share"], row["attn_share"].sum("layer"), row["mlp_share"].sum("layer")]
-            numbers = [f"{float(value):+.2f}" for value in (row["total"], *sums)]
-            table.add_row(plain(self.texts[i]), *map(plain, words), *numbers)
-        more = f"and {n - ROWS} more, all in the JSON; " if n > ROWS else ""
+    def _prompts_table(self, told: list[dict[str, Any]]) -> Table:
+        """What is attributed in each of the first prompts, and how it splits."""
+        what, more = "difference" if self.settings.difference else "logit", len(self.texts) - len(told)
         capped = ", before the soft cap" if self.subject.config.final_logit_softcapping else ""
-        table.caption = f"{more}shares in logits{capped}; with the readout's biases they sum to the {what}"
-        return table
 
-    def _parts_table(self, i: int) -> Table:
-        from rich.table import Table
+        def part(ending: str, one: dict[str, Any]) -> float:
+            found = one["components"]
+            return sum((each["share"] for each in found if each["component"].endswith(ending)), 0.0)
 
-        title = f"What counts most for {plain(self.contrast(i))} after {plain(self.texts[i])!r}"
-        table = Table(title=title, box=None, pad_edge=False)
-        layers = sorted(self.components(i), key=lambda part: -abs(part[1]))
-        heads = [(f"L{layer}H{head}", share) for layer, head, share in self.top_heads(i)]
-        neurons = [(f"L{layer}N{neuron}", share) for layer, neuron, share in self.top_neurons(i)]
-        columns = [("part", layers), ("head", heads), *([("neuron", neurons)] if neurons else [])]
-        for name, _ in columns:
-            table.add_column(name, no_wrap=True, min_width=12)
-            table.add_column("share", justify="right", no_wrap=True)
-        for k in range(min(ROWS, len(layers))):
-            cells = [found[k] if k < len(found) else None for _, found in columns]
-            table.add_row(*(text for cell in cells for text in _told(cell)))
-        table.caption = f"in logits, largest magnitude first, of {float(self.shares['total'][i]):+.2f} in all"
-        return table
+        return Table.of(
+            told,
+            ("prompt", lambda one: format_token(one["prompt"])),
+            ("answer", lambda one: _word(one["target_token"])),
+            ("told from", lambda one: _word(one.get("other_token", ""))),
+            (what, "attributed", "+.2f"),
+            *(
+                (column, partial(part, ending), "+.2f")
+                for column, ending in (("embed", "embed"), ("attention", "attn_out"), ("MLPs", "mlp_out"))
+            ),
+            title=f"Logits of {self.subject.name}, attributed",
+            caption=f"{f'and {more} more, all in the JSON; ' if more else ''}shares in logits{capped}; "
+            f"with the readout's biases they sum to the {what}",
+        )
+
+    def _parts_table(self, told: dict[str, Any]) -> Table:
+        """What counts most in the first prompt: layers, heads and neurons, each by itself."""
+        parts = {
+            "part": [(one["component"], one["share"]) for one in told["components"]],
+            "head": [(f"L{a}H{b}", float(share)) for (a, b), share in np.ndenumerate(told["heads"])],
+            "neuron": [(f"L{one['layer']}N{one['neuron']}", one["share"]) for one in told.get("neurons", ())],
+        }
+        ranked = {name: sorted(found, key=lambda one: -abs(one[1])) for name, found in parts.items() if found}
+
+        def cell(found: list[tuple[str, float]], of: int, rank: int) -> Any:
+            return found[rank][of] if rank < len(found) else None
+
+        columns: list[tuple[Any, ...]] = []
+        for name, found in ranked.items():
+            columns += [(name, partial(cell, found, 0)), ("share", partial(cell, found, 1), "+.3f")]
+        return Table.of(
+            range(min(ROWS, len(parts["part"]))),
+            *columns,
+            title=f"What counts most for {self.contrast(told)} after {format_token(self.texts[0])!r}",
+            caption=f"in logits, largest magnitude first, of {told['attributed']:+.2f} in all",
+        )
 
 
-def _told(part: tuple[str, float] | None) -> tuple[str, str]:
-    return ("", "") if part is None else (part[0], f"{part[1]:+.3f}")
+def _word(token: str) -> str:
+    return format_token(token).strip()
+
+
+def _curves(part: xr.Dataset) -> Lines:
+    """Shares of attention and MLPs by layer, mean of some prompts."""
+    lines = (Line(name, part[f"{key}_share"].mean("prompt").values) for key, name in PARTS)
+    layers = tuple(part["layer"].values.tolist())
+    return Lines(x=layers, x_name="layer", y_name="share", unit="logits", lines=tuple(lines))
+
+
+def _heads(part: xr.Dataset, title: str = "") -> Heatmap:
+    """Shares of heads, mean of some prompts; the largest is framed."""
+    mean = part["head_share"].mean("prompt").transpose("layer", "head")
+    layer, head = map(int, np.unravel_index(int(np.abs(mean.values).argmax()), mean.shape))
+    return Heatmap.of(
+        mean,
+        title,
+        f"framed, most: layer {layer}, head {head}, {float(mean[layer, head]):+.2f}",
+        value_name="share of the head",
+        unit="logits",
+        diverging=True,
+        framed=((layer, head) * 2,),
+        frame_name="counts most",
+    )
+
+
+def _bars(part: xr.Dataset) -> Bars:
+    """The embedding below, layers above it, the whole on top; of several prompts, the middle 80 % too."""
+    layers = part["layer"].values.tolist()
+    after = {"biases": part["constant"].values} if np.abs(part["constant"]).max() > 0 else {}
+    after["sum"] = part["total"].values
+    none = np.full((1, part.sizes["prompt"]), np.nan)
+    written = [(name, part[f"{key}_share"].transpose("layer", "prompt")) for key, name in PARTS]
+    series = [(name, np.concatenate([none, values, *[none] * len(after)])) for name, values in written]
+    rest = np.stack([part["embed_share"].values, *[none[0]] * len(layers), *after.values()])
+
+    def bar(name: str, values: Any) -> Line:
+        band = np.quantile(values, [0.1, 0.9], axis=1) if values.shape[1] > 1 else None
+        return Line(name, values.mean(axis=1), band=band, control=values is rest)
+
+    return Bars(
+        title="By layer",
+        x=("embedding", *map(str, layers), *after),
+        lines=tuple(bar(name, values) for name, values in (*series, ("", rest))),
+        x_name="layer",
+        y_name="share",
+        unit="logits",
+        across=True,
+    )
+
+
+def _neurons(neurons: list[tuple[int, int, float]]) -> Bars:
+    """The largest neurons, largest on top."""
+    shares = np.array([share for *_, share in neurons[::-1]])
+    return Bars(
+        title="By neuron",
+        caption=f"the {len(neurons)} largest",
+        x=tuple(f"layer {layer}, {neuron}" for layer, neuron, _ in neurons[::-1]),
+        lines=(
+            Line("against", np.where(shares < 0, shares, np.nan)),
+            Line("for", np.where(shares < 0, np.nan, shares)),
+        ),
+        x_name="",
+        y_name="share",
+        unit="logits",
+        across=True,
+    )
 
 
 WORKFLOW = LogitAttribution

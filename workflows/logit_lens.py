@@ -18,9 +18,8 @@ import numpy as np
 
 from ..stages.lens import first_appearance, format_probability, format_token, logit_lens, next_tokens
 from ..stages.readout import readout_node
-from ..store.errors import ConfigError
-from .settings import Count, ModelSettings, setting
-from .subject import shipped_facts
+from .settings import AnswerSettings, Count, setting
+from .subject import answered
 from .views import Choice, Data, Figure, Lens, Line, Lines, Table, View, dim
 from .workflow import ModelWorkflow, loaded
 
@@ -41,20 +40,12 @@ LINES = 60
 
 
 @dataclass(frozen=True)
-class Settings(ModelSettings):
+class Settings(AnswerSettings):
     """What `--set` can change."""
 
-    prompts: tuple[str, ...] = setting((), "prompts to read; none: the facts shipped with mizarr")
-    answers: tuple[str, ...] = setting((), "what comes next, one per prompt or one for all; may be empty")
     top_k: Count = setting(10, "most likely tokens kept per layer and position")
     soft_cap: bool = setting(True, "apply the model's final soft cap, if it has one")
     heatmaps: int = setting(2, "how many prompts get a figure of their own")
-
-    def __post_init__(self) -> None:
-        if self.answers and len(self.answers) not in (1, len(self.prompts)):
-            raise ConfigError(
-                f"expected one answer, or one per prompt ({len(self.prompts)}), found {len(self.answers)}"
-            )
 
 
 class LogitLens(ModelWorkflow):
@@ -71,12 +62,7 @@ class LogitLens(ModelWorkflow):
     def plan(self) -> Mapping[str, ResultNode]:
         """The residual stream after every layer, and what the model's readout makes of it."""
         given = self.settings
-        self.texts, self.words = given.prompts, given.answers
-        if not self.texts:
-            facts = shipped_facts()
-            self.texts, self.words = tuple(f["prompt"] for f in facts), tuple(f["target"] for f in facts)
-        elif len(self.words) == 1:
-            self.words *= len(self.texts)
+        self.texts, self.words = answered(given.prompts, given.answers)
         tokens = self.subject.pack(self.texts)
         states = self.subject.capture(tokens, "blocks.*.hook_resid_post")["resid_post"]
         readout = readout_node(self.subject.files, dtype=self.subject.dtype)

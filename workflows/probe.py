@@ -12,55 +12,62 @@ That a probe reads something off a state does not say that the model does.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from ..stages.forward.prompts import check_prompts
-from ..stages.probe import FEWEST, KINDS, PENALTIES, probe
+from ..stages.probe import FEWEST, PENALTIES, probe
 from ..store.errors import ConfigError, PromptError, nearest
-from .answers import number, plain
 from .probe_targets import TARGETS, Target, read_labels, thinned, wrapped_prose, wrapped_targets
-from .settings import setting
-from .subject import Subject, read_texts
-from .workflow import Workflow
+from .settings import ModelSettings, Natural, setting
+from .subject import read_texts
+from .views import Data, Line, Lines, Table, View, together
+from .workflow import ModelWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
-    from rich.table import Table
 
-    from ..stages.forward.model import Model
+    from ..pipeline.nodes import ResultNode
     from ..store import PackedTokens
 
 __all__ = ["Probe", "Settings"]
 
-POINTS = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
+TOLD = {
+    "character_count": "characters since the line began",
+    "line_break": "whether the line breaks next",
+}
+"""Targets in words."""
+LOWEST = -0.5
+"""Where a drawing of R² ends, so that one shuffled layer far below zero does not flatten the rest."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(ModelSettings):
     """What `--set` can change."""
 
-    model: str = setting("specimen", 'hub id, directory, or "specimen"')
     targets: tuple[str, ...] = setting(TARGETS, "what to read off states of wrapped prose")
     labels: str = setting("", "file of labelled texts, in place of targets of wrapped prose")
-    kind: str = setting("auto", 'what the labels of the file are: "label", "number", or "auto"')
+    kind: Literal["auto", "label", "number"] = setting("auto", "what the labels of the file are")
     text: str = setting("", "a text file, or a folder of *.txt, to wrap; none: the prose shipped with mizarr")
     widths: tuple[int, ...] = setting((30, 40, 50, 60, 70, 80), "line widths to wrap at")
     context: int = setting(0, "tokens per prompt of wrapped prose; 0: the model's context, at most 256")
-    point: str = setting("resid_post", f"state that is probed: {', '.join(POINTS)}")
+    point: Literal["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"] = setting(
+        "resid_post", "state that is probed"
+    )
     layers: tuple[int, ...] = setting((), "layers to probe; none means all")
-    examples: int = setting(6000, "tokens used per target, at most; 0 uses all, in memory a layer at a time")
+    examples: Natural = setting(
+        6000, "tokens used per target, at most; 0 uses all, in memory a layer at a time"
+    )
     balance: bool = setting(True, "take as many examples of each label")
     test_share: float = setting(0.25, "share of the prompts that is tested, never fitted")
     penalties: tuple[float, ...] = setting(
         PENALTIES, "of squared weights; chosen on a part of the train prompts"
     )
     seed: int = setting(0, "of examples, splits, the shuffled control and the bootstrap")
-    dtype: str = setting("float32", "what the model computes in")
 
     def __post_init__(self) -> None:
         for name in self.targets:
@@ -70,28 +77,23 @@ class Settings:
                 raise ConfigError(f"expected targets among {', '.join(TARGETS)}, found {name!r}{hint}")
         if not self.targets and not self.labels:
             raise ConfigError(f"expected targets ({', '.join(TARGETS)}) or labels=FILE, found neither")
-        if self.kind not in ("auto", *KINDS):
-            raise ConfigError(f"expected kind 'auto', 'label' or 'number', found {self.kind!r}")
-        if self.point not in POINTS:
-            raise ConfigError(f"expected point among {', '.join(POINTS)}, found {self.point!r}")
         if not self.widths or min(self.widths) < 2:
             raise ConfigError(f"expected line widths of at least 2 characters, found {list(self.widths)}")
-        if self.examples < 0:
-            raise ConfigError(f"expected examples to be 0 or more, found {self.examples}")
 
 
-class Probe(Workflow):
+class Probe(ModelWorkflow):
     """Linear probes of every layer for one or several targets."""
 
     name = "probe"
     question = "In which layer can it be read off the state?"
     settings_type = Settings
+    settings: Settings
 
-    def __init__(self, settings: Settings, model: Model | None = None) -> None:
+    def plan(self) -> Mapping[str, ResultNode]:
+        """A probe per target, on the states of all layers."""
         import xarray as xr
 
-        super().__init__(settings)
-        self.subject = Subject(model or settings.model, settings.dtype)
+        settings = self.settings
         tokens, targets = self._targets()
         kept, seed = settings.examples, settings.seed
         self.targets = [thinned(one, examples=kept, balance=settings.balance, seed=seed) for one in targets]
@@ -107,7 +109,7 @@ class Probe(Workflow):
         captured = self.subject.capture(
             tokens, *(f"blocks.{layer}.hook_{settings.point}" for layer in layers)
         )
-        self.nodes = {
+        return {
             target.name: probe.on(
                 states=captured[settings.point],
                 target=xr.DataArray(target.values, dims="token", name="target"),
@@ -140,87 +142,96 @@ class Probe(Workflow):
         score = self.found[name]["score"].sel(targets="true")
         return int(score["layer"][int(score.fillna(-np.inf).argmax("layer"))])
 
-    def tables(self) -> list[Table]:
-        """One per target: the score of every layer with its interval, and the control."""
-        return [self._table(target) for target in self.targets]
+    def views(self) -> Iterator[View]:
+        """Of each target the scores by layer with their intervals, and the control."""
+        model, point = self.subject.name, self.settings.point
+        told = [self._told(target) for target in self.targets]
+        yield Data(json={"model_id": model, "point": point, "results": told})
+        curves = [_curves(one, self.found[one["target"]]) for one in told]
+        alone = len(told) == 1  # then the figure's title is the panel's
+        what = f"{_named(told[0])}, read" if alone else "What can be read"
+        title = f"{what} off {point} of {model}, layer by layer"
+        yield from together("probe", title, *curves, caption=curves[0].caption if alone else "")
+        for one in told:
+            yield _table(one, f"{_named(one)}, read off {point} of {model}")
 
-    def draw(self, folder: Path) -> list[Path]:
-        """Scores by layer, a panel per target."""
-        from .figures_probe import probe_page
-
-        def page() -> Any:
-            panels = [(_told(target.name), target.kind, self.found[target.name]) for target in self.targets]
-            return probe_page(panels, point=self.settings.point, model=self.subject.name, footer=self.footer)
-
-        return [self.figure(folder / "probe.png", page)]
-
-    def to_json(self) -> dict[str, Any]:
-        """Per target the scores by layer with intervals, controls and penalties."""
-        return {
-            **self.header(),
-            "model_id": self.subject.name,
-            "point": self.settings.point,
-            "results": [self._target_json(target) for target in self.targets],
-        }
-
-    def _target_json(self, target: Target) -> dict[str, Any]:
+    def _told(self, target: Target) -> dict[str, Any]:
         found = self.found[target.name]
+        names = ("score", "low", "high", "penalty")
         return {
             "target": target.name,
             "kind": target.kind,
             "measure": "accuracy" if target.classes else "R2",
-            "classes": list(target.classes),
+            "classes": target.classes,
             "n_train": int(found["n_train"]),
             "n_test": int(found["n_test"]),
-            "baseline": number(found["baseline"]),
+            "baseline": float(found["baseline"]),
             "best_layer": self.best(target.name),
             "layers": [
                 {"layer": layer}
                 | {
-                    which: {
-                        name: number(found[name].sel(layer=layer, targets=which))
-                        for name in ("score", "low", "high", "penalty")
-                    }
+                    which: {name: float(found[name].sel(layer=layer, targets=which)) for name in names}
                     for which in ("true", "shuffled")
                 }
                 for layer in found["layer"].values.tolist()
             ],
         }
 
-    def _table(self, target: Target) -> Table:
-        from rich.table import Table
 
-        found, best = self.found[target.name], self.best(target.name)
-        measure = "accuracy" if target.classes else "R²"
-        title = f"{plain(_told(target.name))}, read off {self.settings.point} of {self.subject.name}"
-        table = Table(title=title, box=None, pad_edge=False)
-        for column in ("layer", measure, "95% interval", "shuffled", "95% interval", "penalty"):
-            table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
-        for layer in found["layer"].values.tolist():
-            cells = [str(layer)]
-            for which in ("true", "shuffled"):
-                row = found.sel(layer=layer, targets=which)
-                cells += [
-                    f"{float(row['score']):.3f}",
-                    f"{float(row['low']):.3f} to {float(row['high']):.3f}",
-                ]
-            penalty = float(found["penalty"].sel(layer=layer, targets="true"))
-            table.add_row(*cells, f"{penalty:g}", style="bold" if layer == best else "")
-        guess = "always the commonest label" if target.classes else "always the mean"
-        table.caption = (
-            f"{int(found['n_train'])} tokens fitted, {int(found['n_test'])} of other prompts tested; "
-            f"{guess}: {float(found['baseline']):.3f}; interval: bootstrap over test prompts"
-        )
-        return table
+def _named(told: dict[str, Any]) -> str:
+    return str(TOLD.get(told["target"], told["target"]))
 
 
-def _told(name: str) -> str:
-    """A target in words."""
-    known = {
-        "character_count": "characters since the line began",
-        "line_break": "whether the line breaks next",
-    }
-    return known.get(name, name)
+def _guess(told: dict[str, Any]) -> str:
+    return f"always the {'commonest label' if told['kind'] == 'label' else 'mean'}"
+
+
+def _measure(told: dict[str, Any]) -> str:
+    return str(told["measure"]).replace("R2", "R²")
+
+
+def _curves(told: dict[str, Any], found: xr.Dataset) -> Lines:
+    """Scores by layer with true and shuffled targets, and what the best guess without a state scores."""
+    lines = []
+    for which in ("true", "shuffled"):
+        score, *band = (found[name].sel(targets=which).values for name in ("score", "low", "high"))
+        lines.append(Line(which, score, control=which == "shuffled", band=np.stack(band)))
+    lines.append(Line(_guess(told), np.full(found.sizes["layer"], told["baseline"]), control=True))
+    is_number = told["kind"] == "number"
+    return Lines(
+        title=_named(told),
+        caption="on prompts that were not fitted; bands: 95% over these prompts",
+        sources=(told["target"],),
+        x=tuple(found["layer"].values.tolist()),
+        x_name="layer",
+        y_name=_measure(told),
+        lines=tuple(lines),
+        low=0.0 if is_number else None,
+        high=1.0,
+        floor=LOWEST if is_number else None,
+    )
+
+
+def _table(told: dict[str, Any], title: str) -> Table:
+    """The score of every layer with its interval, and the control; the best layer in bold."""
+
+    def interval(row: dict[str, Any]) -> str:
+        return f"{row['low']:.3f} to {row['high']:.3f}"
+
+    return Table.of(
+        told["layers"],
+        ("layer", "layer", "d"),
+        (_measure(told), lambda row: row["true"]["score"], ".3f"),
+        ("95% interval", "true", interval),
+        ("shuffled", lambda row: row["shuffled"]["score"], ".3f"),
+        ("95% interval", "shuffled", interval),
+        ("penalty", lambda row: row["true"]["penalty"], "g"),
+        strong=lambda row: row["layer"] == told["best_layer"],
+        title=title,
+        caption=f"{told['n_train']} tokens fitted, {told['n_test']} of other prompts tested; "
+        f"{_guess(told)}: {told['baseline']:.3f}; interval: bootstrap over test prompts",
+        sources=(told["target"],),
+    )
 
 
 WORKFLOW = Probe

@@ -3,8 +3,8 @@
 Border: plain values; loads no model and knows no question.
 
 A workflow's settings are a frozen dataclass on one of the bases below. What a field may hold is its
-annotation: `Count` is an int of at least 1, `Literal["a", "b"]` one of these. What several fields have to do
-with each other, `__post_init__` checks.
+annotation: `Count` is an int of at least 1, `Natural` of at least 0, `Literal["a", "b"]` one of these. What
+several fields have to do with each other, `__post_init__` checks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ import msgspec
 from ..store.errors import ConfigError, nearest
 
 __all__ = [
+    "AnswerSettings",
     "Count",
     "EdgeSettings",
     "FactSettings",
     "InjectionSettings",
     "ModelSettings",
+    "Natural",
     "NotNegative",
+    "PairSettings",
     "Positive",
     "Share",
     "read_settings",
@@ -34,6 +37,7 @@ __all__ = [
 ]
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+Natural = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -84,6 +88,33 @@ class InjectionSettings:
         0.0, "units added and taken away; 0: the preset's, 10 in the published ones"
     )
     dtype: str = setting("float32", "what the model computes in")
+
+
+@dataclass(frozen=True)
+class AnswerSettings(ModelSettings):
+    """A question about prompts and what comes next in each (subject.answered)."""
+
+    prompts: tuple[str, ...] = setting((), "prompts to read; none: the facts shipped with mizarr")
+    answers: tuple[str, ...] = setting((), "what comes next, one per prompt or one for all; may be empty")
+
+    def __post_init__(self) -> None:
+        self.one_each("answer", self.answers)
+
+    def one_each(self, name: str, words: tuple[str, ...]) -> None:
+        """ConfigError unless there is one word, or one per prompt; none is fine too."""
+        if words and len(words) not in (1, len(self.prompts)):
+            raise ConfigError(
+                f"expected one {name}, or one per prompt ({len(self.prompts)}), found {len(words)}"
+            )
+
+
+@dataclass(frozen=True)
+class PairSettings(ModelSettings):
+    """A question about pairs of facts, patched block by block of layers (fact_pairs.py)."""
+
+    data: str = setting("", "JSON file of CounterFact records; none: pairs of shipped facts")
+    limit: Natural = setting(12, "how many pairs, from the first on; 0 takes all")
+    block_size: Natural = setting(0, "layers patched together; 0: 4, of small models a third of the layers")
 
 
 def read_settings(kind: type[Any], name: str, given: Mapping[str, Any]) -> Any:

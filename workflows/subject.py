@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..stages.forward.model import Model
     from ..stages.forward.tokens import Tokenizer
 
-__all__ = ["Subject", "read_texts", "shipped_facts", "shipped_prose"]
+__all__ = ["Subject", "answered", "read_texts", "shipped_facts", "shipped_prose"]
 
 SHIPPED = Path(__file__).parent.parent / "stages" / "forward" / "specimen"
 
@@ -131,6 +131,16 @@ def shipped_facts() -> list[dict[str, Any]]:
     """Prompts and targets the specimen was tried on: [{"prompt": …, "target": …}, …]."""
     facts: list[dict[str, Any]] = json.loads((SHIPPED / "facts.json").read_text("utf-8"))
     return facts
+
+
+def answered(
+    prompts: tuple[str, ...], answers: tuple[str, ...], limit: int = 0
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Prompts, and an answer for each or none at all; without prompts the first facts that ship (0: all)."""
+    if prompts:
+        return prompts, answers * (len(prompts) if len(answers) == 1 else 1)
+    facts = shipped_facts()[: limit or None]
+    return tuple(fact["prompt"] for fact in facts), tuple(fact["target"] for fact in facts)
 
 
 def shipped_prose() -> str:

@@ -195,8 +195,8 @@ def test_published_records_are_read_and_labelled(tiny_model: Path):
     ("given", "match"),
     [
         ({"data": "nowhere.json"}, "found none"),
-        ({"limit": -1}, "limit=-1"),
-        ({"block_size": -1}, "block_size=-1"),
+        ({"limit": -1}, "limit to be int of at least 0, found -1"),
+        ({"block_size": -1}, "block_size to be int of at least 0, found -1"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(given, match, tiny_model: Path):

@@ -136,9 +136,9 @@ def test_tables_and_figures_show_the_heads_and_name_the_results(found, tmp_path,
         ({"prompts": [""]}, PromptError, "at least 2 tokens, found ''"),
         ({"length": 400}, PromptError, "length 400; make the block shorter"),
         ({"length": 40}, PromptError, "at most 64 positions"),
-        ({"length": 1}, ConfigError, "length to be at least 2, found 1"),
-        ({"repeats": 1}, ConfigError, "repeats to be at least 2"),
-        ({"error_measure": "add"}, ConfigError, "'mul' or 'abs', found 'add'"),
+        ({"length": 1}, ConfigError, "length to be int of at least 2, found 1"),
+        ({"repeats": 1}, ConfigError, "repeats to be int of at least 2"),
+        ({"error_measure": "add"}, ConfigError, "mul or abs, found 'add'"),
     ],
 )
 def test_wrong_input_gives_one_clear_line_before_anything_runs(tiny_model, given, error, message):

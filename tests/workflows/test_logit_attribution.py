@@ -157,7 +157,7 @@ def test_figures_name_the_results(done, tmp_path: Path):
     [
         ({"prompts": PROMPTS, "answers": ["a", "b", "c"]}, "one per prompt"),
         ({"prompts": PROMPTS, "against": ["a"], "difference": False}, "difference=true"),
-        ({"neurons": -1}, "0 or more"),
+        ({"neurons": -1}, "neurons to be int of at least 0, found -1"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(wrong, message):

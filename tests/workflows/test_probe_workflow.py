@@ -217,11 +217,11 @@ def test_a_file_of_another_form_is_one_clear_line(subject, labelled, entry, erro
         ({"targets": ["line_breaks"]}, ConfigError, "did you mean 'line_break'"),
         ({"targets": []}, ConfigError, "or labels=FILE, found neither"),
         ({"labels": "nowhere.json"}, ConfigError, "at 'nowhere.json'"),
-        ({"kind": "classes"}, ConfigError, "'auto', 'label' or 'number'"),
+        ({"kind": "classes"}, ConfigError, "auto, label or number"),
         ({"point": "resid"}, ConfigError, "found 'resid'"),
         ({"layers": [7]}, HookPointNotFound, "7"),
         ({"widths": [1]}, ConfigError, "at least 2 characters"),
-        ({"examples": -1}, ConfigError, "examples to be 0 or more"),
+        ({"examples": -1}, ConfigError, "examples to be int of at least 0"),
     ],
 )
 def test_wrong_input_gives_one_clear_line_before_anything_runs(tiny_model, prose, given, error, message):

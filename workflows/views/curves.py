@@ -42,7 +42,7 @@ class Lines(View):
 
     low, high: what the y axis has to reach at least.  at: a place of x that is marked.  log: a logarithmic y
     axis in figures.  filled: figures fill what is below each curve.  apart: figures give each curve a
-    baseline of its own, on a common scale.
+    baseline of its own, on a common scale.  floor: figures end there, however far below a curve falls.
     """
 
     kind: ClassVar[str] = "lines"
@@ -58,6 +58,7 @@ class Lines(View):
     log: bool = field(default=False, metadata={"page": False})
     filled: bool = field(default=False, metadata={"page": False})
     apart: bool = field(default=False, metadata={"page": False})
+    floor: float | None = field(default=None, metadata={"page": False})
 
     def __post_init__(self) -> None:
         for line in self.lines:
@@ -112,6 +113,7 @@ class Lines(View):
         """The curves, with a legend, or with their names at their ends where they are many."""
         named = [line for line in self.lines if not line.faint]
         own = [line for line in named if not line.control and not line.strong]
+        controls = [id(line) for line in named if line.control]
         words = bool(self.x) and isinstance(self.x[0], str)
         x = np.arange(len(self.x)) if words else np.asarray(self.x, float)
         shades = paper.shades(len(own), in_order=len(own) > len(paper.SHADES) or self.filled)
@@ -122,17 +124,18 @@ class Lines(View):
             values = line.values / scale - 2.2 * row if self.apart else line.values
             look: dict[str, Any] = {"color": colours.get(id(line), paper.ACCENT), "lw": 1.9, "zorder": 2}
             if line.control:
-                look |= {"color": paper.CONTROL, "lw": 1.4, "ls": "--", "zorder": 1}
+                first = id(line) == controls[0]  # others beside it are dotted
+                look |= {"color": paper.CONTROL, "lw": 1.4, "ls": "--" if first else ":", "zorder": 1}
             elif line.faint:
                 look |= {"color": "#7aa6c2", "lw": 0.9, "alpha": 0.75, "zorder": 1}
             elif line.strong:
                 look |= {"lw": 2.4, "zorder": 3}
-            if len(x) <= 24 and not line.faint and not self.apart:
+            if len(x) <= 24 and not line.faint and not self.apart and (look.get("ls") != ":" or len(x) == 1):
                 look |= {"marker": "o", "ms": 3.5}
             if line.dots is not None:
                 scattered = np.random.default_rng(0).uniform(-0.07, 0.07, line.dots.shape)
-                beside = 0.3 * (row - (len(self.lines) - 1) / 2)  # dots of one curve beside those of another
-                places = (x[:, None] + beside + scattered).ravel()
+                aside = 0.3 * (row - (len(self.lines) - 1) / 2)  # dots of one curve beside those of another
+                places = (x[:, None] + aside + scattered).ravel()
                 axes.plot(places, line.dots.ravel(), ".", color=look["color"], ms=4, alpha=0.45, mew=0)
             if line.band is not None:
                 axes.fill_between(x, *line.band, color=look["color"], alpha=0.22, lw=0)
@@ -144,17 +147,15 @@ class Lines(View):
         if self.apart:
             paper.baselines(axes, [line.name for line in self.lines])
         elif len(named) > 10:
-            ends = [(float(line.values[-1]), line.name, colours.get(id(line), paper.FAINT)) for line in named]
+            ends = [(_end(line.values), line.name, colours.get(id(line), paper.FAINT)) for line in named]
             paper.name_ends(axes, float(x[-1]), ends)
         else:
-            ends = [
-                (float(line.values[-1]), line.name, paper.FAINT)
-                for line in self.lines
-                if line.faint and line.name
-            ]
+            faint = [line for line in self.lines if line.faint and line.name]
+            ends = [(_end(line.values), line.name, paper.FAINT) for line in faint]
             paper.name_ends(axes, float(x[-1]), ends)
         if 1 < len(named) <= 10 and not self.apart:
-            axes.legend(frameon=False, fontsize=8, loc="best")
+            beside: Any = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+            axes.legend(frameon=False, fontsize=8, **(beside if len(named) > 6 else {"loc": "best"}))
 
     def _scales(self, axes: Any, x: Array, words: bool) -> None:
         """Ends, names and ticks of both axes."""
@@ -176,15 +177,18 @@ class Lines(View):
             low if self.low is None or bottom < self.low - room else self.low - room,
             top if self.high is None else max(top, self.high + room),
         )
+        if self.floor is not None:
+            axes.set_ylim(bottom=max(self.floor, axes.get_ylim()[0]))
         if low < 0 < axes.get_ylim()[1]:
             axes.axhline(0, color=paper.RULE, lw=0.8, zorder=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bars(View):
-    """Bars over labels, one series beside the other, or on top of it (`stacked`).
+    """Bars over labels, one series beside the other, or on top of it (`stacked`); NaN takes no room.
 
-    levels: heights that are marked, with their names.  log: a logarithmic y axis, which needs `low`.
+    across: they lie, the first label at the bottom.  levels: heights that are marked, with their names.  log:
+    a logarithmic y axis, which needs `low`.
     """
 
     kind: ClassVar[str] = "bars"
@@ -195,6 +199,7 @@ class Bars(View):
     y_name: str
     unit: str = ""
     stacked: bool = False
+    across: bool = False
     low: float | None = None
     high: float | None = None
     levels: tuple[tuple[float, str], ...] = ()
@@ -213,31 +218,51 @@ class Bars(View):
 
     def inches(self) -> tuple[float, float]:
         """As many bars as there are."""
+        if self.across:
+            return 4.8, min(14.0, 0.9 + 0.24 * len(self.x))
         return min(14.0, max(4.6, 1.6 + 0.34 * len(self.x))), 3.2
 
     def draw(self, axes: Any) -> None:
         """The bars, with a legend for several series."""
         x, below = np.arange(len(self.x)), np.zeros(len(self.x))
-        each = 0.8 if self.stacked else 0.8 / max(1, len(self.lines))
+        held = np.isfinite([line.values for line in self.lines])
+        each = np.full(len(x), 0.8) if self.stacked else 0.8 / np.maximum(1, held.sum(0))
         shades = paper.shades(len(self.lines), in_order=self.stacked)
+        draw, span, end = (
+            (axes.barh, axes.hlines, "left") if self.across else (axes.bar, axes.vlines, "bottom")
+        )
         for i, (line, shade) in enumerate(zip(self.lines, shades, strict=True)):
             colour = paper.CONTROL if line.control else paper.ACCENT if line.strong else shade
-            at = x if self.stacked else x + (i - (len(self.lines) - 1) / 2) * each
-            axes.bar(at, line.values, each * 0.94, bottom=below, color=colour, label=line.name)
+            place = x if self.stacked else x + (held[:i].sum(0) - (held.sum(0) - 1) / 2) * each
+            draw(place, line.values, each * 0.94, **{end: below}, color=colour, label=line.name)
             below = below + line.values if self.stacked else below
-        paper.name_axes(axes, self.x_name, self.y_name, self.unit)
+            if line.band is not None:
+                span(place, *line.band, color=paper.INK, lw=1)
+            if line.dots is not None:
+                apart = place[:, None] + np.linspace(-0.2, 0.2, line.dots.shape[1]) * each[:, None]
+                at = (line.dots, apart) if self.across else (apart, line.dots)
+                axes.plot(*map(np.ravel, at), ".", color=paper.INK, ms=3, alpha=0.6)
+        if self.across:
+            told = f"{self.y_name}, {self.unit}" if self.unit else self.y_name
+            axes.set(ylabel=self.x_name, xlabel=told)
+            axes.axvline(0, color=paper.SOFT, lw=0.8)
+            axes.tick_params(axis="y", length=0)
+            axes.spines["left"].set_visible(False)
+        else:
+            paper.name_axes(axes, self.x_name, self.y_name, self.unit)
         if self.log:
             paper.logarithmic(axes.yaxis)
-        paper.ticks(axes.xaxis, self.x)
+        paper.ticks(axes.yaxis if self.across else axes.xaxis, self.x)
         for height, name in self.levels:
             axes.axhline(height, color=paper.CONTROL, lw=1.0, ls="--")
             right = {"xycoords": axes.get_yaxis_transform(), "annotation_clip": False, "va": "center"}
             axes.annotate(f" {name}", (1.0, height), fontsize=7, color=paper.SOFT, **right)
-        axes.set_ylim(self.low, self.high)  # as high as the highest level, if nothing else is told
+        # As high as the highest level, if nothing else is told.
+        (axes.set_xlim if self.across else axes.set_ylim)(self.low, self.high)
         if len(self.lines) > 1:
-            beside = {"bbox_to_anchor": (1.0, 0.5), "loc": "center left"}
-            place = {"loc": "best"} if self.levels else beside
-            axes.legend(frameon=False, fontsize=8, reverse=self.stacked, **place)
+            beside: Any = {"bbox_to_anchor": (1.0, 0.5), "loc": "center left"}
+            where = {"loc": "best"} if self.levels or self.across else beside
+            axes.legend(frameon=False, fontsize=8, reverse=self.stacked or self.across, **where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,3 +302,9 @@ class Curve(View):
         found = axes.figure.colorbar(shades, ax=axes, fraction=0.035, pad=0.08, shrink=0.7)
         found.set_label(self.value_name)
         found.outline.set_visible(False)
+
+
+def _end(values: Array) -> float:
+    """The last of some values that is a number; NaN where none is."""
+    finite = values[np.isfinite(values)]
+    return float(finite[-1]) if finite.size else float("nan")

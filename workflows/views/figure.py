@@ -21,20 +21,22 @@ class Figure(View):
     """Views as panels of a PNG, in rows as they fit; the caption stands under the title. A panel alone takes
     both for its own.
 
-    name: of the file, without its ending.
+    name: of the file, without its ending.  columns: panels of a row at most; 0: as many as fit.
     """
 
     kind: ClassVar[str] = "figure"
     on_page: ClassVar[bool] = False
     name: str
     panels: tuple[View, ...]
+    columns: int = 0
 
     def compose(self, footer: str) -> Any:
         """The drawing; raises MissingExtra without matplotlib."""
         panels = [view.panel() for view in self.panels]
         if len(panels) == 1:
             return paper.compose([replace(panels[0], title=self.title, caption=self.caption)], foot=footer)
-        return paper.compose(panels, title=self.title, told=self.caption, foot=footer)
+        told: dict[str, Any] = {"title": self.title, "told": self.caption, "columns": self.columns}
+        return paper.compose(panels, foot=footer, **told)
 
     def body(self) -> str:
         """The picture."""

@@ -75,16 +75,19 @@ class Panel(Protocol):
     def draw(self, axes: Any) -> None: ...  # noqa: D102
 
 
-def compose(panels: Sequence[Panel], *, title: str = "", told: str = "", foot: str = "") -> Figure:
+def compose(
+    panels: Sequence[Panel], *, title: str = "", told: str = "", foot: str = "", columns: int = 0
+) -> Figure:
     """Panels side by side in rows, each as large as it wants to be; a title above, a footer below.
 
-    told: a line under the title.
+    told: a line under the title.  columns: panels of a row at most; 0: as many as fit.
     """
     with style():
         wanted = [panel.inches() for panel in panels]
         rows: list[list[int]] = [[]]
         for i, (width, _) in enumerate(wanted):
-            if rows[-1] and sum(wanted[j][0] for j in rows[-1]) + width > WIDEST:
+            held = rows[-1]
+            if held and (len(held) == columns or sum(wanted[j][0] for j in held) + width > WIDEST):
                 rows.append([])
             rows[-1].append(i)
         wide = min(WIDEST, max(5.5, *(sum(wanted[i][0] for i in row) for row in rows)))
@@ -257,14 +260,14 @@ def name_ends(axes: Any, x: float, ends: Sequence[tuple[float, str, Any]]) -> No
     """Names at the right end of lines, pushed apart so that none covers another."""
     low, high = axes.get_ylim()
     last = high
-    for y, text, colour in sorted(ends, key=lambda end: -end[0]):
+    for y, text, colour in sorted((end for end in ends if end[0] == end[0]), key=lambda end: -end[0]):
         last = min(y, last - 0.045 * (high - low))
         axes.annotate(f" {text}", (x, last), fontsize=7, va="center", annotation_clip=False, color=colour)
 
 
 def ticks(axis: Any, labels: Sequence[str]) -> None:
     """Labels at 0, 1, 2, …: all of them as long as there is room, words aslant below an x axis."""
-    words = [fit(label, 14) for label in labels]
+    words = [fit(label, 14 if axis.axis_name == "x" else 38) for label in labels]
     places = list(range(len(words)))
     if len(words) > 40 and all(word.isdigit() for word in words):
         step = next(step for step in (5, 10, 20, 50, 100, 200, 500, 1000) if len(words) <= 10 * step)

@@ -20,7 +20,7 @@ DRAW.lines = (host, data) => {
   const box = make("div", { class: "curves" });
   host.append(box);
   let cursor = null, place = { x: () => 0, y: () => 0 };
-  const own = curves.filter((curve) => !curve.control);
+  const own = curves.filter((curve) => !curve.control), controls = curves.filter((curve) => curve.control);
   const shades = scale(-own.length / 3, own.length - 1); // many curves come in an order, such as layers: one ramp
   const colour = (i) => {
     if (curves[i].control) return getComputedStyle(host).getPropertyValue("--faint");
@@ -63,7 +63,7 @@ DRAW.lines = (host, data) => {
         open = Number.isFinite(y);
       });
       svg.append(make("path", { d: path, fill: "none", stroke: colour(i), "stroke-width": curve.faint ? 1 : curve.control ? 1.5 : curve.strong ? 3 : 2.2,
-        "stroke-dasharray": curve.control ? "5 4" : null, "stroke-linejoin": "round" }));
+        "stroke-dasharray": !curve.control ? null : curve === controls[0] ? "5 4" : "1 4", "stroke-linejoin": "round" }));
       if (xs.length <= 24) xs.forEach((x, n) => Number.isFinite(curve.points.values[n]) &&
         svg.append(make("circle", { cx: place.x(x), cy: place.y(curve.points.values[n]), r: curve.control ? 2 : 3, fill: colour(i) })));
     });
