@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import numpy.typing as npt
 
 from ..stages.lens import format_token
@@ -17,7 +16,7 @@ from .figures import ACCENT, CONTROL, INK, _figure, _fit, _footer, _integers, _s
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["activity_page", "arms_page", "correction_page", "layers_page"]
+__all__ = ["arms_page", "correction_page", "layers_page"]
 
 BLUE = "#1d5b7f"
 Floats = npt.NDArray[Any]
@@ -59,39 +58,6 @@ def correction_page(
             f"A plan for {words[0]!r} corrected to {words[1]!r} in {model}",
             x=0.01, ha="left", fontsize=12, fontweight="bold",
         )  # fmt: skip
-        _footer(figure, footer)
-    return figure
-
-
-def activity_page(
-    features: Sequence[int],
-    values: Floats,
-    tokens: Sequence[str],
-    *,
-    place: str,
-    model: str,
-    footer: str,
-) -> Figure:
-    """Activations of some features by token, those that fire at the same tokens side by side.
-
-    values: [feature, position].
-    """
-    order = np.argsort(values.argmax(axis=1), kind="stable")
-    names = [_fit(format_token(token), 12) for token in tokens]
-    with _style():
-        figure = _figure(min(15.0, 3.0 + 0.36 * len(tokens)), min(14.0, 2.2 + 0.19 * len(features)))
-        axes = figure.add_subplot()
-        shown = np.where(values[order] > 0, values[order], np.nan)
-        image = axes.imshow(shown, cmap="YlGnBu", vmin=0, aspect="auto", interpolation="nearest")
-        axes.set_xticks(range(len(tokens)), names, rotation=55, ha="right")
-        axes.set_yticks(range(len(features)), [str(features[i]) for i in order], fontsize=7)
-        axes.tick_params(length=0)
-        axes.set_ylabel("feature")
-        axes.set_title(f"Features active at {place} of {model}", pad=22, fontsize=12)
-        _subtitle(axes, "all that are among the three strongest of some token, ordered by where they peak")
-        bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
-        bar.set_label("activation")
-        bar.outline.set_visible(False)
         _footer(figure, footer)
     return figure
 
