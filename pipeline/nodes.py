@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 
-from ..store.errors import StageError, nearest
+from ..store.errors import SourceChanged, StageError, nearest
 from ..store.keys import ResultKey
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ class Part:
 
     content: digest of everything `load` gives, labels included: two parts with one content are one part.
     load: the piece as a dataset, lazily labelled. nbytes: of its arrays. parents: R of the stored arrays it
-    is cut from, for lineage. content and nbytes may be functions, called when first asked for.
+    is cut from, for lineage. content and nbytes may be functions, called when first asked for. confirm:
+    raises SourceChanged when `load` gives something else than it did when it was digested.
     """
 
     def __init__(
@@ -79,9 +80,10 @@ class Part:
         load: Callable[[], xr.Dataset],
         nbytes: int | Callable[[], int] = 0,
         parents: Sequence[str] = (),
+        confirm: Callable[[], None] = lambda: None,
     ) -> None:
         self._content, self._nbytes = content, nbytes
-        self.load = load
+        self.load, self.confirm = load, confirm
         self.parents = tuple(parents)
 
     @cached_property
@@ -269,8 +271,15 @@ class ResultNode(Ports, ABC):
         return record
 
 
-def cut(content: str, load: Callable[[], xr.Dataset], variable: str | None, selection: Selection) -> Part:
-    """A piece of a dataset whose content is known.
+def cut(
+    content: str,
+    load: Callable[[], xr.Dataset],
+    variable: str | None,
+    selection: Selection,
+    *,
+    changes: bool = False,
+) -> Part:
+    """A piece of a dataset whose content is known; changes: somebody else may change what `load` reads.
 
     The whole is identified by its content; which variable is read, the key of the reader says. A real cut is
     identified by its own bytes, so that a result which grew by a layer leaves the pieces of its other layers
@@ -300,7 +309,21 @@ def cut(content: str, load: Callable[[], xr.Dataset], variable: str | None, sele
 
         return content_of(read())
 
-    return Part(own if selection else content, read, size, (content,))
+    def confirm() -> None:
+        found = own() if selection else content_of_whole()
+        if found != part.content:
+            raise SourceChanged(
+                f"expected an array as it was when it was given ({part.content[:19]}), found it changed "
+                f"({found[:19]}): what it reads lazily was written to; load it first, or start again"
+            )
+
+    def content_of_whole() -> str:
+        from ..store.content import content_of
+
+        return content_of(load())
+
+    part = Part(own if selection else content, read, size, (content,), confirm if changes else lambda: None)
+    return part
 
 
 def _index(held: list[int], layer: int) -> int:

@@ -72,8 +72,9 @@ class SourceNode(ResultNode):
 class ConstantNode(Ports):
     """A dataset in hand as an input: identified by its content, stored only when a cluster has to read it.
 
-    The dataset is copied, so that changing the original in place does not change what the digest stands for.
-    Raises ShapeError for dtypes and attributes that cannot be digested.
+    The dataset is copied, so that changing the original in place does not change what the digest stands for;
+    what it reads lazily is digested once more before anything made of it is published. Raises ShapeError for
+    dtypes and attributes that cannot be digested.
     """
 
     inputs: tuple[Node, ...] = ()
@@ -84,6 +85,7 @@ class ConstantNode(Ports):
         self.name = name
         self._dataset: xr.Dataset | None = dataset.copy(deep=True)
         self.content = content_of(dataset)
+        self._is_lazy = any(not variable._in_memory for variable in dataset.variables.values())
 
     def __repr__(self) -> str:
         return f"ConstantNode({self.name}, {self.content[:19]})"
@@ -93,7 +95,8 @@ class ConstantNode(Ports):
 
     def keep(self, store: Store) -> None:
         """Store it, so that workers of a cluster can read it: paths travel, arrays do not."""
-        store.put_result(self._key, self._held(store), provenance={})
+        whole = cut(self.content, lambda: self._held(store), None, {}, changes=self._is_lazy)
+        store.put_result(self._key, self._held(store), provenance={}, confirm=whole.confirm)
 
     def status(self, store: Store) -> Status:
         """Always there."""
@@ -112,7 +115,8 @@ class ConstantNode(Ports):
 
     def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
         """A piece of it."""
-        return cut(self.content, lambda: self._held(store), variable, selection)
+        held = self._held(store)
+        return cut(self.content, lambda: held, variable, selection, changes=self._is_lazy)
 
     def run(self, store: Store, context: Context) -> None:
         """Nothing to do."""

@@ -269,7 +269,13 @@ class StageNode(ResultNode):
             "bytes_written": int(given.nbytes),
             "parents": {name: list(part.parents) for name, part in parts.items()},
         }
-        store.put_result(key, given, provenance=note, confirm=lambda: self._require_unchanged(key))
+
+        def confirm() -> None:
+            self._require_unchanged(key)
+            for part in parts.values():
+                part.confirm()
+
+        store.put_result(key, given, provenance=note, confirm=confirm)
 
     def _require_unchanged(self, key: ResultKey) -> None:
         """SourceChanged unless the code is still, and here, what the key was made of."""

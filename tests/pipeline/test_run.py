@@ -11,14 +11,16 @@ import time
 from dataclasses import fields
 from pathlib import Path
 
+import dask.array as da
 import numpy as np
 import pytest
 import stages_for_tests as lib
 import xarray as xr
+from dask.delayed import delayed
 
 import mizarr
 from mizarr.pipeline import Stage, plan, run
-from mizarr.store.errors import PlanError, ReadOnlyStore, ShapeError, StageError
+from mizarr.store.errors import PlanError, ReadOnlyStore, ShapeError, SourceChanged, StageError
 
 
 def bumped(stage: Stage, version: int) -> Stage:
@@ -337,3 +339,18 @@ def test_a_long_chain_is_looked_at_once_per_node(store, monkeypatch):
     monkeypatch.setattr(type(store), "lookup", lambda self, key: looks.append(key) or lookup(self, key))
     assert plan(node, store).is_cached
     assert len(looks) <= 3 * 12
+
+
+def test_what_changes_between_its_digest_and_its_use_is_refused(store):
+    """A lazy array is read again when it is computed with: a file that was written meanwhile is another
+    one."""
+    held = np.arange(6.0).reshape(1, 2, 3)
+    blocks = da.from_delayed(delayed(held.copy)(), held.shape, held.dtype)
+    lazy = xr.DataArray(blocks, dims=("layer", "token", "hidden"), coords={"layer": [0]}, name="states")
+    node = lib.norm.on(states=lazy)
+    held[0, 0, 0] = 100.0
+    with pytest.raises(SourceChanged, match="expected an array as it was when it was given"):
+        run(node, store)
+    assert not list(store.records())
+    run(lib.norm.on(states=lazy), store)
+    assert float(lib.norm.on(states=lazy).open(store)["norm"].max()) > 99
