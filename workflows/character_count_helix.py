@@ -215,6 +215,7 @@ class CharacterCountHelix(ModelWorkflow):
             of["ringing"].reindex(offset=found["offset"]) for of in (found, self.control)
         ]
         both = xr.concat(parts, "counts").assign_coords(counts=["true", "shuffled"])
+        ringing_curves = both.assign_coords(counts=["true counts", "shuffled counts"])
         numbered = found.assign_coords(component=[f"PC{k + 1}" for k in range(found.sizes["component"])])
         curves = numbered["projection"][..., :4].transpose("layer", "component", "count")
         square: dict[str, Any] = {name: tuple(map(str, counts)) for name in ("rows", "columns")}
@@ -227,7 +228,10 @@ class CharacterCountHelix(ModelWorkflow):
                     "Mean cosine of two mean states by how far apart they are.",
                     ("geometry", "control"),
                     lambda layer: Lines.of(
-                        both.sel(layer=layer), x_name="characters apart", control="shuffled", **ends
+                        ringing_curves.sel(layer=layer),
+                        x_name="characters apart",
+                        control="shuffled counts",
+                        **ends,
                     ),
                 ),
                 (

@@ -79,6 +79,7 @@ OTHERS: dict[tuple[str, str], Any] = {
     ("generate", "top_k"): {"temperature": 1.0, "top_k": 3},
     ("generate", "top_p"): {"temperature": 1.0, "top_p": 0.5},
     ("generate", "stop"): ("x",),
+    ("generate", "cache"): True,
     ("generate", "zero"): ("blocks.0.hook_mlp_out",),
     ("activation_patching", "prompt"): PAIR_OF_PROMPTS,
     ("activation_patching", "kinds"): ("resid_post",),
