@@ -393,7 +393,9 @@ class Entry:
         most = int(np.diff(self.pair_bounds).max()) if pairs else self.segment_tokens
         exact = len(self.segments) > 1 and not pairs
         layout = ShardLayout.of(spec.dtype, spec.tail, most, spec.layers is not None, exact=exact)
-        return layout if self._fits_what_stands(spec, layout) else replace(layout, checked=False)
+        is_declared = self.folder.get(f"{self.path}/{spec.variable}/zarr.json") is not None
+        fits = is_declared or self._fits_what_stands(spec, layout)  # what is declared stays as it is
+        return layout if fits else replace(layout, checked=False)
 
     def _fits_what_stands(self, spec: ArraySpec, layout: ShardLayout) -> bool:
         """Whether committed shards of a variable, whose `zarr.json` was set aside, have these sizes, too.
