@@ -93,7 +93,8 @@ def capture(
         device=device,
         trust_layout=trust_layout,
     )
-    run(node, store, cluster=cluster, quiet=not progress)
+    with node.source.just_identified():
+        run(node, store, cluster=cluster, quiet=not progress)
     return node.open(store)
 
 
@@ -155,11 +156,11 @@ class CaptureNode(Ports):
     def status(self, store: Store) -> Status:
         """Cached when every capture is published; else what is missing. Raises SourceChanged when the model
         is no longer the one this node was made for."""
-        self.source.confirm()
         cells, found = len(self.cells), self._find(store)
+        missing = [cell for cell in self.cells if found is None or found.entry.record(*cell) is None]
+        self.source.expect(served=not missing)
         if found is None:
             return Status(False, "this run is not stored yet", cells)
-        missing = [cell for cell in self.cells if found.entry.record(*cell) is None]
         reason = f"{_name_cells(missing)} missing" if missing else ""
         return Status(not missing, reason, cells, cells - len(missing))
 
@@ -204,8 +205,9 @@ class CaptureNode(Ports):
 
     def run(self, store: Store, context: Context) -> None:
         """Compute and store what is missing, here or on the workers of a cluster."""
+        model: Model | None = None
         if context.cluster is None and self.status(store).cells_cached < len(self.cells):
-            self.source.load()  # a checkpoint that cannot be loaded must leave the store untouched
+            model = self.source.load()  # a checkpoint that cannot be loaded must leave the store untouched
         started = time.monotonic()
         # Making an entry waits for the disk many times: a new one is computed for meanwhile.
         with ThreadPoolExecutor(1) as aside:
@@ -213,28 +215,33 @@ class CaptureNode(Ports):
             planned = self._planned(store) if context.cluster is None else None
             total = 0
             if planned is not None:
+                held = model or self.source.load()
                 with suppress(_Outrun):
-                    total = self._harvest(planned, context, lambda: _expect_same(made.result(), planned))
+                    total = self._harvest(
+                        held, planned, context, lambda: _expect_same(made.result(), planned)
+                    )
             entry = made.result()
             missing = entry.missing(self.cells)
             if context.cluster is not None:
                 total = sum(len(entry.segments[n]) for n in missing)
                 context.map(harvest_segment, self._for_workers(), store, [{"segment": n} for n in missing])
             elif missing:
-                total += self._harvest(entry, context)
+                total += self._harvest(model or self.source.load(), entry, context)
             took = {"tokens": total, "seconds": round(time.monotonic() - started, 3)}
             noted = aside.submit(put_provenance, store.files, entry.path, self.provenance() | took)
             entry.publish(self.cells)
             noted.result()
 
-    def _harvest(self, entry: Entry, context: Context, stands: Callable[[], Any] = lambda: None) -> int:
+    def _harvest(
+        self, model: Model, entry: Entry, context: Context, stands: Callable[[], Any] = lambda: None
+    ) -> int:
         """Compute and commit what is missing, in this process; returns the tokens computed."""
         from .harvest import harvest
 
         total = sum(len(entry.segments[n]) for n in entry.missing(self.cells))
         task = context.progress.task(self.name, total=total, unit="tokens")
         return harvest(
-            self.source.load(),
+            model,
             entry,
             self.spec,
             batch_tokens=self.batch_tokens,

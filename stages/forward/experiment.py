@@ -152,11 +152,12 @@ class ExperimentNode(ResultNode):
     def status(self, store: Store) -> Status:
         """Cached, or why it will run and how much of it stands already. Raises SourceChanged when the model
         is no longer the one this node was made for."""
-        self.source.confirm()
         self.experiment.confirm()
         with one_look():
             key = self.key(store)
-            if store.lookup(key) is not None:
+            is_stored = store.lookup(key) is not None
+            self.source.expect(served=is_stored)
+            if is_stored:
                 return Status(True, cells_cached=1)
             cells, missing = len(self.cells()), self.missing(store)
             if not missing:

@@ -133,9 +133,9 @@ class GraphNode(ResultNode):
     def status(self, store: Store) -> Status:
         """Cached, or why it will run. Raises SourceChanged when model or dictionary are no longer those this
         node was made for."""
-        self.source.confirm()
         self.confirm()
         key = self.key(store)
+        self.source.expect(served=store.lookup(key) is not None)
         return Status(True, cells_cached=1) if store.lookup(key) else Status(False, why_not(store, key))
 
     def estimate(self, store: Store) -> Estimate:

@@ -17,6 +17,7 @@ import xarray as xr
 
 import mizarr
 from mizarr import HookSpec
+from mizarr.pipeline import run
 from mizarr.stages.component_weights import component_weights_node
 from mizarr.stages.forward.capture import CaptureNode
 from mizarr.stages.forward.files import resolve
@@ -278,7 +279,17 @@ def test_a_node_made_before_its_weights_were_edited_is_refused(folder, store):
     assert node.run_key
     _numpy(model)
     with pytest.raises(SourceChanged, match="changed in memory meanwhile; start again"):
-        node.status(store)
+        run(node, store)
+    assert not list(store.records())
+
+
+def test_what_is_stored_of_a_model_is_not_served_for_its_edited_weights(folder, store):
+    model = Model.from_pretrained(folder)
+    node = CaptureNode(model, PROMPTS, RESID)
+    run(node, store)
+    _data(model)
+    with pytest.raises(SourceChanged, match="changed in memory meanwhile; start again"):
+        run(node, store)
 
 
 def test_a_workflow_refuses_a_model_that_is_not_its_files(folder, store):
