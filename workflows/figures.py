@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .views import paper
 
 INK, FAINT, ACCENT, CONTROL = paper.INK, paper.FAINT, paper.ACCENT, paper.CONTROL
 _figure, _fit, _footer, _integers = paper.blank, paper.fit, paper.footer, paper.integers
 _style, _subtitle = paper.style, paper.subtitle
-
-
-def _frame(x: float, y: float) -> Any:
-    return paper.frame(x, y, x, y)

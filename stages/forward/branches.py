@@ -136,10 +136,6 @@ class Branch:
     def _wanted_of(self, positions: Positions) -> Positions:
         return positions if self.whole else np.intersect1d(positions, self.logits)
 
-    def changes_in(self, slot: int) -> list[Change]:
-        """Interventions made in a slot, inherited ones included: what it holds it computes itself."""
-        return [(point, change) for point, change in self.changes if slot_of(point, self.n_layers) == slot]
-
     def is_needed(self, slot: int, *, inside: bool) -> bool:
         """Whether it takes part in a slot: in what enters it, or in the layer itself."""
         return self.start <= slot and self.last >= (slot, inside)
