@@ -117,7 +117,83 @@ def test_tests_import_the_package_by_its_name(path):
     assert not bare, "write `from mizarr.store import …`: under its bare name the module is loaded twice"
 
 
-MODELS_INSIDE = ("checkpoint", "config", "networks", "transformer", "weights")
+def of_the_package(path: Path) -> set[str]:
+    """Modules of the package that a module imports anywhere, whoever sees it."""
+    names = {dotted(each) for each in MODULES}
+    found = set()
+    for name, _ in imports(path):
+        module = name if name in names else name.rpartition(".")[0]
+        if module in names:
+            found.add(module)
+    return found - {dotted(path)}
+
+
+ARROWS = {dotted(path): of_the_package(path) for path in MODULES if "workflows" not in path.parts}
+
+
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """What imports itself by way of others: strongly connected parts of more than one (Tarjan 1972)."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(node: str) -> None:
+        number[node] = low[node] = len(number)
+        stack.append(node)
+        for other in sorted(arrows.get(node, ())):
+            if other not in number:
+                visit(other)
+            if other in stack:
+                low[node] = min(low[node], low[other])
+        if low[node] == number[node]:
+            part = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(part) > 1:
+                found.append(sorted(part))
+
+    for node in sorted(arrows):
+        if node not in number:
+            visit(node)
+    return found
+
+
+def test_circles_are_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
+    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_no_files_import_in_circles():
+    assert circles(ARROWS) == [], "the lower one takes a value or a protocol, or both share a third file"
+
+
+INSIDE = sorted({path.parent for path in MODULES if path.parent != ROOT and "workflows" not in path.parts})
+
+
+@pytest.mark.parametrize("room", INSIDE, ids=relative)
+def test_arrows_inside_a_room_run_one_way(room):
+    """Between what lies in a folder, its files and folders: none reaches another that reaches it."""
+    inside = dotted(room / "__init__.py") + "."
+    arrows: dict[str, set[str]] = {}
+    for module, targets in ARROWS.items():
+        if module.startswith(inside):
+            here = module.removeprefix(inside).split(".")[0]
+            there = {t.removeprefix(inside).split(".")[0] for t in targets if t.startswith(inside)}
+            arrows.setdefault(here, set()).update(there - {here})
+    assert circles(arrows) == []
+
+
+@pytest.mark.parametrize("room", INSIDE, ids=relative)
+def test_a_room_is_no_drawer(room):
+    files = [path for path in room.glob("*.py") if path.name != "__init__.py"]
+    assert len(files) <= 16, "a folder that needs more is two ideas"
+
+
+MODELS_INSIDE = (
+    "architectures.checkpoint",
+    "architectures.transformer",
+    *(f"networks.{name}" for name in ("attention", "decoder", "norms", "rope", "table", "weights")),
+)
 """Modules of the forward room that know what a family's configuration, tensors and network look like."""
 
 
@@ -258,8 +334,8 @@ def test_start_up_stays_within_its_budget(code, seconds):
 
 
 def test_every_hook_point_and_model_family_is_in_the_readme():
-    from mizarr.stages.forward.families import FAMILIES
-    from mizarr.stages.forward.points import KINDS
+    from mizarr.stages.forward.architectures.families import FAMILIES
+    from mizarr.stages.forward.architectures.points import KINDS
 
     text = (ROOT / "README.md").read_text()
     wanted = [kind.path.replace("{}", "{i}") for kind in KINDS] + list(FAMILIES)
