@@ -10,11 +10,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help demo test lint format typecheck bench clean
+.PHONY: help demo check test lint format typecheck bench clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo       the main job on the built-in model, offline"
+	@echo "make check      lint, type check and the tests of what changed: for daily work"
 	@echo "make test       lint, type check and all tests"
 	@echo "make lint       ruff only;  make format rewrites"
 	@echo "make typecheck  mypy only"
@@ -23,6 +24,10 @@ help:
 
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/mizarr demo
+
+# Those tests that look at what differs from the last commit (tests/changed.py).
+check: lint typecheck
+	$(BIN)/pytest -n logical --dist loadfile $$($(BIN)/python tests/changed.py)
 
 # A worker per core; tests of one file stay together, as they share what is slow to set up.
 test: lint typecheck

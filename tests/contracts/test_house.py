@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -39,9 +40,18 @@ def dotted(path: Path) -> str:
     return ".".join(("mizarr", *(part for part in parts if part != "__init__")))
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
+@cache
+def imports(path: Path) -> list[tuple[str, bool]]:
     """Absolute name of everything a module imports anywhere, and whether only type checkers see it."""
-    tree = ast.parse(path.read_text())
+    return list(_imports(path, parsed(path)))
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _imports(path: Path, tree: ast.Module) -> Iterator[tuple[str, bool]]:
     package = dotted(path) if path.name == "__init__.py" else dotted(path).rpartition(".")[0]
     typing_only = {
         id(inner)
@@ -64,7 +74,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
 def imported_by_top_level_name(path: Path, names: Sequence[str]) -> list[str]:
     """Import statements whose absolute module starts with one of `names`."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and not node.level:
             modules = [node.module or ""]
@@ -221,7 +231,7 @@ def test_no_room_can_be_imported_under_its_bare_name():
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
 def test_every_module_says_first_what_it_is_for(path):
-    said = ast.get_docstring(ast.parse(path.read_text()))
+    said = ast.get_docstring(parsed(path))
     assert said, f"{dotted(path)} has no docstring"
     assert said.split("\n\n")[0].endswith((".", ":", "?")), "begin with a sentence"
 
@@ -328,25 +338,6 @@ def test_start_up_stays_within_its_budget(code, seconds):
         python(code)
         costs.append(children_seconds() - before)
     assert min(costs) <= seconds
-
-
-# The README
-
-
-def test_every_hook_point_and_model_family_is_in_the_readme():
-    from mizarr.stages.forward.architectures.families import FAMILIES
-    from mizarr.stages.forward.architectures.points import KINDS
-
-    text = (ROOT / "README.md").read_text()
-    wanted = [kind.path.replace("{}", "{i}") for kind in KINDS] + list(FAMILIES)
-    assert not [name for name in wanted if f"| `{name}` |" not in text]
-
-
-def test_python_in_the_readme_runs(tmp_path):
-    """All blocks in one fresh process, as a reader would paste them one after another."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert blocks
-    python("\n".join(blocks), cwd=tmp_path)
 
 
 # Files around the package
