@@ -1,8 +1,8 @@
 """Which tests look at what changed: printed for `make check`, one path per line.
 
-A test file that changed is one of them; of a module, the file in the mirrored room that is named after it, and
-the tests of its room that import it by name. Changed is what differs from the last commit, or, where nothing
-does, what that commit changed.
+A test file that changed is one of them; of a module, the file in the mirrored room that is named after it,
+and the tests of its room that import it by name. Changed is what differs from the last commit, or, where
+nothing does, what that commit changed.
 """
 
 from __future__ import annotations
