@@ -13,7 +13,7 @@ head, of one attention edge. Units: nats, logits; attention weights have none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -103,6 +103,11 @@ class InjectionSweep(OfDictionary):
         if outside:
             raise PromptError(f"expected token ids in 0..{config.vocab_size - 1}, found {outside[0]}")
         return [{"strength": float(strength)} for strength in self.strengths]
+
+    @property
+    def baseline(self) -> Hashable:
+        """All but what is injected, and where."""
+        return self.tokens, self.features, self.words, self.edge
 
     def prepare(self, model: Model) -> tuple[Dictionary, dict[str, Any]]:
         """The dictionary, and the run without it."""

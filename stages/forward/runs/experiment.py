@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -64,6 +64,12 @@ class Experiment(ABC):
     @abstractmethod
     def cells(self, config: Architecture) -> Sequence[Cell]:
         """The pieces, in the order in which they are joined."""
+
+    @property
+    def baseline(self) -> Hashable | None:
+        """What `prepare` depends on: experiments of one kind that say the same share what it gives. None:
+        nobody knows."""
+        return None
 
     def prepare(self, model: Model) -> Any:
         """What all cells need to make their runs and to measure them: clean activations, a baseline."""

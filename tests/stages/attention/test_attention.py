@@ -19,8 +19,8 @@ from mizarr.stages.forward.capture.capture import capture
 from mizarr.store import open_store
 from mizarr.store.errors import PromptError, ShapeError, StageError
 
-from .forward.attention_models import IDS, both
-from .forward.attention_reference import attention
+from ..forward.attention_models import IDS, both
+from ..forward.attention_reference import attention
 
 DIMS = ("layer", "head", "query_position", "key_position")
 

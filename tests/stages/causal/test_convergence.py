@@ -18,8 +18,8 @@ from mizarr.stages.forward.runs.run import stream
 from mizarr.store import open_store
 from mizarr.store.errors import InterventionError, PromptError, StageError
 
-from .forward.attention_models import FAMILIES, IDS, both
-from .forward.attention_reference import kl, logits, pushed, states
+from ..forward.attention_models import FAMILIES, IDS, both
+from ..forward.attention_reference import kl, logits, pushed, states
 
 pytest.importorskip("transformers")
 LAST = len(IDS) - 1

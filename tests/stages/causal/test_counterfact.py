@@ -20,8 +20,8 @@ from mizarr.stages.causal.factual_routing import FactualRouting
 from mizarr.stages.forward.runs.run import plan
 from mizarr.store.errors import InterventionError, PromptError, StageError
 
-from .forward.random_models import save_random_model
-from .reference_runs import Reference, put
+from ..forward.random_models import save_random_model
+from ..reference_runs import Reference, put
 
 LAYERS = 3
 SHORT = Pair((0, 7, 42, 99, 5, 13), (0, 9, 43, 99, 5, 13), fact=(1, 2, 3), subject=(2, 2))

@@ -13,8 +13,8 @@ from mizarr.stages.forward.runs.run import stream
 from mizarr.store import open_store
 from mizarr.store.errors import InterventionError, PromptError
 
-from .forward.attention_models import FAMILIES, IDS, both
-from .forward.attention_reference import attention, biased, kl, logits
+from ..forward.attention_models import FAMILIES, IDS, both
+from ..forward.attention_reference import attention, biased, kl, logits
 
 pytest.importorskip("transformers")
 LAST = len(IDS) - 1

@@ -26,8 +26,8 @@ from mizarr.stages.forward.runs.experiment import compute_cell
 from mizarr.stages.forward.runs.run import plan
 from mizarr.store.errors import InterventionError, PromptError, StageError
 
-from .forward.random_models import save_random_model
-from .reference_runs import Reference, put
+from ..forward.random_models import save_random_model
+from ..reference_runs import Reference, put
 
 CLEAN, CORRUPTED = (0, 7, 42, 99, 5, 13), (0, 7, 250, 31, 5, 13)
 CORRECT, WRONG = 17, 200

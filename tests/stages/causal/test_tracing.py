@@ -15,8 +15,8 @@ from mizarr.stages.causal.tracing import CausalTracing, embedding_deviation
 from mizarr.stages.forward.runs.run import plan
 from mizarr.store.errors import InterventionError, StageError
 
-from .forward.random_models import save_random_model
-from .reference_runs import Reference, put
+from ..forward.random_models import save_random_model
+from ..reference_runs import Reference, put
 
 TOKENS, SUBJECT, ANSWER = (0, 7, 42, 99, 5), (1, 2), 17
 LAYERS, SAMPLES = 3, 3

@@ -17,7 +17,7 @@ from mizarr.stages.logits.component_weights import component_weights, component_
 from mizarr.store import open_store
 from mizarr.store.errors import ConfigError
 
-from .forward.random_models import save_random_model
+from ..forward.random_models import save_random_model
 
 
 def weights_of(folder: Path, part: str, **options):

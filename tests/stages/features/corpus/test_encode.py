@@ -25,7 +25,7 @@ from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.store.errors import MizarrError
 
-from ...random_dictionaries import draw, save, save_random_clt, write_config, write_plt, write_saelens
+from ....random_dictionaries import draw, save, save_random_clt, write_config, write_plt, write_saelens
 
 PROMPTS = [[5, 9, 2, 31, 7, 4], [11, 3, 3, 8], [40, 2, 17, 5, 5, 6, 1, 60, 9], [7, 7]]
 SIZE = 30

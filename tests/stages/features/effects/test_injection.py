@@ -14,7 +14,7 @@ from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.effects.injection import Injection, added, clamped, injected
 from mizarr.stages.features.effects.sweeps import Dose, InjectionSweep
 
-from ...random_dictionaries import draw, save_random_clt, write_config, write_plt, write_saelens
+from ....random_dictionaries import draw, save_random_clt, write_config, write_plt, write_saelens
 
 PROMPT = (5, 9, 2, 31, 7, 4)
 LAYERS = 6  # of the specimen, hidden 192

@@ -18,7 +18,7 @@ from mizarr.stages.features.formats.npz import npz_array
 from mizarr.stages.features.formats.table import FORMATS
 from mizarr.stages.features.layers.activations import AbsTopK, GroupMax, TopK
 
-from ...random_dictionaries import (
+from ....random_dictionaries import (
     D,
     F,
     draw,

@@ -22,7 +22,7 @@ from mizarr.stages.forward.networks.rope import inverse_frequencies
 from mizarr.stages.forward.networks.weights import read_shapes
 from mizarr.stages.forward.passes.branches import Branch
 
-from .random_models import FAMILIES, VOCAB, save_random_model
+from ..random_models import FAMILIES, VOCAB, save_random_model
 
 pytest.importorskip("transformers")
 LENGTH, TOUCHED = 9, 4

@@ -9,7 +9,7 @@ import pytest
 from mizarr.stages.forward.architectures.families import FAMILIES, SUPPORTED_MODEL_TYPES, from_hf_config
 from mizarr.store.errors import ConfigError
 
-from . import random_models
+from .. import random_models
 
 SMALL = {
     "hidden_size": 64,

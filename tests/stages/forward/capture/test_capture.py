@@ -35,7 +35,7 @@ from mizarr.store.errors import (
 from mizarr.store.runs.packed import PackedTokens
 from tests.memory import PEAK, printed
 
-from .random_models import VOCAB, save_random_model
+from ..random_models import VOCAB, save_random_model
 
 pytest.importorskip("transformers")
 EVERYTHING = HookSpec().capture("*")

@@ -21,8 +21,8 @@ from mizarr.stages.forward.hooks.interventions import Intervention
 from mizarr.stages.forward.models.model import Model
 from mizarr.store.errors import ConfigError, HookPointNotFound, InterventionError, PromptError, TokenizerError
 
-from .random_models import FAMILIES, VOCAB, draw, save_random_model
-from .random_runs import draw_intervention
+from ..random_models import FAMILIES, VOCAB, draw, save_random_model
+from ..random_runs import draw_intervention
 
 pytest.importorskip("transformers")
 PROMPT, NEW = 7, 34

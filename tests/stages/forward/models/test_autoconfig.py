@@ -13,7 +13,7 @@ from mizarr.stages.forward.models.autoconfig import examine, family_of, report, 
 from mizarr.stages.forward.networks import weights
 from mizarr.store.errors import ConfigError
 
-from . import random_models
+from .. import random_models
 
 RAW = {
     "model_type": "novel",

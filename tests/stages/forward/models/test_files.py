@@ -17,7 +17,7 @@ from mizarr.stages.forward.models import files
 from mizarr.stages.forward.models.files import ModelFiles, resolve
 from mizarr.store.errors import ConfigError, ModelNotFound, WeightsError
 
-from . import random_models
+from .. import random_models
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from mizarr.workflows import build
 from mizarr.workflows.cli import run as mizarr_command
 from tests.torch_free import blocking, without_torch
 
-from . import random_models, shrunk_models
+from .. import random_models, shrunk_models
 
 pytest.importorskip("transformers")
 AGREES, DIFFERS = "seed_oss", "glm"

@@ -24,7 +24,7 @@ from mizarr.stages.forward.passes.planner import plan_runs
 from mizarr.stages.forward.passes.sweep import sweep
 from mizarr.stages.forward.runs.run import Run, resolve, stream
 
-from .random_models import FAMILIES, VOCAB, save_random_model
+from ..random_models import FAMILIES, VOCAB, save_random_model
 
 pytest.importorskip("transformers")
 TWO = ("llama", "gemma2")

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from mizarr.stages.forward.text.tokens import Encoding, Tokenizer, byte_positions, byte_to_char
 from mizarr.store.errors import TokenizerError
 
-from . import random_models
+from .. import random_models
 
 TEXTS = [
     "The capital of France is Paris.",

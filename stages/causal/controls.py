@@ -1,0 +1,159 @@
+"""Controls: what an effect is worth beside causes of equal size that were not chosen.
+
+An intervention changes something almost always; that *this* one does, and not any of its size, is a claim. So
+an effect stands beside its null: the same measure under causes drawn at random - other features, heads,
+directions or positions, scaled to the same size - and the claim is what share of them does as much.
+
+    null = Null(values, "features of the same layer that write as much")
+    null.share_as_large(effect)          # empirical p, never 0 (Phipson & Smyth 2010)
+    interval(effects_by_prompt)          # percentile bootstrap over prompts (Efron & Tibshirani 1993, ch. 13)
+
+A cause that was found by looking at several on the same data has had as many chances: `looked_at` multiplies
+the share (Bonferroni). One that is scored on prompts nobody looked at when it was chosen has had one.
+
+Border: numbers in, numbers out; what is drawn is an experiment's business (draws.py).
+
+Axes: draw, prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ...store.errors import ConfigError
+
+__all__ = ["CHANCE", "Null", "Side", "chosen_at_random", "interval", "random_directions"]
+
+CHANCE = 0.05
+"""Share of random causes that may do as much before an effect is told as no more than chance."""
+RESAMPLES = 2000
+"""Of the bootstrap: its own error of a 95 % bound is then about a tenth of the interval's width."""
+
+Floats = npt.NDArray[np.float64]
+Side = Literal["above", "below", "either"]
+
+
+@dataclass(frozen=True, eq=False)
+class Null:
+    """The measure under causes that were drawn, not chosen.
+
+    values: float [draw]. of: what was drawn, in words: "heads of the same layer". side: which effects count
+    as large: those above the null, below it, or far from its median. looked_at: how many candidates the cause
+    was chosen among on the same data, itself included. Raises ConfigError for no draws, or draws that are no
+    numbers.
+    """
+
+    values: Floats
+    of: str
+    side: Side = "above"
+    looked_at: int = 1
+
+    def __post_init__(self) -> None:
+        values = np.asarray(self.values, np.float64).ravel()
+        if not len(values) or not np.isfinite(values).all():
+            told = f"{int((~np.isfinite(values)).sum())} that are not" if len(values) else "none"
+            raise ConfigError(
+                f"expected finite draws of {self.of}, found {told}; give controls of at least 1"
+            )
+        if self.looked_at < 1:
+            raise ConfigError(f"expected looked_at of at least 1, found {self.looked_at}")
+        object.__setattr__(self, "values", values)
+
+    @property
+    def median(self) -> float:
+        """Of the draws."""
+        return float(np.median(self.values))
+
+    def bound(self, share: float = 0.95) -> tuple[float, float]:
+        """Between which this share of the draws lies, the same share left out on both sides."""
+        rest = (1.0 - share) / 2.0
+        low, high = np.quantile(self.values, [rest, 1.0 - rest])
+        return float(low), float(high)
+
+    def as_large(self, effect: float) -> int:
+        """How many draws do as much as `effect` or more."""
+        if self.side == "above":
+            found = self.values >= effect
+        elif self.side == "below":
+            found = self.values <= effect
+        else:
+            found = np.abs(self.values - self.median) >= abs(effect - self.median)
+        return int(found.sum())
+
+    def share_as_large(self, effect: float) -> float:
+        """Probability of an effect this large if the cause were one of those drawn, 0 < share <= 1.
+
+        (1 + draws as large) / (1 + draws), as the cause itself is a draw under the null (Phipson & Smyth
+        2010, "Permutation p-values should never be zero"), times `looked_at`. NaN for an effect that is no
+        number.
+        """
+        if not np.isfinite(effect):
+            return float("nan")
+        own = (1 + self.as_large(effect)) / (1 + len(self.values))
+        return float(min(1.0, own * self.looked_at))
+
+    def is_beyond_chance(self, effect: float, chance: float = CHANCE) -> bool:
+        """Whether fewer random causes do as much than `chance` allows. Too few draws can never say so."""
+        return bool(self.share_as_large(effect) <= chance)
+
+    def to_json(self, effect: float) -> dict[str, Any]:
+        """Everything that is said of it, as plain values."""
+        low, high = self.bound()
+        return {
+            "of": self.of,
+            "draws": len(self.values),
+            "median": self.median,
+            "low_95": low,
+            "high_95": high,
+            "as_large": self.as_large(effect),
+            "looked_at": self.looked_at,
+            "share_as_large": self.share_as_large(effect),
+        }
+
+
+def interval(values: Any, share: float = 0.95, seed: int = 0) -> tuple[float, float]:
+    """Between which the mean of such values lies: percentile bootstrap over them, float [prompt].
+
+    Bounds are equal for a single value, about whose spread nothing is known. NaNs are left out.
+    """
+    known = np.asarray(values, np.float64).ravel()
+    known = known[np.isfinite(known)]
+    if not len(known):
+        return float("nan"), float("nan")
+    rest = (1.0 - share) / 2.0
+    drawn = np.random.default_rng(seed).integers(len(known), size=(RESAMPLES, len(known)))
+    low, high = np.quantile(known[drawn].mean(axis=1), [rest, 1.0 - rest])
+    return float(low), float(high)
+
+
+def chosen_at_random(
+    population: Sequence[Any], count: int, *, seed: int, without: Sequence[Any] = ()
+) -> list[Any]:
+    """`count` of a population but for `without`, in the order drawn; all where there is less.
+
+    Raises ConfigError where nothing is left.
+    """
+    rest = [each for each in population if each not in set(without)]
+    if not rest:
+        raise ConfigError(f"expected something to draw controls from, found all {len(population)} excluded")
+    order = np.random.default_rng(seed).permutation(len(rest))
+    return [rest[i] for i in order[:count]]
+
+
+def random_directions(like: Any, count: int, *, seed: int) -> npt.NDArray[np.float32]:
+    """Directions drawn evenly from the sphere, as long as `like` [..., hidden]: float32 [draw, ..., hidden].
+
+    Normal deviates, normalised (Muller 1959). Leading axes are drawn each for itself.
+    """
+    wanted = np.asarray(like, np.float64)
+    drawn = np.random.default_rng(seed).standard_normal((count, *wanted.shape))
+    length = np.linalg.norm(drawn, axis=-1, keepdims=True)
+    found: npt.NDArray[np.float32] = np.asarray(
+        drawn / length * np.linalg.norm(wanted, axis=-1, keepdims=True), np.float32
+    )
+    return found

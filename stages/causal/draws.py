@@ -1,0 +1,136 @@
+"""Draws: one experiment done with many causes, side by side, as its null needs them.
+
+    Draws((InjectionSweep(doses=random), InjectionSweep(doses=another), ...)).on(model)
+
+Its result is theirs along an axis `draw`. All runs of all draws go to the planner as one list, so that what
+they share is computed once; each draw is a cell of its own, so that twice as many cost the new ones only.
+
+Border: experiments that agree in everything but their cause; what a cause is, they know.
+
+Axes: draw, then the experiment's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ...store.digest import digest
+from ...store.errors import StageError
+from ..forward.runs.experiment import Cell, Experiment
+from ..forward.runs.run import Run
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ..forward.architectures.architecture import Architecture
+    from ..forward.hooks.cache import HookCache
+    from ..forward.models.model import Model
+
+__all__ = ["Draws"]
+
+
+@dataclass(frozen=True)
+class Draws(Experiment):
+    """Experiments of one kind, each a draw. Raises StageError for none, several kinds, or one twice."""
+
+    experiments: tuple[Experiment, ...]
+
+    def __post_init__(self) -> None:
+        kinds = {(each.name, each.version) for each in self.experiments}
+        if len(kinds) != 1:
+            told = ", ".join(f"{name} {version}" for name, version in sorted(kinds)) or "none"
+            raise StageError(f"expected draws of one experiment, found {told}")
+        if len(self._numbers) < len(self.experiments):
+            raise StageError(f"{self.name}: expected draws that differ, found one of them twice")
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """That of the experiment, and that it was drawn."""
+        return f"{self.experiments[0].name}/draws"
+
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        """That of the experiment."""
+        return self.experiments[0].version
+
+    @property
+    def reads_text(self) -> bool:  # type: ignore[override]
+        """As the experiment does."""
+        return self.experiments[0].reads_text
+
+    def params(self) -> dict[str, Any]:
+        """None of its own: every cell says what was drawn."""
+        return {}
+
+    def cells(self, config: Architecture) -> Sequence[Cell]:
+        """Those of every draw, with its parameters: a draw keeps its cells, whatever others there are."""
+        return [{"draw": each.params(), **cell} for each in self.experiments for cell in each.cells(config)]
+
+    def prepare(self, model: Model) -> Mapping[Hashable, Any]:
+        """What each needs, once for those with the same `baseline`."""
+        found: dict[Hashable, Any] = {}
+        for number, each in enumerate(self.experiments):
+            if (key := _shared(each, number)) not in found:
+                found[key] = each.prepare(model)
+        return found
+
+    def runs(self, prepared: Mapping[Hashable, Any], cell: Cell) -> Sequence[Run]:
+        """Those of the draw's own cell."""
+        each, own = self._of(cell)
+        return each.runs(self._prepared(prepared, each), own)
+
+    def sketch(self, config: Architecture, cell: Cell) -> Sequence[Run] | None:
+        """As the draw sketches them."""
+        each, own = self._of(cell)
+        return each.sketch(config, own)
+
+    def measure(self, prepared: Mapping[Hashable, Any], cell: Cell, result: HookCache) -> Any:
+        """As the draw measures it."""
+        each, own = self._of(cell)
+        return each.measure(self._prepared(prepared, each), own, result)
+
+    def dataset(self, prepared: Mapping[Hashable, Any], cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+        """One draw's, as it gives it."""
+        each, own = self._of(cell)
+        return each.dataset(self._prepared(prepared, each), own, measured)
+
+    def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
+        """Each draw's cells joined as the experiment joins them, then all of them along `draw`."""
+        import xarray as xr
+
+        each_has, rest = divmod(len(parts), len(self.experiments))
+        if rest:
+            raise StageError(f"{self.name}: expected as many cells of every draw, found {len(parts)} in all")
+        of_each = [
+            each.joined(parts[number * each_has : (number + 1) * each_has])
+            for number, each in enumerate(self.experiments)
+        ]
+        found: xr.Dataset = xr.concat(
+            of_each, "draw", data_vars="all", coords="minimal", compat="override", join="override"
+        )
+        return found
+
+    def confirm(self) -> None:
+        """Of each that is another: draws of one dictionary ask once."""
+        for each in {_shared(each, number): each for number, each in enumerate(self.experiments)}.values():
+            each.confirm()
+
+    def _of(self, cell: Cell) -> tuple[Experiment, Cell]:
+        """The draw a cell belongs to, and the cell as that knows it."""
+        own = {name: label for name, label in cell.items() if name != "draw"}
+        return self.experiments[self._numbers[digest("draw", cell["draw"])]], own
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {digest("draw", each.params()): number for number, each in enumerate(self.experiments)}
+
+    def _prepared(self, prepared: Mapping[Hashable, Any], each: Experiment) -> Any:
+        return prepared[_shared(each, self._numbers[digest("draw", each.params())])]
+
+
+def _shared(each: Experiment, number: int) -> Hashable:
+    """What stands for an experiment's preparation: what it depends on, else the draw itself."""
+    return number if each.baseline is None else each.baseline
