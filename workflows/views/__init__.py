@@ -11,6 +11,7 @@ from __future__ import annotations
 from .attention import Attention
 from .curves import Bars, Curve, Line, Lines
 from .figure import Figure, together
+from .findings import Finding, Findings
 from .graph import Graph
 from .heatmap import Heatmap
 from .strip import Strip
@@ -26,6 +27,8 @@ __all__ = [
     "Curve",
     "Data",
     "Figure",
+    "Finding",
+    "Findings",
     "Graph",
     "Heatmap",
     "Lens",

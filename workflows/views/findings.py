@@ -1,0 +1,157 @@
+"""Findings: what an answer claims, each beside what chance does.
+
+The sentence is made of the numbers, here and nowhere else: an effect that random causes of equal size reach
+as often as `chance` allows is told as no more than chance, whoever would have liked it otherwise. A terminal
+prints the sentences, a page and a figure draw each effect among the draws of its null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ...stages.causal.controls import CHANCE, Null
+from . import paper
+from .view import View
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+__all__ = ["Finding", "Findings"]
+
+NO_MORE = "no more than chance"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One claim.
+
+    claim: what was done to what, and read where: "injecting L0:128 at ' in' raises P(' English')". effect:
+    the measure, in `unit`. null: the measure under random causes of equal size. spread: interval of the
+    effect over `prompts`, where there is more than one. held_out: whether the cause was chosen on other
+    prompts than these.
+    """
+
+    claim: str
+    effect: float
+    null: Null
+    unit: str = ""
+    spread: tuple[float, float] | None = None
+    prompts: int = 1
+    held_out: bool = False
+    chance: float = CHANCE
+
+    @property
+    def is_beyond_chance(self) -> bool:
+        """Whether random causes reach the effect more rarely than `chance`."""
+        return self.null.is_beyond_chance(self.effect, self.chance)
+
+    @property
+    def verdict(self) -> str:
+        """In a few words."""
+        return "beyond chance" if self.is_beyond_chance else NO_MORE
+
+    @property
+    def sentence(self) -> str:
+        """The claim with its effect and its null, or that it is no more than chance."""
+        over = ""
+        if self.prompts > 1:
+            low, high = self.spread or (self.effect, self.effect)
+            which = "held-out prompts" if self.held_out else "prompts"
+            over = f" (95 % over {self.prompts} {which}: {self._told(low)} to {self._told(high)})"
+        verdict = "" if self.is_beyond_chance else f", {NO_MORE}"
+        return f"{self.claim}: {self._told(self.effect)}{over}{verdict}. {self.beside}"
+
+    @property
+    def beside(self) -> str:
+        """The null in a sentence."""
+        null, (low, high) = self.null, self.null.bound()
+        many, count = len(null.values), null.as_large(self.effect)
+        does = "does" if count == 1 else "do"
+        reached = f"{count or 'none'} {does} as much"
+        chosen = f", chosen among {null.looked_at}" if null.looked_at > 1 else ""
+        return (
+            f"{many} {null.of}: median {self._told(null.median)}, 95 % between {self._told(low)} and "
+            f"{self._told(high)}; {reached} (p = {null.share_as_large(self.effect):.2g}{chosen})."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "claim": self.claim,
+            "effect": self.effect,
+            "unit": self.unit,
+            "verdict": self.verdict,
+            "sentence": self.sentence,
+            "interval_95": self.spread,
+            "prompts": self.prompts,
+            "held_out": self.held_out,
+            "chance": self.chance,
+            "null": self.null.to_json(self.effect),
+        }
+
+    def _told(self, value: float) -> str:
+        return f"{value:+.3g} {self.unit}".strip()
+
+    @property
+    def strip(self) -> Mapping[str, Any]:
+        """Places from 0 to 100 on a common axis: of every draw, zero, the effect and its interval."""
+        ends: list[float] = [*self.null.values.tolist(), self.effect, 0.0, *(self.spread or ())]
+        low, high = min(ends), max(ends)
+        wide = (high - low) or 1.0
+
+        def place(value: float) -> float:
+            return round(2.0 + 96.0 * (value - low) / wide, 2)
+
+        return {
+            "draws": [place(value) for value in self.null.values.tolist()],
+            "zero": place(0.0),
+            "effect": place(self.effect),
+            "spread": None if self.spread is None else [place(end) for end in self.spread],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings(View):
+    """Every claim of an answer, the most important first. JSON has them under `findings`."""
+
+    kind: ClassVar[str] = "findings"
+    findings: tuple[Finding, ...]
+
+    @classmethod
+    def of(cls, *findings: Finding, title: str = "What was found", **told: Any) -> Findings:
+        """The findings, also for JSON."""
+        return cls(
+            findings=findings, title=title, json={"findings": [each.to_json() for each in findings]}, **told
+        )
+
+    def rich(self) -> RichTable:
+        """A paragraph each; what is no more than chance stands back."""
+        table = paper.rich_table(self.title, self.caption, show_header=False)
+        for each in self.findings:
+            text = paper.literal(each.sentence)
+            table.add_row(text if each.is_beyond_chance else f"[dim]{text}[/dim]")
+        return table
+
+    def body(self) -> str:
+        """A list."""
+        return f"<ul>{''.join(f'<li>{escape(each.sentence)}</li>' for each in self.findings)}</ul>"
+
+    def inches(self) -> tuple[float, float]:
+        """A row per finding."""
+        return 9.0, 0.6 + 0.55 * len(self.findings)
+
+    def draw(self, axes: Any) -> None:
+        """Each effect among the draws of its null, every row on a scale of its own."""
+        for row, each in enumerate(self.findings):
+            strip = each.strip
+            axes.plot(strip["draws"], [row] * len(strip["draws"]), "|", color=paper.CONTROL, markersize=12)
+            if strip["spread"] is not None:
+                axes.plot(strip["spread"], [row, row], color=paper.SHADES[0], linewidth=1.5)
+            axes.plot([strip["effect"]], [row], "o", color=paper.SHADES[0], markersize=7)
+            axes.text(0, row - 0.32, f"{each.claim}: {each.verdict}", fontsize=8, va="center")
+        axes.set_xlim(0, 100)
+        axes.set_ylim(len(self.findings) - 0.4, -0.6)
+        axes.set_axis_off()
