@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from ..store.errors import CorruptEntry
 from .context import Selection
 from .nodes import remembered
 
@@ -76,12 +78,13 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def notes(stage: str, store: Store) -> list[dict[str, Any]]:
-    """Provenance of the newest stored results of a stage, newest first."""
+    """Provenance of the newest stored results of a stage, newest first; `verify` tells what is damaged."""
     newest = sorted(_by_stage("", store).get(stage, ()), key=lambda record: record.created, reverse=True)
     found = []
     for record in newest[:NEWEST]:
-        written = [note for note in store.provenance(record) if "request" in note]
-        found += written[:1]
+        with suppress(CorruptEntry):
+            written = [note for note in store.provenance(record) if "request" in note]
+            found += written[:1]
     return found
 
 

@@ -18,7 +18,7 @@ _HOME = {
     "open_store": ".store",
     "Store": ".store",
     "Record": ".records",
-    "PackedTokens": ".packed",
+    "PackedTokens": ".runs.packed",
     "ModelIdentity": ".keys",
     "RunKey": ".keys",
     "ActivationKey": ".keys",

@@ -1,8 +1,8 @@
 """How a result came about: what was asked, from what, with which versions, by whom; and walks back along it.
 
-Border: plain values beside the data, for people and for `lineage`. Nothing in here is digested or decides a
-cache
-hit, so it may say what keys must not: host, time, library versions.
+Border: plain values beside the data, for people and for `lineage`. Nothing in here enters a key or decides a
+cache hit, so it may say what keys must not: host, time, library versions. Notes check themselves (sealed.py);
+those of before are read as they are.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import json
 import os
 import platform
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from .errors import REPAIR, CorruptEntry
 from .files import Folder
+from .sealed import is_sealed, sealed, unsealed
 
 _LIBRARIES = ("mizarr", "torch", "zarr", "xarray", "dask", "numpy")
 
@@ -26,17 +28,32 @@ def put_provenance(files: Folder, data: str, note: Mapping[str, Any]) -> None:
     """Add a note, plain JSON values, to what is known about the folder `data`."""
     now = datetime.now(UTC)
     name = f"{data}/provenance/{now:%Y%m%dT%H%M%S.%f}-{secrets.token_hex(3)}.json"
-    files.put_new(name, as_json({"at": now.isoformat(timespec="seconds"), **environment(), **note}))
+    told = {"at": now.isoformat(timespec="seconds"), **environment(), **note}
+    files.put_new(name, sealed(dict(sorted(told.items()))))
 
 
 def get_provenance(files: Folder, data: str) -> list[dict[str, Any]]:
-    """All notes on the folder `data`, oldest first."""
-    texts = (files.get(name) for name in sorted(_notes(files, data)))
-    return [json.loads(text) for text in texts if text is not None]
+    """All notes on the folder `data`, oldest first. Raises CorruptEntry for one that is not as written."""
+    texts = ((name, files.get(name)) for name in note_names(files, data))
+    return [read_note(name, text) for name, text in texts if text is not None]
 
 
-def _notes(files: Folder, data: str) -> Iterator[str]:
-    return (name for name in files.list(f"{data}/provenance") if not name.endswith("/zarr.json"))
+def note_names(files: Folder, data: str) -> list[str]:
+    """The files of all notes on a folder, oldest first."""
+    return sorted(name for name in files.list(f"{data}/provenance") if not name.endswith("/zarr.json"))
+
+
+def read_note(name: str, text: bytes) -> dict[str, Any]:
+    """One note; CorruptEntry, with `name`, for one that is not as it was written."""
+    if is_sealed(text):
+        return unsealed(name, text, ())
+    try:
+        note = json.loads(text)
+    except ValueError as error:
+        raise CorruptEntry(f"{name}: expected a note, found {error}; {REPAIR}") from error
+    if not isinstance(note, dict):
+        raise CorruptEntry(f"{name}: expected a note, found {type(note).__name__}; {REPAIR}")
+    return note
 
 
 @cache

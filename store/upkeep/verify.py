@@ -17,6 +17,7 @@ from ..catalog import Catalog
 from ..digest import file_digest
 from ..errors import CorruptEntry
 from ..files import THREADS
+from ..provenance import note_names, read_note
 from ..records import PIN, RESULT, Record
 from ..results import MANIFEST
 from ..runs.committed import RECORD
@@ -65,7 +66,7 @@ def verify(store: Catalog, *, quick: bool, progress: Callable[[int, int], None] 
 
 
 def _dangling(store: Catalog) -> list[Damage]:
-    """Key files and pins that cannot be read, keys without their manifest, runs that are not described."""
+    """Key files, pins and notes that cannot be read, keys without their manifest, runs not described."""
     found = []
     for name in store.files.list("keys"):
         folder, _, file = name.rpartition("/")
@@ -82,6 +83,9 @@ def _dangling(store: Catalog) -> list[Damage]:
         if (text := store.files.get(name)) is not None:
             found += _unreadable(PINS, name.removeprefix(f"{PINS}/"), "a pin", unsealed, name, text, PIN)
     for data in store.folders():
+        for name in note_names(store.files, data):
+            if (text := store.files.get(name)) is not None:
+                found += _unreadable(data, name.removeprefix(f"{data}/"), "a note", read_note, name, text)
         if store.files.get(f"{data}/zarr.json") is not None:
             described = group_attributes, store.files, data
             found += _unreadable(data, "zarr.json", "the description of a run", *described)
