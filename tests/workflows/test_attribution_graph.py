@@ -17,8 +17,8 @@ from mizarr.stages.lens import format_token
 from mizarr.workflows import build, compute
 from mizarr.workflows.attribution_graph import PRESETS, AttributionGraphs, Settings, chosen_preset
 from mizarr.workflows.cli import run
-from mizarr.workflows.figures_graph import drawn_part
-from mizarr.workflows.report import Graph
+from mizarr.workflows.views import Graph
+from mizarr.workflows.views.graph_drawing import drawn_part
 from tests.browser import chromium, opened
 from tests.stages.graph.random_transcoders import save_random_transcoders
 from tests.torch_free import without_torch
