@@ -211,7 +211,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.mark.browser
 def test_the_page_shows_prunes_pins_and_saves_the_graph(done: AttributionGraphs, browser, tmp_path: Path):
-    element = next(each for each in done.elements() if isinstance(each, Graph))
+    element = next(each for each in done.shown if isinstance(each, Graph))
     file, best = done.report(tmp_path / "graph.html"), done.strongest[0]
     number = ("layer", "number", "position")
     wanted = (best.feature.layer, best.feature.index, best.position)
