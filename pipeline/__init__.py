@@ -6,13 +6,15 @@ costs numpy at most: xarray comes with the first result that is opened, Dask wit
 
 from __future__ import annotations
 
-from .execute import Context, run
+from .context import Context
+from .declaration import Output
+from .execute import run
 from .nodes import Estimate, Node, Part, Port, Status
 from .plan import Plan, Step, plan
 from .progress import Progress
 from .resource import Resource
 from .sources import ConstantNode, SourceNode
-from .stage import Output, Stage, stage
+from .stage import Stage, stage
 from .stage_node import StageNode
 
 __all__ = [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...stages.features.dictionary import FeatureId
+from ...stages.features.layout import FeatureId
 from ...stages.lens import format_token
 from . import labels
 
