@@ -34,8 +34,8 @@ if TYPE_CHECKING:
         ResultKey as ResultKey,
         RunKey as RunKey,
     )
-    from .packed import PackedTokens as PackedTokens
     from .records import Record as Record
+    from .runs.packed import PackedTokens as PackedTokens
     from .store import Store as Store, open_store as open_store
 
 

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..pipeline import Port
-from ..stages.forward.source import ModelSource
+from ..stages.forward.models.source import ModelSource
 from ..stages.graph.graph import AttributionGraph, PrunedGraph, graph_node
 from ..stages.graph.logit_effects import logit_effects_node
-from ..stages.graph.nodes import ERROR, FEATURE, LOGIT, TOKEN
 from ..stages.graph.pruning import Kept, pruned_graph
-from ..stages.lens import format_probability, format_token
-from ..stages.readout import readout_node
+from ..stages.graph.rows.nodes import ERROR, FEATURE, LOGIT, TOKEN
+from ..stages.logits.lens import format_probability, format_token
+from ..stages.logits.readout import readout_node
 from ..store.errors import ConfigError
 from .feature_examples import ExampleNodes, corpus_texts, example_nodes, passages
 from .feature_presets import preset_of
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from ..pipeline.nodes import ResultNode
     from ..stages.features.dictionary import Dictionary
-    from ..stages.forward.model import Model
+    from ..stages.forward.models.model import Model
 
 __all__ = ["PRESETS", "AttributionGraphs", "Preset", "Settings"]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.features.examples import contexts
-from ..stages.graph.nodes import ERROR, FEATURE
+from ..stages.features.corpus.examples import contexts
+from ..stages.graph.rows.nodes import ERROR, FEATURE
 from .views import Graph, Table, Values
 from .views.graph_features import StrongFeature
 

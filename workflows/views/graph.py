@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ...stages.graph.influence import Rows
-from ...stages.graph.nodes import ERROR, FEATURE, LOGIT, TOKEN
-from ...stages.lens import format_token
+from ...stages.graph.rows.influence import Rows
+from ...stages.graph.rows.nodes import ERROR, FEATURE, LOGIT, TOKEN
+from ...stages.logits.lens import format_token
 from . import labels
 from .blocks import size
 from .graph_drawing import Drawing

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...stages.graph.nodes import LOGIT, TOKEN
-from ...stages.lens import format_probability, format_token
+from ...stages.graph.rows.nodes import LOGIT, TOKEN
+from ...stages.logits.lens import format_probability, format_token
 from . import paper
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...stages.features.layout import FeatureId
-from ...stages.lens import format_token
+from ...stages.features.layers.layout import FeatureId
+from ...stages.logits.lens import format_token
 from . import labels
 
 if TYPE_CHECKING:
