@@ -9,7 +9,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from ..stages.forward.text.prompts import check_prompts
-from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError
 from .subject import shipped_facts
 
@@ -24,7 +23,6 @@ __all__ = [
     "fact",
     "named",
     "number",
-    "plain",
     "target_json",
     "top_changed_json",
 ]
@@ -128,13 +126,6 @@ def number(value: Any) -> float | None:
     """A number for JSON; None for one there is not (NaN)."""
     found = float(value)
     return None if math.isnan(found) else found
-
-
-def plain(text: str) -> str:
-    """Text as rich prints it literally, on one line."""
-    from rich.markup import escape
-
-    return escape(format_token(text))
 
 
 def _alike(one: str, other: str) -> int:

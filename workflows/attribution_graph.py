@@ -15,13 +15,12 @@ texts at which they are strongest.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from rich.markup import escape
 
 from ..pipeline import Port
 from ..stages.forward.models.source import ModelSource
@@ -29,29 +28,30 @@ from ..stages.graph.graph import AttributionGraph, PrunedGraph, graph_node
 from ..stages.graph.logit_effects import logit_effects_node
 from ..stages.graph.pruning import Kept, pruned_graph
 from ..stages.graph.rows.nodes import ERROR, FEATURE, LOGIT, TOKEN
-from ..stages.logits.lens import format_probability
+from ..stages.logits.lens import format_probability, format_token
 from ..stages.logits.readout import readout_node
 from ..store.errors import ConfigError
-from .answers import plain
 from .feature_examples import ExampleNodes, corpus_texts, example_nodes, passages
 from .feature_presets import preset_of
-from .graph_page import LISTED, StrongFeature, examples_of, graph_elements, strongest_features
+from .graph_views import examples_of, graph_views, kept_of
 from .settings import setting
 from .subject import Subject
+from .views import Data, Table, View, together
+from .views.graph_drawing import drawn_part
+from .views.graph_features import StrongFeature, strongest_features
 from .workflow import Workflow
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    import xarray as xr
 
     from ..pipeline.nodes import ResultNode
     from ..stages.features.dictionary import Dictionary
     from ..stages.forward.models.model import Model
-    from .report import Element
 
 __all__ = ["PRESETS", "AttributionGraphs", "Preset", "Settings"]
 
-SHOWN, WORDS = 4, 3
-"""Places of the corpus shown per feature; tokens it raises, and lowers, in a terminal."""
+SHOWN = 4
+"""Places of the corpus shown per feature."""
 
 
 class Preset(NamedTuple):
@@ -96,7 +96,7 @@ class Settings:
     zero_positions: int = setting(1, "first positions that have neither features nor errors")
     node_threshold: float = setting(0.8, "share of the influence that the nodes told have together")
     edge_threshold: float = setting(0.98, "share of what edges carry that the edges told carry together")
-    top_k: int = setting(LISTED, "features listed")
+    top_k: int = setting(15, "features listed")
     corpus: str = setting(
         "",
         'text file, or folder of *.txt, in which features are looked up; "none": nowhere. Empty: for the '
@@ -182,126 +182,73 @@ class AttributionGraphs(Workflow):
         return {name: float(found[name]) for name in ("replacement_score", "completeness_score")}
 
     @cached_property
-    def strongest(self) -> list[StrongFeature]:
+    def strongest(self) -> tuple[StrongFeature, ...]:
         """The features with most influence, with the tokens they raise and lower."""
-        return strongest_features(
-            self.graph,
-            self.pruned.kept.influence,
-            vocabulary=self.subject.tokenizer.vocabulary,
-            effects=self.result("effects").load(),
-            most=self.settings.top_k,
+        return strongest_features(self.pruned, **self._words, most=self.settings.top_k)
+
+    @property
+    def _words(self) -> dict[str, Any]:
+        """The tokens each feature raises and lowers."""
+        return {"vocabulary": self.subject.tokenizer.vocabulary, "effects": self.result("effects").load()}
+
+    @property
+    def _texts(self) -> dict[int, xr.Dataset]:
+        """The places of the corpus at which each feature is strongest, by layer."""
+        if self._examples is None:
+            return {}
+        assert self.store is not None  # the graph's result is open
+        encoded = {layer: node.open(self.store) for layer, node in self._examples.encoded.items()}
+        ranked = {layer: self.result(f"examples_{layer}") for layer in encoded}
+        return examples_of(self.graph, encoded, ranked, most=SHOWN)
+
+    def views(self) -> Iterator[View]:
+        """The tokens explained, the scores, the graph to look into, and its strongest features."""
+        graph, counts, edges = self.graph, self.graph.counts, len(self.pruned.kept.weight)
+        kept = {kind: kept_of(self.pruned, kind) for kind in (FEATURE, ERROR, TOKEN, LOGIT)}
+        yield Data(
+            json={
+                "model_id": self.subject.files.name,
+                "dictionary": self.dictionary.name,
+                "prompt": graph.prompt,
+                "tokens": [str(text) for text in graph.dataset["input_text"].values],
+                "token_ids": graph.input_tokens,
+                "active_features": len(graph.active_features),
+                "nodes": {
+                    FEATURE: counts.features,
+                    ERROR: counts.errors,
+                    TOKEN: counts.positions,
+                    LOGIT: counts.logits,
+                },
+                "kept": {**kept, "edges": edges},
+            }
         )
-
-    def kept(self, kind: str) -> int:
-        """How many nodes of a kind ("feature", "error", "token", "logit") are kept."""
-        return int(np.count_nonzero(self.pruned.nodes["kind"].values == kind))
-
-    def tables(self) -> list[Table]:
-        """The tokens explained, with the scores, and the strongest features."""
-        from rich.table import Table
-
-        graph, counts = self.graph, self.graph.counts
-        logits = Table(
-            title=f"{self.subject.name} explained by {self.dictionary.name}: {plain(graph.prompt)}",
-            box=None,
-            pad_edge=False,
-        )
-        logits.add_column("next token")
-        logits.add_column("probability", justify="right")
-        for token, share in zip(graph.logit_tokens, graph.logit_probabilities.tolist(), strict=True):
-            logits.add_row(plain(token), format_probability(share))
-        logits.caption = (
-            f"replacement {self.scores['replacement_score']:.3f}, completeness "
-            f"{self.scores['completeness_score']:.3f}; kept: {self.kept(FEATURE):,} of {counts.features:,} "
-            f"features, {self.kept(ERROR):,} of {counts.errors:,} errors, "
-            f"{len(self.pruned.kept.weight):,} edges"
-        )
-        features = Table(title="Features with most influence", box=None, pad_edge=False)
-        for column in ("feature", "token", "activation", "influence", "raises", "lowers"):
-            features.add_column(column, justify="right" if column.endswith(("ion", "ence")) else "left")
-        for one in self.strongest:
-            features.add_row(*map(escape, one.cells(WORDS)))
-        features.caption = "tokens raised and lowered by what the feature writes itself, whatever the prompt"
-        return [logits, features]
-
-    def draw(self, folder: Path) -> list[Path]:
-        """The strongest nodes by layer and position, with the edges that carry most."""
-        from .figures_graph import graph_page
-
-        return [
-            self.figure(
-                folder / "attribution_graph.png",
-                lambda: graph_page(
-                    self.pruned, self.strongest, self.scores, model=self.subject.name, footer=self.footer
-                ),
-            )
+        ids, shares = graph.logit_token_ids.tolist(), graph.logit_probabilities.tolist()
+        logits = [
+            {"token": token, "token_id": i, "probability": share}
+            for token, i, share in zip(graph.logit_tokens, ids, shares, strict=True)
         ]
-
-    def elements(self) -> list[Element]:
-        """The scores, the graph to look into, and its strongest features."""
-        examples = None
-        if self._examples is not None:
-            assert self.store is not None  # the graph's result is open
-            store = self.store
-            encoded = {layer: node.open(store) for layer, node in self._examples.encoded.items()}
-            ranked = {layer: self.result(f"examples_{layer}") for layer in encoded}
-            examples = examples_of(self.graph, encoded, ranked, most=SHOWN)
-        return graph_elements(
-            self.graph,
-            node_threshold=self.settings.node_threshold,
-            edge_threshold=self.settings.edge_threshold,
-            vocabulary=self.subject.tokenizer.vocabulary,
-            effects=self.result("effects").load(),
-            examples=examples,
-            sources=tuple(self.nodes),
+        yield Table.of(
+            logits,
+            ("next token", lambda one: format_token(one["token"])),
+            ("probability", "probability", format_probability),
+            title=f"{self.subject.name} explained by {self.dictionary.name}: {format_token(graph.prompt)}",
+            sources=("graph",),
+            json={"logits": logits},
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Scores, logits, what is kept, and the strongest features."""
-        graph, counts, kept = self.graph, self.graph.counts, self.pruned.kept
-        return {
-            **self.header(),
-            "model_id": self.subject.files.name,
-            "dictionary": self.dictionary.name,
-            "prompt": graph.prompt,
-            "tokens": [str(text) for text in graph.dataset["input_text"].values],
-            "token_ids": graph.input_tokens.tolist(),
-            **self.scores,
-            "active_features": len(graph.active_features),
-            "nodes": {
-                "feature": counts.features,
-                "error": counts.errors,
-                "token": counts.positions,
-                "logit": counts.logits,
-            },
-            "kept": {
-                **{kind: self.kept(kind) for kind in (FEATURE, ERROR, TOKEN, LOGIT)},
-                "edges": len(kept.weight),
-            },
-            "logits": [
-                {"token": token, "token_id": i, "probability": share}
-                for token, i, share in zip(
-                    graph.logit_tokens,
-                    graph.logit_token_ids.tolist(),
-                    graph.logit_probabilities.tolist(),
-                    strict=True,
-                )
-            ],
-            "features": [
-                {
-                    "layer": one.feature.layer,
-                    "index": one.feature.index,
-                    "position": one.position,
-                    "token": one.token,
-                    "activation": one.activation,
-                    "influence": one.influence,
-                    "cumulative": float(kept.cumulative[one.node]),
-                    "raises": list(one.raised),
-                    "lowers": list(one.lowered),
-                }
-                for one in self.strongest
-            ],
-        }
+        known = {**self._words, "examples": self._texts, "sources": tuple(self.nodes)}
+        scores, net, strongest = graph_views(self.pruned, self.strongest, self.scores, **known)
+        yield scores
+        nodes, drawn, _ = drawn_part(self.pruned)
+        yield from together(
+            "attribution_graph",
+            f"What brings about {_named(graph.logit_tokens)} in {self.subject.name}",
+            net,
+            caption=f"{np.count_nonzero(nodes < counts.features)} of {kept[FEATURE]:,} kept features, "
+            f"{len(drawn)} of {edges:,} kept edges; {kept[ERROR]:,} kept errors not drawn. "
+            f"Replacement {self.scores['replacement_score']:.2f}: influence of tokens, not of errors; "
+            f"completeness {self.scores['completeness_score']:.2f}: input of nodes that is explained",
+        )
+        yield strongest
 
 
 def chosen_preset(settings: Settings) -> Preset:
@@ -316,6 +263,13 @@ def chosen_preset(settings: Settings) -> Preset:
         hint = f"or preset={made[0]}" if made else "a directory or org/repo"
         raise ConfigError(f"expected transcoders made for {model}, found none; set dictionary=, {hint}")
     return Preset(model, settings.dictionary or own.dictionary, settings.prompt or own.prompt)
+
+
+def _named(tokens: Sequence[str]) -> str:
+    """Some tokens by name."""
+    told = [repr(format_token(token)) for token in tokens[:3]]
+    more = len(tokens) - len(told)
+    return ", ".join(told) + (f" and {more} more" if more else "")
 
 
 WORKFLOW = AttributionGraphs

@@ -7,9 +7,9 @@ embedding, whatever the prompt (stages/features/effects/alignment.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,33 +19,31 @@ from ..stages.features.effects.activity import FeatureActivity
 from ..stages.features.effects.alignment import DecoderSearch
 from ..stages.features.layers.layout import FeatureId
 from ..stages.forward.models.files import SPECIMEN
+from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError
-from .answers import encoded, fact, named, plain
+from .answers import encoded, fact, named
 from .feature_injection import is_one_token, word_id
 from .feature_presets import PRESETS
 from .sae_features import dictionary_of
-from .settings import setting
-from .subject import Subject
-from .workflow import Workflow
+from .settings import ModelSettings, setting
+from .views import Data, Heatmap, Table, View, together
+from .workflow import ModelWorkflow, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
-    from rich.table import Table
 
-    from ..stages.forward.models.model import Model
-    from .report import Element
+    from ..pipeline.nodes import ResultNode
 
 __all__ = ["CltProbe", "Settings"]
 
-CANDIDATES = 3
-"""Layers from which features to suppress are proposed."""
+CANDIDATES, ROWS = 3, 10
+"""Layers from which features to suppress are proposed; features in a table."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(ModelSettings):
     """What `--set` can change."""
 
-    model: str = setting("specimen", 'hub id, directory, or "specimen"')
     dictionary: str = setting("", "transcoders: directory or org/repo; none: specimen/clt")
     prompt: str = setting("", "prompt to read; none: a shipped fact, or the capital of France")
     position: int | str = setting(
@@ -55,36 +53,38 @@ class Settings:
     top_k: int = setting(10, "features listed per layer")
     top: int = setting(20, "features listed over all layers")
     search: str = setting("", "word to look for in what features write, one token; none: the fact's own")
-    dtype: str = setting("float32", "what the model computes in")
 
     def __post_init__(self) -> None:
         if self.top_k < 1 or self.top < 1:
             raise ConfigError(f"expected top_k and top of at least 1, found {self.top_k} and {self.top}")
 
 
-class CltProbe(Workflow):
+class CltProbe(ModelWorkflow):
     """A place in a prompt, and a word."""
 
     name = "clt_probe"
     question = "Which features stand for what is at a place in a prompt, and which would write a given word?"
     settings_type = Settings
+    settings: Settings
 
-    def __init__(self, settings: Settings, model: Model | None = None) -> None:
-        super().__init__(settings)
-        self.subject = Subject(model or settings.model, settings.dtype)
-        self.prompt, answer = _asked(settings)
+    activity = loaded("activity")
+    """What is active anywhere in the prompt, [active]."""
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """What is active in the prompt, and, if there is a word, what writes it."""
+        given = self.settings
+        self.prompt, answer = _asked(given)
         self.encoding = encoded(self.subject, self.prompt)
-        self.dictionary = dictionary_of(settings.dictionary, settings.model, "clt")
+        self.dictionary = dictionary_of(given.dictionary, given.model, "clt")
         self.dictionary.require_fit(self.subject.config, self.subject.name)
         self.position = self._position()
         names = self.dictionary.name, self.dictionary.identity
-        given, ids = model or settings.model, tuple(self.encoding.ids)
-        self.nodes = {"activity": FeatureActivity(ids, *names).on(given, dtype=settings.dtype)}
-        self.word = settings.search or (answer if is_one_token(self.subject, answer) else "")
+        nodes = {"activity": self.on_model(FeatureActivity(tuple(self.encoding.ids), *names))}
+        self.word = given.search or (answer if is_one_token(self.subject, answer) else "")
         if self.word:
             self.token = word_id(self.subject, self.word)
-            search = DecoderSearch(self.token, *names, top_k=settings.top)
-            self.nodes["search"] = search.on(given, dtype=settings.dtype)
+            nodes["search"] = self.on_model(DecoderSearch(self.token, *names, top_k=given.top))
+        return nodes
 
     @property
     def tokens(self) -> list[str]:
@@ -92,111 +92,87 @@ class CltProbe(Workflow):
         return named(self.subject, self.encoding.ids)
 
     @cached_property
-    def active(self) -> xr.Dataset:
-        """What is active at the position, strongest first."""
-        found = self.result("activity").load()
+    def active(self) -> list[dict[str, Any]]:
+        """What is active at the position, strongest first; equal ones by layer and index."""
+        found = self.activity
         here = found.isel(active=found["active_position"].values == self.position)
-        columns = ("active_feature", "active_layer")
-        order = np.lexsort((*(here[name].values for name in columns), -here["activation"].values))
-        return here.isel(active=order)
+        order = np.lexsort((here["active_feature"], here["active_layer"], -here["activation"].values))
+        columns = {"layer": "active_layer", "index": "active_feature", "activation": "activation"}
+        return _records(here.isel(active=order), columns)
 
     @property
     def candidates(self) -> list[FeatureId]:
         """The strongest features of up to three layers, in order of strength."""
         found: dict[int, FeatureId] = {}
-        for row in self._rows(self.active):
+        for row in self.active:
             found.setdefault(row["layer"], FeatureId(row["layer"], row["index"]))
         return list(found.values())[:CANDIDATES]
 
-    def tables(self) -> list[Table]:
-        """The strongest features here, and those that write the word."""
-        from rich.table import Table
-
-        token = plain(self.tokens[self.position])
-        title = f"{self.dictionary.name} in {self.subject.name} at {token!r} ({self.position})"
-        table = Table(title=title, box=None, pad_edge=False)
-        for column in ("feature", "activation"):
-            table.add_column(column, justify="right")
-        for row in self._rows(self.active)[:10]:
-            table.add_row(str(FeatureId(row["layer"], row["index"])), f"{row['activation']:.4f}")
-        table.caption = (
-            f"{self.active.sizes['active']} of {len(self.dictionary.layers) * self.dictionary.n_features} "
-            f"active; to suppress: {' '.join(map(str, self.candidates)) or 'none'}"
-        )
-        return [table, *([self._search_table()] if self.word else [])]
-
-    def _search_table(self) -> Table:
-        from rich.table import Table
-
-        table = Table(title=f"Features that write {plain(self.word)!r}", box=None, pad_edge=False)
-        for column in ("feature", "cosine"):
-            table.add_column(column, justify="right")
-        for row in self._found()[:10]:
-            table.add_row(str(FeatureId(row["layer"], row["index"])), f"{row['cosine']:+.4f}")
-        table.caption = "best cosine of what the feature writes to any layer with the word's embedding"
-        return table
-
-    def draw(self, folder: Path) -> list[Path]:
-        """The strongest features of all layers at every position."""
-        from .figures_features import layers_page
-
-        activity = self.result("activity").load()
-        return [
-            self.figure(
-                folder / "clt_probe.png",
-                lambda: layers_page(
-                    self._counts(activity),
-                    self.tokens,
-                    position=self.position,
-                    name=self.dictionary.name,
-                    model=self.subject.name,
-                    footer=self.footer,
-                ),
-            )
+    def views(self) -> Iterator[View]:
+        """The strongest features here, how many are active where, and those that write the word."""
+        rows, given, layers = self.active, self.settings, self.dictionary.layers
+        here = [
+            {"layer": layer, "features": [row for row in rows if row["layer"] == layer][: given.top_k]}
+            for layer in layers
         ]
+        yield Data(
+            json={
+                "model_id": self.subject.files.name,
+                "clt_repo": self.dictionary.name,
+                "prompt": self.prompt,
+                "tokens": [{"position": i, "text": text} for i, text in enumerate(self.tokens)],
+                "probed_position": self.position,
+                "probed_token": self.tokens[self.position],
+                "n_layers": len(layers),
+                "n_features_per_layer": self.dictionary.n_features,
+                "top_k": given.top_k,
+                "layers": here,
+                "aggregate": rows[: given.top],
+                "suppress_candidates": list(map(str, self.candidates)),
+            }
+        )
+        token = f"{format_token(self.tokens[self.position])!r} ({self.position})"
+        yield Table.of(
+            rows[:ROWS],
+            ("feature", _feature, str),
+            ("activation", "activation", ".4f"),
+            title=f"{self.dictionary.name} in {self.subject.name} at {token}",
+            caption=f"{len(rows)} of {len(layers) * self.dictionary.n_features} active; to suppress: "
+            f"{' '.join(map(str, self.candidates)) or 'none'}",
+        )
+        if self.word:
+            columns = {"layer": "source_layer", "index": "feature", "cosine": "score"}
+            found = _records(self.result("search").load(), columns)
+            yield Table.of(
+                found[:ROWS],
+                ("feature", _feature, str),
+                ("cosine", "cosine", "+.4f"),
+                title=f"Features that write {format_token(self.word)!r}",
+                caption="best cosine of what the feature writes to any layer with the word's embedding",
+                json={"search_word": self.word, "token_id": self.token, "features": found},
+            )
+        counts = Heatmap.of(
+            self._counts(),
+            "How many features are active where",
+            f"framed: {token}, the token probed",
+            low=0.0,
+            framed=((0, self.position, len(layers) - 1, self.position),),
+            frame_name="the token probed",
+        )
+        title = f"How many features of {self.dictionary.name} are active in {self.subject.name}"
+        yield from together("clt_probe", title, counts, caption=counts.caption)
 
-    def elements(self) -> list[Element]:
-        """The tables, and how many features are active where."""
+    def _counts(self) -> xr.DataArray:
+        """How many features are active, [layer, token]."""
         import xarray as xr
 
-        from .report import Heatmap, from_rich
-
-        counts = self._counts(self.result("activity").load())
-        tokens = [f"{i} {token}" for i, token in enumerate(self.tokens)]
+        layers = self.dictionary.layers
+        counts = np.zeros((len(layers), len(self.tokens)), np.int32)
+        rows = np.array([layers.index(each) for each in self.activity["active_layer"].values.tolist()], int)
+        np.add.at(counts, (rows, self.activity["active_position"].values), 1)
+        tokens = [f"{i} {format_token(token)}" for i, token in enumerate(self.tokens)]
         about = {"units": "1", "long_name": "active features"}
-        grid = xr.DataArray(
-            counts, {"layer": list(self.dictionary.layers), "token": tokens}, ("layer", "token"), attrs=about
-        )
-        return [*map(from_rich, self.tables()), Heatmap.of(grid, title="How many features are active where")]
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields of candle-mi's example."""
-        rows = self._rows(self.active)
-        layers = [
-            {
-                "layer": layer,
-                "features": [row for row in rows if row["layer"] == layer][: self.settings.top_k],
-            }
-            for layer in self.dictionary.layers
-        ]
-        found = {
-            **self.header(),
-            "model_id": self.subject.files.name,
-            "clt_repo": self.dictionary.name,
-            "prompt": self.prompt,
-            "tokens": [{"position": i, "text": text} for i, text in enumerate(self.tokens)],
-            "probed_position": self.position,
-            "probed_token": self.tokens[self.position],
-            "n_layers": len(self.dictionary.layers),
-            "n_features_per_layer": self.dictionary.n_features,
-            "top_k": self.settings.top_k,
-            "layers": layers,
-            "aggregate": rows[: self.settings.top],
-            "suppress_candidates": [str(feature) for feature in self.candidates],
-        }
-        if self.word:
-            found |= {"search_word": self.word, "token_id": self.token, "features": self._found()}
-        return found
+        return xr.DataArray(counts, {"layer": list(layers), "token": tokens}, ("layer", "token"), attrs=about)
 
     def _position(self) -> int:
         wanted = self.settings.word.strip().lower()
@@ -209,23 +185,6 @@ class CltProbe(Workflow):
             f"expected a token {self.settings.word!r} in the prompt, found {' '.join(map(repr, self.tokens))}"
         )
 
-    def _rows(self, active: xr.Dataset) -> list[dict[str, Any]]:
-        columns = (active[name].values.tolist() for name in ("active_layer", "active_feature", "activation"))
-        return [{"layer": a, "index": b, "activation": c} for a, b, c in zip(*columns, strict=True)]
-
-    def _found(self) -> list[dict[str, Any]]:
-        found = self.result("search").load()
-        columns = (found[name].values.tolist() for name in ("source_layer", "feature", "score"))
-        return [{"layer": a, "index": b, "cosine": c} for a, b, c in zip(*columns, strict=True)]
-
-    def _counts(self, activity: xr.Dataset) -> Any:
-        """Active features by layer and position."""
-        layers = {layer: i for i, layer in enumerate(self.dictionary.layers)}
-        counts = np.zeros((len(layers), len(self.tokens)), np.int32)
-        rows = np.array([layers[layer] for layer in activity["active_layer"].values.tolist()], np.int64)
-        np.add.at(counts, (rows, activity["active_position"].values), 1)
-        return counts
-
 
 def _asked(settings: Settings) -> tuple[str, str]:
     """The prompt and its answer; by default of the specimen the fact of its preset, whose answer is a word of
@@ -234,6 +193,16 @@ def _asked(settings: Settings) -> tuple[str, str]:
         preset = PRESETS[SPECIMEN]
         return preset.prompt, preset.suppress_word
     return fact(settings.model, settings.prompt, "")
+
+
+def _records(found: xr.Dataset, columns: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Arrays of one dim as records: name in a record -> name of the array."""
+    values = (found[name].values.tolist() for name in columns.values())
+    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
+
+
+def _feature(row: dict[str, Any]) -> FeatureId:
+    return FeatureId(row["layer"], row["index"])
 
 
 WORKFLOW = CltProbe

@@ -11,9 +11,9 @@ likelier; large additions leave the range in which a model is linear.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,19 +21,19 @@ import numpy as np
 from ..stages.features.dictionary import Dictionary
 from ..stages.features.effects.ranked import RankedSweep, RankedTrace
 from ..stages.features.layers.layout import FeatureId
+from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError
-from .answers import number, plain
+from .answers import number
 from .feature_injection import Planned, feature_json, word_id
 from .feature_presets import PRESETS, chosen_preset
-from .settings import setting
+from .settings import InjectionSettings, setting
+from .views import Data, Heatmap, Line, Lines, Table, View, together
 from .workflow import Workflow
 
 if TYPE_CHECKING:
     import xarray as xr
-    from rich.table import Table
 
     from ..stages.forward.models.model import Model
-    from .report import Element
 
 __all__ = ["CltVsPlt", "Settings"]
 
@@ -44,24 +44,14 @@ CLOSE = 0.01
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(InjectionSettings):
     """What `--set` can change; what is left empty is the preset's."""
 
-    preset: str = setting("specimen", "published experiment, or the specimen's own")
-    model: str = setting("", "hub id or directory")
-    dictionary: str = setting("", "cross-layer transcoders: directory or org/repo")
-    per_layer: str = setting("", "per-layer transcoders: directory or org/repo")
-    prompt: str = setting("", "prompt without its last word")
     suppress: tuple[str, ...] = setting((), 'features to suppress first, layer:index; "none" for none')
     inject: str = setting("", "feature to inject first, layer:index; its layer is the target of the rankings")
+    per_layer: str = setting("", "per-layer transcoders: directory or org/repo")
     suppress_word: str = setting("", "word the suppressed features stand for, one token")
     inject_word: str = setting("", "word whose embedding features are ranked by, one token")
-    strength: float = setting(0.0, "units added and taken away; 0: the preset's, 10 in the published ones")
-    dtype: str = setting("float32", "what the model computes in")
-
-    def __post_init__(self) -> None:
-        if self.strength < 0:
-            raise ConfigError(f"expected a strength above 0, found {self.strength}")
 
 
 class CltVsPlt(Workflow):
@@ -70,6 +60,7 @@ class CltVsPlt(Workflow):
     name = "clt_vs_plt"
     question = "Do cross-layer and per-layer transcoders find the same features, and do they steer alike?"
     settings_type = Settings
+    settings: Settings
 
     def __init__(self, settings: Settings, model: Model | None = None) -> None:
         super().__init__(settings)
@@ -114,120 +105,95 @@ class CltVsPlt(Workflow):
         found = self.opened["planning"]
         return float(np.exp(found["baseline_logprob"][0])), float(found["baseline_logit"][0])
 
-    def tables(self) -> list[Table]:
-        """What each protocol reaches, and how both kinds rank features."""
-        return [self._causal_table(), self._ranking_table()]
-
-    def _causal_table(self) -> Table:
-        from rich.table import Table
-
-        preset = self.planned.preset
-        title = (
-            f"{plain(self.planned.heading)}: probability of {preset.inject_word!r}, largest over positions"
-        )
-        table = Table(title=title, box=None, pad_edge=False)
-        for column in ("transcoders", "protocol", "p", "logit", "position", "token"):
-            table.add_column(column, justify="right" if column in ("p", "logit", "position") else "left")
-        planning = self.opened["planning"].isel(strength=0, word=0)
-        rows = [("clt", "preset's features", planning)]
-        for arm in self.arms:
-            rows += [
-                (arm, name.replace("_", " "), self.opened[f"{arm}_{name}"].isel(word=0))
-                for name in protocols(arm)
-            ]
-        for arm, protocol, found in rows:
-            place = int(found["logprob"].values.argmax())
-            table.add_row(
-                arm,
-                protocol,
-                f"{float(np.exp(found['logprob'][place])):.4e}",
-                f"{float(found['logit'][place]):.3f}",
-                str(place),
-                plain(self.planned.tokens[place]),
-            )
-        table.caption = f"without injection {self.baseline[0]:.4e}, logit {self.baseline[1]:.3f}"
-        return table
-
-    def _ranking_table(self) -> Table:
-        from rich.table import Table
-
-        title = f"Features that write {self.planned.preset.inject_word!r} to layer {self.target}"
-        table = Table(title=title, box=None, pad_edge=False)
-        for column in (
-            "rank",
-            *(f"{arm} {what}" for arm in self.arms for what in ("feature", "cosine", "most active")),
-        ):
-            table.add_column(column, justify="right")
-        traces = [self.opened[f"{arm}_trace"] for arm in self.arms]
-        for rank in range(min(10, *(trace.sizes["rank"] for trace in traces))):
-            cells = [str(rank + 1)]
-            for trace in traces:
-                here = trace.isel(rank=rank)
-                feature = FeatureId(int(here["source_layer"]), int(here["feature"]))
-                active = float(here["trace"].max()) + 0.0  # what is not active may be -0.0
-                cells += [str(feature), f"{float(here['score']):+.3f}", f"{active:.3f}"]
-            table.add_row(*cells)
-        return table
-
-    def draw(self, folder: Path) -> list[Path]:
-        """Both kinds' sweeps over positions, and that of the preset's features."""
-        from .figures_features import arms_page
-
-        planning = self.opened["planning"].isel(strength=0, word=0)
-        curves = {"the preset's features": np.exp(planning["logprob"].values)} | {
-            f"{arm} {name.replace('_', ' ')}": np.exp(self.opened[f"{arm}_{name}"]["logprob"].values[:, 0])
-            for arm in self.arms
-            for name in protocols(arm)
-        }
-        return [
-            self.figure(
-                folder / "clt_vs_plt.png",
-                lambda: arms_page(
-                    curves,
-                    self.baseline[0],
-                    self.planned.tokens,
-                    word=self.planned.preset.inject_word,
-                    model=self.planned.subject.name,
-                    footer=self.footer,
-                ),
-            )
-        ]
-
-    def elements(self) -> list[Element]:
-        """The tables, and activity of the best features along the prompt."""
-        from .report import Heatmap, from_rich
-
-        found: list[Element] = [*map(from_rich, self.tables())]
-        tokens = [f"{i} {token}" for i, token in enumerate(self.planned.tokens)]
-        for arm in self.arms:
-            trace = self.opened[f"{arm}_trace"]
-            layers, features = trace["source_layer"].values, trace["feature"].values
-            names = [str(FeatureId(int(a), int(b))) for a, b in zip(layers, features, strict=True)]
-            grid = trace["trace"].drop_vars(["score", "source_layer", "feature"])
-            grid = grid.assign_coords(rank=names, position=tokens).rename(rank="feature", position="token")
-            found.append(Heatmap.of(grid, title=f"{arm}: the word's best features along the prompt"))
-        return found
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields of candle-mi's second step, with the first one inside."""
+    def views(self) -> Iterator[View]:
+        """What each protocol reaches, how both kinds rank features, and where the best ones are active."""
         planned, preset = self.planned, self.planned.preset
-        planning = self.opened["planning"].isel(strength=0)
-        step_a = self._causal("preset", planning.isel(word=0), planned.suppress, planned.inject)
-        return {
-            **self.header(),
-            "experiment": self.name,
-            "model": planned.subject.files.name,
-            "prompt": planned.prompt,
-            "tokens": planned.tokens,
-            "inject_word": preset.inject_word,
-            "inject_token_id": self.word,
-            "top_k_target_layer": self.target,
-            "baseline_prob": self.baseline[0],
-            "baseline_logit": self.baseline[1],
-            "step_a": step_a,
-            "arms": {arm: self._arm_json(arm) for arm in self.arms},
-            "sanity_gates": self._gates(step_a["max_prob"]),
-        }
+        planning = self.opened["planning"].isel(strength=0, word=0)
+        first = self._causal("preset", planning, planned.suppress, planned.inject)
+        arms = {arm: {name: self._protocol(arm, name) for name in protocols(arm)} for arm in self.arms}
+        yield Data(
+            json={
+                "experiment": self.name,
+                "model": planned.subject.files.name,
+                "prompt": planned.prompt,
+                "tokens": planned.tokens,
+                "inject_word": preset.inject_word,
+                "inject_token_id": self.word,
+                "top_k_target_layer": self.target,
+                "baseline_prob": self.baseline[0],
+                "baseline_logit": self.baseline[1],
+                "step_a": first,
+                "arms": {arm: self._ranked_json(arm) | told for arm, told in arms.items()},
+                "sanity_gates": self._gates(first["max_prob"]),
+            }
+        )
+        reached = [("clt", "preset's features", first)]
+        reached += [
+            (arm, name.replace("_", " "), told) for arm, by in arms.items() for name, told in by.items()
+        ]
+        yield Table.of(
+            reached,
+            ("transcoders", lambda one: one[0]),
+            ("protocol", lambda one: one[1]),
+            ("p", lambda one: one[2]["max_prob"], ".4e"),
+            ("logit", lambda one: one[2]["max_logit"], ".3f"),
+            ("position", lambda one: one[2]["spike_position"], "d"),
+            ("token", lambda one: format_token(one[2]["spike_token"])),
+            title=f"{planned.heading}: probability of {preset.inject_word!r}, largest over positions",
+            caption=f"without injection {self.baseline[0]:.4e}, logit {self.baseline[1]:.3f}",
+        )
+        yield self._ranking()
+        by_place = self._by_place(reached)
+        title = f"What features of {preset.inject_word!r} do in {planned.subject.name}, by kind of transcoder"
+        yield from together("clt_vs_plt", title, by_place, caption="log scale; dashed: without injection")
+        tokens = [f"{i} {format_token(token)}" for i, token in enumerate(planned.tokens)]
+        for arm in self.arms:
+            grid = self.opened[f"{arm}_trace"]["trace"].drop_vars(["score", "source_layer", "feature"])
+            grid = grid.assign_coords(rank=list(map(str, self._features(f"{arm}_trace"))), position=tokens)
+            yield Heatmap.of(
+                grid.rename(rank="feature", position="token"),
+                f"{arm}: the word's best features along the prompt",
+            )
+
+    def _ranking(self) -> Table:
+        """The best features of both kinds, side by side."""
+        traces = {arm: self.opened[f"{arm}_trace"] for arm in self.arms}
+        columns: list[tuple[Any, ...]] = []
+        for arm, trace in traces.items():
+            most = trace["trace"].max("position").values + 0.0  # what is not active may be -0.0
+            columns += [
+                (f"{arm} feature", self._features(f"{arm}_trace").__getitem__, str),
+                (f"{arm} cosine", trace["score"].values.__getitem__, "+.3f"),
+                (f"{arm} most active", most.__getitem__, ".3f"),
+            ]
+        return Table.of(
+            range(min(10, *(trace.sizes["rank"] for trace in traces.values()))),
+            ("rank", lambda rank: rank + 1, "d"),
+            *columns,
+            title=f"Features that write {self.planned.preset.inject_word!r} to layer {self.target}",
+        )
+
+    def _by_place(self, reached: list[tuple[str, str, dict[str, Any]]]) -> Lines:
+        """Every protocol's probability of the word, by the position of the injection."""
+        word, tokens = self.planned.preset.inject_word, self.planned.tokens
+
+        def curve(name: str, told: dict[str, Any], family: str = "") -> Line:
+            return Line(name, np.array([point["prob"] for point in told["sweep"]]), family=family)
+
+        (_, first, told), *ranked = reached
+        return Lines(
+            title=f"Probability of {word!r} by the position of the injection",
+            caption="dashed: without injection",
+            x=tuple(f"{format_token(token)} ({place})" for place, token in enumerate(tokens)),
+            x_name="token at which features are suppressed and injected",
+            y_name=f"probability of {word!r} at the end",
+            lines=(
+                Line("without injection", np.full(len(tokens), self.baseline[0]), control=True),
+                *(curve(f"{arm} {name}", each, arm) for arm, name, each in ranked),
+                curve(f"the {first}", told),
+            ),
+            log=True,
+        )
 
     def _gates(self, reached: float) -> dict[str, Any]:
         """The published maximum of the first step against ours; empty where anything but the preset was
@@ -243,11 +209,17 @@ class CltVsPlt(Workflow):
             "is_above_minimum": reached >= expected[1],
         }
 
-    def _arm_json(self, arm: str) -> dict[str, Any]:
+    def _features(self, name: str) -> list[FeatureId]:
+        """The features of a trace or a sweep, in its order."""
+        found = self.opened[name]
+        pairs = zip(found["source_layer"].values.tolist(), found["feature"].values.tolist(), strict=True)
+        return [FeatureId(layer, index) for layer, index in pairs]
+
+    def _ranked_json(self, arm: str) -> dict[str, Any]:
+        """The best features of an arm and what they read, in the fields of candle-mi's example."""
         trace, dictionary = self.opened[f"{arm}_trace"], self.arms[arm]
-        layers, features = trace["source_layer"].values.tolist(), trace["feature"].values.tolist()
-        ids = [str(FeatureId(a, b)) for a, b in zip(layers, features, strict=True)]
-        found: dict[str, Any] = {
+        ids = list(map(str, self._features(f"{arm}_trace")))
+        return {
             "schema": dictionary.layout.format,
             "transcoder_repo": dictionary.name,
             "n_layers": len(dictionary.layers),
@@ -256,33 +228,28 @@ class CltVsPlt(Workflow):
                 {"feature": name, "cosine": score}
                 for name, score in zip(ids, trace["score"].values.tolist(), strict=True)
             ],
-            "top_20_decoder_vectors_same_layer": trace["vector"].values.tolist(),
+            "top_20_decoder_vectors_same_layer": trace["vector"],
             "pre_activation_histograms": {
                 f"layer_{layer}": {
-                    "bin_edges": trace["edge"].sel(window_layer=layer).values.tolist(),
-                    "counts": trace["count"].sel(window_layer=layer).values.tolist(),
+                    "bin_edges": trace["edge"].sel(window_layer=layer),
+                    "counts": trace["count"].sel(window_layer=layer),
                 }
                 for layer in trace["window_layer"].values.tolist()
             },
             "activation_trace": {
                 "feature_ids": ids,
-                "layer_indices": layers,
-                "positions": trace["position"].values.tolist(),
-                "values": trace["trace"].values.tolist(),
+                "layer_indices": trace["source_layer"],
+                "positions": trace["position"],
+                "values": trace["trace"],
             },
             "w_skip_projection_at_spike": number(trace["skip_projection"]),
         }
-        for protocol in protocols(arm):
-            sweep = self.opened[f"{arm}_{protocol}"]
-            chosen = [
-                FeatureId(a, b)
-                for a, b in zip(
-                    sweep["source_layer"].values.tolist(), sweep["feature"].values.tolist(), strict=True
-                )
-            ]
-            inject = chosen.pop() if protocols(arm)[protocol][1] else None
-            found[protocol] = self._causal(protocol, sweep.isel(word=0), chosen, inject)
-        return found
+
+    def _protocol(self, arm: str, name: str) -> dict[str, Any]:
+        """What a sweep of an arm reaches; one that injects has the injected feature last."""
+        chosen = self._features(f"{arm}_{name}")
+        inject = chosen.pop() if protocols(arm)[name][1] else None
+        return self._causal(name, self.opened[f"{arm}_{name}"].isel(word=0), chosen, inject)
 
     def _causal(
         self, protocol: str, sweep: xr.Dataset, suppress: list[FeatureId], inject: FeatureId | None

@@ -7,58 +7,46 @@ the prompt's end and how far the attention to the site moved (stages/features/ef
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..stages.features.effects.sweeps import Dose
+from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError
-from .answers import plain
 from .feature_injection import Planned, feature_json
 from .feature_presets import chosen_preset
-from .settings import setting
+from .settings import Count, InjectionSettings, NotNegative, Positive, setting
+from .views import Data, Figure, Line, Lines, Table, View
 from .workflow import Workflow
 
 if TYPE_CHECKING:
     import xarray as xr
-    from rich.table import Table
 
     from ..stages.forward.models.model import Model
-    from .report import Element
 
 __all__ = ["CorrectionTest", "Settings"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(InjectionSettings):
     """What `--set` can change; what is left empty is the preset's."""
 
-    preset: str = setting("specimen", "published experiment, or the specimen's own")
-    model: str = setting("", "hub id or directory")
-    dictionary: str = setting("", "transcoders: directory or org/repo")
-    prompt: str = setting("", "prompt without its last word")
-    suppress: tuple[str, ...] = setting((), 'features to suppress, layer:index; "none" for no suppression')
     inject: str = setting("", "feature of the word committed to, layer:index")
+    strength: NotNegative = setting(
+        0.0, "strength of the commitment; 0: the preset's, 10 in the published ones"
+    )
     inject_word: str = setting("", "the word committed to, one token")
     correct: str = setting("", "feature of the correction, layer:index")
     correct_word: str = setting("", "the correction, one token")
     correct_from_layer: int = setting(0, "first layer the correction is written to; 0: the preset's")
     site: str = setting("", "where all of it is injected: a token of the prompt, or its position")
-    strength: float = setting(0.0, "strength of the commitment; 0: the preset's, 10 in the published ones")
-    max_strength: float = setting(20.0, "largest strength of the correction")
-    steps: int = setting(12, "strengths above 0, evenly spaced up to the largest")
+    max_strength: Positive = setting(20.0, "largest strength of the correction")
+    steps: Count = setting(12, "strengths above 0, evenly spaced up to the largest")
     head: str = setting("", "head followed, layer:head; none: 21:5, or the one that moves most")
-    dtype: str = setting("float32", "what the model computes in")
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.max_strength <= 0 or self.strength < 0:
-            raise ConfigError(
-                f"expected steps of at least 1 and strengths above 0, found {self.steps}, "
-                f"{self.max_strength} and {self.strength}"
-            )
 
 
 class CorrectionTest(Workflow):
@@ -67,6 +55,7 @@ class CorrectionTest(Workflow):
     name = "correction_test"
     question = "Can a plan be taken back?"
     settings_type = Settings
+    settings: Settings
 
     def __init__(self, settings: Settings, model: Model | None = None) -> None:
         super().__init__(settings)
@@ -105,13 +94,6 @@ class CorrectionTest(Workflow):
         """[strength, ...]."""
         return self.result("sweep").load().isel(position=0)
 
-    @property
-    def shift(self) -> xr.DataArray:
-        """Sum of |change of the edge's weight| over heads and layers, [strength]."""
-        change = abs(self.sweep["attention"] - self.sweep["baseline_attention"])
-        found: xr.DataArray = change.sum(("layer", "head"))
-        return found.assign_attrs(units="1", long_name="sum of |change of weight|")
-
     @cached_property
     def head(self) -> tuple[int, int] | None:
         """The head followed; None where 21:5 was meant and the model is smaller."""
@@ -129,86 +111,67 @@ class CorrectionTest(Workflow):
             )
         return None
 
-    def tables(self) -> list[Table]:
-        """Every strength of the correction."""
-        from rich.table import Table
-
-        planned, preset = self.planned, self.planned.preset
+    def views(self) -> Iterator[View]:
+        """Both words and the attention, at every strength of the correction."""
+        planned, preset, points = self.planned, self.planned.preset, self._points()
         words = (preset.inject_word, preset.correct_word)
-        title = (
-            f"{plain(planned.heading)}: {planned.inject} ({words[0]!r}) committed at "
-            f"'{plain(planned.tokens[planned.site])}' ({planned.site}), then {self.correct} ({words[1]!r}) "
-            f"into layers from {preset.correct_from_layer} on"
+        before = self._said(self.sweep, "baseline_") | {"routing_head_delta": 0.0, "total_routing_shift": 0.0}
+        yield Data(json=self._about() | {"baseline": before, "commitment_only": points[0]})
+        site = f"{format_token(planned.tokens[planned.site])!r} ({planned.site})"
+        yield Table.of(
+            points,
+            ("strength", "correct_strength", ".2f"),
+            (f"p({format_token(words[0])})", "p_commit_word", ".3e"),
+            (f"p({format_token(words[1])})", "p_correct_word", ".3e"),
+            ("most likely", lambda one: f"{format_token(one['top1_token'])!r} {one['top1_prob']:.3f}"),
+            ("attention moved", "total_routing_shift", ".4f"),
+            title=f"{planned.heading}: {planned.inject} ({words[0]!r}) committed at {site}, then "
+            f"{self.correct} ({words[1]!r}) into layers from {preset.correct_from_layer} on",
+            caption=f"without any injection {before['p_commit_word']:.3e} and {before['p_correct_word']:.3e}",
+            json={"correction_sweep": points},
         )
-        table = Table(title=title, box=None, pad_edge=False)
-        for column in (
-            "strength",
-            *(f"p({plain(word)})" for word in words),
-            "most likely",
-            "attention moved",
-        ):
-            table.add_column(column, justify="left" if column == "most likely" else "right")
-        for row in self._points():
-            table.add_row(
-                f"{row['correct_strength']:.2f}",
-                f"{row['p_commit_word']:.3e}",
-                f"{row['p_correct_word']:.3e}",
-                f"{plain(row['top1_token'])!r} {row['top1_prob']:.3f}",
-                f"{row['total_routing_shift']:.4f}",
-            )
-        before = np.exp(self.sweep["baseline_logprob"].values)
-        table.caption = f"without any injection {before[0]:.3e} and {before[1]:.3e}"
-        return [table]
+        by_strength: dict[str, Any] = {
+            "x": tuple(point["correct_strength"] for point in points),
+            "x_name": "strength of the correction",
+            "low": 0.0,
+        }
 
-    def draw(self, folder: Path) -> list[Path]:
-        """Both words and the attention, by strength."""
-        from .figures_features import correction_page
+        def line(name: str, what: str, level: float | None = None) -> Line:
+            return Line(name, np.array([point[what] for point in points]), level=level)
 
-        planned, preset = self.planned, self.planned.preset
-        probability = np.exp(self.sweep["logprob"].values)
-        before = np.exp(self.sweep["baseline_logprob"].values)
-        return [
-            self.figure(
-                folder / "correction_test.png",
-                lambda: correction_page(
-                    self.sweep["strength"].values.tolist(),
-                    probability[:, 0],
-                    probability[:, 1],
-                    self.shift.values,
-                    words=(preset.inject_word, preset.correct_word),
-                    baseline=(float(before[0]), float(before[1])),
-                    model=planned.subject.name,
-                    footer=self.footer,
-                ),
-            )
-        ]
-
-    def elements(self) -> list[Element]:
-        """The table, and both words by strength."""
-        from .report import Lines, from_rich
-
-        words = (self.planned.preset.inject_word, self.planned.preset.correct_word)
-        logprob = self.sweep["logprob"].assign_coords(word=list(words))
-        probability = logprob.copy(data=np.exp(logprob.values))
-        probability = probability.transpose("word", "strength").assign_attrs(
-            units="1", long_name="probability"
+        which = Lines(
+            title="Which word wins",
+            caption="dashed: without any injection",
+            y_name="probability at the end",
+            lines=tuple(
+                line(repr(word), what, before[what])
+                for word, what in zip(words, ("p_commit_word", "p_correct_word"), strict=True)
+            ),
+            log=True,
+            **by_strength,
         )
-        return [*map(from_rich, self.tables()), Lines.of(probability, title="Which word wins", low=0.0)]
+        moved = Lines(
+            title="How far attention to the site moved",
+            y_name="sum of |change of weight|, all heads",
+            lines=(line("all heads", "total_routing_shift"),),
+            **by_strength,
+        )
+        title = f"A plan for {words[0]!r} corrected to {words[1]!r} in {planned.subject.name}"
+        yield from (which, moved)
+        drawn = replace(which, caption=f"{which.caption}; log scale")
+        yield Figure(name="correction_test", title=title, panels=(drawn, moved))
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields of candle-mi's example."""
-        planned, preset = self.planned, self.planned.preset
-        points = self._points()
-        before = np.exp(self.sweep["baseline_logprob"].values)
+    def _about(self) -> dict[str, Any]:
+        """The other fields of candle-mi's example."""
+        planned, preset, config = self.planned, self.planned.preset, self.planned.subject.config
         return {
-            **self.header(),
             "model_id": planned.subject.files.name,
             "clt_repo": preset.dictionary,
             "prompt": planned.prompt,
             "planning_site": planned.site,
             "output_position": planned.last,
-            "n_layers": planned.subject.config.num_layers,
-            "n_heads": planned.subject.config.axis_sizes["head"],
+            "n_layers": config.num_layers,
+            "n_heads": config.axis_sizes["head"],
             "commit_feature": feature_json(planned.inject),
             "commit_word": preset.inject_word,
             "suppress_features": [feature_json(feature) for feature in planned.suppress],
@@ -216,38 +179,31 @@ class CorrectionTest(Workflow):
             "correct_feature": feature_json(self.correct),
             "correct_word": preset.correct_word,
             "correct_from_layer": preset.correct_from_layer,
-            "routing_head": list(self.head) if self.head else None,
-            "baseline": self._point(
-                before, self.sweep["baseline_top_id"], self.sweep["baseline_top_logprob"], 0.0, 0.0
-            ),
-            "commitment_only": points[0],
-            "correction_sweep": points,
+            "routing_head": self.head,
         }
 
     def _points(self) -> list[dict[str, Any]]:
-        found = []
+        """Every strength; how far attention moved is told from the run without any injection."""
         change = self.sweep["attention"] - self.sweep["baseline_attention"]
-        for i, strength in enumerate(self.sweep["strength"].values.tolist()):
-            here = self.sweep.isel(strength=i)
-            moved = 0.0 if self.head is None else float(change[i, self.head[0], self.head[1]])
-            point = self._point(
-                np.exp(here["logprob"].values),
-                here["top_id"],
-                here["top_logprob"],
-                moved,
-                float(self.shift[i]),
-            )
-            found.append({"correct_strength": strength, **point})
-        return found
+        shift = abs(change).sum(("layer", "head"))
+        return [
+            {
+                "correct_strength": strength,
+                **self._said(self.sweep.isel(strength=i)),
+                "routing_head_delta": 0.0 if self.head is None else float(change[i, *self.head]),
+                "total_routing_shift": float(shift[i]),
+            }
+            for i, strength in enumerate(self.sweep["strength"].values.tolist())
+        ]
 
-    def _point(self, words: Any, top: Any, logprob: Any, moved: float, shift: float) -> dict[str, Any]:
+    def _said(self, run: xr.Dataset, prefix: str = "") -> dict[str, Any]:
+        """Both words, and the likeliest token, of one run; those without any injection are "baseline_"."""
+        words = np.exp(run[f"{prefix}logprob"].values)
         return {
             "p_commit_word": float(words[0]),
             "p_correct_word": float(words[1]),
-            "top1_token": self.planned.subject.tokenizer.decode_token(int(top)),
-            "top1_prob": float(np.exp(logprob)),
-            "routing_head_delta": moved,
-            "total_routing_shift": shift,
+            "top1_token": self.planned.subject.tokenizer.decode_token(int(run[f"{prefix}top_id"])),
+            "top1_prob": float(np.exp(run[f"{prefix}top_logprob"])),
         }
 
 

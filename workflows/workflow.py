@@ -159,14 +159,6 @@ class Workflow:
             found |= listed(view.json)
         return found
 
-    def elements(self) -> list[View]:
-        """What came out, for a page. Figures and how it all was made are added by the page itself."""
-        if type(self).views is Workflow.views:  # one that still says its tables by themselves
-            from .report import from_rich
-
-            return [from_rich(table) for table in self.tables()]
-        return [view for view in self.shown if view.on_page]
-
     def _repr_html_(self) -> str:
         """For a notebook: the question, and every view but those that a figure holds."""
         title = f"<h3>{escape(self.question)}</h3>"

@@ -18,8 +18,8 @@ from mizarr.stages.logits.lens import format_token
 from mizarr.workflows import build, compute
 from mizarr.workflows.attribution_graph import PRESETS, AttributionGraphs, Settings, chosen_preset
 from mizarr.workflows.cli import run
-from mizarr.workflows.figures_graph import drawn_part
-from mizarr.workflows.report import Graph
+from mizarr.workflows.views import Graph
+from mizarr.workflows.views.graph_drawing import drawn_part
 from tests.browser import chromium, opened
 from tests.stages.graph.random_transcoders import save_random_transcoders
 from tests.torch_free import without_torch
@@ -212,7 +212,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.mark.browser
 def test_the_page_shows_prunes_pins_and_saves_the_graph(done: AttributionGraphs, browser, tmp_path: Path):
-    element = next(each for each in done.elements() if isinstance(each, Graph))
+    element = next(each for each in done.shown if isinstance(each, Graph))
     file, best = done.report(tmp_path / "graph.html"), done.strongest[0]
     number = ("layer", "number", "position")
     wanted = (best.feature.layer, best.feature.index, best.position)

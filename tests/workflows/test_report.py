@@ -1,4 +1,4 @@
-"""Report pages as files: elements, escaping, recipes, the same bytes twice, limits, and the command."""
+"""Report pages as files: views, escaping, recipes, the same bytes twice, limits, and the command."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -17,29 +18,27 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import xarray as xr
-from rich.table import Table as RichTable
 
 from mizarr.stages.logits.lens import format_token
 from mizarr.store.errors import ConfigError, ShapeError
 from mizarr.workflows import build, compute
 from mizarr.workflows.cli import run
 from mizarr.workflows.cli.options import settings as read_pairs
-from mizarr.workflows.report import (
+from mizarr.workflows.report import page
+from mizarr.workflows.report.recipe import asked, command, made
+from mizarr.workflows.views import (
     Attention,
     Choice,
-    Column,
     Heatmap,
     Line,
     Lines,
     Note,
-    Run,
+    Table,
     Text,
     Tokens,
-    from_rich,
-    page,
+    blocks,
+    dim,
 )
-from mizarr.workflows.report.recipe import asked, command, made
-from mizarr.workflows.views import blocks
 from mizarr.workflows.workflow import Workflow
 
 PROMPTS = ["it was the age of", "</script><b>'\" & it was"]
@@ -96,38 +95,27 @@ class Nothing:
 
 
 class Plain(Workflow):
-    """Tables and nothing else to show; stores nothing."""
+    """A table and nothing else to show; stores nothing."""
 
     name, question, settings_type = "plain", "Is it enough?", Nothing
     nodes: ClassVar[dict[str, Any]] = {}
 
-    def tables(self) -> list[RichTable]:
-        table = RichTable("word", title="[bold]T[/bold]", caption="below")
-        table.add_column("number", justify="right", no_wrap=True)
-        table.add_row("a [dim]b[/dim]", "1")
-        table.add_row(r"\[red]", "2", style="bold")
-        table.add_row("long enough to need several lines", "3")
-        return [table]
-
-    def draw(self, folder: Path) -> list[Path]:
-        return []
+    def views(self) -> Iterator[Table]:
+        words = {1: ("a ", dim("b")), 2: "[red]", 3: "long enough to need several lines"}
+        yield Table.of(
+            words,
+            ("word", words.__getitem__),
+            ("number", lambda number: number, "d"),
+            strong=lambda number: number == 2,
+            title="T",
+            caption="below",
+        )
 
 
 # What a page is made of
 
 
-def test_a_table_of_the_terminal_keeps_its_cells_styles_and_captions():
-    (table,) = map(from_rich, Plain(Nothing()).tables())
-    assert (table.title, table.caption) == ("T", "below")
-    assert table.columns == (Column("word", wraps=True), Column("number", right=True))
-    assert table.rows == (
-        ((Run("a "), Run("b", "dim")), (Run("1"),)),
-        ((Run("[red]", "bold"),), (Run("2", "bold"),)),
-        ((Run("long enough to need several lines"),), (Run("3"),)),
-    )
-
-
-def test_a_workflow_that_says_nothing_has_its_tables_on_the_page():
+def test_a_workflow_that_says_one_table_has_it_on_the_page():
     parsed = Parsed(page.render(Plain(Nothing())))
     for said in ("Is it enough?", "T", "word", "a b", "[red]", "below", "mizarr report plain"):
         assert said in parsed.text
@@ -313,7 +301,7 @@ def test_without_matplotlib_all_but_the_figures_is_there(lens, text, monkeypatch
 
 def test_what_does_not_fit_is_thinned_or_left_out_and_the_page_says_so(monkeypatch):
     class Heavy(Plain):
-        def elements(self) -> list[Any]:
+        def views(self) -> list[Any]:
             def heatmap(n: int) -> Heatmap:
                 labels = tuple(map(str, range(n)))
                 return Heatmap(values=np.zeros((n, n)), rows=labels, columns=labels, value_name="v")

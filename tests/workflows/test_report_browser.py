@@ -16,7 +16,7 @@ import pytest
 from mizarr.stages.attention.flow import unpacked
 from mizarr.stages.logits.lens import format_probability, format_token
 from mizarr.workflows import WORKFLOWS, compute
-from mizarr.workflows.report import Heatmap
+from mizarr.workflows.views import Heatmap
 from mizarr.workflows.workflow import Workflow
 from tests.browser import Opened, chromium, opened
 
@@ -225,7 +225,7 @@ class Wide(Workflow):
     nodes: ClassVar[dict[str, Any]] = {}
     values = np.random.default_rng(0).normal(size=(60, 900)).astype(np.float32)
 
-    def elements(self) -> list[Any]:
+    def views(self) -> list[Any]:
         rows, columns = (
             tuple(f"{axis}{i}" for i in range(n)) for axis, n in zip("ab", self.values.shape, strict=True)
         )
@@ -233,9 +233,6 @@ class Wide(Workflow):
             title="wide", values=self.values, rows=rows, columns=columns, value_name="x", diverging=True
         )
         return [heatmap]
-
-    def draw(self, folder: Path) -> list[Path]:
-        return []
 
 
 @pytest.mark.parametrize("width", [400, 1400])

@@ -22,13 +22,14 @@ from mizarr.stages.features.corpus.encode import encode_nodes
 from mizarr.stages.features.corpus.examples import top_examples
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.graph.files.viewer import document
-from mizarr.stages.graph.graph import AttributionGraph
+from mizarr.stages.graph.graph import AttributionGraph, PrunedGraph
 from mizarr.store.errors import ShapeError
-from mizarr.workflows.graph_page import examples_of, graph_elements
-from mizarr.workflows.report import Graph
+from mizarr.workflows.graph_views import examples_of, graph_views
 from mizarr.workflows.report.page import render
+from mizarr.workflows.views import Graph, Table, Values
 from mizarr.workflows.views.blocks import size
 from mizarr.workflows.views.graph import KINDS
+from mizarr.workflows.views.graph_features import strongest_features
 from mizarr.workflows.workflow import Workflow
 from tests.browser import Opened, chromium, opened
 from tests.stages.graph.random_transcoders import save_random_transcoders
@@ -115,11 +116,17 @@ class Page(Workflow):
         super().__init__(Nothing())
         self.element = element
 
-    def elements(self) -> list[Any]:
-        return [self.element]
+    def views(self) -> Iterator[Any]:
+        yield self.element
 
-    def draw(self, folder: Path) -> list[Path]:
-        return []
+
+def views_of(
+    pruned: PrunedGraph, *, examples: Any = None, sources: tuple[str, ...] = (), **words: Any
+) -> tuple[Values, Graph, Table]:
+    """What is said of a graph, with its 15 strongest features."""
+    graph, strongest = pruned.graph, strongest_features(pruned, **words, most=15)
+    scores = {name: getattr(graph, name) for name in ("replacement_score", "completeness_score")}
+    return graph_views(pruned, strongest, scores, examples=examples, sources=sources, **words)
 
 
 # -- what is embedded
@@ -127,7 +134,7 @@ class Page(Workflow):
 
 def test_all_edges_among_the_nodes_here_are_here_strongest_first():
     graph = drawn_by_hand()
-    whole = Graph.of(graph, title="g")
+    whole = Graph.of(graph.prune(), title="g")
     assert (
         len(whole.source)
         == whole.n_edges
@@ -136,7 +143,7 @@ def test_all_edges_among_the_nodes_here_are_here_strongest_first():
         )
     )
     assert (np.diff(abs(whole.weight)) <= 0).all()
-    some = Graph.of(graph, title="g", edges=len(whole.source) // 2)
+    some = Graph.of(graph.prune(), title="g", edges=len(whole.source) // 2)
     assert len(some.source) == some.n_edges <= len(whole.source) // 2
     assert 0.8 <= some.share < whole.share == 1
     labels = graph.nodes
@@ -157,7 +164,7 @@ def test_all_edges_among_the_nodes_here_are_here_strongest_first():
 
 def test_where_the_first_thresholds_nodes_have_too_many_edges_the_weakest_are_left_out():
     graph = drawn_by_hand()
-    few = Graph.of(graph, title="g", edges=50)
+    few = Graph.of(graph.prune(), title="g", edges=50)
     mask = graph.prune(0.8, 1.0).node_mask
     assert len(few.source) == 50 < few.n_edges
     assert set(few.cumulative[few.kinds < 2]) == set(
@@ -169,7 +176,7 @@ def test_where_the_first_thresholds_nodes_have_too_many_edges_the_weakest_are_le
 
 def test_a_page_without_room_has_fewer_examples_then_fewer_edges():
     graph = drawn_by_hand(each=12)
-    whole = Graph.of(graph, title="g", **known_of(graph))
+    whole = Graph.of(graph.prune(), title="g", **known_of(graph))
     assert whole.within(size(whole)) is whole
     bare = whole.within(size(whole) - 1)
     assert bare.notes.example_words.size == 0 and len(bare.source) == len(whole.source)
@@ -181,7 +188,7 @@ def test_a_page_without_room_has_fewer_examples_then_fewer_edges():
 
 def test_the_same_graph_gives_the_same_bytes():
     first, second = (
-        render(Page(Graph.of(graph, title="g", **known_of(graph))))
+        render(Page(Graph.of(graph.prune(), title="g", **known_of(graph))))
         for graph in (drawn_by_hand(), drawn_by_hand())
     )
     assert first == second
@@ -190,7 +197,7 @@ def test_the_same_graph_gives_the_same_bytes():
 def test_a_page_about_a_graph_has_its_scores_and_its_strongest_features():
     graph = drawn_by_hand()
     known = known_of(graph)
-    scores, element, strongest = graph_elements(graph, **known, sources=("graph",))
+    scores, element, strongest = views_of(graph.prune(), **known, sources=("graph",))
     assert dict(scores.pairs)["replacement score"] == f"{graph.replacement_score:.3f}"
     pruned = graph.prune()
     kinds = graph.nodes["kind"].values[pruned.node_mask]
@@ -209,7 +216,7 @@ def test_a_page_about_a_graph_has_its_scores_and_its_strongest_features():
     raised = known["effects"]["raised"].values[best]
     assert cells[4] == " · ".join(WORDS[i].replace("\n", "\\n") for i in raised)
     assert {each.sources for each in (scores, element, strongest)} == {("graph",)}
-    assert len(graph_elements(graph)[2].columns) == 4
+    assert len(views_of(graph.prune())[2].columns) == 4
 
 
 def test_texts_of_a_stored_corpus_reach_the_features_of_a_graph(tmp_path):
@@ -225,8 +232,8 @@ def test_texts_of_a_stored_corpus_reach_the_features_of_a_graph(tmp_path):
     run(ranked.values(), store, quiet=True)
     texts, tops = ({layer: node.open(store) for layer, node in nodes.items()} for nodes in (encoded, ranked))
     vocabulary = [str(i) for i in range(model.config.vocab_size)]
-    _, element, _ = graph_elements(
-        graph, vocabulary=vocabulary, examples=examples_of(graph, texts, tops, most=2), node_threshold=1.0
+    _, element, _ = views_of(
+        graph.prune(1.0), vocabulary=vocabulary, examples=examples_of(graph, texts, tops, most=2)
     )
     assert element.notes.example_words.shape[1] == 2
     for node in np.flatnonzero(element.kinds == 0).tolist():
@@ -250,9 +257,12 @@ from mizarr.stages.features.corpus.encode import encode_nodes
 from mizarr.stages.features.corpus.examples import top_examples
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.graph.graph import AttributionGraph
-from mizarr.workflows.graph_page import examples_of, graph_elements
-graph = AttributionGraph(pickle.load(open(sys.argv[1], "rb")))
-print(json.dumps([element.kind for element in graph_elements(graph)]))
+from mizarr.workflows.graph_views import examples_of, graph_views
+from mizarr.workflows.views.graph_features import strongest_features
+pruned = AttributionGraph(pickle.load(open(sys.argv[1], "rb"))).prune()
+scores = {name: getattr(pruned.graph, name) for name in ("replacement_score", "completeness_score")}
+views = graph_views(pruned, strongest_features(pruned, most=15), scores)
+print(json.dumps([view.kind for view in views]))
 """,
         tmp_path / "graph.pickle",
     )
@@ -262,7 +272,7 @@ print(json.dumps([element.kind for element in graph_elements(graph)]))
 def test_notes_of_another_graph_are_refused():
     graph, other = drawn_by_hand(), drawn_by_hand(each=2)
     with pytest.raises(ShapeError, match="effects"):
-        Graph.of(graph, title="g", **known_of(other))
+        Graph.of(graph.prune(), title="g", **known_of(other))
 
 
 # -- in a browser
@@ -342,7 +352,7 @@ def shown(values: float) -> str:
 @pytest.mark.browser
 def test_sliders_keep_what_prune_keeps(visit):
     graph = drawn_by_hand()
-    element = Graph.of(graph, title="g")
+    element = Graph.of(graph.prune(), title="g")
     here = visit(element)
     for nodes, edges in THRESHOLDS:
         prune(here, nodes, edges)
@@ -359,7 +369,7 @@ def test_sliders_keep_what_prune_keeps(visit):
 def test_the_reference_circuits_are_pruned_in_the_page_as_circuit_tracer_does(case, visit):
     found, said = arrays(case), meta(case)
     graph = AttributionGraph(of_reference(case))
-    here = visit(Graph.of(graph, title=case))
+    here = visit(Graph.of(graph.prune(), title=case))
     for k, thresholds in enumerate(said["prune"]):
         prune(here, thresholds["node_threshold"], thresholds["edge_threshold"])
         mask = found[f"prune{k}_node_mask"]
@@ -395,7 +405,7 @@ def of_reference(case: str) -> xr.Dataset:
 @pytest.mark.browser
 def test_a_node_pointed_at_tells_its_numbers_and_shows_its_edges(visit):
     graph = drawn_by_hand()
-    element = Graph.of(graph, title="g", **known_of(graph))
+    element = Graph.of(graph.prune(), title="g", **known_of(graph))
     here = visit(element)
     prune(here, 1.0, 1.0)
     for node in sorted(drawn(here))[::7]:
@@ -426,7 +436,7 @@ def test_a_node_pointed_at_tells_its_numbers_and_shows_its_edges(visit):
 def test_a_feature_tells_what_it_raises_and_where_it_is_most_active(visit):
     graph = drawn_by_hand()
     known = known_of(graph)
-    element = Graph.of(graph, title="g", **known)
+    element = Graph.of(graph.prune(), title="g", **known)
     here = visit(element)
     prune(here, 1.0, 1.0)
     seen = set()
@@ -459,7 +469,7 @@ def test_a_feature_tells_what_it_raises_and_where_it_is_most_active(visit):
 
 @pytest.mark.browser
 def test_pinned_nodes_stay_and_lead_to_others(visit):
-    element = Graph.of(drawn_by_hand(), title="g")
+    element = Graph.of(drawn_by_hand().prune(), title="g")
     here = visit(element)
     first, second = [i for i in sorted(drawn(here)) if element.kinds[i] == 0][:2]
     for node in (first, second):
@@ -484,7 +494,7 @@ def test_pinned_nodes_stay_and_lead_to_others(visit):
 
 @pytest.mark.browser
 def test_keys_walk_through_the_graph_and_pin(visit):
-    element = Graph.of(drawn_by_hand(), title="g")
+    element = Graph.of(drawn_by_hand().prune(), title="g")
     here = visit(element)
     here.page.locator(".net").focus()
     reached = []
@@ -512,7 +522,7 @@ def save(here: Opened) -> tuple[Path, dict[str, Any]]:
 
 @pytest.mark.browser
 def test_a_name_that_stands_for_two_nodes_is_told_when_it_is_saved(visit):
-    element = Graph.of(drawn_by_hand(), title="g")
+    element = Graph.of(drawn_by_hand().prune(), title="g")
     here = visit(element)
     prune(here, 1.0, 1.0)
     errors = [i for i in sorted(drawn(here)) if element.kinds[i] == 1]
@@ -535,7 +545,7 @@ def test_a_name_that_stands_for_two_nodes_is_told_when_it_is_saved(visit):
 @pytest.mark.filterwarnings("ignore:.* names stand for two nodes")
 def test_groups_are_saved_as_the_viewer_has_them_and_loaded_again(visit, tmp_path):
     graph = drawn_by_hand()
-    element = Graph.of(graph, title="g")
+    element = Graph.of(graph.prune(), title="g")
     here = visit(element)
     features = [i for i in sorted(drawn(here)) if element.kinds[i] == 0]
     ends = [next(i for i in sorted(drawn(here)) if element.kinds[i] == kind) for kind in (2, 3)]
@@ -599,12 +609,12 @@ def test_groups_are_saved_as_the_viewer_has_them_and_loaded_again(visit, tmp_pat
 
 @pytest.mark.browser
 def test_a_group_tells_the_sums_of_its_members_edges(visit):
-    element = Graph.of(drawn_by_hand(), title="g", edge_threshold=1.0)
+    element = Graph.of(drawn_by_hand().prune(edge_threshold=1.0), title="g")
     features = [
         i for i in range(len(element.kinds)) if element.kinds[i] == 0 and element.cumulative[i] < 0.7
     ][-3:]
     ids = [f"{element.layer[i]}_{element.number[i]}_{element.position[i]}" for i in features]
-    here = visit(Graph.of(drawn_by_hand(), title="g", edge_threshold=1.0, supernodes=(("mine", *ids),)))
+    here = visit(Graph.of(drawn_by_hand().prune(edge_threshold=1.0), title="g", supernodes=(("mine", *ids),)))
     here.page.locator(".chip button").first.click()
     card = here.page.locator("section.pin")
     alive = drawn(here)
@@ -626,7 +636,7 @@ def test_a_graph_fits_its_window_and_is_not_blank(width, dark, visit):
     from PIL import Image
 
     graph = drawn_by_hand(each=12)
-    here = visit(Graph.of(graph, title="g", **known_of(graph)), width=width, dark=dark)
+    here = visit(Graph.of(graph.prune(), title="g", **known_of(graph)), width=width, dark=dark)
     press(here, min(drawn(here)))
     assert here.page.evaluate("document.documentElement.scrollWidth") <= width
     inner, outer = here.page.locator(".net").evaluate("e => [e.scrollWidth, e.clientWidth]")

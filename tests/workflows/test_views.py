@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import xarray as xr
+from matplotlib.colors import rgb_to_hsv, to_rgb
 from rich.console import Console
 
 from mizarr.store.errors import ShapeError
@@ -257,6 +258,36 @@ def test_single_values_lie_beside_the_curve_that_sums_them_up():
     heights = [list(line.get_ydata()) for line in axes.lines]
     assert dots.ravel().tolist() in heights and [1.0, 5.0] in heights
     assert "dots" not in plain(curves)["lines"][0]
+
+
+def test_a_curve_has_the_level_it_is_compared_with_in_its_own_colour():
+    two = (Line("one", np.array([0.1, 0.2]), level=0.7), Line("other", np.array([0.3, 0.4])))
+    with paper.style():
+        axes = paper.blank(4, 3).add_subplot()
+        Lines(x=(0, 1), x_name="x", y_name="y", lines=two).draw(axes)
+    (level,) = (line for line in axes.lines if list(line.get_ydata()) == [0.7, 0.7])
+    (one,) = (line for line in axes.lines if line.get_label() == "one")
+    assert level.get_color() == one.get_color() and level.get_linestyle() == "--"
+
+
+def test_curves_of_a_family_are_shades_of_one_colour():
+    names = (("a 1", "a"), ("a 2", "a"), ("b 1", "b"), ("alone", ""))
+    lines = tuple(Line(name, np.ones(2), family=family) for name, family in names)
+    with paper.style():
+        axes = paper.blank(4, 3).add_subplot()
+        Lines(x=(0, 1), x_name="x", y_name="y", lines=lines).draw(axes)
+    hues = {line.get_label(): rgb_to_hsv(to_rgb(line.get_color())) for line in axes.lines}
+    assert hues["a 1"][0] == pytest.approx(hues["a 2"][0], abs=0.02)
+    assert hues["a 1"][1] > hues["a 2"][1], "the second one is lighter"
+    assert len({round(hues[name][0], 2) for name in ("a 1", "b 1", "alone")}) == 3
+
+
+def test_a_figure_of_one_panel_has_its_words_once_in_a_notebook(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(paper, "png", lambda panels: drawn.extend(panels) or b"")
+    shown = Figure(name="f", title="Mine", caption="told", panels=(a_heatmap(),))._repr_html_()
+    assert [(panel.title, panel.caption) for panel in drawn] == [("", "")]
+    assert (shown.count("Mine"), shown.count("told"), "By head" in shown) == (1, 1, False)
 
 
 def test_levels_of_bars_are_marked_where_they_lie():

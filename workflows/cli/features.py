@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .models import CANNOT_RUN
+from .models import CANNOT_RUN, print_fetched
 from .options import SuggestingGroup, json_option, print_json, print_table, quiet_option
 
 if TYPE_CHECKING:
@@ -42,11 +42,7 @@ def fetch(reference: str, as_json: bool, quiet: bool) -> None:
     from ...stages.features.download import fetch
 
     files = fetch(reference, progress=not quiet)
-    directory = str(files.directory)
-    if as_json:
-        print_json({"name": files.name, "revision": files.revision, "directory": directory})
-    else:
-        click.echo(directory)
+    print_fetched(files, as_json)
 
 
 @features.command(

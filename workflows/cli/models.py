@@ -13,6 +13,7 @@ import click
 from .options import SuggestingGroup, json_option, print_json, print_table, quiet_option
 
 if TYPE_CHECKING:
+    from ...stages.features.layers.files import DictionaryFiles
     from ...stages.forward.models.autoconfig import CompatibilityReport
     from ...stages.forward.models.files import ModelFiles
 
@@ -40,11 +41,7 @@ def fetch(repo: str, revision: str | None, as_json: bool, quiet: bool) -> None:
     from ...stages.forward.models import download
 
     files = download.fetch(repo, revision, progress=not quiet)
-    directory = str(files.directory)
-    if as_json:
-        print_json({"name": files.name, "revision": files.revision, "directory": directory})
-    else:
-        click.echo(directory)
+    print_fetched(files, as_json)
 
 
 @models.command(epilog="Example: mizarr models families")
@@ -116,6 +113,15 @@ def inspect(model: str, revision: str | None, shapes_only: bool, as_json: bool, 
     else:
         _print(found)
     return CANNOT_RUN if issues else 0
+
+
+def print_fetched(files: ModelFiles | DictionaryFiles, as_json: bool) -> None:
+    """Where files from the hub lie: a model's or a dictionary's."""
+    directory = str(files.directory)
+    if as_json:
+        print_json({"name": files.name, "revision": files.revision, "directory": directory})
+    else:
+        click.echo(directory)
 
 
 def _layout(

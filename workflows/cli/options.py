@@ -35,6 +35,13 @@ trust_option = click.option(
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress bars.")
 
 
+def with_options(command: Command, *options: Callable[[Command], Command]) -> Command:
+    """A command with options, in the order in which its help lists them."""
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 class SuggestingGroup(click.Group):
     """Offers the nearest name for a command it does not have."""
 

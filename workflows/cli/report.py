@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import print_json, quiet_option, size
-from .runs import NAMES, cluster_option, with_model, workflow_options
+from .options import print_json
+from .runs import NAMES, on_workflow, run_options
+
+if TYPE_CHECKING:
+    from ..workflow import Workflow
 
 
 @click.command(
@@ -21,41 +24,23 @@ from .runs import NAMES, cluster_option, with_model, workflow_options
     """,
     epilog="Example: mizarr report logit_lens --output lens.html",
 )
-@workflow_options
+@on_workflow
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
     metavar="FILE.html",
     help="Where to write; default WORKFLOW.html here.",
 )
-@cluster_option
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of this process; default one per core.")
-@click.option("--memory", callback=size, metavar="SIZE", help="Refuse what would need more than this.")
-@quiet_option
-def report(
-    workflow: str,
-    model: str | None,
-    trust_layout: bool,
-    parameters: dict[str, Any],
-    store_path: str,
-    as_json: bool,
-    output: Path | None,
-    cluster: str | None,
-    threads: int | None,
-    memory: int | None,
-    quiet: bool,
-) -> None:
+@run_options
+def report(workflow: Workflow, store_path: str, as_json: bool, output: Path | None, **how: Any) -> None:
     """See `help` above."""
     from ...store import open_store
-    from .. import build
     from ..report.page import check_output
 
-    planned = build(workflow, trust_layout=trust_layout, **with_model(parameters, model))
-    path = output or Path(f"{workflow}.html")
+    path = output or Path(f"{workflow.name}.html")
     check_output(path)
-    done = planned.run(open_store(store_path), cluster=cluster, threads=threads, memory=memory, quiet=quiet)
-    done.report(path)
+    workflow.run(open_store(store_path), **how).report(path)
     if as_json:
-        print_json({"workflow": workflow, "page": str(path), "bytes": path.stat().st_size})
+        print_json({"workflow": workflow.name, "page": str(path), "bytes": path.stat().st_size})
         return
     click.echo(path)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from .. import WORKFLOWS
+from .. import WORKFLOWS, build
 from .options import (
-    Command,
     json_option,
     print_json,
     print_table,
@@ -23,6 +23,7 @@ from .options import (
     size,
     store_option,
     trust_option,
+    with_options,
 )
 from .prompts import read_prompts
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ...stages.forward.capture.capture import CaptureNode
     from ...store import Store
     from ...store.reading.labelled import LabelledEntry
+    from ..workflow import Workflow
 
 NAMES = ", ".join(WORKFLOWS)
 HOOKS_EXAMPLE = "--hooks 'blocks.*.hook_resid_post'"
@@ -41,9 +43,22 @@ cluster_option = click.option(
 )
 
 
-def workflow_options(command: Command) -> Command:
-    """What `compute` and `explain` share: the workflow, its settings and where its results lie."""
-    options = (
+def on_workflow(command: Callable[..., None]) -> Callable[..., None]:
+    """What commands on a workflow share: which one, its settings, where its results lie; they are called with
+    the workflow, planned."""
+
+    @functools.wraps(command)
+    def planned(
+        workflow: str, model: str | None, trust_layout: bool, parameters: dict[str, Any], **options: Any
+    ) -> None:
+        if model is not None:
+            if "model" in parameters:
+                raise click.UsageError("the model is given twice: --model and --set model=…; keep one")
+            parameters["model"] = model
+        command(build(workflow, trust_layout=trust_layout, **parameters), **options)
+
+    return with_options(
+        planned,
         click.argument("workflow"),
         click.option("--model", help='Hub id, directory or "specimen"; short for --set model=….'),
         trust_option,
@@ -58,9 +73,21 @@ def workflow_options(command: Command) -> Command:
         store_option,
         json_option,
     )
-    for option in reversed(options):
-        command = option(command)
-    return command
+
+
+def run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """How a workflow is run, as `Workflow.run` takes it."""
+    return with_options(
+        command,
+        cluster_option,
+        click.option(
+            "--threads", type=click.IntRange(min=1), help="Threads of this process; default one per core."
+        ),
+        click.option(
+            "--memory", callback=size, metavar="SIZE", help="Refuse what would need more than this."
+        ),
+        quiet_option,
+    )
 
 
 @click.command(epilog="Example: mizarr demo --output demo")
@@ -199,34 +226,16 @@ def _print_plan(steps: Plan, as_json: bool) -> None:
     """,
     epilog="Example: mizarr compute logit_lens --set 'prompts=[\"Once upon a time\"]' --figures figures",
 )
-@workflow_options
+@on_workflow
 @click.option("--figures", type=click.Path(file_okay=False, path_type=Path), help="Draw into this folder.")
-@cluster_option
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of this process; default one per core.")
-@click.option("--memory", callback=size, metavar="SIZE", help="Refuse what would need more than this.")
-@quiet_option
-def compute(
-    workflow: str,
-    model: str | None,
-    trust_layout: bool,
-    parameters: dict[str, Any],
-    store_path: str,
-    as_json: bool,
-    figures: Path | None,
-    cluster: str | None,
-    threads: int | None,
-    memory: int | None,
-    quiet: bool,
-) -> None:
+@run_options
+def compute(workflow: Workflow, store_path: str, as_json: bool, figures: Path | None, **how: Any) -> None:
     """See `help` above."""
     from rich.console import Console
 
     from ...store import open_store
-    from .. import build
 
-    planned = build(workflow, trust_layout=trust_layout, **with_model(parameters, model))
-    store = open_store(store_path)
-    done = planned.run(store, cluster=cluster, threads=threads, memory=memory, quiet=quiet)
+    done = workflow.run(open_store(store_path), **how)
     if as_json:
         drawn = done.draw(figures) if figures else []
         print_json(done.to_json() | {"figures": [str(path) for path in drawn]})
@@ -244,31 +253,22 @@ def compute(
     """,
     epilog="Example: mizarr explain logit_lens --model specimen",
 )
-@workflow_options
-def explain(
-    workflow: str,
-    model: str | None,
-    trust_layout: bool,
-    parameters: dict[str, Any],
-    store_path: str,
-    as_json: bool,
-) -> None:
+@on_workflow
+def explain(workflow: Workflow, store_path: str, as_json: bool) -> None:
     """See `help` above."""
     from ...pipeline import plan
-    from .. import build
 
-    planned = build(workflow, trust_layout=trust_layout, **with_model(parameters, model))
     with _store_to_look_into(store_path) as store:
-        steps = plan(planned.nodes.values(), store)
-    chosen = dataclasses.asdict(planned.settings)
+        steps = plan(workflow.nodes.values(), store)
+    chosen = dataclasses.asdict(workflow.settings)
     if as_json:
-        about = {"workflow": workflow, "question": planned.question, "settings": chosen}
+        about = {"workflow": workflow.name, "question": workflow.question, "settings": chosen}
         print_json(about | steps.to_json())
         return
-    click.echo(planned.question, err=True)
-    if planned.caution:
-        click.echo(planned.caution, err=True)
-    for field in dataclasses.fields(planned.settings):
+    click.echo(workflow.question, err=True)
+    if workflow.caution:
+        click.echo(workflow.caution, err=True)
+    for field in dataclasses.fields(workflow.settings):
         value = json.dumps(chosen[field.name])
         click.echo(f"  --set {field.name}={value}  {field.metadata.get('help', '')}", err=True)
     _print_plan(steps, as_json)
@@ -284,12 +284,3 @@ def _store_to_look_into(path: str) -> Iterator[Store]:
         return
     with tempfile.TemporaryDirectory() as empty:
         yield open_store(empty)
-
-
-def with_model(parameters: dict[str, Any], model: str | None) -> dict[str, Any]:
-    """The settings given, and the model where it was given by itself; UsageError for one given twice."""
-    if model is None:
-        return parameters
-    if "model" in parameters:
-        raise click.UsageError("the model is given twice: --model and --set model=…; keep one")
-    return {**parameters, "model": model}

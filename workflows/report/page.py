@@ -1,6 +1,6 @@
 """One self-contained page per workflow: what was asked, what came out, how it was made.
 
-Border: asks a workflow for its elements and figures and writes them down; what is shown is the workflow's
+Border: asks a workflow for its views and figures and writes them down; what is shown is the workflow's
 business, how it looks that of assets/. Nothing is loaded from anywhere: styles, script, numbers and figures
 are in the file, and its content security policy forbids every request.
 
@@ -85,7 +85,7 @@ def check_output(path: Path) -> None:
 def render(workflow: Workflow) -> str:
     """The page as HTML."""
     pictures, missing = _pictures(workflow)
-    elements, pictures = _fitted(workflow.elements(), pictures)
+    views, pictures = _fitted([view for view in workflow.shown if view.on_page], pictures)
     style, script = "".join(map(_asset, STYLES)), _script()
     text: str = (
         _environment()
@@ -95,7 +95,7 @@ def render(workflow: Workflow) -> str:
             version=__version__,
             settings=asked(workflow.settings),
             command=command(workflow),
-            elements=elements,
+            views=views,
             pictures=pictures,
             missing=missing,
             made=made(workflow),
@@ -121,8 +121,8 @@ def _pictures(workflow: Workflow) -> tuple[list[View], str]:
 
 
 def _fitted(*groups: list[View]) -> list[list[View]]:
-    """Every element, or what of it fits: small ones whole, and large ones share what these leave."""
-    sizes = sorted(size(element) for group in groups for element in group)
+    """Every view, or what of it fits: small ones whole, and large ones share what these leave."""
+    sizes = sorted(size(view) for group in groups for view in group)
     left, share = LIMIT, LIMIT
     for number, each in enumerate(sizes):
         share = left // (len(sizes) - number)
@@ -131,7 +131,7 @@ def _fitted(*groups: list[View]) -> list[list[View]]:
         left -= each
     else:
         share = LIMIT
-    return [[element.within(share) for element in group] for group in groups]
+    return [[view.within(share) for view in group] for group in groups]
 
 
 @cache

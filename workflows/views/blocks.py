@@ -1,4 +1,4 @@
-"""Arrays and elements as JSON: numbers in compact base64 blocks, everything else as it is.
+"""Arrays and views as JSON: numbers in compact base64 blocks, everything else as it is.
 
 Border: numpy values in, plain values out; knows no page. `core.js` reads a block back (`decode`).
 """

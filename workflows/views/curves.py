@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["Bars", "Curve", "Line", "Lines"]
 
 Array = npt.NDArray[Any]
+BESIDE, AT_ENDS = 6, 10
+"""Curves above which their names stand beside them, and at their ends."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class Line:
     """A curve: one value per point of x, NaN where there is none.
 
     control: dashed and grey.  strong: thick, before all others.  faint: thin, one of many, named at its end.
-    band: low and high ends of an interval around it, [2, x].  dots: single values that it sums up, [x, any].
+    band: low and high ends of an interval around it, [2, x].  level: what it is to be compared with, dashed.
+    dots: single values that it sums up, [x, any].  family: figures give curves of one shades of one colour.
     """
 
     name: str
@@ -33,7 +36,9 @@ class Line:
     strong: bool = False
     faint: bool = False
     band: Array | None = None
+    level: float | None = None
     dots: Array | None = field(default=None, metadata={"page": False})
+    family: str = field(default="", metadata={"page": False})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +110,11 @@ class Lines(View):
         return cls(title=title, caption=caption, **{**own, **told})
 
     def inches(self) -> tuple[float, float]:
-        """The size of any plot; wider where x is many words."""
+        """The size of any plot; wider where x is many words, or names stand beside it."""
         wide = 0.34 * len(self.x) if self.x and isinstance(self.x[0], str) else 0.0
-        return min(14.0, max(5.2, 1.6 + wide)), 3.5 if wide else 3.2
+        names = [len(line.name) for line in self.lines if not line.faint]
+        beside = 0.6 + 0.065 * max(names) if BESIDE < len(names) <= AT_ENDS else 0.0
+        return min(14.0, max(5.2, 1.6 + wide) + beside), 3.5 if wide else 3.2
 
     def draw(self, axes: Any) -> None:
         """The curves, with a legend, or with their names at their ends where they are many."""
@@ -116,9 +123,7 @@ class Lines(View):
         controls = [id(line) for line in named if line.control]
         words = bool(self.x) and isinstance(self.x[0], str)
         x = np.arange(len(self.x)) if words else np.asarray(self.x, float)
-        shades = paper.shades(len(own), in_order=len(own) > len(paper.SHADES) or self.filled)
-        shades = shades[::-1] if self.filled else shades
-        colours = {id(line): shade for line, shade in zip(own, shades, strict=True)}
+        colours = {id(line): shade for line, shade in zip(own, self._shades(own), strict=True)}
         scale = max((np.nanmax(np.abs(line.values), initial=0.0) for line in self.lines), default=1.0) or 1.0
         for row, line in enumerate(self.lines):
             values = line.values / scale - 2.2 * row if self.apart else line.values
@@ -139,6 +144,8 @@ class Lines(View):
                 axes.plot(places, line.dots.ravel(), ".", color=look["color"], ms=4, alpha=0.45, mew=0)
             if line.band is not None:
                 axes.fill_between(x, *line.band, color=look["color"], alpha=0.22, lw=0)
+            if line.level is not None:
+                axes.axhline(line.level, color=look["color"], lw=1, ls="--", alpha=0.6)
             if self.filled and not line.control:
                 axes.fill_between(x, values, color=look["color"], lw=0, label=line.name)
             else:
@@ -146,16 +153,26 @@ class Lines(View):
         self._scales(axes, x, words)
         if self.apart:
             paper.baselines(axes, [line.name for line in self.lines])
-        elif len(named) > 10:
+        elif len(named) > AT_ENDS:
             ends = [(_end(line.values), line.name, colours.get(id(line), paper.FAINT)) for line in named]
             paper.name_ends(axes, float(x[-1]), ends)
         else:
             faint = [line for line in self.lines if line.faint and line.name]
             ends = [(_end(line.values), line.name, paper.FAINT) for line in faint]
             paper.name_ends(axes, float(x[-1]), ends)
-        if 1 < len(named) <= 10 and not self.apart:
+        if 1 < len(named) <= AT_ENDS and not self.apart:
             beside: Any = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
-            axes.legend(frameon=False, fontsize=8, **(beside if len(named) > 6 else {"loc": "best"}))
+            axes.legend(frameon=False, fontsize=8, **(beside if len(named) > BESIDE else {"loc": "best"}))
+
+    def _shades(self, lines: list[Line]) -> list[Any]:
+        """Colours of curves that are neither a control nor stand out."""
+        kin = [line.family or line.name for line in lines]
+        if len(set(kin)) < len(kin):
+            first = dict(zip(dict.fromkeys(kin), paper.shades(len(set(kin)), in_order=False), strict=True))
+            tints = {name: iter(paper.tints(shade, kin.count(name))) for name, shade in first.items()}
+            return [next(tints[name]) for name in kin]
+        shades = paper.shades(len(lines), in_order=len(lines) > len(paper.SHADES) or self.filled)
+        return shades[::-1] if self.filled else shades
 
     def _scales(self, axes: Any, x: Array, words: bool) -> None:
         """Ends, names and ticks of both axes."""

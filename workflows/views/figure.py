@@ -40,5 +40,8 @@ class Figure(View):
 
     def body(self) -> str:
         """The picture."""
-        data = paper.encoded(paper.png([view.panel() for view in self.panels]))
+        panels = [view.panel() for view in self.panels]
+        if len(panels) == 1:  # the figure's own title and caption stand around it
+            panels = [replace(panels[0], title="", caption="")]
+        data = paper.encoded(paper.png(panels))
         return f'<img alt="" src="data:image/png;base64,{data}">'

@@ -1,36 +1,37 @@
-"""The attribution graph as an element of a page: to be pruned, looked into, pinned and grouped there.
+"""The attribution graph: pruned, looked into, pinned and grouped on a page, drawn in a figure.
 
 Border: a graph of stages/graph, and what is known of its features, in; arrays that a page can hold out. The
 page prunes by the same rule as `AttributionGraph.prune`, with the same counts: of the nodes that are embedded
 it has all edges among them, and a threshold that keeps more nodes cannot be chosen.
 
-Axes: node, edge, row (one per feature with something known of it), rank, window. Weights are in units of the
-edge's target (pre-activation, or logits); influence and probabilities have none.
+Axes: node, edge, and those of graph_features.py. Weights are in units of the edge's target (pre-activation,
+or logits); influence and probabilities have none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ...stages.graph.pruning import cumulative_scores
-from ...stages.graph.rows.influence import Rows, influence
+from ...stages.graph.rows.influence import Rows
 from ...stages.graph.rows.nodes import ERROR, FEATURE, LOGIT, TOKEN
 from ...stages.logits.lens import format_token
-from ...store.errors import ShapeError
+from . import labels
 from .blocks import size
+from .graph_drawing import Drawing
+from .graph_features import FeatureNotes, StrongFeature, notes_of
 from .view import View
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...stages.graph.graph import AttributionGraph
+    from ...stages.graph.graph import PrunedGraph
 
-__all__ = ["EDGES", "FeatureNotes", "Graph"]
+__all__ = ["EDGES", "Graph"]
 
 Array = npt.NDArray[Any]
 KINDS = (FEATURE, ERROR, TOKEN, LOGIT)
@@ -40,51 +41,6 @@ BLOCK_BYTES = 1 << 26
 """Of rows of the graph that are read at a time."""
 NODES = 2000
 """Features and errors among which edges are looked up: what a person can look at, and more."""
-
-
-@dataclass(frozen=True)
-class FeatureNotes:
-    """What is known of features whatever the prompt: tokens they raise and lower, texts they are active in.
-
-    words: strings that the integer arrays point into, -1 for none. raised, lowered int [row, rank], with the
-    logits per unit of activation, strongest first; example_words int [row, rank, window], with activations.
-    """
-
-    words: tuple[str, ...]
-    raised: Array
-    raised_by: Array
-    lowered: Array
-    lowered_by: Array
-    example_words: Array
-    example_values: Array
-
-    def __post_init__(self) -> None:
-        for name, values in (("raised", "raised_by"), ("lowered", "lowered_by")):
-            _expect(values, getattr(self, values), getattr(self, name).shape)
-        _expect("example_values", self.example_values, self.example_words.shape)
-
-    @classmethod
-    def of(cls, rows: int, words: tuple[str, ...] = (), **known: Array) -> FeatureNotes:
-        """So many rows of what is known, by name; nothing of the rest."""
-        pairs, texts = (rows, 0), (rows, 0, 0)
-        shapes = {"raised": pairs, "lowered": pairs, "example_words": texts}
-        values = {"raised_by": pairs, "lowered_by": pairs, "example_values": texts}
-        empty = {name: np.zeros(shape, np.int32) for name, shape in shapes.items()}
-        empty |= {name: np.zeros(shape, np.float32) for name, shape in values.items()}
-        return cls(words=words, **{**empty, **known})
-
-    def rows(self, chosen: Array) -> FeatureNotes:
-        """Of some features."""
-        arrays = {
-            each.name: getattr(self, each.name)[chosen] for each in fields(self) if each.name != "words"
-        }
-        return replace(self, **arrays)
-
-    def without_examples(self) -> FeatureNotes:
-        """Only what they raise and lower."""
-        return replace(
-            self, example_words=self.example_words[:, :0], example_values=self.example_values[:, :0]
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +55,8 @@ class Graph(View):
     or not.  share: largest threshold that keeps no node but those here.  node_threshold, edge_threshold:
     where the sliders stand.
     pinned, supernodes: names of nodes as circuit-tracer's viewer saves them, what the page begins with.
+    pruned: the kept part, of which a figure draws what carries most.  strongest: features it numbers
+    and names.
     """
 
     kind: ClassVar[str] = "graph"
@@ -122,21 +80,23 @@ class Graph(View):
     n_nodes: int
     n_edges: int
     share: float
-    node_threshold: float = 0.8
-    edge_threshold: float = 0.98
+    node_threshold: float
+    edge_threshold: float
     pinned: tuple[str, ...] = ()
     supernodes: tuple[tuple[str, ...], ...] = ()
+    pruned: PrunedGraph = field(compare=False, metadata={"page": False})
+    strongest: tuple[StrongFeature, ...] = field(default=(), metadata={"page": False})
 
     def __post_init__(self) -> None:
         for name in (*_BY_NODE, "kinds"):
-            _expect(name, getattr(self, name), (len(self.kinds),))
+            labels.expect(name, getattr(self, name), (len(self.kinds),))
         for name in ("target", "weight"):
-            _expect(name, getattr(self, name), self.source.shape)
+            labels.expect(name, getattr(self, name), self.source.shape)
 
     @classmethod
     def of(
         cls,
-        graph: AttributionGraph,
+        pruned: PrunedGraph,
         *,
         vocabulary: Sequence[str] = (),
         effects: xr.Dataset | None = None,
@@ -144,24 +104,23 @@ class Graph(View):
         edges: int = EDGES,
         **told: Any,
     ) -> Graph:
-        """From a graph.
+        """From a graph, pruned where the sliders are to stand.
 
         effects: as the stage `logit_effects` gives them for it.  examples: layer -> what
         `features.examples.contexts` gives; features it does not have show none.  vocabulary: strings by token
         id, for both.  edges: how many are embedded at most.  told: other fields.
         """
-        whole = graph.dataset
-        rows, labels = Rows.of(whole), graph.nodes
-        score = influence(rows).node
-        cumulative = cumulative_scores(score)
+        graph, score = pruned.graph, pruned.kept.influence
+        whole, cumulative, known = graph.dataset, pruned.kept.cumulative, graph.nodes
+        rows = Rows.of(whole)
         chosen = _candidates(score, rows)
         inner = chosen[chosen < rows.counts.token_nodes.start]
         is_all = len(inner) == np.count_nonzero(score[: rows.counts.token_nodes.start])
-        kinds = labels["kind"].values[chosen]
+        kinds = known["kind"].values[chosen]
         source, target, weight = _edges_among(rows, chosen)
         probability = np.full(len(score), np.nan)
         probability[rows.counts.sources :] = graph.logit_probabilities
-        row, notes = _notes(graph, chosen, vocabulary, effects, examples or {})
+        row, notes = notes_of(graph, chosen, vocabulary, effects, examples or {})
         own: dict[str, Any] = {
             "tokens": tuple(
                 format_token(str(text)) or f"#{i}"  # files of other programs may hold ids alone
@@ -169,15 +128,17 @@ class Graph(View):
             ),
             "layers": rows.counts.layers,
             "kinds": np.array([KINDS.index(str(kind)) for kind in kinds], np.uint8),
-            **{name: labels[name].values[chosen] for name in ("layer", "position")},
-            "number": labels["feature"].values[chosen],
-            "activation": labels["activation"].values[chosen],
+            **{name: known[name].values[chosen] for name in ("layer", "position")},
+            "number": known["feature"].values[chosen],
+            "activation": known["activation"].values[chosen],
             "influence": score[chosen],
             "cumulative": cumulative[chosen],
             "probability": probability[chosen],
             "logits": tuple(map(format_token, graph.logit_tokens)),
             "n_nodes": rows.counts.nodes,
             "share": 1.0 if is_all else float(cumulative[inner].max()),
+            "node_threshold": pruned.node_threshold,
+            "edge_threshold": pruned.edge_threshold,
         }
         made = cls(
             **{**own, **told},
@@ -187,8 +148,17 @@ class Graph(View):
             n_edges=len(weight),
             row=row,
             notes=notes,
+            pruned=pruned,
         )
         return made.limited(edges)
+
+    def inches(self) -> tuple[float, float]:
+        """Room for positions, layers, and the names of the strongest features."""
+        return Drawing(self.pruned, self.strongest).inches()
+
+    def draw(self, axes: Any) -> None:
+        """The part that carries most, and the names of the strongest features beside it."""
+        Drawing(self.pruned, self.strongest).draw(axes)
 
     def limited(self, edges: int) -> Graph:
         """As many of the most influential nodes as have at most so many edges among them, but no fewer than
@@ -283,62 +253,3 @@ def _edges_among(rows: Rows, chosen: Array) -> tuple[Array, Array, Array]:
             parts.append((columns[column], counts.target_nodes[start + here[row]], block[row, column]))
     source, target, weight = (np.concatenate([part[i] for part in parts]) for i in range(3))
     return place[source], place[target], weight
-
-
-def _notes(
-    graph: AttributionGraph,
-    chosen: Array,
-    vocabulary: Sequence[str],
-    effects: xr.Dataset | None,
-    examples: Mapping[int, xr.Dataset],
-) -> tuple[Array, FeatureNotes]:
-    """Row of every node, and the notes: one row per feature, however many positions it is active at."""
-    row = np.full(len(chosen), -1)
-    if effects is None and not examples:
-        return row, FeatureNotes.of(0)
-    features = chosen[chosen < graph.counts.features]
-    active = graph.active_features[graph.selected_features[features]][:, [0, 2]]
-    unique, first, row[: len(features)] = np.unique(active, axis=0, return_index=True, return_inverse=True)
-    found: dict[str, Array] = {}
-    if effects is not None:
-        _expect("effects", effects["raised"].values[:, 0], (graph.counts.features,))
-        found |= {name: effects[name].values[features[first]] for name in _EFFECTS}
-    if examples:
-        found |= _examples(unique, examples)
-    ids = np.unique(np.concatenate([found[name].ravel() for name in _INDICES if name in found]))
-    ids = ids[ids >= 0]
-    for name in _INDICES:
-        if name in found:
-            found[name] = np.where(found[name] >= 0, np.searchsorted(ids, found[name]), -1)
-    return row, FeatureNotes.of(
-        len(unique), tuple(format_token(vocabulary[i]) for i in ids.tolist()), **found
-    )
-
-
-_EFFECTS = ("raised", "raised_by", "lowered", "lowered_by")
-_INDICES = ("raised", "lowered", "example_words")
-
-
-def _examples(unique: Array, examples: Mapping[int, xr.Dataset]) -> dict[str, Array]:
-    """Token ids and activations [row, rank, window] of features (layer, index); -1 and 0 where there are
-    none."""
-    shapes = [examples[layer]["token_id"].shape[1:] for layer in examples]
-    shape = (len(unique), *(max(sizes) for sizes in zip(*shapes, strict=True)))
-    words, values = np.full(shape, -1, np.int64), np.zeros(shape, np.float32)
-    for layer, told in examples.items():
-        known = {feature: k for k, feature in enumerate(told["feature"].values.tolist())}
-        mine = [
-            (i, known[index])
-            for i, (at, index) in enumerate(unique.tolist())
-            if at == layer and index in known
-        ]
-        if mine:
-            here, there = np.array(mine).T
-            part = np.ix_(here, *map(np.arange, told["token_id"].shape[1:]))
-            words[part], values[part] = told["token_id"].values[there], told["activation"].values[there]
-    return {"example_words": words, "example_values": values}
-
-
-def _expect(name: str, values: Array, shape: tuple[int, ...]) -> None:
-    if values.shape != shape:
-        raise ShapeError(f"expected {name} of shape {shape}, as its labels say, found {values.shape}")

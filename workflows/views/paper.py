@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table as RichTable
 
-DRAWING = 4
+DRAWING = 5
 """Moves when figures change their looks, so that files drawn before are drawn anew."""
 
 INK, SOFT, FAINT, ACCENT, CONTROL = "#1f2430", "#5b6270", "#8a90a0", "#c2410c", "#9aa1b1"
@@ -245,6 +245,14 @@ def shades(count: int, *, in_order: bool) -> list[Any]:
     if not in_order:
         return [SHADES[i % len(SHADES)] for i in range(count)]
     return [ramp("sequential")(0.3 + 0.7 * (count - i) / max(1, count)) for i in range(count)]
+
+
+def tints(colour: str, count: int) -> list[Any]:
+    """A colour, and lighter ones of its hue."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    pale = LinearSegmentedColormap.from_list(colour, [colour, "white"])
+    return [pale(0.65 * i / max(2, count - 1)) for i in range(count)]
 
 
 def baselines(axes: Any, names: Sequence[str]) -> None:

@@ -13,7 +13,8 @@ DRAW.lines = (host, data) => {
   const curves = data.lines.map((line) => ({ ...line, points: decode(line.values), around: line.band && decode(line.band) }));
   const labelled = typeof data.x[0] === "string";
   const xs = labelled ? data.x.map((_, i) => i) : data.x;
-  let [low, high] = extent(curves.flatMap((curve) => [curve.points, curve.around]).flatMap((held) => (held ? extent(held.values) : [])));
+  let [low, high] = extent(curves.flatMap((curve) => [curve.points, curve.around]).flatMap((held) => (held ? extent(held.values) : []))
+    .concat(curves.map((curve) => curve.level).filter((level) => level !== null)));
   low = Math.min(low, data.low ?? low);
   high = Math.max(high, data.high ?? high);
   if (low === high) high = low + 1;
@@ -56,6 +57,8 @@ DRAW.lines = (host, data) => {
           .map(([x, y]) => `${place.x(x).toFixed(1)} ${place.y(y).toFixed(1)}`);
         svg.append(make("path", { d: `M${[...edge(0), ...edge(1).reverse()].join("L")}Z`, fill: colour(i), "fill-opacity": 0.15, stroke: "none" }));
       }
+      if (curve.level !== null) svg.append(make("line", { x1: MARGIN.left, x2: wide - MARGIN.right, y1: place.y(curve.level), y2: place.y(curve.level),
+        stroke: colour(i), "stroke-dasharray": "5 4", "stroke-opacity": 0.6 }));
       let path = "", open = false;
       xs.forEach((x, n) => {
         const y = curve.points.values[n];

@@ -1,34 +1,35 @@
-"""The figure of an attribution graph: its strongest nodes by layer and position, and what runs between them.
+"""The drawing of an attribution graph: its strongest nodes by layer and position, and what runs between them.
 
-Border: a pruned graph in, a `Figure` out; conventions and helpers are those of figures.py. Which nodes and
-edges are drawn is decided here, as a page holds fewer than pruning keeps.
+Border: a pruned graph in, matplotlib's axes filled. Which nodes and edges are drawn is decided here, as a
+picture holds fewer than pruning keeps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..stages.graph.rows.nodes import ERROR, FEATURE, LOGIT, TOKEN
-from ..stages.logits.lens import format_probability, format_token
-from .figures import ACCENT, FAINT, INK, _figure, _fit, _footer, _style, _subtitle
+from ...stages.graph.rows.nodes import LOGIT, TOKEN
+from ...stages.logits.lens import format_probability, format_token
+from . import paper
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from ...stages.graph.graph import AttributionGraph, PrunedGraph
+    from .graph_features import StrongFeature
 
-    from ..stages.graph.graph import AttributionGraph, PrunedGraph
-    from .graph_page import StrongFeature
+__all__ = ["Drawing", "drawn_part"]
 
-__all__ = ["drawn_part", "graph_page"]
-
-BLUE = "#1d5b7f"
 FEATURES, EDGES = 40, 70
 """Drawn at most: more cannot be told apart."""
 ACROSS, SLOT, LABEL = 6, 0.55, 2.9
 """Nodes side by side, the room of each, and that of an output; the room of a position alone is 1."""
+NAMES = 4.6
+"""Inches for the names of features."""
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
@@ -60,41 +61,37 @@ def drawn_part(
     return nodes, found[np.argsort(through[found], kind="stable")], through
 
 
-def graph_page(
-    pruned: PrunedGraph,
-    strongest: Sequence[StrongFeature],
-    scores: Mapping[str, float],
-    *,
-    model: str,
-    footer: str,
-) -> Figure:
-    """Tokens below, logits above, features between by layer; the strongest ones numbered and told beside it.
+@dataclass(frozen=True)
+class Drawing:
+    """Tokens below, logits above, features between by layer; the strongest ones numbered and named beside it.
 
-    strongest: largest influence first. scores: replacement_score and completeness_score.
+    strongest: features of the graph, largest influence first.
     """
-    graph, count = pruned.graph, pruned.graph.counts
-    nodes, edges, through = drawn_part(pruned)
-    layout = _Layout(pruned, nodes)
-    numbers = {one.node: i for i, one in enumerate(strongest, 1) if one.node in set(nodes.tolist())}
-    with _style():
-        width = min(18.0, 7.5 + 0.45 * layout.width)
-        figure = _figure(width, max(5.0, 2.4 + 0.62 * (layout.top + 2)))
-        axes, beside = figure.subplots(1, 2, gridspec_kw={"width_ratios": [width - 4.6, 4.6]})
+
+    pruned: PrunedGraph
+    strongest: Sequence[StrongFeature]
+
+    @cached_property
+    def _part(self) -> tuple[Ints, Ints, Floats]:
+        return drawn_part(self.pruned)
+
+    @cached_property
+    def _layout(self) -> _Layout:
+        return _Layout(self.pruned, self._part[0])
+
+    def inches(self) -> tuple[float, float]:
+        """As wide as the prompt is long, as high as there are layers, and room for the names."""
+        return min(17.0, 7.5 + 0.45 * self._layout.width), max(4.2, 1.6 + 0.62 * (self._layout.top + 2))
+
+    def draw(self, axes: Any) -> None:
+        """Into matplotlib's axes."""
+        nodes, edges, through = self._part
+        layout, graph = self._layout, self.pruned.graph
+        told = [one for one in self.strongest if one.node in set(nodes.tolist())]
         _grid(axes, graph, layout)
-        _edges(axes, pruned, edges, through, layout)
-        _marks(axes, pruned, nodes, layout, numbers)
-        axes.set_title(f"What brings about {_named(graph.logit_tokens)} in {model}", pad=22, fontsize=12)
-        features, errors = (
-            np.count_nonzero(pruned.nodes["kind"].values == kind) for kind in (FEATURE, ERROR)
-        )
-        _subtitle(
-            axes,
-            f"{np.count_nonzero(nodes < count.features)} of {features:,} kept features, {len(edges)} of "
-            f"{len(pruned.kept.weight):,} kept edges; {errors:,} kept errors not drawn",
-        )
-        _legend(beside, strongest, scores, numbers)
-        _footer(figure, footer)
-    return figure
+        _edges(axes, self.pruned, edges, through, layout)
+        _marks(axes, self.pruned, nodes, layout, {one.node: i for i, one in enumerate(told, 1)})
+        _names(axes.inset_axes((1.02, 0, NAMES / (self.inches()[0] - NAMES), 1)), told)
 
 
 class _Layout:
@@ -140,16 +137,14 @@ class _Layout:
 
 def _grid(axes: Any, graph: AttributionGraph, layout: _Layout) -> None:
     count = graph.counts
-    texts = [_fit(format_token(str(text)), 11) for text in graph.dataset["input_text"].values]
+    texts = [paper.fit(format_token(str(text)), 11) for text in graph.dataset["input_text"].values]
     for layer in range(-1, count.layers):
         axes.axhline(layer + 0.5, color="#eceef2", lw=0.8, zorder=0)
     axes.set(xlim=(-0.1, layout.width + 0.1), ylim=(-1.55, layout.top + 0.75))
     axes.set_xticks(layout.columns, texts, rotation=45, ha="right", rotation_mode="anchor")
     names = ["token", *(f"layer {layer}" for layer in range(count.layers)), "output"]
     axes.set_yticks(range(-1, count.layers + 1), names)
-    axes.tick_params(length=0)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    paper.bare(axes)
 
 
 def _edges(axes: Any, pruned: PrunedGraph, edges: Ints, through: Floats, layout: _Layout) -> None:
@@ -161,7 +156,7 @@ def _edges(axes: Any, pruned: PrunedGraph, edges: Ints, through: Floats, layout:
         axes.plot(
             [layout.x[source], layout.x[target]],
             [layout.y[source], layout.y[target]],
-            color=ACCENT if kept.weight[edge] > 0 else BLUE,
+            color=paper.ACCENT if kept.weight[edge] > 0 else paper.BLUE,
             lw=0.4 + 2.6 * share,
             alpha=0.25 + 0.55 * share**0.5,
             zorder=1,
@@ -178,8 +173,8 @@ def _marks(axes: Any, pruned: PrunedGraph, nodes: Ints, layout: _Layout, numbers
         place = layout.x[node], layout.y[node]
         if str(kinds[node]) == LOGIT:
             share = format_probability(float(graph.logit_probabilities[node - count.sources]))
-            text = f"{_fit(format_token(graph.logit_tokens[node - count.sources]), 10)!r}  {share}"
-            box = {"boxstyle": "round,pad=0.3", "fc": "white", "ec": INK, "lw": 1}
+            text = f"{paper.fit(format_token(graph.logit_tokens[node - count.sources]), 10)!r}  {share}"
+            box = {"boxstyle": "round,pad=0.3", "fc": "white", "ec": paper.INK, "lw": 1}
             axes.annotate(text, place, fontsize=8, fontweight="bold", bbox=box, **middle)
             continue
         is_token, is_told = str(kinds[node]) == TOKEN, node in numbers
@@ -189,7 +184,7 @@ def _marks(axes: Any, pruned: PrunedGraph, nodes: Ints, layout: _Layout, numbers
             s=max(size, 95) if is_told else size,
             marker="s" if is_token else "o",
             facecolor="#dbe7ef" if is_token else "white",
-            edgecolor=INK if is_told else FAINT,
+            edgecolor=paper.INK if is_told else paper.FAINT,
             linewidth=1.1,
             zorder=3,
         )
@@ -197,37 +192,20 @@ def _marks(axes: Any, pruned: PrunedGraph, nodes: Ints, layout: _Layout, numbers
             axes.annotate(str(numbers[node]), place, fontsize=7, **middle)
 
 
-def _legend(
-    axes: Any, strongest: Sequence[StrongFeature], scores: Mapping[str, float], numbers: Mapping[int, int]
-) -> None:
+def _names(axes: Any, told: Sequence[StrongFeature]) -> None:
+    """The strongest features by number, what they raise, and what the looks of the graph mean."""
     axes.axis("off")
     axes.set(xlim=(0, 1), ylim=(0, 1))
     axes.text(0, 1, "Features with most influence", fontsize=9, fontweight="bold", va="top")
-    told = [one for one in strongest if one.node in numbers]
-    step = min(0.062, 0.7 / max(1, len(told)))
+    axes.text(0.53, 1, "raises", fontsize=8, va="top", color=paper.SOFT)
+    small: dict[str, Any] = {"fontsize": 7.5, "va": "top"}
+    step = min(0.062, 0.75 / max(1, len(told)))
     height = 1 - 0.07
-    for one in told:
-        axes.text(0.045, height, str(numbers[one.node]), fontsize=7.5, va="top", ha="right", color=INK)
-        axes.text(0.075, height, f"{one.feature} at {_fit(one.token.strip(), 12)!r}", fontsize=7.5, va="top")
-        raised = " · ".join(_fit(token.strip(), 12) for token in one.raised[:3])
-        axes.text(0.53, height, _fit(raised, 34), fontsize=7.5, va="top", color="#5b6270")
+    for number, one in enumerate(told, 1):
+        axes.text(0.045, height, str(number), ha="right", **small)
+        axes.text(0.075, height, f"{one.feature} at {paper.fit(one.token.strip(), 12)!r}", **small)
+        raised = " · ".join(paper.fit(token.strip(), 12) for token in one.raised[:3])
+        axes.text(0.53, height, paper.fit(raised, 34), color=paper.SOFT, **small)
         height -= step
-    axes.text(0.53, 1, "raises", fontsize=8, va="top", color="#5b6270")
-    axes.text(
-        0,
-        height - 0.03,
-        f"replacement {scores['replacement_score']:.2f}: influence of tokens, not of errors\n"
-        f"completeness {scores['completeness_score']:.2f}: input of nodes that is explained\n\n"
-        "red raises its target, blue lowers it;\nwidth: influence through the edge; size: of the node",
-        fontsize=7.5,
-        va="top",
-        color="#5b6270",
-        linespacing=1.5,
-    )
-
-
-def _named(tokens: Sequence[str]) -> str:
-    """Some tokens by name."""
-    told = [repr(format_token(token)) for token in tokens[:3]]
-    more = len(tokens) - len(told)
-    return ", ".join(told) + (f" and {more} more" if more else "")
+    looks = "red raises its target, blue lowers it;\nwidth: influence through the edge; size: of the node"
+    axes.text(0, height - 0.03, looks, color=paper.SOFT, linespacing=1.5, **small)
