@@ -6,19 +6,21 @@ costs numpy at most: xarray comes with the first result that is opened, Dask wit
 
 from __future__ import annotations
 
+from .declaration import Declaration, Output
 from .execute import Context, run
 from .nodes import Estimate, Node, Part, Port, Status
 from .plan import Plan, Step, plan
 from .progress import Progress
 from .resource import Resource
 from .sources import ConstantNode, SourceNode
-from .stage import Output, Stage, stage
+from .stage import Stage, stage
 from .stage_node import StageNode
 
 __all__ = [
     "stage",
     "Stage",
     "Output",
+    "Declaration",
     "run",
     "plan",
     "Plan",

@@ -26,6 +26,7 @@ from ..store.digest import canonical_json
 from ..store.errors import ShapeError, StageError, nearest
 from ..store.identity import require_same_model
 from .code import code_version
+from .declaration import REQUIRED, Declaration, Dims, Output
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -34,18 +35,6 @@ if TYPE_CHECKING:
 
 AXES: Mapping[str, tuple[str, ...]] = {"layer": ("layer",), "segment": ("token", "pair")}
 """Axes a stage may be cut along, and the dims each of them cuts: a segment is a range of tokens."""
-
-_REQUIRED = inspect.Parameter.empty
-Dims = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Output:
-    """One array a stage gives: its dims, unit ("nats", "logits", "1" for none) and what it is."""
-
-    dims: Dims
-    unit: str = "1"
-    long_name: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +103,7 @@ class Stage:
                 raise StageError(f"stage {self.name!r} takes {', '.join(known)}, found {name!r}{hint}")
         params = {name: given.get(name, default) for name, default in self.params.items()}
         missing = [name for name in (*self.inputs, *self.resources) if name not in given]
-        missing += [name for name, value in params.items() if value is _REQUIRED]
+        missing += [name for name, value in params.items() if value is REQUIRED]
         if missing:
             raise StageError(f"stage {self.name!r} also needs {', '.join(missing)}; give it by name")
         self.key_version  # noqa: B018 - raises here, where the user is
@@ -172,14 +161,17 @@ class Stage:
                 f"stage {self.name!r}: expected a DataArray or Dataset, found {type(given).__name__}"
             )
         dataset = given.copy(deep=False)
-        gave, declared = {str(name) for name in dataset.data_vars}, set(self.outputs)
-        if gave != declared:
+        gave = {str(name) for name in dataset.data_vars}
+        needed = {name for name, output in self.outputs.items() if not output.is_optional}
+        if not needed <= gave <= set(self.outputs):
             raise StageError(
                 f"stage {self.name!r} declares the outputs {', '.join(self.outputs)}, its function returned "
                 f"{', '.join(sorted(gave))}; make them equal"
             )
         for name, output in self.outputs.items():
-            if dataset[name].dims != output.dims:
+            if name not in gave:
+                continue
+            if not output.fits(dataset[name].dims):
                 raise _wrong_dims(f"output {name!r} of stage {self.name!r}", dataset[name], output.dims)
             named = {"units": output.unit, "long_name": output.long_name or name.replace("_", " ")}
             dataset[name].attrs = {**named, **dataset[name].attrs}
@@ -203,18 +195,24 @@ class Stage:
             combine_attrs="override",
         )
 
+    def declaration(self) -> Declaration:
+        """What it says of itself."""
+        home = f"{self.function.__module__}.{self.function.__qualname__}"
+        return Declaration(
+            "stage",
+            self.name,
+            self.key_version,
+            home,
+            self.inputs,
+            self.resources,
+            self.params,
+            self.outputs,
+            self.cells,
+        )
+
     def describe(self) -> str:
-        """The declaration in a few lines, for `mizarr explain`."""
-        cut = f", cut by {' and '.join(self.cells)}" if self.cells else ""
-        lines = [f"{self.name} (version {self.key_version}{cut})"]
-        for name, dims in self.inputs.items():
-            lines.append(f"  in  {name} [{'dataset' if dims is None else ', '.join(dims)}]")
-        for name, default in self.params.items():
-            lines.append(f"  set {name}{'' if default is _REQUIRED else f' = {default!r}'}")
-        for name, output in self.outputs.items():
-            told = f"{output.unit}  {output.long_name}".rstrip()
-            lines.append(f"  out {name} [{', '.join(output.dims)}] {told}")
-        return "\n".join(lines)
+        """The declaration in a few lines."""
+        return self.declaration().describe()
 
     def __reduce__(self) -> Any:
         # Sent to a worker by name, as the decorator has put the stage where its function was; a stage of a

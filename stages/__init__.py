@@ -1,11 +1,11 @@
-"""The science: labelled arrays in, labelled arrays out. This table is the registry; a stage loads when it is
-named.
+"""The science: labelled arrays in, labelled arrays out. This table is the registry of stages and experiments;
+each loads when it is named. `mizarr stages` prints it.
 
     from mizarr.stages import find
     print(find("logit_lens").describe())
 
-A stage is a plain function with a declaration, in the module named after its subject; `forward/` holds the
-models.
+A stage is a plain function with a declaration; an experiment is declared the same way, and needs runs of a
+model. Each is in the module named after its subject; `forward/` holds the models.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..pipeline import Stage
+    from .forward.experiment import Experiment
 
-__all__ = ["STAGES", "find"]
+__all__ = ["REGISTRY", "find"]
 
-# Form of a stage -> the module that declares it, and the stage's name there where that is another.
-STAGES = {
+# Experiment, or form of a stage -> the module that declares it, and its name there where that is another.
+REGISTRY = {
     "moments": ".pca",
     "principal_components": ".pca",
     "scree": ".pca",
@@ -56,17 +57,36 @@ STAGES = {
     "top_examples": ".features.examples",
     "pruned_graph": ".graph.pruning",
     "logit_effects": ".graph.logit_effects",
+    "activation_patching": ".patching ActivationPatching",
+    "patch_table": ".patching PatchTable",
+    "causal_tracing": ".tracing CausalTracing",
+    "ablation": ".ablation Ablation",
+    "counterfact_patching": ".counterfact CounterFactPatching",
+    "factual_routing": ".factual_routing FactualRouting",
+    "edge_knockout": ".knockout EdgeKnockout",
+    "head_knockout": ".knockout HeadKnockout",
+    "dose_response": ".steering DoseResponse",
+    "contrastive_vectors": ".convergence ContrastiveVectors",
+    "steering_convergence": ".convergence SteeringConvergence",
+    "continuation": ".continuation Continuation",
+    "feature_activity": ".features.activity FeatureActivity",
+    "injection_sweep": ".features.sweeps InjectionSweep",
+    "ranked_sweep": ".features.ranked RankedSweep",
+    "ranked_trace": ".features.ranked RankedTrace",
+    "decoder_search": ".features.alignment DecoderSearch",
 }
 
 
-def find(name: str) -> Stage:
-    """The stage, or the form of one, of this name; StageError for an unknown one, with the nearest name."""
+def find(name: str) -> Stage | type[Experiment]:
+    """The stage, the form of one, or the experiment of this name; StageError for an unknown one, with the
+    nearest name."""
+    from ..pipeline import Stage
     from ..store.errors import StageError, nearest
 
-    if name not in STAGES:
-        near = nearest(name, STAGES)
-        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(STAGES)}"
-        raise StageError(f"no stage {name!r}; {hint}")
-    module, _, declared = STAGES[name].partition(" ")
-    stage: Stage = getattr(importlib.import_module(module, __name__), declared or name)
-    return stage.form(name)
+    if name not in REGISTRY:
+        near = nearest(name, REGISTRY)
+        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(REGISTRY)}"
+        raise StageError(f"no stage or experiment {name!r}; {hint}")
+    module, _, declared = REGISTRY[name].partition(" ")
+    found: Stage | type[Experiment] = getattr(importlib.import_module(module, __name__), declared or name)
+    return found.form(name) if isinstance(found, Stage) else found
