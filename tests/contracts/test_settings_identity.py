@@ -53,6 +53,7 @@ at_first = functools.cache(identity)
 """The same, of settings that several tests start from."""
 PROMPT = "Two plus two is"
 PAIR_OF_PROMPTS = {"prompt": "The capital of France is", "corrupted": ("The capital of Spain is",)}
+SUBJECT = {"prompt": PROMPT, "target": " the", "subject": "Two"}
 SITED = "Two and two in all is"
 OTHERS: dict[tuple[str, str], Any] = {
     ("*", "dtype"): "float64",
@@ -83,6 +84,12 @@ OTHERS: dict[tuple[str, str], Any] = {
     ("generate", "zero"): ("blocks.0.hook_mlp_out",),
     ("activation_patching", "prompt"): PAIR_OF_PROMPTS,
     ("activation_patching", "kinds"): ("resid_post",),
+    ("causal_tracing", "prompt"): SUBJECT,
+    ("causal_tracing", "target"): SUBJECT,
+    ("causal_tracing", "subject"): SUBJECT,
+    ("causal_tracing", "kinds"): ("mlp_out",),
+    ("causal_tracing", "window"): 2,
+    ("ablation", "references"): (PROMPT,),
     ("factual_routing", "subject"): "last_fact",
     ("layer_scan", "end_layer"): 4,
     ("probe", "targets"): ("character_count",),
@@ -112,6 +119,7 @@ ONLY_SHOWN = {
     ("logit_lens", "heatmaps"): "how many prompts get a figure",
     ("logit_attribution", "figures"): "how many prompts get a figure",
     ("character_count_helix", "show"): "which layer is drawn",
+    ("ablation", "top"): "rows of a table",
     ("factual_routing", "top_k"): "rows of a table",
     ("attention_knockout", "layer"): "which of all layers, all of them computed, is told in full",
     ("attention_patterns", "top_k"): "rows of a table",
