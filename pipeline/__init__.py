@@ -6,8 +6,9 @@ costs numpy at most: xarray comes with the first result that is opened, Dask wit
 
 from __future__ import annotations
 
+from .context import Context
 from .declaration import Declaration, Output
-from .execute import Context, run
+from .execute import run
 from .nodes import Estimate, Node, Part, Port, Status
 from .plan import Plan, Step, plan
 from .progress import Progress

@@ -15,7 +15,7 @@ cached (early cutoff; Mokhov, Mitchell, Peyton Jones 2018, "Build Systems a la C
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,20 +24,18 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..store.errors import SourceChanged, StageError, nearest
 from ..store.keys import ResultKey
+from .context import Selection
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from ..store import Store
     from ..store.records import Record
-    from .execute import Context
+    from .context import Context
 
 S = TypeVar("S")
 T = TypeVar("T")
 P = ParamSpec("P")
-
-Selection = Mapping[str, Any]
-"""Part of a node: "layer" -> index, "segment" -> (first token, end)."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .nodes import Selection, remembered
+from .context import Selection
+from .nodes import remembered
 
 if TYPE_CHECKING:
     from ..store import Store

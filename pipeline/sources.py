@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..store.errors import StageError
 from ..store.keys import ResultKey
-from .nodes import Estimate, Node, Part, Port, Ports, ResultNode, Selection, Status, cut, status_of
+from .context import Selection
+from .nodes import Estimate, Node, Part, Port, Ports, ResultNode, Status, cut, status_of
 from .reasons import why_not
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from ..store import Store
-    from .execute import Context
+    from .context import Context
 
 NOTHING = Estimate()
 

@@ -16,18 +16,18 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..store.errors import ShapeError, SourceChanged, StageError
 from ..store.keys import ResultKey
+from .context import Cell, Selection
+from .function import AXES, StageFunction, plain_params
 from .nodes import (
     Estimate,
     Node,
     Part,
     Port,
     ResultNode,
-    Selection,
     Status,
     estimate_of,
     one_look,
@@ -37,21 +37,12 @@ from .nodes import (
 from .reasons import missing_cells, notes, why_not
 from .resource import Resource
 from .sources import ConstantNode
-from .stage import AXES, Stage, plain_params
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from ..store import Store
-    from .execute import Context
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One piece of a stage's work: which part of its inputs, and the key its result gets."""
-
-    selection: Selection
-    key: ResultKey
+    from .context import Context
 
 
 class StageNode(ResultNode):
@@ -59,7 +50,7 @@ class StageNode(ResultNode):
 
     def __init__(
         self,
-        stage: Stage,
+        stage: StageFunction,
         ports: Mapping[str, Port],
         params: Mapping[str, Any],
         resources: Mapping[str, Resource] | None = None,
@@ -300,8 +291,3 @@ def run_cell(node: StageNode, store: Store, cell: Cell) -> None:
     """Compute and publish one cell; a task of its own, here or on a worker elsewhere."""
     with one_look():
         node.compute(store, cell)
-
-
-def selection_of(cell: Selection | Cell) -> Selection:
-    """The labels of a cell, for messages."""
-    return cell.selection if isinstance(cell, Cell) else cell

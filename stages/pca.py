@@ -22,6 +22,8 @@ import numpy.typing as npt
 
 from ..pipeline import Output, stage
 from ..store.errors import ShapeError
+from .components import check_components, stack_layers, with_sign
+from .randomized_pca import randomized_components
 from .row_moments import Moments, row_blocks
 
 if TYPE_CHECKING:
@@ -144,8 +146,6 @@ def pca(
     if solver not in SOLVERS:
         raise ShapeError(f"expected a solver among {', '.join(SOLVERS)}, found {solver!r}")
     if solver == "randomized" or (solver == "auto" and states.sizes.get("hidden", 0) > WIDE):
-        from .randomized_pca import randomized_components
-
         wide: xr.Dataset = randomized_components(states, n_components=n_components, n_omit=n_omit, seed=seed)
         return wide
     found: xr.Dataset = principal_components(moments(states), n_components=n_components, n_omit=n_omit)
@@ -199,21 +199,6 @@ def reconstruct_from_pcs(
     return states + fitted["mean"] if centred else states
 
 
-def check_components(hidden: int, n_components: int, n_omit: int) -> None:
-    """ShapeError unless so many components can be left out, and so many taken, of so many dimensions."""
-    if n_components < 1 or n_omit < 0 or n_omit + n_components > hidden:
-        raise ShapeError(
-            f"expected n_components >= 1 and n_omit >= 0 with n_omit + n_components <= hidden ({hidden}), "
-            f"found n_components {n_components} and n_omit {n_omit}"
-        )
-
-
-def with_sign(vectors: Array) -> Array:
-    """Rows [component, hidden] with the entry of largest magnitude positive: a sign that repeats."""
-    largest = np.take_along_axis(vectors, np.abs(vectors).argmax(axis=1)[:, None], axis=1)
-    return vectors * np.where(largest < 0, -1.0, 1.0)
-
-
 def _labelled(m: Moments, coords: Any, arithmetic: str) -> xr.Dataset:
     """Moments as a dataset; of the coordinates only the scalar `layer` still has a meaning."""
     import xarray as xr
@@ -223,13 +208,6 @@ def _labelled(m: Moments, coords: Any, arithmetic: str) -> xr.Dataset:
         coords={"layer": coords["layer"]} if "layer" in coords else {},
         attrs={"arithmetic": arithmetic},
     )
-
-
-def stack_layers(parts: Iterable[xr.Dataset]) -> xr.Dataset:
-    import xarray as xr
-
-    stacked: xr.Dataset = xr.concat(list(parts), dim="layer", coords="minimal", compat="override")
-    return stacked
 
 
 def _moments_of(part: xr.Dataset) -> Moments:

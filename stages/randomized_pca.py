@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ..pipeline import Output, stage
 from ..store.errors import ShapeError
-from .pca import check_components, stack_layers, with_sign
+from .components import check_components, stack_layers, with_sign
 from .row_moments import row_blocks
 
 if TYPE_CHECKING:

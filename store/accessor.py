@@ -10,7 +10,7 @@ key_position; prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -39,18 +39,12 @@ from .selection import (
     spans_of,
     token_ids,
 )
+from .vocabularies import registered_vocabulary
 
 if TYPE_CHECKING:
     from .characters import CharacterSpans
 
 Rows = Sequence[int] | npt.NDArray[np.integer[Any]]
-
-_vocabularies: dict[str, Callable[[], Sequence[str] | None]] = {}
-
-
-def register_vocabulary(tokenizer: str, load: Callable[[], Sequence[str] | None]) -> None:
-    """Say how to get the token strings of a tokenizer (by digest); called when they are first shown."""
-    _vocabularies[tokenizer] = load
 
 
 @xr.register_dataset_accessor("mi")  # type: ignore[no-untyped-call]
@@ -293,7 +287,7 @@ class PackedAccessor:
 
     @property
     def _vocabulary(self) -> Sequence[str] | None:
-        load = _vocabularies.get(self._ds.attrs.get("tokenizer", ""))
+        load = registered_vocabulary(self._ds.attrs.get("tokenizer", ""))
         return load() if load is not None else None
 
     def _with_strings(self, part: xr.Dataset, dim: str) -> xr.Dataset:

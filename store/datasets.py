@@ -28,7 +28,6 @@ import xarray as xr
 from xarray.backends import BackendArray
 from xarray.core import indexing
 
-from .accessor import register_vocabulary
 from .coordinates import ABOUT, pair_starts, read_tokens
 from .entries import Entry, group_attributes
 from .errors import EntryNotFound, nearest
@@ -36,7 +35,7 @@ from .files import Folder, Stamp, stamp
 from .identity import DIGEST, SOURCE
 from .selection import ranges
 from .shards import DTYPES, ShardRows
-from .vocabularies import read_vocabulary
+from .vocabularies import read_vocabulary, register_vocabulary
 
 if TYPE_CHECKING:
     from .packed import PackedTokens

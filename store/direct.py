@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .datasets import entry_at, open_entry
 from .errors import EntryNotFound
 from .identity import SOURCE
 
@@ -27,8 +28,6 @@ def entry_of(dataset: xr.Dataset) -> Entry:
         raise EntryNotFound(
             "this dataset does not say which stored run it is; open it with store.entry(digest).open()"
         )
-    from .datasets import entry_at
-
     return entry_at(Path(source))
 
 
@@ -53,9 +52,8 @@ def _direct(array: xr.DataArray, entry: Entry) -> xr.Variable | None:
     """
     layers = array["layer"].values.tolist() if "layer" in array.dims else None
     try:
-        seen, plain = (
-            entry.open([str(array.name)], layers, chunks=chunks)[array.name] for chunks in ("segment", None)
-        )
+        seen = open_entry(entry, [str(array.name)], layers, "segment")[array.name]
+        plain = open_entry(entry, [str(array.name)], layers, None)[array.name]
     except EntryNotFound:
         return None
     if seen.dims != array.dims or seen.data.name != array.data.name:

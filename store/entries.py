@@ -22,7 +22,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,7 @@ from .sealed import sealed
 from .shards import Array, ShardLayout, ShardRows, Written, array_metadata, write_shards
 
 if TYPE_CHECKING:
-    import xarray as xr
+    pass
 
 PACKED_AXES = ("token", "pair")
 CELL_MANIFEST = ("variable", "layer", "content", "files")
@@ -138,7 +138,7 @@ class Entry:
     def planned(
         cls, folder: Folder, run: RunKey, tokens: PackedTokens, arrays: Sequence[ArraySpec], *,
         segment_tokens: int, claim_ttl: float = TTL,
-    ) -> Entry:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """The entry that `create` would make where there is none yet; writes nothing.
 
         What it holds can be laid out and computed while another thread makes the entry; commit only then.
@@ -151,7 +151,7 @@ class Entry:
     def create(
         cls, folder: Folder, run: RunKey, tokens: PackedTokens, arrays: Sequence[ArraySpec], *,
         segment_tokens: int, attributes: Mapping[str, Any] | None = None, claim_ttl: float = TTL,
-    ) -> Entry:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """The entry of a run, made if it is new; arrays it does not have yet are added.
 
         An entry keeps the segment length it was made with, whatever is asked later. Raises ShapeError if
@@ -169,7 +169,7 @@ class Entry:
         return entry
 
     @classmethod
-    def load(cls, folder: Folder, path: str, tokens: PackedTokens) -> Entry:
+    def load(cls, folder: Folder, path: str, tokens: PackedTokens) -> Self:
         """The entry in a folder (relative to the store); EntryNotFound if there is none."""
         about = _about(folder, path)
         run = RunKey(about["run"]["model"], about["run"]["prompt"], about["run"]["hooks"])
@@ -360,17 +360,6 @@ class Entry:
             return self._mapped.rows(path, layout, rows, self._place(variable, layer, n))
         except FileNotFoundError:
             raise EntryNotFound(self._absent(variable, layer, n, "stored")) from None
-
-    def open(
-        self,
-        variables: Sequence[str] | None = None,
-        layers: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
-        **options: Any,
-    ) -> xr.Dataset:
-        """The published activations as a labelled lazy dataset (`datasets.open_entry`)."""
-        from .datasets import open_entry
-
-        return open_entry(self, variables, layers, **options)
 
     # -- helpers
 

@@ -35,7 +35,7 @@ from .tensors import Tensor, write_npz, write_safetensors
 if TYPE_CHECKING:
     import xarray as xr
 
-    from .entries import Entry
+    from .labelled import LabelledEntry
     from .store import Store
 
 __all__ = ["FORMATS", "export", "export_key"]
@@ -179,7 +179,7 @@ def _opened(
 
 
 def _run(
-    entry: Entry, variables: Sequence[str] | None, layers: Sequence[int] | None, store: Store
+    entry: LabelledEntry, variables: Sequence[str] | None, layers: Sequence[int] | None, store: Store
 ) -> tuple[xr.Dataset, dict[str, Any], str | None]:
     cells = [(name, layer, entry.content(name, layer)) for name, layer in entry.published()]
     if not cells:

@@ -20,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from .digest import digest
-from .entries import ArraySpec, Entry
+from .entries import ArraySpec
 from .errors import PromptError, ShapeError
 from .keys import RunKey
+from .labelled import LabelledEntry
 from .packed import PackedTokens
 from .tensors import release
 
@@ -206,7 +207,7 @@ def store_imported(
     arrays: Sequence[Imported],
     specs: Sequence[ArraySpec],
     attrs: Mapping[str, Any],
-) -> Entry:
+) -> LabelledEntry:
     """Write the arrays as a run, some of a segment at a time; what stands already is not written again.
 
     specs: as `declared_arrays` gives them.  attrs: of `Store.create_entry`.

@@ -20,28 +20,29 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from .catalog import Catalog, Key, unique_name
 from .errors import CorruptEntry, EntryNotFound, PromptError, StoreFormatError
 from .files import Folder
-from .index import StoreIndex
-from .keys import ActivationKey, ResultKey, RunKey
+from .keys import ResultKey, RunKey
 from .packed import PackedTokens
 from .provenance import get_provenance, put_provenance
-from .records import PIN, RESULT, Record, key_path, now
+from .records import RESULT, Record, now
 from .sealed import is_sealed, sealed, unsealed
 from .vocabularies import put_vocabulary, read_vocabulary
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from .entries import ArraySpec, Entry
-    from .maintenance import Damage, GcReport, Usage
+    from .entries import ArraySpec
+    from .labelled import LabelledEntry
+    from .upkeep.collect import GcReport, Usage
+    from .upkeep.verify import Damage
 
 FORMAT = 2
 """2: chunks and records carry checks of their own. 1 is read, and added to, as it is."""
@@ -50,7 +51,6 @@ _CORPUS = 10_000_000  # tokens
 _TOKENS = ("tokenizer", "token_ids")  # of what is noted about a run, what decides how its tokens are shown
 _INDEXED = 100_000  # prompts up to which an entry's prompts are indexed one by one
 
-Key = ActivationKey | ResultKey | str
 Mode = Literal["a", "r"]
 Durability = Literal["disk", "process"]
 
@@ -75,22 +75,8 @@ def open_store(path: str | Path, mode: Mode = "a", durability: Durability = "dis
     return Store(files)
 
 
-class Store:
+class Store(Catalog):
     """Runs and results by key. Made by `open_store`; cheap to send to another process."""
-
-    def __init__(self, files: Folder) -> None:
-        self.files = files
-        self.index = StoreIndex(files.path("index.sqlite"), read_only=files.read_only)
-
-    @property
-    def path(self) -> Path:
-        """The folder."""
-        return self.files.root
-
-    @property
-    def read_only(self) -> bool:
-        """Whether it was opened with mode="r"."""
-        return self.files.read_only
 
     def __repr__(self) -> str:
         return f"Store({str(self.path)!r}, mode={'r' if self.read_only else 'a'!r})"
@@ -102,33 +88,10 @@ class Store:
         return hash(self.files)
 
     # -- what is there
-    # ------------------------------------------------------------------------------------------
-
-    def lookup(self, key: Key) -> Record | None:
-        """The record published under a key (or its 64 hex digits); None when it has to be computed."""
-        name = key if isinstance(key, str) else key.digest
-        text = self.files.get(key_path(name))
-        return None if text is None else Record.from_bytes(name, text)
-
-    def records(self) -> Iterator[Record]:
-        """Everything published, in order of key."""
-        for name in self._key_names(""):
-            if (found := self.lookup(name)) is not None:
-                yield found
-
-    def record(self, key: Key) -> Record:
-        """The record under a key, or under a unique prefix of one; EntryNotFound otherwise."""
-        if not isinstance(key, str):
-            name = key.digest
-        else:
-            name = _unique(key, self._key_names(key), "key", self)
-        if (found := self.lookup(name)) is None:
-            raise EntryNotFound(f"nothing is stored under {key!r} in {self.path}; compute it first")
-        return found
 
     def names_run(self, prefix: str) -> bool:
         """Whether some run's digest starts so, and no key does."""
-        return not self._key_names(prefix) and bool(self._entry_names(prefix))
+        return not self.key_names(prefix) and bool(self._entry_names(prefix))
 
     def __getitem__(self, key: Key) -> xr.Dataset:
         """The labelled data under a key or a unique prefix of one, lazy.
@@ -144,7 +107,6 @@ class Store:
         return self._entry_in(record.data).open([variable], [int(layer)] if layer else None)
 
     # -- results
-    # ------------------------------------------------------------------------------------------------
 
     def put_result(
         self,
@@ -184,7 +146,7 @@ class Store:
         *,
         segment_tokens: int | None = None,
         attrs: Mapping[str, Any] | None = None,
-    ) -> Entry:
+    ) -> LabelledEntry:
         """The entry that holds a run's activations, made if it is new; arrays it does not have yet are added.
 
         segment_tokens: length of a segment; by default as long as makes files of about 64 MiB (256 MiB from
@@ -196,7 +158,8 @@ class Store:
         fit.
         """
         from .coordinates import record_metadata, write_coordinates
-        from .entries import Entry, entry_digest, entry_path
+        from .entries import entry_digest, entry_path
+        from .labelled import LabelledEntry
 
         if tokens.digest != run.prompt:
             raise PromptError(
@@ -208,7 +171,7 @@ class Store:
         if is_new and arrays:
             layers = next((spec.layers for spec in arrays if spec.layers is not None), None)
             write_coordinates(self.files, path, tokens, layers, pairs=length >= tokens.n_tokens)
-        entry = Entry.create(
+        entry = LabelledEntry.create(
             self.files, run, tokens, arrays, segment_tokens=length, attributes=_group_attributes(attrs or {})
         )
         record_metadata(self.files, entry.path, [spec.variable for spec in arrays])
@@ -222,13 +185,13 @@ class Store:
 
     def planned_entry(
         self, run: RunKey, tokens: PackedTokens, arrays: Sequence[ArraySpec], segment_tokens: int
-    ) -> Entry:
+    ) -> LabelledEntry:
         """The entry that `create_entry` would make where there is none yet; writes nothing."""
-        from .entries import Entry
+        from .labelled import LabelledEntry
 
-        return Entry.planned(self.files, run, tokens, arrays, segment_tokens=segment_tokens)
+        return LabelledEntry.planned(self.files, run, tokens, arrays, segment_tokens=segment_tokens)
 
-    def entry(self, run: RunKey | str, dtype: str | None = None) -> Entry:
+    def entry(self, run: RunKey | str, dtype: str | None = None) -> LabelledEntry:
         """The entry of a run, by its key and storage dtype, or by a unique prefix of the entry's digest.
 
         A RunKey without `dtype` finds the one entry there is. Raises EntryNotFound.
@@ -237,7 +200,7 @@ class Store:
         from .shards import DTYPES
 
         if isinstance(run, str):
-            name = _unique(run, self._entry_names(run), "run", self)
+            name = unique_name(run, self._entry_names(run), "run", self)
             return self._entry_in(entry_path(name))
         tried = [entry_path(entry_digest(run, kind)) for kind in ([dtype] if dtype else sorted(DTYPES))]
         there = [path for path in tried if self.files.get(f"{path}/zarr.json") is not None]
@@ -248,7 +211,7 @@ class Store:
             raise EntryNotFound(f"expected one entry of run {run.short} in {self.path}, found {found}")
         return self._entry_in(there[0])
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[LabelledEntry]:
         """Every run that has been begun, in order of digest."""
         from .entries import entry_path
 
@@ -257,7 +220,7 @@ class Store:
 
     def find_prompts(
         self, run: RunKey, tokens: PackedTokens, dtype: str, wanted: Iterable[tuple[str, int | None]] = ()
-    ) -> tuple[Entry, list[int]] | None:
+    ) -> tuple[LabelledEntry, list[int]] | None:
         """An entry of another run of the same kind that holds all these prompts, and their rows in it.
 
         Same model, same interventions, other or more prompts; `wanted` (variable, layer)s must be published
@@ -293,35 +256,7 @@ class Store:
         """Token strings by id, as kept; None if they are not."""
         return read_vocabulary(self.files, tokenizer)
 
-    # -- pins
-
-    def pin(self, name: str, key: Key | Record) -> None:
-        """Keep what is under a key, and all it was made from, from gc; ValueError if the name is taken."""
-        record = key if isinstance(key, Record) else self.record(key)
-        _check_pin(name)
-        told = dict(zip(PIN, (record.key, now()), strict=True))
-        if not self.files.put_new(f"pins/{name}.json", sealed(told)):
-            there = self.pins().get(name)
-            if there != record.key:
-                raise ValueError(f"pin {name!r} already names {there}; unpin it first, or take another name")
-
-    def unpin(self, name: str) -> None:
-        """Remove a pin; EntryNotFound if there is none of that name."""
-        if self.files.get(f"pins/{name}.json") is None:
-            raise EntryNotFound(f"no pin {name!r}; there are {', '.join(self.pins()) or 'none'}")
-        self.files.delete(f"pins/{name}.json")
-
-    def pins(self) -> dict[str, str]:
-        """Key by pin name."""
-        texts = {name: self.files.get(name) for name in sorted(self.files.list("pins"))}
-        return {
-            Path(name).stem: str(unsealed(name, text, PIN)["key"])
-            for name, text in texts.items()
-            if text is not None
-        }
-
     # -- where it came from
-    # -------------------------------------------------------------------------------------
 
     def provenance(self, key: Key | Record) -> list[dict[str, Any]]:
         """What is noted about the data under a key, oldest first: requests, parents, versions, times."""
@@ -330,18 +265,18 @@ class Store:
 
     def lineage(self, content: str) -> dict[str, Any]:
         """Where a content digest R came from: its record, its request and, in turn, each of its inputs."""
-        from .maintenance import lineage
+        from .upkeep.lineage import lineage
 
         return lineage(self, content)
 
-    # -- upkeep (`maintenance.py`)
+    # -- upkeep (`upkeep/`)
 
     def verify(self, quick: bool = False, progress: Callable[[int, int], None] | None = None) -> list[Damage]:
         """Files that are not what was committed; `quick` looks at existence and size only.
 
         progress: called with bytes done and bytes in all.
         """
-        from .maintenance import verify
+        from .upkeep.verify import verify
 
         return verify(self, quick=quick, progress=progress)
 
@@ -351,45 +286,45 @@ class Store:
         key: of what is stored with them; by default all of the store. Names are relative to the store.
         """
         from .entries import entry_path
-        from .maintenance import unchecked
+        from .upkeep.verify import unchecked
 
         if key is None:
             return unchecked(self)
         if isinstance(key, str) and self.names_run(key):
-            return unchecked(self, [entry_path(_unique(key, self._entry_names(key), "run", self))])
+            return unchecked(self, [entry_path(unique_name(key, self._entry_names(key), "run", self))])
         return unchecked(self, [(key if isinstance(key, Record) else self.record(key)).data])
 
     def quarantine(self, damage: Damage) -> None:
         """Set a damaged file aside and withdraw what it belonged to; the next run computes just that."""
-        from .maintenance import quarantine
+        from .upkeep.quarantine import quarantine
 
         quarantine(self, damage)
 
     def gc(self, grace: float = 24 * 3600.0, quota: int | None = None, dry_run: bool = False) -> GcReport:
         """Remove leftovers older than `grace` seconds; above `quota` bytes, what was unused for longest."""
-        from .maintenance import gc
+        from .upkeep.collect import gc
 
         return gc(self, grace=grace, quota=quota, dry_run=dry_run)
 
     def usage(self) -> list[Usage]:
         """Bytes by run and result, largest first."""
-        from .maintenance import usage
+        from .upkeep.collect import usage
 
         return usage(self)
 
     @contextmanager
     def lease(self, key: Key | Record) -> Iterator[None]:
         """Within: gc leaves what is stored under the key alone; for scans that take hours."""
-        from .maintenance import lease
+        from .upkeep.collect import lease
 
         with lease(self, key if isinstance(key, Record) else self.record(key)):
             yield
 
-    def _entry_in(self, path: str) -> Entry:
+    def _entry_in(self, path: str) -> LabelledEntry:
         from .coordinates import read_tokens
-        from .entries import Entry
+        from .labelled import LabelledEntry
 
-        entry = Entry.load(self.files, path, read_tokens(self.files, path))
+        entry = LabelledEntry.load(self.files, path, read_tokens(self.files, path))
         self.index.touch(path)
         return entry
 
@@ -399,16 +334,11 @@ class Store:
         found = (path.parent.name for top in tops for path in top.glob("*/zarr.json"))
         return sorted(name for name in found if name.startswith(prefix))
 
-    def _remember(self, entry: Entry) -> None:
+    def _remember(self, entry: LabelledEntry) -> None:
         tokens = entry.tokens
         if tokens.n_prompts <= _INDEXED and not self.read_only:
             digests = (tokens.prompt_digest(i) for i in range(tokens.n_prompts))
             self.index.add_prompts(_family(entry.run, entry.dtype), entry.path, digests)
-
-    def _key_names(self, prefix: str) -> list[str]:
-        folder = f"keys/{prefix[:2]}" if len(prefix) >= 2 else "keys"
-        names = (Path(name).stem for name in self.files.list(folder))
-        return sorted(name for name in names if name.startswith(prefix))
 
 
 def default_segment_tokens(tokens: PackedTokens, arrays: Sequence[ArraySpec]) -> int:
@@ -440,24 +370,6 @@ def _group_attributes(attrs: Mapping[str, Any]) -> dict[str, Any]:
     from .coordinates import NAMES
 
     return {"coordinates": " ".join(NAMES), **{k: v for k, v in attrs.items() if k in _TOKENS}}
-
-
-def _check_pin(name: str) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise ValueError(f"expected a pin name of letters, digits, '.', '_' and '-', found {name!r}")
-
-
-def _unique(prefix: str, names: list[str], kind: str, store: Store) -> str:
-    if len(names) == 1:
-        return names[0]
-    if prefix in names:
-        return prefix
-    if not names:
-        raise EntryNotFound(
-            f"no {kind} in {store.path} starts with {prefix!r}; `mizarr ls` shows what is there"
-        )
-    some = ", ".join(name[: len(prefix) + 4] for name in names[:4])
-    raise EntryNotFound(f"{len(names)} {kind}s start with {prefix!r} ({some}, …); give more digits")
 
 
 def _check_format(files: Folder) -> None:

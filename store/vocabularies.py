@@ -7,7 +7,7 @@ record beside it, and strings kept before there were such records are read as th
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .digest import content_digest
 from .errors import REPAIR, CorruptEntry
@@ -17,6 +17,19 @@ from .sealed import sealed, unsealed
 VOCABULARIES = "vocabularies"
 CHECK = ".check.json"
 """End of the name of a record that holds the digest of the file beside it."""
+
+
+_registered: dict[str, Callable[[], Sequence[str] | None]] = {}
+
+
+def register_vocabulary(tokenizer: str, load: Callable[[], Sequence[str] | None]) -> None:
+    """Say how to get the token strings of a tokenizer (by digest); called when they are first shown."""
+    _registered[tokenizer] = load
+
+
+def registered_vocabulary(tokenizer: str) -> Callable[[], Sequence[str] | None] | None:
+    """How to get the token strings of a tokenizer; None where nobody said."""
+    return _registered.get(tokenizer)
 
 
 def put_vocabulary(files: Folder, tokenizer: str, tokens: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..stages.features.activity import FeatureActivity
 from ..stages.features.alignment import DecoderSearch
-from ..stages.features.dictionary import FeatureId
+from ..stages.features.layout import FeatureId
 from ..stages.forward.files import SPECIMEN
 from ..stages.positions import position_of
 from ..store.errors import ConfigError

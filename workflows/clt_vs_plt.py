@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.features.dictionary import Dictionary, FeatureId
+from ..stages.features.dictionary import Dictionary
+from ..stages.features.layout import FeatureId
 from ..stages.features.ranked import RankedSweep, RankedTrace
 from ..store.errors import ConfigError
 from .answers import number, plain

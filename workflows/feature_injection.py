@@ -9,7 +9,8 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..stages.features.dictionary import Dictionary, FeatureId
+from ..stages.features.dictionary import Dictionary
+from ..stages.features.layout import FeatureId
 from ..stages.features.sweeps import Dose, InjectionSweep
 from ..stages.lens import format_token
 from ..store.errors import ConfigError

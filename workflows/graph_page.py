@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..stages.features.dictionary import FeatureId
 from ..stages.features.examples import contexts
+from ..stages.features.layout import FeatureId
 from ..stages.graph.nodes import ERROR, FEATURE
 from ..stages.lens import format_token
 from .report import Column, Element, Graph, Run, Table, Values

@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 
 from ..stages.features.activity import FeatureActivity
-from ..stages.features.dictionary import Dictionary, FeatureId
+from ..stages.features.dictionary import Dictionary
+from ..stages.features.layout import FeatureId
 from ..stages.lens import format_token
 from ..stages.positions import position_of
 from ..store.errors import ConfigError

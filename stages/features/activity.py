@@ -20,7 +20,8 @@ from ..effects import array, check_tokens
 from ..forward.experiment import Cell
 from ..forward.hooks import HookSpec
 from ..forward.runs import Run
-from .dictionary import Active, Dictionary
+from .active import Active
+from .dictionary import Dictionary
 from .of_dictionary import OfDictionary
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from ...store.errors import DictionaryError, PromptError, ShapeError
 from ..effects import array
 from ..forward.experiment import Cell
 from ..forward.runs import Run
-from .dictionary import Dictionary, FeatureId, told
+from .dictionary import Dictionary
+from .layout import FeatureId, told
 from .of_dictionary import OfDictionary
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import re
 from typing import TYPE_CHECKING
 
 from ...store.errors import DictionaryError
-from .dictionary import Dictionary, Layout
 from .files import DictionaryFiles
 from .layer import LayerFeatures
 from .layered import hooks_of, numbered, require_kind, require_shapes, scan_of
+from .layout import Layout, Opened
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ def read(
     read: str | None = None,
     write: str | None = None,
     device: torch.device | str = "cpu",
-) -> Dictionary:
+) -> Opened:
     """The transcoders, with every header checked and no weight read."""
     require_kind(files, "cross_layer_transcoder")
     layers = numbered(files, _ENCODER)
@@ -84,4 +84,4 @@ def read(
             device=device,
         )
 
-    return Dictionary(files, layout, open_layer)
+    return Opened(files, layout, open_layer)

@@ -16,9 +16,9 @@ Axes: layer, position, feature; d_in, d_out = widths read and written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,10 @@ from typing import TYPE_CHECKING, Any
 from ...store import html
 from ...store.errors import DictionaryError, ModelNotFound, SourceChanged, WeightsError
 from ..forward.points import BY_NAME, HookPoint
+from .active import Active
 from .files import DictionaryFiles, resolve
+from .formats import open_files
+from .layout import FeatureId, Layout, told
 
 if TYPE_CHECKING:
     import torch
@@ -35,92 +38,10 @@ if TYPE_CHECKING:
     from ..forward.architecture import Architecture
     from .layer import LayerFeatures
 
-__all__ = ["Active", "Dictionary", "FeatureId", "Layout", "told"]
+__all__ = ["Dictionary", "StoredDictionary"]
 
 BLOCK_BYTES = 1 << 26
 """Of decoder rows gathered at a time."""
-
-
-@dataclass(frozen=True, order=True)
-class FeatureId:
-    """One feature; prints as "L14:13043"."""
-
-    layer: int
-    index: int
-
-    def __str__(self) -> str:
-        return f"L{self.layer}:{self.index}"
-
-    @classmethod
-    def parse(cls, text: str) -> FeatureId:
-        """From "L14:13043" or "14:13043"; DictionaryError otherwise."""
-        layer, colon, index = text.strip().removeprefix("L").partition(":")
-        if not (colon and layer.isdecimal() and index.isdecimal()):
-            raise DictionaryError(f"expected a feature as layer:index, such as L14:13043, found {text!r}")
-        return cls(int(layer), int(index))
-
-
-@dataclass(frozen=True, eq=False)
-class Active:
-    """Features that are active, sorted by layer, position, feature; all [n].
-
-    layer, position, feature: int64. value: activation, in the dtype of the arithmetic.
-    """
-
-    layer: Tensor
-    position: Tensor
-    feature: Tensor
-    value: Tensor
-
-    def __len__(self) -> int:
-        return len(self.value)
-
-    @property
-    def indices(self) -> Tensor:
-        """[n, 3]: layer, position, feature."""
-        import torch
-
-        return torch.stack([self.layer, self.position, self.feature], dim=1)
-
-    def top(self, k: int) -> Active:
-        """The k strongest features of every layer and position, in the same order; equal ones from the lowest
-        index on."""
-        import torch
-
-        if not len(self):
-            return self
-        group = self.layer * (self.position.max() + 1) + self.position
-        order = torch.argsort(self.value, descending=True, stable=True)
-        order = order[torch.argsort(group[order], stable=True)]
-        rank = torch.arange(len(self), device=group.device) - torch.searchsorted(group, group[order])
-        kept = order[rank < k].sort().values
-        return Active(self.layer[kept], self.position[kept], self.feature[kept], self.value[kept])
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What a format knows of a dictionary before any weight is read.
-
-    read, write: hook kinds. layers: those that are read. targets: layer -> layers its features write to.
-    n_features: of each layer. settings: what else of the configuration changes numbers, as plain values;
-    part of the identity. zero_positions: how many first positions of a prompt it has nothing to say about.
-    """
-
-    format: str
-    kind: str
-    read: str
-    write: str
-    layers: tuple[int, ...]
-    targets: Mapping[int, tuple[int, ...]]
-    n_features: int
-    d_in: int
-    d_out: int
-    files: tuple[str, ...]
-    model_name: str | None = None
-    scan: Any = None
-    has_skip: bool = False
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    zero_positions: int = 1
 
 
 class Dictionary:
@@ -158,9 +79,7 @@ class Dictionary:
         Raises ModelNotFound, or DictionaryError for a layout nobody knows or files that contradict each
         other.
         """
-        from .formats import open_dictionary
-
-        found = open_dictionary(resolve(name), read=read, write=write, device=device)
+        found = cls(*open_files(resolve(name), read=read, write=write, device=device))
         found.device = device
         return found
 
@@ -453,16 +372,6 @@ def _versions(features: LayerFeatures) -> list[int]:
     """How often each tensor was written to."""
     parts = [*vars(features).values(), *features.W_dec.values()]
     return [part._version for part in parts if hasattr(part, "_version")]
-
-
-def told(layers: Iterable[int]) -> str:
-    """Layers in words: "layers 0 to 15", "layers 3, 7, 12", "layer 5"."""
-    found = sorted(layers)
-    if len(found) == 1:
-        return f"layer {found[0]}"
-    if found == list(range(found[0], found[-1] + 1)):
-        return f"layers {found[0]} to {found[-1]}"
-    return f"layers {', '.join(map(str, found))}"
 
 
 def _point(kind: str, layer: int) -> HookPoint:

@@ -14,8 +14,8 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from ...store.errors import DictionaryError, nearest
-from .dictionary import Dictionary
 from .files import DictionaryFiles
+from .layout import Opened
 from .single import OneLayer, hooks_given, join
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def read(
     read: str | None = None,
     write: str | None = None,
     device: torch.device | str = "cpu",
-) -> Dictionary:
+) -> Opened:
     """The dictionaries of all folders found, of which there must be one per layer."""
     names = [name for name in files.listing if name.rpartition("/")[2] == WEIGHTS]
     return join(files, "dictionary_learning", [part(files, name, read, write, device) for name in names])

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...pipeline import Node, Output, Part, Port, StageNode, stage
-from ...pipeline.nodes import Selection
+from ...pipeline.context import Selection
 from ...store.errors import ShapeError
 from .dictionary import Dictionary
 from .sparse import active_table, join_encoded

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...store.errors import DictionaryError, nearest
 from ...store.tensors import Tensor as Stored, write_safetensors
-from .dictionary import Dictionary, told
+from .dictionary import Dictionary
 from .files import CFG_JSON, CONFIG_YAML
+from .layout import told
 from .names import hook_name
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...store.errors import DictionaryError
-from .dictionary import Dictionary
 from .files import DictionaryFiles
+from .layout import Opened
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FORMATS", "open_dictionary"]
+__all__ = ["FORMATS", "open_files"]
 
 # Format -> the module that reads it, and what its files look like.
 FORMATS = {
@@ -42,24 +42,24 @@ class Format(Protocol):
 
     def read(
         self, files: DictionaryFiles, *, read: str | None, write: str | None, device: torch.device | str
-    ) -> Dictionary:
-        """The dictionary; DictionaryError where its files contradict each other."""
+    ) -> Opened:
+        """The files as a dictionary; DictionaryError where its files contradict each other."""
         ...
 
 
-def open_dictionary(
+def open_files(
     files: DictionaryFiles,
     *,
     read: str | None = None,
     write: str | None = None,
     device: torch.device | str = "cpu",
-) -> Dictionary:
-    """A dictionary in whichever format its files are; DictionaryError listing them if in none."""
+) -> Opened:
+    """The files of a dictionary, in whichever format they are; DictionaryError listing them if in none."""
     for module, _ in FORMATS.values():
         found: Any = importlib.import_module(module, __package__)
         if found.recognises(files):
-            dictionary: Dictionary = found.read(files, read=read, write=write, device=device)
-            return dictionary
+            opened: Opened = found.read(files, read=read, write=write, device=device)
+            return opened
     held = files.listing[:_LISTED]
     more = f" and {len(files.listing) - _LISTED} more" if len(files.listing) > _LISTED else ""
     expected = "; ".join(f"{name}: {looks}" for name, (_, looks) in FORMATS.items())

@@ -16,8 +16,8 @@ import re
 from typing import TYPE_CHECKING
 
 from ...store.errors import DictionaryError
-from .dictionary import Dictionary
 from .files import DictionaryFiles
+from .layout import Opened
 from .npz import npz_array, npz_shapes
 from .single import OneLayer, hooks_given, join
 
@@ -49,7 +49,7 @@ def read(
     read: str | None = None,
     write: str | None = None,
     device: torch.device | str = "cpu",
-) -> Dictionary:
+) -> Opened:
     """The dictionaries of all layers found, of which there must be one each."""
     names = [name for name in files.listing if name.rpartition("/")[2] == "params.npz"]
     return join(files, "gemma_scope", [part(files, name, read, write, device) for name in names])

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...store.errors import DictionaryError
-from .dictionary import Dictionary, Layout
 from .files import DictionaryFiles
 from .layered import require_shapes, scan_of
+from .layout import Layout, Opened
 from .single import OneLayer, hooks_given, join
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def read(
     read: str | None = None,
     write: str | None = None,
     device: torch.device | str = "cpu",
-) -> Dictionary:
+) -> Opened:
     """The dictionaries of all layers found: one each, or one cross-layer transcoder."""
     names = [name for name in files.listing if _FILE.search(name)]
     if is_cross_layer(files, names[0]):
@@ -141,7 +141,7 @@ def read_clt(
     read: str | None,
     write: str | None,
     device: torch.device | str,
-) -> Dictionary:
+) -> Opened:
     """The cross-layer transcoder of these files, one per layer from 0 on."""
     kinds = hooks_given(files, _hooks_said(files, names[0]), read, write)
     (width, size), _ = _sizes(files, names[0])
@@ -184,7 +184,7 @@ def read_clt(
             device=device,
         )
 
-    return Dictionary(files, layout, open_layer)
+    return Opened(files, layout, open_layer)
 
 
 def _sizes(files: DictionaryFiles, name: str) -> tuple[tuple[int, int], dict[str, tuple[int, ...]]]:

@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING
 from ...store.errors import DictionaryError, InterventionError
 from ..forward.hooks import HookSpec
 from ..forward.interventions import Add, AddAtPositions
-from .dictionary import Active, Dictionary, FeatureId, told
+from .active import Active
+from .dictionary import Dictionary
+from .layout import FeatureId, told
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,9 +21,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from ...store.errors import DictionaryError, ModelNotFound
 from . import gemma_scope, gemma_scope_2, plt
-from .dictionary import Dictionary
 from .files import CONFIG_YAML, DictionaryFiles, resolve
 from .layered import hooks_of
+from .layout import Opened
 from .single import OneLayer, join
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def read(
     read: str | None = None,
     write: str | None = None,
     device: torch.device | str = "cpu",
-) -> Dictionary:
+) -> Opened:
     """The transcoders of the list, with every header checked and no weight read."""
     found = references(files)
     kinds = hooks_of(files, read, write)

@@ -16,9 +16,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...store.errors import DictionaryError
-from .dictionary import Dictionary
 from .files import DictionaryFiles
 from .layered import require_shapes
+from .layout import Opened
 from .names import parse_hook
 from .single import OneLayer, hooks_given, join, to_float
 
@@ -47,7 +47,7 @@ def read(
     read: str | None = None,
     write: str | None = None,
     device: torch.device | str = "cpu",
-) -> Dictionary:
+) -> Opened:
     """The dictionaries of all folders found, of which there must be one per layer."""
     return join(files, "llama_scope", [part(files, name, read, write, device) for name in _configs(files)])
 

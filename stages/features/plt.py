@@ -12,9 +12,9 @@ import re
 from typing import TYPE_CHECKING
 
 from ...store.errors import DictionaryError
-from .dictionary import Dictionary
 from .files import DictionaryFiles
 from .layered import hooks_of, numbered, require_kind, require_shapes
+from .layout import Opened
 from .single import OneLayer, join
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def read(
     read: str | None = None,
     write: str | None = None,
     device: torch.device | str = "cpu",
-) -> Dictionary:
+) -> Opened:
     """The transcoders, with every header checked and no weight read."""
     require_kind(files, "transcoder_set")
     kinds = hooks_of(files, read, write)

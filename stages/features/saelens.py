@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...store.errors import DictionaryError
-from .dictionary import Dictionary
 from .files import CFG_JSON, DictionaryFiles
 from .layered import require_shapes
+from .layout import Opened
 from .names import parse_hook
 from .saelens_config import SaeLensConfig
 from .single import OneLayer, hooks_given, join
@@ -48,7 +48,7 @@ def read(
     read: str | None = None,
     write: str | None = None,
     device: torch.device | str = "cpu",
-) -> Dictionary:
+) -> Opened:
     """The dictionaries of all folders found, of which there must be one per layer."""
     return join(files, "saelens", [part(files, name, read, write, device) for name in _weights(files)])
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...store.errors import DictionaryError
-from .dictionary import Dictionary, Layout
 from .files import DictionaryFiles
 from .layered import scan_of
+from .layout import Layout, Opened
 from .names import hook_kind
 
 if TYPE_CHECKING:
@@ -53,9 +53,7 @@ class OneLayer:
         return "sae" if self.read == self.write else "plt"
 
 
-def join(
-    files: DictionaryFiles, name: str, parts: Iterable[OneLayer], *, zero_positions: int = 1
-) -> Dictionary:
+def join(files: DictionaryFiles, name: str, parts: Iterable[OneLayer], *, zero_positions: int = 1) -> Opened:
     """One dictionary of the layers' own. name: of the format.
 
     Raises DictionaryError when two are of one layer, listing them, or when they differ in size or hook
@@ -90,7 +88,7 @@ def join(
         settings={"layers": {str(part.layer): dict(part.settings) for part in ordered}},
         zero_positions=zero_positions,
     )
-    return Dictionary(files, layout, lambda layer: by_layer[layer].open())
+    return Opened(files, layout, lambda layer: by_layer[layer].open())
 
 
 def _require_one_each(files: DictionaryFiles, parts: Sequence[OneLayer]) -> None:

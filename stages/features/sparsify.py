@@ -14,9 +14,9 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from ...store.errors import DictionaryError
-from .dictionary import Dictionary
 from .files import CFG_JSON, DictionaryFiles
 from .layered import require_shapes
+from .layout import Opened
 from .single import OneLayer, hooks_given, join
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def read(
     read: str | None = None,
     write: str | None = None,
     device: torch.device | str = "cpu",
-) -> Dictionary:
+) -> Opened:
     """The dictionaries of all folders found, of which there must be one per layer."""
     names = [name for name in files.listing if name.rpartition("/")[2] == WEIGHTS]
     return join(files, "sparsify", [part(files, name, read, write, device) for name in names])

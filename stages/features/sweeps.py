@@ -28,8 +28,9 @@ from ..forward.interventions import AddAtPositions
 from ..forward.runs import Run
 from ..forward.wants import Logits
 from ..metrics import kl_divergence, log_softmax
-from .dictionary import Dictionary, FeatureId
+from .dictionary import Dictionary
 from .injection import Injection, injected
+from .layout import FeatureId
 from .of_dictionary import OfDictionary
 
 if TYPE_CHECKING:

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+BUFFERS = 2
+"""Segment buffers: one being filled, one being written."""
 MAX_WASTE = 0.125
 """Padded places may be at most this share of a batch: an eighth of the work lost at worst, for batches that
 stay full."""

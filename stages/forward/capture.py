@@ -17,14 +17,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...pipeline.nodes import Estimate, Part, Ports, Selection, Status, remembered
+from ...pipeline.context import Selection
+from ...pipeline.nodes import Estimate, Part, Ports, Status, remembered
 from ...store.committed import Cell
 from ...store.digest import digest
-from ...store.entries import ArraySpec, Entry
+from ...store.entries import ArraySpec
 from ...store.errors import EntryNotFound, PlanError, StageError, nearest
 from ...store.keys import RunKey
+from ...store.labelled import LabelledEntry
 from ...store.provenance import put_provenance
 from .architecture import Architecture
+from .batches import BUFFERS
 from .hooks import BoundSpec, Capture, HookSpec, as_spec, layers_by_variable
 from .points import BY_NAME
 from .prompts import pack
@@ -39,8 +42,6 @@ if TYPE_CHECKING:
     from .model import Model
 
 BATCH_TOKENS = 2048
-BUFFERS = 2
-"""Segment buffers: one being filled, one being written."""
 OVERLAP = 8
 """Segments a corpus is cut into at least, so that writing one hides behind computing the next."""
 SMALLEST_SHARD = 4 << 20
@@ -233,7 +234,7 @@ class CaptureNode(Ports):
             noted.result()
 
     def _harvest(
-        self, model: Model, entry: Entry, context: Context, stands: Callable[[], Any] = lambda: None
+        self, model: Model, entry: LabelledEntry, context: Context, stands: Callable[[], Any] = lambda: None
     ) -> int:
         """Compute and commit what is missing, in this process; returns the tokens computed."""
         from .harvest import harvest
@@ -297,7 +298,7 @@ class CaptureNode(Ports):
                 return Found(*larger)
         return None if entry is None else Found(entry)
 
-    def _entry(self, store: Store) -> Entry | None:
+    def _entry(self, store: Store) -> LabelledEntry | None:
         try:
             return store.entry(self.run_key, self.dtype)
         except EntryNotFound:
@@ -309,7 +310,7 @@ class CaptureNode(Ports):
             raise EntryNotFound(f"these activations are not stored in {store.path}; run the capture first")
         return found
 
-    def _made(self, store: Store) -> Entry:
+    def _made(self, store: Store) -> LabelledEntry:
         tokenizer = self.source.tokenizer
         about = {
             "model": self.source.name,
@@ -321,7 +322,7 @@ class CaptureNode(Ports):
             self.run_key, self.tokens, self.specs(), segment_tokens=self._segment_tokens(), attrs=about
         )
 
-    def _planned(self, store: Store) -> Entry | None:
+    def _planned(self, store: Store) -> LabelledEntry | None:
         """The entry as it will be, where there is none yet."""
         if self._entry(store) is not None:
             return None
@@ -372,7 +373,7 @@ class _Outrun(Exception):
     """Somebody else has just made the entry, with segments of another length."""
 
 
-def _expect_same(made: Entry, planned: Entry) -> None:
+def _expect_same(made: LabelledEntry, planned: LabelledEntry) -> None:
     if made.segment_tokens != planned.segment_tokens:
         raise _Outrun
 
@@ -381,7 +382,7 @@ def _expect_same(made: Entry, planned: Entry) -> None:
 class Found:
     """A run in the store, whole or some prompts of it."""
 
-    entry: Entry
+    entry: LabelledEntry
     rows: list[int] | None = None
     """Which of the entry's prompts are meant; None for all, in order."""
 

@@ -6,12 +6,9 @@ Border: names and shapes; a family that names its tensors otherwise gets a funct
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from .architecture import Stored, Tensors
-
-if TYPE_CHECKING:
-    from .config import TransformerConfig
 
 __all__ = ["transformer_tensors"]
 
@@ -19,7 +16,44 @@ EMBED, FINAL_NORM, LM_HEAD = "model.embed_tokens", "model.norm", "lm_head"
 LAYER = "model.layers.{}."
 
 
-def transformer_tensors(config: TransformerConfig) -> Tensors:
+class Shapes(Protocol):
+    """What of a transformer's configuration decides which tensors there are, and their shapes."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def norm_type(self) -> str: ...
+    @property
+    def use_post_norms(self) -> bool: ...
+    @property
+    def use_qk_norm(self) -> bool: ...
+    @property
+    def qkv_layout(self) -> str: ...
+    @property
+    def qkv_bias(self) -> bool: ...
+    @property
+    def o_proj_bias(self) -> bool: ...
+    @property
+    def mlp_layout(self) -> str: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+
+
+def transformer_tensors(config: Shapes) -> Tensors:
     """The map of a decoder: `Linear`s and norms by the field of LayerWeights they become, biases spelled
     ``field.bias``."""
     c = config
@@ -36,7 +70,7 @@ def transformer_tensors(config: TransformerConfig) -> Tensors:
     return Tensors(outside, (_layer(c),) * c.num_layers, LAYER, copies)
 
 
-def _layer(config: TransformerConfig) -> dict[str, Stored]:
+def _layer(config: Shapes) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     for field, name, rows, into, has_bias in _linears(config):
         size = sum(count for _, count in rows)
@@ -54,7 +88,7 @@ def _layer(config: TransformerConfig) -> dict[str, Stored]:
 _Rows = tuple[tuple[str, int], ...]
 
 
-def _linears(config: TransformerConfig) -> Iterator[tuple[str, str, _Rows, int, bool]]:
+def _linears(config: Shapes) -> Iterator[tuple[str, str, _Rows, int, bool]]:
     """(field, name, its rows, columns, whether it has a bias) of each matrix."""
     c = config
     hidden, inner = c.hidden_size, c.intermediate_size
@@ -77,7 +111,7 @@ def _linears(config: TransformerConfig) -> Iterator[tuple[str, str, _Rows, int, 
         yield "up", "mlp.up_proj", (("up", inner),), hidden, c.mlp_bias
 
 
-def _norms(config: TransformerConfig) -> Iterator[tuple[str, str, int]]:
+def _norms(config: Shapes) -> Iterator[tuple[str, str, int]]:
     hidden = config.hidden_size
     yield "ln1", "input_layernorm", hidden
     if config.use_post_norms:

@@ -28,8 +28,7 @@ from ...store.entries import Entry
 from ...store.errors import ShapeError
 from ...store.files import THREADS
 from ...store.packed import PackedTokens
-from .batches import Batch, Piece, pieces_of, plan_batches
-from .capture import BUFFERS
+from .batches import BUFFERS, Batch, Piece, pieces_of, plan_batches
 from .hooks import BoundSpec, Capture
 from .model import DTYPES, Model
 from .overlap import OverlappedWriter, SegmentBuffer

@@ -17,12 +17,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
+if TYPE_CHECKING:
     from .architecture import Attention
     from .config import RopeConfig
-    from .layers import Carried
+
+
+Carried = dict[str, Tensor]
+"""Tensors [B, token, width] that go from layer to layer, by name: the residual stream, and whatever a family
+passes along beside it."""
+STREAM = "stream"
 
 
 class History(Protocol):

@@ -22,18 +22,15 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from .history import STREAM, Carried
+
 if TYPE_CHECKING:
     from .architecture import Architecture
     from .history import History
     from .taps import Taps
     from .wants import Logits
 
-__all__ = ["STREAM", "Carried", "Network", "through_layers"]
-
-Carried = dict[str, Tensor]
-"""Tensors [B, token, width] that go from layer to layer, by name: the residual stream, and whatever a family
-passes along beside it."""
-STREAM = "stream"
+__all__ = ["Network", "through_layers"]
 
 
 class Network(Protocol):

@@ -21,9 +21,10 @@ from ...store.errors import ConfigError, InterventionError, PromptError
 from ...store.keys import ModelIdentity
 from .cache import HookCache, stack_ragged
 from .fingerprint import fingerprint, weights_digest
+from .history import STREAM
 from .hooks import BoundSpec, Capture, HookSpec
 from .interventions import Intervention
-from .layers import STREAM, Network
+from .layers import Network
 from .memory import keep_freed_memory
 from .passes.kept import Cache, read_on
 from .passes.plain import forward

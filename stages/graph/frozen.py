@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...store.errors import ConfigError, DictionaryError, PromptError
-from ..features.dictionary import told
+from ..features.layout import told
 from ..forward.hooks import HookSpec
 from ..forward.points import HookPoint
 from ..forward.wants import LAST_LOGITS

@@ -27,8 +27,9 @@ import numpy.typing as npt
 
 from ...store import html
 from .influence import Influence, Rows, influence, scores
-from .node import GraphNode, Settings
+from .node import GraphNode
 from .nodes import NodeCounts, counts_of, node_labels
+from .options import GraphOptions
 from .pruning import Kept, kept_part
 from .selection import Selection
 from .targets import choose, prompt_tokens
@@ -135,8 +136,8 @@ def graph_node(
         probability=desired_logit_prob,
     )
     selection = Selection(max_feature_nodes, batch_size * update_interval)
-    settings = Settings(chosen, selection, zero_positions, arithmetic)
-    return GraphNode(source, opened, prompt_tokens(prompt, source.tokenizer), settings, memory=memory)
+    options = GraphOptions(chosen, selection, zero_positions, arithmetic)
+    return GraphNode(source, opened, prompt_tokens(prompt, source.tokenizer), options, memory=memory)
 
 
 class AttributionGraph:

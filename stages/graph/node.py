@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,8 +25,7 @@ from ...store.keys import ResultKey
 from ..forward.experiment import tokenizer_input
 from ..forward.prompts import check_prompts
 from .frozen import require_transcoders
-from .selection import Selection
-from .targets import Choice
+from .options import GraphOptions
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -38,36 +36,13 @@ if TYPE_CHECKING:
     from ..forward.source import ModelSource
     from .prepare import Prepared
 
-__all__ = ["GraphNode", "Settings"]
+__all__ = ["GraphNode"]
 
 Ints = npt.NDArray[np.int64]
 MEMORY = 1 << 30
 CELL_BYTES = 16 << 20
 """Of rows that are stored as one cell: a fraction of a second's work on a small model, seconds on a large."""
 SMALLEST = 1 << 20
-
-
-@dataclass(frozen=True, eq=False)
-class Settings:
-    """What decides a graph, besides model, dictionary and prompt.
-
-    zero_positions: so many first positions have no features and no errors. arithmetic: dtype of the linear
-    maps.
-    """
-
-    targets: Choice
-    selection: Selection
-    zero_positions: int = 1
-    arithmetic: str = "float32"
-
-    def params(self) -> dict[str, Any]:
-        """Plain values for a key."""
-        return {
-            "targets": self.targets.canonical(),
-            "selection": self.selection.canonical(),
-            "zero_positions": self.zero_positions,
-            "arithmetic": self.arithmetic,
-        }
 
 
 class GraphNode(ResultNode):
@@ -85,26 +60,26 @@ class GraphNode(ResultNode):
         source: ModelSource,
         dictionary: Dictionary,
         tokens: Sequence[int],
-        settings: Settings,
+        options: GraphOptions,
         *,
         memory: int | str | None = None,
     ) -> None:
         """Raises DictionaryError for a dictionary that does not fit the model, PromptError for a prompt too
         short to have features, or too long."""
-        self.source, self.dictionary, self.settings = source, dictionary, settings
+        self.source, self.dictionary, self.options = source, dictionary, options
         self.features = dictionary.identity
         self.tokens = tuple(tokens)
         self.memory = as_bytes(memory) or MEMORY
         config = source.config
         check_prompts([self.tokens], config.vocab_size, config.context_length, source.name)
-        if not 0 <= settings.zero_positions < len(self.tokens):
+        if not 0 <= options.zero_positions < len(self.tokens):
             raise PromptError(
-                f"expected a prompt of more than {settings.zero_positions} tokens, as the first "
-                f"{settings.zero_positions} have no features, found {len(self.tokens)}; lengthen it, or set "
+                f"expected a prompt of more than {options.zero_positions} tokens, as the first "
+                f"{options.zero_positions} have no features, found {len(self.tokens)}; lengthen it, or set "
                 "zero_positions"
             )
-        if settings.arithmetic not in ("float32", "float64"):
-            raise StageError(f"expected arithmetic float32 or float64, found {settings.arithmetic!r}")
+        if options.arithmetic not in ("float32", "float64"):
+            raise StageError(f"expected arithmetic float32 or float64, found {options.arithmetic!r}")
         if self.memory < SMALLEST:
             raise PlanError(f"expected memory of at least {SMALLEST} bytes, found {self.memory}")
         require_transcoders(dictionary, config, source.name)
@@ -115,7 +90,7 @@ class GraphNode(ResultNode):
     # -- identity
 
     def key(self, store: Store) -> ResultKey:
-        """Model, dictionary, tokens and settings."""
+        """Model, dictionary, tokens and options."""
         return self._key(self.name, {})
 
     def cell_key(self, first: int, count: int) -> ResultKey:
@@ -123,7 +98,7 @@ class GraphNode(ResultNode):
         return self._key(f"{self.name}/cell", {"first": first, "count": count})
 
     def _key(self, label: str, more: dict[str, int]) -> ResultKey:
-        params = {"tokens": list(self.tokens), **self.settings.params(), **more}
+        params = {"tokens": list(self.tokens), **self.options.params(), **more}
         inputs = {"model": self.source.identity.digest, "dictionary": self.features}
         inputs |= tokenizer_input(self.source)
         return ResultKey(label, self.version, params, inputs)
@@ -155,11 +130,11 @@ class GraphNode(ResultNode):
 
         started = time.monotonic()
         dictionary = self.dictionary.private(self.features)
-        prepared = prepare(self.source.load(), dictionary, self.tokens, self.settings, memory=self.memory)
-        rows = self.settings.selection.rows(prepared.n_features, prepared.n_logits)
+        prepared = prepare(self.source.load(), dictionary, self.tokens, self.options, memory=self.memory)
+        rows = self.options.selection.rows(prepared.n_features, prepared.n_logits)
         cells = _Cells(self, store, prepared, rows)
         task = context.progress.task(self.name, total=rows, unit="rows")
-        visits = self.settings.selection.visits(
+        visits = self.options.selection.visits(
             prepared.n_features, prepared.logit_weights, prepared.n_columns, lambda: cells.blocks
         )
         for items in visits:

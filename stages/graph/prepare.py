@@ -24,10 +24,11 @@ from .threads import one_thread_each
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ..features.dictionary import Active, Dictionary
+    from ..features.active import Active
+    from ..features.dictionary import Dictionary
     from ..forward.model import Model
     from .frozen import FrozenPass
-    from .node import Settings
+    from .options import GraphOptions
     from .targets import Targets
 
 __all__ = ["Prepared", "prepare"]
@@ -123,7 +124,7 @@ class Prepared:
 
 
 def prepare(
-    model: Model, dictionary: Dictionary, tokens: Sequence[int], settings: Settings, *, memory: int
+    model: Model, dictionary: Dictionary, tokens: Sequence[int], options: GraphOptions, *, memory: int
 ) -> Prepared:
     """Run the prompt once, and find its nodes.
 
@@ -131,7 +132,7 @@ def prepare(
     batches; what does not fit is made again when it is needed. Raises PromptError for a prompt without active
     features, DictionaryError for values that are not finite, PlanError where memory cannot be enough.
     """
-    dtype = as_dtype(settings.arithmetic)
+    dtype = as_dtype(options.arithmetic)
     patterns = model.config.num_layers * model.config.axis_sizes["head"] * len(tokens) ** 2
     if patterns * model.dtype.itemsize > memory:
         raise PlanError(
@@ -141,18 +142,18 @@ def prepare(
     with torch.no_grad(), one_thread_each(when=_operations(model, len(tokens)) < SMALL):
         frozen = frozen_pass(model, dictionary, tokens)
         states = {layer: read.to(dtype) for layer, read in frozen.read.items()}
-        active = dictionary.encode(states, zero_positions=settings.zero_positions)
+        active = dictionary.encode(states, zero_positions=options.zero_positions)
         if not len(active):
             raise PromptError(
                 f"no feature of {dictionary.name} is active in this prompt; was it made for {model.name}?"
             )
         replacement = Replacement(model, dictionary, frozen, dtype=dtype, room=memory // 4)
-        errors = error_vectors(replacement, active, zero_positions=settings.zero_positions)
+        errors = error_vectors(replacement, active, zero_positions=options.zero_positions)
         sources = Sources(replacement, active, errors, room=memory // 4)
         unembed = model.network.unembedding
-        targets = settings.targets.resolve(frozen.logits, unembed, model._tokenizer, dtype)
+        targets = options.targets.resolve(frozen.logits, unembed, model._tokenizer, dtype)
         attributor = Attributor(replacement, sources, targets, room=memory // 8)
-    return Prepared(model, dictionary, frozen, active, targets, attributor, settings.zero_positions)
+    return Prepared(model, dictionary, frozen, active, targets, attributor, options.zero_positions)
 
 
 def _operations(model: Model, tokens: int) -> float:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ...pipeline.stage import stage
+from ...pipeline import stage
 from ...store.errors import StageError
 from .influence import Rows, influence, scores
 from .quantile import share_threshold, sorted_threshold

@@ -21,7 +21,7 @@ from torch import Tensor
 from .replacement import Replacement
 
 if TYPE_CHECKING:
-    from ..features.dictionary import Active
+    from ..features.active import Active
 
 __all__ = ["Sources", "error_vectors"]
 

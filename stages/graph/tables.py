@@ -18,14 +18,14 @@ from ...store.errors import MissingExtra
 if TYPE_CHECKING:
     import xarray as xr
 
-    from .graph import PrunedGraph
+    from .written import WrittenPart
 
 __all__ = ["read_parquet", "write_graphml", "write_parquet"]
 
 _TYPES = {"U": "string", "O": "string", "T": "string", "i": "long", "f": "double"}
 
 
-def write_graphml(pruned: PrunedGraph, path: Path) -> Path:
+def write_graphml(pruned: WrittenPart, path: Path) -> Path:
     """Directed GraphML, source -> target; attributes that are NaN are left out."""
     nodes, edges = pruned.nodes, pruned.edges
     lines = [
@@ -58,7 +58,7 @@ def write_graphml(pruned: PrunedGraph, path: Path) -> Path:
     return path
 
 
-def write_parquet(pruned: PrunedGraph, folder: Path) -> tuple[Path, Path]:
+def write_parquet(pruned: WrittenPart, folder: Path) -> tuple[Path, Path]:
     """nodes.parquet and edges.parquet in a folder."""
     arrow, parquet = _pyarrow()
     folder.mkdir(parents=True, exist_ok=True)

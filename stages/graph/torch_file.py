@@ -23,7 +23,7 @@ from ...store.errors import MizarrError, StageError
 if TYPE_CHECKING:
     import xarray as xr
 
-    from .graph import AttributionGraph
+    from .written import WrittenGraph
 
 __all__ = ["read", "write"]
 
@@ -95,7 +95,7 @@ def _pickler() -> type[Any]:
     return Named
 
 
-def write(graph: AttributionGraph, path: Path) -> Path:
+def write(graph: WrittenGraph, path: Path) -> Path:
     """Save a graph at `path`, whole or not at all; returns the path."""
     import torch
 

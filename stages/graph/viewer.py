@@ -26,14 +26,14 @@ from .nodes import ERROR, FEATURE, LOGIT, TOKEN
 if TYPE_CHECKING:
     import xarray as xr
 
-    from .graph import PrunedGraph
+    from .written import WrittenPart
 
 __all__ = ["document", "read", "write"]
 
 METADATA = "graph-metadata.json"
 
 
-def write(pruned: PrunedGraph, folder: Path, slug: str, *, scan: str | Sequence[str] | None = None) -> Path:
+def write(pruned: WrittenPart, folder: Path, slug: str, *, scan: str | Sequence[str] | None = None) -> Path:
     """Write the graph, and its line among the folder's graphs; returns the path of the former.
 
     scan: which dashboards the features have; default what the dictionary says. Raises StageError without one,
@@ -52,7 +52,7 @@ def write(pruned: PrunedGraph, folder: Path, slug: str, *, scan: str | Sequence[
     return path
 
 
-def document(pruned: PrunedGraph, slug: str, *, scan: str | Sequence[str] | None = None) -> dict[str, Any]:
+def document(pruned: WrittenPart, slug: str, *, scan: str | Sequence[str] | None = None) -> dict[str, Any]:
     """What the viewer reads, as plain JSON values."""
     graph = pruned.graph
     scan = graph.dataset.attrs.get("scan") if scan is None else scan
@@ -91,7 +91,7 @@ def document(pruned: PrunedGraph, slug: str, *, scan: str | Sequence[str] | None
     }
 
 
-def _nodes(pruned: PrunedGraph, chosen: Any) -> list[dict[str, Any]]:
+def _nodes(pruned: WrittenPart, chosen: Any) -> list[dict[str, Any]]:
     """The kept nodes as the viewer has them."""
     graph = pruned.graph
     labels = graph.nodes.isel(node=chosen)

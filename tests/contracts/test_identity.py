@@ -29,7 +29,8 @@ from mizarr.stages.counterfact import CounterFactPatching, Pair
 from mizarr.stages.factual_routing import FactualRouting
 from mizarr.stages.features.activity import FeatureActivity
 from mizarr.stages.features.alignment import DecoderSearch
-from mizarr.stages.features.dictionary import Dictionary, Layout
+from mizarr.stages.features.dictionary import Dictionary
+from mizarr.stages.features.layout import Layout
 from mizarr.stages.features.ranked import RankedSweep, RankedTrace
 from mizarr.stages.features.sweeps import Dose, InjectionSweep
 from mizarr.stages.forward.branches import Wanted

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ...pipeline import Plan
     from ...stages.forward.capture import CaptureNode
     from ...store import Store
-    from ...store.entries import Entry
+    from ...store.labelled import LabelledEntry
 
 NAMES = ", ".join(WORKFLOWS)
 HOOKS_EXAMPLE = "--hooks 'blocks.*.hook_resid_post'"
@@ -160,7 +160,7 @@ def capture(
     _print_captured(node, store.entry(node.run_key, node.dtype), as_json)
 
 
-def _print_captured(node: CaptureNode, entry: Entry, as_json: bool) -> None:
+def _print_captured(node: CaptureNode, entry: LabelledEntry, as_json: bool) -> None:
     """One line per captured variable and layer."""
     records = [(variable, layer, entry.record(variable, layer)) for variable, layer in node.cells]
     rows: list[dict[str, Any]] = [

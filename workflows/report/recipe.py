@@ -24,7 +24,7 @@ from ...store.errors import EntryNotFound
 if TYPE_CHECKING:
     from ...pipeline.nodes import Node
     from ...store import Store
-    from ...store.entries import Entry
+    from ...store.labelled import LabelledEntry
     from ...store.records import Record
     from ..workflow import Workflow
 
@@ -155,7 +155,7 @@ def _inputs(node: Node, names: Mapping[Node, str]) -> Iterator[tuple[str, str]]:
         yield f"{name}{variable}", names[port.node]
 
 
-def _entry(node: CaptureNode, store: Store) -> Entry:
+def _entry(node: CaptureNode, store: Store) -> LabelledEntry:
     """Where the activations lie: the run itself, or a larger one that holds these prompts."""
     with contextlib.suppress(EntryNotFound):
         own = store.entry(node.run_key, node.dtype)
@@ -167,7 +167,7 @@ def _entry(node: CaptureNode, store: Store) -> Entry:
     return larger[0]
 
 
-def _passes(node: CaptureNode, entry: Entry, store: Store) -> Iterator[tuple[str, str]]:
+def _passes(node: CaptureNode, entry: LabelledEntry, store: Store) -> Iterator[tuple[str, str]]:
     """Facts about forward passes, and the keys of the arrays they left behind."""
     yield "prompts", f"{node.tokens.n_prompts:,} ({node.tokens.n_tokens:,} tokens)"
     records = [record for cell in node.cells if (record := entry.record(*cell)) is not None]

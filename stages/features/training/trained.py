@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ....store.digest import array_digest
-from ..dictionary import Dictionary, Layout
+from ..dictionary import Dictionary
 from ..files import DictionaryFiles
+from ..layout import Layout
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,7 +24,7 @@ from ..hooks import Capture
 from ..interventions import Intervention
 from ..points import HookPoint
 from ..taps import EverythingHeld
-from .spread import Forest, Group, Row
+from .forest import Forest, Group, Row
 
 ATTENTION = ("scores", "attn_scores", "pattern")
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..architecture import Attention
 from ..config import RopeConfig
-from ..layers import Carried, Network, through_layers
+from ..history import Carried
+from ..layers import Network, through_layers
 from ..taps import AttentionTaps, EverythingHeld, PassTaps
 from ..transformer.attention import attend, causal
 from ..transformer.rope import rope_tables

@@ -22,7 +22,8 @@ from ..planner import Block
 from ..taps import EverythingHeld
 from ..wants import Logits
 from .branch_taps import BranchTaps
-from .spread import BranchHistory, Forest, Ints, Row
+from .forest import Forest, Ints, Row
+from .spread import BranchHistory
 
 __all__ = ["Result", "sweep"]
 

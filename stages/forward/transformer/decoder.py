@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ..config import TransformerConfig
 from ..gradients import is_recorded
-from ..history import History
-from ..layers import STREAM, Carried
+from ..history import STREAM, Carried, History
 from ..products import product
 from ..taps import Taps
 from ..wants import Logits

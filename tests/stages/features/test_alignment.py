@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 import mizarr
 from mizarr.pipeline import run
 from mizarr.stages.features.alignment import DecoderSearch, align, align_over_targets
-from mizarr.stages.features.dictionary import Dictionary, FeatureId
+from mizarr.stages.features.dictionary import Dictionary
+from mizarr.stages.features.layout import FeatureId
 from tests.random_dictionaries import save_random_clt
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import mizarr
 from mizarr.stages.forward.points import HookPoint
-from mizarr.stages.graph.node import Settings
+from mizarr.stages.graph.options import GraphOptions
 from mizarr.stages.graph.prepare import prepare
 from mizarr.stages.graph.selection import Selection
 from mizarr.stages.graph.targets import Choice
@@ -98,8 +98,8 @@ def models(tmp_path_factory: pytest.TempPathFactory):
 def test_edges_sum_to_what_a_target_reads(family: str, kind: str, zero: int, models, tmp_path: Path):
     model = models(family)
     dictionary = mizarr.Dictionary.from_pretrained(save_random_transcoders(tmp_path / kind, model, kind))
-    settings = Settings(Choice(tokens=(3, 17)), Selection(), zero, "float64")
-    prepared = prepare(model, dictionary, PROMPT, settings, memory=1 << 28)
+    options = GraphOptions(Choice(tokens=(3, 17)), Selection(), zero, "float64")
+    prepared = prepare(model, dictionary, PROMPT, options, memory=1 << 28)
     forward, frozen = Forward(model, prepared), prepared.frozen
     layers, active = model.config.num_layers, prepared.active
     assert len(active) >= 10 and int(active.position.min()) >= zero
@@ -146,8 +146,8 @@ def test_an_edge_is_what_a_source_adds(family: str, kind: str, models, tmp_path:
     dictionary = mizarr.Dictionary.from_pretrained(
         save_random_transcoders(tmp_path / kind, model, kind, seed=2)
     )
-    settings = Settings(Choice(tokens=(3,)), Selection(), 1, "float64")
-    prepared = prepare(model, dictionary, PROMPT, settings, memory=1 << 28)
+    options = GraphOptions(Choice(tokens=(3,)), Selection(), 1, "float64")
+    prepared = prepare(model, dictionary, PROMPT, options, memory=1 << 28)
     forward, active = Forward(model, prepared), prepared.active
     layers, embed = model.config.num_layers, prepared.frozen.embed.double()
     nothing = {layer: torch.zeros(len(PROMPT), dictionary.d_out).double() for layer in range(layers)}

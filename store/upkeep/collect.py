@@ -1,0 +1,220 @@
+"""What runs and results take up, and what of it may go.
+
+Leftovers of killed writers go after `grace`; above a quota, whole folders go, least recently used first. Kept
+in any case: what is pinned, newer than `grace` or leased, and all it was made from. Order of removal: keys,
+manifests, data - a reader meets a miss, never a torn entry.
+
+Border: files and records; what they mean to an analysis is not asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..catalog import Catalog
+from ..claims import TTL
+from ..datasets import forget_entries
+from ..errors import ReadOnlyStore
+from ..provenance import as_json, get_provenance
+from ..records import ACTIVATION, Record
+from .lineage import inputs_of
+
+_LEASE = 300.0  # seconds after which a lease whose holder no longer touches it counts for nothing
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one run or result takes up.  used: seconds since the epoch of the last known use."""
+
+    data: str
+    kind: str
+    labels: tuple[str, ...]
+    bytes: int
+    files: int
+    used: float
+
+
+@dataclass(frozen=True)
+class GcReport:
+    """What gc removed, or would have with dry_run: folders and leftover files, and the bytes they took."""
+
+    removed: tuple[str, ...] = ()
+    leftovers: tuple[str, ...] = ()
+    bytes: int = 0
+    kept_bytes: int = 0
+    over_quota: int = 0
+    dry_run: bool = False
+
+
+def usage(store: Catalog) -> list[Usage]:
+    """Bytes by run and result, largest first."""
+    labels: dict[str, list[Record]] = {}
+    for record in store.records():
+        labels.setdefault(record.data, []).append(record)
+    used = store.index.last_used()
+    found = []
+    for data in store.folders():
+        count, total, newest = _measure(store.files.path(data))
+        kind = ACTIVATION if store.files.path(f"{data}/zarr.json").exists() else "result"
+        names = tuple(record.label for record in labels.get(data, ()))
+        found.append(Usage(data, kind, names, total, count, max(used.get(data, 0.0), newest)))
+    return sorted(found, key=lambda one: (-one.bytes, one.data))
+
+
+def gc(store: Catalog, *, grace: float, quota: int | None, dry_run: bool) -> GcReport:
+    """Remove leftovers, then what is over quota. Raises ReadOnlyStore unless it is a dry run."""
+    if store.read_only and not dry_run:
+        raise ReadOnlyStore(f"cannot collect in {store.path}: opened with mode='r'; use dry_run=True to look")
+    horizon = time.time() - grace
+    folders = usage(store)
+    keys: dict[str, list[Record]] = {}
+    for record in store.records():
+        keys.setdefault(record.data, []).append(record)
+    marked = _marked(store, keys, horizon)
+    gone = [one for one in folders if one.data not in keys and one.data not in marked and one.used < horizon]
+    kept = sum(one.bytes for one in folders) - sum(one.bytes for one in gone)
+    if quota is not None:
+        for one in sorted(folders, key=lambda one: one.used):
+            if kept <= quota:
+                break
+            if one.data in keys and one.data not in marked:
+                gone.append(one)
+                kept -= one.bytes
+    doomed = {one.data for one in gone}
+    strays = [path for path in _strays(store, horizon) if not any(path.startswith(f"{d}/") for d in doomed)]
+    spared = sum(store.files.path(path).stat().st_size for path in strays)
+    if not dry_run:
+        for one in gone:
+            _remove(store, one.data, keys.get(one.data, []))
+        for path in strays:
+            store.files.delete(path)
+    return GcReport(
+        removed=tuple(one.data for one in gone),
+        leftovers=tuple(strays),
+        bytes=sum(one.bytes for one in gone) + spared,
+        kept_bytes=kept - spared,
+        over_quota=max(0, kept - spared - quota) if quota is not None else 0,
+        dry_run=dry_run,
+    )
+
+
+def _marked(store: Catalog, keys: dict[str, list[Record]], horizon: float) -> set[str]:
+    """Folders gc must leave: pinned, new or leased, and everything those were made from."""
+    pinned = set(store.pins().values())
+    leased = _leased(store)
+    roots = []
+    for data, records in keys.items():
+        fresh = any(_mtime(store.files.path(record.path)) >= horizon for record in records)
+        if data in leased or fresh or any(record.key in pinned for record in records):
+            roots.append(data)
+    by_content: dict[str, set[str]] = {}
+    for data, records in keys.items():
+        for record in records:
+            by_content.setdefault(record.content, set()).add(data)
+    marked, waiting = set(leased), roots
+    while waiting:
+        data = waiting.pop()
+        if data not in marked or data in leased:
+            marked.add(data)
+            parents = {
+                parent
+                for note in get_provenance(store.files, data)
+                for contents in inputs_of(note).values()
+                for content in contents
+                for parent in by_content.get(content, ())
+            }
+            waiting += [parent for parent in parents if parent not in marked]
+    return marked
+
+
+def _leased(store: Catalog) -> set[str]:
+    """Folders somebody reads or writes right now: leases and claims that are still being touched."""
+    now, found = time.time(), set()
+    for name in store.files.list("leases"):
+        if now - _mtime(store.files.path(name)) < _LEASE and (text := store.files.get(name)) is not None:
+            found.add(str(json.loads(text)["data"]))
+    for claim in store.files.path("data").glob("*/*/seg/*.claim"):
+        if now - _mtime(claim) < TTL:
+            found.add(str(claim.parents[1].relative_to(store.path)))
+    return found
+
+
+def _strays(store: Catalog, horizon: float) -> list[str]:
+    """Temporary files of killed writers, and leases and claims nobody holds, older than the horizon."""
+    found = []
+    for part in ("data", "keys", "pins", "leases", "vocabularies"):
+        for top, _, names in os.walk(store.files.path(part)):
+            for path in (Path(top) / name for name in names):
+                within = path.relative_to(store.path)
+                hidden = any(name.startswith(".") for name in within.parts)
+                dead = hidden or path.suffix == ".claim" or part == "leases"
+                if dead and _mtime(path) < horizon:
+                    found.append(str(within))
+    return sorted(found)
+
+
+def _remove(store: Catalog, data: str, keys: list[Record]) -> None:
+    for record in keys:
+        store.files.delete(record.path)
+    store.files.delete(f"{data}/manifest.json")
+    with suppress(OSError):
+        shutil.rmtree(store.files.path(f"{data}/manifest"))
+    # Out of its place at once, so that a writer that comes back meanwhile begins a folder of its own.
+    dying = store.files.path(data).with_name(f".{Path(data).name}.{secrets.token_hex(4)}")
+    with store.files.writing(data):
+        store.files.path(data).rename(dying)
+    shutil.rmtree(dying, ignore_errors=True)
+    store.index.forget(data)
+    forget_entries()  # one may hold files of it mapped
+
+
+@contextmanager
+def lease(store: Catalog, record: Record) -> Iterator[None]:
+    """Touch a small file now and then for as long as the block runs; a read-only store takes none."""
+    if store.read_only:
+        yield
+        return
+    name = f"leases/{secrets.token_hex(8)}.json"
+    store.files.put_new(name, as_json({"data": record.data, "key": record.key}))
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(_LEASE / 4):
+            with suppress(OSError):
+                os.utime(store.files.path(name))
+
+    thread = threading.Thread(target=beat, name="mizarr-lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        store.files.delete(name)
+
+
+def _measure(folder: Path) -> tuple[int, int, float]:
+    """Files below a folder, their bytes, and the newest change among them."""
+    count, total, newest = 0, 0, _mtime(folder)
+    for top, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                stat = (Path(top) / name).stat()
+                count, total, newest = count + 1, total + stat.st_size, max(newest, stat.st_mtime)
+    return count, total, newest
+
+
+def _mtime(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -1,0 +1,115 @@
+"""One damaged file is set aside, and only what it belonged to is withdrawn.
+
+A shard takes its own (variable, layer) with it, and that only until the next run has computed the one segment
+again.
+
+Border: files and records; what they mean to an analysis is not asked.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..catalog import Catalog
+from ..committed import RECORD
+from ..coordinates import metadata_record
+from ..datasets import forget_entries
+from ..digest import digest
+from ..errors import CorruptEntry, ReadOnlyStore
+from ..provenance import as_json
+from ..records import ACTIVATION, Record
+from ..sealed import sealed, unsealed
+from ..vocabularies import CHECK, VOCABULARIES
+from .verify import PINS, Damage, manifest_of
+
+
+def quarantine(store: Catalog, damage: Damage) -> None:
+    """Set the damaged file aside and withdraw what it belonged to."""
+    if store.read_only:
+        raise ReadOnlyStore(f"cannot quarantine in {store.path}: opened with mode='r'; open it with mode='a'")
+    aside = f"quarantine/{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
+    published = [record for record in _readable(store) if record.data == damage.data]
+    segments = _segment_records(store, damage)
+    variable = damage.file.removeprefix("coordinates/").removesuffix("zarr.json")[:-1]
+    described = f"{damage.data}/{metadata_record(variable)}"
+    if segments:
+        for name, segment in segments.items():
+            _withdraw_cells(store, damage, name, segment, aside)
+        _move(store, f"{damage.data}/{damage.file}", aside)
+    elif damage.data == VOCABULARIES:
+        stem = damage.file.removesuffix(CHECK).removesuffix(".json")
+        _move(store, f"{VOCABULARIES}/{stem}.json", aside)
+        _move(store, f"{VOCABULARIES}/{stem}{CHECK}", aside)
+    elif damage.file.startswith(("seg/", "manifest/")) or damage.data.startswith(("keys/", PINS)):
+        # Bookkeeping: without it the data is invisible until the next run commits it again, as it is.
+        _withdraw(store, [record for record in published if manifest_of(record) == damage.file])
+        _move(store, f"{damage.data}/{damage.file}", aside)
+    elif variable and store.files.get(described) is not None:
+        # What describes an array, or the digest of that: neither can be trusted; both are written again.
+        _withdraw(store, [record for record in published if record.label.partition("/")[0] == variable])
+        _move(store, described, aside)
+        _move(store, f"{damage.data}/{variable}/zarr.json", aside)
+    else:
+        # A result, or the labels of a run: nothing smaller than the folder can be computed again.
+        _withdraw(store, published)
+        _move(store, damage.data, aside)
+    store.files.put_new(f"{aside}/damage.json", as_json(damage.__dict__))
+    store.index.forget(damage.data)
+    forget_entries()  # one may hold the damaged file mapped
+
+
+def _readable(store: Catalog) -> Iterator[Record]:
+    """Every record, but for key files that are themselves damaged."""
+    for name in store.files.list("keys"):
+        with suppress(CorruptEntry):
+            if (record := store.lookup(Path(name).stem)) is not None:
+                yield record
+
+
+def _withdraw(store: Catalog, published: list[Record]) -> None:
+    """Take records out of sight, each key before its manifest."""
+    for record in published:
+        store.files.delete(record.path)
+        if record.kind == ACTIVATION:
+            store.files.delete(f"{record.data}/{manifest_of(record)}")
+
+
+def _segment_records(store: Catalog, damage: Damage) -> dict[str, dict[str, Any]]:
+    """The segment records that list the damaged file, by name."""
+    found = {}
+    for name in store.files.list(f"{damage.data}/seg"):
+        if name.endswith(".json") and not name.endswith("/zarr.json"):
+            with suppress(CorruptEntry):  # an unreadable record is damage of its own
+                record = unsealed(name, store.files.get(name) or b"", RECORD)
+                if damage.file in record.get("files", {}):
+                    found[name] = record
+    return found
+
+
+def _withdraw_cells(store: Catalog, damage: Damage, name: str, record: dict[str, Any], aside: str) -> None:
+    """Take the damaged file's cells out of a segment record and out of sight; the others stay committed."""
+    variable, _, *place = damage.file.split("/")
+    bad = [c for c in record["cells"] if c == variable or c == f"{variable}.{place[0]}"]
+    rest = [cell for cell in record["cells"] if cell not in bad]
+    files = {file: told for file, told in record["files"].items() if file != damage.file}
+    if rest:
+        kept = dict(zip(RECORD, (record["segment"], rest, files), strict=True))
+        folder = name.rsplit("/", 1)[0]
+        new = f"{folder}/{record['segment']}.{digest('cells', rest)[:12]}.json"
+        store.files.put_new(new, sealed(kept))
+    labels = {cell.replace(".", "/") for cell in bad}
+    _withdraw(store, [r for r in _readable(store) if r.data == damage.data and r.label in labels])
+    _move(store, name, aside)
+
+
+def _move(store: Catalog, name: str, aside: str) -> None:
+    source, target = store.files.path(name), store.files.path(f"{aside}/{name}")
+    if source.exists():
+        with store.files.writing(name):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            source.rename(target)
