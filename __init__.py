@@ -17,28 +17,28 @@ __version__ = "0.1.0"
 
 # Public name -> the module that defines it.
 _HOME = {
-    "Model": ".stages.forward.model",
-    "HookPoint": ".stages.forward.points",
-    "HookSpec": ".stages.forward.hooks",
-    "HookCache": ".stages.forward.cache",
-    "Replace": ".stages.forward.interventions",
-    "Add": ".stages.forward.interventions",
-    "AddAtPositions": ".stages.forward.interventions",
-    "Knockout": ".stages.forward.edge_interventions",
-    "Scale": ".stages.forward.interventions",
-    "Zero": ".stages.forward.interventions",
-    "Steer": ".stages.forward.edge_interventions",
-    "SetValue": ".stages.forward.edge_interventions",
-    "logits": ".stages.forward.wants",
-    "Run": ".stages.forward.runs",
-    "run": ".stages.forward.runs",
-    "generate": ".stages.forward.generate",
-    "capture": ".stages.forward.capture",
+    "Model": ".stages.forward.models.model",
+    "HookPoint": ".stages.forward.architectures.points",
+    "HookSpec": ".stages.forward.hooks.spec",
+    "HookCache": ".stages.forward.hooks.cache",
+    "Replace": ".stages.forward.hooks.interventions",
+    "Add": ".stages.forward.hooks.interventions",
+    "AddAtPositions": ".stages.forward.hooks.interventions",
+    "Knockout": ".stages.forward.hooks.edge_interventions",
+    "Scale": ".stages.forward.hooks.interventions",
+    "Zero": ".stages.forward.hooks.interventions",
+    "Steer": ".stages.forward.hooks.edge_interventions",
+    "SetValue": ".stages.forward.hooks.edge_interventions",
+    "logits": ".stages.forward.hooks.wants",
+    "Run": ".stages.forward.runs.run",
+    "run": ".stages.forward.runs.run",
+    "generate": ".stages.forward.generation.generate",
+    "capture": ".stages.forward.capture.capture",
     "Dictionary": ".stages.features.dictionary",
     "attribution_graph": ".stages.graph.graph",
     "compute": ".workflows",
     "open_store": ".store",
-    "export": ".store.exports",
+    "export": ".store.exchange.exports",
     "import_activations": ".workflows.exchange",
     "MizarrError": ".store.errors",
 }
@@ -47,26 +47,30 @@ __all__ = [*_HOME, "__version__"]  # noqa: PLE0604 - the table above is the list
 
 if TYPE_CHECKING:
     from .stages.features.dictionary import Dictionary as Dictionary
-    from .stages.forward.cache import HookCache as HookCache
-    from .stages.forward.capture import capture as capture
-    from .stages.forward.edge_interventions import Knockout as Knockout, SetValue as SetValue, Steer as Steer
-    from .stages.forward.generate import generate as generate
-    from .stages.forward.hooks import HookSpec as HookSpec
-    from .stages.forward.interventions import (
+    from .stages.forward.architectures.points import HookPoint as HookPoint
+    from .stages.forward.capture.capture import capture as capture
+    from .stages.forward.generation.generate import generate as generate
+    from .stages.forward.hooks.cache import HookCache as HookCache
+    from .stages.forward.hooks.edge_interventions import (
+        Knockout as Knockout,
+        SetValue as SetValue,
+        Steer as Steer,
+    )
+    from .stages.forward.hooks.interventions import (
         Add as Add,
         AddAtPositions as AddAtPositions,
         Replace as Replace,
         Scale as Scale,
         Zero as Zero,
     )
-    from .stages.forward.model import Model as Model
-    from .stages.forward.points import HookPoint as HookPoint
-    from .stages.forward.runs import Run as Run, run as run
-    from .stages.forward.wants import logits as logits
+    from .stages.forward.hooks.spec import HookSpec as HookSpec
+    from .stages.forward.hooks.wants import logits as logits
+    from .stages.forward.models.model import Model as Model
+    from .stages.forward.runs.run import Run as Run, run as run
     from .stages.graph.graph import attribution_graph as attribution_graph
     from .store import open_store as open_store
     from .store.errors import MizarrError as MizarrError
-    from .store.exports import export as export
+    from .store.exchange.exports import export as export
     from .workflows import compute as compute
     from .workflows.exchange import import_activations as import_activations
 

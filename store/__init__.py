@@ -18,7 +18,7 @@ _HOME = {
     "open_store": ".store",
     "Store": ".store",
     "Record": ".records",
-    "PackedTokens": ".packed",
+    "PackedTokens": ".runs.packed",
     "ModelIdentity": ".keys",
     "RunKey": ".keys",
     "ActivationKey": ".keys",
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
         ResultKey as ResultKey,
         RunKey as RunKey,
     )
-    from .packed import PackedTokens as PackedTokens
     from .records import Record as Record
+    from .runs.packed import PackedTokens as PackedTokens
     from .store import Store as Store, open_store as open_store
 
 

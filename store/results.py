@@ -179,7 +179,7 @@ def read_folder(folder: str | Path, chunks: dict[Any, Any] | None) -> xr.Dataset
     """A result's folder as a lazy dataset, values exactly as stored."""
     import xarray as xr
 
-    from . import accessor  # noqa: F401 - registers ds.mi
+    from .reading import accessor  # noqa: F401 - registers ds.mi
 
     dataset: xr.Dataset = xr.open_zarr(
         folder, consolidated=False, chunks=chunks, mask_and_scale=False, decode_times=False, zarr_format=3

@@ -30,17 +30,17 @@ from .catalog import Catalog, Key, unique_name
 from .errors import CorruptEntry, EntryNotFound, PromptError, StoreFormatError
 from .files import Folder
 from .keys import ResultKey, RunKey
-from .packed import PackedTokens
 from .provenance import get_provenance, put_provenance
 from .records import RESULT, Record, now
+from .runs.packed import PackedTokens
+from .runs.vocabularies import put_vocabulary, read_vocabulary
 from .sealed import is_sealed, sealed, unsealed
-from .vocabularies import put_vocabulary, read_vocabulary
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from .entries import ArraySpec
-    from .labelled import LabelledEntry
+    from .reading.labelled import LabelledEntry
+    from .runs.entries import ArraySpec
     from .upkeep.collect import GcReport, Usage
     from .upkeep.verify import Damage
 
@@ -157,9 +157,9 @@ class Store(Catalog):
         Raises PromptError when `tokens` are not those the run was keyed by, ShapeError for arrays that do not
         fit.
         """
-        from .coordinates import record_metadata, write_coordinates
-        from .entries import entry_digest, entry_path
-        from .labelled import LabelledEntry
+        from .reading.labelled import LabelledEntry
+        from .runs.coordinates import record_metadata, write_coordinates
+        from .runs.entries import entry_digest, entry_path
 
         if tokens.digest != run.prompt:
             raise PromptError(
@@ -187,7 +187,7 @@ class Store(Catalog):
         self, run: RunKey, tokens: PackedTokens, arrays: Sequence[ArraySpec], segment_tokens: int
     ) -> LabelledEntry:
         """The entry that `create_entry` would make where there is none yet; writes nothing."""
-        from .labelled import LabelledEntry
+        from .reading.labelled import LabelledEntry
 
         return LabelledEntry.planned(self.files, run, tokens, arrays, segment_tokens=segment_tokens)
 
@@ -196,8 +196,8 @@ class Store(Catalog):
 
         A RunKey without `dtype` finds the one entry there is. Raises EntryNotFound.
         """
-        from .entries import entry_digest, entry_path
-        from .shards import DTYPES
+        from .runs.entries import entry_digest, entry_path
+        from .runs.shards import DTYPES
 
         if isinstance(run, str):
             name = unique_name(run, self._entry_names(run), "run", self)
@@ -213,7 +213,7 @@ class Store(Catalog):
 
     def entries(self) -> Iterator[LabelledEntry]:
         """Every run that has been begun, in order of digest."""
-        from .entries import entry_path
+        from .runs.entries import entry_path
 
         for name in self._entry_names(""):
             yield self._entry_in(entry_path(name))
@@ -285,7 +285,7 @@ class Store(Catalog):
 
         key: of what is stored with them; by default all of the store. Names are relative to the store.
         """
-        from .entries import entry_path
+        from .runs.entries import entry_path
         from .upkeep.verify import unchecked
 
         if key is None:
@@ -321,8 +321,8 @@ class Store(Catalog):
             yield
 
     def _entry_in(self, path: str) -> LabelledEntry:
-        from .coordinates import read_tokens
-        from .labelled import LabelledEntry
+        from .reading.labelled import LabelledEntry
+        from .runs.coordinates import read_tokens
 
         entry = LabelledEntry.load(self.files, path, read_tokens(self.files, path))
         self.index.touch(path)
@@ -360,14 +360,14 @@ def default_segment_tokens(tokens: PackedTokens, arrays: Sequence[ArraySpec]) ->
 
 def _family(run: RunKey, dtype: str) -> str:
     """What two runs share that differ in their prompts only."""
-    from .entries import entry_digest
+    from .runs.entries import entry_digest
 
     return entry_digest(replace(run, prompt=""), dtype)
 
 
 def _group_attributes(attrs: Mapping[str, Any]) -> dict[str, Any]:
     """Attributes of the Zarr group: which arrays are labels, and whose tokens. The rest is provenance."""
-    from .coordinates import NAMES
+    from .runs.coordinates import NAMES
 
     return {"coordinates": " ".join(NAMES), **{k: v for k, v in attrs.items() if k in _TOKENS}}
 

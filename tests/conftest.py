@@ -73,8 +73,8 @@ def checkpoint(tmp_path: Path) -> Callable[..., str]:
         from tokenizers.models import WordLevel
         from tokenizers.pre_tokenizers import Whitespace
 
-        from mizarr.stages.forward.families import from_hf_config
-        from mizarr.stages.forward.weights import expected_tensors
+        from mizarr.stages.forward.architectures.families import from_hf_config
+        from mizarr.stages.forward.networks.weights import expected_tensors
 
         folder = tmp_path / "tiny"
         folder.mkdir()

@@ -73,7 +73,7 @@ def build(name: str, *, trust_layout: bool = False, **settings: Any) -> Workflow
 
 def _trusted(model: str | None) -> str:
     """The name of a model whose layout is trusted, as settings hold it."""
-    from ..stages.forward.files import resolve
+    from ..stages.forward.models.files import resolve
 
     if model is None:
         raise ConfigError("expected the model whose layout is trusted, found none; name it with model=…")

@@ -1,9 +1,9 @@
 """Which heads and layers does the answer need? Ablation of each by itself.
 
-The output of one head, or of the attention or the MLP of one layer, is replaced by zero, or by its mean over
-reference prompts, which is fairer, as nothing reads a zero in training (stages/ablation.py; Wang et al. 2022,
-"Interpretability in the Wild", section 2). KL from the run as it is says how much the next token hangs on it,
-the target's probability in which direction.
+The output of one head, or of the attention or the MLP of one layer, is replaced by zero, or by its mean
+over reference prompts, which is fairer, as nothing reads a zero in training (stages/causal/ablation.py;
+Wang et al. 2022, "Interpretability in the Wild", section 2). KL from the run as it is says how much the
+next token hangs on it, the target's probability in which direction.
 
 Defaults: a shipped fact on the specimen, for other models candle-mi's France; means over shipped facts.
 """
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..stages.ablation import Ablation
-from ..stages.lens import format_probability, format_token
-from ..stages.patching_metrics import KL, Metric, Probability
+from ..stages.causal.ablation import Ablation
+from ..stages.causal.patching_metrics import KL, Metric, Probability
+from ..stages.logits.lens import format_probability, format_token
 from ..store.errors import ConfigError
 from .answers import answer_pieces, encoded, fact, named, target_json
 from .settings import Count, FactSettings, setting

@@ -1,9 +1,9 @@
 """Where does the model keep what makes two prompts differ? A causal trace by activation patching.
 
 A clean prompt and a corrupted one of as many tokens differ in their subject. The corrupted prompt is run
-with one state of the clean run put in, layer by layer and position by position (stages/patching.py); recovery
-says how much of the clean prediction comes back: 1 - KL(clean || patched) / KL(clean || corrupted), 0 as
-corrupted, 1 as clean, not clipped.
+with one state of the clean run put in, layer by layer and position by position
+(stages/causal/patching.py); recovery says how much of the clean prediction comes back: 1 - KL(clean ||
+patched) / KL(clean || corrupted), 0 as corrupted, 1 as clean, not clipped.
 
 Defaults: two pairs of shipped facts on the specimen; for other models candle-mi's France and Space Needle. Of
 several corrupted prompts, the first with as many tokens as the clean one is taken; none is an error. An
@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..stages.lens import format_probability, format_token
-from ..stages.patching import ActivationPatching, common_ends
-from ..stages.patching_grid import HEAD_KINDS, HIDDEN_KINDS, KINDS
-from ..stages.patching_metrics import KL, Metric, Probability, Recovery
+from ..stages.causal.patching import ActivationPatching, common_ends
+from ..stages.causal.patching_grid import HEAD_KINDS, HIDDEN_KINDS, KINDS
+from ..stages.causal.patching_metrics import KL, Metric, Probability, Recovery
+from ..stages.logits.lens import format_probability, format_token
 from ..store.errors import ConfigError
 from .answers import SPECIMEN, answer_pieces, encoded, named
 from .fact_pairs import shipped_pairs

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ..stages.forward.prompts import check_prompts
-from ..stages.lens import format_token
+from ..stages.forward.text.prompts import check_prompts
+from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError
 from .subject import shipped_facts
 
 if TYPE_CHECKING:
-    from ..stages.forward.tokens import Encoding
+    from ..stages.forward.text.tokens import Encoding
     from .subject import Subject
 
 __all__ = [

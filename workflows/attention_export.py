@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.attention_rows import by_layer
-from ..stages.head_detection import CAPTURE
+from ..stages.attention.head_detection import CAPTURE
+from ..stages.attention.rows import by_layer
 from ..store.errors import ConfigError, EntryNotFound
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
 """What does the model no longer say when one position may not read another? Attention knockout.
 
-Cuts one attention edge at a time, in one layer at a time (stages/knockout.py), and measures what the last
-position predicts: KL from the undisturbed run, the logit of the target, the tokens that changed most. One
-edge and layer are told in full; the sweep over all keys and layers, and over heads for the one edge, shows
-whether they are special.
+Cuts one attention edge at a time, in one layer at a time (stages/causal/knockout.py), and measures what
+the last position predicts: KL from the undisturbed run, the logit of the target, the tokens that changed
+most. One edge and layer are told in full; the sweep over all keys and layers, and over heads for the one
+edge, shows whether they are special.
 
 Defaults: the middle layer, all heads, the edge from the last token to the first. A target of several tokens
 is followed by its first piece (logits) and by all of them (probability), never by its last.
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.forward.edges import KnockoutSpec
-from ..stages.knockout import EdgeKnockout, HeadKnockout
-from ..stages.lens import format_probability, format_token
-from ..stages.positions import position_of
+from ..stages.causal.knockout import EdgeKnockout, HeadKnockout
+from ..stages.corpus.positions import position_of
+from ..stages.forward.hooks.edges import KnockoutSpec
+from ..stages.logits.lens import format_probability, format_token
 from ..store.errors import ConfigError
 from .answers import answer_pieces, encoded, fact, named, target_json, top_changed_json
 from .settings import Count, EdgeSettings, FactSettings, setting

@@ -1,7 +1,7 @@
 """Who looks where? Attention patterns of one prompt, by layer and by head.
 
 Captures the attention weights of every layer (once; they stay in the store), and reads off them where one
-query looks, who looks at one key, and in which layer that edge is strongest (stages/attention.py).
+query looks, who looks at one key, and in which layer that edge is strongest (stages/attention/flow.py).
 
 Defaults: the last token as the query, the first as the key: how much attention the first position, often a
 BOS, takes in.
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..stages.attention import (
+from ..stages.attention.flow import (
     attention_flow,
     attention_to_position,
     peak_layer,
     top_attended_positions,
     unpacked,
 )
-from ..stages.forward.edges import SteeringSpec
-from ..stages.lens import format_token
-from ..stages.positions import position_of
+from ..stages.corpus.positions import position_of
+from ..stages.forward.hooks.edges import SteeringSpec
+from ..stages.logits.lens import format_token
 from .answers import encoded, fact, named
 from .settings import Count, EdgeSettings, ModelSettings, setting
 from .views import Attention, Data, Figure, Heatmap, Lines, Table, View, bold, dim

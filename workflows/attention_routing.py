@@ -3,7 +3,7 @@ there.
 
 Features of the expected word are suppressed and another's injected at one position, and the weight with
 which the prompt's last token attends to it is compared in every head of every layer, at one strength and
-over a range (stages/features/sweeps.py).
+over a range (stages/features/effects/sweeps.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.lens import format_token
+from ..stages.logits.lens import format_token
 from .feature_injection import Planned, feature_json
 from .feature_presets import chosen_preset
 from .settings import Count, InjectionSettings, Positive, setting
@@ -25,7 +25,7 @@ from .workflow import Workflow, loaded
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ..stages.forward.model import Model
+    from ..stages.forward.models.model import Model
 
 __all__ = ["AttentionRouting", "Settings", "top_heads"]
 

@@ -24,13 +24,13 @@ import numpy as np
 from rich.markup import escape
 
 from ..pipeline import Port
-from ..stages.forward.source import ModelSource
+from ..stages.forward.models.source import ModelSource
 from ..stages.graph.graph import AttributionGraph, PrunedGraph, graph_node
 from ..stages.graph.logit_effects import logit_effects_node
-from ..stages.graph.nodes import ERROR, FEATURE, LOGIT, TOKEN
 from ..stages.graph.pruning import Kept, pruned_graph
-from ..stages.lens import format_probability
-from ..stages.readout import readout_node
+from ..stages.graph.rows.nodes import ERROR, FEATURE, LOGIT, TOKEN
+from ..stages.logits.lens import format_probability
+from ..stages.logits.readout import readout_node
 from ..store.errors import ConfigError
 from .answers import plain
 from .feature_examples import ExampleNodes, corpus_texts, example_nodes, passages
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from ..pipeline.nodes import ResultNode
     from ..stages.features.dictionary import Dictionary
-    from ..stages.forward.model import Model
+    from ..stages.forward.models.model import Model
     from .report import Element
 
 __all__ = ["PRESETS", "AttributionGraphs", "Preset", "Settings"]

@@ -1,10 +1,10 @@
 """How does the model know where it is in a line? The curve of mean states by character count, with controls.
 
 Prose is wrapped at several widths; the residual stream after every layer is averaged over all tokens that
-start c characters into their line (stages/character_count.py). A model that counts characters lays these
-means out along a curve that winds through few dimensions: top components explain most of the variance, and
-the cosine between two means rises and falls with their distance ("ringing"). Controls: counts shuffled among
-tokens, and a linear read-out of the count scored on prompts it was not fitted to.
+start c characters into their line (stages/geometry/character_count.py). A model that counts characters
+lays these means out along a curve that winds through few dimensions: top components explain most of the
+variance, and the cosine between two means rises and falls with their distance ("ringing"). Controls:
+counts shuffled among tokens, and a linear read-out of the count scored on prompts it was not fitted to.
 
 The protocol is candle-mi's `character_count_helix` (after Gurnee et al. 2025), with four repairs: lengths
 are characters, not bytes; text is cut into contexts at line starts only, so that no token's count lies
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.character_count import count_geometry, count_sums, decodability
-from ..stages.text import character_counts, pack_lines, wrap
+from ..stages.corpus.text import character_counts, pack_lines, wrap
+from ..stages.geometry.character_count import count_geometry, count_sums, decodability
 from ..store.errors import ConfigError
 from .settings import ModelSettings, setting
 from .subject import Subject, read_texts

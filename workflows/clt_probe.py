@@ -1,8 +1,8 @@
 """Which features stand for what is at a place in a prompt, and which would write a given word?
 
 Two ways to find features worth switching: by what is active at one position, layer by layer and over all
-layers (stages/features/activity.py), and by how nearly what they write points along a word's embedding,
-whatever the prompt (stages/features/alignment.py).
+layers (stages/features/effects/activity.py), and by how nearly what they write points along a word's
+embedding, whatever the prompt (stages/features/effects/alignment.py).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.features.activity import FeatureActivity
-from ..stages.features.alignment import DecoderSearch
-from ..stages.features.layout import FeatureId
-from ..stages.forward.files import SPECIMEN
-from ..stages.positions import position_of
+from ..stages.corpus.positions import position_of
+from ..stages.features.effects.activity import FeatureActivity
+from ..stages.features.effects.alignment import DecoderSearch
+from ..stages.features.layers.layout import FeatureId
+from ..stages.forward.models.files import SPECIMEN
 from ..store.errors import ConfigError
 from .answers import encoded, fact, named, plain
 from .feature_injection import is_one_token, word_id
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from rich.table import Table
 
-    from ..stages.forward.model import Model
+    from ..stages.forward.models.model import Model
     from .report import Element
 
 __all__ = ["CltProbe", "Settings"]

@@ -3,7 +3,7 @@
 First the published injection of the preset (planning_in_poems), then for both kinds of transcoders the
 features that write most along the word's embedding: how they rank, how active they are along the prompt, and
 what the model says when the best five are suppressed at a position, alone or with the best one injected
-(stages/features/ranked.py). Each kind reads from its own hook point.
+(stages/features/effects/ranked.py). Each kind reads from its own hook point.
 
 A caution that comes with the published numbers: subtracting vectors that point along a word may make it
 likelier; large additions leave the range in which a model is linear.
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..stages.features.dictionary import Dictionary
-from ..stages.features.layout import FeatureId
-from ..stages.features.ranked import RankedSweep, RankedTrace
+from ..stages.features.effects.ranked import RankedSweep, RankedTrace
+from ..stages.features.layers.layout import FeatureId
 from ..store.errors import ConfigError
 from .answers import number, plain
 from .feature_injection import Planned, feature_json, word_id
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from rich.table import Table
 
-    from ..stages.forward.model import Model
+    from ..stages.forward.models.model import Model
     from .report import Element
 
 __all__ = ["CltVsPlt", "Settings"]

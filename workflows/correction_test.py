@@ -2,7 +2,7 @@
 
 At the planning site the features of the expected word are suppressed and a word is committed to; at the same
 position a second feature is injected, but only into layers from a later one on. Followed are both words at
-the prompt's end and how far the attention to the site moved (stages/features/sweeps.py).
+the prompt's end and how far the attention to the site moved (stages/features/effects/sweeps.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.features.sweeps import Dose
+from ..stages.features.effects.sweeps import Dose
 from ..store.errors import ConfigError
 from .answers import plain
 from .feature_injection import Planned, feature_json
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from rich.table import Table
 
-    from ..stages.forward.model import Model
+    from ..stages.forward.models.model import Model
     from .report import Element
 
 __all__ = ["CorrectionTest", "Settings"]

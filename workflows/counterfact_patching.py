@@ -1,8 +1,8 @@
 """At which place does one fact turn into another? CounterFact patching over blocks of layers.
 
 The original prompt is run with one position, in one block of layers, taken from the counterfactual prompt
-(stages/counterfact.py), for every position and block; counted is how often the next word changes, by block
-and by what the token belongs to: the fact, its last token, or the instruction after it.
+(stages/causal/counterfact.py), for every position and block; counted is how often the next word changes,
+by block and by what the token belongs to: the fact, its last token, or the instruction after it.
 
 Defaults: pairs of shipped facts of one relation, on the specimen. `data` reads a JSON list of records with
 original_prompt, counterfactual_prompt, gt_original_target and gt_counterfactual_target; a fact is the text
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.counterfact import CounterFactPatching
-from ..stages.lens import format_token
+from ..stages.causal.counterfact import CounterFactPatching
+from ..stages.logits.lens import format_token
 from .answers import named
 from .fact_pairs import PairWorkflow, layers_told
 from .settings import PairSettings

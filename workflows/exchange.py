@@ -1,6 +1,7 @@
 """Bring in activations harvested elsewhere: which array of a file holds which hook point, and of which model.
 
-Border: names and axes; files are read in store/tensors.py, stored in store/imports.py. Never imports torch.
+Border: names and axes; files are read in store/exchange/tensors.py, stored in store/exchange/imports.py.
+Never imports torch.
 
 Names of arrays are hook points ("blocks.5.hook_resid_post"), or mapped to them by patterns with `{layer}`,
 or, with "*" in place of the layer, one array whose first axis is all layers:
@@ -24,9 +25,9 @@ import numpy.typing as npt
 from ..store import Store, open_store
 from ..store.digest import file_digest
 from ..store.errors import ConfigError, HookPointNotFound, PromptError, ShapeError, nearest
-from ..store.exports import NOTE, TEXT_SUFFIX
-from ..store.imports import Imported, declared_arrays, declared_run, pack_imported, store_imported
-from ..store.tensors import as_bfloat16, read_npz, read_safetensors
+from ..store.exchange.exports import NOTE, TEXT_SUFFIX
+from ..store.exchange.imports import Imported, declared_arrays, declared_run, pack_imported, store_imported
+from ..store.exchange.tensors import as_bfloat16, read_npz, read_safetensors
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -178,7 +179,7 @@ def _no_array(name: str, held: Iterable[str]) -> str:
 
 
 def _is_label(name: str) -> bool:
-    from ..stages.forward.points import BY_NAME
+    from ..stages.forward.architectures.points import BY_NAME
 
     of_a_variable = name.startswith("layer_") and name.removeprefix("layer_") in BY_NAME
     return name in (*TOKEN_IDS, *LABELS, *DERIVED) or of_a_variable
@@ -195,7 +196,7 @@ def _hook_of(name: str, names: Mapping[str, str]) -> tuple[str, str]:
 
 def _imported(name: str, hook: str, values: Array) -> list[Imported]:
     """The arrays behind a name: one, or one per layer for a hook point with "*"."""
-    from ..stages.forward.points import BY_NAME, HookPoint
+    from ..stages.forward.architectures.points import BY_NAME, HookPoint
 
     if "*" in hook:
         if not values.ndim or not len(values):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..stages.counterfact import Pair, blocks_of, differing_subject, position_map
+from ..stages.causal.counterfact import Pair, blocks_of, differing_subject, position_map
 from ..store.errors import ConfigError
 from .answers import answer_pieces, named
 from .settings import PairSettings

@@ -1,8 +1,8 @@
 """Which heads carry a fact to the last token? Attention to the fact when its subject is patched.
 
 The subject of a fact is overwritten, block by block of layers, by that of a counterfactual prompt
-(stages/counterfact.py); watched is how much the last token then attends to the fact, head by head. A head
-whose attention moves is one that reads the subject to decide where to look.
+(stages/causal/counterfact.py); watched is how much the last token then attends to the fact, head by head.
+A head whose attention moves is one that reads the subject to decide where to look.
 
 The subject is the last token of the span in which the two prompts differ; `subject=last_fact` takes the last
 token of the fact, as candle-mi does, which in CounterFact is a word of the relation. Defaults: pairs of
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..stages.factual_routing import FactualRouting
-from ..stages.lens import format_token
+from ..stages.causal.factual_routing import FactualRouting
+from ..stages.logits.lens import format_token
 from .answers import named
 from .fact_pairs import PairWorkflow, layers_told
 from .settings import Count, PairSettings, setting

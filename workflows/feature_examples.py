@@ -1,6 +1,6 @@
 """Places of a corpus at which features are strongest, for workflows that show features.
 
-Border: names texts and declares nodes; what they compute is stages/features/encode.py and examples.py.
+Border: names texts and declares nodes; what they compute is stages/features/corpus/encode.py and examples.py.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..pipeline import StageNode
-from ..stages.features.encode import encode_nodes
-from ..stages.features.examples import top_examples
+from ..stages.features.corpus.encode import encode_nodes
+from ..stages.features.corpus.examples import top_examples
 from ..store.errors import ConfigError
-from ..store.packed import PackedTokens
+from ..store.runs.packed import PackedTokens
 from .subject import read_texts, shipped_facts, shipped_prose
 
 if TYPE_CHECKING:

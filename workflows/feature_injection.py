@@ -1,6 +1,6 @@
 """What workflows that inject features share: the preset, its prompt and words as tokens, its dictionary.
 
-Border: plans; the sweep itself is stages/features/sweeps.py. Never imports torch.
+Border: plans; the sweep itself is stages/features/effects/sweeps.py. Never imports torch.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..stages.features.dictionary import Dictionary
-from ..stages.features.layout import FeatureId
-from ..stages.features.sweeps import Dose, InjectionSweep
-from ..stages.lens import format_token
+from ..stages.features.effects.sweeps import Dose, InjectionSweep
+from ..stages.features.layers.layout import FeatureId
+from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError
 from .answers import encoded, named
 from .feature_presets import Preset
 from .subject import Subject
 
 if TYPE_CHECKING:
-    from ..stages.forward.experiment import ExperimentNode
-    from ..stages.forward.model import Model
+    from ..stages.forward.models.model import Model
+    from ..stages.forward.runs.experiment import ExperimentNode
 
 __all__ = ["Planned", "feature_json", "is_one_token", "word_id"]
 

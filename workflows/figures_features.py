@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from ..stages.lens import format_token
+from ..stages.logits.lens import format_token
 from .figures import ACCENT, CONTROL, INK, _figure, _fit, _footer, _integers, _style, _subtitle
 
 if TYPE_CHECKING:

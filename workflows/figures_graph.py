@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..stages.graph.nodes import ERROR, FEATURE, LOGIT, TOKEN
-from ..stages.lens import format_probability, format_token
+from ..stages.graph.rows.nodes import ERROR, FEATURE, LOGIT, TOKEN
+from ..stages.logits.lens import format_probability, format_token
 from .figures import ACCENT, FAINT, INK, _figure, _fit, _footer, _style, _subtitle
 
 if TYPE_CHECKING:

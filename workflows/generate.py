@@ -1,7 +1,7 @@
 """What does the model say next? Prompts continued token by token, whole or with parts of the model silenced.
 
 Each step is a forward pass over everything so far, so that what is silenced is silenced throughout; with
-``cache`` keys and values are kept instead (stages/forward/generate.py says when that is the same).
+``cache`` keys and values are kept instead (stages/forward/generation/generate.py says when that is the same).
 
 Defaults: 20 tokens, the most likely one at each step. The specimen continues facts and wrapped prose that
 ship with mizarr, other models the capital of France.
@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ..stages.continuation import Continuation
-from ..stages.forward import generation
-from ..stages.forward.hooks import HookSpec
-from ..stages.forward.interventions import Zero
-from ..stages.forward.points import expand
-from ..stages.forward.stopping import end_ids
-from ..stages.lens import format_probability, format_token
-from ..stages.text import wrap
+from ..stages.causal.continuation import Continuation
+from ..stages.corpus.text import wrap
+from ..stages.forward.architectures.points import expand
+from ..stages.forward.generation import continuations as generation
+from ..stages.forward.generation.stopping import end_ids
+from ..stages.forward.hooks.interventions import Zero
+from ..stages.forward.hooks.spec import HookSpec
+from ..stages.logits.lens import format_probability, format_token
 from .answers import FRANCE, SPECIMEN, encoded, named
 from .settings import ModelSettings, setting
 from .subject import shipped_facts, shipped_prose
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from ..pipeline.nodes import ResultNode
-    from ..stages.forward.generate import NewToken
+    from ..stages.forward.generation.generate import NewToken
     from ..store import Store
 
 __all__ = ["Generate", "Settings"]

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..stages.features.examples import contexts
-from ..stages.features.layout import FeatureId
-from ..stages.graph.nodes import ERROR, FEATURE
-from ..stages.lens import format_token
+from ..stages.features.corpus.examples import contexts
+from ..stages.features.layers.layout import FeatureId
+from ..stages.graph.rows.nodes import ERROR, FEATURE
+from ..stages.logits.lens import format_token
 from .report import Column, Element, Graph, Run, Table, Values
 
 if TYPE_CHECKING:

@@ -1,10 +1,10 @@
 """Which heads copy, and which look one token back? Head detection on repeated random tokens, or on prompts.
 
 Captures attention patterns (once; they stay in the store) and scores every head with TransformerLens'
-detection patterns (stages/head_detection.py). By default on blocks of random tokens that are repeated:
-nothing but the repetition can tell what comes next, so that a head which attends behind the earlier
-occurrence of a token is an induction head (Olsson et al. 2022); queries of the first block, which have
-nothing to find, are left out.
+detection patterns (stages/attention/head_detection.py). By default on blocks of random tokens that are
+repeated: nothing but the repetition can tell what comes next, so that a head which attends behind the
+earlier occurrence of a token is an induction head (Olsson et al. 2022); queries of the first block, which
+have nothing to find, are left out.
 
 Control: the same tokens with every repetition shuffled, scored at the places of the unshuffled text. A head
 that matches content loses its score there, as what it looks for stands elsewhere; a head that only looks so
@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..stages.attention_statistics import head_statistics
-from ..stages.head_detection import KINDS, head_scores
+from ..stages.attention.head_detection import KINDS, head_scores
+from ..stages.attention.statistics import head_statistics
 from ..store.errors import PromptError
 from .settings import Count, ModelSettings, setting
 from .views import Choice, Figure, Heatmap, Table, View

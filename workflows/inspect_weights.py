@@ -30,8 +30,8 @@ from .workflow import Workflow
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ..stages.forward.files import ModelFiles
-    from ..stages.forward.model import Model
+    from ..stages.forward.models.files import ModelFiles
+    from ..stages.forward.models.model import Model
 
 __all__ = ["InspectWeights", "Settings", "weight_facts", "weight_facts_node"]
 

@@ -1,9 +1,9 @@
 """In which layer does a marker look where it should? Two conditions compared, layer by layer.
 
-Captures attention patterns, takes of every sample the head-averaged attention from its marker to its targets,
-and compares two conditions with Welch's t test in every layer (stages/layer_scan.py). The JSON holds the
-fields of the Deloson viewer's `layer_scan_universal_*.json` under their own names: there "python" is
-condition A, "rust" B.
+Captures attention patterns, takes of every sample the head-averaged attention from its marker to its
+targets, and compares two conditions with Welch's t test in every layer (stages/attention/layer_scan.py).
+The JSON holds the fields of the Deloson viewer's `layer_scan_universal_*.json` under their own names:
+there "python" is condition A, "rust" B.
 
 Defaults: the beginning of a sentence said again (A: after that sentence; B: after another one), the marker
 its last token, the target the word that came next the first time. With a corpus of plip-rs: `python_doctest`
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.layer_scan import CONDITIONS, UNSEEN, best_layer, layer_scan
-from ..store.coordinates import pair_starts
+from ..stages.attention.layer_scan import CONDITIONS, UNSEEN, best_layer, layer_scan
 from ..store.errors import ConfigError, PromptError
+from ..store.runs.coordinates import pair_starts
 from .marker_samples import Conversion, Placed, Sample, place, read_samples, repeated_samples
 from .settings import ModelSettings, setting
 from .subject import shipped_prose

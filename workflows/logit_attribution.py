@@ -1,7 +1,7 @@
 """Which layers, heads and neurons make the model say what it says? Direct logit attribution over prompts.
 
 Captures what every layer adds to the residual stream at the last token of each prompt, and splits the logit
-of the answer, minus that of the most likely other token, into their shares (stages/attribution.py,
+of the answer, minus that of the most likely other token, into their shares (stages/logits/attribution.py,
 attribution_units.py). Shares, the biases of the readout included, sum to the difference of the logits; where
 a model soft-caps its logits, to the difference before the cap.
 
@@ -22,15 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.attribution import component_attribution, contrasted_tokens
-from ..stages.attribution_units import (
-    head_attribution,
-    neuron_attribution,
-)
-from ..stages.component_weights import component_weights_node
-from ..stages.lens import format_token
-from ..stages.logit_directions import MOST_LIKELY, NONE
-from ..stages.readout import readout_node
+from ..stages.logits.attribution import component_attribution, contrasted_tokens
+from ..stages.logits.attribution_units import head_attribution, neuron_attribution
+from ..stages.logits.component_weights import component_weights_node
+from ..stages.logits.lens import format_token
+from ..stages.logits.logit_directions import MOST_LIKELY, NONE
+from ..stages.logits.readout import readout_node
 from ..store.errors import ConfigError
 from .settings import AnswerSettings, Natural, setting
 from .subject import answered

@@ -1,7 +1,7 @@
 """At which layer does the model know what comes next? The logit lens over a list of prompts.
 
 Captures the residual stream after every layer, reads a next-token distribution off each with the model's own
-readout (stages/lens.py), and follows the answer of each prompt through the layers.
+readout (stages/logits/lens.py), and follows the answer of each prompt through the layers.
 
 Defaults: the facts that ship with the specimen. A prompt's answer is followed by its first token, found by
 encoding prompt and answer together, so that a word of several tokens is not looked up as a token of its own.
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.lens import first_appearance, format_probability, format_token, logit_lens, next_tokens
-from ..stages.readout import readout_node
+from ..stages.logits.lens import first_appearance, format_probability, format_token, logit_lens, next_tokens
+from ..stages.logits.readout import readout_node
 from .settings import AnswerSettings, Count, setting
 from .subject import answered
 from .views import Choice, Data, Figure, Lens, Line, Lines, Table, View, dim

@@ -2,9 +2,9 @@
 position.
 
 At each position of a poem the features of the expected rhyme are suppressed and one of another word is
-injected, at all layers they write to; the probability of that word at the poem's end is followed (figure 13
-of Lindsey et al. 2025, "On the Biology of a Large Language Model"; stages/features/sweeps.py). Where it
-rises, the end of the line reads what was put there.
+injected, at all layers they write to; the probability of that word at the poem's end is followed (figure
+13 of Lindsey et al. 2025, "On the Biology of a Large Language Model"; stages/features/effects/sweeps.py).
+Where it rises, the end of the line reads what was put there.
 
 The suppression moves with the injection. Prompts end in a space of their own, as in the published runs.
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.lens import format_probability, format_token
+from ..stages.logits.lens import format_probability, format_token
 from .answers import named
 from .feature_injection import Planned, feature_json
 from .feature_presets import chosen_preset
@@ -26,7 +26,7 @@ from .views import Bars, Data, Figure, Line, Lines, Table, View
 from .workflow import Workflow, loaded
 
 if TYPE_CHECKING:
-    from ..stages.forward.model import Model
+    from ..stages.forward.models.model import Model
 
 __all__ = ["PlanningInPoems", "Settings"]
 

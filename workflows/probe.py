@@ -1,7 +1,7 @@
 """In which layer can it be read off the state? Linear probes on stored activations, with a shuffled control.
 
 Captures a state per layer and fits a linear probe to each: logistic regression for labels, ridge regression
-for numbers, tested on prompts that were not fitted (stages/probe.py).
+for numbers, tested on prompts that were not fitted (stages/geometry/probe.py).
 
 Defaults: prose wrapped at several widths, of which the model knows only what it has read: how many characters
 into its line a token starts, and whether the line breaks next (probe_targets.py). Labels of one's own come
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..stages.forward.prompts import check_prompts
-from ..stages.probe import FEWEST, PENALTIES, probe
+from ..stages.forward.text.prompts import check_prompts
+from ..stages.geometry.probe import FEWEST, PENALTIES, probe
 from ..store.errors import ConfigError, PromptError, nearest
 from .probe_targets import TARGETS, Target, read_labels, thinned, wrapped_prose, wrapped_targets
 from .settings import ModelSettings, Natural, setting

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..stages.text import pack_lines, wrap
+from ..stages.corpus.text import pack_lines, wrap
 from ..store.errors import ConfigError, PromptError, TokenizerError
 from .character_count_helix import token_counts
 

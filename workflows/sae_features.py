@@ -1,7 +1,7 @@
 """Which features does a sparse autoencoder see in a prompt, and how much of it do they explain?
 
 Runs the prompt once, encodes what the autoencoder's hook point holds, and lists the strongest features of one
-position, with the reconstruction's error over all positions (stages/features/activity.py). Works for
+position, with the reconstruction's error over all positions (stages/features/effects/activity.py). Works for
 transcoders too; of dictionaries with several layers one is told.
 """
 
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import numpy as np
 
-from ..stages.features.activity import FeatureActivity
+from ..stages.corpus.positions import position_of
 from ..stages.features.dictionary import Dictionary
-from ..stages.features.layout import FeatureId
-from ..stages.lens import format_token
-from ..stages.positions import position_of
+from ..stages.features.effects.activity import FeatureActivity
+from ..stages.features.layers.layout import FeatureId
+from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError
 from .answers import encoded, fact, named
 from .settings import Count, ModelSettings, setting

@@ -66,7 +66,7 @@ class FactSettings(ModelSettings):
 
 @dataclass(frozen=True)
 class EdgeSettings:
-    """A question about one position that reads another (stages/positions.py)."""
+    """A question about one position that reads another (stages/corpus/positions.py)."""
 
     query: int | str = setting(
         "last", 'position that reads: an index, "first", "last", or a phrase of the prompt'

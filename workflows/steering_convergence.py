@@ -1,9 +1,10 @@
 """Does a push heal? A contrastive steering vector added at one layer, and how soon later layers absorb it.
 
-The vector of a layer is the residual state of the prompt minus that of a counterpart, at one position; added
-to the prompt's own run at each layer by itself and at several strengths, it is followed through the layers
-above (stages/convergence.py). Told: the matrix of cosines with the undisturbed run, the layer at which each
-push is absorbed, and how strength changes that at the deepest layer that still absorbs it.
+The vector of a layer is the residual state of the prompt minus that of a counterpart, at one position;
+added to the prompt's own run at each layer by itself and at several strengths, it is followed through the
+layers above (stages/causal/convergence.py). Told: the matrix of cosines with the undisturbed run, the
+layer at which each push is absorbed, and how strength changes that at the deepest layer that still
+absorbs it.
 
 Defaults: the first shipped fact and its likest counterpart, the last position, absorbed at a cosine of 0.95.
 A target of several tokens has the probability of all its pieces, never that of its last.
@@ -22,15 +23,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import numpy as np
 
-from ..stages.convergence import (
+from ..stages.causal.convergence import (
     ABSORBED,
     SteeringConvergence as Experiment,
     absorption_layer,
     best_layer,
     convergence_label,
 )
-from ..stages.lens import format_probability, format_token
-from ..stages.positions import first_difference, position_of
+from ..stages.corpus.positions import first_difference, position_of
+from ..stages.logits.lens import format_probability, format_token
 from ..store.errors import ConfigError, MizarrError
 from .answers import answer_pieces, counterpart, encoded, fact, named, number, target_json
 from .convergence_batch import FIELDS, read_batch

@@ -1,9 +1,9 @@
 """How does the answer move as one position attends to another more or less? Dose-response of attention.
 
 Multiplies the weight of one attention edge by several doses, inside the pass and renormalised
-(stages/steering.py), and measures the attention that comes of it and what the last position predicts. A
-calibration says which factor reaches a wanted attention: read linearly, interpolated on the measured curve,
-and exactly.
+(stages/causal/steering.py), and measures the attention that comes of it and what the last position
+predicts. A calibration says which factor reaches a wanted attention: read linearly, interpolated on the
+measured curve, and exactly.
 
 Defaults: the middle layer, all heads, the edge from the last token to the first, twice its attention as the
 aim; every other layer is run for comparison. A target of several tokens is followed by its first piece
@@ -18,9 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.lens import format_token
-from ..stages.positions import position_of
-from ..stages.steering import DOSE_LEVELS, DoseResponse, DoseResponseCurve, SteeringCalibration, exact_factor
+from ..stages.causal.steering import (
+    DOSE_LEVELS,
+    DoseResponse,
+    DoseResponseCurve,
+    SteeringCalibration,
+    exact_factor,
+)
+from ..stages.corpus.positions import position_of
+from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError, InterventionError
 from .answers import answer_pieces, encoded, fact, named, number, target_json, top_changed_json
 from .settings import Count, EdgeSettings, FactSettings, setting

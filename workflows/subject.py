@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ..store.errors import ConfigError, SourceChanged, TokenizerError
-from ..store.packed import PackedTokens
+from ..store.runs.packed import PackedTokens
 
 if TYPE_CHECKING:
-    from ..stages.forward.architecture import Architecture
-    from ..stages.forward.capture import CaptureNode
-    from ..stages.forward.files import ModelFiles
-    from ..stages.forward.model import Model
-    from ..stages.forward.tokens import Tokenizer
+    from ..stages.forward.architectures.architecture import Architecture
+    from ..stages.forward.capture.capture import CaptureNode
+    from ..stages.forward.models.files import ModelFiles
+    from ..stages.forward.models.model import Model
+    from ..stages.forward.text.tokens import Tokenizer
 
 __all__ = ["Subject", "answered", "read_texts", "shipped_facts", "shipped_prose"]
 
@@ -33,7 +33,7 @@ class Subject:
     """A model by name, or a loaded one that came from files, ready to tokenise for."""
 
     def __init__(self, model: str | Model, dtype: str = "float32") -> None:
-        from ..stages.forward.files import resolve
+        from ..stages.forward.models.files import resolve
 
         self._model = None if isinstance(model, str) else model
         self.files: ModelFiles = resolve(model if isinstance(model, str) else model.name)
@@ -97,8 +97,8 @@ class Subject:
 
     def capture(self, tokens: PackedTokens, *hooks: str) -> CaptureNode:
         """The node that runs the model over these tokens and stores what the hook points (or globs) see."""
-        from ..stages.forward.capture import CaptureNode
-        from ..stages.forward.hooks import HookSpec
+        from ..stages.forward.capture.capture import CaptureNode
+        from ..stages.forward.hooks.spec import HookSpec
 
         spec = HookSpec()
         for hook in hooks:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from ..stages.lens import format_token
-from ..stages.positions import words
+from ..stages.corpus.positions import words
+from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError, PromptError
 from .answers import encoded, named
 from .settings import setting
@@ -23,7 +23,7 @@ from .views import Data, Figure, Strip, Table, View, dash
 from .workflow import Workflow
 
 if TYPE_CHECKING:
-    from ..stages.forward.model import Model
+    from ..stages.forward.models.model import Model
     from ..store import Store
 
 __all__ = ["Settings", "TokenPositions"]

@@ -12,7 +12,7 @@ from ..pipeline import Declaration
 from ..pipeline.plan import in_order
 from ..pipeline.stage_node import StageNode
 from ..stages import REGISTRY, find
-from ..stages.forward.experiment import ExperimentNode
+from ..stages.forward.runs.experiment import ExperimentNode
 from . import WORKFLOWS, build
 
 __all__ = ["Use", "uses"]

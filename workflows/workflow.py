@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..pipeline.nodes import ResultNode
-    from ..stages.forward.experiment import Experiment
-    from ..stages.forward.model import Model
+    from ..stages.forward.models.model import Model
+    from ..stages.forward.runs.experiment import Experiment
     from ..store import Store
     from .settings import ModelSettings
     from .views import View
@@ -86,7 +86,7 @@ class Workflow:
     @property
     def caution(self) -> str:
         """What stands on every answer about a model whose layout was trusted; empty for all others."""
-        from ..stages.forward.files import TRUSTED
+        from ..stages.forward.models.files import TRUSTED
 
         subject = getattr(self, "subject", None)
         names = (getattr(self.settings, "model", ""), "" if subject is None else subject.files.name)

@@ -25,18 +25,18 @@ from typing import TYPE_CHECKING, Any
 
 from ...store import html
 from ...store.errors import DictionaryError, ModelNotFound, SourceChanged, WeightsError
-from ..forward.points import BY_NAME, HookPoint
-from .active import Active
-from .files import DictionaryFiles, resolve
-from .formats import open_files
-from .layout import FeatureId, Layout, told
+from ..forward.architectures.points import BY_NAME, HookPoint
+from .formats.table import open_files
+from .layers.active import Active
+from .layers.files import DictionaryFiles, resolve
+from .layers.layout import FeatureId, Layout, told
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..forward.architecture import Architecture
-    from .layer import LayerFeatures
+    from ..forward.architectures.architecture import Architecture
+    from .layers.layer import LayerFeatures
 
 __all__ = ["Dictionary", "StoredDictionary"]
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...store.errors import DownloadError
-from ..forward.download import fetch_files, hub_errors, listed_files
-from .files import CONFIG_YAML, DictionaryFiles, is_shipped, parse_reference, resolve
-from .listed import Reference, recognises, references
+from ..forward.models.download import fetch_files, hub_errors, listed_files
+from .formats.listed import Reference, recognises, references
+from .layers.files import CONFIG_YAML, DictionaryFiles, is_shipped, parse_reference, resolve
 
 __all__ = ["fetch", "wanted_files"]
 

@@ -23,17 +23,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...store.errors import DictionaryError, nearest
-from ...store.tensors import Tensor as Stored, write_safetensors
+from ...store.exchange.tensors import Tensor as Stored, write_safetensors
 from .dictionary import Dictionary
-from .files import CFG_JSON, CONFIG_YAML
-from .layout import told
-from .names import hook_name
+from .layers.files import CFG_JSON, CONFIG_YAML
+from .layers.layout import told
+from .layers.names import hook_name
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from .layer import LayerFeatures
+    from .layers.layer import LayerFeatures
 
 __all__ = ["FORMATS", "export"]
 
@@ -98,7 +98,7 @@ def _saelens_activation(
     dictionary: Dictionary, features: LayerFeatures
 ) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
     """(architecture, tensors beside the matrices, fields of cfg.json)."""
-    from .activations import AbsTopK, Gated, JumpReLU, ReLU, TopK
+    from .layers.activations import AbsTopK, Gated, JumpReLU, ReLU, TopK
 
     how, is_sae, size = features.activation, dictionary.kind == "sae", dictionary.n_features
     has_skip = features.W_skip is not None
@@ -130,7 +130,7 @@ def _saelens_activation(
 
 
 def _saelens_scaling(features: LayerFeatures) -> str:
-    from .scaling import ConstantNorm, InputOnly, LayerNorm
+    from .layers.scaling import ConstantNorm, InputOnly, LayerNorm
 
     scaling = features.scaling.scaling if isinstance(features.scaling, InputOnly) else features.scaling
     return {ConstantNorm: "constant_norm_rescale", LayerNorm: "layer_norm"}.get(type(scaling), "none")
@@ -141,8 +141,8 @@ def _saelens_scaling(features: LayerFeatures) -> str:
 
 def _sparsify(dictionary: Dictionary, folder: Path, dtype: torch.dtype | None) -> None:
     """A folder per layer, named by the module that is read."""
-    from .activations import GroupMax, TopK
-    from .sparsify import MODULES, WEIGHTS
+    from .formats.sparsify import MODULES, WEIGHTS
+    from .layers.activations import GroupMax, TopK
 
     _require_own_layer(dictionary, "sparsify")
     is_transcoder = dictionary.kind == "plt"
@@ -219,7 +219,7 @@ def _circuit_tracer(dictionary: Dictionary, folder: Path, dtype: torch.dtype | N
 def _clt_layer(folder: Path, features: LayerFeatures, dtype: torch.dtype | None) -> None:
     import torch
 
-    from .activations import JumpReLU, ReLU
+    from .layers.activations import JumpReLU, ReLU
 
     layer, how, size = features.layer, features.activation, features.n_features
     if features.W_skip is not None or not isinstance(how, ReLU | JumpReLU):
@@ -242,7 +242,7 @@ def _clt_layer(folder: Path, features: LayerFeatures, dtype: torch.dtype | None)
 
 def _plt_layer(folder: Path, features: LayerFeatures, dtype: torch.dtype | None) -> dict[str, Any]:
     """Write one layer; returns what config.yaml says of its activations."""
-    from .activations import JumpReLU, ReLU, TopK
+    from .layers.activations import JumpReLU, ReLU, TopK
 
     layer, how, size = features.layer, features.activation, features.n_features
     if not isinstance(how, ReLU | JumpReLU | TopK):
@@ -329,7 +329,7 @@ def _or_zeros(bias: Tensor | None, size: int) -> Tensor:
 
 
 def _require_as_is(features: LayerFeatures, program: str) -> None:
-    from .scaling import AsIs
+    from .layers.scaling import AsIs
 
     if not isinstance(features.scaling, AsIs):
         raise DictionaryError(
@@ -365,7 +365,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 def _save(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
     """A safetensors file; every tensor in the dtype asked for, or of the decoder."""
-    from ..forward.harvest import as_numpy
+    from ..forward.capture.harvest import as_numpy
 
     kind = dtype or next(tensor.dtype for name, tensor in tensors.items() if tensor.ndim > 1)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from ..forward.experiment import Experiment
+from ..forward.runs.experiment import Experiment
 from .dictionary import Dictionary
 
 __all__ = ["OfDictionary"]

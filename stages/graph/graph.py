@@ -26,21 +26,21 @@ import numpy as np
 import numpy.typing as npt
 
 from ...store import html
-from .influence import Influence, Rows, influence, scores
 from .node import GraphNode
-from .nodes import NodeCounts, counts_of, node_labels
 from .options import GraphOptions
 from .pruning import Kept, kept_part
-from .selection import Selection
-from .targets import choose, prompt_tokens
+from .rows.influence import Influence, Rows, influence, scores
+from .rows.nodes import NodeCounts, counts_of, node_labels
+from .rows.selection import Selection
+from .rows.targets import choose, prompt_tokens
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from ...store import Store
     from ..features.dictionary import Dictionary
-    from ..forward.model import Model
-    from ..forward.source import ModelSource
+    from ..forward.models.model import Model
+    from ..forward.models.source import ModelSource
 
 __all__ = ["AttributionGraph", "PrunedGraph", "attribution_graph", "graph_node"]
 
@@ -123,7 +123,7 @@ def graph_node(
 ) -> GraphNode:
     """The same as a node of a workflow's graph: planned, nothing computed, no torch imported."""
     from ..features.dictionary import Dictionary
-    from ..forward.source import ModelSource
+    from ..forward.models.source import ModelSource
 
     source = model if isinstance(model, ModelSource) else ModelSource(model)
     opened = dictionary if isinstance(dictionary, Dictionary) else Dictionary.from_pretrained(dictionary)
@@ -291,13 +291,13 @@ class AttributionGraph:
     @classmethod
     def from_pt(cls, path: str | Path) -> AttributionGraph:
         """A graph that circuit-tracer saved. Raises StageError for a file that is not one."""
-        from .torch_file import read
+        from .files.torch_file import read
 
         return cls(read(Path(path)))
 
     def to_pt(self, path: str | Path) -> Path:
         """Save for circuit-tracer, which needs the dense matrix; returns the path."""
-        from .torch_file import write
+        from .files.torch_file import write
 
         return write(self, Path(path))
 
@@ -358,18 +358,18 @@ class PrunedGraph:
 
     def to_viewer(self, folder: str | Path, slug: str, *, scan: str | Sequence[str] | None = None) -> Path:
         """Write `<slug>.json` and graph-metadata.json for circuit-tracer's viewer; returns the former."""
-        from .viewer import write
+        from .files.viewer import write
 
         return write(self, Path(folder), slug, scan=scan)
 
     def to_graphml(self, path: str | Path) -> Path:
         """Write the kept nodes and edges as GraphML; returns the path."""
-        from .tables import write_graphml
+        from .files.tables import write_graphml
 
         return write_graphml(self, Path(path))
 
     def to_parquet(self, folder: str | Path) -> tuple[Path, Path]:
         """Write nodes.parquet and edges.parquet; returns both. Needs the extra corpora (pyarrow)."""
-        from .tables import write_parquet
+        from .files.tables import write_parquet
 
         return write_parquet(self, Path(folder))

@@ -30,18 +30,18 @@ import torch
 from torch import Tensor
 
 from ...store.errors import ConfigError, InterventionError, PromptError
-from ..forward.hooks import HookSpec
+from ..forward.architectures.points import HookPoint
+from ..forward.generation.sampling import sample_token
+from ..forward.hooks.spec import HookSpec
+from ..forward.hooks.wants import ALL_LOGITS
 from ..forward.passes.kept import Cache
-from ..forward.points import HookPoint
-from ..forward.sampling import sample_token
-from ..forward.wants import ALL_LOGITS
-from .feature_taps import FeatureTaps, Frozen, SetFeature
-from .frozen import require_attention, require_transcoders
-from .targets import prompt_tokens
+from .rows.feature_taps import FeatureTaps, Frozen, SetFeature
+from .rows.frozen import require_attention, require_transcoders
+from .rows.targets import prompt_tokens
 
 if TYPE_CHECKING:
     from ..features.dictionary import Dictionary
-    from ..forward.model import Model
+    from ..forward.models.model import Model
 
 __all__ = ["FeatureGeneration", "FeatureRun", "feature_intervention", "generate_with_features"]
 

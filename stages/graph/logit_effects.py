@@ -1,9 +1,9 @@
 """Which tokens a feature raises and lowers by what it writes itself: its decoder, read by the unembedding.
 
-Border: features of a graph, their dictionary's decoder rows and a readout (stages/readout.py); no prompt
-enters. Only the direct path counts, from the last layer a feature writes to into the logits; what later
-layers make of it is what the graph's edges tell. Where a norm follows what is written (the raw MLP output of
-Gemma), its gain is left out.
+Border: features of a graph, their dictionary's decoder rows and a readout (stages/logits/readout.py); no
+prompt enters. Only the direct path counts, from the last layer a feature writes to into the logits; what
+later layers make of it is what the graph's edges tell. Where a norm follows what is written (the raw MLP
+output of Gemma), its gain is left out.
 
 Idea (nostalgebraist's lens on a direction, as feature dashboards have it): (row * gain of the final norm) @
 unembedding'. The norm also divides by a scale that each state has of its own, and is left out; a norm that
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from ...pipeline import Node, Output, Port, StageNode, stage
 from ...store.errors import ShapeError
 from ..features.dictionary import Dictionary
-from ..lens import top_columns
+from ..logits.lens import top_columns
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -22,10 +22,10 @@ from ...pipeline.plan import as_bytes
 from ...pipeline.reasons import why_not
 from ...store.errors import PlanError, PromptError, StageError
 from ...store.keys import ResultKey
-from ..forward.experiment import tokenizer_input
-from ..forward.prompts import check_prompts
-from .frozen import require_transcoders
+from ..forward.runs.experiment import tokenizer_input
+from ..forward.text.prompts import check_prompts
 from .options import GraphOptions
+from .rows.frozen import require_transcoders
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ...pipeline import Context
     from ...store import Store
     from ..features.dictionary import Dictionary
-    from ..forward.source import ModelSource
+    from ..forward.models.source import ModelSource
     from .prepare import Prepared
 
 __all__ = ["GraphNode"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .selection import Selection
-from .targets import Choice
+from .rows.selection import Selection
+from .rows.targets import Choice
 
 __all__ = ["GraphOptions"]
 

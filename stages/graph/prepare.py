@@ -13,23 +13,23 @@ import numpy.typing as npt
 import torch
 
 from ...store.errors import PlanError, PromptError
-from ..forward.model import as_dtype
-from .attribute import Attributor
-from .frozen import frozen_pass
-from .replacement import Replacement
-from .sources import Sources, error_vectors
-from .targets import prompt_text, token_text
-from .threads import one_thread_each
+from ..forward.models.model import as_dtype
+from .rows.attribute import Attributor
+from .rows.frozen import frozen_pass
+from .rows.replacement import Replacement
+from .rows.sources import Sources, error_vectors
+from .rows.targets import prompt_text, token_text
+from .rows.threads import one_thread_each
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ..features.active import Active
     from ..features.dictionary import Dictionary
-    from ..forward.model import Model
-    from .frozen import FrozenPass
+    from ..features.layers.active import Active
+    from ..forward.models.model import Model
     from .options import GraphOptions
-    from .targets import Targets
+    from .rows.frozen import FrozenPass
+    from .rows.targets import Targets
 
 __all__ = ["Prepared", "prepare"]
 

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from ...pipeline import stage
 from ...store.errors import StageError
-from .influence import Rows, influence, scores
 from .quantile import share_threshold, sorted_threshold
+from .rows.influence import Rows, influence, scores
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..catalog import Catalog
-from ..claims import TTL
-from ..datasets import forget_entries
 from ..errors import ReadOnlyStore
 from ..provenance import as_json, get_provenance
+from ..reading.datasets import forget_entries
 from ..records import ACTIVATION, Record
+from ..runs.claims import TTL
 from .lineage import inputs_of
 
 _LEASE = 300.0  # seconds after which a lease whose holder no longer touches it counts for nothing

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from ..catalog import Catalog
-from ..committed import RECORD
-from ..coordinates import metadata_record
-from ..datasets import forget_entries
 from ..digest import digest
 from ..errors import CorruptEntry, ReadOnlyStore
 from ..provenance import as_json
+from ..reading.datasets import forget_entries
 from ..records import ACTIVATION, Record
+from ..runs.committed import RECORD
+from ..runs.coordinates import metadata_record
+from ..runs.vocabularies import CHECK, VOCABULARIES
 from ..sealed import sealed, unsealed
-from ..vocabularies import CHECK, VOCABULARIES
 from .verify import PINS, Damage, manifest_of
 
 

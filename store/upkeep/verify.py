@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from ..catalog import Catalog
-from ..committed import RECORD
 from ..digest import file_digest
-from ..entries import CELL_MANIFEST, group_attributes
 from ..errors import CorruptEntry
 from ..files import THREADS
 from ..records import PIN, RESULT, Record
 from ..results import MANIFEST
+from ..runs.committed import RECORD
+from ..runs.entries import CELL_MANIFEST, group_attributes
+from ..runs.vocabularies import CHECK, VOCABULARIES
 from ..sealed import unsealed
-from ..vocabularies import CHECK, VOCABULARIES
 
 PINS = "pins"
 

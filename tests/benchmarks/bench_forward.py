@@ -23,7 +23,7 @@ import torch
 from harness import alternate, print_table, ratio
 
 import mizarr
-from mizarr.stages.forward.points import HookPoint
+from mizarr.stages.forward.architectures.points import HookPoint
 
 PROMPTS, LENGTH, LAYERS = 8, 256, 8
 EVERY_POINT = (

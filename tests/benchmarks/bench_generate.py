@@ -23,7 +23,7 @@ from bench_forward import LAYERS, save_random_llama
 from harness import alternate, print_table, ratio
 
 import mizarr
-from mizarr.stages.forward.generate import generate
+from mizarr.stages.forward.generation.generate import generate
 
 
 def main() -> None:

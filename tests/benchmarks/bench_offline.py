@@ -25,12 +25,12 @@ import numpy as np
 import xarray as xr
 from harness import alternate, print_table, ratio
 
-from mizarr.stages.attribution import component_attribution
-from mizarr.stages.attribution_units import head_attribution
-from mizarr.stages.pca import pca
-from mizarr.stages.readout import readout
+from mizarr.stages.geometry.pca import pca
+from mizarr.stages.logits.attribution import component_attribution
+from mizarr.stages.logits.attribution_units import head_attribution
+from mizarr.stages.logits.readout import readout
 from mizarr.store import PackedTokens, RunKey, open_store
-from mizarr.store.entries import ArraySpec, Entry
+from mizarr.store.runs.entries import ArraySpec, Entry
 
 VOCAB, HEADS, PROMPT, SEGMENT = 4096, 8, 500, 1 << 13
 COMPONENTS = 6

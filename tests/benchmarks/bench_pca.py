@@ -20,7 +20,7 @@ import numpy as np
 import xarray as xr
 from harness import alternate, print_table, ratio
 
-from mizarr.stages.pca import moments, pca
+from mizarr.stages.geometry.pca import moments, pca
 
 
 def contestants(tokens: int, hidden: int) -> dict[str, Callable[[], Any]]:

@@ -26,8 +26,8 @@ from bench_forward import save_random_llama
 from harness import alternate, print_table, ratio
 
 import mizarr
-from mizarr.stages.forward.points import HookPoint
-from mizarr.stages.forward.runs import Run, plan, stream
+from mizarr.stages.forward.architectures.points import HookPoint
+from mizarr.stages.forward.runs.run import Run, plan, stream
 
 LENGTH, GOOD, BAD = 20, 100, 200
 WANT = mizarr.logits(position=-1, tokens=[GOOD, BAD])

@@ -27,11 +27,12 @@ from unittest.mock import patch
 import numpy as np
 from harness import alternate, print_table, ratio
 
-from mizarr.store import PackedTokens, RunKey, open_store, shards
-from mizarr.store.entries import ArraySpec, Entry
+from mizarr.store import PackedTokens, RunKey, open_store
 from mizarr.store.files import Folder
+from mizarr.store.runs import shards
+from mizarr.store.runs.entries import ArraySpec, Entry
+from mizarr.store.runs.shards import DTYPES
 from mizarr.store.sealed import sealed
-from mizarr.store.shards import DTYPES
 
 HIDDEN, LAYERS, PROMPT = 1024, 4, 64
 SEGMENTS = 4

@@ -258,8 +258,8 @@ def test_start_up_stays_within_its_budget(code, seconds):
 
 
 def test_every_hook_point_and_model_family_is_in_the_readme():
-    from mizarr.stages.forward.families import FAMILIES
-    from mizarr.stages.forward.points import KINDS
+    from mizarr.stages.forward.architectures.families import FAMILIES
+    from mizarr.stages.forward.architectures.points import KINDS
 
     text = (ROOT / "README.md").read_text()
     wanted = [kind.path.replace("{}", "{i}") for kind in KINDS] + list(FAMILIES)

@@ -22,34 +22,35 @@ import xarray as xr
 
 from mizarr import stages
 from mizarr.pipeline import ConstantNode, Stage, run, stage
-from mizarr.stages.ablation import Ablation
-from mizarr.stages.continuation import Continuation
-from mizarr.stages.convergence import ContrastiveVectors, SteeringConvergence
-from mizarr.stages.counterfact import CounterFactPatching, Pair
-from mizarr.stages.factual_routing import FactualRouting
-from mizarr.stages.features.activity import FeatureActivity
-from mizarr.stages.features.alignment import DecoderSearch
+from mizarr.stages.causal.ablation import Ablation
+from mizarr.stages.causal.continuation import Continuation
+from mizarr.stages.causal.convergence import ContrastiveVectors, SteeringConvergence
+from mizarr.stages.causal.counterfact import CounterFactPatching, Pair
+from mizarr.stages.causal.factual_routing import FactualRouting
+from mizarr.stages.causal.knockout import EdgeKnockout, HeadKnockout
+from mizarr.stages.causal.patching import ActivationPatching, PatchTable
+from mizarr.stages.causal.patching_metrics import KL, Custom, LogitDifference, Metric, Probability, Recovery
+from mizarr.stages.causal.steering import DoseResponse
+from mizarr.stages.causal.tracing import CausalTracing
 from mizarr.stages.features.dictionary import Dictionary
-from mizarr.stages.features.layout import Layout
-from mizarr.stages.features.ranked import RankedSweep, RankedTrace
-from mizarr.stages.features.sweeps import Dose, InjectionSweep
-from mizarr.stages.forward.branches import Wanted
-from mizarr.stages.forward.config import RopeConfig, TransformerConfig
-from mizarr.stages.forward.edge_interventions import Knockout, SetValue, Steer
-from mizarr.stages.forward.experiment import Experiment, ExperimentNode
-from mizarr.stages.forward.generation import Settings
-from mizarr.stages.forward.hooks import BoundSpec, Capture, HookSpec
-from mizarr.stages.forward.interventions import Add, AddAtPositions, Intervention, Replace, Scale, Zero
-from mizarr.stages.forward.points import HookPoint
-from mizarr.stages.forward.source import ModelSource
-from mizarr.stages.forward.stored_runs import _run_digest, _shape
-from mizarr.stages.forward.wants import Logits
-from mizarr.stages.graph import node as graph_node, selection, targets
-from mizarr.stages.knockout import EdgeKnockout, HeadKnockout
-from mizarr.stages.patching import ActivationPatching, PatchTable
-from mizarr.stages.patching_metrics import KL, Custom, LogitDifference, Metric, Probability, Recovery
-from mizarr.stages.steering import DoseResponse
-from mizarr.stages.tracing import CausalTracing
+from mizarr.stages.features.effects.activity import FeatureActivity
+from mizarr.stages.features.effects.alignment import DecoderSearch
+from mizarr.stages.features.effects.ranked import RankedSweep, RankedTrace
+from mizarr.stages.features.effects.sweeps import Dose, InjectionSweep
+from mizarr.stages.features.layers.layout import Layout
+from mizarr.stages.forward.architectures.points import HookPoint
+from mizarr.stages.forward.architectures.transformer import RopeConfig, TransformerConfig
+from mizarr.stages.forward.generation.continuations import Settings
+from mizarr.stages.forward.hooks.edge_interventions import Knockout, SetValue, Steer
+from mizarr.stages.forward.hooks.interventions import Add, AddAtPositions, Intervention, Replace, Scale, Zero
+from mizarr.stages.forward.hooks.spec import BoundSpec, Capture, HookSpec
+from mizarr.stages.forward.hooks.wants import Logits
+from mizarr.stages.forward.models.source import ModelSource
+from mizarr.stages.forward.passes.branches import Wanted
+from mizarr.stages.forward.runs.experiment import Experiment, ExperimentNode
+from mizarr.stages.forward.runs.stored_runs import _run_digest, _shape
+from mizarr.stages.graph import node as graph_node
+from mizarr.stages.graph.rows import selection, targets
 from mizarr.store import open_store
 from mizarr.store.digest import canonical_json, digest
 from mizarr.store.errors import InterventionError, MizarrError, StageError
@@ -501,7 +502,7 @@ class Held:
 
 
 def test_what_an_encoding_reads_and_how_is_in_its_key(store):
-    from mizarr.stages.features.encode import encode_nodes
+    from mizarr.stages.features.corpus.encode import encode_nodes
 
     clt = Dictionary.from_pretrained("specimen/clt")
     states = xr.Dataset({clt.layout.read: (("layer", "token", "hidden"), np.zeros((2, 1, clt.d_in), "f4"))})

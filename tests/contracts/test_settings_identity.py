@@ -15,7 +15,7 @@ import pytest
 from mizarr.pipeline import StageNode
 from mizarr.pipeline.nodes import Node
 from mizarr.pipeline.sources import ConstantNode, SourceNode
-from mizarr.stages.forward.capture import CaptureNode
+from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.store.digest import digest
 from mizarr.workflows import WORKFLOWS, build
 

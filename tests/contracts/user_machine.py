@@ -422,7 +422,7 @@ class UserMachine(RuleBasedStateMachine):
     @rule(name=NAMES)
     def let_digests_be_remembered(self, name: str) -> None:
         """A file that has lain still for two seconds has its digest remembered: pretend that it has."""
-        from mizarr.stages.forward.files import resolve
+        from mizarr.stages.forward.models.files import resolve
 
         later = time.time() + 10
         threading.Event().wait(0.01)  # a tick of the clock of the file system on either side
@@ -493,12 +493,12 @@ class UserMachine(RuleBasedStateMachine):
 
 def experiments() -> tuple[Any, ...]:
     """One small experiment of each kind; all on prompts of ids, so that tokenizers do not choose them."""
-    from mizarr.stages.continuation import Continuation
-    from mizarr.stages.forward.generation import Settings
-    from mizarr.stages.knockout import EdgeKnockout, HeadKnockout
-    from mizarr.stages.patching import ActivationPatching
-    from mizarr.stages.patching_metrics import KL, LogitDifference
-    from mizarr.stages.steering import DoseResponse
+    from mizarr.stages.causal.continuation import Continuation
+    from mizarr.stages.causal.knockout import EdgeKnockout, HeadKnockout
+    from mizarr.stages.causal.patching import ActivationPatching
+    from mizarr.stages.causal.patching_metrics import KL, LogitDifference
+    from mizarr.stages.causal.steering import DoseResponse
+    from mizarr.stages.forward.generation.continuations import Settings
 
     pair = {"clean": (1, 2, 3), "corrupted": (1, 5, 3), "kinds": ("resid_post",)}
     return (
@@ -520,7 +520,7 @@ EXPERIMENTS = st.sampled_from(experiments())
 
 def edit(model: mizarr.Model, number: int, how: str) -> None:
     """Change a loaded model in one of the ways a user knows."""
-    from mizarr.stages.forward.weights import Linear
+    from mizarr.stages.forward.networks.weights import Linear
 
     network = model.network
     tensors = list(world.tensors_of(model).values())
@@ -606,7 +606,7 @@ class OwnStage:
 
     def answer(self, model: Any, store: Store) -> world.Answer:
         """By its node."""
-        from mizarr.stages.forward.capture import CaptureNode
+        from mizarr.stages.forward.capture.capture import CaptureNode
 
         states = CaptureNode(model, [(1, 2, 3)], "blocks.*.hook_resid_post")["resid_post"]
         return world.run_node(self.module.weighed.on(states=states), store)

@@ -65,8 +65,8 @@ def replaced(path: Path, data: bytes, how: str) -> None:
 
 def weights_file(seed: int) -> bytes:
     """A checkpoint's model.safetensors; all of one size."""
-    from mizarr.stages.forward.families import from_hf_config
-    from mizarr.stages.forward.weights import expected_tensors
+    from mizarr.stages.forward.architectures.families import from_hf_config
+    from mizarr.stages.forward.networks.weights import expected_tensors
 
     draw = np.random.default_rng(seed)
     shapes = expected_tensors(from_hf_config(SHAPE))
@@ -254,7 +254,7 @@ class Capture:
 
 def capture_has_layers(variable: str) -> bool:
     """Whether a stored variable has a layer axis."""
-    from mizarr.stages.forward.points import BY_NAME
+    from mizarr.stages.forward.architectures.points import BY_NAME
 
     return bool(BY_NAME[variable.removesuffix("__pre")].per_layer)
 
@@ -296,8 +296,8 @@ class Components:
 
     def answer(self, model: Any, store: Store) -> Answer:
         """What does not depend on a sign."""
-        from mizarr.stages.forward.capture import CaptureNode
-        from mizarr.stages.pca import moments, principal_components
+        from mizarr.stages.forward.capture.capture import CaptureNode
+        from mizarr.stages.geometry.pca import moments, principal_components
 
         states = CaptureNode(model, list(self.prompts), "blocks.*.hook_resid_post")["resid_post"]
         found = run_node(principal_components.on(summary=moments.on(states=states), n_components=2), store)
@@ -342,7 +342,7 @@ class Encoded:
 
     def answer(self, model: Any, store: Store) -> Answer:
         """By `encode_corpus`."""
-        from mizarr.stages.features.encode import encode_corpus
+        from mizarr.stages.features.corpus.encode import encode_corpus
 
         found = encode_corpus(opened(self.dictionary), model, list(self.prompts), store=store, progress=False)
         return values_of(found)
@@ -357,7 +357,7 @@ class Active:
 
     def answer(self, model: Any, store: Store) -> Answer:
         """By the experiment."""
-        from mizarr.stages.features.activity import FeatureActivity
+        from mizarr.stages.features.effects.activity import FeatureActivity
 
         features = opened(self.dictionary)
         asked = FeatureActivity(tokens=self.prompt, dictionary=features.name, features=features.identity)

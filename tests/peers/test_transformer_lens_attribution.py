@@ -15,12 +15,12 @@ import pytest
 import xarray as xr
 
 import mizarr
-from mizarr.stages.attribution import component_attribution, logit_attrs
-from mizarr.stages.attribution_units import head_attribution, neuron_attribution
-from mizarr.stages.component_weights import component_weights
-from mizarr.stages.forward.families import from_hf_config
-from mizarr.stages.readout import readout_from_files
-from mizarr.stages.residual import (
+from mizarr.stages.forward.architectures.families import from_hf_config
+from mizarr.stages.logits.attribution import component_attribution, logit_attrs
+from mizarr.stages.logits.attribution_units import head_attribution, neuron_attribution
+from mizarr.stages.logits.component_weights import component_weights
+from mizarr.stages.logits.readout import readout_from_files
+from mizarr.stages.logits.residual import (
     accumulated_resid,
     apply_ln_to_stack,
     decompose_resid,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import mizarr
-from mizarr.stages.head_detection import KINDS, detect_head, detection_pattern
+from mizarr.stages.attention.head_detection import KINDS, detect_head, detection_pattern
 
 from ..stages.forward.random_models import save_random_model
 

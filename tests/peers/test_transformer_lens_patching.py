@@ -16,8 +16,13 @@ import pytest
 
 import mizarr
 from mizarr.pipeline import run
-from mizarr.stages.patching import ActivationPatching, block_every, head_all_pos_every, head_by_pos_every
-from mizarr.stages.patching_metrics import LogitDifference
+from mizarr.stages.causal.patching import (
+    ActivationPatching,
+    block_every,
+    head_all_pos_every,
+    head_by_pos_every,
+)
+from mizarr.stages.causal.patching_metrics import LogitDifference
 
 from ..stages.forward.random_models import save_random_model
 

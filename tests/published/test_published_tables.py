@@ -122,7 +122,7 @@ CLAIMS = (
 def loaded(model: str) -> mizarr.Model:
     if model == "specimen":
         return mizarr.Model.from_pretrained(model)
-    from mizarr.stages.forward.download import fetch
+    from mizarr.stages.forward.models.download import fetch
 
     fetch(model, REVISION)
     return mizarr.Model.from_pretrained(model, revision=REVISION, dtype="float32")

@@ -10,9 +10,9 @@ import numpy as np
 import xarray as xr
 
 import mizarr
-from mizarr.stages.component_weights import component_weights
-from mizarr.stages.forward.families import from_hf_config
-from mizarr.stages.readout import readout_from_files
+from mizarr.stages.forward.architectures.families import from_hf_config
+from mizarr.stages.logits.component_weights import component_weights
+from mizarr.stages.logits.readout import readout_from_files
 
 from .forward.random_models import save_random_model
 

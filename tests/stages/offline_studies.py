@@ -18,8 +18,8 @@ import xarray as xr
 
 import mizarr
 from mizarr.stages import find
-from mizarr.stages.head_detection import detection_pattern
-from mizarr.stages.residual import (
+from mizarr.stages.attention.head_detection import detection_pattern
+from mizarr.stages.logits.residual import (
     accumulated_resid,
     apply_ln_to_stack,
     decompose_resid,

@@ -6,18 +6,15 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from mizarr.stages.attribution import (
+from mizarr.stages.logits.attribution import (
     component_attribution,
     constant_share,
     contrasted_tokens,
     logit_attrs,
 )
-from mizarr.stages.attribution_units import (
-    head_attribution,
-    neuron_attribution,
-)
-from mizarr.stages.logit_directions import MOST_LIKELY, NONE
-from mizarr.stages.residual import (
+from mizarr.stages.logits.attribution_units import head_attribution, neuron_attribution
+from mizarr.stages.logits.logit_directions import MOST_LIKELY, NONE
+from mizarr.stages.logits.residual import (
     accumulated_resid,
     decompose_resid,
     full_resid_decomposition,

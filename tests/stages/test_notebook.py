@@ -11,8 +11,8 @@ import pytest
 
 import mizarr
 from mizarr.pipeline import plan as plan_nodes
-from mizarr.stages.forward.runs import plan
-from mizarr.stages.knockout import EdgeKnockout
+from mizarr.stages.causal.knockout import EdgeKnockout
+from mizarr.stages.forward.runs.run import plan
 
 PROMPT = "a <b>bold</b> & 'quoted' prompt"
 

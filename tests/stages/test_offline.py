@@ -13,9 +13,9 @@ import pytest
 import mizarr
 from mizarr.pipeline import Stage, run
 from mizarr.stages import REGISTRY, find
-from mizarr.stages.component_weights import component_weights_node
-from mizarr.stages.forward.files import resolve
-from mizarr.stages.readout import readout_node
+from mizarr.stages.forward.models.files import resolve
+from mizarr.stages.logits.component_weights import component_weights_node
+from mizarr.stages.logits.readout import readout_node
 from tests.torch_free import TORCH_BLOCKED
 
 from .attribution_corpus import FAMILIES, HOOKS, POST, PROMPTS

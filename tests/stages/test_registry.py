@@ -14,7 +14,7 @@ import mizarr.stages
 from mizarr.pipeline import Stage
 from mizarr.pipeline.declaration import Output
 from mizarr.stages import REGISTRY, find
-from mizarr.stages.forward.experiment import Experiment
+from mizarr.stages.forward.runs.experiment import Experiment
 from mizarr.store.errors import StageError
 from tests.torch_free import without_torch
 

@@ -10,8 +10,8 @@ import time
 import numpy as np
 
 from mizarr.store import PackedTokens, RunKey
-from mizarr.store.entries import ArraySpec, Entry
 from mizarr.store.files import Folder
+from mizarr.store.runs.entries import ArraySpec, Entry
 
 TOKENS = PackedTokens.from_lists([[1] * n for n in range(3, 90)])  # 3915 tokens
 RUN = RunKey("m", TOKENS.digest, "none")

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from mizarr.store import PackedTokens, RunKey, Store
-from mizarr.store.entries import ArraySpec, Entry
+from mizarr.store.runs.entries import ArraySpec, Entry
 
 PROMPTS = [[7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [5, 6], [4, 4, 4]]  # ragged; longer than two segments of four
 TEXTS = ["one", "zwei Wörter", "三", "four"]

@@ -14,12 +14,13 @@ import pytest
 import xarray as xr
 import zarr
 
-import mizarr.store.bfloat16  # noqa: F401 - teaches zarr the dtype
-from mizarr.store import PackedTokens, ResultKey, RunKey, open_store, shards
+import mizarr.store.runs.bfloat16  # noqa: F401 - teaches zarr the dtype
+from mizarr.store import PackedTokens, ResultKey, RunKey, open_store
 from mizarr.store.content import content_of
-from mizarr.store.entries import ArraySpec
 from mizarr.store.errors import MizarrError
-from mizarr.store.shards import DTYPES
+from mizarr.store.runs import shards
+from mizarr.store.runs.entries import ArraySpec
+from mizarr.store.runs.shards import DTYPES
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [3, 3, 1, 2]]
 TEXTS = ["a b c", "dé f", "", "x"]

@@ -10,8 +10,8 @@ import pytest
 import xarray as xr
 
 from mizarr.store import PackedTokens, ResultKey, RunKey, open_store
-from mizarr.store.entries import ArraySpec
 from mizarr.store.errors import EntryNotFound, ReadOnlyStore
+from mizarr.store.runs.entries import ArraySpec
 
 SPECS = [
     ArraySpec(name, f"blocks.*.hook_{name}", ("layer", "token", "hidden"), {"hidden": 2}, "float32", 2)

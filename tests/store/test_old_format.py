@@ -11,8 +11,8 @@ import pytest
 import xarray as xr
 
 from mizarr.store import PackedTokens, ResultKey, RunKey, open_store
-from mizarr.store.entries import ArraySpec
 from mizarr.store.errors import CorruptEntry
+from mizarr.store.runs.entries import ArraySpec
 from mizarr.workflows.cli import run
 
 TOKENS = PackedTokens.from_lists([[1, 2, 3], [4, 5, 6, 7, 8], [9]])

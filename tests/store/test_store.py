@@ -12,8 +12,8 @@ import pytest
 import xarray as xr
 
 from mizarr.store import PackedTokens, ResultKey, RunKey, open_store
-from mizarr.store.entries import ArraySpec
 from mizarr.store.errors import EntryNotFound, PromptError, ReadOnlyStore, ShapeError, StoreFormatError
+from mizarr.store.runs.entries import ArraySpec
 from mizarr.store.store import default_segment_tokens
 
 DIMS = ("layer", "token", "hidden")
@@ -105,7 +105,7 @@ def test_processes_creating_one_store_and_one_entry_agree(path):
 import sys, time
 import numpy as np
 from mizarr.store import PackedTokens, RunKey, open_store
-from mizarr.store.entries import ArraySpec
+from mizarr.store.runs.entries import ArraySpec
 tokens = PackedTokens.from_lists([[1, 2, 3], [4, 5]], texts=["a", sys.argv[3]])
 spec = ArraySpec("resid_post", "h", ("layer", "token", "hidden"), {"hidden": 2}, "float32", 1)
 time.sleep(max(0, float(sys.argv[2]) - time.time()))

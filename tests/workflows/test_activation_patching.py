@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import mizarr
-from mizarr.stages.forward.runs import Run, stream
+from mizarr.stages.forward.runs.run import Run, stream
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
 from tests.torch_free import TORCH_BLOCKED

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import mizarr
-from mizarr.stages.graph import attribute, node
-from mizarr.stages.lens import format_token
+from mizarr.stages.graph import node
+from mizarr.stages.graph.rows import attribute
+from mizarr.stages.logits.lens import format_token
 from mizarr.workflows import build, compute
 from mizarr.workflows.attribution_graph import PRESETS, AttributionGraphs, Settings, chosen_preset
 from mizarr.workflows.cli import run

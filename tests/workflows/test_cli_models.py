@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import mizarr
-from mizarr.stages.forward.families import FAMILIES, from_hf_config
-from mizarr.stages.forward.files import ModelFiles
-from mizarr.stages.forward.weights import expected_tensors
+from mizarr.stages.forward.architectures.families import FAMILIES, from_hf_config
+from mizarr.stages.forward.models.files import ModelFiles
+from mizarr.stages.forward.networks.weights import expected_tensors
 from mizarr.workflows.cli import run
 
 README = Path(mizarr.__file__).parent / "README.md"
@@ -76,7 +76,7 @@ def test_fetch_prints_where_the_model_lies(monkeypatch, capsys, tmp_path):
         asked.append((name, revision, progress))
         return ModelFiles(name, tmp_path)
 
-    monkeypatch.setattr("mizarr.stages.forward.download.fetch", fetch)
+    monkeypatch.setattr("mizarr.stages.forward.models.download.fetch", fetch)
     assert run(["models", "fetch", "org/name", "--revision", "v2", "--quiet"]) == 0
     assert capsys.readouterr().out == f"{tmp_path}\n"
     assert asked == [("org/name", "v2", False)]

@@ -88,7 +88,10 @@ def test_one_is_described_with_its_users(capsys):
     lines = said(capsys, "edge_knockout").splitlines()
     assert lines[:-1] == find("edge_knockout").describe().splitlines()
     assert lines[-1] == "  use attention_knockout"
-    assert said(capsys, "layer_cka").splitlines()[-1] == "  use library: mizarr.stages.similarity.layer_cka"
+    assert (
+        said(capsys, "layer_cka").splitlines()[-1]
+        == "  use library: mizarr.stages.geometry.similarity.layer_cka"
+    )
 
 
 def test_documents_for_machines_say_the_same(capsys, used):

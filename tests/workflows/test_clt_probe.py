@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import mizarr
-from mizarr.stages.features.alignment import align_over_targets
 from mizarr.stages.features.dictionary import Dictionary
+from mizarr.stages.features.effects.alignment import align_over_targets
 from mizarr.workflows import build, compute
 from tests.random_dictionaries import save_random_clt
 

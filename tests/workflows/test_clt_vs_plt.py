@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import mizarr
-from mizarr.stages.features.alignment import align, align_over_targets
 from mizarr.stages.features.dictionary import Dictionary
-from mizarr.stages.features.injection import Injection, injected
+from mizarr.stages.features.effects.alignment import align, align_over_targets
+from mizarr.stages.features.effects.injection import Injection, injected
 from mizarr.workflows import build, compute
 from tests.random_dictionaries import save_random_clt, save_random_plt
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 import mizarr
-from mizarr.stages.counterfact import position_map
+from mizarr.stages.causal.counterfact import position_map
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
 from mizarr.workflows.fact_pairs import fact_pairs, shipped_pairs

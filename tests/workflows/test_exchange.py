@@ -15,11 +15,10 @@ import safetensors.numpy
 import xarray as xr
 
 import mizarr
-from mizarr.stages.pca import pca
-from mizarr.stages.similarity import layer_cosine
-from mizarr.stages.token_statistics import token_statistics
+from mizarr.stages.corpus.token_statistics import token_statistics
+from mizarr.stages.geometry.pca import pca
+from mizarr.stages.geometry.similarity import layer_cosine
 from mizarr.store import open_store
-from mizarr.store.entries import Entry
 from mizarr.store.errors import (
     ConfigError,
     HookPointNotFound,
@@ -29,8 +28,9 @@ from mizarr.store.errors import (
     StageError,
     WeightsError,
 )
-from mizarr.store.exports import export_key
+from mizarr.store.exchange.exports import export_key
 from mizarr.store.identity import require_same_model
+from mizarr.store.runs.entries import Entry
 from tests.memory import PEAK, printed
 from tests.store.exchanged import PROMPTS, STATES, TEXTS, put_run, values
 from tests.torch_free import TORCH_BLOCKED
@@ -367,9 +367,9 @@ TORCH_FREE = (
     TORCH_BLOCKED
     + """
 import mizarr
-from mizarr.stages.pca import pca
-from mizarr.stages.similarity import layer_cosine
-from mizarr.stages.token_statistics import token_statistics
+from mizarr.stages.geometry.pca import pca
+from mizarr.stages.geometry.similarity import layer_cosine
+from mizarr.stages.corpus.token_statistics import token_statistics
 
 states = mizarr.import_activations(sys.argv[1], model="gpt2", store=sys.argv[2])
 states = mizarr.open_store(sys.argv[2], mode="r")[states.encoding["run"]].resid_post

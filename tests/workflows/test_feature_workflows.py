@@ -11,7 +11,7 @@ import pytest
 
 import mizarr
 from mizarr.stages.features.dictionary import Dictionary
-from mizarr.stages.features.injection import Injection, injected
+from mizarr.stages.features.effects.injection import Injection, injected
 from mizarr.workflows import build, compute
 from tests.random_dictionaries import save_random_clt
 

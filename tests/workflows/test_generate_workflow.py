@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import mizarr
-from mizarr.stages.continuation import Continuation
-from mizarr.stages.forward.generate import TokenStream, generate
-from mizarr.stages.forward.generation import Settings
-from mizarr.stages.lens import format_token
+from mizarr.stages.causal.continuation import Continuation
+from mizarr.stages.forward.generation.continuations import Settings
+from mizarr.stages.forward.generation.generate import TokenStream, generate
+from mizarr.stages.logits.lens import format_token
 from mizarr.store.errors import ConfigError, HookPointNotFound, PromptError
 from mizarr.workflows import build, compute
 from tests.torch_free import TORCH_BLOCKED

@@ -11,7 +11,7 @@ import xarray as xr
 from rich.console import Console
 
 import mizarr
-from mizarr.stages.head_detection import KINDS, detect_head
+from mizarr.stages.attention.head_detection import KINDS, detect_head
 from mizarr.store.errors import ConfigError, EntryNotFound, MizarrError, PromptError
 from mizarr.workflows import build, compute
 from mizarr.workflows.attention_export import attention_document, export_attention

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mizarr.stages import character_count
-from mizarr.stages.text import character_counts, wrap
+from mizarr.stages.corpus.text import character_counts, wrap
+from mizarr.stages.geometry import character_count
 from mizarr.store.errors import MizarrError
 from mizarr.workflows import build, compute
 from mizarr.workflows.character_count_helix import line_corpus, token_counts
@@ -178,7 +178,7 @@ def test_the_page_is_drawn_for_the_layer_shown(done, tmp_path: Path):
 
 
 def test_planning_loads_no_weights(tiny_model: Path, prose_file: Path, monkeypatch: pytest.MonkeyPatch):
-    from mizarr.stages.forward import weights
+    from mizarr.stages.forward.networks import weights
 
     monkeypatch.setattr(weights, "load", None)
     workflow = build("character_count_helix", model=str(tiny_model), text=str(prose_file), **SETTINGS)

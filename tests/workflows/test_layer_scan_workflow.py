@@ -128,7 +128,7 @@ def test_conditions_and_layers_can_be_chosen_and_targets_behind_the_marker_count
 
 def test_characters_between_tokens_go_to_the_nearest_and_are_counted():
     """As with tokenizers that drop white space."""
-    from mizarr.stages.forward.tokens import Encoding
+    from mizarr.stages.forward.text.tokens import Encoding
 
     pieces, spans = ["<s>", "ab", "cd"], [(0, 0), (0, 2), (3, 5)]
     encoding = Encoding([0, 1, 2], pieces, spans, [True, False, False], "ab cd")

@@ -11,7 +11,7 @@ import xarray as xr
 from rich.console import Console
 
 import mizarr
-from mizarr.stages.probe import probe
+from mizarr.stages.geometry.probe import probe
 from mizarr.store import PackedTokens
 from mizarr.store.errors import ConfigError, HookPointNotFound, MizarrError, PromptError, TokenizerError
 from mizarr.workflows import build, compute

@@ -19,7 +19,7 @@ import pytest
 import xarray as xr
 from rich.table import Table as RichTable
 
-from mizarr.stages.lens import format_token
+from mizarr.stages.logits.lens import format_token
 from mizarr.store.errors import ConfigError, ShapeError
 from mizarr.workflows import build, compute
 from mizarr.workflows.cli import run

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from mizarr.stages.attention import unpacked
-from mizarr.stages.lens import format_probability, format_token
+from mizarr.stages.attention.flow import unpacked
+from mizarr.stages.logits.lens import format_probability, format_token
 from mizarr.workflows import WORKFLOWS, compute
 from mizarr.workflows.report import Heatmap
 from mizarr.workflows.workflow import Workflow

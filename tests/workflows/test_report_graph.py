@@ -18,11 +18,11 @@ import xarray as xr
 
 import mizarr
 from mizarr.pipeline import run
-from mizarr.stages.features.encode import encode_nodes
-from mizarr.stages.features.examples import top_examples
-from mizarr.stages.forward.capture import CaptureNode
+from mizarr.stages.features.corpus.encode import encode_nodes
+from mizarr.stages.features.corpus.examples import top_examples
+from mizarr.stages.forward.capture.capture import CaptureNode
+from mizarr.stages.graph.files.viewer import document
 from mizarr.stages.graph.graph import AttributionGraph
-from mizarr.stages.graph.viewer import document
 from mizarr.store.errors import ShapeError
 from mizarr.workflows.graph_page import examples_of, graph_elements
 from mizarr.workflows.report import Graph
@@ -246,9 +246,9 @@ def test_a_page_of_a_stored_graph_needs_no_torch(tmp_path):
 import pickle
 import mizarr
 from mizarr.pipeline import run
-from mizarr.stages.features.encode import encode_nodes
-from mizarr.stages.features.examples import top_examples
-from mizarr.stages.forward.capture import CaptureNode
+from mizarr.stages.features.corpus.encode import encode_nodes
+from mizarr.stages.features.corpus.examples import top_examples
+from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.graph.graph import AttributionGraph
 from mizarr.workflows.graph_page import examples_of, graph_elements
 graph = AttributionGraph(pickle.load(open(sys.argv[1], "rb")))

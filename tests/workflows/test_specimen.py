@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 import mizarr
-from mizarr.stages.text import character_counts, wrap
+from mizarr.stages.corpus.text import character_counts, wrap
 from mizarr.workflows.specimen import card, evaluate, train
 from mizarr.workflows.specimen.data import (
     HELD_OUT,

@@ -10,12 +10,12 @@ import xarray as xr
 
 import mizarr
 from mizarr.pipeline import run
-from mizarr.stages.character_count import count_sums
-from mizarr.stages.forward.capture import CaptureNode
-from mizarr.stages.forward.files import resolve
-from mizarr.stages.lens import logit_lens
-from mizarr.stages.pca import moments, pca, principal_components
-from mizarr.stages.readout import readout_node
+from mizarr.stages.forward.capture.capture import CaptureNode
+from mizarr.stages.forward.models.files import resolve
+from mizarr.stages.geometry.character_count import count_sums
+from mizarr.stages.geometry.pca import moments, pca, principal_components
+from mizarr.stages.logits.lens import logit_lens
+from mizarr.stages.logits.readout import readout_node
 
 
 @pytest.fixture(scope="module")

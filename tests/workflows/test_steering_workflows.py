@@ -14,7 +14,7 @@ from rich.console import Console
 
 import mizarr
 from mizarr import Add, HookSpec, Steer
-from mizarr.stages.steering import DOSE_LEVELS
+from mizarr.stages.causal.steering import DOSE_LEVELS
 from mizarr.store.errors import ConfigError, MizarrError, PromptError
 from mizarr.workflows import build, compute
 from mizarr.workflows.answers import counterpart, fact

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mizarr
-from mizarr.stages.pca import pca
+from mizarr.stages.geometry.pca import pca
 from mizarr.workflows import compute
 from tests.torch_free import without_torch
 
@@ -63,7 +63,7 @@ print(json.dumps(done.to_json()))
 def test_principal_components_of_the_stored_corpus_are_the_same(lens, store: Path):
     program = """
 import mizarr
-from mizarr.stages.pca import pca
+from mizarr.stages.geometry.pca import pca
 store = mizarr.open_store(sys.argv[1], mode="r")
 states = store.entry(sys.argv[2]).open()["resid_post"]
 found = pca(states, n_components=4)

@@ -47,7 +47,7 @@ def export(
     provenance go along. Written in pieces, and under its name only when whole.
     """
     from ...store import open_store
-    from ...store.exports import export_key
+    from ...store.exchange.exports import export_key
 
     names = None if variables is None else [name for name in variables.split(",") if name]
     written = export_key(

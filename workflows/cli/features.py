@@ -155,7 +155,7 @@ def _misfit(dictionary: Dictionary, model: str | None) -> list[str]:
     """Why it cannot be used with a model; empty if it can, or none was named."""
     if model is None:
         return []
-    from ...stages.forward.files import resolve
+    from ...stages.forward.models.files import resolve
     from ...store.errors import DictionaryError
 
     files = resolve(model)

@@ -13,8 +13,8 @@ import click
 from .options import SuggestingGroup, json_option, print_json, print_table, quiet_option
 
 if TYPE_CHECKING:
-    from ...stages.forward.autoconfig import CompatibilityReport
-    from ...stages.forward.files import ModelFiles
+    from ...stages.forward.models.autoconfig import CompatibilityReport
+    from ...stages.forward.models.files import ModelFiles
 
 CANNOT_RUN = 1
 
@@ -37,7 +37,7 @@ def fetch(repo: str, revision: str | None, as_json: bool, quiet: bool) -> None:
     Only what a forward pass reads: configuration, tokenizer, safetensors weights. Interrupted, it keeps the
     files that are finished and goes on with the next. HF_TOKEN opens gated models.
     """
-    from ...stages.forward import download
+    from ...stages.forward.models import download
 
     files = download.fetch(repo, revision, progress=not quiet)
     directory = str(files.directory)
@@ -54,7 +54,7 @@ def families(as_json: bool) -> None:
 
     Any other decoder of this shape is configured from its tensors; `mizarr models inspect` tells how.
     """
-    from ...stages.forward.families import FAMILIES, described
+    from ...stages.forward.architectures.families import FAMILIES, described
 
     rows = [described(model_type) for model_type in FAMILIES]
     if as_json:
@@ -85,8 +85,8 @@ def inspect(model: str, revision: str | None, shapes_only: bool, as_json: bool, 
     unless a check is remembered. Exit code 1 if the checkpoint cannot run, with the reasons.
     """
     from ...pipeline.progress import Progress
-    from ...stages.forward.autoconfig import report
-    from ...stages.forward.files import resolve
+    from ...stages.forward.models.autoconfig import report
+    from ...stages.forward.models.files import resolve
     from ..inspect_model import tensor_facts
 
     files = resolve(model, revision)

@@ -28,9 +28,9 @@ from .prompts import read_prompts
 
 if TYPE_CHECKING:
     from ...pipeline import Plan
-    from ...stages.forward.capture import CaptureNode
+    from ...stages.forward.capture.capture import CaptureNode
     from ...store import Store
-    from ...store.labelled import LabelledEntry
+    from ...store.reading.labelled import LabelledEntry
 
 NAMES = ", ".join(WORKFLOWS)
 HOOKS_EXAMPLE = "--hooks 'blocks.*.hook_resid_post'"
@@ -144,8 +144,8 @@ def capture(
     column, or - for stdin. What the store already holds is not computed again.
     """
     from ...pipeline import plan, run
-    from ...stages.forward.capture import CaptureNode
-    from ...stages.forward.hooks import HookSpec
+    from ...stages.forward.capture.capture import CaptureNode
+    from ...stages.forward.hooks.spec import HookSpec
     from ...store import open_store
 
     given = {name: value for name, value in options.items() if value is not None}

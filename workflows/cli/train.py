@@ -116,7 +116,7 @@ def train(
 
     PROMPTS are given as to mizarr capture.
     """
-    from ...stages.forward.files import resolve
+    from ...stages.forward.models.files import resolve
 
     chosen = _settings(config, given)
     model = resolve(model, trust_layout=trust_layout).name
@@ -160,8 +160,8 @@ def _captured(
     """The activations the settings ask for, captured as far as they are not stored."""
     from ...pipeline import run
     from ...stages.features.training.source import StoredActivations
-    from ...stages.forward.capture import MEMORY, CaptureNode
-    from ...stages.forward.points import BY_NAME
+    from ...stages.forward.architectures.points import BY_NAME
+    from ...stages.forward.capture.capture import MEMORY, CaptureNode
     from ...store import open_store
 
     layers = ["*"] if chosen.layers is None else list(map(str, chosen.layers))
@@ -212,7 +212,7 @@ def _finish(training: Training, model: str, out: Path, dtype: str) -> None:
     from ...stages.features.training.evaluate import summary
     from ...stages.features.training.replacement import replacement_loss
     from ...stages.features.training.trained import FORMATS, as_dictionary
-    from ...stages.forward.model import Model
+    from ...stages.forward.models.model import Model
 
     chosen, layers = training.settings, training.layers
     held_out = training.held_out or training.source

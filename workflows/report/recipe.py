@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 from ...pipeline.nodes import ResultNode, one_look
 from ...pipeline.plan import human_bytes
 from ...pipeline.sources import ConstantNode
-from ...stages.forward.capture import CaptureNode
+from ...stages.forward.capture.capture import CaptureNode
 from ...store.errors import EntryNotFound
 
 if TYPE_CHECKING:
     from ...pipeline.nodes import Node
     from ...store import Store
-    from ...store.labelled import LabelledEntry
+    from ...store.reading.labelled import LabelledEntry
     from ...store.records import Record
     from ..workflow import Workflow
 

@@ -3,7 +3,7 @@
 Border: text, integers and numpy; knows no model and no torch.
 
 Idea. Three kinds of row teach three things that can be looked at inside a model:
-  prose     words of a chapter wrapped greedily (stages/text.py) at one random width per row. Earlier lines
+  prose     words of a chapter wrapped greedily (stages/corpus/text.py) at one random width per row. Earlier lines
             show the width, so predicting the line break needs a count of the characters in this line
             (Gurnee et al. 2025, "When Models Manipulate Manifolds").
   facts     "<s>prompt target.</s>", many per row; only memory can complete them.
@@ -136,7 +136,7 @@ class Batch(NamedTuple):
     sources: int64 [row, token], for an input whose target can be copied from earlier in the row, where that
     stands; -1 elsewhere.
     counts: int64 [row, token], characters between the start of the line and the start of the input, as in
-    `mizarr.stages.text`; -1 for whatever is not wrapped prose.
+    `mizarr.stages.corpus.text`; -1 for whatever is not wrapped prose.
     """
 
     ids: Ids
@@ -177,7 +177,7 @@ def wrapped_row(
 ) -> tuple[list[int], list[int], list[int]]:
     """`size` tokens of the words `order`, greedily wrapped at `width` characters, after a BOS.
 
-    The rule is that of `mizarr.stages.text.wrap`. Fewer tokens when the words run out.
+    The rule is that of `mizarr.stages.corpus.text.wrap`. Fewer tokens when the words run out.
     Returns the ids, their character counts (-1 for BOS), and the column of each token (characters of the line
     up to and including its word; 0 for BOS and line breaks).
     """
@@ -364,7 +364,7 @@ def _fact_tokens(fact: Fact, tokenizer: Tokenizer) -> tuple[list[int], list[int]
 
 
 def _tokenizer_text(chapters: Sequence[Chapter], facts: Sequence[Fact], seed: int) -> Iterator[str]:
-    from ...stages.text import wrap
+    from ...stages.corpus.text import wrap
 
     rng = np.random.default_rng(seed)
     for chapter in chapters:

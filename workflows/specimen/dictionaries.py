@@ -124,7 +124,7 @@ def specimen_tokenizer() -> Tokenizer:
     """As it ships."""
     from tokenizers import Tokenizer
 
-    from ...stages.forward.files import resolve
+    from ...stages.forward.models.files import resolve
 
     found: Tokenizer = Tokenizer.from_file(str(resolve("specimen").directory / "tokenizer.json"))
     return found
@@ -134,7 +134,7 @@ def captured(prompts: list[list[int]], store: Path) -> StoredActivations:
     """The specimen's activations on prompts, stored in float16; only what is missing is computed."""
     from ...pipeline import run
     from ...stages.features.training.source import StoredActivations
-    from ...stages.forward.capture import CaptureNode
+    from ...stages.forward.capture.capture import CaptureNode
     from ...store import open_store
 
     hooks = ["blocks.*.hook_resid_mid", "blocks.*.hook_mlp_out", f"blocks.{SAE_LAYER}.hook_resid_post"]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...stages.features.dictionary import Dictionary
-    from ...stages.features.layer import LayerFeatures
+    from ...stages.features.layers.layer import LayerFeatures
     from ...stages.features.training.source import StoredActivations
     from ...stages.features.training.trainer import Training
 
@@ -116,7 +116,7 @@ def measured(training: Training, dictionary: Dictionary, store: Path) -> dict[st
 
 def graph_scores(dictionaries: Mapping[str, Dictionary]) -> list[dict[str, Any]]:
     """Scores of the attribution graphs of some prompts, by each dictionary."""
-    from ...stages.forward.model import Model
+    from ...stages.forward.models.model import Model
     from ...stages.graph.graph import attribution_graph
 
     model = Model.from_pretrained("specimen", device="cpu")
@@ -136,7 +136,7 @@ def graph_scores(dictionaries: Mapping[str, Dictionary]) -> list[dict[str, Any]]
 
 def graph_prompts() -> list[list[int]]:
     """Prompts of facts spread over all that ship, without their ends, and beginnings of held-out prose."""
-    from ...stages.forward.files import resolve
+    from ...stages.forward.models.files import resolve
 
     tokenizer = specimen_tokenizer()
     facts = json.loads((resolve("specimen").directory / "facts.json").read_text("utf-8"))
@@ -155,7 +155,7 @@ def _figures(
     from ...stages.features.training.evaluate import measure, summary
     from ...stages.features.training.replacement import replacement_loss
     from ...stages.features.training.source import every
-    from ...stages.forward.model import Model
+    from ...stages.forward.models.model import Model
 
     it = training.settings
     blocks = every(source, training.cells, skip_positions=it.skip_positions, block=4096)
@@ -167,7 +167,7 @@ def _figures(
 
 def prose_prompts() -> list[list[int]]:
     """The held-out chapters, wrapped, cut at line starts into prompts of at most 256 tokens."""
-    from ...stages.forward.files import resolve
+    from ...stages.forward.models.files import resolve
     from .evaluate import prose_rows
 
     text = (resolve("specimen").directory / "prose.txt").read_text("utf-8")
@@ -179,7 +179,7 @@ def prose_prompts() -> list[list[int]]:
 
 def fact_prompts() -> list[list[int]]:
     """The first facts that ship with the specimen, with their ends."""
-    from ...stages.forward.files import resolve
+    from ...stages.forward.models.files import resolve
 
     tokenizer = specimen_tokenizer()
     facts = json.loads((resolve("specimen").directory / "facts.json").read_text("utf-8"))[:FACTS]

@@ -7,7 +7,8 @@ before the first word that does not fit, so it depends on a count of characters,
 lines, and on the length of a word not yet seen. The last makes perfect prediction impossible;
 `informed_breaks` says how well a reader does who counts exactly but knows only which words follow which.
 
-Axes: row, token. Rows start with BOS and hold whole lines, as `mizarr.stages.text.pack_lines` cuts them.
+Axes: row, token. Rows start with BOS and hold whole lines, as `mizarr.stages.corpus.text.pack_lines` cuts
+them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from ...stages.text import character_counts, pack_lines, wrap
+from ...stages.corpus.text import character_counts, pack_lines, wrap
 from .data import BOS, EOS, Fact, token_id
 from .network import Llama
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ...stages.graph.influence import Rows, influence
-from ...stages.graph.nodes import ERROR, FEATURE, LOGIT, TOKEN
 from ...stages.graph.pruning import cumulative_scores
-from ...stages.lens import format_token
+from ...stages.graph.rows.influence import Rows, influence
+from ...stages.graph.rows.nodes import ERROR, FEATURE, LOGIT, TOKEN
+from ...stages.logits.lens import format_token
 from ...store.errors import ShapeError
 from .blocks import size
 from .view import View

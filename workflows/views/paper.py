@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from ...stages.lens import format_token
+from ...stages.logits.lens import format_token
 from ...store.errors import MissingExtra
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...stages.lens import format_token
+from ...stages.logits.lens import format_token
 from . import paper
 from .view import View
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ...stages.lens import format_token
+from ...stages.logits.lens import format_token
 from . import labels
 from .heatmap import Heatmap
 from .view import View

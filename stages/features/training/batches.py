@@ -25,7 +25,7 @@ from .source import Rows, StoredActivations, as_tensor, require_rows
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ....store.committed import Cell
+    from ....store.runs.committed import Cell
 
 __all__ = ["Batches", "Cursor"]
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..activations import JumpReLU
-from ..layer import LayerFeatures
+from ..layers.activations import JumpReLU
+from ..layers.layer import LayerFeatures
 
 if TYPE_CHECKING:
-    from ....store.committed import Cell
+    from ....store.runs.committed import Cell
 
 __all__ = ["random_features"]
 

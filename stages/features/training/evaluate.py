@@ -21,8 +21,8 @@ from torch import Tensor
 from ....store.errors import DictionaryError
 
 if TYPE_CHECKING:
-    from ....store.committed import Cell
-    from ..layer import LayerFeatures
+    from ....store.runs.committed import Cell
+    from ..layers.layer import LayerFeatures
 
 __all__ = ["decoder_likeness", "measure", "summary"]
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..activations import Activation, JumpReLU, ReLU, TopK
-from ..layer import LayerFeatures
+from ..layers.activations import Activation, JumpReLU, ReLU, TopK
+from ..layers.layer import LayerFeatures
 from .settings import Settings
 from .statistics import Moments
 

@@ -28,14 +28,14 @@ import xarray as xr
 from torch import Tensor
 
 from ....store.errors import PromptError
-from ...forward.hooks import HookSpec
-from ...forward.interventions import Replace
-from ...forward.points import HookPoint
+from ...forward.architectures.points import HookPoint
+from ...forward.hooks.interventions import Replace
+from ...forward.hooks.spec import HookSpec
 
 if TYPE_CHECKING:
-    from ...forward.cache import HookCache
-    from ...forward.model import Model
-    from ..layer import LayerFeatures
+    from ...forward.hooks.cache import HookCache
+    from ...forward.models.model import Model
+    from ..layers.layer import LayerFeatures
 
 __all__ = ["replacement_loss"]
 

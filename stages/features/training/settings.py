@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....store.errors import ConfigError, nearest
-from ...forward.points import BY_NAME
-from ..names import hook_kind
+from ...forward.architectures.points import BY_NAME
+from ..layers.names import hook_kind
 
 __all__ = ["Settings"]
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ....store import Store
-    from ....store.committed import Cell
-    from ....store.entries import Entry
     from ....store.keys import RunKey
-    from ....store.packed import PackedTokens
+    from ....store.runs.committed import Cell
+    from ....store.runs.entries import Entry
+    from ....store.runs.packed import PackedTokens
 
 __all__ = ["Rows", "StoredActivations", "as_tensor"]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ....store.committed import Cell
+    from ....store.runs.committed import Cell
 
 __all__ = ["Moments", "moments"]
 

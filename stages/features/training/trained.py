@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from ....store.digest import array_digest
 from ..dictionary import Dictionary
-from ..files import DictionaryFiles
-from ..layout import Layout
+from ..layers.files import DictionaryFiles
+from ..layers.layout import Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..layer import LayerFeatures
+    from ..layers.layer import LayerFeatures
     from .settings import Settings
 
 __all__ = ["FORMATS", "as_dictionary"]

@@ -35,8 +35,8 @@ from .statistics import Moments, moments
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ....store.committed import Cell
-    from ..layer import LayerFeatures
+    from ....store.runs.committed import Cell
+    from ..layers.layer import LayerFeatures
 
 __all__ = ["Training"]
 

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..branches import ENTERS, Branch
-from ..hooks import Capture
-from ..interventions import Intervention
-from ..points import HookPoint
-from ..taps import EverythingHeld
+from ..architectures.points import HookPoint
+from ..hooks.interventions import Intervention
+from ..hooks.spec import Capture
+from ..hooks.taps import EverythingHeld
+from .branches import ENTERS, Branch
 from .forest import Forest, Group, Row
 
 ATTENTION = ("scores", "attn_scores", "pattern")

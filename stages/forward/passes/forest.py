@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..branches import Branch
-from ..interventions import Held
+from ..hooks.interventions import Held
+from .branches import Branch
 
 Ints = npt.NDArray[np.int64]
 

@@ -17,14 +17,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..architecture import Attention
-from ..config import RopeConfig
-from ..history import Carried
-from ..layers import Network, through_layers
-from ..taps import PassTaps
-from ..transformer.attention import attend, causal
-from ..transformer.rope import rope_tables
-from ..wants import LAST_LOGITS
+from ..architectures.architecture import Attention
+from ..architectures.transformer import RopeConfig
+from ..hooks.taps import PassTaps
+from ..hooks.wants import LAST_LOGITS
+from ..networks.attention import attend, causal
+from ..networks.history import Carried
+from ..networks.loop import Network, through_layers
+from ..networks.rope import rope_tables
 
 __all__ = ["Cache", "NewestPositions", "read_on"]
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..architecture import Attention
-from ..config import RopeConfig
-from ..history import Carried
-from ..layers import Network, through_layers
-from ..taps import AttentionTaps, EverythingHeld, PassTaps
-from ..transformer.attention import attend, causal
-from ..transformer.rope import rope_tables
-from ..wants import Logits
+from ..architectures.architecture import Attention
+from ..architectures.transformer import RopeConfig
+from ..hooks.taps import AttentionTaps, EverythingHeld, PassTaps
+from ..hooks.wants import Logits
+from ..networks.attention import attend, causal
+from ..networks.history import Carried
+from ..networks.loop import Network, through_layers
+from ..networks.rope import rope_tables
 
 __all__ = ["WholePrompts", "forward"]
 

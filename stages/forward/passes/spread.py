@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..architecture import Attention
-from ..config import RopeConfig
-from ..history import Carried
-from ..transformer.attention import attend
-from ..transformer.rope import rope_tables
+from ..architectures.architecture import Attention
+from ..architectures.transformer import RopeConfig
+from ..networks.attention import attend
+from ..networks.history import Carried
+from ..networks.rope import rope_tables
 from .branch_taps import BranchTaps
 from .forest import Forest, Group, Row
 

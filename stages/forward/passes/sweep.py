@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..branches import Wanted
-from ..hooks import Capture
-from ..layers import Network, through_layers
-from ..planner import Block
-from ..taps import EverythingHeld
-from ..wants import Logits
+from ..hooks.spec import Capture
+from ..hooks.taps import EverythingHeld
+from ..hooks.wants import Logits
+from ..networks.loop import Network, through_layers
 from .branch_taps import BranchTaps
+from .branches import Wanted
 from .forest import Forest, Ints, Row
+from .planner import Block
 from .spread import BranchHistory
 
 __all__ = ["Result", "sweep"]

@@ -73,7 +73,7 @@ def test_features_in_blocks_are_features_at_once(monkeypatch: pytest.MonkeyPatch
     dictionary, _, found = opened("clt_p0")
     x = found[dictionary.read_hook(1)][0]
     whole = dictionary.layer(1).active(x)
-    monkeypatch.setattr("mizarr.stages.features.layer.BLOCK_BYTES", 4 * dictionary.d_in * 7)
+    monkeypatch.setattr("mizarr.stages.features.layers.layer.BLOCK_BYTES", 4 * dictionary.d_in * 7)
     for ours, theirs in zip(dictionary.layer(1).active(x), whole, strict=True):
         torch.testing.assert_close(ours, theirs)
 

@@ -11,11 +11,11 @@ import pytest
 
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.download import fetch, wanted_files
-from mizarr.stages.forward.download import fetch as fetch_model
+from mizarr.stages.forward.models.download import fetch as fetch_model
 from mizarr.store.errors import DownloadError, ModelNotFound
 
 from ...random_dictionaries import draw, write_config, write_npz, write_plt, write_saelens
-from ..forward.test_download import hub  # noqa: F401 - a fixture
+from ..forward.models.test_download import hub  # noqa: F401 - a fixture
 
 
 def held(folder: Path) -> dict[str, bytes]:

@@ -12,14 +12,14 @@ import xarray as xr
 
 import mizarr
 from mizarr.pipeline import run
-from mizarr.stages.features.activity import FeatureActivity
-from mizarr.stages.features.alignment import DecoderSearch
+from mizarr.stages.features.corpus.encode import encode_corpus, encode_nodes
 from mizarr.stages.features.dictionary import Dictionary
-from mizarr.stages.features.encode import encode_corpus, encode_nodes
-from mizarr.stages.features.sweeps import Dose, InjectionSweep
+from mizarr.stages.features.effects.activity import FeatureActivity
+from mizarr.stages.features.effects.alignment import DecoderSearch
+from mizarr.stages.features.effects.sweeps import Dose, InjectionSweep
 from mizarr.stages.features.training.settings import Settings
 from mizarr.stages.features.training.trained import as_dictionary
-from mizarr.stages.forward.capture import CaptureNode
+from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.graph.graph import attribution_graph
 from mizarr.store.errors import SourceChanged
 
@@ -122,7 +122,7 @@ def test_experiments_never_publish_what_other_files_gave(model, folder, store, w
 
 
 def test_files_replaced_while_features_are_encoded_give_no_result(model, folder, store, monkeypatch):
-    from mizarr.stages.features import encode
+    from mizarr.stages.features.corpus import encode
 
     clt = Dictionary.from_pretrained(folder)
     states = CaptureNode(model, PROMPTS, [str(hook) for hook in clt.read_hooks])

@@ -16,7 +16,7 @@ import torch
 import mizarr
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.download import fetch
-from mizarr.stages.features.files import SHIPPED, resolve
+from mizarr.stages.features.layers.files import SHIPPED, resolve
 from mizarr.stages.features.training.control import random_features
 from mizarr.stages.features.training.evaluate import measure
 from mizarr.stages.features.training.replacement import replacement_loss

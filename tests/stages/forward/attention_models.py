@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mizarr.stages.forward.model import Model
+from mizarr.stages.forward.models.model import Model
 
 from .random_models import VOCAB, save_random_model
 

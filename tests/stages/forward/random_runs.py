@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from mizarr.stages.forward.edge_interventions import Knockout, SetValue, Steer
-from mizarr.stages.forward.hooks import HookSpec
-from mizarr.stages.forward.interventions import Add, AddAtPositions, Intervention, Replace, Scale, Zero
-from mizarr.stages.forward.model import Model
-from mizarr.stages.forward.points import HookPoint
-from mizarr.stages.forward.runs import Run
-from mizarr.stages.forward.wants import Logits
+from mizarr.stages.forward.architectures.points import HookPoint
+from mizarr.stages.forward.hooks.edge_interventions import Knockout, SetValue, Steer
+from mizarr.stages.forward.hooks.interventions import Add, AddAtPositions, Intervention, Replace, Scale, Zero
+from mizarr.stages.forward.hooks.spec import HookSpec
+from mizarr.stages.forward.hooks.wants import Logits
+from mizarr.stages.forward.models.model import Model
+from mizarr.stages.forward.runs.run import Run
 
 SCALES = ("ln1_scale", "ln2_scale", "ln1_post_scale", "ln2_post_scale", "ln_final_scale")
 

@@ -15,7 +15,7 @@ from collections import Counter
 import pytest
 import torch
 
-from mizarr.stages.forward.model import Model
+from mizarr.stages.forward.models.model import Model
 from mizarr.store.errors import MizarrError
 
 from . import random_models

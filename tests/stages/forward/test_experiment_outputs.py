@@ -11,10 +11,10 @@ import xarray as xr
 
 import mizarr
 from mizarr.pipeline import Output, run
-from mizarr.stages.forward.experiment import Cell, Experiment
-from mizarr.stages.patching import ActivationPatching
-from mizarr.stages.patching_grid import HEAD_KINDS
-from mizarr.stages.patching_metrics import KL, LogitDifference, Recovery
+from mizarr.stages.causal.patching import ActivationPatching
+from mizarr.stages.causal.patching_grid import HEAD_KINDS
+from mizarr.stages.causal.patching_metrics import KL, LogitDifference, Recovery
+from mizarr.stages.forward.runs.experiment import Cell, Experiment
 from mizarr.store.errors import StageError
 
 from .random_models import save_random_model

@@ -8,7 +8,7 @@ import torch
 
 import mizarr
 from mizarr import Add, HookPoint, HookSpec, Knockout, Replace, Scale, SetValue, Steer, Zero
-from mizarr.stages.forward.model import Model
+from mizarr.stages.forward.models.model import Model
 from mizarr.store.errors import HookPointNotFound, InterventionError, PromptError
 
 from .random_models import FAMILIES, VOCAB, save_random_model

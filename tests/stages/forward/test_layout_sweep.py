@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
-from mizarr.stages.forward.families import FAMILIES
-from mizarr.stages.forward.model import Model
+from mizarr.stages.forward.architectures.families import FAMILIES
+from mizarr.stages.forward.models.model import Model
 from mizarr.store.errors import MizarrError
 
 from . import shrunk_models

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import mizarr
-from mizarr.stages.forward.model import Model
-from mizarr.stages.forward.points import HookPoint
+from mizarr.stages.forward.architectures.points import HookPoint
+from mizarr.stages.forward.models.model import Model
 from mizarr.store.errors import PromptError
 
 from .random_models import FAMILIES, VOCAB, save_random_model

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 import mizarr
-from mizarr.stages.features.names import hook_kind
-from mizarr.stages.forward.points import HookPoint
+from mizarr.stages.features.layers.names import hook_kind
+from mizarr.stages.forward.architectures.points import HookPoint
 
 KINDS = {
     "clt-jumprelu": ("hook_resid_mid", "hook_mlp_out"),

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 
 import mizarr
-from mizarr.stages.forward.points import HookPoint
+from mizarr.stages.forward.architectures.points import HookPoint
 from mizarr.stages.graph.options import GraphOptions
 from mizarr.stages.graph.prepare import prepare
-from mizarr.stages.graph.selection import Selection
-from mizarr.stages.graph.targets import Choice
+from mizarr.stages.graph.rows.selection import Selection
+from mizarr.stages.graph.rows.targets import Choice
 
 from ..forward.random_models import FAMILIES, save_random_model
 from .random_transcoders import KINDS, save_random_transcoders

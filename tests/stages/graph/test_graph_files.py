@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from mizarr.stages.graph.files.tables import read_parquet
+from mizarr.stages.graph.files.viewer import read
 from mizarr.stages.graph.graph import AttributionGraph
-from mizarr.stages.graph.tables import read_parquet
-from mizarr.stages.graph.viewer import read
 from mizarr.store.errors import StageError
 
 from .reference import CIRCUITS, arrays, graph_of, meta, needs_reference

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import mizarr
-from mizarr.stages.graph import attribute, node, prepare
+from mizarr.stages.graph import node, prepare
 from mizarr.stages.graph.graph import AttributionGraph, attribution_graph, graph_node
+from mizarr.stages.graph.rows import attribute
 from mizarr.store.errors import (
     DictionaryError,
     MizarrError,
@@ -133,7 +134,7 @@ def test_cells_and_batches_change_no_number_by_more_than_rounding(model, clt, st
 
 
 def test_decoders_that_do_not_fit_are_read_batch_by_batch(model, clt, monkeypatch):
-    from mizarr.stages.graph import sources
+    from mizarr.stages.graph.rows import sources
 
     kept = sources.Sources.__init__
     held: list[bool] = []
@@ -216,7 +217,7 @@ def test_targets_reach_the_probability_asked_for(model, clt):
 
 
 def test_a_text_gets_a_special_token_in_front_once(model):
-    from mizarr.stages.graph.targets import prompt_tokens
+    from mizarr.stages.graph.rows.targets import prompt_tokens
 
     text = model.tokenizer.encode_raw("Paris").ids
     assert prompt_tokens("Paris", model.tokenizer) == [0, *text]

@@ -13,10 +13,10 @@ import xarray as xr
 
 import mizarr
 from mizarr.pipeline import run
-from mizarr.stages.forward.source import ModelSource
+from mizarr.stages.forward.models.source import ModelSource
 from mizarr.stages.graph.graph import graph_node
 from mizarr.stages.graph.logit_effects import logit_effects, logit_effects_node
-from mizarr.stages.readout import readout, readout_node
+from mizarr.stages.logits.readout import readout, readout_node
 from mizarr.store.errors import ShapeError, SourceChanged
 
 from .random_transcoders import save_random_transcoders

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mizarr.store import open_store
-from mizarr.store.entries import ArraySpec, Entry
 from mizarr.store.keys import RunKey
-from mizarr.store.packed import PackedTokens
+from mizarr.store.runs.entries import ArraySpec, Entry
+from mizarr.store.runs.packed import PackedTokens
 
 Store = Callable[..., Entry]
 

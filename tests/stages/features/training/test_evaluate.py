@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mizarr.stages.features.activations import ReLU
-from mizarr.stages.features.layer import LayerFeatures
+from mizarr.stages.features.layers.activations import ReLU
+from mizarr.stages.features.layers.layer import LayerFeatures
 from mizarr.stages.features.training.control import random_features
 from mizarr.stages.features.training.evaluate import decoder_likeness, measure, summary
 from mizarr.store.errors import DictionaryError

@@ -7,8 +7,8 @@ import torch
 
 import mizarr
 from mizarr import HookSpec, Replace, Zero
-from mizarr.stages.features.activations import ReLU
-from mizarr.stages.features.layer import LayerFeatures
+from mizarr.stages.features.layers.activations import ReLU
+from mizarr.stages.features.layers.layer import LayerFeatures
 from mizarr.stages.features.training.replacement import replacement_loss
 from mizarr.store.errors import PromptError
 

@@ -1,0 +1,1 @@
+"""Where attention looks, and which heads do what."""

@@ -1,0 +1,1 @@
+"""What changes when something inside is changed: patching, ablation, knockout, steering, tracing."""

@@ -1,0 +1,122 @@
+"""Factual routing: which heads look elsewhere once the subject of a fact is another?
+
+The subject of the original prompt is overwritten, block by block of layers, by that of the counterfactual one
+(counterfact.py), and the attention of the last token to the fact is compared head by head with the run as it
+was (candle-mi's factual_routing).
+
+Border: as counterfact.py, whose cells and pairs these are; where a subject is, is said by whoever makes the
+pairs. Planning imports no torch.
+
+Axes: pair, block, layer, head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ...pipeline import Output
+from ...store.errors import PromptError
+from ..forward.runs.experiment import Cell
+from ..forward.runs.run import Run
+from .counterfact import SAID, OnPairs, Pairs, attention_to, blocks_of, cell_of, pair_of, patched, said
+from .patching_grid import in_range, points
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ..forward.architectures.architecture import Architecture
+    from ..forward.hooks.cache import HookCache
+    from ..forward.models.model import Model
+
+__all__ = ["FactualRouting"]
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactualRouting(OnPairs):
+    """The subject of every pair patched, block by block, and the attention of the last token to the fact.
+
+    pairs: with `subject`. block_size: layers patched together.
+    """
+
+    name: ClassVar[str] = "factual_routing"
+    version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = {
+        "attention": Output(
+            ("pair", "block", "layer", "head"), "1", "mean attention of the last token over the fact, patched"
+        ),
+        "baseline_attention": Output(
+            ("pair", "layer", "head"), "1", "mean attention of the last token over the fact"
+        ),
+        "kl": Output(("pair", "block"), "nats", "KL(original || patched) of next-token distributions"),
+        "token_id": Output(("pair", "block"), "1", "said when patched"),
+        **SAID,
+    }
+
+    def check(self, config: Architecture) -> None:
+        """As for patching; PromptError for a pair whose subject is missing or outside its prompts."""
+        super().check(config)
+        for pair in self.pairs:
+            if pair.subject is None:
+                raise PromptError(f"{self.name}: expected the subject's position in both prompts, found none")
+            in_range("subject", "position", pair.subject[:1], len(pair.original))
+            in_range("counterfactual subject", "position", pair.subject[1:], len(pair.counterfactual))
+
+    def cells(self, config: Architecture) -> Sequence[Cell]:
+        """One per pair."""
+        self.check(config)
+        return [{**cell_of(pair), "subject": list(pair.subject or ())} for pair in self.pairs]
+
+    def prepare(self, model: Model) -> Pairs:
+        """The model; pairs are run as they come up, the original's attention looked at."""
+        return Pairs(model.config, model, with_attention=True)
+
+    def runs(self, prepared: Pairs, cell: Cell) -> Sequence[Run]:
+        """One per block, with the attention of every layer."""
+        pair, config = pair_of(cell), prepared.config
+        position, source = cell["subject"]
+        patterns = points(["pattern"], range(config.num_layers))
+        return [
+            Run(
+                pair.original,
+                patched(pair, prepared.of(pair), block, position, source).capture(*patterns),
+            )
+            for block in blocks_of(config.num_layers, self.block_size)
+        ]
+
+    def measure(self, prepared: Pairs, cell: Cell, result: HookCache) -> tuple[float, int, Floats]:
+        """KL from the original run, what would be said, and the attention of the last token to the fact."""
+        pair = pair_of(cell)
+        return (*self.changes(prepared, pair, result), attention_to(pair.fact, result))
+
+    def dataset(self, prepared: Pairs, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+        """One pair: attention [pair, block, layer, head], and as it is unpatched [pair, layer, head]."""
+        import xarray as xr
+
+        unpatched = prepared.of(pair_of(cell))
+        assert unpatched.attention is not None
+        kl, tokens, attention = zip(*measured, strict=True)
+        values = {
+            "attention": np.stack(attention)[None],
+            "baseline_attention": unpatched.attention[None],
+            "kl": np.array(kl, np.float64)[None],
+            "token_id": np.array(tokens, np.int64)[None],
+        }
+        arrays = {name: self.outputs[name].variable(value) for name, value in values.items()}
+        layers, heads = unpatched.attention.shape
+        return xr.Dataset(
+            {**arrays, **said(unpatched)}, {"layer": np.arange(layers), "head": np.arange(heads)}
+        )
+
+    def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
+        """Pairs one after another."""
+        import xarray as xr
+
+        whole: xr.Dataset = xr.concat(parts, "pair", join="exact", combine_attrs="override")
+        return whole

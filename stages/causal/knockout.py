@@ -1,0 +1,213 @@
+"""Attention knockout: what the model no longer says when one position may not read another.
+
+An edge is cut by setting its score to -inf together with the causal mask, after any soft cap, so that the
+rest of the row shares the whole weight (Geva et al. 2023, "Dissecting Recall of Factual Associations in
+Auto-Regressive Language Models", section 5). A head that is knocked out as a whole attends to nothing and
+writes nothing: its z is zero.
+
+Border: token ids and numbers; what is cut is a KnockoutSpec, what it did is in effects.py, how runs share
+their work is the planner's. Never imports torch until it runs.
+
+Axes: layer (where edges are cut), edge (one run each), head, rank. Edges are (query, key): the query reads
+the key. All positions are those of the prompt: pieces of a target that follow it are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from ...pipeline import Output
+from ...store.errors import InterventionError
+from ..forward.architectures.points import HookPoint
+from ..forward.hooks.edge_interventions import Edge
+from ..forward.hooks.edges import KnockoutSpec
+from ..forward.hooks.interventions import Zero
+from ..forward.hooks.spec import HookSpec
+from ..forward.runs.experiment import Cell, Experiment
+from ..forward.runs.run import Run
+from .effects import (
+    Baseline,
+    along_layers,
+    baseline_run,
+    check_tokens,
+    effect,
+    effects_along,
+    gather,
+    layers_of,
+    of_baseline,
+    read_logits,
+    with_target,
+)
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ..forward.architectures.architecture import Architecture
+    from ..forward.hooks.cache import HookCache
+    from ..forward.models.model import Model
+
+__all__ = ["EdgeKnockout", "HeadKnockout"]
+
+
+@dataclass(frozen=True)
+class _Knockout(Experiment):
+    """What both sweeps share: a prompt, what is followed, one cell per layer.
+
+    tokens: ids of the prompt. edges: (query, key), None for every position. layers: None for all. target: the
+    pieces of a word to follow, may be empty. top_k: how many changed tokens are kept of each run.
+    """
+
+    tokens: tuple[int, ...]
+    edges: tuple[Edge, ...] = ()
+    layers: tuple[int, ...] | None = None
+    target: tuple[int, ...] = ()
+    top_k: int = 10
+    keeps_self: bool = False
+    """Whether "every position" leaves out the edge from a position to itself."""
+
+    def params(self) -> dict[str, Any]:
+        """Which layers is said by the cells: one more layer leaves the others what they are."""
+        return {name: value for name, value in vars(self).items() if name != "layers"}
+
+    def cells(self, config: Architecture) -> Sequence[Cell]:
+        """One per layer. Raises InterventionError for what this model or prompt does not have."""
+        check_tokens(self.tokens, self.target)
+        for spec in self._specs():
+            spec.validate(config.num_layers, config.axis_sizes["head"], len(self.tokens))
+        return [{"layer": layer} for layer in layers_of(self.layers, config.num_layers)]
+
+    def prepare(self, model: Model) -> Baseline:
+        """The unchanged run with its attention."""
+        layers = [cell["layer"] for cell in self.cells(model.config)]
+        return baseline_run(model, self.tokens, self.target, layers)
+
+    def sketch(self, config: Architecture, cell: Cell) -> Sequence[Run]:
+        """The runs themselves: nothing in them comes from the model."""
+        return self.runs(Baseline.sketch(config), cell)
+
+    def measure(self, prepared: Baseline, cell: Cell, result: HookCache) -> dict[str, Any]:
+        """What changed, and by how much."""
+        return effect(prepared.logits, read_logits(result), self.target, self.top_k)
+
+    def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
+        """All layers."""
+        return along_layers(parts)
+
+    def _specs(self) -> list[KnockoutSpec]:
+        raise NotImplementedError
+
+    def _spec(self, edges: Sequence[Edge]) -> KnockoutSpec:
+        spec = KnockoutSpec(keeps_self=self.keeps_self)
+        for query, key in edges:
+            spec = spec.edge(query, key)
+        return spec
+
+    def _run(self, hooks: HookSpec) -> Run:
+        ids, want = with_target(self.tokens, self.target)
+        return Run(ids, hooks, want)
+
+
+@dataclass(frozen=True)
+class EdgeKnockout(_Knockout):
+    """Each edge cut by itself, in each layer by itself, in all heads or in some of them together."""
+
+    name: ClassVar[str] = "edge_knockout"
+    version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = {
+        **effects_along("layer", "edge"),
+        "attention": Output(
+            ("layer", "edge"), "1", "attention weight before the cut, mean over heads and edges"
+        ),
+    }
+
+    heads: tuple[int, ...] | None = None
+
+    def runs(self, prepared: Baseline, cell: Cell) -> list[Run]:
+        """One per edge."""
+        length = len(self.tokens)
+        return [self._run(spec.layer(cell["layer"]).hooks(prepared.config, length)) for spec in self._specs()]
+
+    def dataset(self, prepared: Baseline, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+        """The effects [layer, edge], and the weight each edge had."""
+        import xarray as xr
+
+        layer = cell["layer"]
+        resolved = [spec.resolved(len(self.tokens)) for spec in self._specs()]
+        weight = [[prepared.weight(layer, self.heads, edges).mean() for edges in resolved]]
+        sides = np.array([[-1 if place is None else place for place in edge] for edge in self._places()])
+        return xr.Dataset(
+            {
+                **gather(measured, {"layer": 1, "edge": len(resolved)}),
+                "attention": self.outputs["attention"].variable(np.array(weight)),
+                **of_baseline(prepared, self.target, self.top_k),
+            },
+            coords={
+                "layer": [layer],
+                "query": ("edge", sides[:, 0], {"long_name": "position that reads, -1 for all"}),
+                "key": ("edge", sides[:, 1], {"long_name": "position that is read, -1 for all"}),
+            },
+        )
+
+    def _specs(self) -> list[KnockoutSpec]:
+        if not self.edges:
+            raise InterventionError(
+                "expected at least one edge to cut, found none; give edges=((query, key),)"
+            )
+        specs = [self._spec([edge]) for edge in self.edges]
+        return specs if self.heads is None else [spec.heads(self.heads) for spec in specs]
+
+    def _places(self) -> list[Edge]:
+        """The edges with positions counted from the start."""
+        length = len(self.tokens)
+        return [
+            (None if query is None else query % length, None if key is None else key % length)
+            for query, key in self.edges
+        ]
+
+
+@dataclass(frozen=True)
+class HeadKnockout(_Knockout):
+    """The same edges cut in one head after another; without edges the whole head, at every position."""
+
+    name: ClassVar[str] = "head_knockout"
+    version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = {
+        **effects_along("layer", "head"),
+        "attention": Output(
+            ("layer", "head"), "1", "attention weight before the cut, mean over edges", is_optional=True
+        ),
+    }
+
+    def runs(self, prepared: Baseline, cell: Cell) -> list[Run]:
+        """One per head."""
+        config, layer = prepared.config, cell["layer"]
+        heads = range(config.axis_sizes["head"])
+        if self.edges:
+            spec, length = self._spec(self.edges).layer(layer), len(self.tokens)
+            return [self._run(spec.head(head).hooks(config, length)) for head in heads]
+        places = tuple(range(len(self.tokens))) if len(self.target) > 1 else None
+        point = HookPoint.z(layer)
+        return [
+            self._run(HookSpec().intervene(point, Zero(heads=(head,), positions=places))) for head in heads
+        ]
+
+    def dataset(self, prepared: Baseline, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+        """The effects [layer, head], and the weight the edges had in each head."""
+        import xarray as xr
+
+        layer, heads = cell["layer"], prepared.config.axis_sizes["head"]
+        found: dict[str, Any] = {
+            **gather(measured, {"layer": 1, "head": heads}),
+            **of_baseline(prepared, self.target, self.top_k),
+        }
+        if self.edges:
+            weight = prepared.weight(layer, None, self._spec(self.edges).resolved(len(self.tokens)))
+            found["attention"] = self.outputs["attention"].variable(weight[None])
+        return xr.Dataset(found, coords={"layer": [layer], "head": np.arange(heads)})
+
+    def _specs(self) -> list[KnockoutSpec]:
+        return [self._spec(self.edges)] if self.edges else []

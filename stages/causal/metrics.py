@@ -1,0 +1,83 @@
+"""What an intervention did, in numbers: metrics on next-token logits.
+
+Border: logits as numpy arrays or DataArrays, the vocabulary on the last axis; knows no model. Computed in
+float64, as a KL of nearly equal distributions is a difference of nearly equal numbers. Never imports torch.
+
+Axes: any leading axes, vocab last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...store.errors import PromptError
+
+__all__ = ["Change", "kl_divergence", "log_softmax", "logit_difference", "probability", "top_changed"]
+
+Floats = npt.NDArray[np.float64]
+
+
+def log_softmax(logits: Any) -> Floats:
+    """Log-probabilities, nats, float64 [..., vocab]."""
+    wide = np.asarray(logits, np.float64)
+    wide = wide - wide.max(-1, keepdims=True)
+    found: Floats = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+    return found
+
+
+def kl_divergence(baseline: Any, other: Any) -> Floats:
+    """KL(softmax(baseline) || softmax(other)) in nats, [...]; leading axes broadcast. No term is left out, so
+    it is never negative beyond rounding, and exact to about 1e-15 of its terms."""
+    p, q = log_softmax(baseline), log_softmax(other)
+    found: Floats = (np.exp(p) * (p - q)).sum(-1)
+    return np.maximum(found, 0.0)
+
+
+def logit_difference(logits: Any, token: int, other: int) -> Floats:
+    """logits[token] - logits[other], [...]."""
+    wide = np.asarray(logits, np.float64)
+    _check(wide, token, other)
+    found: Floats = wide[..., token] - wide[..., other]
+    return found
+
+
+def probability(logits: Any, token: int) -> Floats:
+    """softmax(logits)[token], [...]."""
+    _check(np.asarray(logits), token)
+    found: Floats = np.exp(log_softmax(logits)[..., token])
+    return found
+
+
+@dataclass(frozen=True)
+class Change:
+    """A token whose probability an intervention changed."""
+
+    token_id: int
+    baseline: float
+    other: float
+
+    @property
+    def difference(self) -> float:
+        """other - baseline."""
+        return self.other - self.baseline
+
+
+def top_changed(baseline: Any, other: Any, k: int = 10) -> list[Change]:
+    """The k tokens whose probability changed most, largest absolute change first, ties by token id.
+
+    baseline, other: logits [vocab].
+    """
+    p, q = np.exp(log_softmax(baseline)), np.exp(log_softmax(other))
+    order = np.argsort(-np.abs(p - q), kind="stable")[:k]
+    return [Change(int(i), float(p[i]), float(q[i])) for i in order]
+
+
+def _check(logits: npt.NDArray[Any], *tokens: int) -> None:
+    size = logits.shape[-1] if logits.ndim else 0
+    for token in tokens:
+        if not 0 <= token < size:
+            raise PromptError(f"expected a token id in 0..{size - 1}, found {token}")

@@ -1,0 +1,1 @@
+"""Tokens of a corpus: positions, spans, statistics, blocks that fit into memory."""

@@ -1,0 +1,185 @@
+"""Size and shape of every stored state, and the few dimensions that dwarf all others.
+
+Border: numpy on labelled states; knows no model and never imports torch.
+
+Residual streams have a few dimensions of enormous magnitude, in most tokens and in most layers (Kovaleva et
+al. 2021, "BERT Busters"). Dettmers et al. 2022, "LLM.int8()", section 4.1, call a dimension an outlier if its
+magnitude is at least 6 in at least 6 % of the tokens, in at least 25 % of the layers. A threshold in the unit
+of the activations suits models of the size it was found on; the other variant asks how far the mean of a
+dimension lies from those of the others, in standard deviations (Luo, Kulmizev, Mao 2021, "Positional
+Artefacts Propagate Through Masked Language Model Embeddings": 3).
+
+What a corpus is summarised by adds up over segments: counts, sums and maxima per dimension.
+
+Axes: layer, token, hidden.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...pipeline import Output, stage
+from ...store.errors import ShapeError
+from .state_cells import as_layers, by_layer, end_to_end, state_rows, token_labels
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+__all__ = ["dimension_sums", "outlier_dimensions", "token_statistics"]
+
+Array = npt.NDArray[Any]
+
+TOKEN = ("layer", "token")
+DIMENSION = ("layer", "hidden")
+MAGNITUDE, TOKEN_SHARE, LAYER_SHARE = 6.0, 0.06, 0.25
+"""The criterion of Dettmers et al. 2022."""
+Z = 3.0
+
+
+def _added(parts: list[xr.Dataset]) -> xr.Dataset:
+    """Sums of all segments, the largest of the maxima."""
+    first = parts[0]
+    sums = {name: sum(part[name].values for part in parts) for name in ("n", "total", "squares", "above")}
+    largest = np.max([part["largest"].values for part in parts], axis=0)
+    data = {name: first[name].copy(data=values) for name, values in (sums | {"largest": largest}).items()}
+    return first.assign(data)
+
+
+@stage(
+    version=1,
+    inputs={"states": ("layer", "token", "hidden")},
+    outputs={
+        "norm": Output(TOKEN, "1", "length of the state"),
+        "mean": Output(TOKEN, "1", "mean over dimensions"),
+        "std": Output(TOKEN, "1", "standard deviation over dimensions"),
+        "kurtosis": Output(TOKEN, "1", "kurtosis over dimensions (3 for normal values)"),
+    },
+    cells=("layer", "segment"),
+    combine=by_layer(end_to_end),
+    memory=1.0,
+)
+def token_statistics(states: xr.DataArray) -> xr.Dataset:
+    """Length, mean, spread and kurtosis of every state over its dimensions.
+
+    states: [layer, token, hidden], any float dtype, lazy or not.
+    Returns float32 [layer, token], with the labels of the tokens; std and kurtosis are those of the
+    dimensions as they are (no n - 1), kurtosis is not the excess: 3 for normal values, `hidden` for a single
+    dimension that is not zero. NaN for a state whose dimensions are all equal.
+    """
+    import xarray as xr
+
+    states = as_layers(states)
+    shape = (states.sizes["layer"], states.sizes["token"])
+    found = {name: np.empty(shape, np.float32) for name in ("norm", "mean", "std", "kurtosis")}
+    for layer in range(shape[0]):
+        for here, rows in state_rows(states.isel(layer=layer)):
+            wide = rows.astype(np.float64)
+            mean = wide.mean(axis=1, keepdims=True)
+            found["norm"][layer, here] = np.sqrt(np.einsum("th,th->t", wide, wide))
+            found["mean"][layer, here] = mean[:, 0]
+            wide -= mean
+            np.square(wide, out=wide)
+            variance = wide.mean(axis=1)
+            fourth = np.einsum("th,th->t", wide, wide) / wide.shape[1]
+            found["std"][layer, here] = np.sqrt(variance)
+            with np.errstate(invalid="ignore"):
+                found["kurtosis"][layer, here] = fourth / np.where(variance > 0, variance, np.nan) ** 2
+    return xr.Dataset({name: (TOKEN, values) for name, values in found.items()}, coords=token_labels(states))
+
+
+@stage(
+    version=1,
+    inputs={"states": ("layer", "token", "hidden")},
+    outputs={
+        "n": Output(("layer",), "tokens", "number of states"),
+        "total": Output(DIMENSION, "1", "sum over tokens"),
+        "squares": Output(DIMENSION, "1", "sum of squares over tokens"),
+        "above": Output(DIMENSION, "tokens", "tokens in which the magnitude reaches the threshold"),
+        "largest": Output(DIMENSION, "1", "largest magnitude"),
+    },
+    cells=("layer", "segment"),
+    combine=by_layer(_added),
+    memory=1.0,
+)
+def dimension_sums(states: xr.DataArray, *, magnitude: float = MAGNITUDE) -> xr.Dataset:
+    """What is needed of each dimension to tell outliers, the cacheable summary of one segment.
+
+    states: [layer, token, hidden], any float dtype, lazy or not.  magnitude: threshold, in the unit of the
+    activations.
+    Returns n int64 [layer]; total, squares float64, above int64, largest float32 [layer, hidden].
+    """
+    import xarray as xr
+
+    states = as_layers(states)
+    shape = (states.sizes["layer"], states.sizes["hidden"])
+    total, squares, above = np.zeros(shape), np.zeros(shape), np.zeros(shape, np.int64)
+    largest = np.zeros(shape, np.float32)
+    for layer in range(shape[0]):
+        for _, rows in state_rows(states.isel(layer=layer)):
+            total[layer] += rows.sum(axis=0, dtype=np.float64)
+            size = np.abs(rows)
+            above[layer] += (size >= magnitude).sum(axis=0)
+            largest[layer] = np.maximum(largest[layer], size.max(axis=0))
+            squares[layer] += np.einsum("th,th->h", rows, rows, dtype=np.float64)
+    sums = {"total": total, "squares": squares, "above": above, "largest": largest}
+    data: dict[str, Any] = {name: (DIMENSION, values) for name, values in sums.items()}
+    data["n"] = ("layer", np.full(shape[0], states.sizes["token"], np.int64))
+    return xr.Dataset(data, coords={"layer": states["layer"]}, attrs={"magnitude": float(magnitude)})
+
+
+@stage(
+    version=1,
+    inputs={"sums": None},
+    outputs={
+        "share": Output(DIMENSION, "1", "share of tokens in which the magnitude reaches the threshold"),
+        "layer_share": Output(("hidden",), "1", "share of layers with enough such tokens"),
+        "is_outlier": Output(("hidden",), "1", "outlier by the criterion of Dettmers et al."),
+        "z_score": Output(DIMENSION, "1", "mean of the dimension among those of all, standard deviations"),
+        "is_far": Output(DIMENSION, "1", "outlier of its layer by z-score"),
+        "mean": Output(DIMENSION, "1", "mean over tokens"),
+        "root_mean_square": Output(DIMENSION, "1", "root mean square over tokens"),
+        "largest": Output(DIMENSION, "1", "largest magnitude"),
+    },
+)
+def outlier_dimensions(
+    sums: xr.Dataset,
+    *,
+    token_share: float = TOKEN_SHARE,
+    layer_share: float = LAYER_SHARE,
+    z: float = Z,
+) -> xr.Dataset:
+    """Which dimensions of the residual stream are outliers, by magnitude and by z-score.
+
+    sums: of one `dimension_sums` or several added; the magnitude is theirs.  token_share, layer_share: least
+    share of tokens, and of layers with so many of them.  z: least |z-score|.
+    Returns share, z_score, mean, root_mean_square float64, largest float32, is_far bool [layer, hidden];
+    layer_share float64 and is_outlier bool [hidden]. Where all dimensions have one mean, z-scores are 0.
+    Raises ShapeError where no token was summed.
+    """
+    import xarray as xr
+
+    n = sums["n"].values[:, None]
+    if (n == 0).any():
+        raise ShapeError("expected at least one token in every layer, found none; select some tokens")
+    mean = sums["total"].transpose(*DIMENSION).values / n
+    share = sums["above"].transpose(*DIMENSION).values / n
+    layers = (share >= token_share).mean(axis=0)
+    spread = mean.std(axis=1, keepdims=True)
+    score = (mean - mean.mean(axis=1, keepdims=True)) / np.where(spread > 0, spread, 1)
+    return xr.Dataset(
+        {
+            "share": (DIMENSION, share),
+            "layer_share": ("hidden", layers),
+            "is_outlier": ("hidden", layers >= layer_share),
+            "z_score": (DIMENSION, score),
+            "is_far": (DIMENSION, np.abs(score) >= z),
+            "mean": (DIMENSION, mean),
+            "root_mean_square": (DIMENSION, np.sqrt(sums["squares"].transpose(*DIMENSION).values / n)),
+            "largest": sums["largest"].transpose(*DIMENSION),
+        },
+        coords={"layer": sums["layer"]},
+        attrs=dict(sums.attrs),
+    )

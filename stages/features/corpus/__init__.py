@@ -1,0 +1,1 @@
+"""Features over a corpus: encoded, counted, with their strongest examples."""

@@ -1,0 +1,159 @@
+"""Features of a corpus as they are stored: ragged arrays, opened as tables, never dense.
+
+Border: labelled arrays; knows neither dictionaries nor models, and never imports torch.
+
+Axes: token; edge = token + 1: a token's features lie at token_ptr[t] to token_ptr[t + 1] of active,
+ascending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ....store.errors import ShapeError
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+__all__ = ["Block", "active_table", "blocks", "join_encoded", "top_features"]
+
+BLOCK = 1 << 20
+"""Active features read at a time."""
+
+
+class Block(NamedTuple):
+    """Some tokens' features; all [active] in this block."""
+
+    token: npt.NDArray[np.int64]
+    feature: npt.NDArray[np.int32]
+    value: npt.NDArray[np.float32]
+
+
+def blocks(encoded: xr.Dataset, size: int = BLOCK) -> Iterator[Block]:
+    """All that is active in one layer, about `size` at a time, whole tokens together, in order."""
+    ptr = encoded["token_ptr"].values
+    start = 0
+    while start < len(ptr) - 1:
+        stop = int(np.searchsorted(ptr, ptr[start] + size, side="right")) - 1
+        stop = min(max(stop, start + 1), len(ptr) - 1)
+        here = slice(int(ptr[start]), int(ptr[stop]))
+        token = np.repeat(np.arange(start, stop), np.diff(ptr[start : stop + 1]))
+        held = encoded[["feature", "value"]].isel(active=here)
+        yield Block(token, held["feature"].values, held["value"].values)
+        start = stop
+
+
+def join_encoded(parts: Sequence[xr.Dataset]) -> xr.Dataset:
+    """Token ranges of one layer, end to end; lazy, so that a corpus is copied block by block."""
+    import dask.array as da
+    import xarray as xr
+
+    if len(parts) == 1:
+        return parts[0]
+    counts = np.concatenate([np.diff(part["token_ptr"].values) for part in parts])
+    labels = {
+        name: ("token", np.concatenate([part[name].values for part in parts]), coord.attrs)
+        for name, coord in parts[0].coords.items()
+        if coord.dims == ("token",)
+    }
+
+    def end_to_end(name: str) -> Any:
+        return da.concatenate([part[name].chunk(active=BLOCK).data for part in parts])
+
+    joined = xr.Dataset(
+        {
+            "token_ptr": ("edge", np.concatenate([[0], counts.cumsum()])),
+            "feature": ("active", end_to_end("feature")),
+            "value": ("active", end_to_end("value")),
+        },
+        coords={**labels, "layer": parts[0]["layer"]},
+        attrs=parts[0].attrs,
+    )
+    return joined.chunk(active=BLOCK)
+
+
+def active_table(encoded: Mapping[int, xr.Dataset]) -> xr.Dataset:
+    """What is active in a corpus as a table, layers one after another: activation [active], lazy where it is
+    large.
+
+    encoded: layer -> what a layer's encoding gives. Coordinates of active: layer, prompt, position, token
+    (packed), token_id, feature. Select with `table.where(table.feature == 7, drop=True)`, or turn a part
+    into a frame with `to_dataframe()`.
+    Raises ShapeError when there is no layer.
+    """
+    import xarray as xr
+
+    if not encoded:
+        raise ShapeError("expected at least one encoded layer, found none")
+    tables = [_table(layer, encoded[layer]) for layer in sorted(encoded)]
+    joined: xr.Dataset = xr.concat(
+        tables,
+        "active",
+        data_vars="all",
+        coords="all",
+        compat="override",
+        join="override",
+        combine_attrs="override",
+    )
+    return joined
+
+
+def _table(layer: int, encoded: xr.Dataset) -> xr.Dataset:
+    import dask.array as da
+    import xarray as xr
+
+    ptr = encoded["token_ptr"].values
+    size = int(ptr[-1])
+    places = da.arange(size, chunks=BLOCK, dtype=np.int64)
+
+    def by_token(values: npt.NDArray[Any]) -> Any:
+        def look_up(place: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+            found: npt.NDArray[Any] = values[np.searchsorted(ptr, place, side="right") - 1]
+            return found
+
+        made = places.map_blocks(look_up, dtype=values.dtype)
+        return made if size > BLOCK else made.compute()
+
+    labels = {
+        name: encoded[name].values for name in ("prompt", "position", "token_id") if name in encoded.coords
+    }
+    labels["token"] = np.arange(len(ptr) - 1)
+    is_large = size > BLOCK
+    held = encoded[["feature", "value"]]
+    held = held.chunk(active=BLOCK) if is_large else held.load()
+    about = {"units": "1", "long_name": "activation"}
+    return xr.Dataset(
+        {"activation": ("active", held["value"].data, about)},
+        coords={
+            "layer": ("active", np.full(size, layer, np.int32)),
+            **{name: ("active", by_token(values)) for name, values in labels.items()},
+            "feature": ("active", held["feature"].data),
+        },
+    )
+
+
+def top_features(encoded: xr.Dataset, tokens: Sequence[int], k: int) -> xr.Dataset:
+    """The k strongest features of some tokens of one layer: feature and value [token, rank]; ties by feature.
+
+    Where fewer are active, feature is -1 and value 0.
+    """
+    import xarray as xr
+
+    ptr = encoded["token_ptr"].values
+    shape = (len(tokens), k)
+    feature, value = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
+    for row, token in enumerate(tokens):
+        if not 0 <= token < len(ptr) - 1:
+            raise ShapeError(f"expected tokens from 0 to {len(ptr) - 2}, found {token}")
+        here = encoded.isel(active=slice(int(ptr[token]), int(ptr[token + 1])))
+        order = np.argsort(-here["value"].values, kind="stable")[:k]
+        feature[row, : len(order)] = here["feature"].values[order]
+        value[row, : len(order)] = here["value"].values[order]
+    return xr.Dataset(
+        {"feature": (("token", "rank"), feature), "value": (("token", "rank"), value)},
+        coords={"token": list(tokens), "rank": np.arange(k)},
+    )

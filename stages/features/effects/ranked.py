@@ -1,0 +1,218 @@
+"""Features chosen by what they write, looked at and injected: how two kinds of transcoders see the same word.
+
+The features that write most along a word's embedding are ranked first (alignment.py); then they are followed
+through a prompt, or suppressed and injected at each of its positions (sweeps.py). Ranking and runs are one
+experiment, as the runs depend on the ranking.
+
+Border: declares runs. The dictionary is named, and opened only to compute.
+
+Axes: rank; position; bin of a histogram, edge between two; window_layer = layers whose pre-activations are
+counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+
+from ....pipeline import Output
+from ....store.errors import DictionaryError, InterventionError
+from ...causal.effects import array, check_tokens
+from ...forward.hooks.spec import HookSpec
+from ...forward.runs.experiment import Cell
+from ...forward.runs.run import Run
+from ..dictionary import Dictionary
+from ..of_dictionary import OfDictionary
+from .activity import as_rows
+from .alignment import Scored, align, align_over_targets
+from .sweeps import Dose, InjectionSweep, sweep_outputs
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ...forward.architectures.architecture import Architecture
+    from ...forward.hooks.cache import HookCache
+    from ...forward.models.model import Model
+
+__all__ = ["RankedSweep", "RankedTrace"]
+
+BINS = 32
+_Prepared = tuple[InjectionSweep, Any, list[Scored]]
+_ALL: Cell = {}
+
+
+@dataclass(frozen=True)
+class _Ranked(OfDictionary):
+    """What both share.
+
+    tokens: the prompt. dictionary: its name, no part of the key; features: its identity. word: token id whose
+    embedding is the direction. target: layer written to.
+    """
+
+    tokens: tuple[int, ...]
+    dictionary: str
+    features: str
+    word: int
+    target: int
+
+    def cells(self, config: Architecture) -> Sequence[Cell]:
+        """One."""
+        check_tokens(self.tokens, (self.word,))
+        if not 0 <= self.target < config.num_layers:
+            raise InterventionError(
+                f"expected a target layer in 0..{config.num_layers - 1}, found {self.target}"
+            )
+        return [_ALL]
+
+    def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
+        """The one."""
+        return parts[0]
+
+    def _opened(self, model: Model) -> tuple[Dictionary, Any]:
+        """The dictionary, and the word's embedding as directions [1, hidden]."""
+        found = Dictionary.from_pretrained(self.dictionary)
+        found.require_fit(model.config, model.name)
+        return found, model.embedding_vector(self.word)[None]
+
+
+@dataclass(frozen=True)
+class RankedSweep(_Ranked):
+    """The best features suppressed, or some suppressed and one injected, at every position.
+
+    over_targets: rank by the best of all layers written to, else by what is written to `target`. suppress:
+    how many of the best are suppressed. inject: "" for none, "ranked" for the best of the same ranking,
+    "same_layer" for the best by what is written to `target`; a feature that is suppressed too cancels.
+    strength: units. words: token ids followed.
+    """
+
+    name: ClassVar[str] = "ranked_sweep"
+    version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = sweep_outputs("position")
+
+    over_targets: bool = False
+    suppress: int = 5
+    inject: Literal["", "ranked", "same_layer"] = ""
+    strength: float = 10.0
+    words: tuple[int, ...] = ()
+
+    def prepare(self, model: Model) -> _Prepared:
+        """The sweep that the ranking asks for, what that needs, and its features: suppressed ones, then
+        injected.
+        """
+        dictionary, direction = self._opened(model)
+        (same,) = align(dictionary, direction, self.target, max(self.suppress, 1))
+        ranked = same
+        if self.over_targets:
+            (ranked,) = align_over_targets(dictionary, direction, max(self.suppress, 1))
+        if len(ranked) < max(self.suppress, 1):
+            raise DictionaryError(
+                f"expected {self.suppress} features to suppress, {dictionary.name} has {len(ranked)}"
+            )
+        chosen = ranked[: self.suppress]
+        doses = [Dose(one.feature.layer, one.feature.index, fixed=-self.strength) for one in chosen]
+        if self.inject:
+            best = (ranked if self.inject == "ranked" else same)[0]
+            chosen = [*chosen, best]
+            doses.append(Dose(best.feature.layer, best.feature.index, fixed=self.strength))
+        names = (self.tokens, self.dictionary, self.features)
+        sweep = InjectionSweep(*names, tuple(doses), (self.strength,), self.words)
+        return sweep, sweep.prepare(model), chosen
+
+    def runs(self, prepared: _Prepared, cell: Cell) -> list[Run]:
+        """One per position."""
+        return prepared[0].runs(prepared[1], self._cell)
+
+    def measure(self, prepared: _Prepared, cell: Cell, result: HookCache) -> dict[str, Any]:
+        """What the model says at the end of the prompt."""
+        return prepared[0].measure(prepared[1], self._cell, result)
+
+    def dataset(self, prepared: _Prepared, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+        """As `InjectionSweep` gives it, of one strength, with the features it chose."""
+        found = prepared[0].dataset(prepared[1], self._cell, measured).isel(strength=0, drop=True)
+        return found.assign_coords(_features(prepared[2]))
+
+    @property
+    def _cell(self) -> Cell:
+        return {"strength": self.strength}
+
+
+@dataclass(frozen=True)
+class RankedTrace(_Ranked):
+    """The best features of a word: what they write, and how active they are along the prompt.
+
+    top_k: features followed.
+    """
+
+    name: ClassVar[str] = "ranked_trace"
+    version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = {
+        "vector": Output(("rank", "hidden"), "1", "what a unit writes to the target"),
+        "trace": Output(("rank", "position"), "1", "activation"),
+        "edge": Output(("window_layer", "edge_index"), "1", "edge between two bins"),
+        "count": Output(("window_layer", "bin"), "1", "pre-activations in the bin"),
+        "skip_projection": Output((), "1", "linear skip along the word's embedding"),
+    }
+
+    top_k: int = 20
+
+    def prepare(self, model: Model) -> tuple[Dictionary, Any, list[Scored]]:
+        """The dictionary, the direction and the ranking."""
+        dictionary, direction = self._opened(model)
+        (ranked,) = align(dictionary, direction, self.target, self.top_k)
+        return dictionary, direction[0], ranked
+
+    def runs(self, prepared: Any, cell: Cell) -> list[Run]:
+        """The prompt, with what features read."""
+        return [Run(self.tokens, HookSpec().capture(*prepared[0].read_hooks), None)]
+
+    def measure(self, prepared: Any, cell: Cell, result: HookCache) -> dict[str, Any]:
+        """Traces, histograms of the layers around the target, and the skip's share along the direction."""
+        dictionary, direction, ranked = prepared
+        states = {layer: as_rows(result[dictionary.read_hook(layer)][0]) for layer in dictionary.layers}
+        trace = np.zeros((len(ranked), len(self.tokens)), np.float32)
+        for layer in {one.feature.layer for one in ranked}:
+            mine = [i for i, one in enumerate(ranked) if one.feature.layer == layer]
+            dense = dictionary.layer(layer).encode(states[layer])
+            trace[mine] = array(dense[:, [ranked[i].feature.index for i in mine]]).T
+        window = [layer for layer in range(self.target - 1, self.target + 2) if layer in states]
+        counted = [np.histogram(array(dictionary.layer(n).preactivations(states[n])), BINS) for n in window]
+        part = dictionary.layer(self.target)
+        skip = float("nan")
+        if part.W_skip is not None:
+            unit = direction.to(part.W_skip.device).float()
+            skip = float(part.skip(states[self.target][-1:])[0].float() @ unit / unit.norm())
+        return {"trace": trace, "window": window, "counted": counted, "skip": skip}
+
+    def dataset(self, prepared: Any, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+        """score [rank], vector [rank, hidden], trace [rank, position], and histograms by layer."""
+        import xarray as xr
+
+        dictionary, _, ranked = prepared
+        (found,) = measured
+        vectors = [array(dictionary.decoder_vector(one.feature, self.target)) for one in ranked]
+        edges, counts = (np.stack([one[i] for one in found["counted"]]) for i in (1, 0))
+        values = (np.stack(vectors), found["trace"], edges, counts, found["skip"])
+        arrays = zip(self.outputs.items(), values, strict=True)
+        return xr.Dataset(
+            {name: output.variable(value) for (name, output), value in arrays},
+            coords={
+                **_features(ranked),
+                "position": np.arange(len(self.tokens)),
+                "window_layer": found["window"],
+            },
+        )
+
+
+def _features(ranked: Sequence[Scored]) -> dict[str, Any]:
+    return {
+        "score": ("rank", np.array([one.score for one in ranked]), _about("cosine with the embedding")),
+        "source_layer": ("rank", np.array([one.feature.layer for one in ranked], np.int32)),
+        "feature": ("rank", np.array([one.feature.index for one in ranked], np.int64)),
+    }
+
+
+def _about(meaning: str) -> dict[str, str]:
+    return {"units": "1", "long_name": meaning}

@@ -1,0 +1,225 @@
+"""Injection sweeps: the same features, at every position or at many strengths, and what the model says then.
+
+The protocol of "planning in poems" (Lindsey et al. 2025, "On the Biology of a Large Language Model", section
+4): suppress the features of the word that is planned, inject those of another, and see at which position
+that changes the end of the line.
+
+Border: declares runs; the planner shares what they have in common. The dictionary is named, and opened only
+to compute.
+
+Axes: strength, position = where features were injected; word = tokens whose probability is followed; layer,
+head, of one attention edge. Units: nats, logits; attention weights have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from ....pipeline import Output
+from ....store.errors import InterventionError, PromptError
+from ...causal.effects import array, check_tokens, read_logits
+from ...causal.metrics import kl_divergence, log_softmax
+from ...forward.hooks.interventions import AddAtPositions
+from ...forward.hooks.spec import HookSpec
+from ...forward.hooks.wants import Logits
+from ...forward.runs.experiment import Cell
+from ...forward.runs.run import Run
+from ..dictionary import Dictionary
+from ..layers.layout import FeatureId
+from ..of_dictionary import OfDictionary
+from .injection import Injection, injected
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ...forward.architectures.architecture import Architecture
+    from ...forward.hooks.cache import HookCache
+    from ...forward.models.model import Model
+
+__all__ = ["Dose", "InjectionSweep"]
+
+
+@dataclass(frozen=True)
+class Dose:
+    """A feature of a sweep: its strength is `fixed` + `factor` times the strength of the run."""
+
+    layer: int
+    index: int
+    factor: float = 0.0
+    fixed: float = 0.0
+    from_layer: int | None = None
+
+    def at(self, strength: float) -> Injection:
+        """The injection of a run."""
+        return Injection(
+            FeatureId(self.layer, self.index), self.fixed + self.factor * strength, self.from_layer
+        )
+
+
+_MEASURES: Mapping[str, Output] = {
+    "logit": Output(("word",), "logits", "logit of a word"),
+    "logprob": Output(("word",), "nats", "log-probability of a word"),
+    "top_id": Output((), "1", "most likely next token"),
+    "top_logprob": Output((), "nats", "its log-probability"),
+    "kl": Output((), "nats", "KL(untouched || injected) of the next token"),
+    "distance": Output((), "logits", "L2 distance of all logits"),
+    "attention": Output(("layer", "head"), "1", "attention weight of the edge", is_optional=True),
+}
+"""Of one run; dims are its own."""
+_BETWEEN = ("kl", "distance")
+"""Those that compare it with the run without injection, which has none of them."""
+
+
+def sweep_outputs(*axes: str) -> dict[str, Output]:
+    """What a sweep gives along some axes, each measurement followed by that of the run without injection."""
+    found = {}
+    for name, each in _MEASURES.items():
+        found[name] = replace(each, dims=(*axes, *each.dims))
+        if name not in _BETWEEN:
+            found[f"baseline_{name}"] = replace(each, long_name=f"{each.long_name}, untouched")
+    return found
+
+
+@dataclass(frozen=True)
+class InjectionSweep(OfDictionary):
+    """Features at each strength and each position of a prompt, measured at its last position.
+
+    tokens: the prompt. dictionary: its name, no part of the key; features: its identity. doses: what is
+    injected together. strengths; positions: None for every one. words: token ids that are followed. edge:
+    (query, key) whose attention weight is kept in all heads of all layers, or None.
+    Raises PromptError and InterventionError for what is out of range.
+    """
+
+    name: ClassVar[str] = "injection_sweep"
+    version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = sweep_outputs("strength", "position")
+
+    tokens: tuple[int, ...]
+    dictionary: str
+    features: str
+    doses: tuple[Dose, ...]
+    strengths: tuple[float, ...]
+    words: tuple[int, ...]
+    positions: tuple[int, ...] | None = None
+    edge: tuple[int, int] | None = None
+
+    def params(self) -> dict[str, Any]:
+        """All but where the dictionary lies; strengths are said by the cells."""
+        own = {
+            key: value for key, value in vars(self).items() if key not in ("dictionary", "strengths", "doses")
+        }
+        return own | {"doses": [vars(dose) for dose in self.doses]}
+
+    def cells(self, config: Architecture) -> Sequence[Cell]:
+        """One per strength."""
+        check_tokens(self.tokens, self.words)
+        if not self.doses or not self.strengths:
+            raise InterventionError(
+                f"expected features and strengths to inject, found {len(self.doses)} and "
+                f"{len(self.strengths)}"
+            )
+        for place in (*self._positions, *(self.edge or ())):
+            if not 0 <= place < len(self.tokens):
+                raise InterventionError(f"expected positions in 0..{len(self.tokens) - 1}, found {place}")
+        outside = [word for word in self.words if word >= config.vocab_size]
+        if outside:
+            raise PromptError(f"expected token ids in 0..{config.vocab_size - 1}, found {outside[0]}")
+        return [{"strength": float(strength)} for strength in self.strengths]
+
+    def prepare(self, model: Model) -> tuple[Dictionary, dict[str, Any]]:
+        """The dictionary, and the run without it."""
+        dictionary = Dictionary.from_pretrained(self.dictionary)
+        dictionary.require_fit(model.config, model.name)
+        return dictionary, self._read(model.forward([list(self.tokens)], self._captures(), want=self._want))
+
+    def runs(self, prepared: tuple[Dictionary, dict[str, Any]], cell: Cell) -> list[Run]:
+        """One per position."""
+        injections = [dose.at(cell["strength"]) for dose in self.doses]
+        return [
+            Run(self.tokens, injected(prepared[0], injections, [place]).extend(self._captures()), self._want)
+            for place in self._positions
+        ]
+
+    def sketch(self, config: Architecture, cell: Cell) -> list[Run]:
+        """The same with vectors of no meaning; the dictionary's headers say where features write."""
+        dictionary = Dictionary.from_pretrained(self.dictionary)
+        targets = {
+            target
+            for dose in self.doses
+            for target in dictionary.targets(dose.layer)
+            if target >= (dose.from_layer or 0)
+        }
+        nothing = np.zeros(dictionary.d_out, np.float32)
+        found = []
+        for place in self._positions:
+            spec = self._captures()
+            for target in sorted(targets):
+                spec.intervene(dictionary.write_hook(target), AddAtPositions([(place, nothing)]))
+            found.append(Run(self.tokens, spec, self._want))
+        return found
+
+    def measure(
+        self, prepared: tuple[Dictionary, dict[str, Any]], cell: Cell, result: HookCache
+    ) -> dict[str, Any]:
+        """What the model says at the end of the prompt, and the edge."""
+        found, base = self._read(result), prepared[1]
+        found["kl"] = float(kl_divergence(base["logits"], found["logits"]))
+        found["distance"] = float(np.linalg.norm(found.pop("logits") - base["logits"]))
+        return found
+
+    def dataset(
+        self, prepared: tuple[Dictionary, dict[str, Any]], cell: Cell, measured: Sequence[Any]
+    ) -> xr.Dataset:
+        """[strength, position, ...], and the run without injection as `baseline_...`."""
+        import xarray as xr
+
+        found: dict[str, Any] = {}
+        for name in _MEASURES:
+            if name not in measured[0]:
+                continue
+            found[name] = self.outputs[name].variable(np.array([one[name] for one in measured])[None])
+            if name not in _BETWEEN:
+                unchanged = f"baseline_{name}"
+                found[unchanged] = self.outputs[unchanged].variable(np.array(prepared[1][name]))
+        coords = {"strength": [cell["strength"]], "position": list(self._positions), "word": list(self.words)}
+        return xr.Dataset(found, coords=coords)
+
+    def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
+        """All strengths."""
+        import xarray as xr
+
+        found: xr.Dataset = xr.concat(
+            parts, "strength", data_vars="minimal", coords="minimal", compat="override", join="exact"
+        )
+        return found
+
+    @property
+    def _positions(self) -> tuple[int, ...]:
+        return tuple(range(len(self.tokens))) if self.positions is None else self.positions
+
+    @property
+    def _want(self) -> Logits:
+        return Logits(positions=(-1,))
+
+    def _captures(self) -> HookSpec:
+        return HookSpec() if self.edge is None else HookSpec().capture("blocks.*.attn.hook_pattern")
+
+    def _read(self, result: HookCache) -> dict[str, Any]:
+        logits = read_logits(result)[0]
+        logprob = log_softmax(logits)
+        top = int(logits.argmax())
+        found: dict[str, Any] = {
+            "logits": logits,
+            "logit": logits[list(self.words)],
+            "logprob": logprob[list(self.words)],
+            "top_id": np.int32(top),
+            "top_logprob": logprob[top],
+        }
+        if self.edge is not None:
+            query, key = self.edge
+            found["attention"] = np.stack([array(result[point][0])[:, query, key] for point in result])
+        return found

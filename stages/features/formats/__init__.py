@@ -1,0 +1,1 @@
+"""The formats that dictionaries come in, a file each."""

@@ -1,0 +1,87 @@
+"""Cross-layer transcoders as circuit-tracer writes them: an encoder and a decoder file per layer.
+
+W_enc_{l}: W_enc_{l} [feature, hidden], b_enc_{l}, b_dec_{l} of the output of layer l, and threshold_{l} for a
+JumpReLU. W_dec_{l}: W_dec_{l} [feature, target, hidden]; target j is layer l + j. Layer 0 decides about
+JumpReLU.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from ....store.errors import DictionaryError
+from ..layers.files import DictionaryFiles
+from ..layers.layer import LayerFeatures
+from ..layers.layout import Layout, Opened
+from .layered import hooks_of, numbered, require_kind, require_shapes, scan_of
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["read", "recognises"]
+
+_ENCODER = r"W_enc_(\d+)\.safetensors"
+
+
+def recognises(files: DictionaryFiles) -> bool:
+    """Whether there are encoder files of layers at the root."""
+    return any(re.fullmatch(_ENCODER, name) for name in files.listing)
+
+
+def read(
+    files: DictionaryFiles,
+    *,
+    read: str | None = None,
+    write: str | None = None,
+    device: torch.device | str = "cpu",
+) -> Opened:
+    """The transcoders, with every header checked and no weight read."""
+    require_kind(files, "cross_layer_transcoder")
+    layers = numbered(files, _ENCODER)
+    kinds = hooks_of(files, read, write)
+    first = require_shapes(files, "W_enc_0.safetensors", {"W_enc_0": (None, None)})
+    size, width = first["W_enc_0"]
+    is_jump = "threshold_0" in first
+    for layer in layers:
+        expected = {f"W_enc_{layer}": (size, width), f"b_enc_{layer}": (size,), f"b_dec_{layer}": (width,)}
+        expected |= {f"threshold_{layer}": (size,)} if is_jump else {}
+        require_shapes(files, f"W_enc_{layer}.safetensors", expected)
+        if f"W_dec_{layer}.safetensors" not in files.listing:
+            raise DictionaryError(
+                f"expected W_dec_{layer}.safetensors beside its encoder in {files.directory}, found none; "
+                "fetch it again"
+            )
+        decoder = {f"W_dec_{layer}": (size, len(layers) - layer, width)}
+        require_shapes(files, f"W_dec_{layer}.safetensors", decoder)
+    layout = Layout(
+        format="clt",
+        kind="clt",
+        read=kinds[0],
+        write=kinds[1],
+        layers=layers,
+        targets={layer: tuple(range(layer, len(layers))) for layer in layers},
+        n_features=size,
+        d_in=width,
+        d_out=width,
+        files=tuple(f"W_{part}_{layer}.safetensors" for part in ("enc", "dec") for layer in layers),
+        model_name=files.yaml.get("model_name"),
+        scan=scan_of(files),
+    )
+
+    def open_layer(layer: int) -> LayerFeatures:
+        from ..layers.activations import JumpReLU, ReLU
+
+        encoder = files.tensors(f"W_enc_{layer}.safetensors")
+        decoder = files.tensors(f"W_dec_{layer}.safetensors")[f"W_dec_{layer}"]
+        return LayerFeatures(
+            layer=layer,
+            W_enc=encoder[f"W_enc_{layer}"],
+            W_dec={layer + j: decoder[:, j] for j in range(decoder.shape[1])},
+            activation=JumpReLU(encoder[f"threshold_{layer}"]) if is_jump else ReLU(),
+            b_enc=encoder[f"b_enc_{layer}"],
+            b_dec=encoder[f"b_dec_{layer}"],
+            device=device,
+        )
+
+    return Opened(files, layout, open_layer)

@@ -1,0 +1,181 @@
+"""dictionary_learning (Marks, Karvonen, Mueller): ae.pt beside config.json, a folder per trainer.
+
+config.json's `trainer` gives the class, the layer and the sizes. Linear layers (encoder.weight [feature,
+hidden], decoder.weight [hidden, feature]) or matrices (W_enc, W_dec the other way round), with biases under
+several names.
+
+Border: one pickled state dict, of tensors only; nothing else in it is unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
+
+from ....store.errors import DictionaryError, nearest
+from ..layers.files import DictionaryFiles
+from ..layers.layout import Opened
+from .single import OneLayer, hooks_given, join
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ..layers.activations import Activation
+    from ..layers.layer import LayerFeatures
+
+__all__ = ["part", "read", "recognises"]
+
+WEIGHTS, CONFIG = "ae.pt", "config.json"
+# Class -> (activation, whether b_dec is subtracted from the input).
+CLASSES = {
+    "AutoEncoder": ("relu", True),
+    "AutoEncoderNew": ("relu", False),
+    "AutoEncoderTopK": ("topk", True),
+    "GatedAutoEncoder": ("gated", True),
+    "JumpReluAutoEncoder": ("jumprelu", False),
+    "BatchTopKSAE": ("jumprelu", True),
+    "MatryoshkaBatchTopKSAE": ("jumprelu", True),
+}
+SUBMODULES = {"resid_post": "resid_post", "mlp_out": "mlp_post", "attention_out": "attn_out"}
+_DECODER_BIASES = ("b_dec", "bias", "decoder_bias")
+
+
+def recognises(files: DictionaryFiles) -> bool:
+    """Whether a folder holds a state dict as dictionary_learning names it."""
+    return any(name.rpartition("/")[2] == WEIGHTS for name in files.listing)
+
+
+def read(
+    files: DictionaryFiles,
+    *,
+    read: str | None = None,
+    write: str | None = None,
+    device: torch.device | str = "cpu",
+) -> Opened:
+    """The dictionaries of all folders found, of which there must be one per layer."""
+    names = [name for name in files.listing if name.rpartition("/")[2] == WEIGHTS]
+    return join(files, "dictionary_learning", [part(files, name, read, write, device) for name in names])
+
+
+def part(
+    files: DictionaryFiles, name: str, read: str | None, write: str | None, device: torch.device | str
+) -> OneLayer:
+    """The dictionary of one folder, given its weight file."""
+    folder, slash, _ = name.rpartition("/")
+    config = f"{folder}{slash}{CONFIG}"
+    if config not in files.listing:
+        raise DictionaryError(f"expected {CONFIG} beside {files.path(name)}, found none; fetch it again")
+    place, trainer = files.path(config), files.json(config).get("trainer")
+    if not isinstance(trainer, dict):
+        raise DictionaryError(f"expected a trainer in {place}, found {trainer!r}")
+    label = trainer.get("dict_class", "AutoEncoder")
+    if label not in CLASSES:
+        near = nearest(str(label), CLASSES)
+        raise DictionaryError(
+            f"expected trainer.dict_class to be one of {', '.join(CLASSES)} in {place}, found {label!r}"
+            + (f"; nearest is {near!r}" if near else "")
+        )
+    layer, d_in, size = (_whole(trainer, field, place) for field in ("layer", "activation_dim", "dict_size"))
+    kinds = hooks_given(files, _hooks_said(trainer), read, write)
+    activation, centred = CLASSES[label]
+    k = _whole(trainer, "k", place) if activation == "topk" else 0
+
+    def open_layer() -> LayerFeatures:
+        from ..layers.layer import LayerFeatures
+
+        given = _loaded(files, name)
+        W_enc, W_dec = _matrices(given, size, d_in, files, name)
+        b_dec = next((given[field] for field in _DECODER_BIASES if field in given), None)
+        return LayerFeatures(
+            layer=layer,
+            W_enc=W_enc,
+            W_dec={layer: W_dec},
+            activation=_activation(activation, k, given, files, name),
+            b_enc=None if activation == "gated" else given.get("encoder.bias", given.get("b_enc")),
+            b_dec=b_dec,
+            centred=centred,
+            device=device,
+        )
+
+    return OneLayer(
+        where=folder or name,
+        layer=layer,
+        read=kinds[0],
+        write=kinds[1],
+        n_features=size,
+        d_in=d_in,
+        d_out=d_in,
+        files=(name,),
+        open=open_layer,
+        model_name=trainer.get("lm_name"),
+        settings={"class": label, "k": k},
+    )
+
+
+def _hooks_said(trainer: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Hook kinds of the submodule's name, "resid_post_layer_12"; the residual stream where none is given."""
+    name = str(trainer.get("submodule_name") or "resid_post")
+    kind = next((kind for word, kind in SUBMODULES.items() if name.startswith(word)), None)
+    return kind, kind
+
+
+def _loaded(files: DictionaryFiles, name: str) -> dict[str, Tensor]:
+    import torch
+
+    try:
+        found = torch.load(files.path(name), map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, EOFError, UnpicklingError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DictionaryError(
+            f"{files.path(name)} is no complete state dict ({reason}); fetch it again"
+        ) from error
+    return dict(found)
+
+
+def _matrices(
+    given: Mapping[str, Tensor], size: int, d_in: int, files: DictionaryFiles, name: str
+) -> tuple[Tensor, Tensor]:
+    """Encoder and decoder, rows features, of the sizes the configuration says."""
+    found = []
+    for turned, linear in (("W_enc", "encoder.weight"), ("W_dec", "decoder.weight")):
+        if turned in given:
+            found.append(given[turned].T if turned == "W_enc" else given[turned])
+        elif linear in given:
+            found.append(given[linear] if linear == "encoder.weight" else given[linear].T)
+        else:
+            raise DictionaryError(
+                f"expected {linear} or {turned} in {files.path(name)}, found {', '.join(sorted(given))}"
+            )
+        if tuple(found[-1].shape) != (size, d_in):
+            raise DictionaryError(
+                f"expected {size} features of {d_in} numbers in {files.path(name)}, found "
+                f"{list(found[-1].shape)}"
+            )
+    return found[0], found[1]
+
+
+def _activation(
+    name: str, k: int, given: Mapping[str, Tensor], files: DictionaryFiles, file: str
+) -> Activation:
+    from ..layers.activations import Gated, JumpReLU, ReLU, TopK
+
+    needed = {"jumprelu": ["threshold"], "gated": ["gate_bias", "mag_bias", "r_mag"]}.get(name, [])
+    missing = [field for field in needed if field not in given]
+    if missing:
+        raise DictionaryError(
+            f"expected {missing[0]} in {files.path(file)}, found {', '.join(sorted(given))}"
+        )
+    if name == "jumprelu":
+        return JumpReLU(given["threshold"], rectified=True)
+    if name == "gated":
+        return Gated(given["gate_bias"], given["mag_bias"], given["r_mag"])
+    return TopK(k) if name == "topk" else ReLU()
+
+
+def _whole(trainer: Mapping[str, Any], field: str, place: Any) -> int:
+    value = trainer.get(field)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise DictionaryError(f"expected trainer.{field} to be a whole number in {place}, found {value!r}")
+    return value

@@ -1,0 +1,149 @@
+"""Gemma Scope as DeepMind published it: params.npz per layer, width and sparsity (Lieberum et al. 2024).
+
+    layer_{l}/width_16k/average_l0_{n}/params.npz    W_enc [hidden, feature], W_dec [feature, hidden],
+    embedding/width_4k/average_l0_{n}/params.npz     b_enc, b_dec, threshold (JumpReLU; ReLU without one)
+
+What is read follows from the repository: -res the residual stream, -mlp the MLP's output, -att the heads'
+outputs side by side, -transcoders the MLP's normalised input before the gain. Embeddings were divided by
+sqrt(hidden) before an autoencoder saw them.
+
+Border: paths and arrays; a list of such files in a config.yaml is listed.py's.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from ....store.errors import DictionaryError
+from ..layers.files import DictionaryFiles
+from ..layers.layout import Opened
+from .npz import npz_array, npz_shapes
+from .single import OneLayer, hooks_given, join
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..layers.layer import LayerFeatures
+
+__all__ = ["part", "read", "recognises"]
+
+_PLACE = re.compile(r"layer_(\d+)|(embedding)")
+_REPOSITORY = re.compile(r"gemma-scope-(2b|9b|27b)-(pt|it)-(res|mlp|att|transcoders)")
+HOOKS = {
+    "res": ("resid_post", "resid_post"),
+    "mlp": ("mlp_out", "mlp_out"),
+    "att": ("z", "z"),
+    "transcoders": ("ln2_normalized", "mlp_out"),
+}
+
+
+def recognises(files: DictionaryFiles) -> bool:
+    """Whether there are parameters in .npz files, of one layer or below a folder per layer."""
+    return any(name.rpartition("/")[2] == "params.npz" for name in files.listing)
+
+
+def read(
+    files: DictionaryFiles,
+    *,
+    read: str | None = None,
+    write: str | None = None,
+    device: torch.device | str = "cpu",
+) -> Opened:
+    """The dictionaries of all layers found, of which there must be one each."""
+    names = [name for name in files.listing if name.rpartition("/")[2] == "params.npz"]
+    return join(files, "gemma_scope", [part(files, name, read, write, device) for name in names])
+
+
+def part(
+    files: DictionaryFiles,
+    name: str,
+    read: str | None,
+    write: str | None,
+    device: torch.device | str,
+    layer: int | None = None,
+) -> OneLayer:
+    """The dictionary in one file. layer: which one it is, where that is known; else its path says it."""
+    place = files.path(name)
+    path = f"{files.directory.as_posix()}/{name}" if name not in files.links else place.as_posix()
+    found = [(m[1], m[2]) for m in _PLACE.finditer(path)]
+    is_embedding = bool(found and found[-1][1])
+    if layer is None:
+        if not found:
+            raise DictionaryError(
+                f"expected layer_<number> or embedding in the path of {place}: it says which layer this is; "
+                "keep the folders of the repository"
+            )
+        layer = 0 if is_embedding else int(found[-1][0])
+    said = _hooks_said(path, is_embedding)
+    kinds = hooks_given(files, said, read, write)
+    shapes = npz_shapes(place)
+    size, d_in, d_out = _sizes(shapes, place)
+    repository = _REPOSITORY.search(path)
+
+    def open_layer() -> LayerFeatures:
+        import torch
+
+        from ..layers.activations import JumpReLU, ReLU
+        from ..layers.layer import LayerFeatures
+
+        gain = d_in**-0.5 if is_embedding else 1.0
+        given = {key: torch.from_numpy(npz_array(place, key)) for key in shapes}
+        return LayerFeatures(
+            layer=layer,
+            W_enc=given["W_enc"].T,
+            W_dec={layer: given["W_dec"]},
+            activation=JumpReLU(given["threshold"]) if "threshold" in given else ReLU(),
+            b_enc=given["b_enc"],
+            # SAELens scales W_enc and W_dec of embeddings, but not b_dec; the gain would.
+            b_dec=given["b_dec"] * gain,
+            gain=gain,
+            device=device,
+        )
+
+    return OneLayer(
+        where=name.rpartition("/")[0] or name,
+        layer=layer,
+        read=kinds[0],
+        write=kinds[1],
+        n_features=size,
+        d_in=d_in,
+        d_out=d_out,
+        files=(name,),
+        open=open_layer,
+        model_name=repository
+        and f"google/gemma-2-{repository[1]}" + ("-it" if repository[2] == "it" else ""),
+        settings={"embedding": is_embedding},
+    )
+
+
+def _hooks_said(path: str, is_embedding: bool) -> tuple[str | None, str | None]:
+    if is_embedding:
+        return "embed", "embed"
+    found = _REPOSITORY.search(path)
+    return HOOKS[found[3]] if found else (None, None)
+
+
+def _sizes(shapes: dict[str, tuple[int, ...]], place: object) -> tuple[int, int, int]:
+    """(features, width read, width written); DictionaryError where arrays are missing or do not fit."""
+    missing = [name for name in ("W_enc", "W_dec", "b_enc", "b_dec") if name not in shapes]
+    if missing:
+        raise DictionaryError(
+            f"expected W_enc, W_dec, b_enc and b_dec in {place}, found {', '.join(sorted(shapes))}; "
+            f"{missing[0]} is missing"
+        )
+    if len(shapes["W_enc"]) != 2 or len(shapes["W_dec"]) != 2:
+        raise DictionaryError(f"expected matrices W_enc and W_dec in {place}, found shapes {shapes}")
+    (d_in, size), d_out = shapes["W_enc"], shapes["W_dec"][1]
+    expected = {
+        "W_dec": (size, d_out),
+        "b_enc": (size,),
+        "b_dec": (d_out,),
+        **({"threshold": (size,)} if "threshold" in shapes else {}),
+    }
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise DictionaryError(
+                f"expected {name!r} of shape {list(shape)} in {place}, found {list(shapes[name])}"
+            )
+    return size, d_in, d_out

@@ -1,0 +1,247 @@
+"""Gemma Scope 2 as DeepMind published it: safetensors with lower-case names, per layer.
+
+    .../layer_{l}_width_16k_l0_medium[_affine]/params.safetensors    (and config.json)
+    .../width_262k_l0_medium[_affine]/params_layer_{l}.safetensors   cross-layer
+
+w_enc [hidden, feature], w_dec [feature, hidden] or, cross-layer, [feature, target, hidden] with all the
+model's layers as targets, of which only l and later ones count; b_enc, b_dec, threshold; optionally
+affine_skip_connection [in, out].
+
+Border: paths and tensors; a list of such files in a config.yaml is listed.py's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ....store.errors import DictionaryError
+from ..layers.files import DictionaryFiles
+from ..layers.layout import Layout, Opened
+from .layered import require_shapes, scan_of
+from .single import OneLayer, hooks_given, join
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..layers.layer import LayerFeatures
+
+__all__ = ["is_cross_layer", "part", "read", "read_clt", "recognises"]
+
+_FILE = re.compile(r"(?:^|/)params(?:_layer_(\d+))?\.safetensors$")
+_LAYER = re.compile(r"layer_(\d+)")
+CONFIG = "config.json"
+# The model's modules that config.json names, and what stands in a folder's name instead of one.
+HF_POINTS = {
+    "output": "resid_post",
+    "self_attn.o_proj.input": "z",
+    "pre_feedforward_layernorm.output": "mlp_pre",
+    "post_feedforward_layernorm.output": "mlp_out",
+}
+FOLDERS = {
+    "transcoder": ("mlp_pre", "mlp_out"),
+    "clt": ("mlp_pre", "mlp_out"),
+    "resid_post": ("resid_post", "resid_post"),
+    "attn_out": ("z", "z"),
+    "mlp_out": ("mlp_out", "mlp_out"),
+}
+_HF_POINT = re.compile(r"model\.(?:language_model\.)?layers\.\d+\.(.+)")
+
+
+def recognises(files: DictionaryFiles) -> bool:
+    """Whether there is a parameter file with Gemma Scope 2's names for tensors."""
+    name = next((name for name in files.listing if _FILE.search(name)), None)
+    return name is not None and "w_enc" in files.shapes(name)
+
+
+def read(
+    files: DictionaryFiles,
+    *,
+    read: str | None = None,
+    write: str | None = None,
+    device: torch.device | str = "cpu",
+) -> Opened:
+    """The dictionaries of all layers found: one each, or one cross-layer transcoder."""
+    names = [name for name in files.listing if _FILE.search(name)]
+    if is_cross_layer(files, names[0]):
+        by_layer = {_layer(files, name): name for name in names}
+        ordered = [by_layer[layer] for layer in sorted(by_layer)]
+        if sorted(by_layer) != list(range(len(names))):
+            raise DictionaryError(
+                f"expected one file for every layer from 0 on in {files.directory}, found {len(names)} files "
+                f"of layers {', '.join(map(str, sorted(by_layer)))}; fetch it again, or open one subfolder"
+            )
+        return read_clt(files, ordered, read, write, device)
+    parts = [part(files, name, read, write, device) for name in names]
+    return join(files, "gemma_scope_2", parts, zero_positions=zero_positions(parts[0].model_name))
+
+
+def is_cross_layer(files: DictionaryFiles, name: str) -> bool:
+    """Whether a file's features write to several layers."""
+    return len(files.shapes(name).get("w_dec", ())) == 3
+
+
+def zero_positions(model: str | None) -> int:
+    """First positions without features: the instruction-tuned Gemma 3 models' prompts begin with four fixed
+    tokens.
+    """
+    return 4 if model and re.search(r"gemma-3-.*-it", model) else 1
+
+
+def part(
+    files: DictionaryFiles,
+    name: str,
+    read: str | None,
+    write: str | None,
+    device: torch.device | str,
+    layer: int | None = None,
+) -> OneLayer:
+    """The dictionary in one file. layer: which one it is, where that is known; else its path says it."""
+    found = _layer(files, name) if layer is None else layer
+    kinds = hooks_given(files, _hooks_said(files, name), read, write)
+    (d_in, size), shapes = _sizes(files, name)
+    d_out = require_shapes(files, name, {"w_dec": (size, None)})["w_dec"][1]
+    _require_biases(files, name, size, d_in, d_out)
+
+    def open_layer() -> LayerFeatures:
+        from ..layers.activations import JumpReLU
+        from ..layers.layer import LayerFeatures
+
+        given = files.tensors(name)
+        return LayerFeatures(
+            layer=found,
+            W_enc=given["w_enc"].T,
+            W_dec={found: given["w_dec"]},
+            activation=JumpReLU(given["threshold"]),
+            b_enc=given["b_enc"],
+            b_dec=given["b_dec"],
+            W_skip=given["affine_skip_connection"].T if "affine_skip_connection" in given else None,
+            device=device,
+        )
+
+    return OneLayer(
+        where=name.rpartition("/")[0] or name,
+        layer=found,
+        read=kinds[0],
+        write=kinds[1],
+        n_features=size,
+        d_in=d_in,
+        d_out=d_out,
+        files=(name,),
+        open=open_layer,
+        model_name=_config(files, name).get("model_name"),
+        has_skip="affine_skip_connection" in shapes,
+    )
+
+
+def read_clt(
+    files: DictionaryFiles,
+    names: Sequence[str],
+    read: str | None,
+    write: str | None,
+    device: torch.device | str,
+) -> Opened:
+    """The cross-layer transcoder of these files, one per layer from 0 on."""
+    kinds = hooks_given(files, _hooks_said(files, names[0]), read, write)
+    (width, size), _ = _sizes(files, names[0])
+    layers = tuple(range(len(names)))
+    has_skip = False
+    for name in names:
+        require_shapes(files, name, {"w_enc": (width, size), "w_dec": (size, len(names), width)})
+        has_skip |= "affine_skip_connection" in _require_biases(files, name, size, width, width)
+    model = _config(files, names[0]).get("model_name")
+    layout = Layout(
+        format="gemma_scope_2",
+        kind="clt",
+        read=kinds[0],
+        write=kinds[1],
+        layers=layers,
+        targets={layer: layers[layer:] for layer in layers},
+        n_features=size,
+        d_in=width,
+        d_out=width,
+        files=tuple(names),
+        model_name=model,
+        scan=scan_of(files),
+        has_skip=has_skip,
+        zero_positions=zero_positions(model),
+    )
+
+    def open_layer(layer: int) -> LayerFeatures:
+        from ..layers.activations import JumpReLU
+        from ..layers.layer import LayerFeatures
+
+        given = files.tensors(names[layer])
+        return LayerFeatures(
+            layer=layer,
+            W_enc=given["w_enc"].T,
+            W_dec={target: given["w_dec"][:, target] for target in layers[layer:]},
+            activation=JumpReLU(given["threshold"]),
+            b_enc=given["b_enc"],
+            b_dec=given["b_dec"],
+            W_skip=given["affine_skip_connection"].T if "affine_skip_connection" in given else None,
+            device=device,
+        )
+
+    return Opened(files, layout, open_layer)
+
+
+def _sizes(files: DictionaryFiles, name: str) -> tuple[tuple[int, int], dict[str, tuple[int, ...]]]:
+    """((width read, features), shapes of all tensors)."""
+    shapes = require_shapes(files, name, {"w_enc": (None, None)})
+    return (shapes["w_enc"][0], shapes["w_enc"][1]), shapes
+
+
+def _require_biases(
+    files: DictionaryFiles, name: str, size: int, d_in: int, d_out: int
+) -> dict[str, tuple[int, ...]]:
+    expected = {"b_enc": (size,), "b_dec": (d_out,), "threshold": (size,)}
+    return require_shapes(files, name, expected, {"affine_skip_connection": (d_in, d_out)})
+
+
+def _path(files: DictionaryFiles, name: str) -> str:
+    """Path in which repository and folder say what the file is."""
+    return files.links[name].as_posix() if name in files.links else f"{files.directory.as_posix()}/{name}"
+
+
+def _layer(files: DictionaryFiles, name: str) -> int:
+    found = _LAYER.findall(_path(files, name))
+    if not found:
+        raise DictionaryError(
+            f"expected layer_<number> in the path of {files.path(name)}: it says which layer this is; keep "
+            "the folders of the repository"
+        )
+    return int(found[-1])
+
+
+def _config(files: DictionaryFiles, name: str) -> dict[str, str]:
+    """config.json beside a parameter file; empty without one."""
+    folder = name.rpartition("/")[0]
+    config = f"{folder}/{CONFIG}" if folder else CONFIG
+    return files.json(config) if config in files.listing else {}
+
+
+def _hooks_said(files: DictionaryFiles, name: str) -> tuple[str | None, str | None]:
+    """Hook kinds as config.json says, else as the folder's name says."""
+    config = _config(files, name)
+    reads, writes = (_hf_point(config.get(f"hf_hook_point_{end}")) for end in ("in", "out"))
+    if reads is not None:
+        return reads, writes
+    folders = _path(files, name).split("/")[-4:-1]
+    for word, kinds in FOLDERS.items():
+        if any(folder == word or folder.startswith(f"{word}_") for folder in folders):
+            return kinds
+    return None, None
+
+
+def _hf_point(name: str | None) -> str | None:
+    found = _HF_POINT.fullmatch(name or "")
+    if not found:
+        return None
+    if found[1] not in HF_POINTS:
+        raise DictionaryError(
+            f"config.json names {name!r}, where no hook point is known; known are {', '.join(HF_POINTS)}. "
+            "Pass read= and write= to say where these features read and write"
+        )
+    return HF_POINTS[found[1]]

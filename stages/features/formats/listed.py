@@ -1,0 +1,134 @@
+"""A config.yaml that lists where each layer's transcoder is: circuit-tracer's curation repositories.
+
+    transcoders:
+      - hf://google/gemma-scope-2b-pt-transcoders/layer_0/width_16k/average_l0_76/params.npz
+      - layer_1.safetensors
+
+The order of the list is the order of layers. Entries are files of the hub (hf://org/repo/path[?revision=…]),
+looked for in the local cache, or paths beside the config.yaml; older lists hold {layer, filepath}. Files are
+Gemma Scope's, Gemma Scope 2's or circuit-tracer's own. Hook points are the config.yaml's.
+
+Border: finds files; what is in one is its format's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
+
+from ....store.errors import DictionaryError, ModelNotFound
+from ..layers.files import CONFIG_YAML, DictionaryFiles, resolve
+from ..layers.layout import Opened
+from . import gemma_scope, gemma_scope_2, plt
+from .layered import hooks_of
+from .single import OneLayer, join
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Reference", "read", "recognises", "references"]
+
+LONGEST_LIST, LARGEST_FILE = 1024, 1 << 20
+_LAYER = re.compile(r"layer_(\d+)")
+
+
+class Reference:
+    """One entry of a list: a file of the hub, or a path."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.repository, self.revision, self.file = None, None, text
+        if text.startswith("hf://"):
+            parts = urlsplit(text)
+            repository, _, file = parts.path.strip("/").partition("/")
+            if not (parts.netloc and repository and file):
+                raise DictionaryError(f"expected hf://org/repo/file, found {text!r}")
+            self.repository, self.file = f"{parts.netloc}/{repository}", file
+            self.revision = parse_qs(parts.query).get("revision", [None])[0]
+
+    def path(self, folder: Path) -> Path:
+        """Where the file lies. Raises ModelNotFound saying how to get it."""
+        if self.repository is None:
+            found = folder / self.file
+        else:
+            found = (
+                resolve(self.repository + (f"@{self.revision}" if self.revision else "")).directory
+                / self.file
+            )
+        if not found.is_file():
+            hint = f"fetch it: mizarr features fetch {folder}" if self.repository else "correct the list"
+            raise ModelNotFound(f"{self.text} is not at {found}; {hint}")
+        return found
+
+
+def recognises(files: DictionaryFiles) -> bool:
+    """Whether config.yaml lists transcoders."""
+    return "transcoders" in files.yaml
+
+
+def read(
+    files: DictionaryFiles,
+    *,
+    read: str | None = None,
+    write: str | None = None,
+    device: torch.device | str = "cpu",
+) -> Opened:
+    """The transcoders of the list, with every header checked and no weight read."""
+    found = references(files)
+    kinds = hooks_of(files, read, write)
+    names = [f"layer_{layer}{Path(entry.file).suffix}" for layer, entry in enumerate(found)]
+    links = {name: entry.path(files.directory) for name, entry in zip(names, found, strict=True)}
+    linked = DictionaryFiles(files.name, files.directory, files.revision, links)
+    if _format(linked, names[0]) is gemma_scope_2 and gemma_scope_2.is_cross_layer(linked, names[0]):
+        return gemma_scope_2.read_clt(linked, names, kinds[0], kinds[1], device)
+    parts: list[OneLayer] = []
+    for layer, name in enumerate(names):
+        parts.append(_format(linked, name).part(linked, name, kinds[0], kinds[1], device, layer))
+    return join(linked, "listed", parts)
+
+
+def references(files: DictionaryFiles) -> Sequence[Reference]:
+    """The entries of the list, one per layer from 0 on.
+
+    Raises DictionaryError for a list that is empty, too long or out of order.
+    """
+    place = files.directory / CONFIG_YAML
+    given = files.yaml["transcoders"]
+    size = files.path(CONFIG_YAML).stat().st_size
+    if not isinstance(given, list) or not 0 < len(given) <= LONGEST_LIST or size > LARGEST_FILE:
+        found = f"{len(given)} entries in {size} bytes" if isinstance(given, list) else type(given).__name__
+        raise DictionaryError(
+            f"expected transcoders in {place} as a list of 1 to {LONGEST_LIST} files, found {found}"
+        )
+    entries = [_entry(each, layer, place) for layer, each in enumerate(given)]
+    for layer, entry in enumerate(entries):
+        numbers = _LAYER.findall(entry.file)
+        if numbers and int(numbers[-1]) != layer:
+            raise DictionaryError(
+                f"expected the transcoders in {place} in the order of layers, found {entry.text} in place "
+                f"{layer}"
+            )
+    return entries
+
+
+def _entry(given: Any, layer: int, place: Path) -> Reference:
+    if isinstance(given, Mapping):  # the oldest layout: {id, layer, filepath}
+        if given.get("layer", layer) != layer:
+            raise DictionaryError(
+                f"expected the transcoders in {place} in the order of layers, found layer {given['layer']!r} "
+                f"in place {layer}"
+            )
+        given = given.get("filepath")
+    if not isinstance(given, str):
+        raise DictionaryError(f"expected a file for layer {layer} in {place}, found {given!r}")
+    return Reference(given)
+
+
+def _format(files: DictionaryFiles, name: str) -> Any:
+    """The module that reads one file."""
+    if name.endswith(".npz"):
+        return gemma_scope
+    return gemma_scope_2 if "w_enc" in files.shapes(name) else plt

@@ -1,0 +1,128 @@
+"""Llama Scope (He et al. 2024): autoencoders as linear layers, a folder per layer.
+
+    hyperparams.json + checkpoints/final.safetensors        one threshold for all features
+    config.json + sae_weights.safetensors                   the later variant: log_jumprelu_threshold
+    [feature]
+
+encoder.weight [feature, hidden], decoder.weight [hidden, feature], biases. Inputs are scaled to a mean norm
+of sqrt(hidden) over the data set (dataset_average_activation_norm), which thresholds are multiplied by as
+well.
+
+Border: files and names; the arithmetic is that of SAELens' converters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ....store.errors import DictionaryError
+from ..layers.files import DictionaryFiles
+from ..layers.layout import Opened
+from ..layers.names import parse_hook
+from .layered import require_shapes
+from .single import OneLayer, hooks_given, join, to_float
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..layers.layer import LayerFeatures
+
+__all__ = ["part", "read", "recognises"]
+
+# Configuration -> weights, relative to a layer's folder.
+VARIANTS = {
+    "hyperparams.json": "checkpoints/final.safetensors",
+    "config.json": "sae_weights.safetensors",
+}
+
+
+def recognises(files: DictionaryFiles) -> bool:
+    """Whether a folder holds a configuration and weights as Llama Scope names them."""
+    return bool(_configs(files))
+
+
+def read(
+    files: DictionaryFiles,
+    *,
+    read: str | None = None,
+    write: str | None = None,
+    device: torch.device | str = "cpu",
+) -> Opened:
+    """The dictionaries of all folders found, of which there must be one per layer."""
+    return join(files, "llama_scope", [part(files, name, read, write, device) for name in _configs(files)])
+
+
+def _configs(files: DictionaryFiles) -> list[str]:
+    held, found = set(files.listing), []
+    for name in files.listing:
+        folder, slash, file = name.rpartition("/")
+        if file in VARIANTS and f"{folder}{slash}{VARIANTS[file]}" in held:
+            found.append(name)
+    return found
+
+
+def part(
+    files: DictionaryFiles, name: str, read: str | None, write: str | None, device: torch.device | str
+) -> OneLayer:
+    """The dictionary of one folder, given its configuration file."""
+    folder, slash, file = name.rpartition("/")
+    weights = f"{folder}{slash}{VARIANTS[file]}"
+    config, place = files.json(name), files.path(name)
+    layer, said = _hooks_said(config)
+    kinds = hooks_given(files, said, read, write)
+    size, d_in = require_shapes(files, weights, {"encoder.weight": (None, None)})["encoder.weight"]
+    expected: dict[str, tuple[int | None, ...]] = {"encoder.bias": (size,), "decoder.weight": (None, size)}
+    is_scalar = file == "hyperparams.json"
+    if not is_scalar:
+        expected["log_jumprelu_threshold"] = (size,)
+    d_out = require_shapes(files, weights, expected)["decoder.weight"][0]
+    require_shapes(files, weights, {}, {"decoder.bias": (d_out,)})
+    norm = (config.get("dataset_average_activation_norm") or {}).get("in")
+    if norm is None and is_scalar:
+        raise DictionaryError(f"expected dataset_average_activation_norm.in in {place}, found none")
+    gain = 1.0 if norm is None else d_in**0.5 / to_float(norm, "dataset_average_activation_norm.in", place)
+    threshold = (
+        to_float(config.get("jump_relu_threshold"), "jump_relu_threshold", place) if is_scalar else 0.0
+    )
+
+    def open_layer() -> LayerFeatures:
+        import torch
+
+        from ..layers.activations import JumpReLU
+        from ..layers.layer import LayerFeatures
+
+        given = files.tensors(weights)
+        least = torch.tensor(threshold * gain) if is_scalar else given["log_jumprelu_threshold"].float().exp()
+        return LayerFeatures(
+            layer=layer,
+            W_enc=given["encoder.weight"],
+            W_dec={layer: given["decoder.weight"].T},
+            activation=JumpReLU(least, rectified=True),
+            b_enc=given["encoder.bias"],
+            b_dec=given.get("decoder.bias"),
+            gain=gain,
+            device=device,
+        )
+
+    return OneLayer(
+        where=folder or name,
+        layer=layer,
+        read=kinds[0],
+        write=kinds[1],
+        n_features=size,
+        d_in=d_in,
+        d_out=d_out,
+        files=(weights,),
+        open=open_layer,
+        model_name=config.get("model_name"),
+        settings={"threshold": threshold, "gain": gain},
+    )
+
+
+def _hooks_said(config: dict[str, Any]) -> tuple[int, tuple[str | None, str | None]]:
+    """(layer, hook kinds) as a configuration says."""
+    if not isinstance(config.get("hook_point_in"), str):
+        return 0, (None, None)
+    kind, layer = parse_hook(config["hook_point_in"])
+    written = config.get("hook_point_out")
+    return layer or 0, (kind, parse_hook(written)[0] if written else None)

@@ -1,0 +1,123 @@
+"""Per-layer transcoders as circuit-tracer writes them: one file per layer.
+
+layer_{l}: W_enc [feature, hidden], b_enc, W_dec [feature, hidden], b_dec, optionally W_skip [out, in] (its
+output is x W_skip') and activation_function.threshold (JumpReLU). config.yaml may say `activation: topk`
+with `k`, or relu. Negative values among the k largest stay, as in circuit-tracer, unless config.yaml says
+`rectified: true`, which it ignores.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from ....store.errors import DictionaryError
+from ..layers.files import DictionaryFiles
+from ..layers.layout import Opened
+from .layered import hooks_of, numbered, require_kind, require_shapes
+from .single import OneLayer, join
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ..layers.activations import Activation
+    from ..layers.layer import LayerFeatures
+
+__all__ = ["part", "read", "recognises"]
+
+_LAYER = r"layer_(\d+)\.safetensors"
+_THRESHOLD = "activation_function.threshold"
+ACTIVATIONS = ("topk", "relu", "jumprelu")
+TOP_K = {"facebook/crv-8b-instruct-transcoders": 128}
+"""Repositories whose configuration does not say that they are TopK; circuit-tracer knows them by name too."""
+
+
+def recognises(files: DictionaryFiles) -> bool:
+    """Whether there is a file per layer at the root."""
+    return any(re.fullmatch(_LAYER, name) for name in files.listing)
+
+
+def read(
+    files: DictionaryFiles,
+    *,
+    read: str | None = None,
+    write: str | None = None,
+    device: torch.device | str = "cpu",
+) -> Opened:
+    """The transcoders, with every header checked and no weight read."""
+    require_kind(files, "transcoder_set")
+    kinds = hooks_of(files, read, write)
+    parts = [
+        part(files, f"layer_{layer}.safetensors", kinds[0], kinds[1], device, layer)
+        for layer in numbered(files, _LAYER)
+    ]
+    return join(files, "plt", parts)
+
+
+def part(
+    files: DictionaryFiles, file: str, read: str, write: str, device: torch.device | str, layer: int
+) -> OneLayer:
+    """The transcoder of one layer. read, write: hook kinds."""
+    name, k = _activation(files)
+    rectified = bool(files.yaml.get("rectified", False))
+    size, d_in = require_shapes(files, file, {"W_enc": (None, None)})["W_enc"]
+    _, d_out = require_shapes(files, file, {"W_dec": (size, None)})["W_dec"]
+    expected = {"b_enc": (size,), "b_dec": (d_out,)}
+    if name == "jumprelu":
+        expected[_THRESHOLD] = (size,)
+    optional = {"W_skip": (d_out, d_in), _THRESHOLD: (size,)}
+    has_skip = "W_skip" in require_shapes(files, file, expected, optional)
+
+    def open_layer() -> LayerFeatures:
+        from ..layers.layer import LayerFeatures
+
+        found = files.tensors(file)
+        return LayerFeatures(
+            layer=layer,
+            W_enc=found["W_enc"],
+            W_dec={layer: found["W_dec"]},
+            activation=_made(name, k, rectified, found),
+            b_enc=found["b_enc"],
+            b_dec=found["b_dec"],
+            W_skip=found.get("W_skip"),
+            device=device,
+        )
+
+    return OneLayer(
+        where=file,
+        layer=layer,
+        read=read,
+        write=write,
+        n_features=size,
+        d_in=d_in,
+        d_out=d_out,
+        files=(file,),
+        open=open_layer,
+        model_name=files.yaml.get("model_name"),
+        has_skip=has_skip,
+        settings={"activation": name, "k": k, "rectified": rectified},
+    )
+
+
+def _activation(files: DictionaryFiles) -> tuple[str | None, int]:
+    """(name or None where the tensors decide, k) as config.yaml says."""
+    name, k = files.yaml.get("activation"), files.yaml.get("k", 0)
+    if name is None:
+        known = next((k for repository, k in TOP_K.items() if files.name.startswith(repository)), None)
+        name, k = (None, k) if known is None else ("topk", known)
+    if name is not None and name not in ACTIVATIONS:
+        raise DictionaryError(f"expected activation to be one of {', '.join(ACTIVATIONS)}, found {name!r}")
+    if name == "topk" and not (isinstance(k, int) and k > 0):
+        raise DictionaryError(f"expected a positive k beside activation: topk in config.yaml, found {k!r}")
+    return name, k
+
+
+def _made(name: str | None, k: int, rectified: bool, tensors: dict[str, Tensor]) -> Activation:
+    from ..layers.activations import JumpReLU, ReLU, TopK
+
+    if name == "topk":
+        return TopK(k, rectified)
+    if name == "relu" or _THRESHOLD not in tensors:
+        return ReLU()
+    return JumpReLU(tensors[_THRESHOLD], rectified)

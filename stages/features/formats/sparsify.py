@@ -1,0 +1,130 @@
+"""sparsify (EleutherAI): cfg.json beside sae.safetensors, a folder per hook point, such as layers.12.mlp.
+
+encoder.weight [feature, hidden], encoder.bias, W_dec [feature, hidden], b_dec, optionally W_skip [out, in].
+Autoencoders subtract b_dec from their input, transcoders (`transcode`) read a module's input and write its
+output. Activations are rectified, then the k largest stay (topk), or the largest of each of k groups
+(groupmax).
+
+Border: folders and tensors. A folder's name is a module of the model, which says the hook point.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from ....store.errors import DictionaryError
+from ..layers.files import CFG_JSON, DictionaryFiles
+from ..layers.layout import Opened
+from .layered import require_shapes
+from .single import OneLayer, hooks_given, join
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..layers.layer import LayerFeatures
+
+__all__ = ["part", "read", "recognises"]
+
+WEIGHTS = "sae.safetensors"
+_MODULE = re.compile(r"(?:layers|h)[._](\d+)(?:\.(.+))?")
+# Module within a layer -> (its input, its output).
+MODULES = {
+    "": ("resid_pre", "resid_post"),
+    "mlp": ("mlp_pre", "mlp_post"),
+    "self_attn": (None, "attn_out"),
+    "attn": (None, "attn_out"),
+}
+
+
+def recognises(files: DictionaryFiles) -> bool:
+    """Whether a folder holds weights as sparsify names them."""
+    return any(name.rpartition("/")[2] == WEIGHTS for name in files.listing)
+
+
+def read(
+    files: DictionaryFiles,
+    *,
+    read: str | None = None,
+    write: str | None = None,
+    device: torch.device | str = "cpu",
+) -> Opened:
+    """The dictionaries of all folders found, of which there must be one per layer."""
+    names = [name for name in files.listing if name.rpartition("/")[2] == WEIGHTS]
+    return join(files, "sparsify", [part(files, name, read, write, device) for name in names])
+
+
+def part(
+    files: DictionaryFiles, name: str, read: str | None, write: str | None, device: torch.device | str
+) -> OneLayer:
+    """The dictionary of one folder, given its weight file."""
+    folder, slash, _ = name.rpartition("/")
+    cfg = f"{folder}{slash}{CFG_JSON}"
+    if cfg not in files.listing:
+        raise DictionaryError(f"expected {CFG_JSON} beside {files.path(name)}, found none; fetch it again")
+    config = files.json(cfg)
+    module = folder.rpartition("/")[2] or files.directory.name
+    is_transcoder = bool(config.get("transcode", False))
+    layer, said = _place(module, is_transcoder)
+    kinds = hooks_given(files, said, read, write)
+    k, activation = _sparsity(config, files, cfg)
+    size, d_in = require_shapes(files, name, {"encoder.weight": (None, None)})["encoder.weight"]
+    d_out = require_shapes(files, name, {"W_dec": (size, None)})["W_dec"][1]
+    expected = {"encoder.bias": (size,), "b_dec": (d_out,)}
+    found = require_shapes(files, name, expected, {"W_skip": (d_out, d_in)})
+    if activation == "groupmax" and size % k:
+        raise DictionaryError(f"expected k to divide the {size} features of {files.path(cfg)}, found k {k}")
+
+    def open_layer() -> LayerFeatures:
+        from ..layers.activations import GroupMax, TopK
+        from ..layers.layer import LayerFeatures
+
+        given = files.tensors(name)
+        return LayerFeatures(
+            layer=layer,
+            W_enc=given["encoder.weight"],
+            W_dec={layer: given["W_dec"]},
+            activation=TopK(k) if activation == "topk" else GroupMax(k),
+            b_enc=given["encoder.bias"],
+            b_dec=given["b_dec"],
+            W_skip=given.get("W_skip"),
+            centred=not is_transcoder,
+            device=device,
+        )
+
+    return OneLayer(
+        where=folder or name,
+        layer=layer,
+        read=kinds[0],
+        write=kinds[1],
+        n_features=size,
+        d_in=d_in,
+        d_out=d_out,
+        files=(name,),
+        open=open_layer,
+        has_skip="W_skip" in found,
+        settings={"activation": activation, "k": k, "transcode": is_transcoder},
+    )
+
+
+def _place(module: str, is_transcoder: bool) -> tuple[int, tuple[str | None, str | None]]:
+    """(layer, hook kinds) of a module; kinds None where only the caller can know."""
+    if module == "embed_tokens":
+        return 0, ("embed", "embed")
+    found = _MODULE.fullmatch(module)
+    if not found:
+        return 0, (None, None)
+    into, out = MODULES.get(found[2] or "", (None, None))
+    return int(found[1]), (into, out) if is_transcoder else (out, out)
+
+
+def _sparsity(config: dict[str, Any], files: DictionaryFiles, cfg: str) -> tuple[int, str]:
+    """(k, activation) of a configuration, with sparsify's defaults."""
+    k, activation = config.get("k", 32), config.get("activation", "topk")
+    if activation not in ("topk", "groupmax"):
+        raise DictionaryError(
+            f"expected activation to be topk or groupmax in {files.path(cfg)}, found {activation!r}"
+        )
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise DictionaryError(f"expected k to be a positive number in {files.path(cfg)}, found {k!r}")
+    return k, activation

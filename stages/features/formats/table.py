@@ -1,0 +1,69 @@
+"""The formats of dictionaries, and which one a set of files is in.
+
+A format is a module with `recognises(files)` and `read(files, ...)`; the table is tried from top to bottom. A
+configuration decides where it says something, the list of file names otherwise; neither opens a weight file.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ....store.errors import DictionaryError
+from ..layers.files import DictionaryFiles
+from ..layers.layout import Opened
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["FORMATS", "open_files"]
+
+# Format -> the module that reads it, and what its files look like.
+FORMATS = {
+    "listed": (".listed", "config.yaml with a list of transcoders"),
+    "clt": (".clt", "W_enc_{layer}.safetensors and W_dec_{layer}.safetensors"),
+    "plt": (".plt", "layer_{layer}.safetensors"),
+    "gemma_scope": (".gemma_scope", "layer_{layer}/width_*/average_l0_*/params.npz"),
+    "gemma_scope_2": (".gemma_scope_2", "params.safetensors, or params_layer_{layer}.safetensors"),
+    "sparsify": (".sparsify", "cfg.json and sae.safetensors"),
+    "saelens": (".saelens", "cfg.json and sae_weights.safetensors"),
+    "llama_scope": (".llama_scope", "hyperparams.json and checkpoints/final.safetensors"),
+    "dictionary_learning": (".dictionary_learning", "config.json and ae.pt"),
+}
+_LISTED = 6
+
+
+class Format(Protocol):
+    """What the module of a format offers."""
+
+    def recognises(self, files: DictionaryFiles) -> bool:
+        """Whether the files look like this format."""
+        ...
+
+    def read(
+        self, files: DictionaryFiles, *, read: str | None, write: str | None, device: torch.device | str
+    ) -> Opened:
+        """The files as a dictionary; DictionaryError where its files contradict each other."""
+        ...
+
+
+def open_files(
+    files: DictionaryFiles,
+    *,
+    read: str | None = None,
+    write: str | None = None,
+    device: torch.device | str = "cpu",
+) -> Opened:
+    """The files of a dictionary, in whichever format they are; DictionaryError listing them if in none."""
+    for module, _ in FORMATS.values():
+        found: Any = importlib.import_module(module, __package__)
+        if found.recognises(files):
+            opened: Opened = found.read(files, read=read, write=write, device=device)
+            return opened
+    held = files.listing[:_LISTED]
+    more = f" and {len(files.listing) - _LISTED} more" if len(files.listing) > _LISTED else ""
+    expected = "; ".join(f"{name}: {looks}" for name, (_, looks) in FORMATS.items())
+    raise DictionaryError(
+        f"no known layout of transcoders or autoencoders in {files.directory}: found "
+        f"{', '.join(held) or 'no files'}{more}; expected one of {expected}"
+    )

@@ -1,0 +1,178 @@
+"""Where a dictionary's files are, what is in them, and what the dictionary is.
+
+A reference is "specimen/clt", "specimen/plt" or "specimen/sae" (they ship with mizarr, for the model that
+does), a local directory, or "org/repo[/subfolder][@revision]" whose files lie in the hub's local cache;
+nothing is fetched here. The identity is made of the files' content, never of their name.
+
+Border: paths, parsed configurations, mapped tensors; what the tensors mean is a format's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ....store.digest import digest
+from ....store.errors import DictionaryError, ModelNotFound, nearest
+from ....store.exchange.tensors import FLOATS, read_header
+from ...forward.models.files import SPECIMEN, hub_cache, weight_digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["DictionaryFiles", "is_shipped", "parse_reference", "resolve"]
+
+CONFIG_YAML, CFG_JSON = "config.yaml", "cfg.json"
+SHIPPED = Path(__file__).parent / SPECIMEN
+
+
+@dataclass(frozen=True)
+class DictionaryFiles:
+    """The files of one dictionary.
+
+    name: as it was asked for; part of no key. directory: where they lie. revision: commit of a hub snapshot.
+    links: file names that stand for files elsewhere, which a configuration refers to.
+    """
+
+    name: str
+    directory: Path
+    revision: str | None = None
+    links: Mapping[str, Path] = field(default_factory=dict)
+
+    def path(self, name: str) -> Path:
+        """Where a file lies."""
+        return self.links.get(name, self.directory / name)
+
+    @cached_property
+    def listing(self) -> tuple[str, ...]:
+        """Relative paths of all files, sorted."""
+        found = (path for path in self.directory.rglob("*") if path.is_file())
+        return tuple(sorted(path.relative_to(self.directory).as_posix() for path in found))
+
+    @cached_property
+    def yaml(self) -> dict[str, Any]:
+        """config.yaml, parsed; empty without one. DictionaryError if it is no mapping."""
+        if CONFIG_YAML not in self.listing:
+            return {}
+        import yaml
+
+        try:
+            found = yaml.safe_load(self.path(CONFIG_YAML).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            reason = " ".join(str(error).split())
+            raise DictionaryError(
+                f"expected YAML in {self.directory / CONFIG_YAML}, found {reason}"
+            ) from error
+        return self._mapping(found, CONFIG_YAML)
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A JSON file, parsed. DictionaryError if it is no object."""
+        try:
+            found = json.loads(self.path(name).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DictionaryError(f"expected JSON in {self.path(name)}, found {error}") from error
+        return self._mapping(found, name)
+
+    def _mapping(self, found: Any, name: str) -> dict[str, Any]:
+        if not isinstance(found, dict):
+            raise DictionaryError(
+                f"expected names and values in {self.directory / name}, found {type(found).__name__}"
+            )
+        return found
+
+    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Tensors of a safetensors file and their shapes, from its header; WeightsError if it is not
+        whole.
+        """
+        header, _ = read_header(self.path(name))
+        for tensor, entry in header.items():
+            if entry["dtype"] not in FLOATS and len(entry["shape"]) > 1:
+                raise DictionaryError(
+                    f"expected {tensor!r} in {self.path(name)} as one of {', '.join(FLOATS)}, found "
+                    f"{entry['dtype']}"
+                )
+        return {tensor: tuple(entry["shape"]) for tensor, entry in header.items()}
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The tensors of a safetensors file, mapped: bytes are read when they are used."""
+        from safetensors import safe_open
+
+        self.shapes(name)
+        with safe_open(self.path(name), framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
+
+    def digest(self, names: Sequence[str]) -> str:
+        """Identity of a dictionary made of these files: their paths and content."""
+        return digest("dictionary", [[name, weight_digest(self.path(name))] for name in sorted(names)])
+
+
+def _hub_snapshot(repository: str, revision: str) -> Path:
+    folder = hub_cache() / f"models--{repository.replace('/', '--')}"
+    reference = folder / "refs" / revision
+    commit = reference.read_text().strip() if reference.is_file() else revision
+    return folder / "snapshots" / commit
+
+
+def parse_reference(name: str | Path) -> tuple[str, str, str | None]:
+    """(repository, subfolder or "", revision or None) of "org/repo[/subfolder][@revision]".
+
+    Raises ModelNotFound for anything else.
+    """
+    text, _, revision = str(name).partition("@")
+    parts = [part for part in text.split("/") if part]
+    is_file = Path(name).expanduser().is_file()
+    if is_file or len(parts) < 2 or text.startswith((".", "/", "~")):
+        raise ModelNotFound(
+            "expected a directory, or a hub reference such as org/repo[/subfolder][@revision]; found "
+            f"{'a file' if is_file else 'no such directory'} {str(name)!r}"
+        )
+    return "/".join(parts[:2]), "/".join(parts[2:]), revision or None
+
+
+def is_shipped(name: str | Path) -> bool:
+    """Whether a name speaks of the dictionaries that ship with mizarr."""
+    return isinstance(name, str) and name.split("/")[0] == SPECIMEN
+
+
+def _shipped_folder(name: str) -> Path:
+    known = {f"{SPECIMEN}/{path.name}": path for path in sorted(SHIPPED.iterdir()) if path.is_dir()}
+    if name in known:
+        return known[name]
+    near = nearest(name, known)
+    hint = f"; nearest is {near!r}" if near else ""
+    raise ModelNotFound(f"expected {', '.join(known)}, which ship with mizarr, found {name!r}{hint}")
+
+
+def resolve(name: str | Path) -> DictionaryFiles:
+    """The files of a dictionary named "specimen/clt", by directory, or by "org/repo[/subfolder][@revision]",
+    in that order; nothing is fetched.
+
+    Raises ModelNotFound saying how to get it.
+    """
+    if is_shipped(name):
+        return DictionaryFiles(str(name), _shipped_folder(str(name)))
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return DictionaryFiles(str(name), folder)
+    repository, subfolder, revision = parse_reference(name)
+    snapshot = _hub_snapshot(repository, revision or "main")
+    if not snapshot.is_dir():
+        held = [
+            path.name.removeprefix("models--").replace("--", "/") for path in hub_cache().glob("models--*")
+        ]
+        near = nearest(repository, held)
+        hint = f"; nearest there is {near!r}" if near else ""
+        raise ModelNotFound(
+            f"{name} is no directory, and not in the local cache {hub_cache()}{hint}; fetch it: "
+            f"mizarr features fetch {name}"
+        )
+    if subfolder and not (snapshot / subfolder).is_dir():
+        raise ModelNotFound(
+            f"{repository} is cached, but has no folder {subfolder!r} at {revision or 'main'}; fetch it: "
+            f"mizarr features fetch {name}"
+        )
+    return DictionaryFiles(str(name), snapshot / subfolder, snapshot.name)

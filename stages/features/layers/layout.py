@@ -1,0 +1,81 @@
+"""What is known of a dictionary before any weight is read, and how its features are named.
+
+Border: plain values, made by formats from headers and configurations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ....store.errors import DictionaryError
+
+if TYPE_CHECKING:
+    from .files import DictionaryFiles
+    from .layer import LayerFeatures
+
+__all__ = ["FeatureId", "Layout", "Opened", "told"]
+
+
+@dataclass(frozen=True, order=True)
+class FeatureId:
+    """One feature; prints as "L14:13043"."""
+
+    layer: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"L{self.layer}:{self.index}"
+
+    @classmethod
+    def parse(cls, text: str) -> FeatureId:
+        """From "L14:13043" or "14:13043"; DictionaryError otherwise."""
+        layer, colon, index = text.strip().removeprefix("L").partition(":")
+        if not (colon and layer.isdecimal() and index.isdecimal()):
+            raise DictionaryError(f"expected a feature as layer:index, such as L14:13043, found {text!r}")
+        return cls(int(layer), int(index))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a format knows of a dictionary before any weight is read.
+
+    read, write: hook kinds. layers: those that are read. targets: layer -> layers its features write to.
+    n_features: of each layer. settings: what else of the configuration changes numbers, as plain values;
+    part of the identity. zero_positions: how many first positions of a prompt it has nothing to say about.
+    """
+
+    format: str
+    kind: str
+    read: str
+    write: str
+    layers: tuple[int, ...]
+    targets: Mapping[int, tuple[int, ...]]
+    n_features: int
+    d_in: int
+    d_out: int
+    files: tuple[str, ...]
+    model_name: str | None = None
+    scan: Any = None
+    has_skip: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    zero_positions: int = 1
+
+
+class Opened(NamedTuple):
+    """Files of a dictionary as a format reads them; open_layer: the features that read a layer, mapped."""
+
+    files: DictionaryFiles
+    layout: Layout
+    open_layer: Callable[[int], LayerFeatures]
+
+
+def told(layers: Iterable[int]) -> str:
+    """Layers in words: "layers 0 to 15", "layers 3, 7, 12", "layer 5"."""
+    found = sorted(layers)
+    if len(found) == 1:
+        return f"layer {found[0]}"
+    if found == list(range(found[0], found[-1] + 1)):
+        return f"layers {found[0]} to {found[-1]}"
+    return f"layers {', '.join(map(str, found))}"

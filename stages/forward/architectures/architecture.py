@@ -1,0 +1,202 @@
+"""Architecture: all that can be said of a model without its weights, as one immutable value.
+
+Made from config.json (families.py), or from it and the tensors' names where the family is unknown
+(autoconfig.py). Keys, plans, estimates and checks ask it, and none of them needs torch; the network that
+computes (`Network` in layers.py) is built from it by networks.py.
+
+A kind of architecture is a frozen dataclass that says these things of its own fields, and an entry in
+networks.py. Nobody outside this room knows which kind it is.
+
+Axes: as in points.py; "one" is the axis of norms' divisors.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal
+
+from ....store.errors import WeightsError
+from .points import BY_NAME, HookPoint
+
+__all__ = ["Architecture", "Attention", "Layer", "Reach", "Stored", "Tensors", "require_tied"]
+
+Reach = Literal["here", "later", "all"]
+"""Which positions a change reaches before its layer ends: its own, later ones too, or all of them."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A mixer: how a layer makes weights of queries and keys.
+
+    scale: what q k^T is multiplied by. window: how many keys back a query sees, itself included; None for
+    all. soft_cap: c tanh(scores / c) before the mask; None for none.
+    """
+
+    kind: ClassVar[str] = "attention"
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Facts of one layer.
+
+    mixer: what mixes positions. channel_mixer: what does not. norms: "before" what each of them reads, or
+    "around" it, what it adds being normalised too. is_parallel: whether both read the stream that enters.
+    """
+
+    mixer: Attention
+    channel_mixer: Literal["MLP", "gated MLP"]
+    norms: Literal["before", "around"]
+    is_parallel: bool = False
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a checkpoint keeps a weight.
+
+    name: within the layer, for weights of layers. rows: weights that lie in it one after the other, and how
+    many rows each has; empty for one alone.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The map from checkpoint tensors to weights.
+
+    outside: weight -> tensor; "embed", "final_norm", "final_norm.bias" and "head", which is the embedding's
+    where the two are tied. layers: the same of every layer ("q", "o.bias", "ln1", …). prefix: of a layer's
+    tensors, "{}" for its number. copies: names of tensors a checkpoint may hold besides, and the weight each
+    of them must equal.
+    """
+
+    outside: Mapping[str, Stored]
+    layers: Sequence[Mapping[str, Stored]]
+    prefix: str
+    copies: Mapping[str, str]
+
+    def in_layer(self, layer: int, weight: str) -> str:
+        """Name in the checkpoint of a weight of a layer."""
+        return self.prefix.format(layer) + self.layers[layer][weight].name
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor a checkpoint must have, with its shape."""
+        found = {stored.name: stored.shape for stored in self.outside.values()}
+        for layer, weights in enumerate(self.layers):
+            before = self.prefix.format(layer)
+            found |= {before + stored.name: stored.shape for stored in weights.values()}
+        return found
+
+    def copied(self, names: Collection[str]) -> list[tuple[str, str]]:
+        """(copy, original) of the tensors of a checkpoint that must be equal."""
+        return [(name, self.outside[weight].name) for name, weight in self.copies.items() if name in names]
+
+    def placed(self, name: str) -> tuple[int | None, str]:
+        """(layer, name within it) of any tensor of a checkpoint; (None, name) outside of layers."""
+        before, after = self.prefix.split("{}")
+        layer, found, rest = name.removeprefix(before).partition(after)
+        inside = name.startswith(before) and found and layer.isdigit()
+        return (int(layer), rest) if inside else (None, name)
+
+
+class Architecture(ABC):
+    """What a model is; see the module."""
+
+    kind: ClassVar[str]
+    """Which network computes it: an entry of networks.py."""
+    version: ClassVar[str]
+    """Of its forward pass; enters every key, and moves when its numbers move."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    norm_type: Literal["rms", "gemma_rms", "layer"]
+    """Of the final norm, and of all others. rms: x w / rms(x). gemma_rms: x (1 + w) / rms(x). layer: mean
+    removed, weight and bias."""
+    norm_eps: float
+    final_logit_softcapping: float | None
+    """Of the logits; None for none."""
+    tie_word_embeddings: bool
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Two that could give different numbers have different ones."""
+
+    @property
+    @abstractmethod
+    def context_length(self) -> int:
+        """Longest prompt the model reads, in tokens."""
+
+    @property
+    @abstractmethod
+    def axis_sizes(self) -> dict[str, int]:
+        """Sizes of the axes of hook points that do not depend on the prompts."""
+
+    @property
+    @abstractmethod
+    def hook_points(self) -> tuple[HookPoint, ...]:
+        """Every hook point the model has, in execution order."""
+
+    @property
+    @abstractmethod
+    def layers(self) -> tuple[Layer, ...]:
+        """Facts of each layer."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Tensors:
+        """Which tensors of a checkpoint it is made of."""
+
+    @abstractmethod
+    def reach(self, point: HookPoint) -> Reach:
+        """How far a change at a hook point reaches before its layer ends. Points between layers count to the
+        layer they enter."""
+
+    @property
+    @abstractmethod
+    def lengths_must_match(self) -> bool:
+        """Whether a position means something else in prompts of different length, so that they may not share
+        a batch, padded."""
+
+    @abstractmethod
+    def keeps_keys(self, before: int, length: int) -> bool:
+        """Whether what was kept of a sequence of `before` positions is true of it when it has `length`."""
+
+    @abstractmethod
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of one token while a layer is computed."""
+
+    @cached_property
+    def known_points(self) -> frozenset[HookPoint]:
+        """`hook_points`, to look one up."""
+        return frozenset(self.hook_points)
+
+    def width(self, kind: str) -> int:
+        """Numbers per token at hook points of a kind, heads side by side; of attention matrices per query and
+        key. Times an itemsize: the bytes a capture takes."""
+        sizes = self.axis_sizes
+        return math.prod(sizes.get(axis, 1) for axis in BY_NAME[kind].dims)
+
+
+def require_tied(copy: str, original: str, same: bool) -> None:
+    """Raise WeightsError for a tied head that comes with a tensor of its own, unless that is the embedding.
+
+    The reference computes with the tensor then, whatever the config says.
+    """
+    if not same:
+        raise WeightsError(
+            f"expected {copy} to equal {original}, as config.json ties them, found another matrix; set "
+            "tie_word_embeddings to false in config.json if the checkpoint has a head of its own"
+        )

@@ -1,0 +1,315 @@
+"""Hook points: the named places of a forward pass, as one table.
+
+Knows names, axes and order; knows neither models nor tensors, and never imports torch.
+
+Axes, in this order everywhere: ``batch head position hidden``. Sizes: hidden = residual width, d_head =
+width of one head, mlp = width inside the MLP, one = 1. Attention matrices are [batch, head, query_position,
+key_position]: row = query (target), column = key (source). ``kv_head`` counts key/value heads, which
+grouped-query models have fewer of.
+
+Three names mean one thing to the Rust library candle-mi, whose strings these are, and another to
+TransformerLens (TL): ``mlp.hook_pre``/``mlp.hook_post`` are the MLP's input and output here, and its pre-
+and post-*activation* in TL (here ``mlp.hook_pre_act``/``mlp.hook_post_act``); TL's
+``attn.hook_attn_scores`` is soft-capped and masked, ``attn.hook_scores`` is neither. Both meanings are
+offered; `HookPoint.from_transformer_lens` translates. TL puts positions before heads in q, k, v, z and
+result; here heads come first.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ....store.errors import HookPointNotFound, nearest
+
+HIDDEN = ("batch", "position", "hidden")
+SCALE = ("batch", "position", "one")
+QUERY_HEADS = ("batch", "head", "position", "d_head")
+KV_HEADS = ("batch", "kv_head", "position", "d_head")
+ATTENTION = ("batch", "head", "query_position", "key_position")
+MLP = ("batch", "position", "mlp")
+
+
+@dataclass(frozen=True)
+class HookKind:
+    """One row of the table: a place that exists once per layer, or once per model."""
+
+    name: str
+    """Short name, also the variable's name in a store: ``resid_post``."""
+    path: str
+    """String form; ``{}`` stands for the layer: ``blocks.{}.hook_resid_post``."""
+    dims: tuple[str, ...]
+    meaning: str
+    transformer_lens: str | None = None
+    """TL's string for the same quantity, where TL has one (up to the order of its axes)."""
+
+    @property
+    def per_layer(self) -> bool:
+        """Whether there is one per layer."""
+        return "{}" in self.path
+
+
+def _block(name: str, suffix: str, dims: tuple[str, ...], meaning: str, tl: str | None = "") -> HookKind:
+    path = "blocks.{}." + suffix
+    return HookKind(name, path, dims, meaning, path if tl == "" else tl)
+
+
+# In execution order: planning "what runs last" is reading this table from the bottom.
+KINDS: tuple[HookKind, ...] = (
+    HookKind(
+        "embed", "hook_embed", HIDDEN, "token embedding, after the family's embedding scale", "hook_embed"
+    ),
+    _block("resid_pre", "hook_resid_pre", HIDDEN, "residual stream entering the block"),
+    _block("ln1_scale", "ln1.hook_scale", SCALE, "divisor of the pre-attention norm, sqrt(var + eps)"),
+    _block("ln1_normalized", "ln1.hook_normalized", HIDDEN, "pre-attention norm before weight and bias"),
+    _block("q", "attn.hook_q", QUERY_HEADS, "queries before rope (after QK-norm where the family has it)"),
+    _block("k", "attn.hook_k", KV_HEADS, "keys before rope (after QK-norm where the family has it)"),
+    _block("v", "attn.hook_v", KV_HEADS, "values, before they are repeated over query heads"),
+    _block("rot_q", "attn.hook_rot_q", QUERY_HEADS, "queries after rope"),
+    _block("rot_k", "attn.hook_rot_k", KV_HEADS, "keys after rope"),
+    _block("scores", "attn.hook_scores", ATTENTION, "scale * q k^T, before soft cap and mask", None),
+    _block(
+        "attn_scores",
+        "attn.hook_attn_scores",
+        ATTENTION,
+        "scores after soft cap and mask (-inf where masked)",
+    ),
+    _block("pattern", "attn.hook_pattern", ATTENTION, "attention weights after softmax; rows sum to 1"),
+    _block("z", "attn.hook_z", QUERY_HEADS, "pattern-weighted values per head, before the output projection"),
+    _block(
+        "result",
+        "attn.hook_result",
+        ("batch", "head", "position", "hidden"),
+        "z W_O per head; sum over heads + bias = attention output before any post-norm",
+    ),
+    _block(
+        "ln1_post_scale", "ln1_post.hook_scale", SCALE, "divisor of the post-attention norm (4-norm families)"
+    ),
+    _block(
+        "ln1_post_normalized",
+        "ln1_post.hook_normalized",
+        HIDDEN,
+        "post-attention norm before its weight (4-norm families)",
+    ),
+    _block(
+        "attn_out", "hook_attn_out", HIDDEN, "what attention adds to the residual stream, after any post-norm"
+    ),
+    _block("resid_mid", "hook_resid_mid", HIDDEN, "resid_pre + attn_out"),
+    _block("ln2_scale", "ln2.hook_scale", SCALE, "divisor of the pre-MLP norm"),
+    _block("ln2_normalized", "ln2.hook_normalized", HIDDEN, "pre-MLP norm before weight and bias"),
+    _block("mlp_pre", "mlp.hook_pre", HIDDEN, "MLP input: the pre-MLP norm with weight and bias", None),
+    _block(
+        "mlp_pre_act",
+        "mlp.hook_pre_act",
+        MLP,
+        "gate (or only) projection before the activation",
+        "blocks.{}.mlp.hook_pre",
+    ),
+    _block("mlp_pre_linear", "mlp.hook_pre_linear", MLP, "up projection of gated MLPs"),
+    _block(
+        "mlp_post_act",
+        "mlp.hook_post_act",
+        MLP,
+        "what the down projection reads: act(gate) * up, or act(up)",
+        "blocks.{}.mlp.hook_post",
+    ),
+    _block("mlp_post", "mlp.hook_post", HIDDEN, "MLP output before any post-norm", None),
+    _block("ln2_post_scale", "ln2_post.hook_scale", SCALE, "divisor of the post-MLP norm (4-norm families)"),
+    _block(
+        "ln2_post_normalized",
+        "ln2_post.hook_normalized",
+        HIDDEN,
+        "post-MLP norm before its weight (4-norm families)",
+    ),
+    _block(
+        "mlp_out", "hook_mlp_out", HIDDEN, "what the MLP adds to the residual stream, after any post-norm"
+    ),
+    _block("resid_post", "hook_resid_post", HIDDEN, "resid_mid + mlp_out"),
+    HookKind(
+        "ln_final_scale", "ln_final.hook_scale", SCALE, "divisor of the final norm", "ln_final.hook_scale"
+    ),
+    HookKind(
+        "ln_final_normalized",
+        "ln_final.hook_normalized",
+        HIDDEN,
+        "final norm before weight and bias",
+        "ln_final.hook_normalized",
+    ),
+    HookKind(
+        "final_norm", "hook_final_norm", HIDDEN, "final norm with weight and bias: what the LM head reads"
+    ),
+)
+BY_NAME = {kind.name: kind for kind in KINDS}
+ORDER = {kind.name: place for place, kind in enumerate(KINDS)}
+_FIRST_AFTER_BLOCKS = ORDER["ln_final_scale"]
+_BY_PATH = {kind.path: kind for kind in KINDS}
+_BY_TRANSFORMER_LENS = {kind.transformer_lens: kind for kind in KINDS if kind.transformer_lens}
+_LAYER = re.compile(r"^blocks\.(\d+)\.")
+
+
+class _At:
+    """Makes `HookPoint.resid_post(5)` and, for points outside the blocks, `HookPoint.embed()`."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.__doc__ = f"{BY_NAME[kind].path.format('i')}: {BY_NAME[kind].meaning}."
+
+    def __call__(self, layer: int | None = None) -> HookPoint:
+        return HookPoint(self.kind, layer)
+
+
+@dataclass(frozen=True)
+class HookPoint:
+    """A named place in a forward pass; equal to its string form wherever one is asked for.
+
+    >>> HookPoint.resid_post(5)
+    HookPoint.resid_post(5)
+    >>> str(HookPoint.resid_post(5))
+    'blocks.5.hook_resid_post'
+    >>> HookPoint.parse("blocks.5.hook_resid_post") == HookPoint.resid_post(5)
+    True
+
+    Raises HookPointNotFound for an unknown kind, or a layer where none (or one) belongs.
+    """
+
+    kind: str
+    layer: int | None = None
+
+    embed, resid_pre, ln1_scale = _At("embed"), _At("resid_pre"), _At("ln1_scale")
+    ln1_normalized, q, k, v = _At("ln1_normalized"), _At("q"), _At("k"), _At("v")
+    rot_q, rot_k, scores = _At("rot_q"), _At("rot_k"), _At("scores")
+    attn_scores, pattern, z, result = _At("attn_scores"), _At("pattern"), _At("z"), _At("result")
+    ln1_post_scale, ln1_post_normalized = _At("ln1_post_scale"), _At("ln1_post_normalized")
+    attn_out, resid_mid, ln2_scale = _At("attn_out"), _At("resid_mid"), _At("ln2_scale")
+    ln2_normalized, mlp_pre, mlp_pre_act = _At("ln2_normalized"), _At("mlp_pre"), _At("mlp_pre_act")
+    mlp_pre_linear, mlp_post_act, mlp_post = _At("mlp_pre_linear"), _At("mlp_post_act"), _At("mlp_post")
+    ln2_post_scale, ln2_post_normalized = _At("ln2_post_scale"), _At("ln2_post_normalized")
+    mlp_out, resid_post = _At("mlp_out"), _At("resid_post")
+    ln_final_scale, ln_final_normalized = _At("ln_final_scale"), _At("ln_final_normalized")
+    final_norm = _At("final_norm")
+
+    def __post_init__(self) -> None:
+        if self.kind not in BY_NAME:
+            raise HookPointNotFound(_unknown(self.kind, BY_NAME))
+        if BY_NAME[self.kind].per_layer != (self.layer is not None):
+            expected = "a layer" if BY_NAME[self.kind].per_layer else "no layer"
+            raise HookPointNotFound(
+                f"{self.kind} takes {expected}, found layer={self.layer!r}; its form is "
+                f"{BY_NAME[self.kind].path!r}"
+            )
+        if self.layer is not None and (
+            not isinstance(self.layer, int) or isinstance(self.layer, bool) or self.layer < 0
+        ):
+            raise HookPointNotFound(f"expected a layer counted from 0, found {self.layer!r} for {self.kind}")
+
+    @classmethod
+    def parse(cls, name: str) -> HookPoint:
+        """The point with this string form; HookPointNotFound names the nearest one otherwise."""
+        return cls._from_path(name, _BY_PATH)
+
+    @classmethod
+    def from_transformer_lens(cls, name: str) -> HookPoint:
+        """The point that holds what TransformerLens calls `name` (axes ordered as here, heads before
+        positions)."""
+        return cls._from_path(name, _BY_TRANSFORMER_LENS)
+
+    @classmethod
+    def _from_path(cls, name: str, table: dict[str, HookKind]) -> HookPoint:
+        found = _LAYER.match(name)
+        layer = int(found.group(1)) if found else None
+        path = _LAYER.sub("blocks.{}.", name)
+        if path not in table:
+            places = [known.replace("{}", str(layer or 0)) for known in table]
+            raise HookPointNotFound(_unknown(name, places))
+        return cls(table[path].name, layer)
+
+    @property
+    def transformer_lens(self) -> str | None:
+        """TransformerLens's string for the same quantity, or None where it has none."""
+        name = BY_NAME[self.kind].transformer_lens
+        return name and name.format(self.layer)
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """Axes of the activation, batch first."""
+        return BY_NAME[self.kind].dims
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key: points compare as they come in a forward pass."""
+        place = ORDER[self.kind]
+        if self.layer is not None:
+            return (self.layer, place)
+        return (-1, place) if place < _FIRST_AFTER_BLOCKS else (2**31, place)
+
+    def __str__(self) -> str:
+        return BY_NAME[self.kind].path.format(self.layer)
+
+    def __repr__(self) -> str:
+        return f"HookPoint.{self.kind}({'' if self.layer is None else self.layer})"
+
+
+def as_point(point: HookPoint | str) -> HookPoint:
+    """Either spelling of a hook point as the value."""
+    return point if isinstance(point, HookPoint) else HookPoint.parse(point)
+
+
+def is_glob(name: str) -> bool:
+    """Whether a name is a shell pattern."""
+    return any(mark in name for mark in "*?[")
+
+
+def expand(pattern: str, points: Iterable[HookPoint]) -> list[HookPoint]:
+    """The points whose string form matches a shell pattern such as ``blocks.*.hook_resid_post``.
+
+    Raises HookPointNotFound when nothing matches: a pattern that means nothing here is a typing error.
+    """
+    held = list(points)
+    found = [point for point in held if fnmatch.fnmatchcase(str(point), pattern)]
+    if not found:
+        raise HookPointNotFound(_unknown(pattern, [str(point) for point in held]))
+    return found
+
+
+def transformer_points(num_layers: int, *, post_norms: bool, gated: bool) -> tuple[HookPoint, ...]:
+    """Every hook point of a transformer, in execution order.
+
+    post_norms: the family normalises what attention and MLP add (4 norms per block). gated: its MLP has an
+    up projection beside the activated one.
+    """
+    absent = (
+        set()
+        if post_norms
+        else {"ln1_post_scale", "ln1_post_normalized", "ln2_post_scale", "ln2_post_normalized"}
+    )
+    if not gated:
+        absent.add("mlp_pre_linear")
+    kinds = [kind for kind in KINDS if kind.name not in absent]
+    points = [HookPoint(kind.name) for kind in kinds if not kind.per_layer]
+    points += [HookPoint(kind.name, layer) for layer in range(num_layers) for kind in kinds if kind.per_layer]
+    return tuple(sorted(points, key=lambda point: point.order))
+
+
+def _unknown(name: str, candidates: Iterable[str]) -> str:
+    near = nearest(name, candidates)
+    hint = f"; did you mean {near!r}?" if near else "; the README lists every hook point"
+    return f"there is no hook point {name!r}{hint}"
+
+
+def require_known(points: Sequence[HookPoint], available: Sequence[HookPoint], model: str) -> None:
+    """Raise HookPointNotFound for the first point a model does not have, naming the nearest one it has."""
+    for point in points:
+        if point in available:
+            continue
+        layers = [p.layer for p in available if p.kind == point.kind and p.layer is not None]
+        if layers and point.layer is not None:
+            raise HookPointNotFound(
+                f"{model} has layers 0 to {max(layers)}, found {str(point)!r}; the last one is "
+                f"{str(HookPoint(point.kind, max(layers)))!r}"
+            )
+        near = nearest(str(point), [str(p) for p in available])
+        raise HookPointNotFound(
+            f"{model} has no hook point {str(point)!r} ({BY_NAME[point.kind].meaning}); nearest is {near!r}"
+        )

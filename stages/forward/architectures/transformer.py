@@ -1,0 +1,294 @@
+"""TransformerConfig: the axes along which decoder families differ, as one frozen value.
+
+A family is data, a row of `families.py`; the decoder reads this value and knows no family by name.
+Torch-free, so that hook points and identities can be had without loading anything.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Literal
+
+from ....store.digest import digest
+from ....store.errors import ConfigError
+from .architecture import Architecture, Attention, Layer, Reach, Tensors
+from .checkpoint import transformer_tensors
+from .points import ORDER, HookPoint, transformer_points
+
+Norm = Literal["rms", "gemma_rms", "layer"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+RopeScheme = Literal["default", "linear", "dynamic", "llama3", "longrope"]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding of the first `dim` entries of a head.
+
+    theta: base wavelength. factor: how far the context is stretched. original_max_position_embeddings:
+    context before stretching. short_factor, long_factor: per-frequency divisors (longrope), [dim / 2].
+    attention_factor: multiplies cos and sin; None derives it.
+    """
+
+    theta: float
+    dim: int
+    scheme: RopeScheme = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int | None = None
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    attention_factor: float | None = None
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether two prompts of different length rotate the same position differently."""
+        return self.scheme in ("dynamic", "longrope")
+
+    def turns_alike(self, before: int, length: int) -> bool:
+        """Whether a sequence of `length` positions turns the first `before` of them as it did when it had no
+        more: dynamic NTK scaling stretches its base beyond the original context, longrope changes its factors
+        there."""
+        original = self.original_max_position_embeddings or 0
+        if self.scheme == "dynamic":
+            return max(before, original) == max(length, original)
+        return self.scheme != "longrope" or (before > original) == (length > original)
+
+
+_REACHES_LATER = frozenset(
+    kind
+    for kind, place in ORDER.items()
+    if ORDER["resid_pre"] <= place <= ORDER["rot_k"] and kind not in ("q", "rot_q")
+) | {"embed", "resid_post"}
+"""Points at which a change reaches later positions within its layer, through keys and values."""
+
+
+@dataclass(frozen=True)
+class TransformerConfig(Architecture):
+    """A decoder of attention and MLP: everything that decides its numbers besides its weights."""
+
+    kind: ClassVar[str] = "transformer"
+    version: ClassVar[str] = "transformer/1"
+
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rope: RopeConfig
+    layer_windows: tuple[int | None, ...]
+    """Per layer, how many keys back a query sees, itself included; None for all."""
+    norm_type: Norm = "rms"
+    norm_eps: float = 1e-5
+    activation: Activation = "silu"
+    qkv_layout: Literal["separate", "fused"] = "separate"
+    mlp_layout: Literal["gated_separate", "gated_fused", "plain"] = "gated_separate"
+    qkv_bias: bool = False
+    o_proj_bias: bool = False
+    mlp_bias: bool = False
+    embedding_scale: float | None = None
+    tie_word_embeddings: bool = False
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    query_pre_attn_scalar: float | None = None
+    use_post_norms: bool = False
+    use_qk_norm: bool = False
+    qk_norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"expected num_attention_heads ({self.num_attention_heads}) to be a multiple of "
+                f"num_key_value_heads, found {self.num_kv_heads}; correct config.json, or fetch it again"
+            )
+        if len(self.layer_windows) != self.num_layers:
+            raise ConfigError(
+                f"expected one attention window per layer ({self.num_layers}), found "
+                f"{len(self.layer_windows)}"
+            )
+        if self.rope.dim % 2 or not 0 < self.rope.dim <= self.head_dim:
+            raise ConfigError(
+                f"expected an even number of rotary dimensions up to head_dim={self.head_dim}, found "
+                f"{self.rope.dim}; check head_dim and partial_rotary_factor in config.json"
+            )
+
+    @property
+    def attention_scale(self) -> float:
+        """What q k^T is multiplied by."""
+        return 1 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
+
+    @property
+    def context_length(self) -> int:
+        """Longest prompt the model reads; dynamic rope stretches it by its factor."""
+        if self.rope.scheme == "dynamic":
+            return int(self.max_position_embeddings * self.rope.factor)
+        return self.max_position_embeddings
+
+    @property
+    def digest(self) -> str:
+        """Of every field."""
+        return digest("transformer-config", asdict(self))
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `Architecture`."""
+        return {
+            "hidden": self.hidden_size,
+            "head": self.num_attention_heads,
+            "kv_head": self.num_kv_heads,
+            "d_head": self.head_dim,
+            "mlp": self.intermediate_size,
+            "one": 1,
+        }
+
+    @cached_property
+    def hook_points(self) -> tuple[HookPoint, ...]:
+        """See `Architecture`."""
+        return transformer_points(self.num_layers, post_norms=self.use_post_norms, gated=self._is_gated)
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """See `Architecture`."""
+        channel_mixer: Literal["MLP", "gated MLP"] = "gated MLP" if self._is_gated else "MLP"
+        norms: Literal["before", "around"] = "around" if self.use_post_norms else "before"
+        mixers = (
+            Attention(self.attention_scale, window, self.attn_logit_softcapping)
+            for window in self.layer_windows
+        )
+        return tuple(Layer(mixer, channel_mixer, norms) for mixer in mixers)
+
+    @cached_property
+    def tensors(self) -> Tensors:
+        """See `Architecture`."""
+        return transformer_tensors(self)
+
+    def reach(self, point: HookPoint) -> Reach:
+        """Before keys and values later positions as well, behind them its own."""
+        return "later" if point.kind in _REACHES_LATER else "here"
+
+    @property
+    def lengths_must_match(self) -> bool:
+        """See `Architecture`."""
+        return self.rope.depends_on_length
+
+    def keeps_keys(self, before: int, length: int) -> bool:
+        """See `Architecture`."""
+        return before == 0 or self.rope.turns_alike(before, length)
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Stream and norms, projections, the MLP's inside."""
+        heads = (2 * self.num_attention_heads + 3 * self.num_kv_heads) * self.head_dim
+        return itemsize * (6 * self.hidden_size + 2 * heads + 4 * self.intermediate_size)
+
+    @property
+    def _is_gated(self) -> bool:
+        return self.mlp_layout != "plain"
+
+
+class ConfigReader:
+    """A parsed config.json, with errors that name the key; remembers which keys were read.
+
+    A null counts as absent. A value of another type than asked is an error, never a default.
+    """
+
+    def __init__(self, raw: dict[str, Any], source: str = "config.json") -> None:
+        self.raw = raw
+        self.source = source
+        self.read: set[str] = set()
+        self.ignored: set[str] = set()
+        """Keys of nested sections that were seen and not read."""
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """An integer, the default where the key is absent or null."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            kind = "a positive integer" if least == 1 else f"an integer from {least}"
+            raise ConfigError(
+                f"{self.source}: expected {key} to be {kind}, found {self._shown(key, value)}; correct the "
+                "file, or fetch it again"
+            )
+        return value
+
+    def optional_integer(self, key: str, default: int | None = None) -> int | None:
+        """A positive integer, None for an explicit null, the default where the key is absent."""
+        if key in self.raw and self.raw[key] is None:
+            self.read.add(key)
+            return None
+        return None if self._get(key, default) is None else self.integer(key, default)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number, whole or not."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(
+                f"{self.source}: expected {key} to be a number, found {self._shown(key, value)}; correct the "
+                "file, or fetch it again"
+            )
+        return float(value)
+
+    def optional_number(self, key: str, default: float | None = None) -> float | None:
+        """A number, or None for an explicit null (or an absent key without a default)."""
+        self.read.add(key)
+        if key in self.raw and self.raw[key] is None:
+            return None
+        return None if self._get(key, default) is None else self.number(key, default)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise ConfigError(
+                f"{self.source}: expected {key} to be true or false, found {value!r}; correct the file, or "
+                "fetch it again"
+            )
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string."""
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise ConfigError(
+                f"{self.source}: expected {key} to be a string, found {value!r}; correct the file, or fetch "
+                "it again"
+            )
+        return value
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """An object, empty where the key is absent."""
+        value = self._get(key, {})
+        if not isinstance(value, dict):
+            raise ConfigError(
+                f"{self.source}: expected {key} to be an object, found {value!r}; correct the file, or fetch "
+                "it again"
+            )
+        return value
+
+    def strings(self, key: str) -> list[str] | None:
+        """A list of strings, None where the key is absent."""
+        value = self._get(key, None)
+        if value is not None and not (
+            isinstance(value, list) and all(isinstance(item, str) for item in value)
+        ):
+            raise ConfigError(
+                f"{self.source}: expected {key} to be a list of strings, found {value!r}; correct the file, "
+                "or fetch it again"
+            )
+        return value
+
+    def has(self, key: str) -> bool:
+        """Whether a key is there and not null."""
+        return self.raw.get(key) is not None
+
+    def _shown(self, key: str, value: Any) -> str:
+        return "no such key" if key not in self.raw and value is None else repr(value)
+
+    def _get(self, key: str, default: Any) -> Any:
+        self.read.add(key)
+        value = self.raw.get(key)
+        return default if value is None else value

@@ -1,0 +1,1 @@
+"""Captures: activations of a corpus, written into a store segment by segment."""

@@ -1,0 +1,482 @@
+"""Capture: prompts through a model, activations into a store, once.
+
+`capture` is the function users call; `CaptureNode` the same thing as the source of a workflow's graph. Both
+are planned without torch: which run it is, what of it is stored, what the rest will cost. A model is loaded
+only when something is missing. Asking for more layers or hook points of a stored run computes just those.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ....pipeline.context import Selection
+from ....pipeline.nodes import Estimate, Part, Ports, Status, remembered
+from ....store.digest import digest
+from ....store.errors import EntryNotFound, PlanError, StageError, nearest
+from ....store.keys import RunKey
+from ....store.provenance import put_provenance
+from ....store.reading.labelled import LabelledEntry
+from ....store.runs.committed import Cell
+from ....store.runs.entries import ArraySpec
+from ..architectures.architecture import Architecture
+from ..architectures.points import BY_NAME
+from ..hooks.spec import BoundSpec, Capture, HookSpec, as_spec, layers_by_variable
+from ..models.source import ModelSource
+from ..text.prompts import pack
+from .batches import BUFFERS
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ....pipeline import Context
+    from ....pipeline.nodes import Node
+    from ....store import Store
+    from ..models.model import Model
+
+BATCH_TOKENS = 2048
+OVERLAP = 8
+"""Segments a corpus is cut into at least, so that writing one hides behind computing the next."""
+SMALLEST_SHARD = 4 << 20
+"""Bytes below which shards are not made smaller for the sake of overlap: each costs a sync."""
+MEMORY = 1 << 30
+"""Bytes for segment buffers unless told otherwise."""
+_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+_PACKED_DIMS = {"position": "token", "query_position": "pair"}
+
+
+def capture(
+    model: Model | str | Path,
+    prompts: Any,
+    hooks: HookSpec | str | Sequence[str],
+    *,
+    store: Store,
+    revision: str | None = None,
+    dtype: str | None = None,
+    storage_dtype: str | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+    segment_tokens: int | None = None,
+    memory: int = MEMORY,
+    device: str | None = None,
+    progress: bool = True,
+    cluster: str | None = None,
+    trust_layout: bool = False,
+) -> xr.Dataset:
+    """Store activations of prompts at the hook points of a spec, and open them: labelled, lazy.
+
+    model: a loaded model, or the name of one (and revision), which is then loaded only if something is
+    missing. prompts: texts, token ids, or PackedTokens. dtype: of the computation (default float32).
+    storage_dtype: default that of the computation. batch_tokens: positions per forward pass.
+    segment_tokens, memory: length of a segment, or the bytes its buffers may take. cluster: address of a
+    Dask scheduler whose workers compute segments. trust_layout: see `Model.from_pretrained`. What is stored
+    is not computed again; a killed capture goes on where it was. Raises PromptError, HookPointNotFound,
+    StoreFull, …
+    """
+    from ....pipeline import run
+
+    node = CaptureNode(
+        model,
+        prompts,
+        hooks,
+        revision=revision,
+        dtype=dtype,
+        storage_dtype=storage_dtype,
+        batch_tokens=batch_tokens,
+        segment_tokens=segment_tokens,
+        memory=memory,
+        device=device,
+        trust_layout=trust_layout,
+    )
+    with node.source.just_identified():
+        run(node, store, cluster=cluster, quiet=not progress)
+    return node.open(store)
+
+
+class CaptureNode(Ports):
+    """The activations of some prompts at some hook points, as a node of a workflow's graph.
+
+    node["resid_post"] is the port of one variable. Cells: layers, and segments of the token axis.
+    """
+
+    inputs: tuple[Node, ...] = ()
+
+    def __init__(
+        self,
+        model: Model | str | Path,
+        prompts: Any,
+        hooks: HookSpec | str | Sequence[str],
+        *,
+        revision: str | None = None,
+        dtype: str | None = None,
+        storage_dtype: str | None = None,
+        batch_tokens: int = BATCH_TOKENS,
+        segment_tokens: int | None = None,
+        memory: int = MEMORY,
+        device: str | None = None,
+        trust_layout: bool = False,
+        name: str = "capture",
+    ) -> None:
+        self.name = name
+        self.batch_tokens, self.segment_tokens, self.memory = batch_tokens, segment_tokens, memory
+        self.source = ModelSource(
+            model, revision=revision, dtype=dtype, device=device, trust_layout=trust_layout
+        )
+        self.dtype = storage_dtype or self.source.dtype
+        self.spec = self._bind(hooks)
+        self.tokens = pack(prompts, self.source.tokenizer, self.source.config, self.source.name)
+
+    def __repr__(self) -> str:
+        return f"CaptureNode({self.source.name}, {self.tokens!r}, {len(self.spec.captures)} captures)"
+
+    # -- identity ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def run_key(self) -> RunKey:
+        """Which run this is: model, tokens, interventions."""
+        return RunKey(self.source.identity.digest, self.tokens.digest, self.spec.run_digest)
+
+    @cached_property
+    def cells(self) -> tuple[Cell, ...]:
+        """(variable, layer) of every capture."""
+        return tuple(capture.cell for capture in self.spec.captures)
+
+    def specs(self) -> list[ArraySpec]:
+        """How each captured variable is stored."""
+        captures = {capture.variable: capture for capture in self.spec.captures}
+        return [array_spec(capture, self.source.config, self.dtype) for capture in captures.values()]
+
+    # -- planning ------------------------------------------------------------------------------------------
+
+    def status(self, store: Store) -> Status:
+        """Cached when every capture is published; else what is missing. Raises SourceChanged when the model
+        is no longer the one this node was made for."""
+        cells, found = len(self.cells), self._find(store)
+        missing = [cell for cell in self.cells if found is None or found.entry.record(*cell) is None]
+        self.source.expect(served=not missing)
+        if found is None:
+            return Status(False, "this run is not stored yet", cells)
+        reason = f"{_name_cells(missing)} missing" if missing else ""
+        return Status(not missing, reason, cells, cells - len(missing))
+
+    def estimate(self, store: Store) -> Estimate:
+        """Bytes that missing captures will take on disk, and in buffers while they are computed."""
+        found = self._find(store)
+        missing = [cell for cell in self.cells if found is None or found.entry.record(*cell) is None]
+        per_token = self._bytes_per_token(missing)
+        segment = found.entry.segment_tokens if found is not None else self._segment_tokens()
+        length = min(segment, self.tokens.n_tokens)
+        return Estimate(0, per_token * self.tokens.n_tokens, BUFFERS * per_token * length)
+
+    def labels(self, store: Store, axis: str) -> list[Any]:
+        """Captured layers of the first variable that has them; (start, stop) of each segment."""
+        if axis == "layer":
+            return next(iter(self._layers.values()), [])
+        found = self._find(store)
+        return [] if found is None else found.segments
+
+    def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
+        """Stored activations of one variable (or all), of one layer, of one segment."""
+        found = self._stored(store)
+        layer = selection.get("layer")
+        cells = [cell for cell in self.cells if variable in (None, cell[0]) and layer in (None, cell[1])]
+        if not cells:
+            near = nearest(variable or "", {name for name, _ in self.cells})
+            hint = f"; nearest is {near!r}" if near else ""
+            raise StageError(f"{self.name} does not capture {variable!r} at layer {layer}{hint}")
+        segment = selection.get("segment")
+        contents = found.contents(cells, segment)
+
+        def load() -> xr.Dataset:
+            dataset = found.open(cells)
+            return dataset if segment is None else dataset.isel(token=slice(*segment))
+
+        rows = found.n_tokens if segment is None else segment[1] - segment[0]
+        content = digest("activations", self.run_key.prompt, found.rows, segment, contents)
+        parents = [found.entry.content(*cell) for cell in cells]
+        return Part(content, load, self._row_bytes(cells) * rows, parents)
+
+    # -- running -------------------------------------------------------------------------------------------
+
+    def run(self, store: Store, context: Context) -> None:
+        """Compute and store what is missing, here or on the workers of a cluster."""
+        model: Model | None = None
+        if context.cluster is None and self.status(store).cells_cached < len(self.cells):
+            model = self.source.load()  # a checkpoint that cannot be loaded must leave the store untouched
+        started = time.monotonic()
+        # Making an entry waits for the disk many times: a new one is computed for meanwhile.
+        with ThreadPoolExecutor(1) as aside:
+            made = aside.submit(self._made, store)
+            planned = self._planned(store) if context.cluster is None else None
+            total = 0
+            if planned is not None:
+                held = model or self.source.load()
+                with suppress(_Outrun):
+                    total = self._harvest(
+                        held, planned, context, lambda: _expect_same(made.result(), planned)
+                    )
+            entry = made.result()
+            missing = entry.missing(self.cells)
+            if context.cluster is not None:
+                total = sum(len(entry.segments[n]) for n in missing)
+                context.map(harvest_segment, self._for_workers(), store, [{"segment": n} for n in missing])
+            elif missing:
+                total += self._harvest(model or self.source.load(), entry, context)
+            took = {"tokens": total, "seconds": round(time.monotonic() - started, 3)}
+            noted = aside.submit(put_provenance, store.files, entry.path, self.provenance() | took)
+            entry.publish(self.cells)
+            noted.result()
+
+    def _harvest(
+        self, model: Model, entry: LabelledEntry, context: Context, stands: Callable[[], Any] = lambda: None
+    ) -> int:
+        """Compute and commit what is missing, in this process; returns the tokens computed."""
+        from .harvest import harvest
+
+        total = sum(len(entry.segments[n]) for n in entry.missing(self.cells))
+        task = context.progress.task(self.name, total=total, unit="tokens")
+        return harvest(
+            model,
+            entry,
+            self.spec,
+            batch_tokens=self.batch_tokens,
+            advance=task.advance,
+            stands=stands,
+        )
+
+    def open(self, store: Store) -> xr.Dataset:
+        """The stored activations, labelled and lazy; EntryNotFound while something is missing."""
+        return self._stored(store).open(self.cells)
+
+    def provenance(self) -> dict[str, Any]:
+        """What a person will want to know, and no key holds."""
+        return {
+            **self.source.provenance(),
+            "hooks": self.spec.canonical(),
+            "batch_tokens": self.batch_tokens,
+        }
+
+    # -- helpers -------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Sent to a worker a node is names and digests: whoever needs ids or weights there reads them from
+        # disk.
+        return {**vars(self), "tokens": None, "run_key": self.run_key}
+
+    def _bind(self, hooks: HookSpec | str | Sequence[str]) -> BoundSpec:
+        spec = as_spec(hooks).bind(self.source.config.hook_points, self.source.name)
+        if not spec.captures:
+            raise StageError(
+                "expected a HookSpec that captures something, found none; add "
+                ".capture('blocks.*.hook_resid_post')"
+            )
+        return spec
+
+    @cached_property
+    def _layers(self) -> dict[str, list[int]]:
+        """Captured layers of each variable that has a layer axis."""
+        found = layers_by_variable(self.spec.captures)
+        return {
+            name: sorted(n for n in held if n is not None) for name, held in found.items() if None not in held
+        }
+
+    @remembered
+    def _find(self, store: Store) -> Found | None:
+        """This run in the store, or a larger one that holds all these prompts; None when neither is there."""
+        entry = self._entry(store)
+        if entry is not None and all(entry.record(*cell) for cell in self.cells):
+            return Found(entry)
+        if self.tokens is not None:
+            larger = store.find_prompts(self.run_key, self.tokens, self.dtype, self.cells)
+            if larger is not None:
+                return Found(*larger)
+        return None if entry is None else Found(entry)
+
+    def _entry(self, store: Store) -> LabelledEntry | None:
+        try:
+            return store.entry(self.run_key, self.dtype)
+        except EntryNotFound:
+            return None
+
+    def _stored(self, store: Store) -> Found:
+        found = self._find(store)
+        if found is None:
+            raise EntryNotFound(f"these activations are not stored in {store.path}; run the capture first")
+        return found
+
+    def _made(self, store: Store) -> LabelledEntry:
+        tokenizer = self.source.tokenizer
+        about = {
+            "model": self.source.name,
+            **({"tokenizer": tokenizer.digest} if tokenizer is not None else {}),
+        }
+        if tokenizer is not None and store.vocabulary(tokenizer.digest) is None:
+            store.put_vocabulary(tokenizer.digest, tokenizer.vocabulary)
+        return store.create_entry(
+            self.run_key, self.tokens, self.specs(), segment_tokens=self._segment_tokens(), attrs=about
+        )
+
+    def _planned(self, store: Store) -> LabelledEntry | None:
+        """The entry as it will be, where there is none yet."""
+        if self._entry(store) is not None:
+            return None
+        return store.planned_entry(self.run_key, self.tokens, self.specs(), self._segment_tokens())
+
+    def _segment_tokens(self) -> int:
+        """As long as the store likes, but no longer than memory allows, nor so long that nothing overlaps.
+
+        While a segment is written the next is computed: a corpus is cut into at least `OVERLAP` of them, as
+        long as its largest shards stay above a few MiB.
+        """
+        if self.segment_tokens is not None:
+            return self.segment_tokens
+        from ....store.store import default_segment_tokens
+
+        per_token = self._bytes_per_token(self.cells)
+        affordable = self.memory // (BUFFERS * per_token)
+        if affordable < 1:
+            raise PlanError(
+                f"a token of {len(self.cells)} captures needs {per_token} bytes, more than the memory of "
+                f"{self.memory}; capture fewer points, or raise memory="
+            )
+        largest = max(self._row_bytes([(spec.variable, None)]) for spec in self.specs())
+        overlapping = max(self.tokens.n_tokens // OVERLAP, SMALLEST_SHARD // largest, 1)
+        longest = min(affordable, overlapping)
+        return min(default_segment_tokens(self.tokens, self.specs()), 1 << (longest.bit_length() - 1))
+
+    def _bytes_per_token(self, cells: Sequence[Cell]) -> int:
+        """Stored bytes of one token over some cells; attention patterns by the mean number of pairs."""
+        pairs = float((self.tokens.row_size * (self.tokens.row_size + 1) // 2).sum()) / self.tokens.n_tokens
+        return self._row_bytes(cells, pairs)
+
+    def _row_bytes(self, cells: Sequence[Cell], pairs: float = 1.0) -> int:
+        specs = {spec.variable: spec for spec in self.specs()}
+        sizes = (
+            math.prod(specs[name].tail) * (pairs if specs[name].packed == "pair" else 1) for name, _ in cells
+        )
+        return math.ceil(sum(sizes) * _ITEMSIZE[self.dtype])
+
+    def _for_workers(self) -> Any:
+        import torch
+
+        job = (self.name, self.source.for_workers(), self.run_key, self.dtype, self.spec, self.batch_tokens)
+        return WorkerJob(*job, torch.get_num_threads())
+
+
+class _Outrun(Exception):
+    """Somebody else has just made the entry, with segments of another length."""
+
+
+def _expect_same(made: LabelledEntry, planned: LabelledEntry) -> None:
+    if made.segment_tokens != planned.segment_tokens:
+        raise _Outrun
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run in the store, whole or some prompts of it."""
+
+    entry: LabelledEntry
+    rows: list[int] | None = None
+    """Which of the entry's prompts are meant; None for all, in order."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the prompts meant."""
+        tokens = self.entry.tokens
+        return tokens.n_tokens if self.rows is None else int(tokens.row_size[self.rows].sum())
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        """(start, stop) of each segment; prompts picked from a larger run are one."""
+        if self.rows is not None:
+            return [(0, self.n_tokens)]
+        return [(segment.start, segment.stop) for segment in self.entry.segments]
+
+    def contents(self, cells: Sequence[Cell], segment: tuple[int, int] | None) -> list[list[Any]]:
+        """[variable, layer, digest] of what is stored for each cell."""
+        if segment is None or self.rows is not None:
+            return [[*cell, self.entry.content(*cell)] for cell in cells]
+        number = self.segments.index((segment[0], segment[1]))
+        return [[*cell, self.entry.segment_digest(*cell, number)] for cell in cells]
+
+    def open(self, cells: Sequence[Cell]) -> xr.Dataset:
+        """The given cells, labelled and lazy."""
+        layers: dict[str, list[int]] = {}
+        for name, layer in cells:
+            layers.setdefault(name, []).extend([] if layer is None else [layer])
+        held = {name: sorted(chosen) for name, chosen in layers.items() if chosen}
+        dataset = self.entry.open(list(layers), held)
+        if self.rows is None:
+            return dataset
+        picked: xr.Dataset = dataset.mi.prompts(self.rows)
+        return picked
+
+
+@dataclass(frozen=True)
+class WorkerJob:
+    """What a worker needs to know to compute a segment: names and digests, no arrays."""
+
+    name: str
+    source: ModelSource
+    run: RunKey
+    dtype: str
+    spec: BoundSpec
+    batch_tokens: int
+    threads: int
+    """Of torch, as in the process that asks: sums are split over threads, so another number gives other
+    last bits."""
+
+
+def harvest_segment(job: WorkerJob, store: Store, cell: Mapping[str, int]) -> None:
+    """Compute and commit one segment; a Dask task."""
+    import torch
+
+    from .harvest import harvest
+
+    torch.set_num_threads(job.threads)
+    entry = store.entry(job.run, job.dtype)
+    harvest(job.source.load(), entry, job.spec, batch_tokens=job.batch_tokens, segments=[cell["segment"]])
+
+
+def array_spec(capture: Capture, config: Architecture, dtype: str) -> ArraySpec:
+    """How a captured activation is stored: token-major, batch and positions packed, heads behind tokens, an
+    axis of one dropped."""
+    kind = BY_NAME[capture.point.kind]
+    sizes = {axis: size for axis, size in config.axis_sizes.items() if axis != "one"}
+    packed = "pair" if "query_position" in kind.dims else "token"
+    rest = tuple(dim for dim in kind.dims if dim in sizes)
+    front = ("layer",) if kind.per_layer else ()
+    return ArraySpec(
+        capture.variable,
+        kind.path,
+        (*front, packed, *rest),
+        {dim: sizes[dim] for dim in rest},
+        dtype,
+        config.num_layers if kind.per_layer else None,
+        kind.meaning,
+        "1",
+    )
+
+
+def _name_cells(cells: Sequence[Cell]) -> str:
+    """Cells for people: "layers 6-11 of resid_post"."""
+    by_variable: dict[str, list[int | None]] = {}
+    for variable, layer in cells:
+        by_variable.setdefault(variable, []).append(layer)
+    parts = []
+    for variable, layers in by_variable.items():
+        numbers = [layer for layer in layers if layer is not None]
+        span = (
+            f"{numbers[0]}-{numbers[-1]}"
+            if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1
+            else ", ".join(map(str, numbers))
+        )
+        parts.append(f"layer{'s' if len(numbers) > 1 else ''} {span} of {variable}" if numbers else variable)
+    return "; ".join(parts)

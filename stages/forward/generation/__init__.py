@@ -1,0 +1,1 @@
+"""Text that a model goes on with, token by token."""

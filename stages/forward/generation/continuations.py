@@ -1,0 +1,268 @@
+"""What a generation is asked for, and what it gave: tokens, texts, probabilities, and activations by step.
+
+Border: settings and results; how one comes of the other is generate.py's business. Never imports torch.
+
+Axes: prompt step layer head position …. Step s read position prompt_tokens - 1 + s and gave the s-th new
+token. What a shorter prompt or an earlier step does not have is NaN (activations, log-probabilities) or -1
+(token ids).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+
+from ....store.errors import ConfigError, HookPointNotFound, PromptError, nearest
+from ..architectures.points import HookPoint, as_point
+from ..hooks.spec import Capture, When
+from .stopping import Reason
+
+if TYPE_CHECKING:
+    import xarray
+    from torch import Tensor
+
+__all__ = ["Generation", "GenerationResult", "Settings"]
+
+Kept = Literal["new", "every"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How tokens are chosen, and when to stop; see `generate`.
+
+    cache: keep keys and values, or (False) read every position anew at each step; None keeps them where that
+    gives the tokens of reading anew.
+    """
+
+    max_tokens: int = 20
+    temperature: float = 0.0
+    seed: int | Sequence[int] | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    stop: str | int | Sequence[str | int] = ()
+    eos: Sequence[int] | None = None
+    cache: bool | None = None
+    capture_positions: Kept = "new"
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"expected max_tokens of at least 1, found {self.max_tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"expected a temperature >= 0, found {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(
+                f"expected top_k of at least 1, found {self.top_k}; leave it out for all tokens"
+            )
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(f"expected top_p in (0, 1], found {self.top_p}")
+        if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
+            raise ConfigError(
+                "top_k and top_p choose among draws, but temperature 0 always takes the most likely token; "
+                "give a temperature > 0"
+            )
+        if self.temperature > 0 and self.seed is None:
+            raise ConfigError(
+                f"expected a seed to draw tokens at temperature {self.temperature}, found none; pass seed=0"
+            )
+        if self.capture_positions not in ("new", "every"):
+            raise ConfigError(
+                f"expected capture_positions='new' or 'every', found {self.capture_positions!r}"
+            )
+        if self.cache and self.capture_positions == "every":
+            raise ConfigError(
+                "with cache=True a step computes the newest position only; capture it alone "
+                "(capture_positions='new'), or read every position anew (cache=False)"
+            )
+
+    def seeds(self, prompts: int) -> list[int | None]:
+        """One per prompt."""
+        if self.seed is None or isinstance(self.seed, int):
+            return [self.seed] * prompts
+        if len(self.seed) != prompts:
+            raise PromptError(
+                f"expected one seed, or one for each of {prompts} prompts, found {len(self.seed)}"
+            )
+        return [int(seed) for seed in self.seed]
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """One prompt continued.
+
+    prompt, generated_text: without special tokens; None where the model has no tokenizer. generated_ids: with
+    the one that ended it. logprobs: of each of them, nats. finish_reason: "eos", "stop" (an id or a string
+    asked for), "max_tokens", "context" (it is full); None if it was not carried to its end.
+    """
+
+    prompt: str | None
+    generated_text: str | None
+    prompt_ids: tuple[int, ...]
+    generated_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: Reason | None
+
+    @property
+    def full_text(self) -> str | None:
+        """Prompt and continuation."""
+        return None if self.generated_text is None else (self.prompt or "") + self.generated_text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Ids of prompt and continuation."""
+        return self.prompt_ids + self.generated_ids
+
+    @property
+    def probabilities(self) -> tuple[float, ...]:
+        """Of each generated token, given all before it."""
+        return tuple(exp(logprob) for logprob in self.logprobs)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many the prompt has."""
+        return len(self.prompt_ids)
+
+    @property
+    def generated_tokens(self) -> int:
+        """How many were generated."""
+        return len(self.generated_ids)
+
+    @property
+    def total_tokens(self) -> int:
+        """Of prompt and continuation."""
+        return self.prompt_tokens + self.generated_tokens
+
+
+class Generation(Sequence[GenerationResult]):
+    """What a call of `generate` gave, one result per prompt, and the activations it captured."""
+
+    def __init__(
+        self,
+        results: Sequence[GenerationResult],
+        captures: Sequence[Capture],
+        captured: Sequence[Mapping[Capture, Sequence[Tensor]]],
+        *,
+        newest_only: bool,
+        reading: str = "",
+    ) -> None:
+        self._results = tuple(results)
+        self._captures = tuple(captures)
+        self._captured = captured
+        self.newest_only = newest_only
+        """Whether a step kept its newest position alone; activations then have no position axis."""
+        self.reading = reading
+        """How the steps read: "keys and values kept", or "every position anew", and why."""
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    @overload
+    def __getitem__(self, index: int) -> GenerationResult: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[GenerationResult, ...]: ...
+    def __getitem__(self, index: Any) -> Any:
+        return self._results[index]
+
+    @property
+    def texts(self) -> list[str | None]:
+        """What was generated, per prompt."""
+        return [result.generated_text for result in self._results]
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """Generated token ids, per prompt."""
+        return [list(result.generated_ids) for result in self._results]
+
+    def activations(self, point: HookPoint | str, prompt: int = 0, *, when: When | None = None) -> Tensor:
+        """What the steps of a prompt gave at a point, [step, …]: its axes without the batch, and without the
+        position (of patterns: the query) where only the newest was kept; NaN where a step has no such
+        position or key yet. when: as for `HookCache.get`.
+
+        Raises HookPointNotFound for a point that was not captured.
+        """
+        capture = self._find(as_point(point), when)
+        steps = self._captured[prompt][capture]
+        shape = tuple(max(sizes) for sizes in zip(*(step.shape for step in steps), strict=True))
+        full = steps[0].new_full((len(steps), *shape), float("nan"))
+        for number, step in enumerate(steps):
+            place: tuple[Any, ...] = (number, *(slice(size) for size in step.shape))
+            full[place] = step
+        return full
+
+    def dims_of(self, point: HookPoint) -> tuple[str, ...]:
+        """Axes of `activations`, the step first."""
+        newest = ("position", "query_position") if self.newest_only else ()
+        return ("step", *(axis for axis in point.dims[1:] if axis not in newest))
+
+    def to_xarray(self) -> xarray.Dataset:
+        """Tokens, log-probabilities and captured activations, labelled: a variable per kind of hook point,
+        [prompt, step, layer, …], bfloat16 as float32. Layers a kind was not captured at are NaN where another
+        kind has them."""
+        import xarray as xr
+
+        steps = max(result.generated_tokens for result in self._results)
+        ids = np.full((len(self), steps), -1, np.int32)
+        logprobs = np.full((len(self), steps), np.nan)
+        for row, result in enumerate(self._results):
+            ids[row, : result.generated_tokens] = result.generated_ids
+            logprobs[row, : result.generated_tokens] = result.logprobs
+        counts = np.array([result.prompt_tokens for result in self._results], np.int32)
+        read = np.where(ids >= 0, counts[:, None] - 1 + np.arange(steps, dtype=np.int32), -1)
+        dataset = xr.Dataset(
+            {
+                "token_id": (("prompt", "step"), ids, {"long_name": "generated tokens, -1 past the end"}),
+                "logprob": (("prompt", "step"), logprobs, {"units": "nats", "long_name": "of each token"}),
+            },
+            {
+                "position_read": (("prompt", "step"), read, {"long_name": "newest position of each step"}),
+                "prompt_tokens": ("prompt", counts),
+            },
+        )
+        variables = dict.fromkeys(capture.variable for capture in self._captures)
+        return dataset.assign({name: self._labelled(name, steps) for name in variables})
+
+    def _labelled(self, variable: str, steps: int) -> xarray.DataArray:
+        import xarray as xr
+
+        chosen = [capture for capture in self._captures if capture.variable == variable]
+        layers = sorted({capture.point.layer for capture in chosen if capture.point.layer is not None})
+        held = {
+            (row, capture.point.layer): self.activations(capture.point, row, when=capture.when)
+            .float()
+            .cpu()
+            .numpy()
+            for row in range(len(self))
+            for capture in chosen
+        }
+        shape = tuple(max(sizes) for sizes in zip(*(part.shape[1:] for part in held.values()), strict=True))
+        full = np.full((len(self), steps, len(layers) or 1, *shape), np.nan, np.float32)
+        for (row, layer), part in held.items():
+            row_of_layer = 0 if layer is None else layers.index(layer)
+            place: tuple[Any, ...] = (
+                row,
+                slice(len(part)),
+                row_of_layer,
+                *(slice(size) for size in part.shape[1:]),
+            )
+            full[place] = part
+        step, *rest = self.dims_of(chosen[0].point)
+        if not layers:
+            return xr.DataArray(full[:, :, 0], dims=("prompt", step, *rest), name=variable)
+        dims = ("prompt", step, "layer", *rest)
+        return xr.DataArray(full, dims=dims, coords={"layer": layers}, name=variable)
+
+    def _find(self, point: HookPoint, when: When | None) -> Capture:
+        asked: list[When] = ["after", "before"] if when is None else [when]
+        for choice in asked:
+            if Capture(point, choice) in self._captures:
+                return Capture(point, choice)
+        held = sorted({str(capture.point) for capture in self._captures})
+        near = nearest(str(point), held)
+        hint = f", nearest is {near!r}" if near else ""
+        raise HookPointNotFound(
+            f"{str(point)!r} was not captured{hint}; this generation holds {len(held)} hook points. Add it "
+            f"to the HookSpec: .capture({str(point)!r})"
+        )

@@ -1,0 +1,51 @@
+"""Choosing the next token from logits: greedy, or sampled from a seeded generator.
+
+Knows one row of logits; knows no model. The same seed and logits give the same token on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ....store.errors import PromptError
+
+
+def sample_token(
+    logits: Tensor, *, temperature: float = 0.0, generator: torch.Generator | None = None
+) -> int:
+    """A token id from logits [vocab].
+
+    temperature: 0 takes the most likely token, the smallest id on a tie; above, draws from softmax(logits /
+    temperature). generator: where randomness comes from; required for a draw, so that no result depends on
+    a global seed. Raises PromptError for empty or NaN logits, a negative temperature, or a draw without a
+    generator.
+    """
+    if logits.ndim != 1 or not len(logits):
+        raise PromptError(
+            f"expected logits of shape [vocab], found {list(logits.shape)}; take one prompt and one position"
+        )
+    if not math.isfinite(temperature) or temperature < 0:
+        raise PromptError(f"expected a temperature >= 0, found {temperature}")
+    wide = logits.detach().double().cpu()
+    if bool(wide.isnan().any()):
+        raise PromptError(
+            "expected logits, found NaN; is this the position of a shorter prompt of the batch?"
+        )
+    if temperature == 0:
+        return int((wide == wide.max()).nonzero()[0])
+    if generator is None:
+        raise PromptError("expected generator=torch.Generator().manual_seed(…) to draw a token, found none")
+    # Inverse of the cumulative distribution: one uniform number per token, whatever the vocabulary.
+    cumulative = torch.softmax(wide / temperature, dim=-1).cumsum(0)
+    point = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
+    return min(int(torch.searchsorted(cumulative, point, right=True)), len(wide) - 1)
+
+
+def token_probability(logits: Tensor, token: int) -> float:
+    """softmax(logits)[token] for logits [vocab]; PromptError for an id out of range."""
+    if not 0 <= token < len(logits):
+        raise PromptError(f"expected a token id in 0..{len(logits) - 1}, found {token}")
+    return float(torch.softmax(logits.detach().double(), dim=-1)[token])

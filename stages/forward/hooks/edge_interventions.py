@@ -1,0 +1,288 @@
+"""Interventions on attention edges: cut them, or change the weight that goes through them.
+
+An edge is a (query, key) pair, the query attending to the key; None on one side means every position. Cutting
+is done on scores, together with the causal mask and after any soft cap; weights are changed on patterns,
+whose touched rows sum to 1 again afterwards. Nothing here leaks to the future.
+
+Border: as interventions.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from ....store.errors import InterventionError
+from ..architectures.points import HookPoint
+from .interventions import Held, Intervention, check_indices
+from .payloads import Payload, finite, own_array
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Edge = tuple[int | None, int | None]
+_SCORES = ("scores", "attn_scores")
+
+
+@dataclass(frozen=True, eq=False)
+class Knockout(Intervention):
+    """Cut attention edges: their scores become -inf together with the causal mask, after any soft cap.
+
+    edges: (query, key) pairs, None on one side for every position. Or mask: [query, key] or [head, query,
+    key], True (or -inf) where cut. heads: default all. A row left with nothing to attend to raises
+    InterventionError instead of giving NaN.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = _SCORES
+    cuts_edges: ClassVar[bool] = True
+    edges: Sequence[Edge] = ()
+    mask: Payload | None = None
+    heads: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "edges", _edges("Knockout", self.edges))
+        object.__setattr__(self, "heads", _heads(self.heads))
+        if bool(self.edges) == (self.mask is not None):
+            raise InterventionError(
+                "Knockout takes either edges or a mask, found " + ("both" if self.edges else "neither")
+            )
+        if self.mask is not None:
+            object.__setattr__(self, "mask", _cut_mask(self.mask))
+
+    def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
+        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
+        super().check(point, sizes)
+        _check_edges("Knockout", point, self.edges, self.heads, sizes)
+        if self.mask is not None:
+            full = (sizes["head"], sizes["query_position"], sizes["key_position"])
+            if tuple(self.mask.shape) not in (full, full[1:], (1, *full), (1, 1, *full[1:])):
+                raise InterventionError(
+                    f"Knockout at '{point}': expected a mask of shape {list(full[1:])} or {list(full)}, "
+                    f"found {list(self.mask.shape)}"
+                )
+
+    def touched(self, length: int) -> tuple[int, ...] | None:
+        """Queries with a cut edge."""
+        if self.mask is None:
+            return _queries(self.edges, length)
+        cut = np.asarray(self.mask).reshape(-1, length, length).any(axis=(0, 2))
+        return tuple(np.flatnonzero(cut).tolist())
+
+    def cut(self, heads: int, queries: int, keys: int, device: Any) -> Tensor:
+        """Bool [head, query, key], True where an edge is cut."""
+        import torch
+
+        if self.mask is not None:
+            where = torch.as_tensor(np.array(self.mask), device=device).reshape(-1, queries, keys)
+        else:
+            where = _edge_mask(self.edges, queries, keys, device)[None]
+        if self.heads is None:
+            return where.expand(heads, queries, keys)
+        chosen = torch.zeros(heads, queries, keys, dtype=torch.bool, device=device)
+        chosen[list(self.heads)] = where if where.shape[0] == 1 else where[list(self.heads)]
+        return chosen
+
+
+@dataclass(frozen=True, eq=False)
+class Steer(Intervention):
+    """Multiply the attention weight of edges by `factor`, then renormalise the touched rows.
+
+    For one edge of weight a: a' = factor * a / (1 + (factor - 1) * a). An edge named twice counts once.
+    Weights stay causal.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = ("pattern",)
+    edges: Sequence[Edge]
+    factor: float
+    heads: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _prepare_steering(self)
+        object.__setattr__(self, "factor", finite("Steer", self.factor))
+        if self.factor < 0:
+            raise InterventionError(f"Steer: expected a factor >= 0, found {self.factor}")
+
+    def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
+        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
+        super().check(point, sizes)
+        _check_edges("Steer", point, self.edges, self.heads, sizes)
+
+    def touched(self, length: int) -> tuple[int, ...] | None:
+        """Queries with a steered edge."""
+        return _queries(self.edges, length)
+
+    def apply(
+        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, held: Held | None = None
+    ) -> Tensor:
+        """The changed activation, a new tensor."""
+        import torch
+
+        def scaled(weights: Tensor, targets: Tensor) -> Tensor:
+            return torch.where(targets, weights * self.factor, weights)
+
+        return _steered(x, self.edges, self.heads, allowed, held, scaled)
+
+
+@dataclass(frozen=True, eq=False)
+class SetValue(Intervention):
+    """Set the attention weight of each edge to `value`; the rest of the row shares what is left, in
+    proportion.
+
+    Only keys the query may see take part, so that nothing leaks to the future. A row whose visible keys are
+    all targets is renormalised. Raises InterventionError when value * targets exceeds 1 in a row that has
+    other keys to give weight to.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = ("pattern",)
+    edges: Sequence[Edge]
+    value: float
+    heads: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _prepare_steering(self)
+        object.__setattr__(self, "value", finite("SetValue", self.value))
+        if not 0 <= self.value <= 1:
+            raise InterventionError(f"SetValue: expected a weight in [0, 1], found {self.value}")
+
+    def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
+        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
+        super().check(point, sizes)
+        _check_edges("SetValue", point, self.edges, self.heads, sizes)
+
+    def touched(self, length: int) -> tuple[int, ...] | None:
+        """Queries with a changed edge."""
+        return _queries(self.edges, length)
+
+    def apply(
+        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, held: Held | None = None
+    ) -> Tensor:
+        """The changed activation, a new tensor."""
+        import torch
+
+        def with_value(weights: Tensor, targets: Tensor) -> Tensor:
+            visible = torch.ones_like(targets) if allowed is None else allowed
+            others = visible & ~targets
+            asked = self.value * targets.sum(-1, keepdim=True)
+            if bool(((asked > 1 + 1e-6) & others.any(-1, keepdim=True)).any()):
+                raise InterventionError(
+                    f"SetValue at '{point}': {self.value} on {int(targets.sum(-1).max())} targets of one "
+                    "row exceeds a total weight of 1; lower the value"
+                )
+            rest = weights.masked_fill(~others, 0)
+            total = rest.sum(-1, keepdim=True)
+            # A row that gave nothing to its other keys shares the remainder equally among them.
+            share = torch.where(
+                total > 0, rest / total.clamp_min(1e-30), others / others.sum(-1, keepdim=True).clamp_min(1)
+            )
+            return torch.where(targets, weights.new_full((), self.value), share * (1 - asked))
+
+        return _steered(x, self.edges, self.heads, allowed, held, with_value)
+
+
+def _steered(
+    x: Tensor,
+    edges: Sequence[Edge],
+    heads: tuple[int, ...] | None,
+    allowed: Tensor | None,
+    held: Held | None,
+    change: Any,
+) -> Tensor:
+    """A pattern [batch, head, query, key] with the touched rows changed in float32 and renormalised to 1."""
+    import torch
+
+    keys = x.shape[-1]
+    targets = _edge_mask(edges, keys, keys, x.device)
+    if held is not None:
+        targets = targets[torch.as_tensor(held.positions, device=x.device)]
+    if allowed is not None:
+        targets = targets & allowed
+    touched = targets.any(-1, keepdim=True)
+    if heads is not None:
+        chosen = torch.zeros(x.shape[1], 1, 1, dtype=torch.bool, device=x.device)
+        chosen[list(heads)] = True
+        touched = touched & chosen
+    weights = change(x.float(), targets)
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(touched & (total > 1e-10), weights / total.clamp_min(1e-10), x.float()).to(x.dtype)
+
+
+def _queries(edges: Sequence[Edge], length: int) -> tuple[int, ...]:
+    """Queries that own one of the edges; an edge from all of them starts at its key: attention is causal."""
+    found: set[int] = set()
+    for query, key in edges:
+        first = 0 if key is None else key % length
+        found.update(range(first, length) if query is None else [query % length])
+    return tuple(sorted(found))
+
+
+def _edge_mask(edges: Sequence[Edge], queries: int, keys: int, device: Any) -> Tensor:
+    import torch
+
+    where = torch.zeros(queries, keys, dtype=torch.bool, device=device)
+    for query, key in edges:
+        where[slice(None) if query is None else query, slice(None) if key is None else key] = True
+    return where
+
+
+def _prepare_steering(intervention: Steer | SetValue) -> None:
+    name = type(intervention).__name__
+    object.__setattr__(intervention, "edges", _edges(name, intervention.edges))
+    object.__setattr__(intervention, "heads", _heads(intervention.heads))
+    if not intervention.edges:
+        raise InterventionError(f"{name}: expected at least one (query, key) edge, found none")
+
+
+def _edges(name: str, edges: Sequence[Edge]) -> tuple[Edge, ...]:
+    kept = []
+    for edge in edges:
+        if len(edge) != 2 or (edge[0] is None and edge[1] is None):
+            raise InterventionError(f"{name}: expected (query, key) with at most one None, found {edge!r}")
+        kept.append((edge[0], edge[1]))
+    return tuple(kept)
+
+
+def _heads(heads: Sequence[int] | int | None) -> tuple[int, ...] | None:
+    if heads is None:
+        return None
+    return (heads,) if isinstance(heads, int) else tuple(int(head) for head in heads)
+
+
+def _check_edges(
+    name: str,
+    point: HookPoint,
+    edges: Sequence[Edge],
+    heads: tuple[int, ...] | None,
+    sizes: Mapping[str, int],
+) -> None:
+    where = f"{name} at '{point}'"
+    if heads is not None:
+        check_indices(where, "heads", heads, sizes["head"])
+    for query, key in edges:
+        check_indices(where, "query positions", [query] if query is not None else [], sizes["query_position"])
+        check_indices(where, "key positions", [key] if key is not None else [], sizes["key_position"])
+        if (
+            query is not None
+            and key is not None
+            and query % sizes["query_position"] < key % sizes["key_position"]
+        ):
+            raise InterventionError(
+                f"{where}: expected a query at or after its key, found edge ({query}, {key}); a causal "
+                "model has no weight there"
+            )
+
+
+def _cut_mask(mask: Payload) -> Payload:
+    """A bool array from True/False or 0/-inf."""
+    array = np.asarray(mask.detach().cpu().float() if hasattr(mask, "detach") else mask)
+    if array.dtype == bool:
+        return own_array(array)
+    if not np.isin(array, (0.0, -np.inf)).all() and not (
+        hasattr(mask, "detach") and str(mask.dtype) == "torch.bool"
+    ):
+        raise InterventionError(
+            "Knockout: expected a mask of True/False or of 0 and -inf, found other values"
+        )
+    return own_array((array == -np.inf) if np.isneginf(array).any() else array.astype(bool))

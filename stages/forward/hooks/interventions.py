@@ -1,0 +1,328 @@
+"""Interventions: frozen values that say how an activation is changed at a hook point.
+
+Know tensors and the axes of the hook point they are applied at; know nothing of models or stores. An
+intervention is data, not a callback, so that it can be checked before a forward pass starts and digested
+into the key of what it produces. Importing this module does not import torch; payloads may be torch
+tensors, numpy arrays or lists of floats.
+
+Payloads must be real floating point and finite; they are cast to the dtype of the activation they meet.
+``positions`` and ``heads`` narrow an intervention to part of the tensor; negative positions count from the
+end. Those on attention edges are in edge_interventions.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ....store.digest import canonical_json
+from ....store.errors import InterventionError
+from ...declared import name_of
+from ..architectures.points import HookPoint
+from .payloads import Chosen, Payload, as_tensor, checked_payload, finite, picked, plain_value
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_POSITION_AXES = ("position", "query_position")
+_HEAD_AXES = ("head", "kv_head")
+
+
+@dataclass(frozen=True)
+class Held:
+    """Which positions of a prompt a tensor holds, where it does not hold them all.
+
+    positions: int [held], ascending. length: of the prompt, from whose end negative positions count.
+    """
+
+    positions: npt.NDArray[np.int64]
+    length: int
+
+    def places(self, positions: Sequence[int]) -> tuple[list[int], list[int]]:
+        """(index in the tensor, index in `positions`) of those positions that are held."""
+        where = {int(position): i for i, position in enumerate(self.positions)}
+        wanted = enumerate(position % self.length for position in positions)
+        found = [(where[position], i) for i, position in wanted if position in where]
+        return [place for place, _ in found], [i for _, i in found]
+
+
+@dataclass(frozen=True, eq=False)
+class Intervention:
+    """Base of all interventions; two are equal when their canonical forms are."""
+
+    kinds: ClassVar[tuple[str, ...] | None] = None
+    """Hook point kinds this intervention makes sense at; None for all."""
+    version: ClassVar[int | str | None] = None
+    """Of an intervention written outside of mizarr: moves when what it does moves."""
+    cuts_edges: ClassVar[bool] = False
+    """Whether it is a mask (`cut`), which attention applies with its own; others change what stands there."""
+
+    def canonical(self) -> dict[str, Any]:
+        """Plain JSON values that identify the intervention; payloads enter by dtype, shape and sha256 of
+        their bytes. InterventionError for a class of somebody's own that declares no version of itself: its
+        fields do not say what it does."""
+        fields = {name: plain_value(value) for name, value in vars(self).items() if value is not None}
+        return {"intervention": name_of(type(self), InterventionError), **fields}
+
+    def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
+        """Raise InterventionError unless this can be applied at `point`, whose axes have these sizes."""
+        if self.kinds is not None and point.kind not in self.kinds:
+            places = " or ".join(f"'{HookPoint(kind, point.layer or 0)}'" for kind in self.kinds)
+            raise InterventionError(
+                f"{type(self).__name__} belongs at {places}, found it at '{point}'; use Replace, Scale or "
+                "Zero there"
+            )
+
+    def touched(self, length: int) -> tuple[int, ...] | None:
+        """Positions (on attention: queries) of a prompt of `length` that may change; None for all of them."""
+        return None
+
+    def apply(
+        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, held: Held | None = None
+    ) -> Tensor:
+        """The changed activation, a new tensor. allowed: bool [query, key], where attention may look
+        (patterns only). held: which positions x holds; None for all."""
+        raise NotImplementedError
+
+    def cut(self, heads: int, queries: int, keys: int, device: Any) -> Tensor:
+        """Bool [head, query, key], True where an edge is cut; of interventions that cut edges."""
+        raise NotImplementedError
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Intervention) and self.canonical() == other.canonical()
+
+    def __hash__(self) -> int:
+        return hash(canonical_json(self.canonical()))
+
+
+@dataclass(frozen=True, eq=False)
+class _Selective(Intervention):
+    """An intervention on all of an activation, or on some positions and heads of it."""
+
+    positions: tuple[int, ...] | None = field(default=None, kw_only=True)
+    heads: tuple[int, ...] | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("positions", "heads"):
+            chosen = getattr(self, name)
+            if chosen is not None:
+                chosen = (chosen,) if isinstance(chosen, int) else tuple(int(index) for index in chosen)
+                if not chosen:
+                    raise InterventionError(
+                        f"{type(self).__name__}: expected at least one of {name}, found none; leave {name} "
+                        "out to mean all"
+                    )
+                object.__setattr__(self, name, chosen)
+
+    def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
+        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
+        super().check(point, sizes)
+        for name, chosen, axes in (
+            ("positions", self.positions, _POSITION_AXES),
+            ("heads", self.heads, _HEAD_AXES),
+        ):
+            if chosen is not None:
+                check_indices(
+                    f"{type(self).__name__} at '{point}'", name, chosen, sizes.get(axis_of(point, axes, name))
+                )
+
+    def region(self, point: HookPoint, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape of the part of the activation that is touched."""
+        shape = {axis: sizes[axis] for axis in point.dims}
+        if self.positions is not None:
+            shape[axis_of(point, _POSITION_AXES, "positions")] = len(self.positions)
+        if self.heads is not None:
+            shape[axis_of(point, _HEAD_AXES, "heads")] = len(self.heads)
+        return tuple(shape.values())
+
+    def _where(self, point: HookPoint, positions: tuple[int, ...] | None) -> tuple[Any, ...]:
+        """Index of the touched part: heads and positions are neighbouring axes, so their indices broadcast
+        as an outer product."""
+        index: list[Any] = [slice(None)] * len(point.dims)
+        both = positions is not None and self.heads is not None
+        if positions is not None:
+            index[point.dims.index(axis_of(point, _POSITION_AXES, "positions"))] = np.asarray(positions)
+        if self.heads is not None:
+            heads = np.asarray(self.heads)
+            index[point.dims.index(axis_of(point, _HEAD_AXES, "heads"))] = heads[:, None] if both else heads
+        return tuple(index)
+
+    def touched(self, length: int) -> tuple[int, ...] | None:
+        """The positions chosen."""
+        return None if self.positions is None else tuple(position % length for position in self.positions)
+
+    def apply(
+        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, held: Held | None = None
+    ) -> Tensor:
+        """The changed activation, a new tensor."""
+        positions, chosen = self.positions, None
+        if held is not None:
+            axis = len(point.dims) - point.dims.index(axis_of(point, _POSITION_AXES, "positions"))
+            if self.positions is None:
+                chosen = (axis, held.positions.tolist())
+            else:
+                places, among = held.places(self.positions)
+                if not places:
+                    return x
+                positions, chosen = tuple(places), (axis, among)
+        if positions is None and self.heads is None:
+            return self.change(x, chosen)
+        where = self._where(point, positions)
+        changed = x.clone()
+        changed[where] = self.change(x[where], chosen)
+        return changed
+
+    def change(self, part: Tensor, chosen: Chosen = None) -> Tensor:
+        """The new value of the touched part. chosen: which entries of a payload's position axis it is, where
+        it is not all of them."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class _WithPayload(_Selective):
+    """A selective intervention that carries a tensor which broadcasts to the part it touches."""
+
+    value: Payload
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "value", checked_payload(type(self).__name__, self.value))
+
+    def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
+        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
+        super().check(point, sizes)
+        region, found = self.region(point, sizes), tuple(self.value.shape)
+        try:
+            fits = np.broadcast_shapes(found, region) == region
+        except ValueError:
+            fits = False
+        if not fits:
+            named = ", ".join(f"{axis}={size}" for axis, size in zip(point.dims, region, strict=True))
+            raise InterventionError(
+                f"{type(self).__name__} at '{point}': expected a tensor that broadcasts to [{named}], found "
+                f"shape {list(found)}; "
+                f"reshape it, or choose positions/heads"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Replace(_WithPayload):
+    """The activation becomes `value` (Replace(captured) changes nothing)."""
+
+    def change(self, part: Tensor, chosen: Chosen = None) -> Tensor:
+        """The new value of the touched part."""
+        return as_tensor(picked(self.value, chosen), part).expand_as(part)
+
+
+@dataclass(frozen=True, eq=False)
+class Add(_WithPayload):
+    """x + value, broadcast: a [hidden] vector is added at every position (or at `positions`)."""
+
+    def change(self, part: Tensor, chosen: Chosen = None) -> Tensor:
+        """The new value of the touched part."""
+        return part + as_tensor(picked(self.value, chosen), part)
+
+
+@dataclass(frozen=True, eq=False)
+class Scale(_Selective):
+    """x * factor, without renormalisation even on attention patterns (use Steer for that)."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "factor", finite("Scale", self.factor))
+
+    def change(self, part: Tensor, chosen: Chosen = None) -> Tensor:
+        """The new value of the touched part."""
+        return part * self.factor
+
+
+@dataclass(frozen=True, eq=False)
+class Zero(_Selective):
+    """The activation becomes zero."""
+
+    def change(self, part: Tensor, chosen: Chosen = None) -> Tensor:
+        """The new value of the touched part."""
+        return part.new_zeros(()).expand_as(part)
+
+
+@dataclass(frozen=True, eq=False)
+class AddAtPositions(Intervention):
+    """x + scale * vector at each (position, vector); several vectors at one position add up.
+
+    vectors: pairs (position, [hidden] vector). Accumulated in float32, cast once, added once.
+    """
+
+    vectors: Sequence[tuple[int, Payload]]
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        pairs = self.vectors.items() if isinstance(self.vectors, Mapping) else self.vectors
+        kept = tuple((int(position), checked_payload("AddAtPositions", vector)) for position, vector in pairs)
+        if not kept:
+            raise InterventionError(
+                "AddAtPositions: expected at least one (position, vector) pair, found none"
+            )
+        object.__setattr__(self, "vectors", kept)
+        object.__setattr__(self, "scale", finite("AddAtPositions", self.scale))
+
+    def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
+        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
+        if "position" not in point.dims or point.dims[-1] != "hidden":
+            raise InterventionError(
+                "AddAtPositions adds vectors to a [batch, position, hidden] activation, found it at "
+                f"'{point}' with axes {list(point.dims)}"
+            )
+        check_indices(
+            f"AddAtPositions at '{point}'", "positions", [p for p, _ in self.vectors], sizes["position"]
+        )
+        for position, vector in self.vectors:
+            if tuple(vector.shape) != (sizes["hidden"],):
+                raise InterventionError(
+                    f"AddAtPositions at '{point}': expected a vector of length {sizes['hidden']} for "
+                    f"position {position}, found shape {list(vector.shape)}"
+                )
+
+    def touched(self, length: int) -> tuple[int, ...] | None:
+        """The positions that have a vector."""
+        return tuple(position % length for position, _ in self.vectors)
+
+    def apply(
+        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, held: Held | None = None
+    ) -> Tensor:
+        """The changed activation, a new tensor."""
+        import torch
+
+        places = [position for position, _ in self.vectors]
+        vectors = [vector for _, vector in self.vectors]
+        if held is not None:
+            places, among = held.places(places)
+            vectors = [vectors[i] for i in among]
+        delta = torch.zeros(x.shape[-2], x.shape[-1], dtype=torch.float32, device=x.device)
+        for place, vector in zip(places, vectors, strict=True):
+            delta[place] += self.scale * as_tensor(vector, delta)
+        return x + delta.to(x.dtype)
+
+
+def check_indices(where: str, name: str, chosen: Sequence[int], size: int | None) -> None:
+    """InterventionError for the first index outside an axis of this size; None checks nothing."""
+    if size is None:
+        return
+    outside = [index for index in chosen if not -size <= index < size]
+    if outside:
+        raise InterventionError(
+            f"{where}: expected {name} in 0..{size - 1} (or negative, from the end), found {outside[0]}"
+        )
+
+
+def axis_of(point: HookPoint, axes: tuple[str, ...], name: str) -> str:
+    """Which of these axes a point has; InterventionError, naming what was to be chosen, if it has none."""
+    for axis in axes:
+        if axis in point.dims:
+            return axis
+    raise InterventionError(f"'{point}' has axes {list(point.dims)}: it has no {name} to choose")

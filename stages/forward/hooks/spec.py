@@ -1,0 +1,226 @@
+"""HookSpec: what is wanted from a forward pass, and what is changed in it.
+
+A spec is plain data. Captures say what is wanted; interventions say which run it is; the two are digested
+apart, so that asking for one more layer of the same run computes one more layer. Knows no model until
+`bind` is given the points a model has; never imports torch.
+
+A captured value is by default the one *after* the interventions at its own point (what the next operation
+sees, and what TransformerLens users expect); ``when="before"`` asks for the value before them (what
+candle-mi stores).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ....store import html
+from ....store.digest import digest
+from ....store.errors import HookPointNotFound, InterventionError
+from ..architectures.points import HookPoint, as_point, expand, is_glob, require_known
+from .interventions import Intervention
+
+When = Literal["after", "before"]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """One wanted activation."""
+
+    point: HookPoint
+    when: When = "after"
+
+    @property
+    def variable(self) -> str:
+        """Name of the array that holds it in a store; all layers share one array."""
+        return self.point.kind if self.when == "after" else f"{self.point.kind}__pre"
+
+    @property
+    def cell(self) -> tuple[str, int | None]:
+        """Variable and layer: which stored array it is."""
+        return self.variable, self.point.layer
+
+
+@dataclass(frozen=True)
+class BoundSpec:
+    """A spec whose globs are expanded against one model: captures in execution order, interventions in the
+    order given."""
+
+    captures: tuple[Capture, ...] = ()
+    interventions: tuple[tuple[HookPoint, Intervention], ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the pass is a plain one."""
+        return not self.captures and not self.interventions
+
+    def canonical(self) -> dict[str, Any]:
+        """Plain JSON values: captures sorted, interventions in order, payloads by digest."""
+        return {
+            "captures": [[str(c.point), c.when] for c in self.captures],
+            "interventions": self.canonical_interventions(),
+        }
+
+    def canonical_interventions(self) -> list[Any]:
+        """Plain JSON values of the interventions, in order."""
+        return [[str(point), intervention.canonical()] for point, intervention in self.interventions]
+
+    @property
+    def run_digest(self) -> str:
+        """Digest of the interventions alone: it, the model and the tokens say which run this is."""
+        return digest("interventions", self.canonical_interventions())
+
+    @property
+    def digest(self) -> str:
+        """Digest of captures and interventions together."""
+        return digest("hookspec", self.canonical())
+
+
+class HookSpec:
+    """Captures and interventions for a forward pass; methods change it in place and return it, so that
+    calls chain.
+
+    >>> spec = HookSpec().capture("blocks.*.hook_resid_post").intervene("blocks.2.hook_mlp_out", Zero())
+    >>> spec.num_interventions
+    1
+
+    Points are HookPoint values or their string forms; globs expand against the model the spec meets.
+    Interventions at one point apply in the order they were registered.
+    """
+
+    def __init__(self) -> None:
+        self._captures: dict[tuple[HookPoint | str, When], None] = {}
+        self._interventions: list[tuple[HookPoint | str, Intervention]] = []
+
+    def capture(self, *points: HookPoint | str, when: When = "after") -> HookSpec:
+        """Ask for the activations at these points; asking twice changes nothing.
+
+        when: "after" the interventions at that point (default), or "before" them.
+        Raises HookPointNotFound for a name no architecture has, naming the nearest.
+        """
+        if when not in ("after", "before"):
+            raise HookPointNotFound(f"expected when='after' or when='before', found {when!r}")
+        for point in points:
+            self._captures[(_known(point), when)] = None
+        return self
+
+    def intervene(self, point: HookPoint | str, intervention: Intervention) -> HookSpec:
+        """Change the activation at a point (or at every point a glob matches)."""
+        if not isinstance(intervention, Intervention):
+            raise InterventionError(f"expected an intervention such as mizarr.Zero(), found {intervention!r}")
+        self._interventions.append((_known(point), intervention))
+        return self
+
+    def extend(self, other: HookSpec) -> HookSpec:
+        """Add the captures of another spec, and its interventions after the present ones."""
+        self._captures.update(other._captures)
+        self._interventions.extend(other._interventions)
+        return self
+
+    def is_captured(self, point: HookPoint | str) -> bool:
+        """Whether a point is asked for, by name or by glob."""
+        return any(_matches(held, as_point(point)) for held, _ in self._captures)
+
+    def has_intervention_at(self, point: HookPoint | str) -> bool:
+        """Whether a point is changed."""
+        return bool(self.interventions_at(point))
+
+    def interventions_at(self, point: HookPoint | str) -> list[Intervention]:
+        """Those at one point, in the order they will be applied."""
+        return [change for held, change in self._interventions if _matches(held, as_point(point))]
+
+    @property
+    def num_captures(self) -> int:
+        """Captures registered; a glob counts once until it meets a model."""
+        return len(self._captures)
+
+    @property
+    def num_interventions(self) -> int:
+        """Interventions registered."""
+        return len(self._interventions)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is asked for and nothing is changed."""
+        return not self._captures and not self._interventions
+
+    def bind(self, available: Sequence[HookPoint], model: str = "the model") -> BoundSpec:
+        """The spec with globs expanded over the points a model has.
+
+        Raises HookPointNotFound for a point, layer or glob the model does not have; nothing is ignored.
+        """
+        captures = {
+            Capture(p, when) for held, when in self._captures for p in _expanded(held, available, model)
+        }
+        interventions = [
+            (p, change) for held, change in self._interventions for p in _expanded(held, available, model)
+        ]
+        ordered = sorted(captures, key=lambda c: (c.point.order, c.when))
+        return BoundSpec(tuple(ordered), tuple(interventions))
+
+    def canonical(self) -> dict[str, Any]:
+        """Plain JSON values of the spec as written, globs unexpanded; a key uses those of `bind` instead."""
+        captures = sorted([str(held), when] for held, when in self._captures)
+        return {
+            "captures": captures,
+            "interventions": [[str(held), change.canonical()] for held, change in self._interventions],
+        }
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HookSpec) and self.canonical() == other.canonical()
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+    def _repr_html_(self) -> str:
+        """For a notebook: a line per capture and intervention."""
+        rows = [(held, f"capture, {when} interventions") for held, when in self._captures]
+        rows += [(held, repr(change)) for held, change in self._interventions]
+        return html.shown("HookSpec", html.table(["hook point", "what"], rows))
+
+    def __repr__(self) -> str:
+        captures = "".join(
+            f".capture({str(held)!r}{'' if when == 'after' else ', when=' + repr(when)})"
+            for held, when in self._captures
+        )
+        changes = "".join(f".intervene({str(held)!r}, {change!r})" for held, change in self._interventions)
+        return f"HookSpec(){captures}{changes}"
+
+
+def as_spec(hooks: HookSpec | str | Sequence[str]) -> HookSpec:
+    """A spec, or the names and globs of what to capture, as a spec."""
+    if isinstance(hooks, HookSpec):
+        return hooks
+    return HookSpec().capture(*([hooks] if isinstance(hooks, str) else hooks))
+
+
+def layers_by_variable(captures: Iterable[Capture]) -> dict[str, list[int | None]]:
+    """Which layers of each stored variable a set of captures asks for; [None] where there is no layer
+    axis."""
+    found: dict[str, list[int | None]] = defaultdict(list)
+    for capture in captures:
+        found[capture.variable].append(capture.point.layer)
+    return dict(found)
+
+
+def _known(point: HookPoint | str) -> HookPoint | str:
+    return point if isinstance(point, str) and is_glob(point) else as_point(point)
+
+
+def _matches(held: HookPoint | str, point: HookPoint) -> bool:
+    return held == point if isinstance(held, HookPoint) else bool(_glob_hits(held, point))
+
+
+def _glob_hits(pattern: str, point: HookPoint) -> list[HookPoint]:
+    try:
+        return expand(pattern, [point])
+    except HookPointNotFound:
+        return []
+
+
+def _expanded(held: HookPoint | str, available: Sequence[HookPoint], model: str) -> list[HookPoint]:
+    if isinstance(held, str):
+        return expand(held, available)
+    require_known([held], available, model)
+    return [held]

@@ -1,0 +1,151 @@
+"""Taps: a bound HookSpec while a forward pass runs.
+
+A model calls its taps at every hook point with the value it has there, and goes on with the value it gets
+back. A point nobody asked about costs one set lookup. Captured tensors are handed to a sink by reference;
+nothing is copied here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..architectures.points import HookPoint
+from .interventions import Held, Intervention
+from .spec import BoundSpec, Capture
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Sink = Callable[[Capture, "Tensor"], None]
+Place = tuple[str, int | None]
+
+
+class EverythingHeld(Exception):
+    """Raised at the last wanted point of a pass that has nothing left to compute.
+
+    Like StopIteration an end, not an error: it leaves the nest of blocks from wherever the last wanted
+    value appears.
+    """
+
+
+class AttentionTaps(Protocol):
+    """What attention consults at scores and patterns."""
+
+    def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """The value to go on with at a hook point. allowed: where attention may look, for interventions on
+        patterns."""
+        ...
+
+    def captures(self, layer: int | None, *kinds: str) -> bool:
+        """Whether someone reads one of these points."""
+        ...
+
+    def changes_attention(self, layer: int) -> bool:
+        """Whether someone changes scores or patterns by more than cutting edges, which is a mask."""
+        ...
+
+    def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
+        """Bool [head, query, key] (or with a batch axis), True at edges that are cut; None if none are."""
+        ...
+
+
+class Taps(Protocol):
+    """What the loop over layers consults at hook points: a bound spec, those of many branches, or features to
+    be set."""
+
+    def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """The value to go on with at a hook point."""
+        ...
+
+    def captures(self, layer: int | None, *kinds: str) -> bool:
+        """Whether someone reads one of these points."""
+        ...
+
+    def changes(self, layer: int | None, *kinds: str) -> bool:
+        """Whether someone changes one of these points."""
+        ...
+
+    def touches(self, layer: int | None, *kinds: str) -> bool:
+        """Whether someone reads or changes one of these points."""
+        ...
+
+
+class PassTaps(Taps, AttentionTaps, Protocol):
+    """What a pass over prompts of one length consults, in its layers and at scores and patterns alike."""
+
+
+class RunTaps:
+    """Taps of a plain forward pass under one spec."""
+
+    def __init__(
+        self, spec: BoundSpec, sink: Sink, *, stop_early: bool = False, held: Held | None = None
+    ) -> None:
+        """held: which positions the pass computes; None for all."""
+        self._before: dict[Place, Capture] = {}
+        self._after: dict[Place, Capture] = {}
+        self._changes: dict[Place, list[Intervention]] = defaultdict(list)
+        self._sink, self._held = sink, held
+        for capture in spec.captures:
+            wanted = self._after if capture.when == "after" else self._before
+            wanted[capture.point.kind, capture.point.layer] = capture
+        for point, change in spec.interventions:
+            self._changes[point.kind, point.layer].append(change)
+        self._touched = frozenset((*self._before, *self._after, *self._changes))
+        self._last = _place_of_last(spec) if stop_early and spec.captures else None
+
+    def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """The value to go on with at a hook point. allowed: where attention may look, for interventions on
+        patterns."""
+        place = (kind, layer)
+        if place not in self._touched:
+            return x
+        if place in self._before:
+            self._sink(self._before[place], x)
+        for change in self._changes.get(place, ()):
+            if not change.cuts_edges:  # cut with the causal mask, by attention itself
+                x = change.apply(x, HookPoint(kind, layer), allowed, self._held)
+        if place in self._after:
+            self._sink(self._after[place], x)
+        if place == self._last:
+            raise EverythingHeld
+        return x
+
+    def captures(self, layer: int | None, *kinds: str) -> bool:
+        """Whether someone reads one of these points."""
+        return any((kind, layer) in self._after or (kind, layer) in self._before for kind in kinds)
+
+    def changes(self, layer: int | None, *kinds: str) -> bool:
+        """Whether someone changes one of these points."""
+        return any((kind, layer) in self._changes for kind in kinds)
+
+    def touches(self, layer: int | None, *kinds: str) -> bool:
+        """Whether someone reads or changes one of these points."""
+        return any((kind, layer) in self._touched for kind in kinds)
+
+    def changes_attention(self, layer: int) -> bool:
+        """Whether someone changes scores or patterns by more than cutting edges, which is a mask."""
+        scores = (*self._changes.get(("scores", layer), ()), *self._changes.get(("attn_scores", layer), ()))
+        return self.changes(layer, "pattern") or any(not change.cuts_edges for change in scores)
+
+    def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
+        """Bool [head, query, key], True at attention edges that are cut; None if none are."""
+        places = self._changes.get(("scores", layer), ()), self._changes.get(("attn_scores", layer), ())
+        length = queries if self._held is None else self._held.length
+        masks = [
+            change.cut(heads, length, keys, device)
+            for place in places
+            for change in place
+            if change.cuts_edges
+        ]
+        if not masks or self._held is None:
+            return reduce(or_, masks) if masks else None
+        return reduce(or_, masks)[:, self._held.positions]
+
+
+def _place_of_last(spec: BoundSpec) -> Place:
+    last = max(spec.captures, key=lambda capture: capture.point.order).point
+    return last.kind, last.layer

@@ -1,0 +1,59 @@
+"""What is wanted of a run besides its captures: logits, at which positions and for which vocabulary rows.
+
+The LM head of a small model costs as much as several of its layers; naming the rows wanted is how that is
+not paid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ....store.errors import PromptError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Logits at some positions (default all; negative from the end) for some vocabulary items (default
+    all)."""
+
+    positions: tuple[int, ...] | None = None
+    tokens: tuple[int, ...] | None = None
+
+    def check(self, length: int, vocab_size: int) -> None:
+        """Raise PromptError if a position or token is out of range."""
+        for name, chosen, low, size in (
+            ("position", self.positions, -length, length),
+            ("token id", self.tokens, 0, vocab_size),
+        ):
+            outside = [index for index in chosen or () if not low <= index < size]
+            if outside:
+                raise PromptError(f"logits: expected a {name} in {low}..{size - 1}, found {outside[0]}")
+
+    def at_positions(self, x: Tensor) -> Tensor:
+        """x [B, S, …] -> [B, positions, …]."""
+        return x if self.positions is None else x[:, list(self.positions)]
+
+    def of_tokens(self, head: Tensor) -> Tensor:
+        """head [V, D] -> [tokens, D]."""
+        return head if self.tokens is None else head[list(self.tokens)]
+
+
+ALL_LOGITS = Logits()
+LAST_LOGITS = Logits(positions=(-1,))
+
+
+def logits(position: int | Sequence[int] | None = None, tokens: int | Sequence[int] | None = None) -> Logits:
+    """Ask for logits: ``logits()`` all of them, ``logits(position=-1, tokens=[a, b])`` two numbers per
+    prompt."""
+    return Logits(_indices(position), _indices(tokens))
+
+
+def _indices(chosen: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    if chosen is None:
+        return None
+    return (int(chosen),) if isinstance(chosen, int) else tuple(int(index) for index in chosen)

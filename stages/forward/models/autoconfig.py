@@ -1,0 +1,311 @@
+"""Which configuration a checkpoint needs: by its family's row, or by a row worked out from its tensors.
+
+For a model_type no table knows, the row is inferred from config.json and from the names and shapes in the
+safetensors headers; no weight is read. A report lists what was expected and found, so that a checkpoint which
+cannot run says why, and what was in the config and not read. Torch-free.
+
+An unknown family is run only if nothing is left over: a tensor inside a layer that the decoder would not use,
+or a key known to change numbers that it does not follow, stops it. A guess that loads is worse than an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ....store.errors import ConfigError
+from ..architectures.families import (
+    FAMILIES,
+    Family,
+    MlpLayout,
+    Windows,
+    from_hf_config,
+    model_type_of,
+    read_family,
+)
+from ..architectures.transformer import ConfigReader, TransformerConfig
+from ..networks.weights import expected_tensors, read_shapes, unused_tensors
+
+REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+EPS_KEYS = ("rms_norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
+CONVENTIONS = {
+    "transformer.h.": "GPT-2 or GPT-J",
+    "transformer.blocks.": "MPT",
+    "gpt_neox.layers.": "GPT-NeoX or Pythia",
+    "transformer.layer.": "BLOOM",
+}
+BENIGN_KEYS = frozenset(
+    """
+    model_type architectures auto_map torch_dtype dtype transformers_version tokenizer_class name_or_path
+    _name_or_path _commit_hash _attn_implementation_autoset use_cache cache_implementation initializer_range
+    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id decoder_start_token_id
+    attention_dropout attn_pdrop embd_pdrop resid_pdrop hidden_dropout hidden_dropout_prob residual_dropout
+    embedding_dropout classifier_dropout pretraining_tp is_decoder is_encoder_decoder add_cross_attention
+    output_attentions output_hidden_states return_dict torchscript chunk_size_feed_forward id2label label2id
+    problem_type finetuning_task task_specific_params tie_encoder_decoder cross_attention_hidden_size
+    use_bfloat16 pruned_heads prefix max_length min_length do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate
+    forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty
+    suppress_tokens begin_suppress_tokens tf_legacy_loss router_aux_loss_coef transformers.js_config
+    """.split()  # noqa: SIM905 - eighty words read better as words
+)
+"""Keys that change no number of a forward pass."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "clip_qkv": (),
+    "attention_multiplier": (),
+    "residual_multiplier": (1,),
+    "embedding_multiplier": (1,),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "scale_emb": (1,),
+    "scale_depth": (),
+    "dim_model_base": (),
+    "num_experts": (0, 1),
+    "num_local_experts": (0, 1),
+    "n_routed_experts": (0,),
+    "kv_lora_rank": (),
+    "sliding_window_pattern": (),
+    "no_rope_layers": ([],),
+    "rope_interleaved": (False,),
+    "parallel_attn": (False,),
+    "use_parallel_residual": (False,),
+    "alibi": (False,),
+    "position_embedding_type": ("rope", "rotary"),
+}
+"""Keys that change numbers in some family, with the values (besides null) at which they do not."""
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class CompatibilityReport:
+    """Whether a checkpoint can run. issues stop it; warnings do not."""
+
+    model_type: str
+    known_family: bool
+    config: TransformerConfig | None
+    issues: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def is_compatible(self) -> bool:
+        """Nothing stands in the way."""
+        return not self.issues
+
+    def require(self) -> TransformerConfig:
+        """The configuration, or one ConfigError that lists every issue."""
+        if self.issues or self.config is None:
+            kind = "" if self.known_family else ", an unknown family,"
+            listed = "\n".join(f"  - {issue}" for issue in self.issues)
+            raise ConfigError(
+                f"a {self.model_type!r} checkpoint{kind} cannot run here; {len(self.issues)} things stand in "
+                "the "
+                f"way:\n{listed}\nSupported families: {', '.join(sorted(FAMILIES))}, and others laid out "
+                "like them"
+            )
+        return self.config
+
+
+def transformer_config(
+    raw: dict[str, Any], weight_files: Sequence[Path], source: str = "config.json"
+) -> TransformerConfig:
+    """The configuration of a checkpoint; ConfigError with the whole report if it cannot run.
+
+    A known family needs no look at the tensors: loading checks them.
+    """
+    if model_type_of(raw, source) in FAMILIES:
+        return from_hf_config(raw, source)
+    return report(raw, read_shapes(weight_files), source).require()
+
+
+def report(raw: dict[str, Any], shapes: Shapes, source: str = "config.json") -> CompatibilityReport:
+    """What a checkpoint is and whether it can run. shapes: of its tensors by name. ConfigError without a
+    model_type.
+    """
+    model_type = model_type_of(raw, source)
+    return examine(raw, shapes, FAMILIES.get(model_type), source)
+
+
+def examine(
+    raw: dict[str, Any], shapes: Shapes, family: Family | None, source: str = "config.json"
+) -> CompatibilityReport:
+    """As `report`, read by the row given; None infers one, whatever the model_type."""
+    model_type, known = model_type_of(raw, source), family is not None
+    issues = required_scalars(raw, source)
+    if issues:
+        return CompatibilityReport(model_type, known, None, issues)
+    if family is None:
+        issues += unfollowed_keys(raw, source)
+        family = family_of(raw, shapes)
+    reader = ConfigReader(raw, source)
+    try:
+        config = read_family(reader, model_type, family)
+    except ConfigError as error:
+        return CompatibilityReport(model_type, known, None, [*issues, str(error)])
+    unused = unused_tensors(shapes, config)
+    if not known:
+        inside = [name for name in unused if ".layers." in name]
+        issues += [f"expected only tensors the decoder uses, found {name}" for name in one_per_kind(inside)]
+    issues += tensor_issues(shapes, config)
+    warnings = [f"{key} in {source} was not read" for key in unread_keys(raw, reader)]
+    warnings += [f"tensor {name} is not used" for name in one_per_kind(unused)]
+    return CompatibilityReport(model_type, known, config, issues, warnings)
+
+
+def required_scalars(raw: Mapping[str, Any], source: str) -> list[str]:
+    """One issue per key every family needs and this config lacks."""
+    issues = []
+    for key in REQUIRED:
+        value = raw.get(key)
+        if isinstance(value, bool) or not isinstance(value, int):
+            found = repr(value) if key in raw else "no such key"
+            issues.append(f"{source}: expected {key} to be an integer, found {found}")
+    if issues and isinstance(raw.get("text_config"), dict):
+        issues.append(
+            f"{source} describes a multimodal model (it has a text_config); only text models run here"
+        )
+    return issues
+
+
+def unfollowed_keys(raw: Mapping[str, Any], source: str) -> list[str]:
+    """Issues for keys known to change numbers, set to values at which they do."""
+    return [
+        f"{source}: expected {key} to be absent, null{''.join(f' or {value!r}' for value in neutral)}, found "
+        f"{raw[key]!r}, which this decoder does not follow"
+        for key, neutral in NEUTRAL.items()
+        if raw.get(key) is not None and raw[key] not in neutral
+    ]
+
+
+def unread_keys(raw: Mapping[str, Any], reader: ConfigReader) -> list[str]:
+    """Keys of a config that nobody read and that are not known to be harmless; null ones say nothing."""
+    top = {key for key, value in raw.items() if value is not None} - reader.read - BENIGN_KEYS
+    return sorted(top | reader.ignored)
+
+
+def family_of(raw: Mapping[str, Any], shapes: Shapes) -> Family:
+    """A family row worked out from config keys and the tensors of layer 0; later layers are checked against
+    it.
+    """
+    first = {
+        match[1]: shape for name, shape in shapes.items() if (match := re.search(r"\.layers\.0\.(.*)", name))
+    }
+    gemma = "gemma" in str(raw.get("model_type"))
+    post_norms = "pre_feedforward_layernorm.weight" in first or "post_feedforward_layernorm.weight" in first
+    norm_bias = "input_layernorm.bias" in first
+    return Family(
+        norm="gemma_rms" if gemma else "layer" if norm_bias else "rms",
+        eps_key=next((key for key in EPS_KEYS if raw.get(key) is not None), EPS_KEYS[0]),
+        eps=1e-6 if gemma else 1e-5,
+        activation_keys=("hidden_activation", "hidden_act"),
+        activation="gelu_pytorch_tanh" if gemma else "silu",
+        gelu_is_tanh=gemma and not post_norms,
+        qkv="fused" if "self_attn.qkv_proj.weight" in first else "separate",
+        mlp=_mlp_layout(first),
+        qkv_bias="self_attn.q_proj.bias" in first or "self_attn.qkv_proj.bias" in first,
+        o_bias="self_attn.o_proj.bias" in first,
+        mlp_bias=any(
+            f"mlp.{name}.bias" in first for name in ("down_proj", "c_fc", "gate_proj", "gate_up_proj")
+        ),
+        scaled_embedding=gemma,
+        tied="lm_head.weight" not in shapes,
+        head_dim=_inferred_head_dim(raw, first),
+        kv_heads=_inferred_kv_heads(raw, first),
+        partial_rotary=True,
+        windows=_window_rule(raw, gemma and post_norms),
+        window=None,
+        soft_caps=(None, None),
+        query_scalar=_query_scalar(raw, gemma and post_norms),
+        post_norms=post_norms,
+        qk_norm="self_attn.q_norm.weight" in first,
+    )
+
+
+def tensor_issues(shapes: Shapes, config: TransformerConfig) -> list[str]:
+    """What every layer needs and the checkpoint lacks or holds in another shape; a kind of tensor is one
+    issue.
+    """
+    expected = expected_tensors(config)
+    missing = [name for name in expected if name not in shapes]
+    issues = [f"expected a tensor {name}, found {_instead(name, shapes)}" for name in one_per_kind(missing)]
+    misshapen = [name for name, shape in expected.items() if name in shapes and shapes[name] != shape]
+    for label in one_per_kind(misshapen):
+        name = label.partition(" ")[0]
+        issues.append(f"expected {label} of shape {list(expected[name])}, found {list(shapes[name])}")
+    if missing and shapes:
+        issues += _naming_hint(shapes)
+    return issues
+
+
+def one_per_kind(names: Iterable[str]) -> list[str]:
+    """The first name of each kind, with the number of others: the same tensor of every layer is one line."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        kinds[re.sub(r"\.\d+\.", ".*.", name)].append(name)
+    return [
+        found[0] + (f" (and in {len(found) - 1} more layers)" if found[1:] else "")
+        for found in kinds.values()
+    ]
+
+
+def _mlp_layout(first: Shapes) -> MlpLayout:
+    if "mlp.gate_up_proj.weight" in first:
+        return "gated_fused"
+    plain = "mlp.c_fc.weight" in first and "mlp.gate_proj.weight" not in first
+    return "plain" if plain else "gated_separate"
+
+
+def _window_rule(raw: Mapping[str, Any], alternates: bool) -> Windows:
+    if "use_sliding_window" in raw:
+        return "from_max_window_layers"
+    # "alternating" goes by layer_types wherever they are listed.
+    return "alternating" if alternates or raw.get("layer_types") is not None else "all"
+
+
+def _query_scalar(raw: Mapping[str, Any], gemma2: bool) -> float | None:
+    """The default of a family that has one; what an unknown family declares is read from its config."""
+    return 256.0 if gemma2 or raw.get("query_pre_attn_scalar") is not None else None
+
+
+def _inferred_head_dim(raw: Mapping[str, Any], first: Shapes) -> int | None:
+    shape = first.get("self_attn.q_proj.weight", ())
+    heads = raw["num_attention_heads"]
+    return shape[0] // heads if shape and heads > 0 and shape[0] % heads == 0 else None
+
+
+def _inferred_kv_heads(raw: Mapping[str, Any], first: Shapes) -> int | None:
+    """From the rows of k_proj, where the config does not say."""
+    width = raw.get("head_dim") or _inferred_head_dim(raw, first)
+    shape = first.get("self_attn.k_proj.weight", ())
+    return shape[0] // width if shape and isinstance(width, int) and shape[0] % width == 0 else None
+
+
+def _instead(name: str, shapes: Shapes) -> str:
+    """Up to four tensors that look like what is missing."""
+    marks = {
+        "embed": ("embed", "wte"),
+        "norm": ("norm", "ln_"),
+        "attn": ("attn", "attention"),
+        "mlp": ("mlp", "ffn", "fc"),
+        "lm_head": ("head", "embed_out"),
+    }
+    wanted = next((found for mark, found in marks.items() if mark in name.partition(" ")[0]), ())
+    first = [
+        other
+        for other in shapes
+        if any(mark in other.lower() for mark in wanted) and not re.search(r"\.[1-9]\d*\.", other)
+    ]
+    return ", ".join(sorted(first)[:4]) or "nothing like it"
+
+
+def _naming_hint(shapes: Shapes) -> list[str]:
+    for prefix, convention in CONVENTIONS.items():
+        if any(name.startswith(prefix) for name in shapes):
+            return [f"the tensors are named as in {convention} ({prefix}…), which this decoder does not read"]
+    if not any(name.startswith("model.layers.") for name in shapes):
+        return [f"no tensor is named model.layers.…; the first are {', '.join(sorted(shapes)[:5])}"]
+    return []

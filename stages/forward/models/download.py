@@ -1,0 +1,217 @@
+"""Fetch a model's files from the Hugging Face hub into its usual local cache.
+
+Border: names and files; knows no model. Only what a forward pass reads is fetched, into the cache every other
+tool shares. A broken connection is tried again; after an interruption the files that had arrived are kept.
+HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE mean what they mean to huggingface_hub, which does the work.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ....pipeline.progress import Progress, Task, short
+from ....store.errors import DownloadError, ModelNotFound
+from .files import CONFIG, INDEX, TOKENIZER, WEIGHTS, ModelFiles, hub_cache, resolve
+
+SMALL = (
+    CONFIG,
+    INDEX,
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+LOOK_EVERY = 0.5  # seconds between looks at what has arrived
+
+
+def fetch(name: str, revision: str | None = None, *, progress: bool = True) -> ModelFiles:
+    """Fetch a model's config, tokenizer and safetensors files; those already there are not fetched again.
+
+    name: hub id such as "org/name". revision: branch, tag or commit, default "main". progress: show bytes,
+    rate and time left on stderr. Raises ModelNotFound for an unknown or closed repository, DownloadError when
+    the hub cannot be reached, has no safetensors weights, or the disk is too small.
+    """
+    with hub_errors(name, revision):
+        commit, sizes = remote_files(name, revision)
+    fetch_files(name, revision, commit, sizes, progress=progress)
+    return resolve(name, revision)
+
+
+def fetch_files(
+    name: str, revision: str | None, commit: str, sizes: Mapping[str, int], *, progress: bool = True
+) -> Path:
+    """Fetch some files of a repository into the cache; returns the folder they lie in.
+
+    commit, sizes: what the hub says the revision is, and file -> bytes, as `listed_files` gives them. Raises
+    what `fetch` raises.
+    """
+    from huggingface_hub import snapshot_download
+
+    cache = hub_cache()
+    with hub_errors(name, revision):
+        blobs = cache / f"models--{name.replace('/', '--')}" / "blobs"
+        _check_space(name, cache, sum(sizes.values()) - _arrived(blobs, unfinished=False))
+        with Progress(quiet=not progress) as bars, _quiet_hub():
+            task = bars.task(f"fetching {name}", total=sum(sizes.values()), unit="B")
+            with _watch(blobs, task):
+                # By the commit just listed: a branch that moves meanwhile must not mix two checkpoints.
+                snapshot_download(name, revision=commit, cache_dir=cache, allow_patterns=sorted(sizes))
+    _remember(cache, name, revision or "main", commit)
+    return cache / f"models--{name.replace('/', '--')}" / "snapshots" / commit
+
+
+def remote_files(name: str, revision: str | None = None) -> tuple[str, dict[str, int]]:
+    """(commit, file -> bytes) of what `fetch` would fetch. DownloadError without safetensors."""
+    commit, sizes = listed_files(name, revision)
+    wanted = set(wanted_files(list(sizes)))
+    if not any(file.endswith(".safetensors") for file in wanted):
+        weights = sorted(
+            file for file in sizes if file.endswith((".bin", ".pt", ".pth", ".gguf", ".safetensors"))
+        )
+        raise DownloadError(
+            f"expected {WEIGHTS} or {INDEX} in {name}, found {', '.join(weights[:4]) or 'no weights'}; "
+            "mizarr reads "
+            "safetensors only, so look for a converted copy of the model"
+        )
+    return commit, {file: size for file, size in sizes.items() if file in wanted}
+
+
+def listed_files(name: str, revision: str | None = None) -> tuple[str, dict[str, int]]:
+    """(commit, file -> bytes) of all a repository holds."""
+    from huggingface_hub import HfApi
+
+    found = HfApi().model_info(name, revision=revision, files_metadata=True)
+    return str(found.sha), {file.rfilename: file.size or 0 for file in found.siblings or ()}
+
+
+def wanted_files(names: Sequence[str]) -> list[str]:
+    """The files of a repository that a forward pass reads; shards only where there is no single file."""
+    whole = WEIGHTS in names
+    weights = [WEIGHTS] if whole else [name for name in names if SHARD.fullmatch(name)]
+    return [*(name for name in SMALL if name in names and not (whole and name == INDEX)), *weights]
+
+
+@contextmanager
+def hub_errors(name: str, revision: str | None) -> Iterator[None]:
+    """One line for each way the hub can fail."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        yield
+    except (DownloadError, ModelNotFound):
+        raise
+    except GatedRepoError as error:
+        raise ModelNotFound(
+            f"{name} is gated: accept its terms on its page, then set HF_TOKEN to a token of that account"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelNotFound(
+            f"{name} has no revision {revision!r}; expected a branch, a tag or a commit"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelNotFound(
+            f"the hub has no model {name!r} for you; check the spelling, and set HF_TOKEN if it is private"
+        ) from error
+    except HFValidationError as error:
+        raise ModelNotFound(f"expected a hub id such as org/name, found {name!r}") from error
+    except _unreachable() as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DownloadError(
+            f"the hub did not deliver {name}: {reason}; what arrived is kept, so try again when you are "
+            "online"
+        ) from error
+
+
+def _unreachable() -> tuple[type[Exception], ...]:
+    """What the hub's client raises without a connection: its HTTP library, which differs by version, has
+    errors of its own.
+    """
+    libraries = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
+    return (OSError, *(library.HTTPError for library in libraries))
+
+
+def _check_space(name: str, cache: Path, needed: int) -> None:
+    cache.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(cache).free
+    if needed > free:
+        raise DownloadError(
+            f"{name} needs {short(needed)}B more in {cache}, which has {short(free)}B free; make room, or "
+            "set HF_HOME "
+            "to a larger disk"
+        )
+
+
+def _arrived(blobs: Path, *, unfinished: bool = True) -> int:
+    """Bytes in a repository's cache. unfinished: count files on their way as well."""
+    total = 0
+    for path in blobs.glob("*"):
+        if path.suffix == ".incomplete" and not unfinished:
+            continue
+        try:
+            total += path.stat().st_size
+        except OSError:  # a file was renamed as it was finished
+            continue
+    return total
+
+
+@contextmanager
+def _watch(blobs: Path, task: Task) -> Iterator[None]:
+    """Count what arrives on disk, since the hub's client reports progress in another way in each version."""
+    done = threading.Event()
+    counted = 0
+
+    def look() -> None:
+        nonlocal counted
+        arrived = min(_arrived(blobs), task.total or 0)
+        task.advance(max(arrived - counted, 0))
+        counted = max(arrived, counted)
+
+    def keep_looking() -> None:
+        while not done.wait(LOOK_EVERY):
+            look()
+
+    thread = threading.Thread(target=keep_looking, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        look()
+
+
+@contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """The hub client's own bars off, for as long as ours is shown."""
+    from huggingface_hub import utils
+
+    hub: Any = utils
+    were_off = hub.are_progress_bars_disabled()
+    hub.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were_off:
+            hub.enable_progress_bars()
+
+
+def _remember(cache: Path, name: str, revision: str, commit: str) -> None:
+    """Note which commit a branch or tag stood for, as the hub's client does when asked for it."""
+    if revision != commit:
+        reference = cache / f"models--{name.replace('/', '--')}" / "refs" / revision
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        reference.write_text(commit)

@@ -1,0 +1,294 @@
+"""Where a model's files are, and what the model is.
+
+A name is a local directory, "specimen" (the model that ships with mizarr), or a hub id whose files lie in the
+local cache; nothing is fetched here (`download.py` does that). The identity is made of the files' content and
+never of the name, because two models may share a name and one model may have several.
+
+Border: paths, parsed JSON and digests. Never imports torch: plans and cached runs need an identity, and no
+weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ....store.digest import digest
+from ....store.errors import ConfigError, ModelNotFound, SourceChanged, WeightsError, nearest
+from ....store.index import file_digests
+from ....store.keys import ModelIdentity
+
+if TYPE_CHECKING:
+    from ..architectures.architecture import Architecture
+    from ..architectures.transformer import TransformerConfig
+    from ..text.tokens import Tokenizer
+    from .layout_check import LayoutCase
+
+SPECIMEN = "specimen"
+TRUSTED = " (layout trusted)"
+"""Ends the name of a model of unknown family that runs unchecked, wherever that name is shown or noted."""
+CONFIG, WEIGHTS, INDEX, TOKENIZER = (
+    "config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of one model.
+
+    name: as it was asked for, with TRUSTED behind it where the layout is; part of no key. directory: where
+    they lie. revision: commit of a hub snapshot, else None. trust_layout: run an unknown family unchecked.
+    """
+
+    name: str
+    directory: Path
+    revision: str | None = None
+    trust_layout: bool = False
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json, parsed. Raises ConfigError if it is no JSON object."""
+        path = self.directory / CONFIG
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"expected JSON in {path}, found {error}; fetch it again") from error
+        if not isinstance(found, dict):
+            raise ConfigError(
+                f"expected a JSON object in {path}, found {type(found).__name__}; is it a model's "
+                "config.json?"
+            )
+        return found
+
+    @cached_property
+    def weight_files(self) -> tuple[Path, ...]:
+        """The safetensors files, in the order of their names. Raises WeightsError naming the one that is
+        missing.
+        """
+        single = self.directory / WEIGHTS
+        if single.is_file():
+            return (single,)
+        index = self.directory / INDEX
+        if not index.is_file():
+            others = sorted(
+                path.name
+                for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors")
+                for path in self.directory.glob(pattern)
+            )
+            raise WeightsError(
+                f"expected {WEIGHTS} or {INDEX} in {self.directory}, found "
+                f"{', '.join(others) or 'no weights'}; {self._fetch_hint()}"
+            )
+        shards = tuple(self.directory / name for name in sorted(set(_weight_map(index).values())))
+        missing = [path.name for path in shards if not path.is_file()]
+        if missing:
+            rest = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            raise WeightsError(
+                f"{INDEX} lists {len(shards)} files, found no {missing[0]}{rest} in {self.directory}; "
+                f"{self._fetch_hint()}"
+            )
+        return shards
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """tokenizer.json, if the model has one."""
+        path = self.directory / TOKENIZER
+        return path if path.is_file() else None
+
+    def architecture(self) -> Architecture:
+        """What the model is, by its family's row or, for an unknown family, by its config and tensors.
+
+        Raises ConfigError listing everything that stands in the way; and for an unknown family whose layout
+        is neither trusted nor known to compute what transformers computes (layout_check.py).
+        """
+        from .autoconfig import transformer_config
+
+        config = transformer_config(self.config, self.weight_files, str(self.directory / CONFIG))
+        if not self.has_known_family and not self.trust_layout:
+            self.layout_case(config).verdict().require(config.model_type)
+        return config
+
+    @property
+    def has_known_family(self) -> bool:
+        """Whether a row of the families table says how this model is computed."""
+        from ..architectures.families import FAMILIES
+
+        model_type = self.config.get("model_type")
+        return isinstance(model_type, str) and model_type in FAMILIES
+
+    def layout_case(self, config: TransformerConfig) -> LayoutCase:
+        """The question whether a layout worked out from config and tensors is the right one."""
+        from .layout_check import LayoutCase
+
+        return LayoutCase(
+            self.directory, self.weight_files, self.config, config, self.weights_digest(), config.version
+        )
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None without a tokenizer.json. Raises TokenizerError for one that cannot be
+        read.
+        """
+        from ..text.tokens import Tokenizer
+
+        return Tokenizer.from_directory(self.directory, self.name)
+
+    def identity(
+        self, dtype: str = "float32", attention: str = "sdpa", *, verify: bool = False
+    ) -> ModelIdentity:
+        """What results of this model are keyed by: the content of its weight files, its configuration, how it
+        is computed.
+
+        The hub's own sha256 of a cached file is taken as it is, unless `verify` asks to read the file; other
+        files are digested once and remembered until they change.
+        """
+        architecture = self.architecture()
+        forward = architecture.version + (", layout trusted" if self.trust_layout else "")
+        return ModelIdentity(
+            self.weights_digest(verify=verify), architecture.digest, forward, dtype, attention
+        )
+
+    def weights_digest(self, *, verify: bool = False) -> str:
+        """`sha256:…` of the content of the weight files, whatever they are called; verify: see `identity`."""
+        contents = sorted(weight_digest(path, verify=verify) for path in self.weight_files)
+        return f"sha256:{digest('weights', contents)}"
+
+    def confirm(self, identity: ModelIdentity) -> None:
+        """Raise SourceChanged unless the name still leads to files of this identity.
+
+        A value like this one remembers config.json as it once read it; the files may have been written since.
+        """
+        try:
+            found = resolve(self.name, self.revision).identity(identity.dtype, identity.attention)
+        except (ModelNotFound, WeightsError, ConfigError) as error:
+            raise SourceChanged(
+                f"the files of {self.name} changed since they were looked at: {error}"
+            ) from error
+        if found != identity:
+            raise SourceChanged(
+                f"expected the files of {self.name} as they were (model {identity.short}), found others "
+                f"({found.short}): they were replaced meanwhile; start again with the model as it is now"
+            )
+
+    def _fetch_hint(self) -> str:
+        if self.revision is None:
+            return "mizarr reads safetensors files only, so convert or copy them there"
+        return f"fetch it again: mizarr models fetch {self.name.removesuffix(TRUSTED)}"
+
+
+def resolve(name: str | Path, revision: str | None = None, *, trust_layout: bool = False) -> ModelFiles:
+    """The files of a model named by directory, by "specimen", or by hub id, in that order of kinds; nothing
+    is fetched.
+
+    revision: branch, tag or commit of a hub id, default "main"; meaningless, and refused, for a directory.
+    trust_layout: run it unchecked if its family is unknown; a name that ends in TRUSTED says the same, so
+    that a setting, a worker or a stored note that holds the name holds that too. A known family needs no
+    trust, and its name stays as it is.
+    Raises ModelNotFound saying how to get the model.
+    """
+    text = str(name)
+    found = _resolve(text.removesuffix(TRUSTED), revision)
+    if not (trust_layout or text.endswith(TRUSTED)) or found.has_known_family:
+        return found
+    return replace(found, name=found.name + TRUSTED, trust_layout=True)
+
+
+def _resolve(text: str, revision: str | None) -> ModelFiles:
+    if text == SPECIMEN:
+        folder = Path(__file__).parent / SPECIMEN
+    else:
+        folder = Path(text).expanduser()
+        if folder.is_file():
+            raise ModelNotFound(
+                f"expected a model's directory, found the file {text}; give the folder it lies in"
+            )
+        if not folder.is_dir():
+            return _from_hub_cache(text, revision)
+    if revision is not None:
+        raise ModelNotFound(
+            f"expected no revision for the directory {text}, found {revision!r}; revisions belong to hub ids"
+        )
+    if not (folder / CONFIG).is_file():
+        raise ModelNotFound(
+            f"expected a model in {folder}, found no {CONFIG}; give the folder that holds {CONFIG} and the "
+            "safetensors files"
+        )
+    return ModelFiles(text, folder)
+
+
+def hub_cache() -> Path:
+    """Where Hugging Face's libraries keep what they fetch, by the same variables as they do."""
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if os.environ.get(variable):
+            return Path(os.environ[variable]).expanduser()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser() / "hub"
+
+
+def cached_models() -> list[str]:
+    """Hub ids with files in the local cache, sorted."""
+    return sorted(
+        path.name.removeprefix("models--").replace("--", "/")
+        for path in hub_cache().glob("models--*")
+        if path.is_dir()
+    )
+
+
+def _from_hub_cache(name: str, revision: str | None) -> ModelFiles:
+    if not _HUB_ID.fullmatch(name) or name.startswith("."):
+        raise ModelNotFound(
+            f"expected a model directory, a hub id such as org/name, or {SPECIMEN!r}; found no directory "
+            f"{name}"
+        )
+    repository = hub_cache() / f"models--{name.replace('/', '--')}"
+    wanted = revision or "main"
+    command = f"mizarr models fetch {name}" + (f" --revision {revision}" if revision else "")
+    if not (repository / "snapshots").is_dir():
+        near = nearest(name, [*cached_models(), SPECIMEN])
+        hint = f"; nearest there is {near!r}" if near else ""
+        raise ModelNotFound(
+            f"{name} is no directory, and not in the local cache {hub_cache()}{hint}; fetch it: {command}"
+        )
+    reference = repository / "refs" / wanted
+    commit = reference.read_text().strip() if reference.is_file() else wanted
+    folder = repository / "snapshots" / commit
+    if not (folder / CONFIG).is_file():
+        held = sorted(path.name[:12] for path in (repository / "snapshots").iterdir())
+        raise ModelNotFound(
+            f"{name} is cached, but not its revision {wanted!r} with a {CONFIG} (cached: "
+            f"{', '.join(held) or 'none'}); fetch it: {command}"
+        )
+    return ModelFiles(name, folder, commit)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> shard, as a checkpoint's index lists them."""
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"expected a weight_map in {index}, found {error!r}; fetch it again") from error
+    names = found.values() if isinstance(found, dict) else [found]
+    strange = next((name for name in names if not isinstance(name, str) or Path(name).name != name), None)
+    if strange is not None or not found:
+        raise WeightsError(
+            f"expected {index} to map tensors to files beside it, found {strange if found else 'none'!r}; "
+            "fetch it again"
+        )
+    return dict(found)
+
+
+def weight_digest(path: Path, *, verify: bool = False) -> str:
+    """`sha256:…` of a file; the hub names large files in its cache by exactly that."""
+    blob = path.resolve()
+    if not verify and path.is_symlink() and blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name):
+        return f"sha256:{blob.name}"
+    return file_digests().digest(path)

@@ -1,0 +1,146 @@
+"""Whether a loaded model is still what it was: everything a forward pass reads, as it is in memory now.
+
+A key made of files says nothing about weights that were edited after they were loaded: by a training step,
+by `mul_`, through `.data` or a numpy view (neither of which counts as a new version of the tensor), by
+assigning another tensor, a hook or an adapter. So the state of a model is looked at itself: every tensor by
+dtype, shape and checksum of its bytes (crc32c, 12 GB/s), everything else by value, and what has no value
+(functions, objects of a kind unknown here) by being the same object.
+
+Border: Python objects and tensors; what an identity is made of stands in model.py.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ....store.digest import content_digest, digest
+from ....store.errors import ConfigError
+
+__all__ = ["Fingerprint", "fingerprint", "weights_digest"]
+
+_VALUES = (
+    *(type(None), bool, int, float, complex, str, bytes, enum.Enum, Path),
+    *(torch.dtype, torch.device, torch.Size),
+)
+_CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, type)
+_WHOLE = (Tensor, np.ndarray, set, frozenset, *_VALUES, *_CODE)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What was found below an object, by path.
+
+    tensors: (dtype, shape, crc32c). others: values, or the objects themselves where they have none; they are
+    held, so that no other object gets their place in memory.
+    """
+
+    tensors: Mapping[str, tuple[str, tuple[int, ...], int]]
+    others: Mapping[str, Any]
+
+    def first_difference(self, now: Fingerprint, *, tensors: bool = True) -> str | None:
+        """Where another state first differs; None where it does not.  tensors: whether theirs counts."""
+        pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [(self.others, now.others)]
+        if tensors:
+            pairs.append((self.tensors, now.tensors))
+        for before, after in pairs:
+            for path in dict.fromkeys([*before, *after]):
+                if path not in before or path not in after or not _same(before[path], after[path]):
+                    return path
+        return None
+
+
+def fingerprint(root: object) -> Fingerprint:
+    """The state of an object now, through attributes, sequences and mappings.
+
+    Raises ConfigError for a tensor whose bytes cannot be read (on no device, of a layout of its own).
+    """
+    tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    others: dict[str, Any] = {}
+    for path, found in _leaves(root):
+        if isinstance(found, Tensor | np.ndarray):
+            tensors[path] = (str(found.dtype), tuple(found.shape), google_crc32c.value(_bytes(path, found)))
+        else:
+            others[path] = found
+    return Fingerprint(tensors, others)
+
+
+def weights_digest(root: object) -> str:
+    """`sha256:…` of every tensor below an object: path, dtype, shape and bytes. Raises as `fingerprint`."""
+    found = [
+        [path, str(leaf.dtype), list(leaf.shape), content_digest(_bytes(path, leaf).data)]
+        for path, leaf in _leaves(root)
+        if isinstance(leaf, Tensor | np.ndarray)
+    ]
+    return f"sha256:{digest('weights-in-memory', found)}"
+
+
+def _leaves(root: object) -> Iterator[tuple[str, Any]]:
+    """(path, what is there) of everything below an object that is a tensor, a value, or has no parts."""
+    waiting: list[tuple[str, Any]] = [("", root)]
+    above: dict[int, Any] = {}
+    while waiting:
+        path, found = waiting.pop()
+        parts = None if id(found) in above else _parts(found)
+        if parts is None:
+            # Also what was met before: which object it is, is all there is left to say.
+            yield path, tuple(sorted(map(repr, found))) if isinstance(found, set | frozenset) else found
+        else:
+            above[id(found)] = found
+            yield f"{path}:{type(found).__module__}.{type(found).__qualname__}", len(parts)
+            waiting += [(f"{path}.{name}" if path else name, part) for name, part in parts.items()]
+
+
+def _parts(found: Any) -> dict[str, Any] | None:
+    """What an object is made of, by name; None for one that is taken as it is."""
+    if isinstance(found, _WHOLE):
+        return None
+    if isinstance(found, Mapping):
+        return {repr(key): part for key, part in found.items()}
+    if isinstance(found, list | tuple):
+        return {str(number): part for number, part in enumerate(found)}
+    kinds = type(found).__mro__
+    slots = {name for kind in kinds for name in _slots(kind)}
+    parts = {name: getattr(found, name) for name in sorted(slots) if hasattr(found, name)}
+    # What is worked out from the rest when first asked for says nothing new.
+    worked_out = {
+        name for kind in kinds for name, it in vars(kind).items() if isinstance(it, cached_property)
+    }
+    parts |= {name: part for name, part in getattr(found, "__dict__", {}).items() if name not in worked_out}
+    return parts or None
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    named = vars(kind).get("__slots__", ())
+    return (named,) if isinstance(named, str) else tuple(named)
+
+
+def _same(before: Any, after: Any) -> bool:
+    by_value = isinstance(before, (tuple, *_VALUES)) and type(before) is type(after)
+    return before is after or (by_value and bool(before == after))
+
+
+def _bytes(path: str, found: Tensor | npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """The bytes of a tensor in C order, read-only; copied only from another device or order."""
+    try:
+        tensor = torch.from_numpy(np.array(found)) if isinstance(found, np.ndarray) else found.detach().cpu()
+        flat: npt.NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"expected a plain tensor at {path}, found one whose bytes cannot be read ({error}); its model "
+            "has no identity, so nothing of it can be stored: load it from its files"
+        ) from error
+    flat.flags.writeable = False
+    return flat

@@ -1,0 +1,357 @@
+"""Model: a language model whose every activation has a name.
+
+Joins an architecture (how a forward pass is computed), a tokenizer and an identity (what its results are
+keyed by). Knows nothing of stores; `capture.py` brings the two together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....store import html
+from ....store.errors import ConfigError, InterventionError, PromptError
+from ....store.keys import ModelIdentity
+from ..architectures.points import BY_NAME, HookPoint
+from ..hooks.cache import HookCache, stack_ragged
+from ..hooks.interventions import Intervention
+from ..hooks.spec import BoundSpec, Capture, HookSpec
+from ..hooks.taps import PassTaps, RunTaps, Sink
+from ..hooks.wants import ALL_LOGITS, Logits
+from ..networks.history import STREAM
+from ..networks.loop import Network
+from ..passes.kept import Cache, read_on
+from ..passes.plain import forward
+from ..passes.sweep import Result, sweep
+from ..text.prompts import as_rows, check_prompts, no_tokenizer
+from .fingerprint import fingerprint, weights_digest
+from .memory import keep_freed_memory
+
+if TYPE_CHECKING:
+    from ..architectures.architecture import Architecture
+    from ..passes.branches import Wanted
+    from ..passes.planner import Block
+    from ..text.tokens import Tokenizer
+
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor | np.ndarray
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+class Model:
+    """A loaded model: `from_pretrained`, then `forward`."""
+
+    def __init__(
+        self,
+        network: Network,
+        *,
+        name: str = "model",
+        tokenizer: Tokenizer | None = None,
+        identity: ModelIdentity | None = None,
+    ) -> None:
+        self.network = network
+        """What computes; its weights are these."""
+        self.name = name
+        self._identity = identity
+        self._loaded = None if identity is None else fingerprint(network)
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        *,
+        revision: str | None = None,
+        dtype: str | torch.dtype = "float32",
+        device: str | torch.device | None = None,
+        progress: bool | None = None,
+        trust_layout: bool = False,
+    ) -> Model:
+        """Load a model by hub id, local directory, or "specimen" (the one that ships with mizarr).
+
+        dtype: of the computation, default float32 whatever the checkpoint holds. device: default CUDA when
+        there is one, else CPU. progress: show a bar on stderr; None does so for large checkpoints on a
+        terminal. trust_layout: run a family no row names without checking it against transformers; what it
+        computes is then kept under keys of its own, and its name says so. What happens to the files later
+        does not touch the model. Raises ModelNotFound, ConfigError (with a compatibility report),
+        WeightsError, SourceChanged for files that are written meanwhile.
+        """
+        from ..networks.table import build
+        from . import files
+
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if place.type == "cpu":
+            keep_freed_memory()
+        numbers = as_dtype(dtype)
+        found = files.resolve(str(name), revision=revision, trust_layout=trust_layout)
+        config, identity = found.architecture(), found.identity(dtype=dtype_name(numbers))
+        network = build(config, found.weight_files, dtype=numbers, device=place, progress=progress)
+        found.confirm(identity)
+        return cls(
+            network,
+            name=found.name,
+            tokenizer=found.tokenizer(),
+            identity=identity,
+        )
+
+    @property
+    def identity(self) -> ModelIdentity | None:
+        """What results are keyed by, as the weights are now: of the files while they are what was loaded,
+        else of the tensors themselves, digested anew at every call. None for a model made in memory.
+
+        Looks at every weight (8 ms per 100 MB). Raises ConfigError where something else than tensors was
+        changed, whose effect nobody can name.
+        """
+        if self._identity is None or self._loaded is None:
+            return None
+        now = fingerprint(self.network)
+        changed = self._loaded.first_difference(now, tensors=False)
+        if changed is not None:
+            raise ConfigError(
+                f"expected {self.name} as it was loaded, or other values in its tensors, found {changed} "
+                "changed: a model altered so has no identity and nothing of it can be stored; load it anew, "
+                "or express the change as interventions"
+            )
+        if self._loaded.first_difference(now) is None:
+            return self._identity
+        return replace(self._identity, weights=weights_digest(self.network), dtype=dtype_name(self.dtype))
+
+    @property
+    def config(self) -> Architecture:
+        """What the model is without its weights: layers, sizes, hook points."""
+        return self.network.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.network.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self.network.embedding.dtype
+
+    @property
+    def hook_points(self) -> tuple[HookPoint, ...]:
+        """Every hook point this model has, in execution order."""
+        return self.config.hook_points
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises TokenizerError if the model came without one; token ids can still be given."""
+        if self._tokenizer is None:
+            raise no_tokenizer(self.name)
+        return self._tokenizer
+
+    def bind(self, hooks: HookSpec | None) -> BoundSpec:
+        """The spec with its globs expanded over this model's hook points."""
+        return BoundSpec() if hooks is None else hooks.bind(self.hook_points, self.name)
+
+    def tokenize(self, prompts: Prompts) -> list[list[int]]:
+        """Token ids of one or several prompts, as given or as the tokenizer encodes them (with its BOS rule).
+
+        Raises PromptError for an empty prompt, an id out of range, or a prompt longer than the context.
+        """
+        rows = [
+            self.tokenizer.encode(row).ids if isinstance(row, str) else [int(i) for i in row]
+            for row in as_rows(prompts)
+        ]
+        check_prompts(rows, self.config.vocab_size, self.config.context_length, self.name)
+        return rows
+
+    def forward(
+        self, prompts: Prompts, hooks: HookSpec | None = None, *, want: Logits | None = ALL_LOGITS
+    ) -> HookCache:
+        """One forward pass over each prompt.
+
+        prompts: a text, several texts, or token ids ([position] or [batch, position]). hooks: what to
+        capture and change. want: which logits, default all; None runs no LM head, and no layer above the
+        last capture. Prompts of different length are run apart, never padded; what lies past the end of a
+        prompt is NaN in the result.
+        """
+        rows = self.tokenize(prompts)
+        spec = self.bind(hooks)
+        groups: dict[int, list[int]] = defaultdict(list)
+        for row, ids in enumerate(rows):
+            groups[len(ids)].append(row)
+        for _, change in spec.interventions:
+            _refuse_batched_payload(change, groups)
+        parts = [
+            (chosen, *self.run_batch([rows[row] for row in chosen], spec, want)) for chosen in groups.values()
+        ]
+        if len(parts) == 1:
+            _, logits, captured = parts[0]
+            return HookCache(rows, logits, captured)
+        longest = max(groups)
+        captured = {
+            capture: stack_ragged(
+                [(chosen, held[capture]) for chosen, _, held in parts], capture.point.dims, len(rows), longest
+            )
+            for capture in spec.captures
+        }
+        logits = _stack_logits([(chosen, part) for chosen, part, _ in parts], want, len(rows), longest)
+        return HookCache(rows, logits, captured)
+
+    def run_batch(
+        self, rows: Sequence[Sequence[int]], spec: BoundSpec, want: Logits | None
+    ) -> tuple[Tensor | None, dict[Capture, Tensor]]:
+        """Prompts of one length through the model: (logits wanted, captured activations)."""
+        captured: dict[Capture, Tensor] = {}
+        logits = self.stream_batch(rows, spec, want, captured.__setitem__)
+        return logits, captured
+
+    def stream_batch(
+        self, rows: Sequence[Sequence[int]], spec: BoundSpec, want: Logits | None, sink: Sink
+    ) -> Tensor | None:
+        """As `run_batch`, each captured activation handed to `sink` the moment it exists, so that none has
+        to be kept."""
+        ids = torch.tensor(rows, dtype=torch.long, device=self.device)
+        self.check(spec, want, batch=ids.shape[0], length=ids.shape[1])
+        return self.tapped(ids, RunTaps(spec, sink, stop_early=want is None), want)
+
+    @torch.no_grad()
+    def tapped(self, ids: Tensor, taps: PassTaps, want: Logits | None) -> Tensor | None:
+        """One pass over token ids [batch, position] with taps that are no spec's: the logits wanted."""
+        return forward(self.network, ids, taps, want)
+
+    @torch.no_grad()
+    def read_on(self, rows: Sequence[Sequence[int]], cache: Cache, taps: PassTaps) -> Tensor:
+        """Logits [batch, vocab] behind sequences of one length, of which only what the cache does not hold is
+        read; see passes/kept.py."""
+        return read_on(self.network, rows, cache, taps)
+
+    @torch.no_grad()
+    def sweep(self, block: Block, wanted: Sequence[Wanted], room: int) -> Iterator[Result]:
+        """What the runs that end in a block of a plan give; see planner.py.
+
+        room: bytes that may be taken beside the row of tokens.
+        """
+        yield from sweep(self.network, block, wanted, room)
+
+    def check(self, spec: BoundSpec, want: Logits | None, *, batch: int, length: int) -> None:
+        """Raise InterventionError or PromptError unless these fit a batch of prompts of one length."""
+        sizes = {
+            **self.config.axis_sizes,
+            "batch": batch,
+            "position": length,
+            "query_position": length,
+            "key_position": length,
+        }
+        for point, change in spec.interventions:
+            change.check(point, sizes)
+        if want is not None:
+            want.check(length, self.config.vocab_size)
+
+    def project_to_vocab(
+        self, resid: Tensor, *, softcap: bool = True, tokens: Sequence[int] | None = None
+    ) -> Tensor:
+        """Residual states [..., hidden], not yet normalised -> logits [..., vocab] by the final norm and
+        the LM head.
+
+        softcap: apply the family's final soft cap, as the model's own output does (Gemma 2); False gives
+        raw logits.
+        """
+        want = Logits(tokens=None if tokens is None else tuple(tokens))
+        want.check(1, self.config.vocab_size)
+        with torch.no_grad():
+            return self.network.unembed(
+                self.network.final_norm(resid.to(self.device, self.dtype)), want, softcap=softcap
+            )
+
+    @torch.no_grad()
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token ids [batch, position] -> what enters the first layer, [batch, position, hidden]."""
+        return self.network.embed(ids)[STREAM]
+
+    def embedding_vector(self, token: int | str) -> Tensor:
+        """Row of the embedding matrix [hidden] for a token id or a single-token word, without the family's
+        embedding scale."""
+        index = self.tokenizer.find_token_id(token) if isinstance(token, str) else token
+        if not 0 <= index < self.config.vocab_size:
+            raise PromptError(f"expected a token id in 0..{self.config.vocab_size - 1}, found {index}")
+        return self.network.embedding[index]
+
+    def require_identity(self) -> ModelIdentity:
+        """`identity`; refused, never guessed, when it cannot be established."""
+        identity = self.identity
+        if identity is None:
+            raise ConfigError(
+                f"{self.name} has no established identity (weights made in memory); save it to a directory "
+                "and load it with Model.from_pretrained"
+            )
+        return identity
+
+    def __repr__(self) -> str:
+        c = self.config
+        shape = f"{c.model_type}, {c.num_layers} layers, hidden {c.hidden_size}"
+        return f"Model({self.name!r}, {shape}, {dtype_name(self.dtype)}, {self.device})"
+
+    def _repr_html_(self) -> str:
+        """For a notebook: sizes, where and in what it computes, identity, and its hook points."""
+        c, sizes = self.config, self.config.axis_sizes
+        facts = [
+            ("family", c.model_type),
+            ("layers", f"{c.num_layers:,}"),
+            *((name, f"{size:,}") for name, size in sizes.items() if name not in ("one", "vocab")),
+            ("vocabulary", f"{c.vocab_size:,} tokens"),
+            ("context", f"{c.context_length:,} tokens"),
+            ("computes in", f"{dtype_name(self.dtype)} on {self.device}"),
+            ("identity as loaded", "none" if self._identity is None else self._identity.short),
+        ]
+        kinds = dict.fromkeys(point.kind for point in self.hook_points)
+        points = [
+            (
+                BY_NAME[kind].path.format("*"),
+                ", ".join(f"{dim} {sizes[dim]}" if dim in sizes else dim for dim in BY_NAME[kind].dims),
+                BY_NAME[kind].meaning,
+            )
+            for kind in kinds
+        ]
+        held = html.table(["hook point", "dims", "value"], points)
+        body = html.table(["", ""], facts) + html.details(f"{len(self.hook_points)} hook points", held)
+        return html.shown(f"Model {self.name}", body)
+
+
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A torch dtype by value or name; ConfigError names the known ones."""
+    if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
+        return dtype
+    if str(dtype) not in DTYPES:
+        raise ConfigError(f"expected dtype to be one of {', '.join(DTYPES)}, found {dtype!r}")
+    return DTYPES[str(dtype)]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A torch dtype as keys and stores spell it: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _refuse_batched_payload(change: Intervention, groups: dict[int, list[int]]) -> None:
+    """A payload with a row per prompt cannot follow prompts into batches of their own length."""
+    shape: tuple[int, ...] = tuple(getattr(getattr(change, "value", None), "shape", ()))
+    if len(groups) > 1 and len(shape) >= 3 and shape[0] > 1:
+        raise InterventionError(
+            f"{type(change).__name__} carries one row per prompt ({shape[0]}), but the prompts have "
+            f"{len(groups)} different lengths; run prompts of each length by themselves"
+        )
+
+
+def _stack_logits(
+    parts: Sequence[tuple[list[int], Tensor | None]], want: Logits | None, rows: int, longest: int
+) -> Tensor | None:
+    if want is None:
+        return None
+    present = [(chosen, part) for chosen, part in parts if part is not None]
+    positions = longest if want.positions is None else len(want.positions)
+    return stack_ragged(present, ("batch", "position", "vocab"), rows, positions)

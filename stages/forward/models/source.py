@@ -1,0 +1,164 @@
+"""The model a node works with: a name that is loaded only when something must be computed, or a loaded one.
+
+Border: files, identity and loading; knows no prompts and no stores. Never imports torch until `load`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ....store.errors import PlanError, SourceChanged
+from ....store.keys import ModelIdentity
+from ..architectures.architecture import Architecture
+from ..networks.tuning import tuning
+from .files import ModelFiles, resolve
+
+if TYPE_CHECKING:
+    from ..text.tokens import Tokenizer
+    from .model import Model
+
+
+class ModelSource:
+    """A model by name (with revision, dtype and device), or one that is loaded already.
+
+    Pickled it is its name: whoever needs weights elsewhere loads them there.
+    """
+
+    def __init__(
+        self,
+        model: Model | str | Path,
+        *,
+        revision: str | None = None,
+        dtype: str | None = None,
+        device: str | None = None,
+        trust_layout: bool = False,
+    ) -> None:
+        self._model: Model | None = None
+        self._looked = False
+        self.files: ModelFiles | None = None
+        """None for a loaded model."""
+        if isinstance(model, str | Path):
+            self.files = resolve(str(model), revision, trust_layout=trust_layout)
+            self.name, self.revision = self.files.name, revision  # the name carries the trust to workers
+            self.dtype, self.device = dtype or "float32", device
+            self.config: Architecture = self.files.architecture()
+        else:
+            self._model = model
+            self.name, self.revision = model.name, None
+            self.dtype, self.device = str(model.dtype).removeprefix("torch."), str(model.device)
+            self.config = model.config
+
+    @cached_property
+    def identity(self) -> ModelIdentity:
+        """What results are keyed by, from the first question on; `confirm` tells whether it still holds.
+
+        ConfigError for a model made in memory.
+        """
+        if self.files is not None:
+            return self.files.identity(self.dtype)
+        return self._held().require_identity()
+
+    def expect(self, *, served: bool) -> None:
+        """`confirm`, as a plan asks for it. Weights in memory are looked at where something stored is to be
+        served for them; where it will be computed, `load` looks."""
+        if self.files is not None or served:
+            self.confirm()
+
+    @contextmanager
+    def just_identified(self) -> Iterator[None]:
+        """Within: weights in memory are what `identity` found, and are not looked at again. For a call that
+        asks
+        and goes on at once, so that nobody else has a turn in between: a look costs 8 ms per 100 MB."""
+        self.identity  # noqa: B018 - the look that counts
+        self._looked = True
+        try:
+            yield
+        finally:
+            self._looked = False
+
+    def confirm(self) -> None:
+        """Raise SourceChanged if the files, or the weights in memory, are no longer those of `identity`."""
+        if self.files is not None:
+            self.files.confirm(self.identity)
+        elif self._model is not None and not self._looked and self._model.require_identity() != self.identity:
+            raise SourceChanged(
+                f"expected the weights of {self.name} as they were (model {self.identity.short}), found them "
+                "changed in memory meanwhile; start again with the model as it is now"
+            )
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, if it has one."""
+        return self._held()._tokenizer if self.files is None else self.files.tokenizer()
+
+    @cached_property
+    def tokenizer_digest(self) -> str | None:
+        """What the words of the tokenizer are known by; in the keys of results that hold words."""
+        return None if self.tokenizer is None else self.tokenizer.digest
+
+    def load(self) -> Model:
+        """The model of `identity`, with the tokenizer of `tokenizer_digest`, loaded once. Raises
+        SourceChanged
+        when it is no longer there."""
+        if self._model is None:
+            place = (self.name, self.revision, self.dtype, self.device)
+            self._model = _loaded(*place, self.identity, self.tokenizer_digest)
+        elif self.files is None:
+            self.confirm()
+        return self._model
+
+    def _held(self) -> Model:
+        if self._model is None:
+            raise PlanError(f"{self!r} was sent here by name; its tokenizer and identity stayed behind")
+        return self._model
+
+    def provenance(self) -> dict[str, Any]:
+        """What a person will want to know of the model behind a result, and no key holds."""
+        about = {"model": self.name, "identity": self.identity.request(), "device": self.device}
+        return about | tuning()
+
+    def for_workers(self) -> ModelSource:
+        """Itself, if other processes can load this model; PlanError otherwise."""
+        if self.files is None:
+            raise PlanError(
+                "workers of a cluster load the model themselves; pass its name instead of a loaded model"
+            )
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        known = {"identity": self.identity, "tokenizer_digest": self.tokenizer_digest}
+        return {**vars(self), "_model": None, "files": None, "tokenizer": None, **known}
+
+    def __repr__(self) -> str:
+        return f"ModelSource({self.name!r}, {self.dtype})"
+
+
+@lru_cache(maxsize=1)
+def _loaded(
+    name: str,
+    revision: str | None,
+    dtype: str,
+    device: str | None,
+    identity: ModelIdentity,
+    tokenizer: str | None,
+) -> Model:
+    """A model by name, kept for the next question; by identity too, as a name may get other files."""
+    from .model import Model
+
+    model = Model.from_pretrained(name, revision=revision, dtype=dtype, device=device)
+    if (found := model.require_identity()) != identity:
+        raise SourceChanged(
+            f"expected {name} to be model {identity.short}, as when this was planned, found {found.short}: "
+            "its files were replaced, or are others here; start again with the model as it is now"
+        )
+    words = None if model._tokenizer is None else model._tokenizer.digest
+    if words != tokenizer:
+        raise SourceChanged(
+            f"expected the tokenizer {(tokenizer or 'none')[:19]} of {name}, found {(words or 'none')[:19]}: "
+            "its file was replaced since this was planned; start again with the model as it is now"
+        )
+    return model

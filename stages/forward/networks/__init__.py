@@ -1,0 +1,1 @@
+"""The torch side of an architecture: the one loop over layers, and what a layer computes."""

@@ -1,0 +1,152 @@
+"""Self-attention of one layer: grouped queries, rope, soft cap, sliding window, and the hook points inside.
+
+Who sees whom is the history's; `attend` is what histories have in common.
+
+The fused kernel computes the output unless someone changes scores or patterns, or the family soft-caps its
+scores (no fused kernel does). Someone who only reads them gets them computed on the side; the output keeps
+every bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....store.errors import InterventionError
+from ..architectures.architecture import Attention
+from ..architectures.transformer import TransformerConfig
+from ..hooks.taps import AttentionTaps, Taps
+from .history import History
+from .norms import apply_norm
+from .products import product
+from .rope import rotate
+from .weights import LayerWeights, Linear
+
+
+def linear(x: Tensor, part: Linear | None) -> Tensor:
+    """x weight^T + bias. A part the layout of this family does not have is never asked for."""
+    assert part is not None
+    return product(x, part.weight, part.bias)
+
+
+def causal(length: int, window: int | None, device: torch.device, *, newest: int | None = None) -> Tensor:
+    """Bool [query, key]: key <= query, and query - key < window where there is one; queries of the newest
+    positions only, or all."""
+    place = torch.arange(length, device=device)
+    distance = place[length - (newest or length) :, None] - place[None, :]
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
+
+
+def attention(
+    x: Tensor, weights: LayerWeights, config: TransformerConfig, layer: int, history: History, taps: Taps
+) -> Tensor:
+    """Normalised x [B, token, D] -> what the output projection gives [B, kept, D], before any post-norm."""
+    q, k, v = project(x, weights, config, layer, taps)
+    cos, sin = history.rotation(config.rope)
+    q = taps("rot_q", layer, rotate(history.kept(q), history.kept(cos), history.kept(sin)))
+    k = taps("rot_k", layer, rotate(k, cos, sin))
+    z = taps("z", layer, history.attend(layer, q, k, v, config.layers[layer].mixer))
+    return output(z, weights.o, layer, taps)
+
+
+def project(
+    x: Tensor, weights: LayerWeights, config: TransformerConfig, layer: int, taps: Taps
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, H, S, dh], k and v [B, Hk, S, dh], before rope."""
+    if weights.qkv is not None:
+        sizes = [config.num_attention_heads * config.head_dim, *[config.num_kv_heads * config.head_dim] * 2]
+        flat = linear(x, weights.qkv).split(sizes, dim=-1)
+    else:
+        flat = tuple(linear(x, part) for part in (weights.q, weights.k, weights.v) if part is not None)
+    q, k, v = (part.unflatten(-1, (-1, config.head_dim)).transpose(1, 2) for part in flat)
+    if weights.q_norm is not None and weights.k_norm is not None:
+        q = apply_norm(q, weights.q_norm, config.norm_type, config.qk_norm_eps)
+        k = apply_norm(k, weights.k_norm, config.norm_type, config.qk_norm_eps)
+    return taps("q", layer, q), taps("k", layer, k), taps("v", layer, v)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    how: Attention,
+    layer: int,
+    taps: AttentionTaps,
+) -> Tensor:
+    """Pattern-weighted values z [B, H, query, dh] from rotated q, k and v.
+
+    allowed: bool, broadcastable to [B, H, query, key], True where attention may look; None where that is
+    plainly causal, which the fused kernel knows by itself.
+    """
+    seen = allowed
+    cut = taps.cut(layer, q.shape[1], q.shape[2], k.shape[2], q.device)
+    if cut is not None:
+        seen = _spared(causal(k.shape[2], None, q.device) if seen is None else seen, cut, layer)
+    by_hand = how.soft_cap is not None or taps.changes_attention(layer)
+    if by_hand or taps.captures(layer, "scores", "attn_scores", "pattern"):
+        whole = causal(k.shape[2], None, q.device) if seen is None else seen
+        pattern = _pattern(q, k, how, layer, whole, taps)
+        if by_hand:
+            return _weigh(pattern, v)
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=seen,
+        is_causal=seen is None and q.shape[-2] > 1,
+        scale=how.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+
+
+def output(z: Tensor, projection: Linear, layer: int, taps: Taps) -> Tensor:
+    """Heads z [B, H, S, dh] -> [B, S, D]; per head only where someone asks for ``hook_result``."""
+    if taps.touches(layer, "result"):
+        heads, width = z.shape[1], z.shape[-1]
+        per_head = projection.weight.unflatten(1, (heads, width)).permute(1, 2, 0)
+        result = taps("result", layer, torch.matmul(z, per_head))
+        if taps.changes(layer, "result"):
+            mixed = result.sum(1)
+            return mixed if projection.bias is None else mixed + projection.bias
+    return linear(z.transpose(1, 2).flatten(2), projection)
+
+
+def _spared(seen: Tensor, cut: Tensor, layer: int) -> Tensor:
+    """Where attention may look once edges are cut; InterventionError for a query left with no key."""
+    spared = seen & ~cut
+    blind = (~spared.any(-1)).nonzero()
+    if len(blind):
+        # Rows may start anywhere in the prompt; the last key a causal query sees is its own.
+        query = int(seen.expand_as(spared)[tuple(blind[0].tolist())].nonzero()[-1])
+        head = int(blind[0][-2])
+        raise InterventionError(
+            f"Knockout at 'blocks.{layer}.attn.hook_scores' leaves query {query} of head {head} no key to "
+            "attend to; expected at least one uncut key per row, so spare one, or zero the head at "
+            f"'blocks.{layer}.attn.hook_z'"
+        )
+    return spared
+
+
+def _pattern(q: Tensor, k: Tensor, how: Attention, layer: int, seen: Tensor, taps: AttentionTaps) -> Tensor:
+    """Attention weights [B, H, query, key], by way of every hook point on scores and pattern."""
+    batch, heads, queries, _ = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    # Queries that share a key head are stacked into one matrix, so that keys are never repeated in memory.
+    stacked = q.reshape(batch * kv_heads, -1, q.shape[-1])
+    raw = torch.bmm(stacked * how.scale, k.reshape(batch * kv_heads, keys, -1).transpose(1, 2))
+    scores = taps("scores", layer, raw.view(batch, heads, queries, keys))
+    if how.soft_cap is not None:
+        scores = how.soft_cap * torch.tanh(scores / how.soft_cap)
+    masked = taps("attn_scores", layer, scores.masked_fill(~seen, float("-inf")))
+    return taps("pattern", layer, torch.softmax(masked, dim=-1, dtype=torch.float32).to(q.dtype), seen)
+
+
+def _weigh(pattern: Tensor, v: Tensor) -> Tensor:
+    batch, heads, queries, keys = pattern.shape
+    kv_heads = v.shape[1]
+    stacked = pattern.reshape(batch * kv_heads, -1, keys)
+    mixed: Tensor = torch.bmm(stacked, v.reshape(batch * kv_heads, keys, -1))
+    return mixed.view(batch, heads, queries, -1)

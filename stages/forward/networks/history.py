@@ -1,0 +1,52 @@
+"""History: what the tokens of a pass know of one another.
+
+A layer is arithmetic on single tokens, but for its mixer, through which a token sees others. Which tokens a
+pass computes, and where those lie that they see - beside them in whole prompts, kept from when a text was
+shorter, in the branch of an ancestor - is known to a history and to nobody else. So one decoder reads a batch
+of prompts, the newest token of a text, and a thousand variants of a prompt side by side.
+
+Each way to mix positions is one method. `attend` is the only one the present families need; the DESIGN.md of
+this room tells how the next ones fit.
+
+Border: a protocol; the histories there are lie in passes/.
+
+Axes: as in passes/; kept = those tokens whose output of a layer anyone needs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..architectures.architecture import Attention
+    from ..architectures.transformer import RopeConfig
+
+
+Carried = dict[str, Tensor]
+"""Tensors [B, token, width] that go from layer to layer, by name: the residual stream, and whatever a family
+passes along beside it."""
+STREAM = "stream"
+
+
+class History(Protocol):
+    """Which tokens a pass computes, and how they see each other."""
+
+    def enter(self, layer: int, carried: Carried) -> Carried:
+        """What is carried into a layer, of the tokens it computes; `layer` is the number of layers for what
+        comes out of the last one."""
+        ...
+
+    def kept(self, x: Tensor) -> Tensor:
+        """x [..., token, width] at those tokens whose output of this layer anyone needs."""
+        ...
+
+    def rotation(self, rope: RopeConfig) -> tuple[Tensor, Tensor]:
+        """cos, sin of the tokens' positions, each float32 [token, rope.dim / 2]."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> Tensor:
+        """Pattern-weighted values z [B, H, kept, dh] from rotated q [B, H, kept, dh], and rotated k and v of
+        all tokens [B, Hk, token, dh]."""
+        ...

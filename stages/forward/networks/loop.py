@@ -1,0 +1,104 @@
+"""The one loop over layers, whoever asks for it.
+
+    carried = network.embed(ids)
+    for each layer:     history: which tokens enter it      taps: embed, or resid_post of the layer before
+                        network: what the layer makes of them, hook points shown to the taps on the way
+    after the last one: history, and taps: its resid_post
+
+A plain pass, a text read on token by token, a sweep over branches of many runs and a pass in which features
+are set are this loop over different histories with different taps. What comes before it (which tokens) and
+after it (final norm, LM head) is theirs.
+
+It can be run under autograd: nothing that needs a gradient is written over, and who wants no gradients says
+so at the door (`torch.no_grad` in `Model`), not here.
+
+Border: knows neither families nor hook points by name, but for the two at which the stream enters a layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from .history import STREAM, Carried
+
+if TYPE_CHECKING:
+    from ..architectures.architecture import Architecture
+    from ..hooks.taps import Taps
+    from ..hooks.wants import Logits
+    from .history import History
+
+__all__ = ["Network", "through_layers"]
+
+
+class Network(Protocol):
+    """The torch side of an architecture: embedding, layers, final norm and LM head, over its weights."""
+
+    @property
+    def config(self) -> Architecture:
+        """What it was built from."""
+        ...
+
+    @property
+    def embedding(self) -> Tensor:
+        """The embedding matrix [vocab, hidden], on the device and in the dtype of the computation."""
+        ...
+
+    def embed(self, ids: Tensor) -> Carried:
+        """Token ids [B, S] -> what enters the first layer."""
+        ...
+
+    def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
+        """What enters a layer -> what comes out of it, the same names, of the tokens that are kept."""
+        ...
+
+    def finish(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
+        """The last residual stream [B, S, D] -> normalised [B, wanted positions, D], past its hook points."""
+        ...
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        """Residual states [..., D] normalised for the LM head."""
+        ...
+
+    def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:
+        """Normalised states [..., D] -> logits [..., tokens]; softcap: as the model's own output has it."""
+        ...
+
+    @property
+    def unembedding(self) -> Tensor:
+        """What the LM head multiplies by, [vocab, hidden]."""
+        ...
+
+    def norm_gain(self, name: str, layer: int | None, dtype: torch.dtype) -> Tensor:
+        """What a norm multiplies by [hidden], by its hook points' name: "ln1" of a layer, "ln_final"."""
+        ...
+
+    def value_matrix(self, layer: int) -> Tensor:
+        """What a layer with attention makes values with, [kv_head * d_head, hidden]."""
+        ...
+
+    def output_matrix(self, layer: int) -> Tensor:
+        """What a layer with attention writes heads with, [hidden, head * d_head]."""
+        ...
+
+
+def through_layers(network: Network, ids: Tensor, history: History, taps: Taps) -> Tensor:
+    """Token ids [B, S] -> the residual stream [B, token, D] behind the last layer.
+
+    Raises EverythingHeld, by way of the taps, where the last thing wanted is reached earlier.
+    """
+    carried = network.embed(ids)
+    layers = network.config.num_layers
+    for layer in range(layers):
+        carried = _entering(layer, carried, history, taps)
+        carried = network.layer(layer, carried, history, taps)
+    return _entering(layers, carried, history, taps)[STREAM]
+
+
+def _entering(layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
+    """What enters a layer, the stream read and changed at the hook point it comes from."""
+    carried = history.enter(layer, carried)
+    kind, where = ("embed", None) if layer == 0 else ("resid_post", layer - 1)
+    return {**carried, STREAM: taps(kind, where, carried[STREAM])}

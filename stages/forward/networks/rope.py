@@ -1,0 +1,102 @@
+"""Rotary position embeddings: tables of cosines and sines for each scaling scheme.
+
+Knows one RopeConfig and a sequence length; knows no layers. Rotate-half layout over the first ``rope.dim``
+entries of a head (Su et al. 2021, RoFormer, eq. 15). Frequencies are computed in float64 and tables in
+float32 whatever the model's dtype, because a bfloat16 cannot tell position 257 from 256.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..architectures.transformer import RopeConfig
+from .gradients import is_recorded
+
+
+def rope_tables(rope: RopeConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos, sin, each float32 [length, rope.dim / 2], for positions 0 … length-1.
+
+    Schemes "dynamic" (NTK: the base grows with the sequence) and "longrope" (Phi-3: short or long factors)
+    depend on the length of the whole sequence, so tables of a longer one cannot be cut down to a shorter
+    one.
+    """
+    positions = torch.arange(length, dtype=torch.float64)
+    angles = torch.outer(positions, inverse_frequencies(rope, length)).float()
+    magnitude = attention_factor(rope)
+    return (angles.cos() * magnitude).to(device), (angles.sin() * magnitude).to(device)
+
+
+def inverse_frequencies(rope: RopeConfig, length: int) -> Tensor:
+    """Radians per position, float64 [rope.dim / 2]."""
+    exponent = torch.arange(0, rope.dim, 2, dtype=torch.float64) / rope.dim
+    plain: Tensor = rope.theta**-exponent
+    if rope.scheme == "linear":
+        return plain / rope.factor
+    if rope.scheme == "dynamic":
+        return _ntk_base(rope, length) ** -exponent
+    if rope.scheme == "llama3":
+        return _llama3(rope, plain)
+    if rope.scheme == "longrope":
+        factors = rope.long_factor if length > _original(rope) else rope.short_factor
+        return plain / torch.tensor(factors, dtype=torch.float64)
+    return plain
+
+
+def attention_factor(rope: RopeConfig) -> float:
+    """What cos and sin are multiplied by: 1 but for longrope, where it keeps the scale of the scores
+    (LongRoPE, section 3.2)."""
+    if rope.scheme != "longrope":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(_original(rope)))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., S, dh] with its first 2 * cos.shape[-1] entries rotated by position."""
+    half = cos.shape[-1]
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    left, right = x[..., :half], x[..., half : 2 * half]
+    if is_recorded(x):
+        return torch.cat([left * cos - right * sin, right * cos + left * sin, x[..., 2 * half :]], dim=-1)
+    # Into one new tensor: parts that are made first and joined then take two to three times as long.
+    turned = x.new_empty(x.shape)
+    _mix(left, cos, right, -sin, turned[..., :half])
+    _mix(right, cos, left, sin, turned[..., half : 2 * half])
+    turned[..., 2 * half :] = x[..., 2 * half :]
+    return turned
+
+
+def _mix(x: Tensor, cos: Tensor, y: Tensor, sin: Tensor, out: Tensor) -> None:
+    """x cos + y sin. Narrow dtypes round every product, as the reference implementations do."""
+    torch.mul(x, cos, out=out)
+    if x.dtype == torch.float32:
+        out.addcmul_(y, sin)
+    else:
+        out.add_(y * sin)
+
+
+def _original(rope: RopeConfig) -> int:
+    if rope.original_max_position_embeddings is None:
+        raise AssertionError(f"config.py admits scheme {rope.scheme!r} only with its original context length")
+    return rope.original_max_position_embeddings
+
+
+def _ntk_base(rope: RopeConfig, length: int) -> float:
+    """The base that stretches the slowest frequency over the sequence (dynamic NTK scaling)."""
+    original = _original(rope)
+    stretched = rope.factor * max(length, original) / original - (rope.factor - 1)
+    return float(rope.theta * stretched ** (rope.dim / (rope.dim - 2)))
+
+
+def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
+    """Slow frequencies divided by the factor, fast ones kept, a linear blend between (Llama 3.1 reference
+    code)."""
+    original = _original(rope)
+    wavelength = 2 * math.pi / plain
+    blend = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = blend.clamp(0, 1)
+    return plain * ((1 - blend) / rope.factor + blend)

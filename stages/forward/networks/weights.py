@@ -1,0 +1,240 @@
+"""Weights: which tensors a configuration needs, and how they come from safetensors files.
+
+Tensors are read into memory of their own, one by one, cast where another dtype or device is asked. They are
+not mapped: a training loop that saves into the same folder writes into the same file, and a mapping would
+become the new weights under the old identity. Every tensor is checked against the configuration before it is
+used: present, of the right shape, finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ....store.errors import WeightsError, nearest
+from ....store.exchange.tensors import FLOATS, read_header
+from ..architectures.architecture import require_tied
+from ..architectures.transformer import TransformerConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+BENIGN = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """weight [out, in], bias [out] or None: y = x weight^T + bias."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class NormWeights:
+    """weight and bias, each [width]; bias None for RMS norms."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One block. Either qkv or q, k, v; either gate_up, or gate and up, or up alone (plain MLP)."""
+
+    ln1: NormWeights
+    ln2: NormWeights
+    o: Linear
+    down: Linear
+    q: Linear | None = None
+    k: Linear | None = None
+    v: Linear | None = None
+    qkv: Linear | None = None
+    """Rows: queries, then keys, then values."""
+    gate: Linear | None = None
+    up: Linear | None = None
+    gate_up: Linear | None = None
+    """Rows: gate, then up."""
+    q_norm: NormWeights | None = None
+    k_norm: NormWeights | None = None
+    ln1_post: NormWeights | None = None
+    ln2_post: NormWeights | None = None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All of a decoder's tensors; lm_head None means the embedding serves as head."""
+
+    embed: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: NormWeights
+    lm_head: Tensor | None = None
+
+
+def expected_tensors(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor a configuration needs, by its name in the checkpoint, with its shape."""
+    return config.tensors.shapes
+
+
+def read_shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors in safetensors files, from their headers alone; WeightsError for a
+    truncated file.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        for name, entry in read_header(path)[0].items():
+            shapes[name] = tuple(entry["shape"])
+    return shapes
+
+
+def check_dtypes(files: Sequence[Path], config: TransformerConfig) -> None:
+    """Raise WeightsError for the first needed tensor that does not hold plain floating-point numbers."""
+    expected = expected_tensors(config)
+    for path in files:
+        for name, entry in read_header(path)[0].items():
+            if name in expected and entry["dtype"] not in FLOATS:
+                raise WeightsError(
+                    f"expected {name!r} as one of {', '.join(FLOATS)}, found {entry['dtype']}; quantised "
+                    "weights do not run here, so fetch the model's unquantised checkpoint"
+                )
+
+
+def load(
+    files: Sequence[Path],
+    config: TransformerConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool | None = None,
+) -> Weights:
+    """The weights of a configuration from its safetensors files.
+
+    progress: show a bar on stderr; None does so on a terminal for checkpoints over 1 GiB.
+    Raises WeightsError naming the tensor or file: missing, truncated, misshapen, not finite.
+    """
+    import torch
+
+    from ....pipeline.progress import Progress
+
+    shapes = read_shapes(files)
+    check_shapes(shapes, config)
+    check_dtypes(files, config)
+    total = sum(path.stat().st_size for path in files)
+    quiet = not progress if progress is not None else total < 1 << 30
+    with ExitStack() as stack, Progress(quiet=quiet) as bars:
+        tensors = _reader(files, stack)
+        for name, original in config.tensors.copied(shapes):
+            copy, weight = tensors(name), tensors(original)
+            wide = torch.promote_types(copy.dtype, weight.dtype)
+            require_tied(name, original, torch.equal(copy.to(wide), weight.to(wide)))
+        task = bars.task("loading weights", total=total, unit="B")
+
+        def take(name: str) -> Tensor:
+            tensor = tensors(name)
+            _check_finite(name, tensor)
+            task.advance(tensor.nbytes)
+            return tensor.to(device=device, dtype=dtype)
+
+        return assemble(take, config)
+
+
+def assemble(take: Callable[[str], Tensor], config: TransformerConfig) -> Weights:
+    """Weights from a function that gives a tensor by its checkpoint name."""
+    tensors = config.tensors
+    layers = []
+    for layer, fields in enumerate(tensors.layers):
+        got = {field: take(tensors.in_layer(layer, field)) for field in fields}
+        parts: dict[str, Any] = {}
+        for field in fields:
+            if not field.endswith(".bias"):
+                kind = NormWeights if field.startswith("ln") or field.endswith("_norm") else Linear
+                parts[field] = kind(got[field], got.get(f"{field}.bias"))
+        layers.append(LayerWeights(**parts))
+    outside = {field: stored.name for field, stored in tensors.outside.items()}
+    bias = outside.get("final_norm.bias")
+    final = NormWeights(take(outside["final_norm"]), None if bias is None else take(bias))
+    head = None if outside["head"] == outside["embed"] else take(outside["head"])
+    return Weights(take(outside["embed"]), tuple(layers), final, head)
+
+
+def check_shapes(found: Mapping[str, tuple[int, ...]], config: TransformerConfig) -> None:
+    """Raise WeightsError for the first tensor that is missing or misshapen."""
+    expected = expected_tensors(config)
+    missing = [name for name in expected if name not in found]
+    if missing:
+        near = nearest(missing[0], found)
+        rest = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise WeightsError(
+            f"expected a tensor {missing[0]!r}{rest}, found none among {len(found)} tensors"
+            + (f"; nearest is {near!r}" if near else "; run `mizarr models inspect` on the directory")
+        )
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise WeightsError(
+                f"expected {name!r} of shape {list(shape)} as config.json says, found {list(found[name])}; "
+                "is config.json of another model?"
+            )
+
+
+def unused_tensors(found: Mapping[str, Any], config: TransformerConfig) -> list[str]:
+    """Tensors of a checkpoint no part of the forward pass reads, known buffers left out."""
+    expected = expected_tensors(config)
+    return sorted(
+        name
+        for name in found
+        if name not in expected and not name.endswith(BENIGN) and name not in config.tensors.copies
+    )
+
+
+def _reader(files: Sequence[Path], stack: ExitStack) -> Callable[[str], Tensor]:
+    """What gives a tensor by its name, in memory of its own."""
+    import torch
+
+    dtypes = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    held: dict[str, tuple[FileIO, Mapping[str, Any], int]] = {}
+    for path in files:
+        file = stack.enter_context(FileIO(path))
+        header, start = read_header(path)
+        for name, entry in header.items():
+            if name in held:
+                raise WeightsError(
+                    f"expected {name!r} in one file, found it in {held[name][0].name} and "
+                    f"{path.name}; remove the one that is not of this checkpoint"
+                )
+            held[name] = file, entry, start
+
+    def take(name: str) -> Tensor:
+        file, entry, start = held[name]
+        tensor = torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]])
+        into = tensor.reshape(-1).view(torch.uint8).numpy().data
+        first, end = entry["data_offsets"]
+        if end - first != len(into):
+            raise WeightsError(
+                f"expected {len(into)} bytes of {name!r} in {file.name} as its shape says, found "
+                f"{end - first}; fetch it again"
+            )
+        file.seek(start + first)
+        while into:
+            if not (count := file.readinto(into)):
+                raise WeightsError(f"{file.name} was cut short while {name!r} was read; fetch it again")
+            into = into[count:]
+        return tensor
+
+    return take
+
+
+def _check_finite(name: str, tensor: Tensor) -> None:
+    """One pass over the sum; only a sum that is not finite is looked into (it may have overflowed)."""
+    import torch
+
+    if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not bool(torch.isfinite(tensor).all()):
+        bad = int((~torch.isfinite(tensor)).sum())
+        raise WeightsError(
+            f"expected finite weights, found {bad} NaN or infinite values in {name!r}; the checkpoint is "
+            "damaged, fetch it again"
+        )

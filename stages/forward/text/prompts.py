@@ -1,0 +1,74 @@
+"""Prompts in whatever form they come, as packed tokens: texts, token ids, or a corpus that is packed
+already. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ....store.errors import PromptError, TokenizerError
+from ....store.runs.packed import PackedTokens
+from ..architectures.architecture import Architecture
+
+if TYPE_CHECKING:
+    from .tokens import Tokenizer
+
+
+def as_rows(prompts: Any) -> list[Any]:
+    """One entry per prompt: a text, or a sequence of ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    rows = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
+    if rows and isinstance(rows[0], int):
+        return [rows]
+    return rows
+
+
+def pack(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model: str) -> PackedTokens:
+    """Prompts as token ids end to end, texts with their character offsets.
+
+    Raises PromptError for an empty prompt, an id out of range, a prompt longer than the context;
+    TokenizerError for texts without a tokenizer.
+    """
+    if isinstance(prompts, PackedTokens):
+        check_prompts(list(prompts), config.vocab_size, config.context_length, model)
+        return prompts
+    rows = as_rows(prompts)
+    if not rows or not isinstance(rows[0], str):
+        check_prompts(rows, config.vocab_size, config.context_length, model)
+        return PackedTokens.from_lists(rows)
+    if tokenizer is None:
+        raise no_tokenizer(model)
+    encodings = tokenizer.encode_batch(rows)
+    check_prompts([encoding.ids for encoding in encodings], config.vocab_size, config.context_length, model)
+    return PackedTokens.from_lists(
+        [e.ids for e in encodings], texts=rows, offsets=[e.offsets for e in encodings]
+    )
+
+
+def check_prompts(rows: Sequence[Any], vocab_size: int, context: int, model: str) -> None:
+    """Raise PromptError naming the first prompt that is empty, out of range or too long."""
+    if not rows:
+        raise PromptError("expected at least one prompt, found none")
+    for number, ids in enumerate(rows):
+        where = f"prompt {number}" if len(rows) > 1 else "the prompt"
+        if len(ids) == 0:
+            raise PromptError(f"expected at least one token, found {where} empty")
+        if len(ids) > context:
+            raise PromptError(
+                f"{model} reads at most {context} positions, found {len(ids)} in {where}; shorten or split it"
+            )
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= vocab_size:
+            raise PromptError(
+                f"expected token ids in 0..{vocab_size - 1}, found {low if low < 0 else high} in {where}; "
+                "was it encoded with another tokenizer?"
+            )
+
+
+def no_tokenizer(model: str) -> TokenizerError:
+    """What to say when a model without tokenizer is given text."""
+    return TokenizerError(
+        f"expected a tokenizer.json beside the weights of {model} to read text, found none; add the file, "
+        "or pass token ids"
+    )

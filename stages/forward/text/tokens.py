@@ -1,0 +1,440 @@
+"""Tokenizer: text to token ids and back, and which token stands where in the text.
+
+A thin layer over the `tokenizers` library (tokenizer.json, with tokenizer_config.json for the names of
+special tokens and the chat template). Border: text and ids; knows no model and never imports torch.
+
+Offsets are in CHARACTERS of the prompt, half-open, as Python slices text; `byte_offsets` gives them in UTF-8
+bytes. Tokens the post-processor adds (BOS, EOS) have the offsets (0, 0) and never stand for a character. The
+mapping between the two is in store/reading/characters.py.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ....store.digest import content_digest
+from ....store.errors import TokenizerError
+from ....store.reading.characters import CharacterSpans
+
+if TYPE_CHECKING:
+    import tokenizers
+
+Span = tuple[int, int] | range
+OTHER, FINAL = "other", "_final"
+_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class CharPosition:
+    """Where a character of the text went: to the token over it (`exact_match`), else to the nearest."""
+
+    char_pos: int
+    token_idx: int | None
+    token: str | None
+    exact_match: bool
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Token ids of one text with their pieces and places.
+
+    tokens: vocabulary pieces, e.g. "Ġis". offsets: per token, (start, end) in characters of `text`; (0, 0)
+    for tokens that stand for no character of it. special: whether a token was added rather than read.
+    """
+
+    ids: list[int]
+    tokens: list[str]
+    offsets: list[tuple[int, int]]
+    special: list[bool]
+    text: str
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def byte_offsets(self) -> list[tuple[int, int]]:
+        """The offsets in bytes of the text's UTF-8 form."""
+        at = byte_positions(self.text)
+        return [(at[start], at[end]) for start, end in self.offsets]
+
+    @property
+    def tokens_with_offsets(self) -> list[tuple[str, tuple[int, int]]]:
+        """(piece, offsets) of every token."""
+        return list(zip(self.tokens, self.offsets, strict=True))
+
+    @cached_property
+    def spans(self) -> CharacterSpans:
+        """The same offsets, to look characters up in."""
+        start, end = zip(*self.offsets, strict=True) if self.offsets else ((), ())
+        return CharacterSpans(start, end)
+
+    def char_to_token(self, char: int) -> int | None:
+        """First token that covers a character; None if none does."""
+        return self.spans.char_to_token(char)
+
+    def char_to_token_fuzzy(self, char: int) -> int | None:
+        """The token that covers a character, else the one whose middle is nearest to it (the earlier of two
+        as near).
+        """
+        return self.spans.char_to_token_fuzzy(char)
+
+    def char_to_token_start(self, char: int) -> int | None:
+        """First token that starts at a character or later."""
+        return self.spans.char_to_token_start(char)
+
+    def char_range_to_tokens(self, start: int, end: int) -> list[int]:
+        """All tokens that overlap characters start … end-1."""
+        return self.spans.char_range_to_tokens(start, end)
+
+    def token_to_char_range(self, index: int) -> tuple[int, int]:
+        """Characters a token stands for, (0, 0) for BOS and its like. Raises TokenizerError out of range."""
+        if not 0 <= index < len(self):
+            raise TokenizerError(f"expected a token position in 0..{len(self) - 1}, found {index}")
+        return self.offsets[index]
+
+    def label_spans(self, spans: Iterable[tuple[str, Span]]) -> list[str]:
+        """One label per token: the first span it overlaps, "other" where there is none; the last token of
+        each name is "name_final".
+
+        spans: (name, (start, end) or range) in characters. A name may stand for several spans; it still has
+        one final token. Raises TokenizerError for a span outside the text, or a name that would be mistaken
+        for a label.
+        """
+        checked = [(name, *self._check_span(name, span)) for name, span in spans]
+        labels = [OTHER] * len(self)
+        for i in self.spans.placed.tolist():
+            start, end = self.offsets[i]
+            labels[i] = next((name for name, first, last in checked if end > first and start < last), OTHER)
+        last_of = {name: i for i, name in enumerate(labels) if name != OTHER}
+        for name, i in last_of.items():
+            labels[i] = name + FINAL
+        return labels
+
+    def convert_positions(self, chars: Iterable[int]) -> list[CharPosition]:
+        """Where each character went; those no token covers go to the nearest one, and say so."""
+        found = []
+        for char in chars:
+            index = self.char_to_token_fuzzy(char)
+            token = None if index is None else self.tokens[index]
+            found.append(CharPosition(char, index, token, self.char_to_token(char) is not None))
+        return found
+
+    def _check_span(self, name: str, span: Span) -> tuple[int, int]:
+        start, end = (span.start, span.stop) if isinstance(span, range) else span
+        if not 0 <= start < end <= len(self.text):
+            raise TokenizerError(
+                f"expected span {name!r} to lie within the text's {len(self.text)} characters, found "
+                f"{start}..{end}; "
+                "are these byte offsets?"
+            )
+        if name == OTHER or name.endswith(FINAL):
+            raise TokenizerError(f"{name!r} is a label of its own; choose another name for the span")
+        return start, end
+
+
+class Tokenizer:
+    """Text <-> token ids, with the model's own rule for BOS and its chat template."""
+
+    def __init__(
+        self, file: Path, settings: Mapping[str, Any] | None = None, *, name: str | None = None
+    ) -> None:
+        """file: a tokenizer.json. settings: what tokenizer_config.json says; by default read from beside the
+        file.
+
+        Raises TokenizerError if a file is missing or cannot be read.
+        """
+        import tokenizers
+
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise TokenizerError(
+                f"expected a tokenizer at {file}, found {error.strerror}; add the file, or pass token ids "
+                "instead of text"
+            ) from error
+        try:
+            self._backend = tokenizers.Tokenizer.from_str(data.decode())
+        except Exception as error:  # the library raises bare Exception for a file it cannot parse
+            raise TokenizerError(
+                f"expected a tokenizer.json at {file}, found a file that cannot be read as one ({error}); "
+                "fetch it again, or pass token ids instead of text"
+            ) from error
+        # A training script's truncation and padding stay in the file; both would change prompts silently.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.name = name or file.parent.name
+        self.digest = content_digest(data)
+        """`sha256:…` of tokenizer.json."""
+        self._settings = dict(read_settings(file.parent) if settings is None else settings)
+
+    @classmethod
+    def from_directory(cls, directory: Path, name: str | None = None) -> Tokenizer | None:
+        """The tokenizer of a model's directory; None when it has none."""
+        file = directory / "tokenizer.json"
+        return cls(file, name=name) if file.exists() else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; a model's embedding may have more rows."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id of the beginning-of-sequence token, if the settings name one."""
+        return self.special_id("bos_token")
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id of the end-of-sequence token, if the settings name one."""
+        return self.special_id("eos_token")
+
+    def special_id(self, role: str) -> int | None:
+        """Id of a special token by its role, e.g. "bos_token"; None where the model has none."""
+        text = self._special_texts.get(role)
+        return None if text is None else self._backend.token_to_id(text)
+
+    def encode(self, text: str, *, add_special: bool = True, prepend_bos: bool | None = None) -> Encoding:
+        """Tokens of a text.
+
+        add_special: add what the model's post-processor adds (BOS for Llama and Gemma, nothing for Qwen 2 and
+        StarCoder 2). prepend_bos: True to begin with BOS, False not to, whatever the post-processor does;
+        None leaves it to that.
+        """
+        return self._place_bos(
+            _encoding(text, self._backend.encode(text, add_special_tokens=add_special)), prepend_bos
+        )
+
+    def encode_raw(self, text: str) -> Encoding:
+        """Tokens of a text and nothing else."""
+        return self.encode(text, add_special=False)
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special: bool = True, prepend_bos: bool | None = None
+    ) -> list[Encoding]:
+        """As `encode`, for many texts, on all cores."""
+        found = self._backend.encode_batch(list(texts), add_special_tokens=add_special)
+        return [
+            self._place_bos(_encoding(text, one), prepend_bos) for text, one in zip(texts, found, strict=True)
+        ]
+
+    def decode(self, ids: Sequence[int], *, keep_special: bool = True) -> str:
+        """Text of token ids. Raises TokenizerError for an id the tokenizer has no token for."""
+        self.pieces(ids)
+        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=not keep_special))
+
+    def decode_token(self, token: int) -> str:
+        """Text of one token as it reads inside a sentence, " Paris" where decoders alone strip the space.
+
+        "" for an id without a token: embeddings often have more rows than there are tokens.
+        """
+        if token < 0 or self._backend.id_to_token(int(token)) is None:
+            return ""
+        anchor, alone = self._anchor
+        whole = self._backend.decode([*anchor, int(token)], skip_special_tokens=False)
+        if whole.startswith(alone):
+            return str(whole[len(alone) :])
+        return str(self._backend.decode([int(token)], skip_special_tokens=False))
+
+    def to_str_tokens(self, text: str, *, add_special: bool = True) -> list[str]:
+        """A text as the texts of its tokens."""
+        return [self.decode_token(token) for token in self.encode(text, add_special=add_special).ids]
+
+    @cached_property
+    def vocabulary(self) -> list[str]:
+        """Text of every token by id, empty where an id has none."""
+        size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return [self.decode_token(token) for token in range(size)]
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """Vocabulary pieces of token ids, such as "Ġis". Raises TokenizerError for an id without a token."""
+        found = []
+        for i in ids:
+            piece = self._backend.id_to_token(int(i)) if int(i) >= 0 else None
+            if piece is None:
+                raise TokenizerError(
+                    f"expected ids of {self.name}'s {self.vocab_size} tokens, found {i}; "
+                    "was it encoded with another tokenizer?"
+                )
+            found.append(piece)
+        return found
+
+    def find_token_id(self, word: str) -> int:
+        """Id of the one token a word is: with a space before it, as inside a sentence, else bare.
+
+        Raises TokenizerError, listing the pieces, for a word that is several tokens either way: its last
+        piece is another word.
+        """
+        tried = [self.encode_raw(text) for text in ([f" {word}", word] if word else [])]
+        unknown = self.special_id("unk_token")
+        for found in tried:
+            if len(found) == 1 and found.ids[0] != unknown:
+                return found.ids[0]
+        pieces = " or ".join(repr(found.tokens) for found in tried) or "nothing"
+        raise TokenizerError(
+            f"expected {word!r} to be one token of {self.name}, found {pieces}; "
+            "choose a word that is one token, or pass the id of a piece"
+        )
+
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        system: str | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """A conversation as the text the model was tuned on, by its own template, run in jinja2's sandbox.
+
+        messages: what the user says, or [{"role": "user", "content": …}, …]. variables: what else the
+        template knows, e.g. enable_thinking. The text holds its special tokens already: encode it with
+        ``add_special=False``. Raises TokenizerError if the model has no template, or the template refuses the
+        conversation.
+        """
+        from jinja2 import TemplateError
+
+        template = self._chat_template()
+        said = (
+            [{"role": "user", "content": messages}]
+            if isinstance(messages, str)
+            else [dict(one) for one in messages]
+        )
+        if system is not None:
+            said.insert(0, {"role": "system", "content": system})
+        context = {
+            **self._special_texts,
+            **variables,
+            "messages": said,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return str(_jinja().from_string(template).render(context))
+        except TemplateError as error:
+            raise TokenizerError(
+                f"the chat template of {self.name} refuses this conversation: {error}"
+            ) from error
+
+    def _chat_template(self) -> str:
+        found = self._settings.get("chat_template")
+        if isinstance(found, list):
+            named = {str(entry["name"]): entry["template"] for entry in found}
+            found = named.get("default", next(iter(named.values()), None))
+        if not isinstance(found, str):
+            raise TokenizerError(
+                f"{self.name} has no chat template; expected one in tokenizer_config.json or "
+                "chat_template.jinja. "
+                "It is a base model, or the file is missing: write the prompt out as text"
+            )
+        return found
+
+    @cached_property
+    def _special_texts(self) -> dict[str, str]:
+        """Special tokens by role; files write them as texts or as objects with a `content`."""
+        texts = {}
+        for role in _ROLES:
+            value = self._settings.get(role)
+            text = value.get("content") if isinstance(value, Mapping) else value
+            if isinstance(text, str):
+                texts[role] = text
+        return texts
+
+    @cached_property
+    def _anchor(self) -> tuple[list[int], str]:
+        """Tokens to decode another behind, since decoders strip the space of the first; and their text."""
+        ids = self._backend.encode("a", add_special_tokens=False).ids
+        return ids, self._backend.decode(ids, skip_special_tokens=False)
+
+    def _place_bos(self, found: Encoding, wanted: bool | None) -> Encoding:
+        if wanted is None:
+            return found
+        bos = self.bos_id
+        if bos is None:
+            if not wanted:
+                return found
+            raise TokenizerError(
+                f"{self.name} names no BOS token in tokenizer_config.json; expected one for "
+                "prepend_bos=True, so put its id in front of the ids yourself"
+            )
+        has = found.ids[:1] == [bos]
+        if wanted and not has:
+            return Encoding(
+                [bos, *found.ids],
+                [*self.pieces([bos]), *found.tokens],
+                [(0, 0), *found.offsets],
+                [True, *found.special],
+                found.text,
+            )
+        # A BOS written out in the text is part of it; only one that was added is taken away.
+        if not wanted and has and found.special[0]:
+            return Encoding(found.ids[1:], found.tokens[1:], found.offsets[1:], found.special[1:], found.text)
+        return found
+
+
+def byte_positions(text: str) -> list[int]:
+    """Byte position of every character of a text in its UTF-8 form, and of its end: [len(text) + 1].
+
+    >>> byte_positions("né!")
+    [0, 1, 3, 4]
+    """
+    at = [0]
+    for char in text:
+        at.append(at[-1] + len(char.encode("utf-8", "surrogatepass")))
+    return at
+
+
+def byte_to_char(text: str, byte: int) -> int:
+    """The character a byte of the text's UTF-8 form belongs to; its end for the end. Raises TokenizerError
+    beyond it.
+    """
+    at = byte_positions(text)
+    if not 0 <= byte <= at[-1]:
+        raise TokenizerError(f"expected a byte position in 0..{at[-1]}, found {byte}; is it of another text?")
+    return bisect_right(at, byte) - 1
+
+
+def _encoding(text: str, found: tokenizers.Encoding) -> Encoding:
+    offsets = [(int(start), int(end)) for start, end in found.offsets]
+    return Encoding(
+        list(found.ids), list(found.tokens), offsets, [bool(mark) for mark in found.special_tokens_mask], text
+    )
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """What tokenizer_config.json says, completed by special_tokens_map.json and chat_template.jinja."""
+    settings: dict[str, Any] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = folder / file
+        if path.is_file():
+            try:
+                found = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise TokenizerError(f"expected JSON in {path}, found {error}; fetch it again") from error
+            settings |= {key: value for key, value in found.items() if value is not None}
+    template = folder / "chat_template.jinja"
+    if template.is_file():
+        settings["chat_template"] = template.read_text(encoding="utf-8")
+    return settings
+
+
+def _jinja() -> Any:
+    """Templates come with models, from anyone: they run in jinja's sandbox."""
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment

@@ -1,0 +1,326 @@
+"""How a model keeps count of the characters in a line: the mean state at each count, and its geometry.
+
+Border: labelled arrays of states and the count of each token; knows no text, no tokenizer, no model.
+
+Idea (Gurnee et al. 2025, "When Models Manipulate Manifolds", transformer-circuits.pub/2025/linebreaks):
+average the residual stream over all tokens that start c characters into their line. The means lie on a curve
+that winds through a few dimensions, so the cosine between the means of c and c + d rises and falls again as d
+grows ("ringing").
+
+Two controls: the same with counts shuffled among tokens, where the curve must vanish, and least squares
+scored on prompts that were not fitted, which is 0 in expectation when the states do not tell the count.
+
+Axes: count (coordinate = characters, 1 to max_count), offset (difference of two counts), component, hidden;
+counts ("true" or "shuffled": which counts a read-out was fitted to).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...pipeline import Output, stage
+from ...store.errors import ShapeError
+from .pca import Moments, pca, project_to_pcs, row_blocks
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+__all__ = ["add_sums", "count_geometry", "count_sums", "decodability", "ringing"]
+
+Array = npt.NDArray[Any]
+
+COUNTS = ["true", "shuffled"]
+"""Labels of the `counts` axis."""
+
+
+def add_sums(parts: Iterable[xr.Dataset]) -> xr.Dataset:
+    """Sums of all segments together, layer by layer."""
+    import xarray as xr
+
+    by_layer: dict[Any, list[xr.Dataset]] = {}
+    for part in parts:
+        by_layer.setdefault(tuple(np.atleast_1d(part["layer"].values)) if "layer" in part else (), []).append(
+            part
+        )
+
+    def add(first: xr.Dataset, second: xr.Dataset) -> xr.Dataset:
+        return first.assign(total=first["total"] + second["total"], n=first["n"] + second["n"])
+
+    columns = [reduce(add, column) for column in by_layer.values()]
+    if len(columns) == 1:
+        return columns[0]
+    return xr.concat(columns, "layer", data_vars="minimal", coords="minimal", compat="equals", join="exact")
+
+
+@stage(
+    version=1,
+    inputs={"states": ("layer", "token", "hidden"), "count": ("token",)},
+    outputs={
+        "total": Output(("layer", "counts", "count", "hidden"), "1", "sum of the states at each count"),
+        "n": Output(("count",), "tokens", "tokens at each count"),
+    },
+    cells=("layer", "segment"),
+    combine=add_sums,
+)
+def count_sums(
+    states: xr.DataArray, count: xr.DataArray, *, max_count: int, shuffle_seed: int = 0
+) -> xr.Dataset:
+    """Sum of the states, and number of tokens, at each character count: the cacheable summary of one segment.
+
+    states: [layer?, token, hidden], any float dtype, lazy or not.  count: int [token], characters; tokens
+    with a count outside 1 to max_count take no part.  shuffle_seed: of the control, for which the counts of
+    the segment are shuffled among its tokens.
+    Returns total float64 [layer?, counts, count, hidden] and n int64 [count], the same for both.
+    """
+    import xarray as xr
+
+    counts = _aligned(states, count)
+    kept = _kept(counts, max_count)
+    both = [np.where(kept, c, 0) for c in (counts, shuffled(counts, max_count, shuffle_seed))]
+    n = np.bincount(counts[kept], minlength=max_count + 1)[1:]
+    lead = ("layer",) if "layer" in states.dims else ()
+    if lead:
+        layers = range(states.sizes["layer"])
+        total = np.stack([_sums(states.isel(layer=i), both, max_count) for i in layers])
+    else:
+        total = _sums(states, both, max_count)
+    coords: dict[str, Any] = {"counts": COUNTS, "count": np.arange(1, max_count + 1)}
+    if "layer" in states.coords:
+        coords["layer"] = states["layer"]
+    return xr.Dataset(
+        {"total": ((*lead, "counts", "count", "hidden"), total), "n": ("count", n.astype(np.int64))},
+        coords=coords,
+    )
+
+
+@stage(
+    version=1,
+    inputs={"sums": None},
+    outputs={
+        "mean": Output(("layer", "count", "hidden"), "1", "mean state at each count"),
+        "n": Output(("count",), "tokens", "tokens at each count"),
+        "components": Output(("layer", "component", "hidden"), "1", "principal components of the means"),
+        "explained_variance_ratio": Output(("layer", "component"), "1", "share of the variance of the means"),
+        "projection": Output(("layer", "count", "component"), "1", "means along the components"),
+        "cosine": Output(("layer", "count", "other_count"), "1", "cosine between means"),
+        "ringing": Output(("layer", "offset"), "1", "mean cosine of means so many characters apart"),
+    },
+)
+def count_geometry(
+    sums: xr.Dataset,
+    *,
+    counts: str = "true",
+    n_components: int = 6,
+    min_count: int = 1,
+    min_tokens: int = 1,
+    centre: bool = True,
+) -> xr.Dataset:
+    """Curve traced by the mean states: principal components, projections, cosines and their ringing.
+
+    sums: of one `count_sums` or several added.  counts: "true", or "shuffled" for the control.  min_count:
+    leave out the first positions of a line (the roadmap of candle-mi calls this pca_n_omit).  min_tokens:
+    leave out counts seen in fewer tokens.
+    centre: subtract the mean of the means before projecting and before taking cosines. Without it all cosines
+    are near 1, as all states share a large offset; candle-mi printed those. The components are the same
+    either way.
+    Returns per layer, float64; every count weighs the same:
+      mean [count, hidden], n [count]; components [component, hidden]; explained_variance_ratio [component];
+      projection [count, component]; cosine [count, other_count]; ringing [offset], see `ringing`.
+    Raises ShapeError when fewer than two counts are left, or fewer than n_components + 1.
+    """
+    import xarray as xr
+
+    keep = (sums["n"] >= max(min_tokens, 1)) & (sums["count"] >= min_count)
+    sums = sums.sel(counts=counts, drop=True).isel(count=np.flatnonzero(keep.values))
+    if sums.sizes["count"] <= n_components:
+        raise ShapeError(
+            f"expected more than {n_components} character counts to take {n_components} components of, found "
+            f"{sums.sizes['count']}; give more text, longer lines, fewer components or a smaller min_tokens"
+        )
+    mean = sums["total"] / sums["n"]
+    fitted = pca(mean, n_components=n_components)
+    vectors = mean - fitted["mean"] if centre else mean
+    cosine = _cosines(vectors)
+    return xr.Dataset(
+        {
+            "mean": mean.transpose(..., "count", "hidden"),
+            "n": sums["n"],
+            "components": fitted["components"],
+            "explained_variance_ratio": fitted["explained_variance_ratio"],
+            "projection": project_to_pcs(mean, fitted, centre=centre),
+            "cosine": cosine,
+            "ringing": ringing(cosine),
+        },
+        attrs={"centred": int(centre)},
+    )
+
+
+def ringing(cosine: xr.DataArray, *, max_offset: int = 50) -> xr.DataArray:
+    """Mean cosine between means `offset` characters apart, [layer?, offset]; offset 0 is 1 by definition.
+
+    cosine: [layer?, count, other_count].  Offsets are differences of counts, so gaps in the counts do not
+    shift them; an offset no pair has is left out.
+    """
+    import xarray as xr
+
+    counts = cosine["count"].values
+    distance = np.abs(counts[:, None] - counts[None, :])
+    offsets = [d for d in range(min(max_offset, int(distance.max()) + 1)) if (distance == d).any()]
+    values = cosine.transpose("count", "other_count", ...).values
+    means = np.stack([values[distance == d].mean(axis=0) for d in offsets], axis=-1)
+    lead = [str(dim) for dim in cosine.dims if dim not in ("count", "other_count")]
+    coords: dict[str, Any] = {
+        "offset": offsets,
+        **{name: cosine[name] for name in lead if name in cosine.coords},
+    }
+    return xr.DataArray(means, dims=(*lead, "offset"), coords=coords, name="ringing")
+
+
+@stage(
+    version=1,
+    inputs={"states": ("layer", "token", "hidden"), "count": ("token",), "prompt": ("token",)},
+    outputs={"r2": Output(("layer", "counts"), "1", "R2 of the count on held-out prompts")},
+    cells="layer",
+)
+def decodability(
+    states: xr.DataArray,
+    count: xr.DataArray,
+    prompt: xr.DataArray,
+    *,
+    max_count: int,
+    ridge: float = 1e-4,
+    shuffle_seed: int = 0,
+) -> xr.Dataset:
+    """Share of the variance of the character count that a linear read-out of the states explains (R2).
+
+    states: [layer?, token, hidden].  count, prompt: int [token].  ridge: penalty, relative to the mean
+    variance of the states; keeps the solution finite when the states are rank-deficient.
+    Fitted on the even prompts and scored on the odd ones, then the other way round; r2 is the mean of the
+    two, so that chance level is 0 or below however wide the states are.
+    Returns r2 [layer?, counts], counts "true" and "shuffled" (shuffled within each half). NaN where one half
+    holds no two different counts.
+    """
+    import xarray as xr
+
+    if "layer" in states.dims:
+        parts = [
+            decodability(
+                states.isel(layer=i),
+                count,
+                prompt,
+                max_count=max_count,
+                ridge=ridge,
+                shuffle_seed=shuffle_seed,
+            )
+            for i in range(states.sizes["layer"])
+        ]
+        stacked: xr.Dataset = xr.concat(parts, dim="layer", coords="minimal", compat="override")
+        return stacked
+    counts, half = _aligned(states, count), _aligned(states, prompt) % 2
+    kept = _kept(counts, max_count)
+    targets = np.stack([counts, np.zeros_like(counts)], axis=1).astype(np.float64)
+    for fold in (0, 1):
+        here = half == fold
+        targets[here, 1] = shuffled(counts[here], max_count, shuffle_seed + fold)
+    fits = [_fold_moments(states, targets, kept & (half == fold)) for fold in (0, 1)]
+    if None in fits:
+        scores = np.full(2, np.nan)
+    else:
+        first, second = fits
+        assert first is not None
+        assert second is not None
+        scores = (_score(first, second, ridge) + _score(second, first, ridge)) / 2
+    coords: dict[str, Any] = {"counts": COUNTS}
+    if "layer" in states.coords:
+        coords["layer"] = states["layer"]
+    return xr.Dataset({"r2": ("counts", scores)}, coords=coords)
+
+
+def shuffled(counts: Array, max_count: int, seed: int) -> Array:
+    """`counts` with those from 1 to max_count permuted among themselves; the others stay where they are."""
+    out = counts.copy()
+    kept = _kept(counts, max_count)
+    out[kept] = np.random.default_rng(seed).permutation(counts[kept])
+    return out
+
+
+def _kept(counts: Array, max_count: int) -> Array:
+    return (counts >= 1) & (counts <= max_count)
+
+
+def _aligned(states: xr.DataArray, labels: xr.DataArray) -> Array:
+    """One label per token, as int64."""
+    if states.dims[-2:] != ("token", "hidden") or labels.dims != ("token",):
+        raise ShapeError(
+            f"expected states [layer?, token, hidden] and labels [token], found {states.dims}, {labels.dims}"
+        )
+    if states.sizes["token"] != labels.sizes["token"]:
+        raise ShapeError(
+            f"expected one label per token ({states.sizes['token']}), found {labels.sizes['token']}"
+        )
+    return np.asarray(labels.values, np.int64)
+
+
+def _sums(states: xr.DataArray, labellings: Sequence[Array], max_count: int) -> Array:
+    """Sum of the rows at each count, float64 [labelling, max_count, hidden]; count 0 marks rows left out."""
+    total = np.zeros((len(labellings), max_count, states.sizes["hidden"]))
+    start = 0
+    for block in row_blocks(states):
+        for out, counts in zip(total, labellings, strict=True):
+            here = counts[start : start + len(block)]
+            order = np.argsort(here, kind="stable")
+            order = order[np.searchsorted(here[order], 1) :]
+            if len(order):
+                values, first = np.unique(here[order], return_index=True)
+                # Sorted rows of one count are contiguous, so that one reduceat adds each group in float64.
+                out[values - 1] += np.add.reduceat(block[order].astype(np.float64), first, axis=0)
+        start += len(block)
+    return total
+
+
+def _cosines(vectors: xr.DataArray) -> xr.DataArray:
+    """Cosine of every two counts, [layer?, count, other_count]; 0 with a zero vector."""
+    import xarray as xr
+
+    length = (vectors**2).sum("hidden") ** 0.5
+    unit = vectors / length.where(length > 0, 1.0)
+    cosine: xr.DataArray = xr.dot(unit, unit.rename(count="other_count"), dim="hidden")
+    return cosine.clip(-1.0, 1.0).transpose(..., "count", "other_count")
+
+
+def _fold_moments(states: xr.DataArray, targets: Array, chosen: Array) -> Moments | None:
+    """Moments of [state, true count, shuffled count] over the chosen tokens; None if all counts are equal."""
+    if len(np.unique(targets[chosen, 0])) < 2:
+        return None
+
+    def blocks() -> Any:
+        start = 0
+        for block in row_blocks(states):
+            here = np.flatnonzero(chosen[start : start + len(block)])
+            if len(here):
+                rows = np.empty((len(here), block.shape[1] + 2), np.float32)
+                rows[:, :-2] = block[here]
+                rows[:, -2:] = targets[start + here]
+                yield rows
+            start += len(block)
+
+    return Moments.of(blocks())
+
+
+def _score(fit: Moments, test: Moments, ridge: float) -> Array:
+    """R2 on `test` of least squares fitted on `fit`, for both targets; all from the two sets of moments."""
+    hidden = len(fit.mean) - 2
+    xx, xy = fit.scatter[:hidden, :hidden], fit.scatter[:hidden, hidden:]
+    penalty = ridge * max(float(np.trace(xx)) / hidden, np.finfo(np.float64).tiny)
+    weights = np.linalg.solve(xx + penalty * np.eye(hidden), xy)
+    # Residual of y on test = (y - mean_y) - w'(x - mean_x) + shift, shift from the means of the two halves.
+    shift = (test.mean - fit.mean)[hidden:] - weights.T @ (test.mean - fit.mean)[:hidden]
+    yy = np.diag(test.scatter)[hidden:]
+    cross = np.sum(weights * test.scatter[:hidden, hidden:], axis=0)
+    fitted = np.sum(weights * (test.scatter[:hidden, :hidden] @ weights), axis=0)
+    return np.asarray(1 - (yy - 2 * cross + fitted + test.n * shift**2) / yy)

@@ -1,0 +1,181 @@
+"""Directions that tell two sets of tokens apart: the difference of their mean states, and who lies how far
+along.
+
+Border: numpy on labelled states and a label per token; knows no model and never imports torch. Steering with
+such a direction is stages/causal/convergence.py, which takes its vectors from the same arithmetic.
+
+A difference of means ("contrastive" direction; Rimsky et al. 2024, "Steering Llama 2 via Contrastive
+Activation Addition"; Marks and Tegmark 2023, "The Geometry of Truth": mass-mean probing) is the simplest
+probe there is, and the one whose direction best matches what interventions do. A projection on it, counted
+from the midpoint of the two means, is positive on the side of the positive set.
+
+Axes: layer, side ("positive", "negative"), token, hidden.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...pipeline import Output, stage
+from ...store.errors import ShapeError, StageError
+from ...store.identity import model_of, require_same_model
+from ..corpus.state_cells import as_layers, by_layer, end_to_end, state_rows, token_labels
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+__all__ = ["contrastive_direction", "difference_of_means", "projection_scores", "side_sums"]
+
+Array = npt.NDArray[Any]
+
+SIDES = ["positive", "negative"]
+"""Labels of the `side` axis."""
+POSITIVE, NEGATIVE = 1, -1
+"""Values of a token's side; 0 for one that takes no part."""
+_NONE = 1e-10
+"""Length below which a difference has no direction."""
+
+
+def _added(parts: list[xr.Dataset]) -> xr.Dataset:
+    first = parts[0]
+    sums = {name: sum(part[name].values for part in parts) for name in ("total", "n")}
+    return first.assign({name: first[name].copy(data=values) for name, values in sums.items()})
+
+
+@stage(
+    version=1,
+    inputs={"states": ("layer", "token", "hidden"), "side": ("token",)},
+    outputs={
+        "total": Output(("layer", "side", "hidden"), "1", "sum of the states of each side"),
+        "n": Output(("side",), "tokens", "tokens of each side"),
+    },
+    cells=("layer", "segment"),
+    combine=by_layer(_added),
+    memory=1.0,
+)
+def side_sums(states: xr.DataArray, side: xr.DataArray) -> xr.Dataset:
+    """Sums of the states of two sets of tokens, the cacheable summary of one segment.
+
+    states: [layer, token, hidden], any float dtype, lazy or not.  side: int [token], 1 positive, -1
+    negative, 0 for tokens that take no part.
+    Returns total float64 [layer, side, hidden], n int64 [side].
+    Raises ShapeError for other labels, or a label for each of other tokens.
+    """
+    import xarray as xr
+
+    states = as_layers(states)
+    labels = _sides(states, side)
+    total = np.zeros((states.sizes["layer"], 2, states.sizes["hidden"]))
+    for layer in range(states.sizes["layer"]):
+        for here, rows in state_rows(states.isel(layer=layer)):
+            for number, value in enumerate((POSITIVE, NEGATIVE)):
+                total[layer, number] += rows[labels[here] == value].sum(axis=0, dtype=np.float64)
+    n = [int((labels == value).sum()) for value in (POSITIVE, NEGATIVE)]
+    return xr.Dataset(
+        {"total": (("layer", "side", "hidden"), total), "n": ("side", np.array(n, np.int64))},
+        coords={"layer": states["layer"], "side": SIDES},
+        attrs=model_of(states),
+    )
+
+
+@stage(
+    version=1,
+    inputs={"sums": None},
+    outputs={
+        "direction": Output(("layer", "hidden"), "1", "positive mean - negative mean"),
+        "unit": Output(("layer", "hidden"), "1", "the direction at length 1"),
+        "norm": Output(("layer",), "1", "length of the difference of the means"),
+        "mean": Output(("layer", "side", "hidden"), "1", "mean state of each side"),
+        "n": Output(("side",), "tokens", "tokens of each side"),
+    },
+)
+def contrastive_direction(sums: xr.Dataset) -> xr.Dataset:
+    """The direction from the negative to the positive mean state, per layer.
+
+    sums: of one `side_sums` or several added.
+    Returns float64 direction, unit [layer, hidden], norm [layer], mean [layer, side, hidden]; n int64 [side].
+    Raises StageError for a side without tokens, or two equal means, which have no direction.
+    """
+    empty = [str(side) for side, n in zip(sums["side"].values, sums["n"].values, strict=True) if n == 0]
+    if empty:
+        raise StageError(f"expected tokens on both sides, found none on the {empty[0]} one; label some")
+    mean = (sums["total"] / sums["n"]).transpose("layer", "side", "hidden")
+    found = difference_of_means(mean)
+    lost = found["layer"].values[found["norm"].values <= _NONE].tolist()
+    if lost:
+        raise StageError(
+            f"expected two sides that differ in every layer, found a difference of 0 at layers {lost}, which "
+            "has no direction; choose other tokens, or leave these layers out"
+        )
+    told = found.assign(unit=found["direction"] / found["norm"], mean=mean, n=sums["n"])
+    return told.assign_attrs(model_of(sums))
+
+
+def difference_of_means(mean: xr.DataArray) -> xr.Dataset:
+    """direction [layer, hidden] from the negative to the positive mean, and its length, norm [layer].
+
+    mean: [layer, side, hidden], in any order.
+    """
+    import xarray as xr
+
+    direction = mean.sel(side="positive", drop=True) - mean.sel(side="negative", drop=True)
+    norm = xr.apply_ufunc(np.linalg.norm, direction, input_core_dims=[["hidden"]], kwargs={"axis": -1})
+    return xr.Dataset({"direction": direction.transpose("layer", "hidden"), "norm": norm})
+
+
+@stage(
+    version=1,
+    inputs={"states": ("layer", "token", "hidden"), "contrast": None},
+    outputs={"score": Output(("layer", "token"), "1", "distance along the direction from the midpoint")},
+    cells=("layer", "segment"),
+    combine=by_layer(end_to_end),
+    memory=1.0,
+)
+def projection_scores(states: xr.DataArray, contrast: xr.Dataset) -> xr.Dataset:
+    """How far along a contrastive direction each state lies: positive on the side of the positive set.
+
+    states: [layer, token, hidden], any float dtype, lazy or not.  contrast: as `contrastive_direction`
+    returns it, for the layers of the states at least.
+    Returns score float32 [layer, token] = (state - midpoint of the two means) . unit, in the unit of the
+    activations: half the norm at the positive mean, minus half of it at the negative one.
+    Raises ShapeError for layers or a width the contrast does not have, StageError for states of another
+    model.
+    """
+    import xarray as xr
+
+    require_same_model(states=states, contrast=contrast)
+    states = as_layers(states)
+    layers = states["layer"].values
+    unknown = [int(layer) for layer in layers if layer not in contrast["layer"].values]
+    if unknown or states.sizes["hidden"] != contrast.sizes["hidden"]:
+        raise ShapeError(
+            f"expected states of layers {contrast['layer'].values.tolist()}, {contrast.sizes['hidden']} "
+            f"wide, found layers {layers.tolist()}, {states.sizes['hidden']} wide; are they of the same "
+            "model?"
+        )
+    score = np.empty((len(layers), states.sizes["token"]), np.float32)
+    for number, layer in enumerate(layers):
+        own = contrast.sel(layer=layer)
+        unit = own["unit"].values
+        midpoint = own["mean"].mean("side").values @ unit
+        for here, rows in state_rows(states.isel(layer=number)):
+            score[number, here] = rows @ unit - midpoint
+    return xr.Dataset({"score": (("layer", "token"), score)}, coords=token_labels(states))
+
+
+def _sides(states: xr.DataArray, side: xr.DataArray) -> Array:
+    """The side of each token; ShapeError unless there is one for each, and all are known."""
+    labels = np.asarray(side.values)
+    if side.dims != ("token",) or len(labels) != states.sizes["token"]:
+        raise ShapeError(
+            f"expected one side per token [token] of {states.sizes['token']}, found {side.dims} of "
+            f"{labels.shape}"
+        )
+    if strange := sorted({int(label) for label in np.unique(labels)} - {POSITIVE, 0, NEGATIVE}):
+        raise ShapeError(
+            f"expected sides 1 (positive), -1 (negative) and 0 (left out), found {strange[0]}; label them so"
+        )
+    return labels

@@ -1,0 +1,315 @@
+"""Linear probes: what can be read off the states of each layer with a straight line, on prompts never fitted.
+
+Border: states, one target per token and the prompt it is of; knows no text, no model and never imports torch.
+The fits are scikit-learn's (extra `probing`).
+
+Idea (Alain and Bengio 2016, "Understanding intermediate layers using linear classifier probes"): a logistic
+regression for labels, ridge regression for numbers. A probe may learn the task itself where it has enough
+weights; what it reaches with shuffled targets says how much (after Hewitt and Liang 2019, "Designing and
+Interpreting Probes with Control Tasks").
+
+Prompts, not tokens, are split into train and test: neighbours in one prompt are alike. Means and spreads of
+the states are taken of the train part alone; the penalty is chosen on a validation split inside of it, and
+the probe fitted again on all of it. The interval is that of a bootstrap over test prompts.
+
+Axes: layer, token, hidden; targets ("true" or "shuffled": what a probe was fitted to); output (one per label,
+one for two labels or a number).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...pipeline import Output, stage
+from ...store.errors import ConfigError, MissingExtra, PromptError, ShapeError
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+__all__ = ["FEWEST", "KINDS", "PENALTIES", "TARGETS", "probe"]
+
+Array = npt.NDArray[Any]
+
+KINDS = ("label", "number")
+TARGETS = ["true", "shuffled"]
+PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+"""Of the squared weights, beside the mean loss per example; states are standardised."""
+FEWEST = 3
+"""Prompts needed: one each to fit, to choose the penalty and to test."""
+STEPS = 500
+"""A logistic regression is stopped after so many; the validation split judges what has become of it."""
+
+
+@stage(
+    version=1,
+    inputs={"states": ("layer", "token", "hidden"), "target": ("token",), "prompt": ("token",)},
+    outputs={
+        "score": Output(("layer", "targets"), "1", "accuracy (labels) or R2 (numbers) on test prompts"),
+        "low": Output(("layer", "targets"), "1", "2.5% of the bootstrap over test prompts"),
+        "high": Output(("layer", "targets"), "1", "97.5% of the bootstrap over test prompts"),
+        "penalty": Output(("layer", "targets"), "1", "penalty chosen"),
+        "weight": Output(
+            ("layer", "output", "hidden"), "1", "of the probe of the true targets, on states as given"
+        ),
+        "bias": Output(("layer", "output"), "1", "of that probe"),
+        "baseline": Output(
+            (), "1", "score of always guessing the commonest label, or the mean, of the train part"
+        ),
+        "n_train": Output((), "1", "examples fitted"),
+        "n_test": Output((), "1", "examples scored"),
+    },
+    cells="layer",
+    memory=4.0,
+)
+def probe(
+    states: xr.DataArray,
+    target: xr.DataArray,
+    prompt: xr.DataArray,
+    *,
+    kind: str,
+    test_share: float = 0.25,
+    validation_share: float = 0.25,
+    penalties: Sequence[float] = PENALTIES,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> xr.Dataset:
+    """How well a linear probe tells the target from the states of each layer, with a shuffled control.
+
+    states: [layer, token, hidden], any float dtype, lazy; only tokens with a target are read, a layer at a
+    time.  target: float [token], NaN where there is none; for kind "label" the class, 0, 1, 2, …  prompt: int
+    [token].  test_share, validation_share: of the prompts, and of the prompts left for training.  seed: of
+    splits, shuffling and bootstrap.
+    Returns float64: states @ weight + bias is the number, the log-odds of class 1 (two classes), or a score
+    by class.
+    Raises PromptError for too few prompts or a single class, ConfigError for settings out of range,
+    MissingExtra without scikit-learn.
+    """
+    import xarray as xr
+
+    settings = _Settings(kind, test_share, validation_share, tuple(penalties), resamples, seed)
+    values, owner = (np.asarray(one.values) for one in (target, prompt))
+    if len(values) != states.sizes["token"] or len(owner) != len(values):
+        raise ShapeError(
+            f"expected one target and prompt per token ({states.sizes['token']}), found {len(values)} and "
+            f"{len(owner)}"
+        )
+    rows = np.flatnonzero(~np.isnan(values.astype(np.float64)))
+    examples = _Examples.of(values[rows], owner[rows], settings)
+    kept = states.isel(token=rows)
+    found = [
+        _probe_layer(
+            kept.isel(layer=i).transpose("token", "hidden").values.astype(np.float64), examples, settings
+        )
+        for i in range(states.sizes["layer"])
+    ]
+    by_layer = {"weight": ("layer", "output", "hidden"), "bias": ("layer", "output")}
+    data: dict[str, Any] = {
+        name: (by_layer.get(name, ("layer", "targets")), np.stack([one[name] for one in found]))
+        for name in found[0]
+    }
+    data |= {"baseline": examples.baseline(), "n_train": len(examples.train), "n_test": len(examples.test)}
+    layers = states["layer"].values if "layer" in states.coords else np.arange(states.sizes["layer"])
+    return xr.Dataset(data, coords={"layer": layers, "targets": TARGETS})
+
+
+@dataclass(frozen=True)
+class _Settings:
+    kind: str
+    test_share: float
+    validation_share: float
+    penalties: tuple[float, ...]
+    resamples: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"expected kind 'label' or 'number', found {self.kind!r}")
+        for name in ("test_share", "validation_share"):
+            if not 0 < getattr(self, name) < 1:
+                raise ConfigError(f"expected {name} between 0 and 1, found {getattr(self, name)}")
+        if not self.penalties or min(self.penalties) <= 0:
+            raise ConfigError(f"expected penalties above 0, found {list(self.penalties)}")
+
+    @property
+    def is_label(self) -> bool:
+        return self.kind == "label"
+
+
+@dataclass(frozen=True)
+class _Examples:
+    """Tokens with a target, split: indices of those fitted at first, of the validation split, and of the
+    test."""
+
+    target: Array
+    shuffled: Array
+    prompt: Array
+    fit: Array
+    validation: Array
+    test: Array
+
+    @classmethod
+    def of(cls, target: Array, prompt: Array, settings: _Settings) -> _Examples:
+        """Split by prompt, with the shuffled targets; checked."""
+        prompts = np.unique(prompt)
+        if len(prompts) < FEWEST:
+            raise PromptError(
+                f"expected targets in at least {FEWEST} prompts, to be split into train, validation and "
+                f"test, found {len(prompts)}; give more prompts"
+            )
+        if settings.is_label and len(np.unique(target)) < 2:
+            raise PromptError(
+                f"expected two labels or more, found one in all {len(target)} examples; a probe has "
+                "nothing to tell apart"
+            )
+        rng = np.random.default_rng(settings.seed)
+        order = rng.permutation(prompts)
+        n_test = _share(len(order), settings.test_share, 2)
+        n_validation = _share(len(order) - n_test, settings.validation_share, 1)
+        test, validation, fit = np.split(order, [n_test, n_test + n_validation])
+        parts = [np.flatnonzero(np.isin(prompt, part)) for part in (fit, validation, test)]
+        if settings.is_label and len(np.unique(target[parts[0]])) < 2:
+            raise PromptError(
+                f"expected two labels or more among the {len(fit)} prompts fitted, found one; give more "
+                "prompts, or another seed"
+            )
+        if settings.is_label:
+            target = target.astype(np.int64)
+        shuffled = target.copy()
+        for part in (np.concatenate(parts[:2]), parts[2]):
+            shuffled[part] = rng.permutation(target[part])
+        return cls(target, shuffled, prompt, *parts)
+
+    @property
+    def train(self) -> Array:
+        """All that is not tested."""
+        return np.concatenate([self.fit, self.validation])
+
+    def baseline(self) -> float:
+        """Test score of the best constant of the train part."""
+        train, test = self.target[self.train], self.target[self.test]
+        if self.target.dtype.kind == "i":
+            return float((test == np.bincount(train).argmax()).mean())
+        return float(_r2(test, np.full(len(test), train.mean())))
+
+
+def _probe_layer(states: Array, examples: _Examples, settings: _Settings) -> dict[str, Array]:
+    """Scores of one layer [targets], and the probe of the true targets. states: float64 [example, hidden]."""
+    found: dict[str, list[Any]] = {name: [] for name in ("score", "low", "high", "penalty")}
+    probes = []
+    for target in (examples.target, examples.shuffled):
+        penalty = _best_penalty(states, target, examples, settings)
+        weight, bias = _fit(states[examples.train], target[examples.train], penalty, settings)
+        probes.append((weight, bias))
+        # Classes the probe has not seen have no output; their examples are missed.
+        classes = np.unique(target[examples.train]) if settings.is_label else None
+        told = _told(states[examples.test], weight, bias, classes)
+        counts = _by_prompt(target[examples.test], told, examples.prompt[examples.test], settings.is_label)
+        low, high = _interval(counts, settings)
+        for name, value in zip(found, (float(_score(counts.sum(0))), low, high, penalty), strict=True):
+            found[name].append(value)
+    weight, bias = probes[0]
+    return {**{name: np.array(values) for name, values in found.items()}, "weight": weight, "bias": bias}
+
+
+def _best_penalty(states: Array, target: Array, examples: _Examples, settings: _Settings) -> float:
+    """The penalty whose probe does best on the validation split; of equal ones the largest."""
+    if len(settings.penalties) == 1:
+        return settings.penalties[0]
+    fit, validation = examples.fit, examples.validation
+    best, chosen = -np.inf, settings.penalties[0]
+    classes = np.unique(target[fit]) if settings.is_label else None
+    if classes is not None and len(classes) < 2:
+        return max(settings.penalties)  # shuffling may leave one class to fit: then none is better
+    for penalty in sorted(settings.penalties, reverse=True):
+        weight, bias = _fit(states[fit], target[fit], penalty, settings)
+        told = _told(states[validation], weight, bias, classes)
+        is_right = told == target[validation]
+        score = float(is_right.mean()) if settings.is_label else float(_r2(target[validation], told))
+        if score > best:
+            best, chosen = score, penalty
+    return chosen
+
+
+def _fit(states: Array, target: Array, penalty: float, settings: _Settings) -> tuple[Array, Array]:
+    """weight [output, hidden] and bias [output] on the states as they are, fitted on standardised ones."""
+    try:
+        from sklearn.exceptions import ConvergenceWarning
+        from sklearn.linear_model import LogisticRegression, Ridge
+    except ImportError as error:
+        raise MissingExtra(
+            "probes need scikit-learn, which is not installed; pip install 'mizarr[probing]'"
+        ) from error
+    mean, spread = states.mean(0), states.std(0)
+    spread = np.where(spread > 0, spread, 1.0)
+    ready = (states - mean) / spread
+    n = len(target)
+    if settings.is_label:
+        model = LogisticRegression(C=1 / (penalty * n), max_iter=STEPS)
+    else:
+        model = Ridge(alpha=penalty * n, solver="cholesky")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        model.fit(ready, target)
+    weight = np.atleast_2d(model.coef_) / spread
+    return weight, np.atleast_1d(model.intercept_) - weight @ mean
+
+
+def _told(states: Array, weight: Array, bias: Array, classes: Array | None) -> Array:
+    """What a probe says of each state: a number, or one of the classes it was fitted to."""
+    raw: Array = states @ weight.T + bias
+    if classes is None:
+        return raw[:, 0]
+    best = (raw[:, 0] > 0).astype(np.int64) if raw.shape[1] == 1 else raw.argmax(1)
+    found: Array = classes[best]
+    return found
+
+
+def _by_prompt(target: Array, told: Array, prompt: Array, is_label: bool) -> Array:
+    """Sums of each test prompt [prompt, 2 or 4], from which `_score` of any set of prompts follows."""
+    if is_label:
+        columns = [told == target, np.ones(len(target))]
+    else:
+        centred = target - target.mean()  # sums of squares of numbers far from 0 would cancel
+        columns = [np.square(told - target), np.ones(len(target)), centred, np.square(centred)]
+    _, row = np.unique(prompt, return_inverse=True)
+    return np.stack([np.bincount(row, np.asarray(column, np.float64)) for column in columns], axis=1)
+
+
+def _score(sums: Array) -> Array:
+    """Accuracy, or R2, from summed columns [..., 2 or 4]; NaN where all targets are equal."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        if sums.shape[-1] == 2:
+            accuracy: Array = sums[..., 0] / sums[..., 1]
+            return accuracy
+        error, n, total, squares = np.moveaxis(sums, -1, 0)
+        around = squares - total**2 / n
+        r2: Array = 1 - error / np.where(around > 0, around, np.nan)
+        return r2
+
+
+def _r2(target: Array, told: Array) -> Array:
+    """Share of the variance explained; 0 for the mean, below for worse."""
+    return _score(_by_prompt(target, told, np.zeros(len(target), int), is_label=False)[0])
+
+
+def _interval(counts: Array, settings: _Settings) -> tuple[float, float]:
+    """2.5% and 97.5% of the score when test prompts are drawn anew, with replacement."""
+    rng = np.random.default_rng(settings.seed)
+    n = len(counts)
+    drawn = rng.multinomial(n, np.full(n, 1 / n), size=settings.resamples)
+    scores = _score(drawn @ counts)
+    if np.isnan(scores).all():
+        return float("nan"), float("nan")
+    low, high = np.nanpercentile(scores, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def _share(n: int, share: float, left: int) -> int:
+    """A share of n prompts: at least one, and so that `left` are left over."""
+    return min(max(1, round(share * n)), n - left)

@@ -1,0 +1,136 @@
+"""Principal components of very wide states: a randomised solver that never holds a hidden x hidden matrix.
+
+Border: numpy on labelled states, block by block, as pca.py; which of the two solvers runs is decided there.
+
+Idea: subspace iteration from a random start (Halko, Martinsson, Tropp 2011, "Finding Structure with
+Randomness", algorithms 4.4 and 5.3). The scatter S is only ever applied to a narrow matrix Q [hidden,
+width], as sum over blocks of (x - mean)' ((x - mean) Q): one pass over the states. After a few passes with a
+QR between them Q spans the leading components, and eigh of Q' S Q, width x width, gives them. Oversampling
+and passes make up for spectra that fall slowly.
+
+Axes: hidden; component; samples as in pca.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...pipeline import Output, stage
+from ...store.errors import ShapeError
+from .components import check_components, stack_layers, with_sign
+from .row_moments import row_blocks
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+__all__ = ["randomized_components"]
+
+Array = npt.NDArray[Any]
+
+OVERSAMPLING = 16
+"""Columns beyond the components asked for."""
+PASSES = 4
+"""Times the scatter is applied before the last one; sklearn takes 4 to 7 for few components."""
+_TILE = 256  # rows widened to float64 at once
+
+
+@stage(
+    version=1,
+    inputs={"states": ("layer", "token", "hidden")},
+    outputs={
+        "components": Output(("layer", "component", "hidden"), "1", "directions of largest variance"),
+        "explained_variance": Output(("layer", "component"), "1", "variance along each component"),
+        "explained_variance_ratio": Output(("layer", "component"), "1", "share of the total variance"),
+        "mean": Output(("layer", "hidden"), "1", "mean state"),
+        "n": Output(("layer",), "tokens", "number of states"),
+    },
+    cells="layer",
+    memory=1.0,
+)
+def randomized_components(
+    states: xr.DataArray, *, n_components: int, n_omit: int = 0, seed: int = 0, passes: int = PASSES
+) -> xr.Dataset:
+    """Leading components of wide states, as `principal_components` returns them, to rounding and the solver's
+    accuracy.
+
+    states: [layer?, samples..., hidden], any float dtype, in memory or lazy; read passes + 2 times.  seed:
+    of the random start.  passes: more of them sharpen components of nearly equal variance.
+    Raises ShapeError if n_omit + n_components exceeds the hidden size, or there is no row.
+    """
+    import xarray as xr
+
+    check_components(states.sizes["hidden"], n_components, n_omit)
+    if "layer" in states.dims:
+        return stack_layers(
+            randomized_components(
+                states.isel(layer=i), n_components=n_components, n_omit=n_omit, seed=seed, passes=passes
+            )
+            for i in range(states.sizes["layer"])
+        )
+    n, mean, total = _mean_and_variance(states)
+    chosen = slice(n_omit, n_omit + n_components)
+    values, vectors = _leading(states, mean, n_omit + n_components, seed, passes)
+    # float32 products leave eigenvalues of about this size where the rank ends.
+    real = values > 4 * float(np.finfo(np.float32).eps) * np.sqrt(len(mean)) * max(values[0], 0.0)
+    real &= np.arange(len(values)) < n - 1
+    values = np.where(real, values, 0.0)
+    return xr.Dataset(
+        {
+            "components": (("component", "hidden"), with_sign(np.where(real[:, None], vectors, 0.0))[chosen]),
+            "explained_variance": ("component", values[chosen] / max(n - 1, 1)),
+            "explained_variance_ratio": (
+                "component",
+                values[chosen] / total if total > 0 else values[chosen],
+            ),
+            "mean": ("hidden", mean),
+            "n": np.int64(n),
+        },
+        coords={
+            "component": np.arange(n_omit, n_omit + n_components),
+            **({"layer": states["layer"]} if "layer" in states.coords else {}),
+        },
+    )
+
+
+def _mean_and_variance(states: xr.DataArray) -> tuple[int, Array, float]:
+    """Number of rows, mean [hidden] and trace of the scatter, float64, by merging blocks (Chan et al.
+    1983).
+    """
+    n, mean, total = 0, np.zeros(states.sizes["hidden"]), 0.0
+    for block in row_blocks(states):
+        own = block.mean(axis=0, dtype=np.float64)
+        tiles = (block[start : start + _TILE] for start in range(0, len(block), _TILE))
+        within = sum(float(np.square(tile - own).sum()) for tile in tiles)
+        delta = own - mean
+        both = n + len(block)
+        total += within + float(delta @ delta) * n * len(block) / max(both, 1)
+        mean = mean + delta * (len(block) / max(both, 1))
+        n = both
+    if n == 0:
+        raise ShapeError("expected at least one row, found none; select some tokens")
+    return n, mean, total
+
+
+def _leading(states: xr.DataArray, mean: Array, count: int, seed: int, passes: int) -> tuple[Array, Array]:
+    """The largest eigenvalues of the scatter, descending, and their vectors [component, hidden]."""
+    width = min(count + OVERSAMPLING, len(mean))
+    basis = np.linalg.qr(np.random.default_rng(seed).standard_normal((len(mean), width)))[0]
+    for _ in range(passes):
+        basis = np.linalg.qr(_applied(states, mean, basis))[0]
+    small = basis.T @ _applied(states, mean, basis)
+    values, rotation = np.linalg.eigh((small + small.T) / 2)
+    order = np.argsort(values)[::-1][:count]
+    return values[order], (basis @ rotation[:, order]).T
+
+
+def _applied(states: xr.DataArray, mean: Array, basis: Array) -> Array:
+    """Scatter times basis, float64 [hidden, width], in one pass; blocks are multiplied as float32."""
+    narrow, centre = basis.astype(np.float32), mean.astype(np.float32)
+    found = np.zeros(basis.shape)
+    for block in row_blocks(states):
+        rows = np.subtract(block, centre, dtype=np.float32)
+        found += rows.T @ (rows @ narrow)
+    return found

@@ -1,0 +1,145 @@
+"""Sums over rows of states that PCA and least squares need, block by block: count, mean and scatter.
+
+Border: numpy; rows in, sums out. Which rows, and what for, is known elsewhere.
+
+Idea: one float32 matrix product per block, summed in float64. A large common offset (residual streams have
+one) is subtracted before the product, as it would eat the mantissa. Summaries of two sets of rows merge
+exactly (Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...store.errors import ShapeError
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+__all__ = ["Moments", "row_blocks"]
+
+Array = npt.NDArray[Any]
+
+BLOCK_BYTES = 1 << 26
+"""Of float32 rows per matrix product, within 4k to 32k rows: fewer products, fewer additions."""
+_TILE = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Count, mean and scatter of some rows: all that PCA and least squares need of them.
+
+    n: number of rows.  mean: float64 [hidden].
+    scatter: float64 [hidden, hidden], sum of (x - mean)(x - mean)'.
+    """
+
+    n: int
+    mean: Array
+    scatter: Array
+
+    @classmethod
+    def of(cls, blocks: Iterable[Array]) -> Moments:
+        """Moments of rows that arrive as blocks [row, hidden]; multiplied as float32 (float64 if so)."""
+        sums: _Sums | None = None
+        for block in blocks:
+            if len(block):
+                sums = sums or _Sums(block)
+                sums.add(block)
+        if sums is None:
+            raise ShapeError("expected at least one row, found none; select some tokens")
+        return sums.moments()
+
+    def merge(self, other: Moments) -> Moments:
+        """Moments of both sets of rows together."""
+        n = self.n + other.n
+        if n == 0:
+            return self
+        delta = other.mean - self.mean
+        scatter = self.scatter + other.scatter + np.outer(delta, delta) * (self.n * other.n / n)
+        return Moments(n, self.mean + delta * (other.n / n), scatter)
+
+
+class _Sums:
+    """Running sums over blocks of rows: float64 totals of `kind` products.
+
+    A column whose mean is many times its spread loses that many squared in a float32 product, so such rows
+    are shifted by about their mean first. Where all means are small the shift would gain at most a factor of
+    5 in rounding and cost a pass over memory (measured at 512 wide: 0.85 of the bare product instead of
+    0.95).
+    """
+
+    def __init__(self, first: Array) -> None:
+        width = first.shape[1]
+        self.kind = np.float64 if first.dtype == np.float64 else np.float32
+        sample = first[:: max(1, len(first) // 512)].astype(np.float64)
+        offset, spread = sample.mean(axis=0), sample.std(axis=0)
+        is_far = bool((np.abs(offset) > 2 * spread).any())
+        self.shift = offset.astype(self.kind) if is_far else None
+        self.n = 0
+        self.total: npt.NDArray[np.float64] = np.zeros(width)
+        self.gram: npt.NDArray[np.float64] = np.zeros((width, width))
+        self._product: npt.NDArray[np.float64] = np.empty((width, width), self.kind)
+        self._buffer = np.empty((0, width), self.kind)
+        self._ones = np.ones(0, self.kind)
+
+    def add(self, block: Array) -> None:
+        rows = self._prepared(block)
+        if len(rows) > len(self._ones):
+            self._ones = np.ones(len(rows), self.kind)
+        # numpy sees that both factors are one array and calls syrk: half the flops of a general product.
+        np.matmul(rows.T, rows, out=self._product)
+        self.gram += self._product
+        self.total += np.asarray(self._ones[: len(rows)] @ rows, np.float64)
+        self.n += len(rows)
+
+    def moments(self) -> Moments:
+        mean = self.total / self.n
+        scatter = self.gram - np.outer(self.total, mean)
+        return Moments(self.n, mean if self.shift is None else mean + self.shift, scatter)
+
+    def _prepared(self, block: Array) -> Array:
+        """The block in `kind`, shifted if need be, in a buffer that is allocated once."""
+        if self.shift is None and block.dtype == self.kind:
+            return block
+        if len(block) > len(self._buffer):
+            self._buffer = np.empty(block.shape, self.kind)
+        out = self._buffer[: len(block)]
+        for start in range(0, len(block), _TILE):  # a tile stays in the cache between widening and shifting
+            self._fill(block[start : start + _TILE], out[start : start + _TILE])
+        return out
+
+    def _fill(self, rows: Array, out: Array) -> None:
+        if rows.dtype.name == "bfloat16":  # widened from its bits: half the time of ml_dtypes' astype
+            np.left_shift(rows.view(np.uint16), 16, out=out.view(np.uint32), dtype=np.uint32)
+            rows = out
+        if self.shift is not None:
+            np.subtract(rows, self.shift, out=out, dtype=self.kind)
+        elif rows is not out:
+            np.copyto(out, rows)
+
+
+def row_blocks(states: xr.DataArray, block: int | None = None) -> Iterator[Array]:
+    """Rows [row, hidden] of states [samples..., hidden], at most `block` at a time for one sample dim.
+
+    Slices along the first sample dim only, so that a lazy array reads each stored byte once.
+    Raises ShapeError without a hidden dim.
+    """
+    if "hidden" not in states.dims:
+        raise ShapeError(
+            f"expected a 'hidden' dim, found {states.dims}; rename the dim that holds the vector"
+        )
+    states = states.transpose(..., "hidden")
+    if states.ndim == 1:
+        yield states.values[None, :]
+        return
+    block = block or int(np.clip(BLOCK_BYTES // (4 * states.sizes["hidden"]), 4096, 32768))
+    first, *others = states.dims[:-1]
+    step = max(1, block // int(np.prod([states.sizes[name] for name in others], dtype=np.int64)))
+    for start in range(0, states.sizes[first], step):
+        values = states.isel({first: slice(start, start + step)}).values
+        yield values.reshape(-1, values.shape[-1])

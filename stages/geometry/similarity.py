@@ -1,0 +1,279 @@
+"""How alike the layers of a model are: cosines between their states, and linear CKA.
+
+Border: numpy on labelled states of several layers; knows no model and never imports torch.
+
+Two readings. The cosine of a token's states at two layers, averaged over tokens, says how far a state has
+turned; it is dominated by a common offset where the states have one, so that the cosine of the mean states
+stands beside it. Centred kernel alignment (Kornblith et al. 2019, "Similarity of Neural Network
+Representations Revisited", eq. 3-4) compares geometries: the same up to rotation and scale is 1,
+
+    CKA(X, Y) = HSIC(X, Y) / sqrt(HSIC(X, X) HSIC(Y, Y)),   HSIC(X, Y) ~ ||Xc' Yc||_F^2,
+
+which is biased upwards when there are few tokens for the width. The unbiased HSIC of Song et al. 2012
+("Feature Selection via Dependence Maximization", eq. 5) takes pairs of different tokens only. Both come from
+sums over tokens - Grams of features, never of tokens - so that the number of tokens does not matter to
+memory.
+
+Axes: layer, other_layer, token, hidden. All values without unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...pipeline import Output, stage
+from ...store.errors import ShapeError
+from ..corpus.state_cells import as_layers
+from ..corpus.token_blocks import ahead, read_rows, token_ranges
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+__all__ = ["layer_cka", "layer_cosine"]
+
+Array = npt.NDArray[Any]
+PAIRS = ("layer", "other_layer")
+
+GRAM_BYTES = 1 << 28
+"""Of the Grams held at once. What does not fit is computed tile by tile, each tile reading its layers
+again.
+"""
+
+
+def merge_cosines(parts: Sequence[xr.Dataset]) -> xr.Dataset:
+    """Cosines of all segments together, each token weighing the same."""
+    import xarray as xr
+
+    n = np.array([int(part["n"]) for part in parts])
+
+    def mean(name: str) -> Array:
+        found: Array = np.tensordot(n / n.sum(), np.stack([part[name].values for part in parts]), axes=1)
+        return found
+
+    first = parts[0]
+    return _cosines(mean("cosine"), mean("mean"), int(n.sum()), xr.Variable("layer", first["layer"].values))
+
+
+@stage(
+    version=1,
+    inputs={"states": ("layer", "token", "hidden")},
+    outputs={
+        "cosine": Output(PAIRS, "1", "mean cosine of a token's states at two layers"),
+        "cosine_of_means": Output(PAIRS, "1", "cosine of the mean states of two layers"),
+        "mean": Output(("layer", "hidden"), "1", "mean state"),
+        "n": Output((), "tokens", "number of states"),
+    },
+    cells="segment",
+    combine=merge_cosines,
+    memory=1.0,
+)
+def layer_cosine(states: xr.DataArray) -> xr.Dataset:
+    """Cosines between the states of every two layers.
+
+    states: [layer, token, hidden], any float dtype, lazy or not.
+    Returns float64: cosine, cosine_of_means [layer, other_layer], symmetric; mean [layer, hidden]; n tokens.
+    A zero vector has cosine 0 with everything.
+    Raises ShapeError for no tokens at all.
+    """
+    states = as_layers(states)
+    layers, n = states.sizes["layer"], states.sizes["token"]
+    if n == 0:
+        raise ShapeError("expected at least one token, found none; select some tokens")
+    total = np.zeros((layers, layers))
+    sums = np.zeros((layers, states.sizes["hidden"]))
+    for rows in _blocks(states, range(layers)):
+        sums += rows.sum(axis=1, dtype=np.float64)
+        unit = _unit(rows).reshape(layers, -1)
+        total += unit @ unit.T
+    return _cosines(total / n, sums / n, n, states["layer"].variable)
+
+
+@stage(
+    version=1,
+    inputs={"states": ("layer", "token", "hidden")},
+    outputs={"cka": Output(PAIRS, "1", "linear CKA"), "n": Output((), "tokens", "number of states")},
+    memory=1.0,
+)
+def layer_cka(states: xr.DataArray, *, unbiased: bool = False) -> xr.Dataset:
+    """Linear centred kernel alignment of every two layers.
+
+    states: [layer, token, hidden], any float dtype, lazy or not.  unbiased: by pairs of different tokens, for
+    few tokens; may be slightly negative.
+    Returns cka float64 [layer, other_layer], symmetric, 1 on the diagonal; NaN for a layer without variance.
+    Raises ShapeError for fewer than 2 tokens, 4 where unbiased.
+    """
+    import xarray as xr
+
+    states = as_layers(states)
+    layers, n = states.sizes["layer"], states.sizes["token"]
+    least = 4 if unbiased else 2
+    if n < least:
+        raise ShapeError(f"expected at least {least} tokens to compare layers on, found {n}")
+    hsic = np.zeros((layers, layers))
+    shift = _first_means(states)
+    for one, other in _tiles(layers, states.sizes["hidden"]):
+        products = _Products.of(states, one, other, shift)
+        found = products.unbiased() if unbiased else products.biased()
+        hsic[np.ix_(one, other)] = found
+        hsic[np.ix_(other, one)] = found.T
+    with np.errstate(invalid="ignore", divide="ignore"):
+        scale = np.sqrt(np.where(np.diag(hsic) > 0, np.diag(hsic), np.nan))
+        cka = hsic / np.outer(scale, scale)
+    return xr.Dataset({"cka": (PAIRS, cka), "n": n}, coords=_coords(states["layer"].variable))
+
+
+@dataclass
+class _Products:
+    """Sums over tokens from which HSIC of every layer of `one` with every layer of `other` follows.
+
+    cross: sum of x y', [one, hidden, other, hidden].  total_x, total_y: sums of states, [layer, hidden].
+    x_by_y: sum of x |y|^2, [one, other, hidden]; y_by_x: of y |x|^2.  squares: sum of |x|^2 |y|^2, [one,
+    other]. square_x, square_y: sums of |x|^2, [layer].  All float64, of states shifted by `shift`.
+    """
+
+    n: int
+    cross: Array
+    total_x: Array
+    total_y: Array
+    x_by_y: Array
+    y_by_x: Array
+    squares: Array
+    square_x: Array
+    square_y: Array
+
+    @classmethod
+    def of(cls, states: xr.DataArray, one: Sequence[int], other: Sequence[int], shift: Array) -> _Products:
+        width, a, b = states.sizes["hidden"], len(one), len(other)
+        read = list(dict.fromkeys([*one, *other]))
+        at_x, at_y = [read.index(i) for i in one], [read.index(i) for i in other]
+        sums = cls(
+            n=states.sizes["token"],
+            cross=np.zeros((a * width, b * width)),
+            total_x=np.zeros((a, width)),
+            total_y=np.zeros((b, width)),
+            x_by_y=np.zeros((a, b, width)),
+            y_by_x=np.zeros((b, a, width)),
+            squares=np.zeros((a, b)),
+            square_x=np.zeros(a),
+            square_y=np.zeros(b),
+        )
+        product = np.empty_like(sums.cross, dtype=np.float32)
+        for block in _blocks(states, read):
+            rows = np.subtract(block, shift[read, None], out=block)
+            square = np.einsum("lth,lth->lt", rows, rows)
+            # [token, layer x hidden] once: numpy takes syrk where both factors are one array.
+            x = rows[at_x].transpose(1, 0, 2).reshape(rows.shape[1], -1)
+            y = x if at_x == at_y else rows[at_y].transpose(1, 0, 2).reshape(rows.shape[1], -1)
+            sums.cross += np.matmul(x.T, y, out=product)
+            sums._add(rows[at_x], rows[at_y], square[at_x], square[at_y])
+        sums.cross = sums.cross.reshape(a, width, b, width)
+        return sums
+
+    def _add(self, x: Array, y: Array, xx: Array, yy: Array) -> None:
+        self.total_x += x.sum(axis=1, dtype=np.float64)
+        self.total_y += y.sum(axis=1, dtype=np.float64)
+        self.x_by_y += yy @ x
+        self.y_by_x += xx @ y
+        self.squares += xx.astype(np.float64) @ yy.T
+        self.square_x += xx.sum(axis=1, dtype=np.float64)
+        self.square_y += yy.sum(axis=1, dtype=np.float64)
+
+    @property
+    def _norm(self) -> Array:
+        """||X' Y||_F^2, [one, other]."""
+        found: Array = np.einsum("ahbk,ahbk->ab", self.cross, self.cross)
+        return found
+
+    @property
+    def _between(self) -> Array:
+        """(1' X) X' Y (Y' 1), [one, other]."""
+        left = np.einsum("ah,ahbk->abk", self.total_x, self.cross)
+        found: Array = np.einsum("abk,bk->ab", left, self.total_y)
+        return found
+
+    def biased(self) -> Array:
+        """||Xc' Yc||_F^2, [one, other]; the mean is taken out of the sums, which are of shifted states."""
+        means = np.outer((self.total_x**2).sum(1), (self.total_y**2).sum(1))
+        return self._norm - 2 * self._between / self.n + means / self.n**2
+
+    def unbiased(self) -> Array:
+        """HSIC_1 of Song et al. 2012, eq. 5, [one, other], from K = X X' and L = Y Y' without their
+        diagonals.
+
+        tr(K L), the sums of K and of L, and 1' K L 1 are sums over tokens of products of features.
+        """
+        n = self.n
+        trace = self._norm - self.squares
+        sum_k = (self.total_x**2).sum(1) - self.square_x
+        sum_l = (self.total_y**2).sum(1) - self.square_y
+        rows = self._between + self.squares
+        rows -= np.einsum("ah,abh->ab", self.total_x, self.x_by_y)
+        rows -= np.einsum("bk,bak->ab", self.total_y, self.y_by_x)
+        found: Array = trace + np.outer(sum_k, sum_l) / ((n - 1) * (n - 2)) - 2 * rows / (n - 2)
+        return found / (n * (n - 3))
+
+
+def _tiles(n_layers: int, width: int) -> Iterator[tuple[range, range]]:
+    """Pairs of layer ranges that cover every pair of layers once, their Grams within `GRAM_BYTES`."""
+    size = max(1, int((GRAM_BYTES / 12) ** 0.5) // width)  # 8 bytes of sum and 4 of product per entry
+    groups = [range(start, min(start + size, n_layers)) for start in range(0, n_layers, size)]
+    for i, one in enumerate(groups):
+        yield from ((one, other) for other in groups[i:])
+
+
+def _blocks(states: xr.DataArray, layers: Sequence[int]) -> Iterator[Array]:
+    """Float32 [layer, token, hidden] of some layers, range after range of tokens; may be written to."""
+    chosen = states.isel(layer=list(layers))
+
+    def read(here: slice) -> Array:
+        rows = read_rows(chosen, here, np.arange(here.stop - here.start))
+        return np.array(rows.transpose(1, 0, 2), order="C")
+
+    width = len(layers) * states.sizes["hidden"]
+    for _, rows in ahead(token_ranges(chosen, width), read):
+        yield rows
+
+
+def _first_means(states: xr.DataArray) -> Array:
+    """About the mean state of each layer, [layer, hidden] float32: large means would eat the mantissa."""
+    sample = next(token_ranges(states, states.sizes["layer"] * states.sizes["hidden"]))
+    values = states.isel(token=slice(sample.start, min(sample.stop, 512))).transpose(
+        "layer", "token", "hidden"
+    )
+    found: Array = values.values.astype(np.float32).mean(axis=1)
+    return found
+
+
+def _unit(rows: Array) -> Array:
+    """Rows scaled to length 1, zero rows left zero; in place."""
+    length = np.sqrt(np.einsum("lth,lth->lt", rows, rows))[..., None]
+    rows /= np.where(length > 0, length, 1)
+    return rows
+
+
+def _cosines(cosine: Array, mean: Array, n: int, layer: xr.Variable) -> xr.Dataset:
+    import xarray as xr
+
+    length = np.linalg.norm(mean, axis=1, keepdims=True)
+    unit = mean / np.where(length > 0, length, 1)
+    return xr.Dataset(
+        {
+            "cosine": (PAIRS, cosine.clip(-1.0, 1.0)),
+            "cosine_of_means": (PAIRS, (unit @ unit.T).clip(-1.0, 1.0)),
+            "mean": (("layer", "hidden"), mean),
+            "n": n,
+        },
+        coords=_coords(layer),
+    )
+
+
+def _coords(layer: xr.Variable) -> dict[str, Any]:
+    return {
+        "layer": ("layer", layer.values, {"long_name": "layer"}),
+        "other_layer": ("other_layer", layer.values, {"long_name": "layer"}),
+    }

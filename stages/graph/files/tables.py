@@ -1,0 +1,96 @@
+"""A pruned graph as tables and as GraphML, for other programs.
+
+Border: files; GraphML needs nothing, Parquet needs pyarrow (the extra corpora).
+
+nodes: id, kind, layer, position, feature, activation, influence, cumulative; edges: source, target (ids of
+nodes) and weight, in units of the target.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from xml.sax.saxutils import escape, quoteattr
+
+from ....store.errors import MissingExtra
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from .written import WrittenPart
+
+__all__ = ["read_parquet", "write_graphml", "write_parquet"]
+
+_TYPES = {"U": "string", "O": "string", "T": "string", "i": "long", "f": "double"}
+
+
+def write_graphml(pruned: WrittenPart, path: Path) -> Path:
+    """Directed GraphML, source -> target; attributes that are NaN are left out."""
+    nodes, edges = pruned.nodes, pruned.edges
+    lines = [
+        '<?xml version="1.0" encoding="UTF-8"?>',
+        '<graphml xmlns="http://graphml.graphdrawing.org/xmlns">',
+        *(
+            f'<key id={quoteattr(str(name))} for="node" attr.name={quoteattr(str(name))} '
+            f'attr.type="{_TYPES[values.dtype.kind]}"/>'
+            for name, values in nodes.data_vars.items()
+        ),
+        '<key id="weight" for="edge" attr.name="weight" attr.type="double"/>',
+        f'<graph id={quoteattr(pruned.graph.prompt or "graph")} edgedefault="directed">',
+    ]
+    columns = {str(name): values.values.tolist() for name, values in nodes.data_vars.items()}
+    for k, number in enumerate(nodes["node"].values.tolist()):
+        told = "".join(
+            f"<data key={quoteattr(name)}>{escape(str(values[k]))}</data>"
+            for name, values in columns.items()
+            if not (isinstance(values[k], float) and math.isnan(values[k]))
+        )
+        lines.append(f'<node id="{number}">{told}</node>')
+    lines += [
+        f'<edge source="{source}" target="{target}"><data key="weight">{weight!r}</data></edge>'
+        for source, target, weight in zip(
+            *(edges[name].values.tolist() for name in ("source", "target", "weight")), strict=True
+        )
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([*lines, "</graph>", "</graphml>", ""]), "utf-8")
+    return path
+
+
+def write_parquet(pruned: WrittenPart, folder: Path) -> tuple[Path, Path]:
+    """nodes.parquet and edges.parquet in a folder."""
+    arrow, parquet = _pyarrow()
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, table in (("nodes", pruned.nodes), ("edges", pruned.edges)):
+        columns = {str(each): values.values for each, values in table.data_vars.items()}
+        if name == "nodes":
+            columns = {"id": table["node"].values, **columns}
+        paths.append(folder / f"{name}.parquet")
+        parquet.write_table(arrow.table(columns), paths[-1])
+    return paths[0], paths[1]
+
+
+def read_parquet(folder: Path) -> tuple[xr.Dataset, xr.Dataset]:
+    """Nodes and edges as `write_parquet` left them: datasets over node and edge."""
+    import xarray as xr
+
+    _, parquet = _pyarrow()
+    nodes, edges = (parquet.read_table(folder / f"{name}.parquet").to_pydict() for name in ("nodes", "edges"))
+    numbers = nodes.pop("id")
+    labelled = xr.Dataset(
+        {name: ("node", values) for name, values in nodes.items()}, coords={"node": numbers}
+    )
+    return labelled, xr.Dataset({name: ("edge", values) for name, values in edges.items()})
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingExtra(
+            "expected pyarrow for Parquet, found none; install the extra: pip install mizarr[corpora]"
+        ) from error
+    return pyarrow, pyarrow.parquet

@@ -1,0 +1,216 @@
+"""circuit-tracer's own file of a graph (`Graph.to_pt`), read and written without circuit-tracer.
+
+The file is `torch.save` of a dict. It names two classes, circuit_tracer's UnifiedConfig and LogitTarget, for
+which stand-ins are used here under their names; any other class in a file is refused, and no code of a file
+is run (torch's weights-only unpickler).
+
+Border: a path and a dataset. The file holds the dense matrix, so writing one needs memory for it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ....store.errors import MizarrError, StageError
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from .written import WrittenGraph
+
+__all__ = ["read", "write"]
+
+_CONFIG = "circuit_tracer.utils.tl_nnsight_mapping.UnifiedConfig"
+_TARGET = "circuit_tracer.attribution.targets.LogitTarget"
+_KEYS = (
+    "adjacency_matrix",
+    "cfg",
+    "active_features",
+    "logit_targets",
+    "logit_probabilities",
+    "input_tokens",
+    "selected_features",
+    "activation_values",
+)
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+}
+
+
+@dataclass
+class UnifiedConfig:
+    """Stands in for circuit_tracer's class of this name: the model's axes."""
+
+    n_layers: int
+    d_model: int
+    d_head: int
+    n_heads: int
+    d_mlp: int
+    d_vocab: int
+    tokenizer_name: str
+    model_name: str
+    original_architecture: str
+    n_key_value_heads: int | None = None
+    dtype: Any | None = None
+
+
+class LogitTarget(NamedTuple):
+    """Stands in for circuit_tracer's class of this name."""
+
+    token_str: str
+    vocab_idx: int
+
+
+_STAND_INS: Mapping[type[Any], str] = {UnifiedConfig: _CONFIG, LogitTarget: _TARGET}
+
+
+def _pickler() -> type[Any]:
+    """A pickler that writes the stand-ins under the names they stand for."""
+    base: Any = pickle._Pickler  # the one in Python, which can be told
+
+    class Named(base):  # type: ignore[misc]  # its base is a value to mypy
+        def save_global(self, obj: Any, name: str | None = None) -> None:
+            if obj in _STAND_INS:
+                module, _, attribute = _STAND_INS[obj].rpartition(".")
+                self.write(pickle.GLOBAL + f"{module}\n{attribute}\n".encode())
+                self.memoize(obj)
+            else:
+                super().save_global(obj, name)
+
+    Named.dispatch = {**base.dispatch, type: Named.save_global}
+    return Named
+
+
+def write(graph: WrittenGraph, path: Path) -> Path:
+    """Save a graph at `path`, whole or not at all; returns the path."""
+    import torch
+
+    a = graph.dataset.attrs
+    config = UnifiedConfig(
+        **{name: a[name] for name in ("n_layers", "d_model", "d_head", "n_heads", "d_mlp", "d_vocab")},
+        tokenizer_name=a["model"],
+        model_name=a["model"],
+        original_architecture=_ARCHITECTURES.get(a["model_type"], a["model_type"]),
+        n_key_value_heads=a["n_key_value_heads"],
+        dtype=torch.float32,
+    )
+    found = {
+        "input_string": graph.prompt,
+        "adjacency_matrix": torch.from_numpy(np.ascontiguousarray(graph.adjacency.values)),
+        "cfg": config,
+        "active_features": torch.from_numpy(graph.active_features.copy()),
+        "logit_targets": [
+            LogitTarget(text, int(token))
+            for text, token in zip(graph.logit_tokens, graph.logit_token_ids, strict=True)
+        ],
+        "logit_probabilities": torch.from_numpy(graph.logit_probabilities.astype(np.float32)),
+        "vocab_size": int(a["vocab_size"]),
+        "input_tokens": torch.from_numpy(graph.input_tokens.copy()),
+        "selected_features": torch.from_numpy(graph.selected_features.copy()),
+        "activation_values": torch.from_numpy(graph.activation_values.copy()),
+        "scan": a["scan"],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        torch.save(
+            found,
+            partial,
+            pickle_module=SimpleNamespace(Pickler=_pickler(), dumps=pickle.dumps, __name__="pickle"),
+        )
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def read(path: Path) -> xr.Dataset:
+    """The graph of a file, as a dataset such as the store's.
+
+    Raises StageError for a file that is missing, holds other classes, or is no graph.
+    """
+    import torch
+
+    if not path.is_file():
+        raise StageError(f"expected a graph saved by circuit-tracer at {path}, found no file")
+    known: list[Any] = [(kind, name) for kind, name in _STAND_INS.items()]
+    try:
+        with torch.serialization.safe_globals(known):
+            found = torch.load(path, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise StageError(
+            f"{path} is not read: it is damaged, or holds something other than the tensors and the two "
+            f"classes of a graph of circuit-tracer ({str(error).splitlines()[0]})"
+        ) from error
+    try:
+        return _dataset(found)
+    except MizarrError:
+        raise
+    except (KeyError, AttributeError, TypeError, ValueError, IndexError) as error:
+        raise StageError(f"{path} is no graph of circuit-tracer: {error}") from error
+
+
+def _dataset(found: Any) -> xr.Dataset:
+    """The file's dict, checked and relabelled."""
+    import xarray as xr
+
+    missing = [key for key in _KEYS if not isinstance(found, Mapping) or key not in found]
+    if missing:
+        raise StageError(f"expected a graph of circuit-tracer, found no {missing[0]!r} in the file")
+    config, targets = found["cfg"], found["logit_targets"]
+    if hasattr(targets, "tolist"):  # files older than named targets
+        targets = [LogitTarget("", int(token)) for token in targets.tolist()]
+    selected, tokens = found["selected_features"].numpy(), found["input_tokens"].reshape(-1).numpy()
+    matrix = found["adjacency_matrix"].float().numpy()
+    features, logits = len(selected), len(targets)
+    sources = features + (config.n_layers + 1) * len(tokens)
+    if matrix.shape != (sources + logits, sources + logits):
+        raise StageError(
+            f"expected a matrix of {sources + logits} nodes ({features} features, {config.n_layers} layers, "
+            f"{len(tokens)} tokens, {logits} logits), found shape {list(matrix.shape)}"
+        )
+    rows = np.concatenate([matrix[:features], matrix[sources:]])[:, :sources]
+    config_fields = {field.name for field in fields(UnifiedConfig)} - {"dtype", "tokenizer_name"}
+    named = {name: getattr(config, name) for name in config_fields}
+    model = named.pop("model_name")
+    return xr.Dataset(
+        {
+            "weights": (("target", "source"), rows),
+            "active_features": (("active", "axis"), found["active_features"].numpy()),
+            "activation_values": ("active", found["activation_values"].float().numpy()),
+            "selected_features": ("selected", selected),
+            "input_tokens": ("input_position", tokens),
+            "input_text": ("input_position", np.array([""] * len(tokens), object)),
+            "logit_token_ids": ("logit", np.array([target.vocab_idx for target in targets], np.int64)),
+            "logit_text": ("logit", np.array([target.token_str for target in targets], object)),
+            "logit_probabilities": ("logit", found["logit_probabilities"].double().numpy()),
+        },
+        coords={"axis": np.array(["layer", "position", "feature"], object)},
+        attrs={
+            **named,
+            "model": model,
+            "model_type": _model_type(named.pop("original_architecture")),
+            "input_string": found.get("input_string", ""),
+            "vocab_size": int(found.get("vocab_size") or config.d_vocab),
+            "scan": found.get("scan"),
+        },
+    )
+
+
+def _model_type(architecture: str) -> str:
+    names = {theirs: ours for ours, theirs in _ARCHITECTURES.items()}
+    return names.get(architecture, architecture)

@@ -1,0 +1,110 @@
+"""One forward pass of one prompt, with everything that the local replacement model holds constant.
+
+Border: runs the model once and keeps tensors; what they are constants of is replacement.py's.
+
+Axes: position, head, query_position, key_position, hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ....store.errors import ConfigError, DictionaryError, PromptError
+from ...features.layers.layout import told
+from ...forward.architectures.points import HookPoint
+from ...forward.hooks.spec import HookSpec
+from ...forward.hooks.wants import LAST_LOGITS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...features.dictionary import Dictionary
+    from ...forward.architectures.architecture import Architecture
+    from ...forward.models.model import Model
+
+__all__ = ["READS", "WRITES", "FrozenPass", "frozen_pass", "require_attention", "require_transcoders"]
+
+READS = ("resid_mid", "ln2_normalized", "mlp_pre")
+WRITES = ("mlp_out", "mlp_post")
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenPass:
+    """What one prompt gave, in the model's dtype.
+
+    read, written: layer -> [position, d_in], [position, d_out], at the dictionary's hook points. patterns:
+    layer -> [head, query_position, key_position]. scales: hook point -> [position], divisors of norms.
+    embed [position, hidden], after the family's embedding scale. logits [vocab], after the soft cap.
+    """
+
+    tokens: tuple[int, ...]
+    read: Mapping[int, Tensor]
+    written: Mapping[int, Tensor]
+    patterns: Mapping[int, Tensor]
+    scales: Mapping[HookPoint, Tensor]
+    embed: Tensor
+    logits: Tensor
+
+    @property
+    def n_positions(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.tokens)
+
+
+def require_attention(model: Model) -> None:
+    """Raise ConfigError unless every layer mixes positions by attention."""
+    others = {layer.mixer.kind for layer in model.config.layers} - {"attention"}
+    if others:
+        raise ConfigError(
+            f"expected attention in every layer, found {' and '.join(sorted(others))} in {model.name}: "
+            "attribution graphs follow attention heads"
+        )
+
+
+def require_transcoders(dictionary: Dictionary, config: Architecture, model: str) -> None:
+    """Raise DictionaryError unless the features of every layer read before its MLP and write what it adds."""
+    dictionary.require_fit(config, model)
+    read, write = dictionary.layout.read, dictionary.layout.write
+    if dictionary.kind == "sae" or read not in READS or write not in WRITES:
+        raise DictionaryError(
+            f"expected transcoders that read {' or '.join(READS)} and write {' or '.join(WRITES)}, found "
+            f"{dictionary.name}, which reads {read} and writes {write}; an attribution graph replaces MLPs"
+        )
+    missing = sorted(set(range(config.num_layers)) - set(dictionary.layers))
+    if missing:
+        raise DictionaryError(
+            f"expected features of all {config.num_layers} layers of {model}, found none of {told(missing)} "
+            f"in {dictionary.name}; an attribution graph replaces every MLP"
+        )
+
+
+def frozen_pass(model: Model, dictionary: Dictionary, tokens: Sequence[int]) -> FrozenPass:
+    """Run a prompt once.
+
+    Raises DictionaryError for a dictionary that does not fit the model, PromptError for states that are not
+    finite.
+    """
+    require_attention(model)
+    require_transcoders(dictionary, model.config, model.name)
+    layers = range(model.config.num_layers)
+    scales = [point for point in model.hook_points if point.kind.endswith("_scale")]
+    patterns = [HookPoint.pattern(layer) for layer in layers]
+    reads, writes = dictionary.read_hooks, tuple(dictionary.write_hook(layer) for layer in layers)
+    spec = HookSpec().capture(HookPoint.embed(), *scales, *patterns, *reads, *writes)
+    found = model.forward([list(tokens)], spec, want=LAST_LOGITS)
+    if not bool(found.logits.isfinite().all()):
+        raise PromptError(
+            f"{model.name} gives logits that are not finite for this prompt in {model.dtype}; compute in "
+            "float32, or check its weights"
+        )
+    return FrozenPass(
+        tokens=tuple(tokens),
+        read={layer: found[dictionary.read_hook(layer)][0] for layer in dictionary.layers},
+        written={layer: found[writes[layer]][0] for layer in layers},
+        patterns={layer: found[patterns[layer]][0] for layer in layers},
+        scales={point: found[point][0, :, 0] for point in scales},
+        embed=found[HookPoint.embed()][0],
+        logits=found.logits[0, 0],
+    )

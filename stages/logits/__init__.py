@@ -1,0 +1,1 @@
+"""How logits come about: lenses, directions, contributions of components."""

@@ -1,0 +1,135 @@
+"""What heads and neurons write with, as data: output projections, biases and norm weights of every layer.
+
+Border: the tensors of a checkpoint that attribution needs beside the readout (stages/logits/readout.py), read
+straight from its safetensors files without torch and stored once per model; nothing that runs one. Two
+datasets, as who asks about heads need not store the neurons' weights, which are several times larger:
+
+"attention":
+  W_O float32 [layer, head, d_head, hidden]   z of a head, through it, is the head's part of the attention
+  output b_O [layer, hidden]                         only where the model has it
+  ln1_weight [layer, hidden]                  of the norm before attention
+  ln1_post_weight [layer, hidden]             of the norm after it, in families that have one
+"mlp":
+  W_out float32 [layer, mlp, hidden]          what one unit of each neuron's activation adds
+  b_out, ln2_weight, ln2_post_weight          as above
+
+Norm weights are as they multiply (Gemma's 1 + w is added up here); a norm with a bias (LayerNorm) has it
+under the same name ending in _bias.  attrs: part, norm "rms" | "layer".  Layers are read one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ...store.errors import ConfigError
+from .readout import read_tensor, rounded
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import xarray as xr
+
+    from ...pipeline import SourceNode
+    from ..forward.architectures.architecture import Architecture
+    from ..forward.models.files import ModelFiles
+
+__all__ = ["component_weights", "component_weights_node"]
+
+Component = Literal["attention", "mlp"]
+
+VERSION = 1
+"""Moves when the datasets described above change."""
+
+# Variable -> weight of a layer, as `Architecture.tensors` names it.
+FIELDS: dict[str, dict[str, str]] = {
+    "attention": {
+        "W_O": "o",
+        "b_O": "o.bias",
+        "ln1_weight": "ln1",
+        "ln1_bias": "ln1.bias",
+        "ln1_post_weight": "ln1_post",
+        "ln1_post_bias": "ln1_post.bias",
+    },
+    "mlp": {
+        "W_out": "down",
+        "b_out": "down.bias",
+        "ln2_weight": "ln2",
+        "ln2_bias": "ln2.bias",
+        "ln2_post_weight": "ln2_post",
+        "ln2_post_bias": "ln2_post.bias",
+    },
+}
+_MATRIX_DIMS = {"W_O": ("layer", "head", "d_head", "hidden"), "W_out": ("layer", "mlp", "hidden")}
+
+
+def component_weights(
+    weight_files: Sequence[Path], config: Architecture, part: Component, *, dtype: str = "float32"
+) -> xr.Dataset:
+    """One of the datasets described above, lazy: a layer is read when it is asked for.
+
+    dtype: what the model computes in; the weights are rounded to it, as the model's own are.
+    Raises ConfigError for a part there is not, WeightsError when a tensor is missing or a file is not whole.
+    """
+    import xarray as xr
+
+    if part not in FIELDS:
+        raise ConfigError(f"expected part 'attention' or 'mlp', found {part!r}")
+    names = config.tensors.layers[0]
+    found: dict[str, Any] = {}
+    for variable, field in FIELDS[part].items():
+        if field in names:
+            dims = _MATRIX_DIMS.get(variable, ("layer", "hidden"))
+            read = _reader(weight_files, field, variable, config, dtype)
+            found[variable] = (dims, _by_layer(read, config.num_layers))
+    coords = {"layer": np.arange(config.num_layers)}
+    norm = "layer" if config.norm_type == "layer" else "rms"
+    return xr.Dataset(found, coords=coords, attrs={"part": part, "norm": norm})
+
+
+def component_weights_node(files: ModelFiles, part: Component, *, dtype: str = "float32") -> SourceNode:
+    """One of the datasets in a workflow's graph; stored once per model and dtype."""
+    from ...pipeline import Estimate, SourceNode
+
+    config, identity = files.architecture(), files.identity(dtype=dtype)
+    units = config.width("z" if part == "attention" else "mlp_post_act")
+    layer = 4 * units * config.hidden_size
+    size = layer * config.num_layers
+    params = {"weights": identity.weights, "config": identity.config, "part": part, "dtype": dtype}
+
+    def make() -> xr.Dataset:
+        return component_weights(files.weight_files, config, part, dtype=dtype)
+
+    estimate = Estimate(size, size, 4 * layer)
+    return SourceNode(f"{part}_weights", VERSION, params, make, estimate, lambda: files.confirm(identity))
+
+
+def _reader(
+    files: Sequence[Path], field: str, variable: str, config: Architecture, dtype: str
+) -> Callable[[int], npt.NDArray[np.float32]]:
+    """What gives the tensor of a layer in the shape described above."""
+
+    def read(layer: int) -> npt.NDArray[np.float32]:
+        values = rounded(read_tensor(files, config.tensors.in_layer(layer, field)), dtype)
+        if variable == "W_O":
+            shape = [config.axis_sizes[axis] for axis in ("head", "d_head", "hidden")]
+            return np.ascontiguousarray(values.T).reshape(shape)
+        if variable == "W_out":
+            return np.ascontiguousarray(values.T)
+        if config.norm_type == "gemma_rms" and variable.endswith("_weight"):
+            return values + np.float32(1)
+        return values
+
+    return read
+
+
+def _by_layer(read: Callable[[int], npt.NDArray[np.float32]], layers: int) -> Any:
+    """A dask array [layer, …] of what `read` gives; the first layer is read to know the shape."""
+    import dask.array as da
+    from dask.delayed import delayed
+
+    first = read(0)
+    later = delayed(read)
+    return da.stack([da.from_delayed(later(layer), first.shape, first.dtype) for layer in range(layers)])

@@ -1,0 +1,174 @@
+"""The readout of a model as data: final norm, unembedding and vocabulary, stored once beside its activations.
+
+Border: the two tensors and the few numbers that turn a residual stream into logits; nothing that runs a
+model. Read straight from the checkpoint's files, without torch, so that whoever has the store needs neither.
+
+A readout is a dataset:
+  unembed float32 [vocab, hidden]         row = direction of a token
+  norm_weight float32 [hidden]            as it multiplies (Gemma's 1 + w is added up here)
+  norm_bias [hidden], unembed_bias [vocab]  float32, only where the model has them
+  token str [vocab]                       text of each token, empty where the tokenizer has none
+  attrs: norm "rms" | "layer", eps, soft_cap (0 = none), logit_scale
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...store.errors import ShapeError, WeightsError, nearest
+from ...store.exchange.tensors import FLOATS, mapped_tensor, read_header
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ...pipeline import SourceNode
+    from ..forward.architectures.architecture import Architecture
+    from ..forward.models.files import ModelFiles
+
+__all__ = ["readout", "readout_from_files", "readout_node"]
+
+Array = npt.NDArray[Any]
+
+VERSION = 1
+"""Moves when the dataset described above changes."""
+
+
+def readout(
+    unembed: Array,
+    norm_weight: Array,
+    *,
+    norm: str,
+    eps: float,
+    soft_cap: float | None = None,
+    logit_scale: float = 1.0,
+    norm_bias: Array | None = None,
+    unembed_bias: Array | None = None,
+    vocabulary: Sequence[str] = (),
+) -> xr.Dataset:
+    """The dataset described above, from its parts.
+
+    unembed: [vocab, hidden].  norm: "rms", "gemma_rms" (weight is 1 + w) or "layer".  vocabulary: text by
+    token id; models often have more rows than their tokenizer has tokens.
+    Raises ShapeError when the parts do not fit together.
+    """
+    import xarray as xr
+
+    if norm not in ("rms", "gemma_rms", "layer"):
+        raise ShapeError(f"expected norm 'rms', 'gemma_rms' or 'layer', found {norm!r}")
+    if unembed.ndim != 2 or norm_weight.shape != unembed.shape[1:]:
+        raise ShapeError(
+            f"expected unembed [vocab, hidden], norm_weight [hidden], found "
+            f"{unembed.shape} and {norm_weight.shape}"
+        )
+    weight = np.asarray(norm_weight, np.float32)
+    rows = len(unembed)
+    data: dict[str, Any] = {
+        "unembed": (("vocab", "hidden"), np.asarray(unembed, np.float32)),
+        "norm_weight": ("hidden", weight + 1 if norm == "gemma_rms" else weight),
+        "token": ("vocab", np.array([*vocabulary[:rows], *[""] * (rows - len(vocabulary))], dtype=object)),
+    }
+    if norm_bias is not None:
+        data["norm_bias"] = ("hidden", np.asarray(norm_bias, np.float32))
+    if unembed_bias is not None:
+        data["unembed_bias"] = ("vocab", np.asarray(unembed_bias, np.float32))
+    attrs = {
+        "norm": "layer" if norm == "layer" else "rms",
+        "eps": float(eps),
+        "soft_cap": float(soft_cap or 0.0),
+        "logit_scale": float(logit_scale),
+    }
+    return xr.Dataset(data, attrs=attrs)
+
+
+def readout_from_files(
+    weight_files: Sequence[Path],
+    config: Architecture,
+    *,
+    vocabulary: Sequence[str] = (),
+    dtype: str = "float32",
+) -> xr.Dataset:
+    """The readout of a checkpoint, from its safetensors files alone.
+
+    dtype: what the model computes in; the weights are rounded to it, as the model's own are.
+    Raises WeightsError when a tensor is missing or a file is not a whole safetensors file.
+    """
+    from ..forward.architectures.architecture import require_tied
+
+    def take(weight: str) -> Array | None:
+        stored = config.tensors.outside.get(weight)
+        return None if stored is None else rounded(read_tensor(weight_files, stored.name), dtype)
+
+    names = {name for path in weight_files for name in read_header(path)[0]}
+    for copy, original in config.tensors.copied(names):
+        one, other = (read_tensor(weight_files, name) for name in (copy, original))
+        require_tied(copy, original, np.array_equal(one, other))
+    unembed, norm_weight = take("head"), take("final_norm")
+    assert unembed is not None  # every model has one
+    assert norm_weight is not None
+    return readout(
+        unembed,
+        norm_weight,
+        norm=config.norm_type,
+        eps=config.norm_eps,
+        soft_cap=config.final_logit_softcapping,
+        norm_bias=take("final_norm.bias"),
+        unembed_bias=take("head.bias"),
+        vocabulary=vocabulary,
+    )
+
+
+def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
+    """The readout of a model in a workflow's graph; stored once per model, tokenizer and dtype."""
+    from ...pipeline import Estimate, SourceNode
+
+    config, tokenizer = files.architecture(), files.tokenizer()
+    identity = files.identity(dtype=dtype)
+
+    def make() -> xr.Dataset:
+        words = () if tokenizer is None else tokenizer.vocabulary
+        return readout_from_files(files.weight_files, config, vocabulary=words, dtype=dtype)
+
+    params = {
+        "weights": identity.weights,
+        "config": identity.config,
+        "tokenizer": None if tokenizer is None else tokenizer.digest,
+        "dtype": dtype,
+    }
+    size = 4 * config.vocab_size * config.hidden_size
+    estimate = Estimate(size, size, 2 * size)
+    return SourceNode("readout", VERSION, params, make, estimate, lambda: files.confirm(identity))
+
+
+def read_tensor(files: Sequence[Path], name: str) -> Array:
+    """One tensor of some safetensors files, mapped; bfloat16 as ml_dtypes.bfloat16, which safetensors' own
+    numpy reader does not know."""
+    names: list[str] = []
+    for path in files:
+        header, start = read_header(path)
+        names += header
+        if name not in header:
+            continue
+        if header[name]["dtype"] not in FLOATS:
+            raise WeightsError(
+                f"expected {name!r} as one of {', '.join(FLOATS)}, found {header[name]['dtype']}; dequantise "
+                "the checkpoint"
+            )
+        return mapped_tensor(path, header[name], start, name)
+    raise WeightsError(
+        f"expected a tensor {name!r}, found {len(names)} others, nearest {nearest(name, names)!r}; "
+        "are all files of the checkpoint there?"
+    )
+
+
+def rounded(values: Array, dtype: str) -> Array:
+    """Values as a model that computes in `dtype` holds them, widened to float32."""
+    import ml_dtypes
+
+    if dtype in ("float32", values.dtype.name):
+        return values.astype(np.float32)
+    return values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype).astype(np.float32)

@@ -1,0 +1,1 @@
+"""Stored runs as labelled arrays: opening, selecting, repacking."""

@@ -1,0 +1,88 @@
+"""Packed tokens rearranged: some of them packed anew, all of them as a block, packed pairs as a square.
+
+Border: indices and labels; which tokens are meant is told in selection.py, `ds.mi` (accessor.py) is how it
+is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from ..runs.coordinates import ABOUT
+
+Indices = npt.NDArray[np.int64]
+
+
+def repacked(
+    dataset: xr.Dataset, starts: Indices, rows: Indices, kept: Sequence[Indices], *, whole: bool
+) -> xr.Dataset:
+    """Some tokens of some prompts, packed anew, lazy; `prompt_id` and `position` keep their numbers.
+
+    starts: first token of every prompt of the dataset.  rows: the prompts.  kept: per row, places from its
+    first token.  whole: all tokens are kept, so that attention patterns can come along.
+    """
+    sizes = np.array([len(some) for some in kept], np.int64)
+    at = np.concatenate([start + some for start, some in zip(starts[rows], kept, strict=True)])
+    picked = {"prompt_id": rows, "token": at}
+    fresh = {"row_start": exclusive_sum(sizes), "row_size": sizes}
+    if whole and "pair" in dataset.dims:
+        pairs = sizes * (sizes + 1) // 2
+        picked["pair"] = _ranges(dataset["pair_start"].values[rows], pairs)
+        fresh["pair_start"] = exclusive_sum(pairs)
+    columns: dict[str, Any] = {name: ("prompt_id", values, ABOUT[name]) for name, values in fresh.items()}
+    if "prompt" in dataset.coords:
+        numbers = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        columns["prompt"] = ("token", numbers, ABOUT["prompt"])
+    part = dataset.drop_vars(["prompt", *fresh], errors="ignore")
+    return part.isel(picked, missing_dims="ignore").assign_coords(columns)
+
+
+def position_labels(own: npt.NDArray[Any] | None, mask: npt.NDArray[np.bool_]) -> dict[str, Any]:
+    """Coordinates of a block [prompt, position].
+
+    own: where each token stood in its prompt; of a selection it need not be its column. One number per
+    column where all prompts agree, else `position_in_prompt` beside the columns.
+    """
+    columns = np.arange(mask.shape[1], dtype=np.int32)
+    expected = np.where(mask, columns, -1)
+    found = expected if own is None else np.where(mask, own, -1)
+    if (found == expected).all():
+        return {"position": ("position", columns, ABOUT["position"])}
+    if (found == found[0]).all():
+        return {"position": ("position", found[0], ABOUT["position"])}
+    return {
+        "position": ("position", columns, {"long_name": "place among the tokens kept"}),
+        "position_in_prompt": (("prompt", "position"), found, ABOUT["position"]),
+    }
+
+
+def squared(packed: xr.DataArray, size: int) -> xr.DataArray:
+    """Lower triangles of one prompt [..., pair, ...] as [..., query_position, key_position], in memory."""
+    packed = packed.transpose(..., "pair")
+    square = np.zeros((*packed.shape[:-1], size, size), packed.dtype)
+    rows, columns = np.tril_indices(size)
+    square[..., rows, columns] = packed.values
+    dims = (*packed.dims[:-1], "query_position", "key_position")
+    coords: dict[Any, Any] = {
+        name: coord for name, coord in packed.coords.items() if set(coord.dims) <= set(dims[:-2])
+    }
+    for dim, meaning in (("query_position", "attending position"), ("key_position", "attended position")):
+        coords[dim] = (dim, np.arange(size, dtype=np.int32), {"long_name": meaning})
+    return xr.DataArray(square, coords, dims, name=packed.name, attrs=packed.attrs)
+
+
+def exclusive_sum(sizes: Indices) -> Indices:
+    """Where each of some runs of these sizes starts, when they lie end to end."""
+    sums = np.zeros(len(sizes), np.int64)
+    np.cumsum(sizes[:-1], out=sums[1:])
+    return sums
+
+
+def _ranges(starts: Indices, sizes: Indices) -> Indices:
+    """start[0] … start[0]+size[0]-1, start[1] …, as one array."""
+    return np.repeat(starts - exclusive_sum(sizes), sizes) + np.arange(int(sizes.sum()))

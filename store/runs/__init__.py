@@ -1,0 +1,1 @@
+"""Activations of a run on disk: shards, labels, claims, what is committed."""

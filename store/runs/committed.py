@@ -1,0 +1,102 @@
+"""What stands of a run, segment by segment: records of the shards that passes wrote.
+
+Border: reads records; who writes them, and when, is `entries.py`'s.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..errors import REPAIR, CorruptEntry
+from ..files import Folder, Stamp, is_settled, stamp
+from ..sealed import unsealed
+from .shards import Written
+
+Cell = tuple[str, int | None]
+"""One array of a run: variable and layer, None where there is no layer axis."""
+RECORD = ("segment", "cells", "files")
+"""Fields of the record of what one pass wrote of one segment."""
+
+
+class Committed:
+    """The records in one folder, each read again when its file is another; safe for any number of threads."""
+
+    def __init__(self, folder: Folder, path: str, n_segments: int) -> None:
+        self._folder, self._path, self._n_segments = folder, path, n_segments
+        self._records: dict[str, tuple[Stamp | None, _SegmentRecord]] = {}
+        self._held: list[dict[Cell, Written]] = [{} for _ in range(n_segments)]
+        self._seen: Stamp | None = None
+        self._lock = threading.Lock()
+
+    def segments(self) -> list[dict[Cell, Written]]:
+        """Per segment, cell -> size and digest of its shard, as they stand now; not to be changed."""
+        with self._lock:
+            try:
+                stat = self._folder.path(self._path).stat()
+            except (FileNotFoundError, NotADirectoryError):
+                stat = None
+            # Records come and go by name, and are not changed: while the folder is as it was, so are they.
+            if stat is None or self._seen != stamp(stat):
+                self._look_again()
+                self._seen = stamp(stat) if stat is not None and is_settled(stat) else None
+            return self._held
+
+    def shard(self, n: int, cell: Cell) -> Written | None:
+        """Size and digest of one shard; None while it is not committed."""
+        return self.segments()[n].get(cell)
+
+    def _look_again(self) -> None:
+        records = {}
+        for name, stat in self._folder.stamps(self._path):
+            # zarr.json: the folder is an empty group for Zarr's sake (coordinates.py).
+            if not name.endswith(".json") or name == "zarr.json":
+                continue
+            known = self._records.get(name)
+            if known is not None and known[0] == stamp(stat):
+                records[name] = known
+            elif (text := self._folder.get(f"{self._path}/{name}")) is not None:
+                record = _SegmentRecord.from_bytes(f"{self._path}/{name}", text, self._n_segments)
+                records[name] = stamp(stat) if is_settled(stat) else None, record
+        held: list[dict[Cell, Written]] = [{} for _ in range(self._n_segments)]
+        for _, record in records.values():
+            held[record.segment].update(record.cells)
+        self._records, self._held = records, held
+
+
+def cell_name(cell: Cell) -> str:
+    """As files and records name it: "resid_post.3"."""
+    variable, layer = cell
+    return variable if layer is None else f"{variable}.{layer}"
+
+
+def _cell(name: str) -> Cell:
+    variable, _, layer = name.partition(".")
+    return (variable, int(layer)) if layer else (variable, None)
+
+
+@dataclass(frozen=True)
+class _SegmentRecord:
+    """What one pass committed of one segment."""
+
+    segment: int
+    cells: Mapping[Cell, Written]
+
+    @classmethod
+    def from_bytes(cls, name: str, text: bytes, n_segments: int) -> _SegmentRecord:
+        """The record in a file; CorruptEntry if it is not one."""
+        try:
+            fields = unsealed(name, text, RECORD)
+            segment = range(n_segments)[fields["segment"]]
+            paths = {path: (int(size), str(digest)) for path, (size, digest) in fields["files"].items()}
+            # A path reads variable/c/layer/segment/…, or variable/c/segment/… where there is no layer axis.
+            by_place = {tuple(path.split("/", 3)[:3:2]): found for path, found in paths.items()}
+            cells = {}
+            for variable, layer in map(_cell, fields["cells"]):
+                cells[variable, layer] = by_place[variable, str(segment if layer is None else layer)]
+            return cls(segment, cells)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise CorruptEntry(
+                f"{name}: expected a segment record, found one that is none ({error}); {REPAIR}"
+            ) from error

@@ -1,0 +1,317 @@
+"""Labels of a stored run: which token and prompt each row belongs to, as ordinary Zarr arrays.
+
+Border: packed tokens in, files out, and back; knows nothing of activations.
+
+Token ids and row sizes are part of what was computed, so every writer writes the same bytes. Texts and
+character
+offsets are not: two writers may come with different ones, so the first to create `coordinates/labels.json`
+says which labels this entry has, and the others leave theirs out. Arrays get their `zarr.json` last: what is
+listed is complete.
+
+    token_id prompt position [token]   char_start char_end [token]   layer [layer]
+    row_start row_size text pair_start [prompt_id]      CF contiguous ragged: row_size has
+    sample_dimension="token"
+
+Integers lie as shards (`shards.py`) of one chunk, which opening checks against its checksum: they say what
+rows mean. Beyond some 64 MiB they stay mapped. `prompt` and `position` are spelled out for other readers of
+entries below ten million tokens only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from ..digest import Buffer, content_digest, file_digest
+from ..errors import REPAIR, CorruptEntry, EntryNotFound
+from ..files import Folder
+from ..sealed import sealed, unsealed
+from .packed import PackedTokens
+from .shards import ShardLayout, array_metadata, crc32c, read_shard, shard_parts
+
+SPELLED_OUT = 10_000_000
+"""Tokens below which `prompt` and `position` are stored for readers without mizarr."""
+BOOKKEEPING = ("coordinates", "seg", "manifest", "provenance")
+"""Folders of an entry that hold no arrays. Each is an empty Zarr group, or Zarr would warn of strangers."""
+_EMPTY_GROUP = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
+_TEXTS = 1 << 14  # texts per chunk
+_HELD = 64 << 20  # bytes of a column up to which it is taken into memory when it is read
+_CRC32C = {"name": "crc32c"}
+ABOUT = {
+    "token_id": {"long_name": "token id"},
+    "prompt": {"long_name": "prompt the token belongs to"},
+    "position": {"long_name": "position in the prompt"},
+    "char_start": {"long_name": "first character of the token in its text"},
+    "char_end": {"long_name": "end of the token's characters in its text"},
+    "row_start": {"long_name": "first token of the prompt"},
+    "row_size": {"long_name": "tokens of the prompt", "sample_dimension": "token"},
+    "pair_start": {"long_name": "first pair of the prompt's attention pattern"},
+    "text": {"long_name": "prompt as text"},
+    "layer": {"long_name": "layer"},
+    "prompt_id": {"long_name": "prompt"},
+}
+"""What each label is, as its attributes say it."""
+NAMES = tuple(name for name in ABOUT if name not in ("layer", "prompt_id"))
+"""Every coordinate but those of dimensions, for the `coordinates` attribute by which xarray tells labels
+from data.
+"""
+
+
+def write_coordinates(
+    folder: Folder, path: str, tokens: PackedTokens, layers: int | None, *, pairs: bool
+) -> None:
+    """Write the labels of the entry at `path` once; any number of writers converge.
+
+    layers: length of the layer axis, None without one.  pairs: also where each prompt's pattern starts (for
+    entries of one segment, whose pair axis has no gaps).
+    """
+    labels = _labels_digest(tokens)
+    name = f"{path}/coordinates/labels.json"
+    folder.put_new(name, sealed({"labels": labels}))
+    ours = unsealed(name, folder.get(name) or b"", ("labels",))["labels"] == labels
+    files = _integer_files(tokens, layers, pairs=pairs, labelled=ours)
+    if ours and tokens.texts is not None:
+        files |= _text_files(tokens.texts)
+    made = folder.put_all({f"{path}/{name}": parts for name, parts in files.items()})
+    told = {name: _measured(folder, f"{path}/{name}", parts, made) for name, parts in files.items()}
+    record = f"coordinates/{labels[7:19] if ours else 'bare'}.json"
+    groups = {f"{path}/{name}/zarr.json": [_EMPTY_GROUP] for name in BOOKKEEPING}
+    folder.put_all({**groups, f"{path}/{record}": [sealed({"files": told})]})
+
+
+def metadata_record(variable: str) -> str:
+    """Where the digest of a variable's `zarr.json` is kept, relative to the entry."""
+    return f"coordinates/{variable}.zarr.json"
+
+
+def record_metadata(folder: Folder, path: str, variables: Iterable[str]) -> None:
+    """Keep the digests of the variables' `zarr.json` for `verify`; the first to do so wins."""
+    records = {}
+    for variable in variables:
+        if folder.get(f"{path}/{metadata_record(variable)}") is None:
+            file = f"{variable}/zarr.json"
+            told = {"files": {file: _measure(folder, f"{path}/{file}")}}
+            records[f"{path}/{metadata_record(variable)}"] = [sealed(told)]
+    folder.put_all(records)
+
+
+def check_metadata(folder: Folder, path: str, variable: str, text: bytes) -> None:
+    """Raise CorruptEntry unless this is the `zarr.json` of a variable as it was recorded.
+
+    Says nothing where it was not, by a writer that was killed in between.
+    """
+    name = f"{path}/{metadata_record(variable)}"
+    if (record := folder.get(name)) is not None:
+        told = unsealed(name, record, ("files",))["files"]
+        _expect(f"{path}/{variable}/zarr.json", text, told.get(f"{variable}/zarr.json"))
+
+
+def read_tokens(folder: Folder, path: str) -> PackedTokens:
+    """The tokens of the entry at `path`, memory-mapped, with the labels that were stored.
+
+    EntryNotFound when there are none, CorruptEntry when they do not fit together.
+    """
+    told = _recorded(folder, path)
+    columns = {
+        name: _read_integers(folder, path, name, told)
+        for name in ("token_id", "row_size", "char_start", "char_end")
+    }
+    ids, sizes = columns["token_id"], columns["row_size"]
+    if ids is None or sizes is None:
+        raise EntryNotFound(f"{folder.path(path)} holds no stored run; `mizarr ls` shows what is there")
+    text = _read_metadata(folder, path, "text", told)
+    texts = None if text is None else StoredTexts(folder, path, len(sizes), checked=_CRC32C in text["codecs"])
+    try:
+        return PackedTokens(ids, sizes, texts, columns["char_start"], columns["char_end"])
+    except ValueError as error:
+        raise CorruptEntry(
+            f"{folder.path(path)}: expected token coordinates that fit together, found that {error}; {REPAIR}"
+        ) from error
+
+
+class StoredTexts(Sequence[str]):
+    """The texts of an entry's prompts, read a chunk at a time when they are asked for."""
+
+    def __init__(self, folder: Folder, path: str, count: int, *, checked: bool) -> None:
+        self._folder, self._path, self._count, self._checked = folder, path, count, checked
+        self._chunk = lru_cache(maxsize=4)(self._read_chunk)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _stored_texts, (self._folder, self._path, self._count, self._checked)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, i: int) -> str: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[str]: ...
+    def __getitem__(self, i: int | slice) -> str | list[str]:
+        if isinstance(i, slice):
+            return [self[j] for j in range(*i.indices(self._count))]
+        at = range(self._count)[i]
+        return self._chunk(at // _TEXTS)[at % _TEXTS]
+
+    def _read_chunk(self, n: int) -> list[str]:
+        from numcodecs.vlen import VLenUTF8
+
+        name = f"{self._folder.path(self._path)}/text/c/{n}"
+        raw = self._folder.get(f"{self._path}/text/c/{n}")
+        if raw is None:
+            raise CorruptEntry(f"{name}: expected texts of prompts, found no file; {REPAIR}")
+        if self._checked:
+            raw, told = raw[:-4], raw[-4:]
+            if told != crc32c(raw).to_bytes(4, "little"):
+                raise CorruptEntry(f"{name}: expected texts with crc32c {told.hex()}, found others; {REPAIR}")
+        return [str(text) for text in VLenUTF8().decode(raw)]
+
+
+def _stored_texts(folder: Folder, path: str, count: int, checked: bool) -> StoredTexts:
+    return StoredTexts(folder, path, count, checked=checked)
+
+
+def _integers(
+    tokens: PackedTokens, layers: int | None, *, pairs: bool, labelled: bool
+) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """Name and values of every integer coordinate this entry gets."""
+    yield "token_id", tokens.ids
+    yield "row_start", tokens.row_start
+    yield "row_size", tokens.row_size
+    if tokens.n_tokens < SPELLED_OUT:
+        yield "prompt", tokens.prompt_of(slice(None))
+        yield "position", tokens.position_of(slice(None))
+    if labelled and tokens.char_start is not None and tokens.char_end is not None:
+        yield "char_start", tokens.char_start
+        yield "char_end", tokens.char_end
+    if pairs:
+        yield "pair_start", pair_starts(tokens)
+    if layers is not None:
+        yield "layer", np.arange(layers, dtype=np.int32)
+
+
+def pair_starts(tokens: PackedTokens) -> npt.NDArray[np.int64]:
+    """First pair of each prompt's packed attention pattern, int64 [prompt]."""
+    starts = np.zeros(tokens.n_prompts, np.int64)
+    np.cumsum((tokens.row_size * (tokens.row_size + 1) // 2)[:-1], out=starts[1:])
+    return starts
+
+
+def _dimension(name: str) -> str:
+    if name == "layer":
+        return "layer"
+    return "prompt_id" if name in ("row_start", "row_size", "pair_start", "text") else "token"
+
+
+def _integer_files(
+    tokens: PackedTokens, layers: int | None, *, pairs: bool, labelled: bool
+) -> dict[str, list[Buffer]]:
+    """Files of the integer coordinates, relative to the entry; an array's `zarr.json` after its values."""
+    files = {}
+    for name, values in _integers(tokens, layers, pairs=pairs, labelled=labelled):
+        layout = ShardLayout.whole(values.dtype.name, len(values))
+        shard = layout.path(name, None, 0)
+        files[shard] = shard_parts(shard, np.ascontiguousarray(values), layout)
+        metadata = array_metadata(layout, (len(values),), (_dimension(name),), ABOUT[name])
+        files[f"{name}/zarr.json"] = [metadata]
+    return files
+
+
+def _text_files(texts: Sequence[str]) -> dict[str, list[Buffer]]:
+    """Files of the texts, relative to the entry."""
+    from numcodecs.vlen import VLenUTF8
+
+    files: dict[str, list[Buffer]] = {}
+    for n in range(-(-len(texts) // _TEXTS)):
+        block = np.full(_TEXTS if len(texts) > _TEXTS else len(texts), "", object)
+        part = texts[n * _TEXTS : (n + 1) * _TEXTS]
+        block[: len(part)] = part
+        raw = bytes(VLenUTF8().encode(block))
+        files[f"text/c/{n}"] = [raw, crc32c(raw).to_bytes(4, "little")]
+    metadata = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": [len(texts)],
+        "data_type": "string",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [min(_TEXTS, len(texts))]}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": "",
+        "codecs": [{"name": "vlen-utf8", "configuration": {}}, _CRC32C],
+        "attributes": ABOUT["text"],
+        "dimension_names": ["prompt_id"],
+        "storage_transformers": [],
+    }
+    return {**files, "text/zarr.json": [json.dumps(metadata, indent=1).encode()]}
+
+
+def _measured(folder: Folder, name: str, parts: Sequence[Buffer], made: Collection[str]) -> list[int | str]:
+    """Size and digest of a file: of what was written if it is new, of what stands otherwise."""
+    if name not in made:
+        return _measure(folder, name)
+    return [sum(memoryview(part).nbytes for part in parts), content_digest(*parts)]
+
+
+def _measure(folder: Folder, name: str) -> list[int | str]:
+    return [folder.path(name).stat().st_size, file_digest(folder.path(name))]
+
+
+def _recorded(folder: Folder, path: str) -> dict[str, list[int | str]]:
+    """File -> [size, digest] of the coordinates, as their writers recorded them last of all."""
+    told: dict[str, list[int | str]] = {}
+    for name in sorted(folder.children(f"{path}/coordinates")):
+        if name.endswith(".json") and not name.endswith("zarr.json") and name != "labels.json":
+            record = f"{path}/coordinates/{name}"
+            told |= unsealed(record, folder.get(record) or b"", ("files",))["files"]
+    return told
+
+
+def _read_metadata(
+    folder: Folder, path: str, name: str, told: Mapping[str, list[int | str]]
+) -> dict[str, Any] | None:
+    """The `zarr.json` of a coordinate; None when there is none, nor ever was."""
+    file = f"{name}/zarr.json"
+    text = folder.get(f"{path}/{file}")
+    if text is None and file not in told:
+        return None
+    _expect(f"{path}/{file}", text or b"", told.get(file))
+    found: dict[str, Any] = json.loads(text or b"")
+    return found
+
+
+def _expect(name: str, text: bytes, told: list[int | str] | None) -> None:
+    """Raise CorruptEntry unless a file is as it was recorded."""
+    if told is not None and (found := content_digest(text)) != told[1]:
+        raise CorruptEntry(f"{name}: expected {told[1]}, found {found}; {REPAIR}")
+
+
+def _read_integers(
+    folder: Folder, path: str, name: str, told: Mapping[str, list[int | str]]
+) -> npt.NDArray[Any] | None:
+    metadata = _read_metadata(folder, path, name, told)
+    if metadata is None:
+        return None
+    rows, layout = int(metadata["shape"][0]), ShardLayout.from_metadata(metadata)
+    if layout is None:
+        raise CorruptEntry(
+            f"{folder.path(path)}/{name}: expected numbers as they were captured, found them stored again in "
+            f"another form; {REPAIR}"
+        )
+    held = np.asarray(read_shard(folder.path(f"{path}/{layout.path(name, None, 0)}"), layout, rows))
+    # A copy is what was checked, whatever becomes of the file.
+    return held.copy() if held.nbytes <= _HELD else held
+
+
+def _labels_digest(tokens: PackedTokens) -> str:
+    """`sha256:…` of the texts and character offsets."""
+    state = hashlib.sha256()
+    for column in (tokens.char_start, tokens.char_end):
+        state.update(b"-" if column is None else np.ascontiguousarray(column, "<i4").data)
+    for text in tokens.texts or ():
+        raw = text.encode()
+        state.update(len(raw).to_bytes(8, "little") + raw)
+    return f"sha256:{state.hexdigest()}"

@@ -1,0 +1,604 @@
+"""Entries: the stored activations of one run, committed segment by segment.
+
+A run's tokens lie end to end on one axis, cut into segments of equal length. The segment is the unit of
+everything: of work, of commit, of resume, of claim, of a Dask task. Its shards are written in place, never
+renamed and never changed; a small record then says that they stand, with their digests; when no segment of a
+(variable, layer) is missing, its manifest is written, then its key, and only a key makes data visible. Every
+step is "create if absent", so a kill at any moment loses at most the segment under way, and any number of
+writers converge on the same files.
+
+    data/<ab>/<D>/zarr.json                     the group; attributes say which run, and how it is cut
+        resid_post/zarr.json, resid_post/c/…    one array per variable (`shards.py`)
+        seg/<n>.<set>.json                      what one pass wrote; <set> says of which arrays
+        seg/<n>.claim                           somebody is at it (`claims.py`)
+        manifest/<variable>.<layer>.json        all shards of one array with size and digest
+
+Borders: arrays come as numpy, ready; which hook or model made them is told in attributes and never looked at.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import records
+from ..digest import canonical_json, content_digest, digest
+from ..errors import REPAIR, CorruptEntry, EntryNotFound, ShapeError, StoreFormatError, nearest
+from ..files import Folder, Watched
+from ..keys import ActivationKey, RunKey
+from ..records import Record
+from ..sealed import sealed
+from .claims import TTL, Claim
+from .committed import RECORD, Cell, Committed, cell_name
+from .coordinates import BOOKKEEPING, check_metadata
+from .mapped import MappedShards
+from .packed import PackedTokens
+from .shards import Array, ShardLayout, ShardRows, Written, array_metadata, write_shards
+
+if TYPE_CHECKING:
+    pass
+
+PACKED_AXES = ("token", "pair")
+CELL_MANIFEST = ("variable", "layer", "content", "files")
+"""Fields of the manifest of one array."""
+_ABOUT = {"run", "dtype", "segment_tokens", "n_tokens", "n_prompts"}
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One variable of a run.
+
+    dims: e.g. ("layer", "token", "hidden"); the packed axis is "token", or "pair" for attention patterns (row
+    t of the packed axis owns position(t) + 1 pairs, its lower triangle). sizes: of the axes after the packed
+    one. layers: of the model, None without layer axis.
+    """
+
+    variable: str
+    hook: str
+    dims: tuple[str, ...]
+    sizes: Mapping[str, int]
+    dtype: str
+    layers: int | None
+    long_name: str = ""
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        front = ("layer",) if self.layers is not None else ()
+        if (
+            self.dims[: len(front)] != front
+            or len(self.dims) <= len(front)
+            or self.dims[len(front)] not in PACKED_AXES
+        ):
+            raise ShapeError(
+                f"{self.variable}: expected dims to start with {[*front, 'token or pair']}, "
+                f"found {list(self.dims)}"
+            )
+
+    @property
+    def packed(self) -> str:
+        """The packed axis: "token" or "pair"."""
+        return self.dims[0 if self.layers is None else 1]
+
+    @property
+    def tail(self) -> tuple[int, ...]:
+        """Sizes after the packed axis."""
+        return tuple(self.sizes[dim] for dim in self.dims[self.dims.index(self.packed) + 1 :])
+
+    @classmethod
+    def from_attributes(cls, fields: Mapping[str, Any]) -> ArraySpec:
+        """The spec an array's attributes record."""
+        return cls(**{**fields, "dims": tuple(fields["dims"])})
+
+
+def entry_digest(run: RunKey, dtype: str) -> str:
+    """D, the name of the folder that holds a run's activations in one storage dtype."""
+    return digest("entry", run.request(), dtype)
+
+
+def entry_path(name: str) -> str:
+    """Where the entry with digest `name` lies, relative to the store."""
+    return f"data/{name[:2]}/{name}"
+
+
+class Entry:
+    """The stored activations of one run; safe for any number of threads and processes at once."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        run: RunKey,
+        dtype: str,
+        tokens: PackedTokens,
+        segment_tokens: int,
+        claim_ttl: float = TTL,
+    ) -> None:
+        self.folder = folder
+        self.run = run
+        self.dtype = dtype
+        self.tokens = tokens
+        self.segment_tokens = segment_tokens
+        self.digest = entry_digest(run, dtype)
+        self.path = entry_path(self.digest)
+        self._claim_ttl = claim_ttl
+        self._group_file = Watched(folder, f"{self.path}/zarr.json")
+        self._group_seen: bytes | None = None
+        self._array_files: dict[str, Watched] = {}
+        self._planned: dict[str, tuple[ArraySpec, ShardLayout | None]] = {}
+        self._known: dict[str, tuple[bytes, ArraySpec, ShardLayout | None]] = {}
+        self._committed = Committed(folder, f"{self.path}/seg", len(self.segments))
+        self._mapped = MappedShards()
+
+    @classmethod
+    def planned(
+        cls, folder: Folder, run: RunKey, tokens: PackedTokens, arrays: Sequence[ArraySpec], *,
+        segment_tokens: int, claim_ttl: float = TTL,
+    ) -> Self:  # fmt: skip
+        """The entry that `create` would make where there is none yet; writes nothing.
+
+        What it holds can be laid out and computed while another thread makes the entry; commit only then.
+        """
+        entry = cls(folder, run, _dtype_of(arrays), tokens, segment_tokens, claim_ttl)
+        entry._planned = {spec.variable: (spec, entry._plan(spec)) for spec in arrays}
+        return entry
+
+    @classmethod
+    def create(
+        cls, folder: Folder, run: RunKey, tokens: PackedTokens, arrays: Sequence[ArraySpec], *,
+        segment_tokens: int, attributes: Mapping[str, Any] | None = None, claim_ttl: float = TTL,
+    ) -> Self:  # fmt: skip
+        """The entry of a run, made if it is new; arrays it does not have yet are added.
+
+        An entry keeps the segment length it was made with, whatever is asked later. Raises ShapeError if
+        arrays mix dtypes, or one was declared otherwise before.
+        """
+        dtype = _dtype_of(arrays)
+        path = entry_path(entry_digest(run, dtype))
+        entry = cls(folder, run, dtype, tokens, _length(folder, path) or segment_tokens, claim_ttl)
+        layouts = [entry._plan(spec) for spec in arrays]  # refuses before anything is written
+        if not folder.put_new(f"{path}/zarr.json", entry._group(attributes or {})):
+            # The other one's length stands, which may differ from ours if it came first just now.
+            entry = cls(folder, run, dtype, tokens, _length(folder, path) or segment_tokens, claim_ttl)
+            layouts = [entry._plan(spec) for spec in arrays]
+        entry._add(arrays, layouts)
+        return entry
+
+    @classmethod
+    def load(cls, folder: Folder, path: str, tokens: PackedTokens) -> Self:
+        """The entry in a folder (relative to the store); EntryNotFound if there is none."""
+        about = _about(folder, path)
+        run = RunKey(about["run"]["model"], about["run"]["prompt"], about["run"]["hooks"])
+        return cls(folder, run, about["dtype"], tokens, about["segment_tokens"])
+
+    def __repr__(self) -> str:
+        return f"Entry({self.digest[:12]}, {self.tokens!r}, {len(self.segments)} segments)"
+
+    def __reduce__(self) -> tuple[type[Entry], tuple[Any, ...]]:
+        # Into another process goes what it is, not what it remembers.
+        about = (self.folder, self.run, self.dtype, self.tokens, self.segment_tokens, self._claim_ttl)
+        return type(self), about
+
+    # -- shape
+
+    @cached_property
+    def segments(self) -> list[range]:
+        """Token range of each segment: gap-free, equal but for the last."""
+        total = self.tokens.n_tokens
+        return [
+            range(start, min(start + self.segment_tokens, total))
+            for start in range(0, total, self.segment_tokens)
+        ]
+
+    @cached_property
+    def pair_bounds(self) -> npt.NDArray[np.int64]:
+        """Where each segment starts on the packed pair axis, int64 [segments + 1]."""
+        starts = np.array([*(segment.start for segment in self.segments), self.tokens.n_tokens], np.int64)
+        whole = np.concatenate([[0], np.cumsum(self.tokens.row_size * (self.tokens.row_size + 1) // 2)])
+        prompt = np.searchsorted(self.tokens.row_start, starts, side="right") - 1
+        position = starts - self.tokens.row_start[prompt]
+        bounds: npt.NDArray[np.int64] = whole[prompt] + position * (position + 1) // 2
+        return bounds
+
+    def rows(self, variable: str, n: int) -> int:
+        """Rows a segment holds of a variable: its tokens, or their pairs."""
+        return self._rows(self.spec(variable), n)
+
+    def _rows(self, spec: ArraySpec, n: int) -> int:
+        if spec.packed == "pair":
+            return int(self.pair_bounds[n + 1] - self.pair_bounds[n])
+        return len(self.segments[n])
+
+    @property
+    def specs(self) -> dict[str, ArraySpec]:
+        """Every variable that has been declared, by name."""
+        names = sorted(name for name in self.folder.children(self.path) if name not in BOOKKEEPING)
+        found = {name: self._read_array(name) for name in names}
+        return {name: array[1] for name, array in found.items() if array is not None}
+
+    def spec(self, variable: str) -> ArraySpec:
+        """How a variable is stored; EntryNotFound names the nearest otherwise."""
+        return self._array(variable)[0]
+
+    def layout(self, variable: str) -> ShardLayout:
+        """How a variable's shards lie on disk, by its `zarr.json`; StoreFormatError unless they are raw."""
+        layout = self._array(variable)[1]
+        if layout is None:
+            raise StoreFormatError(
+                f"{variable} in run {self.digest[:12]} was stored again with other codecs: it can be read, "
+                "through zarr, but not added to; capture into a new store"
+            )
+        return layout
+
+    # -- writing
+
+    def missing(self, wanted: Iterable[Cell]) -> dict[int, list[Cell]]:
+        """Segment -> those wanted cells it has not committed, in order; empty when all stand."""
+        asked = list(dict.fromkeys(wanted))
+        missing = {
+            n: [cell for cell in asked if cell not in held]
+            for n, held in enumerate(self._committed.segments())
+        }
+        return {n: cells for n, cells in missing.items() if cells}
+
+    def write_segment(
+        self,
+        n: int,
+        arrays: Mapping[Cell, Array],
+        *,
+        threads: int = 2,
+        handed_over: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Commit whole shards of one segment: all files first, then the record that says they stand.
+
+        arrays: each [rows of the segment, *tail] of the declared dtype, in C order; not to be changed before
+        this returns. Whatever stands already stays as it is. threads: that digest, and as many that write;
+        one leaves the cores to whoever computes meanwhile. handed_over: called when what is left is waiting
+        for the disk. Raises ShapeError before anything is written if an array does not fit; StoreFull,
+        ReadOnlyStore.
+        """
+        self._planned = {}  # from here on what was made counts
+        for (variable, layer), rows in arrays.items():
+            self._check_rows(variable, layer, n, rows)
+
+        shards = {}
+        for cell, rows in arrays.items():
+            layout = self.layout(cell[0])
+            shards[layout.path(*cell, n)] = (rows, layout)
+        written = write_shards(
+            self.folder,
+            {f"{self.path}/{name}": shard for name, shard in shards.items()},
+            threads=threads,
+            handed_over=handed_over,
+        )
+        files = {name: written[f"{self.path}/{name}"] for name in shards}
+        cells = sorted(cell_name(cell) for cell in arrays)
+        record = dict(zip(RECORD, (n, cells, files), strict=True))
+        name = f"{self.path}/seg/{n}.{digest('cells', cells)[:12]}.json"
+        self.folder.put_new(name, sealed(record))
+
+    def claim(self, n: int) -> Claim:
+        """A claim on a segment: `with entry.claim(n) as mine:`, or `acquire` … `release` from any thread."""
+        return Claim(self.folder, f"{self.path}/seg/{n}.claim", self._claim_ttl)
+
+    def publish(self, wanted: Iterable[Cell]) -> list[Record]:
+        """Make complete arrays visible: manifest, then key. Those with a segment missing are left out."""
+        asked = list(dict.fromkeys(wanted))
+        held = self._committed.segments()
+        whole = [cell for cell in asked if all(cell in segment for segment in held)]
+        found, manifests = [], {}
+        for cell in whole:
+            record, manifest = self._completed(cell, held)
+            found.append(record)
+            manifests[f"{self.path}/manifest/{cell_name(cell)}.json"] = [manifest]
+        self.folder.put_all(manifests)
+        made = self.folder.put_all({record.path: [record.to_bytes()] for record in found})
+        return [
+            record if record.path in made else self.record(*cell) or record
+            for cell, record in zip(whole, found, strict=True)
+        ]
+
+    # -- reading
+
+    def record(self, variable: str, layer: int | None) -> Record | None:
+        """What is published of a cell; None while a segment is missing."""
+        key = self.key(variable, layer).digest
+        text = self.folder.get(records.key_path(key))
+        return None if text is None else Record.from_bytes(key, text)
+
+    def key(self, variable: str, layer: int | None) -> ActivationKey:
+        """The key a cell is published under."""
+        return ActivationKey(self.run, variable, layer, self.dtype)
+
+    def published(self) -> list[Cell]:
+        """Every cell that is visible, variables by name, layers in order."""
+        cells = [
+            (name, layer)
+            for name, spec in self.specs.items()
+            for layer in ([None] if spec.layers is None else range(spec.layers))
+        ]
+        manifests = {name.rsplit("/", 1)[-1] for name in self.folder.list(f"{self.path}/manifest")}
+        return [
+            cell
+            for cell in cells
+            if f"{cell_name(cell)}.json" in manifests and self.record(*cell) is not None
+        ]
+
+    def content(self, variable: str, layer: int | None) -> str:
+        """R of a published cell; EntryNotFound while a segment is missing."""
+        record = self.record(variable, layer)
+        if record is None:
+            raise EntryNotFound(
+                f"run {self.digest[:12]} has not all of {cell_name((variable, layer))}; capture it first"
+            )
+        return record.content
+
+    def segment_digest(self, variable: str, layer: int | None, n: int) -> str:
+        """Digest of one committed shard; EntryNotFound if it is not committed."""
+        cell = (variable, layer)
+        found = self._committed.shard(n, cell)
+        if found is None:
+            raise EntryNotFound(self._absent(variable, layer, n, "committed"))
+        return found[1]
+
+    def shard(self, variable: str, layer: int | None, n: int) -> ShardRows:
+        """Rows of one segment, read-only, in the stored dtype, memory-mapped: [rows, *tail].
+
+        Raises EntryNotFound; CorruptEntry for a file cut short, or an index that is not intact, and, when
+        rows are taken, for a chunk that is not what its checksum says.
+        """
+        spec, layout = self._array(variable)
+        rows = self._rows(spec, n)
+        if layout is None:
+            return self._read_through_zarr(variable, layer, n, rows)
+        path = self.folder.path(f"{self.path}/{layout.path(variable, layer, n)}")
+        try:
+            return self._mapped.rows(path, layout, rows, self._place(variable, layer, n))
+        except FileNotFoundError:
+            raise EntryNotFound(self._absent(variable, layer, n, "stored")) from None
+
+    # -- helpers
+
+    def _group(self, attributes: Mapping[str, Any]) -> bytes:
+        """The `zarr.json` of the group."""
+        about = {
+            "run": self.run.request(),
+            "dtype": self.dtype,
+            "segment_tokens": self.segment_tokens,
+            "n_tokens": self.tokens.n_tokens,
+            "n_prompts": self.tokens.n_prompts,
+        }
+        about["check"] = _check_of({**attributes, "mizarr": about})
+        group = {"zarr_format": 3, "node_type": "group", "attributes": {**attributes, "mizarr": about}}
+        return json.dumps(group, indent=1).encode()
+
+    def _plan(self, spec: ArraySpec) -> ShardLayout:
+        """The layout of a new variable; ShapeError if segments of this length do not allow one."""
+        pairs = spec.packed == "pair"
+        most = int(np.diff(self.pair_bounds).max()) if pairs else self.segment_tokens
+        exact = len(self.segments) > 1 and not pairs
+        layout = ShardLayout.of(spec.dtype, spec.tail, most, spec.layers is not None, exact=exact)
+        is_declared = self.folder.get(f"{self.path}/{spec.variable}/zarr.json") is not None
+        fits = is_declared or self._fits_what_stands(spec, layout)  # what is declared stays as it is
+        return layout if fits else replace(layout, checked=False)
+
+    def _fits_what_stands(self, spec: ArraySpec, layout: ShardLayout) -> bool:
+        """Whether committed shards of a variable, whose `zarr.json` was set aside, have these sizes, too.
+
+        If not they were written before chunks had checksums.
+        """
+        for n, held in enumerate(self._committed.segments()):
+            for (variable, _), (size, _) in held.items():
+                if variable == spec.variable:
+                    return size == layout.file_bytes(self._rows(spec, n))
+        return True
+
+    def _add(self, arrays: Sequence[ArraySpec], layouts: Sequence[ShardLayout]) -> None:
+        """Declare variables, where they are not declared yet."""
+        declared: dict[str, ArraySpec] = {}
+        files = {}
+        for spec, layout in zip(arrays, layouts, strict=True):
+            if declared.setdefault(spec.variable, spec) is spec:
+                files[f"{self.path}/{spec.variable}/zarr.json"] = [self._metadata(spec, layout)]
+        made = self.folder.put_all(files)
+        for spec in arrays:
+            is_new = f"{self.path}/{spec.variable}/zarr.json" in made
+            there = declared[spec.variable] if is_new else self.spec(spec.variable)
+            if (there.dims, there.tail, there.dtype, there.layers) != (
+                spec.dims,
+                spec.tail,
+                spec.dtype,
+                spec.layers,
+            ):
+                raise ShapeError(
+                    f"run {self.digest[:12]} already stores {spec.variable} as {there}; expected {spec}"
+                )
+
+    def _metadata(self, spec: ArraySpec, layout: ShardLayout) -> bytes:
+        """The `zarr.json` of a variable."""
+        many, pairs = len(self.segments) > 1, spec.packed == "pair"
+        packed = layout.rows * len(self.segments) if pairs else self.tokens.n_tokens
+        front = () if spec.layers is None else (spec.layers,)
+        attributes: dict[str, Any] = {"long_name": spec.long_name, "units": spec.unit, "mizarr": asdict(spec)}
+        if pairs and many:
+            # For readers without mizarr: pair i of segment n lies at n * shard length + i - pair_bounds[n];
+            # what is between is NaN.
+            attributes["pair_bounds"] = self.pair_bounds.tolist()
+        return array_metadata(layout, (*front, packed, *spec.tail), spec.dims, attributes)
+
+    def _array(self, variable: str) -> tuple[ArraySpec, ShardLayout | None]:
+        """Spec and layout of a variable, as its `zarr.json` has them now, or as it is planned."""
+        if variable in self._planned:
+            return self._planned[variable]
+        self._expect_same_run()
+        if variable not in self._array_files:
+            self._array_files[variable] = Watched(self.folder, f"{self.path}/{variable}/zarr.json")
+        text, known = self._array_files[variable].get(), self._known.get(variable)
+        if known is None or known[0] is not text:
+            found = self._read_array(variable)
+            if text is None or found is None:
+                held = self.specs
+                near = nearest(variable, held)
+                raise EntryNotFound(
+                    f"run {self.digest[:12]} has no variable {variable!r}; it has {', '.join(held) or 'none'}"
+                    f"{f', nearest is {near!r}' if near else ''}. Capture it first"
+                )
+            known = self._known[variable] = (text, *found[1:])
+        return known[1:]
+
+    def _expect_same_run(self) -> None:
+        """Raise EntryNotFound if the run's folder was removed, and made again with other segments, since."""
+        text = self._group_file.get()
+        if text is self._group_seen:
+            return
+        # The folder's name digests everything else that decides what rows mean.
+        if text is None or (length := _checked_about(self.folder, self.path, text)["segment_tokens"]) != (
+            self.segment_tokens
+        ):
+            found = "no run" if text is None else f"one in segments of {length} tokens"
+            raise EntryNotFound(
+                f"{self.folder.path(self.path)}: expected run {self.digest[:12]} in segments of "
+                f"{self.segment_tokens} tokens, as it was opened, found {found}; open it again"
+            )
+        self._group_seen = text
+
+    def _read_array(self, variable: str) -> tuple[bytes, ArraySpec, ShardLayout | None] | None:
+        text = self.folder.get(f"{self.path}/{variable}/zarr.json")
+        if text is None:
+            return None
+        check_metadata(self.folder, self.path, variable, text)
+        try:
+            metadata = json.loads(text)
+            fields = metadata.get("attributes", {}).get("mizarr", {})
+        except (ValueError, AttributeError) as error:
+            raise CorruptEntry(
+                f"{self.folder.path(self.path)}/{variable}/zarr.json: expected the description of an array, "
+                f"found {error}; {REPAIR}"
+            ) from error
+        if "hook" not in fields:
+            return None
+        return text, ArraySpec.from_attributes(fields), ShardLayout.from_metadata(metadata)
+
+    def _read_through_zarr(self, variable: str, layer: int | None, n: int, rows: int) -> ShardRows:
+        import zarr
+
+        from . import bfloat16  # noqa: F401 - teaches zarr the dtype
+
+        array: Any = zarr.open_array(self.folder.path(f"{self.path}/{variable}"), mode="r")
+        shard = array.shards or array.chunks
+        start = n * shard[0 if layer is None else 1]
+        at = slice(start, start + rows)
+        try:
+            held: Array = np.asarray(array[at] if layer is None else array[layer, at])
+        except (ValueError, RuntimeError) as error:
+            raise CorruptEntry(
+                f"{self.folder.path(self.path)}/{variable} ({self._place(variable, layer, n)}): expected "
+                f"chunks as they were written, found some that cannot be read ({error}); {REPAIR}"
+            ) from error
+        return ShardRows(held[None], rows)
+
+    def _check_rows(self, variable: str, layer: int | None, n: int, rows: Array) -> None:
+        """Raise ShapeError unless these are the rows of that segment, as declared."""
+        spec = self.spec(variable)
+        if (spec.layers is None) != (layer is None) or (
+            layer is not None and not 0 <= layer < (spec.layers or 0)
+        ):
+            has = "no layer axis" if spec.layers is None else f"layers 0 to {spec.layers - 1}"
+            raise ShapeError(f"{variable} has {has}, found layer {layer}")
+        if not 0 <= n < len(self.segments):
+            raise ShapeError(f"expected a segment from 0 to {len(self.segments) - 1}, found {n}")
+        expected = (self.rows(variable, n), *spec.tail)
+        if (
+            rows.shape != expected
+            or rows.dtype != self.layout(variable).native
+            or not rows.flags.c_contiguous
+        ):
+            order = "" if rows.flags.c_contiguous else ", not contiguous: make it so first"
+            raise ShapeError(
+                f"segment {n} of {cell_name((variable, layer))}: expected {spec.dtype} of shape "
+                f"{list(expected)} in C order, found {rows.dtype} of shape {list(rows.shape)}{order}"
+            )
+
+    def _place(self, variable: str, layer: int | None, n: int) -> str:
+        return f"segment {n} of {cell_name((variable, layer))} in run {self.digest[:12]}"
+
+    def _absent(self, variable: str, layer: int | None, n: int, what: str) -> str:
+        return f"{self._place(variable, layer, n)} is not {what}; capture it first"
+
+    def _completed(self, cell: Cell, held: Sequence[Mapping[Cell, Written]]) -> tuple[Record, bytes]:
+        """The record and the manifest of a cell whose segments are all committed."""
+        variable, layer = cell
+        layout = self.layout(variable)
+        files = {layout.path(variable, layer, n): segment[cell] for n, segment in enumerate(held)}
+        spec = self.spec(variable)
+        content = content_digest(
+            canonical_json(["shards", spec.dtype, list(spec.tail), list(files.values())]).encode()
+        )
+        manifest = dict(zip(CELL_MANIFEST, (variable, layer, content, files), strict=True))
+        label = cell_name(cell).replace(".", "/")
+        key = self.key(variable, layer).digest
+        record = Record(key, records.ACTIVATION, self.path, content, records.now(), label)
+        return record, sealed(manifest)
+
+
+def _dtype_of(arrays: Sequence[ArraySpec]) -> str:
+    """The one dtype of an entry's arrays; ShapeError if there are several, or none."""
+    dtypes = sorted({spec.dtype for spec in arrays})
+    if len(dtypes) != 1:
+        raise ShapeError(
+            f"expected the arrays of one entry to share one dtype, found {', '.join(dtypes) or 'no arrays'}"
+        )
+    return dtypes[0]
+
+
+def _length(folder: Folder, path: str) -> int | None:
+    """The segment length of an entry; None when there is no entry."""
+    return (
+        int(_about(folder, path)["segment_tokens"]) if folder.get(f"{path}/zarr.json") is not None else None
+    )
+
+
+def _about(folder: Folder, path: str) -> dict[str, Any]:
+    """What an entry's group says of it; EntryNotFound if there is none."""
+    return dict(group_attributes(folder, path)["mizarr"])
+
+
+def group_attributes(folder: Folder, path: str) -> dict[str, Any]:
+    """The attributes of an entry's group; EntryNotFound if there is none, CorruptEntry if they are others."""
+    text = folder.get(f"{path}/zarr.json")
+    if text is None:
+        raise EntryNotFound(f"{folder.path(path)} holds no stored run; see `mizarr ls`")
+    return _checked(folder, path, text)
+
+
+def _checked_about(folder: Folder, path: str, text: bytes) -> dict[str, Any]:
+    return dict(_checked(folder, path, text)["mizarr"])
+
+
+def _checked(folder: Folder, path: str, text: bytes) -> dict[str, Any]:
+    """Attributes in the `zarr.json` of a group; those written before there were checks have none."""
+    try:
+        attributes: dict[str, Any] = json.loads(text)["attributes"]
+        about = attributes["mizarr"]
+        told = about.get("check")
+        run = RunKey(*(about["run"][name] for name in ("model", "prompt", "hooks")))
+        sound = set(about) == _ABOUT if told is None else told == _check_of(attributes)
+        sound = sound and entry_path(entry_digest(run, about["dtype"])) == path
+    except (ValueError, KeyError, TypeError, AttributeError):
+        sound = False
+    if not sound:
+        raise CorruptEntry(
+            f"{folder.path(path)}/zarr.json: expected the description of run {path[-64:][:12]} as it was "
+            f"written, found another; {REPAIR}"
+        )
+    return attributes
+
+
+def _check_of(attributes: Mapping[str, Any]) -> str:
+    """`sha256:…` of a group's attributes, but for the check itself."""
+    about = {name: value for name, value in attributes["mizarr"].items() if name != "check"}
+    return content_digest(canonical_json({**attributes, "mizarr": about}).encode())

@@ -1,0 +1,243 @@
+"""Contrastive vectors and steering convergence, against the reference with the vector added by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mizarr.pipeline import run
+from mizarr.stages.causal.convergence import (
+    ContrastiveVectors,
+    SteeringConvergence,
+    absorption_layer,
+    best_layer,
+    convergence_label,
+    cosine,
+)
+from mizarr.stages.forward.runs.run import stream
+from mizarr.store import open_store
+from mizarr.store.errors import InterventionError, PromptError, StageError
+
+from ..forward.attention_models import FAMILIES, IDS, both
+from ..forward.attention_reference import kl, logits, pushed, states
+
+pytest.importorskip("transformers")
+LAST = len(IDS) - 1
+OTHER = (0, 31, 99, 14, 45, 11, 150, 90, 3, 77, 260, 18)
+SHORT = (0, 5, 6)
+TARGET = (42, 17)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request, tmp_path_factory):
+    return both(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return both(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def computed(experiment, model, folder):
+    store = open_store(folder)
+    node = experiment.on(model)
+    run(node, store)
+    return node.open(store).load()
+
+
+def similar(a, b):
+    return a @ b / np.sqrt((a @ a) * (b @ b))
+
+
+@pytest.mark.parametrize("position", [LAST, 3])
+def test_every_push_agrees_with_the_reference(pair, tmp_path, position):
+    model, reference = pair
+    experiment = SteeringConvergence(
+        IDS,
+        (IDS,),
+        (OTHER,),
+        (position,),
+        (position,),
+        position=position,
+        strengths=(0.5, 2.0),
+        target=TARGET,
+    )
+    found = computed(experiment, model, tmp_path)
+    ids = (*IDS, TARGET[0])
+    base, counter, plain = states(reference, IDS), states(reference, OTHER), logits(reference, ids)
+    layers = model.config.num_layers
+    for layer in range(layers):
+        vector = (base[layer] - counter[layer])[position]
+        assert float(found["vector_norm"][layer]) == pytest.approx(np.linalg.norm(vector), rel=1e-4)
+        for number, strength in enumerate((0.5, 2.0)):
+            with pushed(reference, layer, position, strength * vector):
+                steered, after = logits(reference, ids), states(reference, IDS)
+            here = found.isel(layer=layer, strength=number)
+            assert float(here["kl"]) == pytest.approx(kl(plain[LAST], steered[LAST]), rel=2e-3, abs=1e-6)
+            logprob = steered - np.log(np.exp(steered).sum(-1, keepdims=True))
+            both_pieces = logprob[LAST, TARGET[0]] + logprob[LAST + 1, TARGET[1]]
+            assert float(here["target_logprob"]) == pytest.approx(both_pieces, abs=5e-4)
+            for read in range(layers):
+                expected = similar(base[read][LAST], after[read][LAST])
+                assert float(here["similarity"][read]) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_push_of_no_strength_changes_nothing(pair, tmp_path):
+    experiment = SteeringConvergence(IDS, (IDS,), (OTHER,), strengths=(0.0,))
+    found = computed(experiment, pair[0], tmp_path)
+    np.testing.assert_allclose(found["similarity"], 1, atol=1e-6)
+    assert (found["kl"] < 1e-9).all()
+
+
+def test_layers_before_the_push_are_untouched_and_an_early_position_spares_its_own_layer(llama, tmp_path):
+    experiment = SteeringConvergence(IDS, (IDS,), (OTHER,), (3,), (3,), position=3)
+    similarity = computed(experiment, llama[0], tmp_path)["similarity"][:, 0].values
+    assert (similarity[np.tril_indices(3)] > 1 - 1e-9).all()
+    assert (similarity[np.triu_indices(3, 1)] < 1 - 1e-6).any()
+
+
+def test_means_over_lists_of_prompts_at_positions_of_their_own(pair, tmp_path):
+    model, reference = pair
+    experiment = ContrastiveVectors((IDS, OTHER, IDS), (SHORT,), (-1, 4, 2), (1,))
+    found = computed(experiment, model, tmp_path)
+    a, b, c = (states(reference, ids) for ids in (IDS, OTHER, SHORT))
+    for layer in range(model.config.num_layers):
+        positive = (a[layer][-1] + b[layer][4] + a[layer][2]) / 3
+        np.testing.assert_allclose(found["vector"][layer], positive - c[layer][1], atol=2e-4)
+        length = np.linalg.norm(positive - c[layer][1])
+        assert float(found["norm"][layer]) == pytest.approx(length, rel=1e-4)
+    assert found["prompts"].values.tolist() == [3, 1]
+    assert found["vector"].attrs["units"] == "activation"
+
+
+def test_a_normalised_vector_has_length_one_and_the_same_direction(llama, tmp_path):
+    model, _ = llama
+    plain = ContrastiveVectors((IDS,), (OTHER,)).computed(model)
+    unit = computed(ContrastiveVectors((IDS,), (OTHER,), normalised=True), model, tmp_path)
+    np.testing.assert_allclose(np.linalg.norm(unit["vector"], axis=-1), 1, rtol=1e-5)
+    np.testing.assert_allclose(unit["vector"] * unit["norm"], plain["vector"], rtol=1e-4, atol=1e-5)
+    with pytest.raises(StageError, match="which has no direction"):
+        ContrastiveVectors((IDS,), (IDS,), normalised=True).computed(model)
+
+
+def test_one_more_layer_computes_one_and_a_killed_experiment_goes_on(llama, tmp_path, monkeypatch):
+    model, _ = llama
+    store = open_store(tmp_path)
+
+    def experiment(layers):
+        return SteeringConvergence(IDS, (IDS,), (OTHER,), strengths=(1.0, 2.0), layers=layers)
+
+    def dying(model, runs, **options):
+        for number, done in enumerate(stream(model, runs, **options)):
+            if number == 3:
+                raise KeyboardInterrupt
+            yield done
+
+    node = experiment((0, 1)).on(model)
+    with monkeypatch.context() as patch:
+        patch.setattr("mizarr.stages.forward.runs.experiment.stream", dying)
+        with pytest.raises(KeyboardInterrupt):
+            run(node, store)
+    left = len(node.missing(store))
+    assert left < 2
+    asked = []
+
+    def counted(model, runs, **options):
+        asked.append(len(runs))
+        return stream(model, runs, **options)
+
+    monkeypatch.setattr("mizarr.stages.forward.runs.experiment.stream", counted)
+    run(node, store)
+    run(experiment(None).on(model), store)
+    assert asked == [2 * left] * bool(left) + [2]
+
+
+BASE = {"tokens": IDS, "positive": (IDS,), "negative": (OTHER,)}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tokens": OTHER},
+        {"positive": (IDS, SHORT)},
+        {"negative": (SHORT,)},
+        {"positive_positions": (0,)},
+        {"negative_positions": (0,)},
+        {"normalised": True},
+        {"position": 0},
+        {"strengths": (2.0,)},
+        {"layers": (1,)},
+        {"target": (4,)},
+        {"top_k": 3},
+    ],
+)
+def test_the_key_moves_with_every_parameter(llama, tmp_path, changed):
+    store = open_store(tmp_path)
+    keys = [SteeringConvergence(**given).on(llama[0]).key(store) for given in (BASE, BASE | changed)]
+    assert keys[0].digest != keys[1].digest
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"position": 12}, PromptError, r"position in 0\.\.11"),
+        ({"strengths": ()}, StageError, "found none"),
+        ({"strengths": (1.0, 1.0)}, StageError, "each once"),
+        ({"strengths": (float("inf"),)}, StageError, "finite strengths"),
+        ({"negative": ()}, PromptError, "at least one negative prompt"),
+        ({"positive": ((),)}, PromptError, "at least one token"),
+        ({"negative": (SHORT,), "negative_positions": (3,)}, PromptError, r"0\.\.2 of negative prompt 0"),
+        ({"positive_positions": (1, 2)}, PromptError, r"one per prompt \(1\), found 2"),
+        ({"layers": (9,)}, InterventionError, r"layers in 0\.\.2"),
+    ],
+)
+def test_wrong_input_is_refused_before_anything_runs(llama, tmp_path, given, error, message):
+    with pytest.raises(error, match=message) as found:
+        SteeringConvergence(**BASE | given).on(llama[0]).status(open_store(tmp_path))
+    assert "\n" not in str(found.value)
+
+
+# -- on paper
+
+
+def test_cosines():
+    assert cosine(np.array([1.0, 0]), np.array([0, 2.0])) == 0
+    assert cosine(np.array([1.0, 1]), np.array([2.0, 2])) == pytest.approx(1)
+    assert cosine(np.zeros(2), np.ones(2)) == 0
+
+
+def test_absorption_is_the_first_later_layer_at_the_threshold_and_need_not_last():
+    row = np.array([1.0, 0.3, 0.95, 0.2, 0.99])
+    assert absorption_layer(row, 1) == 2
+    assert absorption_layer(row, 2) == 4
+    assert absorption_layer(row, 2, threshold=0.995) is None
+    assert absorption_layer(row, 4) is None
+    assert absorption_layer(row, 0, threshold=0.3) == 1
+
+
+def test_the_best_layer_is_the_deepest_absorbed_or_the_one_that_hurts_least():
+    assert best_layer({0: 1, 1: 3, 2: None}, {0: 0.1, 1: 0.2, 2: 0.0}) == 1
+    assert best_layer({0: None, 1: None, 2: None}, {0: 0.3, 1: 0.2, 2: 0.2}) == 1
+
+
+@pytest.mark.parametrize(
+    ("early", "late", "next_to_last", "expected"),
+    [
+        (0.96, 0.97, 0.99, "attractor"),
+        (0.96, 0.92, 0.85, "depth-dependent"),
+        (0.96, 0.94, 0.92, "mixed"),
+        (0.5, 0.8, 0.99, "multiple paths"),
+        (0.5, 0.99, 0.5, "mixed"),
+        (0.95, 0.95, 0.5, "mixed"),
+    ],
+)
+def test_labels_by_the_half_depth_entries(early, late, next_to_last, expected):
+    matrix = np.eye(6)
+    matrix[0, 3], matrix[3, 5], matrix[4, 5] = early, late, next_to_last
+    assert convergence_label(matrix) == expected
+
+
+def test_a_model_without_half_depth_has_no_label():
+    assert convergence_label(np.eye(2)) == "too shallow"
+    with pytest.raises(StageError, match="all layers by all layers"):
+        convergence_label(np.ones((2, 3)))

@@ -1,0 +1,168 @@
+"""Hook points and specs: names both ways, globs, digests, and errors that name the nearest valid thing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from mizarr.stages.forward.architectures.points import KINDS, HookPoint, transformer_points
+from mizarr.stages.forward.hooks.interventions import Add, Replace, Scale, Zero
+from mizarr.stages.forward.hooks.spec import HookSpec
+from mizarr.store.errors import HookPointNotFound, InterventionError
+
+POINTS = transformer_points(4, post_norms=False, gated=True)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_point_survives_the_trip_through_its_string_form(kind):
+    point = HookPoint(kind.name, 7 if kind.per_layer else None)
+    assert HookPoint.parse(str(point)) == point
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind.transformer_lens], ids=lambda kind: kind.name
+)
+def test_every_transformer_lens_name_translates_back(kind):
+    point = HookPoint(kind.name, 2 if kind.per_layer else None)
+    assert HookPoint.from_transformer_lens(point.transformer_lens) == point
+
+
+def test_names_that_mean_two_things_reach_both():
+    assert HookPoint.from_transformer_lens("blocks.1.mlp.hook_pre") == HookPoint.mlp_pre_act(1)
+    assert HookPoint.parse("blocks.1.mlp.hook_pre") == HookPoint.mlp_pre(1)
+    assert HookPoint.mlp_pre(1).transformer_lens is None
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("blocks.3.hook_residpost", "blocks.3.hook_resid_post"),
+        ("blocks.3.attn.hook_patern", "blocks.3.attn.hook_pattern"),
+        ("hook_embedd", "hook_embed"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(name, near):
+    with pytest.raises(HookPointNotFound, match=near):
+        HookSpec().capture(name)
+
+
+def test_a_layer_the_model_lacks_is_refused():
+    with pytest.raises(HookPointNotFound, match=r"layers 0 to 3, found 'blocks.9.hook_resid_post'"):
+        HookSpec().capture("blocks.9.hook_resid_post").bind(POINTS)
+
+
+def test_a_point_another_family_has_is_refused():
+    with pytest.raises(HookPointNotFound, match=r"no hook point 'blocks.0.ln1_post.hook_scale'"):
+        HookSpec().capture("blocks.0.ln1_post.hook_scale").bind(POINTS)
+
+
+def test_a_glob_that_matches_nothing_is_refused():
+    with pytest.raises(HookPointNotFound, match="hook_resid_pots"):
+        HookSpec().capture("blocks.*.hook_resid_pots").bind(POINTS)
+
+
+def test_a_glob_expands_to_the_layers_of_the_model_in_order():
+    bound = HookSpec().capture("blocks.*.hook_resid_post").bind(POINTS)
+    assert [c.point for c in bound.captures] == [HookPoint.resid_post(layer) for layer in range(4)]
+
+
+def test_capturing_twice_is_capturing_once():
+    spec = HookSpec().capture("hook_embed").capture(HookPoint.embed())
+    assert spec.num_captures == 1
+
+
+def test_extend_appends_interventions_and_unites_captures():
+    first = HookSpec().capture("hook_embed").intervene("blocks.0.hook_mlp_out", Zero())
+    second = (
+        HookSpec().capture("hook_embed", "hook_final_norm").intervene("blocks.0.hook_mlp_out", Scale(2.0))
+    )
+    first.extend(second)
+    assert first.num_captures == 2
+    assert first.interventions_at("blocks.0.hook_mlp_out") == [Zero(), Scale(2.0)]
+
+
+def test_the_run_digest_ignores_captures_and_their_order():
+    a = (
+        HookSpec()
+        .capture("hook_embed", "blocks.1.hook_resid_post")
+        .intervene("blocks.0.hook_mlp_out", Zero())
+    )
+    b = HookSpec().intervene("blocks.0.hook_mlp_out", Zero()).capture("blocks.*.hook_resid_pre")
+    assert a.bind(POINTS).run_digest == b.bind(POINTS).run_digest
+    assert a.bind(POINTS).digest != b.bind(POINTS).digest
+
+
+def test_the_order_of_interventions_is_identity():
+    a = HookSpec().intervene("hook_embed", Zero()).intervene("hook_embed", Scale(2.0))
+    b = HookSpec().intervene("hook_embed", Scale(2.0)).intervene("hook_embed", Zero())
+    assert a.bind(POINTS).run_digest != b.bind(POINTS).run_digest
+
+
+def test_one_bit_of_a_payload_changes_the_run_digest():
+    vector = np.linspace(0, 1, 16, dtype=np.float32)
+    other = vector.copy()
+    other.view(np.uint32)[3] ^= 1
+    digests = {
+        HookSpec().intervene("hook_embed", Add(v)).bind(POINTS).run_digest
+        for v in (vector, other, vector.copy())
+    }
+    assert len(digests) == 2
+
+
+def test_a_tensor_and_an_array_of_equal_content_are_one_payload():
+    torch = pytest.importorskip("torch")
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    assert Replace(array) == Replace(torch.from_numpy(array))
+    assert Replace(torch.from_numpy(array).bfloat16()) != Replace(array)
+
+
+def test_digests_do_not_depend_on_the_process():
+    code = (
+        "from mizarr.stages.forward.hooks.spec import HookSpec\n"
+        "from mizarr.stages.forward.hooks.interventions import Add, Scale\n"
+        "from mizarr.stages.forward.architectures.points import transformer_points\n"
+        "spec = HookSpec().capture('hook_embed').intervene('hook_embed', "
+        "Scale(0.1)).intervene('hook_embed', Add([1.0, 2.5]))\n"
+        "print(spec.bind(transformer_points(2, post_norms=True, gated=True)).digest)\n"
+        "import sys; assert 'torch' not in sys.modules, 'planning must not import torch'\n"
+    )
+    runs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("payload", [np.arange(3), np.array([True]), np.array([1 + 1j])])
+def test_payloads_that_are_not_floating_point_are_refused(payload):
+    with pytest.raises(InterventionError, match="expected a floating-point tensor, found dtype"):
+        Replace(payload)
+
+
+def test_payloads_with_nan_are_refused():
+    with pytest.raises(InterventionError, match="expected finite numbers"):
+        Add(np.array([1.0, np.nan], np.float32))
+
+
+def test_something_that_is_no_intervention_is_refused():
+    with pytest.raises(InterventionError, match="expected an intervention"):
+        HookSpec().intervene("hook_embed", lambda x: x)  # type: ignore[arg-type]
+
+
+def test_a_spec_knows_what_it_asks_for_by_name_and_by_glob():
+    spec = HookSpec().capture("blocks.*.hook_resid_post").intervene("blocks.*.hook_mlp_out", Zero())
+    assert spec.is_captured("blocks.3.hook_resid_post")
+    assert not spec.is_captured("blocks.3.hook_resid_pre")
+    assert spec.has_intervention_at(HookPoint.mlp_out(1))
+    assert not spec.has_intervention_at(HookPoint.attn_out(1))
+    assert (spec.num_captures, spec.num_interventions, spec.is_empty) == (1, 1, False)
+    assert HookSpec().is_empty

@@ -1,0 +1,318 @@
+"""A key speaks of one model: whatever happens to files and tensors, what it leads to is that model's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+import mizarr
+from mizarr import HookSpec
+from mizarr.pipeline import run
+from mizarr.stages.forward.capture.capture import CaptureNode
+from mizarr.stages.forward.models.files import resolve
+from mizarr.stages.forward.models.fingerprint import fingerprint
+from mizarr.stages.forward.models.model import Model
+from mizarr.stages.forward.models.source import ModelSource
+from mizarr.stages.logits.component_weights import component_weights_node
+from mizarr.stages.logits.readout import readout_node
+from mizarr.store.errors import ConfigError, SourceChanged
+
+RESID = "blocks.*.hook_resid_post"
+PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
+
+
+@pytest.fixture
+def store(tmp_path):
+    return mizarr.open_store(tmp_path / "store", durability="process")
+
+
+@pytest.fixture
+def folder(checkpoint):
+    return Path(checkpoint())
+
+
+def replace_weights(folder: Path, how: str = "in place", seed: int = 1) -> None:
+    """Other weights of the same size under the same name, with the times of the old ones."""
+    path = folder / "model.safetensors"
+    before = path.stat()
+    content = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    numbers = np.frombuffer(bytes(content[start:]), "<f4")
+    content[start:] = np.random.default_rng(seed).permutation(numbers).tobytes()
+    if how == "in place":
+        with path.open("r+b") as file:
+            file.write(content)
+    else:
+        path.with_name("new").write_bytes(content)
+        path.with_name("new").replace(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def afresh(model: Model | Path) -> np.ndarray:
+    """The same activations without anything that could remember: no store, no loaded model."""
+    loaded = model if isinstance(model, Model) else Model.from_pretrained(model)
+    rows = [loaded.forward(ids, HookSpec().capture(RESID), want=None) for ids in PROMPTS]
+    return np.concatenate(
+        [np.stack([row[f"blocks.{n}.hook_resid_post"][0].numpy() for n in range(2)]) for row in rows], axis=1
+    )
+
+
+def captured(model, store) -> np.ndarray:
+    found: xr.Dataset = mizarr.capture(model, PROMPTS, RESID, store=store, progress=False)
+    return found["resid_post"].values
+
+
+def same(one: np.ndarray, other: np.ndarray) -> bool:
+    return bool(np.abs(one - other).max() <= 1e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("how", ["in place", "renamed"])
+def test_a_replaced_checkpoint_is_another_model_in_the_same_process(folder, store, tmp_path, how):
+    first = captured(str(folder), store)
+    replace_weights(folder, how)
+    second = captured(str(folder), store)
+    assert not same(first, second)
+    assert same(second, afresh(folder))
+    code = f"""
+import mizarr, numpy as np
+store = mizarr.open_store({str(store.path)!r})
+found = mizarr.capture({str(folder)!r}, {PROMPTS}, {RESID!r}, store=store, progress=False)
+np.save({str(tmp_path / "elsewhere.npy")!r}, found["resid_post"].values)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert np.array_equal(np.load(tmp_path / "elsewhere.npy"), second)
+
+
+def test_files_put_back_are_the_first_model_again(folder, store):
+    kept = (folder / "model.safetensors").read_bytes()
+    first = captured(str(folder), store)
+    replace_weights(folder)
+    captured(str(folder), store)
+    (folder / "model.safetensors").write_bytes(kept)
+    assert np.array_equal(captured(str(folder), store), first)
+
+
+def test_a_replaced_configuration_is_another_model(folder, store, tmp_path):
+    captured(str(folder), store)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    assert same(captured(str(folder), store), afresh(folder))
+
+
+@pytest.mark.parametrize("ran", [False, True], ids=["before it ran", "after it ran"])
+def test_a_node_made_before_its_files_were_replaced_is_refused(folder, store, ran):
+    node = CaptureNode(str(folder), PROMPTS, RESID)
+    assert node.run_key
+    if ran:
+        captured(str(folder), store)
+    replace_weights(folder)
+    with pytest.raises(SourceChanged, match="they were replaced meanwhile; start again"):
+        node.status(store)
+    assert len(list(store.records())) == (2 if ran else 0)
+
+
+def test_files_replaced_between_plan_and_load_are_never_loaded(folder):
+    """Also where the question comes from another process, which has the name and the identity only."""
+    source = ModelSource(str(folder))
+    sent = pickle.loads(pickle.dumps(source))
+    replace_weights(folder)
+    for each in (source, sent):
+        with pytest.raises(SourceChanged, match=r"expected .* to be model [0-9a-f]{12}, as when"):
+            each.load()
+
+
+def test_files_replaced_while_they_are_read_are_refused(folder, monkeypatch):
+    from mizarr.stages.forward.networks import weights
+
+    read = weights.assemble
+
+    def interrupted(take, config):
+        loaded = read(take, config)
+        replace_weights(folder)
+        return loaded
+
+    monkeypatch.setattr(weights, "assemble", interrupted)
+    with pytest.raises(SourceChanged, match="replaced meanwhile"):
+        Model.from_pretrained(folder)
+
+
+def test_saving_into_the_folder_does_not_touch_a_loaded_model(folder, store, tmp_path):
+    model = Model.from_pretrained(folder)
+    before = afresh(model)
+    identity = model.identity
+    replace_weights(folder)
+    assert np.array_equal(afresh(model), before) and model.identity == identity
+    assert same(captured(model, store), before)
+    assert same(captured(str(folder), store), afresh(folder))
+
+
+@pytest.mark.parametrize("node", [readout_node, lambda files: component_weights_node(files, "attention")])
+def test_what_is_read_from_files_is_not_kept_under_the_digest_of_others(folder, store, node, monkeypatch):
+    """Neither when they are replaced before it is read, nor while it is written."""
+    made = node(resolve(folder))
+    replace_weights(folder)
+    with pytest.raises(SourceChanged):
+        made.status(store)
+    made = node(resolve(folder))
+    make = made._make
+    monkeypatch.setattr(made, "_make", lambda: (make().load(), replace_weights(folder, seed=2))[0])
+    with pytest.raises(SourceChanged):
+        made.run(store, None)
+    assert not list(store.records())
+
+
+# -- weights edited in memory
+
+
+def layer(model):
+    return model.network.weights.layers[0]
+
+
+def _mul(model):
+    layer(model).down.weight.mul_(1.5)
+
+
+def _data(model):
+    layer(model).down.weight.data.mul_(1.5)
+
+
+def _numpy(model):
+    layer(model).down.weight.numpy()[3, 2] += 1.0
+
+
+def _swap(model):
+    rows = layer(model).down.weight.data
+    rows[[0, 1]] = rows[[1, 0]]
+
+
+def _assign_tensor(model):
+    object.__setattr__(layer(model).ln1, "weight", layer(model).ln1.weight * 2)
+
+
+def _assign_weights(model):
+    weights = model.network.weights
+    model.network.weights = dataclasses.replace(weights, embed=weights.embed + 0.1)
+
+
+def _train(model):
+    weight = layer(model).up.weight.requires_grad_()
+    with torch.enable_grad():
+        (weight * torch.arange(weight.numel()).view_as(weight)).sum().backward()
+    torch.optim.SGD([weight], lr=1e-4).step()
+    weight.requires_grad_(False)
+
+
+EDITS = [_mul, _data, _numpy, _swap, _assign_tensor, _assign_weights, _train]
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__[1:])
+def test_edited_weights_are_a_model_of_their_own(folder, store, tmp_path, edit):
+    first = captured(str(folder), store)
+    model = Model.from_pretrained(folder)
+    assert np.array_equal(captured(model, store), first)
+    edit(model)
+    edited = captured(model, store)
+    assert not same(edited, first)
+    assert same(edited, afresh(model))
+    assert np.array_equal(captured(str(folder), store), first)
+
+
+def test_the_same_edit_is_the_same_model_and_undoing_it_the_first(folder):
+    one, other = Model.from_pretrained(folder), Model.from_pretrained(folder)
+    identity = one.require_identity()
+    kept = layer(one).down.weight.clone()
+    for model in (one, other):
+        _data(model)
+    assert one.require_identity() == other.require_identity() != identity
+    layer(one).down.weight.copy_(kept)
+    assert one.require_identity() == identity
+
+
+def test_a_cast_model_has_the_key_of_what_it_computes(folder):
+    model = Model.from_pretrained(folder)
+    embed = model.network.weights.embed.double()
+    model.network.weights = dataclasses.replace(model.network.weights, embed=embed)
+    assert model.require_identity().dtype == "float64" and model.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "alter",
+    [
+        lambda model: setattr(model.network, "config", dataclasses.replace(model.config, norm_eps=0.5)),
+        lambda model: setattr(model.network, "embed", lambda ids: torch.zeros(*ids.shape, 16)),
+        lambda model: setattr(model.network, "adapter", torch.nn.Linear(16, 16)),
+    ],
+    ids=["configuration", "method", "adapter"],
+)
+def test_a_model_altered_beyond_its_tensors_cannot_be_stored(folder, store, alter):
+    model = Model.from_pretrained(folder)
+    alter(model)
+    with pytest.raises(ConfigError, match="altered so has no identity and nothing of it can be stored; load"):
+        captured(model, store)
+    with pytest.raises(ConfigError):
+        mizarr.run(model, [mizarr.Run([1, 2])], store=store)
+    assert not list(store.records())
+
+
+def test_runs_of_edited_weights_are_kept_apart(folder, store):
+    model = Model.from_pretrained(folder)
+    runs = [mizarr.Run([1, 2, 3])]
+    first = mizarr.run(model, runs, store=store)[0].logits
+    _data(model)
+    (stored,), (plain,) = mizarr.run(model, runs, store=store), mizarr.run(model, runs)
+    assert torch.equal(stored.logits, plain.logits) and not torch.equal(plain.logits, first)
+
+
+def test_a_node_made_before_its_weights_were_edited_is_refused(folder, store):
+    model = Model.from_pretrained(folder)
+    node = CaptureNode(model, PROMPTS, RESID)
+    assert node.run_key
+    _numpy(model)
+    with pytest.raises(SourceChanged, match="changed in memory meanwhile; start again"):
+        run(node, store)
+    assert not list(store.records())
+
+
+def test_what_is_stored_of_a_model_is_not_served_for_its_edited_weights(folder, store):
+    model = Model.from_pretrained(folder)
+    node = CaptureNode(model, PROMPTS, RESID)
+    run(node, store)
+    _data(model)
+    with pytest.raises(SourceChanged, match="changed in memory meanwhile; start again"):
+        run(node, store)
+
+
+def test_a_workflow_refuses_a_model_that_is_not_its_files(folder, store):
+    """Readout and tokenizer come from the files."""
+    model = Model.from_pretrained(folder)
+    _mul(model)
+    with pytest.raises(SourceChanged, match="replaced meanwhile"):
+        mizarr.compute("logit_lens", model=model, store=store, prompts=["w1 w2 w3"])
+
+
+def test_a_fingerprint_tells_where_two_states_differ():
+    held = {"rows": [torch.zeros(3), np.zeros(2)], "eps": 1e-5, "names": {"b", "a"}}
+    before = fingerprint(held)
+    assert before.first_difference(fingerprint(held)) is None
+    held["rows"][1][0] = 1
+    assert before.first_difference(fingerprint(held)) == "'rows'.1"
+    assert before.first_difference(fingerprint(held), tensors=False) is None
+    held["eps"] = 1e-6
+    assert before.first_difference(fingerprint(held)) == "'eps'"
+
+
+def test_a_tensor_whose_bytes_cannot_be_read_has_no_identity():
+    with pytest.raises(ConfigError, match="expected a plain tensor at 'w', found one whose bytes cannot"):
+        fingerprint({"w": torch.zeros(2, device="meta")})
+    with pytest.raises(ConfigError):
+        fingerprint({"w": torch.eye(2).to_sparse()})

@@ -1,0 +1,278 @@
+"""Planned runs give what plain forward passes give, and cost what they change."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+import mizarr
+from mizarr import Add, HookPoint, HookSpec, Knockout, MizarrError, Model, Replace, Run, Scale, Zero
+from mizarr.stages.forward.hooks.wants import Logits
+from mizarr.stages.forward.networks.decoder import Decoder
+from mizarr.stages.forward.runs.run import plan, resolve, stream
+from mizarr.stages.forward.runs.stored_runs import GROUP, stored
+from mizarr.store.errors import InterventionError, PlanError
+from tests.memory import PEAK, printed
+from tests.stages.forward.random_models import FAMILIES, save_random_model
+from tests.stages.forward.random_runs import draw_runs
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    made = {}
+
+    def model(family: str, seed: int) -> Model:
+        if (family, seed) not in made:
+            folder = tmp_path_factory.mktemp(f"{family}-{seed}")
+            save_random_model(folder, family, seed)
+            made[family, seed] = Model.from_pretrained(folder)
+        return made[family, seed]
+
+    return model
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Equal to 1e-5 of the scale of what is expected; infinities (masked scores) in the same places."""
+    assert found.shape == expected.shape, what
+    finite = expected.isfinite()
+    assert torch.equal(finite, found.isfinite()), what
+    if finite.any():
+        scale = max(float(expected[finite].abs().max()), 1.0)
+        assert float((found - expected)[finite].abs().max()) <= 1e-5 * scale, what
+
+
+def check(model: Model, runs: list[Run], **options) -> None:
+    seen = []
+    for index, planned in stream(model, runs, **options):
+        seen.append(index)
+        run = runs[index]
+        plain = model.forward(run.prompt, run.hooks, want=run.want)
+        what = f"run {index}: {run.hooks!r}, want {run.want}"
+        assert planned.tokens == plain.tokens
+        assert planned.has_logits == plain.has_logits
+        if plain.has_logits:
+            assert_same(planned.logits, plain.logits, what)
+        assert list(planned) == list(plain)
+        for point in plain:
+            for when in ("after", "before"):
+                if plain.get(point, when=when) is not None:
+                    assert_same(
+                        planned.get(point, when=when), plain.get(point, when=when), f"{what} at {point}"
+                    )
+    assert sorted(seen) == list(range(len(runs)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(seed=st.integers(0, 10**6), config=st.integers(0, 3))
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_planned_runs_equal_plain_forward_passes(models, family, seed, config):
+    rng = random.Random(seed)
+    model = models(family, config)
+    check(model, draw_runs(rng, model, 14), memory=rng.choice([None, 600_000]))
+
+
+# What it costs
+
+
+def grid(model: Model, prompt: list[int], kind: str, layers=None) -> list[Run]:
+    """Patch every (layer, position) of a kind with noise."""
+    generator = torch.Generator().manual_seed(0)
+    runs = []
+    for layer in layers or range(model.config.num_layers):
+        for position in range(len(prompt)):
+            noise = torch.randn(model.config.hidden_size, generator=generator)
+            spec = HookSpec().intervene(HookPoint(kind, layer), Replace(noise, positions=(position,)))
+            runs.append(Run(prompt, spec))
+    return runs
+
+
+def test_a_branch_holds_only_what_its_interventions_reach(models):
+    model, prompt = models("llama", 0), list(range(2, 12))
+    layers, length = model.config.num_layers, len(prompt)
+    planned = plan(model, grid(model, prompt, "resid_pre"))
+    plain = layers * length  # the unpatched run, whose keys and values the branches read
+    cone = sum((layers - layer) * (length - p) for layer in range(layers) for p in range(length))
+    assert planned.positions == plain + cone
+    assert planned.naive == layers * length * layers * length
+    # After keys and values are made, a patch reaches later positions in the next layer only.
+    planned = plan(model, grid(model, prompt, "mlp_out"))
+    cone = sum(1 + (layers - layer - 1) * (length - p) for layer in range(layers) for p in range(length))
+    assert planned.positions == plain + cone
+
+
+def test_reading_raw_scores_widens_a_branch_and_the_plan_says_so(models):
+    model, prompt = models("llama", 0), list(range(2, 12))
+    patch = Replace(torch.zeros(model.config.hidden_size), positions=(8,))
+    narrow = HookSpec().intervene(HookPoint.resid_pre(1), patch)
+    reading = HookSpec().extend(narrow).capture(HookPoint.scores(1))
+    planned = plan(model, [Run(prompt), Run(prompt, reading)])
+    assert planned.positions - plan(model, [Run(prompt), Run(prompt, narrow)]).positions == 8
+    assert "; 1 widened to every position, as raw scores are read" in planned.describe()
+    assert "widened" not in plan(model, [Run(prompt), Run(prompt, narrow)]).describe()
+
+
+def test_nothing_runs_above_the_last_thing_wanted(models):
+    model, prompt = models("llama", 0), [5, 6, 7]
+    spec = HookSpec().capture("blocks.0.hook_resid_post")
+    assert plan(model, [Run(prompt, spec, None)]).positions == len(prompt)
+
+
+def test_equal_runs_are_one_and_shared_prefixes_are_computed_once(models):
+    model, prompt = models("llama", 0), [5, 6, 7, 8]
+    first = (HookPoint.mlp_out(0), Zero())
+    specs = [
+        HookSpec().intervene(*first).intervene(HookPoint.resid_pre(1), Scale(f)) for f in (2.0, 3.0, 2.0)
+    ]
+    planned = plan(model, [Run(prompt, spec) for spec in specs])
+    layers, length = model.config.num_layers, len(prompt)
+    assert planned.branches == 2
+    # One root with the shared intervention (nobody asks for the plain run), two branches from layer 1 on.
+    assert planned.positions == layers * length + 2 * (layers - 1) * length
+
+
+def test_interventions_that_change_nothing_are_not_computed_further(models, monkeypatch):
+    model, prompt = models("llama", 0), [5, 6, 7, 8, 9]
+    rows, layer = [], Decoder.layer
+
+    def counted(self, number, carried, *rest):
+        rows.append(carried["stream"].shape[1])
+        return layer(self, number, carried, *rest)
+
+    monkeypatch.setattr(Decoder, "layer", counted)
+    nothing = [Scale(1.0), Add(torch.zeros(model.config.hidden_size)), Scale(1.0, positions=(2,))]
+    specs = [HookSpec().intervene("blocks.0.hook_resid_mid", change) for change in nothing]
+    results = mizarr.run(model, [Run(prompt), *(Run(prompt, spec) for spec in specs)])
+    assert all(torch.equal(result.logits, results[0].logits) for result in results)
+    assert rows[0] == 5 + 5 + 5 + 1
+    assert set(rows[1:]) == {len(prompt)}
+
+
+@pytest.mark.parametrize("memory", ["1MiB", "300KiB"])
+def test_a_smaller_budget_takes_more_sweeps_and_gives_the_same(models, memory):
+    model, prompt = models("mistral", 0), list(range(2, 18))
+    runs = grid(model, prompt, "resid_pre")
+    assert len(plan(model, runs).blocks) == 1
+    planned = plan(model, runs, memory=memory)
+    assert len(planned.blocks) > 1
+    check(model, runs, memory=memory)
+
+
+def test_a_run_that_does_not_fit_is_refused_before_anything_runs(models):
+    with pytest.raises(PlanError, match=r"needs about .* bytes, more than the memory of 1,000"):
+        plan(models("llama", 0), [Run([1, 2, 3])], memory=1000)
+
+
+def test_bad_runs_are_refused_before_anything_runs(models, monkeypatch):
+    model = models("llama", 0)
+    monkeypatch.setattr(Decoder, "layer", None)
+    good = Run([1, 2, 3])
+    for bad, message in [
+        (Run([1, 2, 3], HookSpec().capture("blocks.99.hook_resid_post")), "99"),
+        (Run([1, 2, 3], HookSpec().intervene(HookPoint.resid_pre(0), Zero(positions=(3,)))), "found 3"),
+        (Run([1, 2, 10**6]), "found 1000000"),
+        (Run([1, 2, 3], None, Logits((3,))), "found 3"),
+    ]:
+        with pytest.raises(MizarrError, match=message):
+            next(stream(model, [good, bad]))
+
+
+def test_a_fully_cut_row_is_an_error_that_says_so(models):
+    model = models("llama", 0)
+    spec = HookSpec().intervene(HookPoint.scores(0), Knockout(edges=[(2, None)]))
+    for runs in ([Run([1, 2, 3], spec)], [Run([1, 2, 3]), Run([1, 2, 3], spec)]):
+        with pytest.raises(InterventionError, match="leaves query 2 of head 0 no key to attend to"):
+            list(stream(model, runs))
+
+
+# With a store
+
+
+def test_runs_are_read_from_the_store_and_only_missing_ones_are_computed(models, tmp_path, monkeypatch):
+    model, prompt = models("qwen2", 0), list(range(2, 12))
+    store = mizarr.open_store(tmp_path)
+    runs = grid(model, prompt, "resid_pre")
+    for each in runs[:3]:
+        each.hooks.capture("blocks.1.attn.hook_z", "hook_embed")
+    first = mizarr.run(model, runs, store=store)
+    assert [tuple(result.logits.shape) for result in first] == [(1, 1, model.config.vocab_size)] * len(runs)
+    with monkeypatch.context() as nothing_runs:
+        nothing_runs.setattr(Decoder, "layer", None)
+        again = mizarr.run(model, runs, store=store)
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one.logits, other.logits)
+        assert list(one) == list(other)
+        assert all(torch.equal(one[point], other[point]) for point in one)
+    more = mizarr.run(model, [*runs, Run(prompt)], store=store)
+    assert_same(more[-1].logits, model.forward(prompt, want=Logits((-1,))).logits, "the appended run")
+
+
+def test_results_in_bfloat16_come_back_from_the_store_as_they_were(models, tmp_path):
+    source = models("llama", 0)
+    model = Model.from_pretrained(source.name, dtype="bfloat16")
+    runs = [Run([3, 4, 5], HookSpec().capture("blocks.0.hook_resid_post"))]
+    store = mizarr.open_store(tmp_path)
+    (first,), (again,) = mizarr.run(model, runs, store=store), mizarr.run(model, runs, store=store)
+    assert again.logits.dtype == torch.bfloat16
+    assert torch.equal(first.logits, again.logits)
+    assert torch.equal(first["blocks.0.hook_resid_post"], again["blocks.0.hook_resid_post"])
+
+
+def test_a_killed_list_of_runs_goes_on_where_it_was(models, tmp_path):
+    model, prompt = models("llama", 0), list(range(2, 50))
+    store = mizarr.open_store(tmp_path)
+    runs = grid(model, prompt, "resid_pre")
+    assert len(runs) > GROUP
+    wanted = [resolve(model, each) for each in runs]
+
+    def killed(missing):
+        for number, result in stream(model, [runs[i] for i in missing]):
+            if missing[number] == GROUP + 3:
+                raise KeyboardInterrupt
+            yield number, result
+
+    with pytest.raises(KeyboardInterrupt):
+        stored(model, wanted, store, killed)
+    asked = []
+    stored(
+        model,
+        wanted,
+        store,
+        lambda missing: asked.extend(missing) or stream(model, [runs[i] for i in missing]),
+    )
+    assert asked == list(range(GROUP, len(runs)))
+
+
+MEASURED = """
+import torch
+from mizarr import HookSpec, Model, Replace, Run
+from mizarr.stages.forward.runs.run import stream
+
+torch.set_num_threads(1)
+model = Model.from_pretrained({folder!r})
+prompt, hidden, POINT = list(range(2, 66)), model.config.hidden_size, "blocks.0.hook_resid_pre"
+runs = [
+    Run(prompt, HookSpec().intervene(POINT, Replace(i + torch.zeros(hidden), positions=(p,))))
+    for i in torch.arange({samples}) / 100
+    for p in range(len(prompt))
+]
+total = sum(float(result.logits.sum()) for _, result in stream(model, runs, memory={memory!r}))
+print({peak})
+"""
+
+
+def test_peak_memory_follows_the_budget_not_the_number_of_runs(tmp_path):
+    save_random_model(tmp_path, "llama", 0, num_hidden_layers=4, hidden_size=192, intermediate_size=1024)
+
+    def peak(samples: int, memory: str) -> int:
+        return printed(MEASURED.format(folder=str(tmp_path), samples=samples, memory=memory, peak=PEAK))
+
+    few, many = peak(1, "24MiB"), peak(12, "24MiB")
+    unbounded = peak(12, "1GiB")
+    told = (
+        f"{few >> 20} MiB for 64 runs, {many >> 20} MiB for 768; {unbounded >> 20} MiB with a larger budget"
+    )
+    assert many - few < 24 << 20, told
+    assert unbounded - many > 24 << 20, told
