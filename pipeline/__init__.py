@@ -7,7 +7,7 @@ costs numpy at most: xarray comes with the first result that is opened, Dask wit
 from __future__ import annotations
 
 from .context import Context
-from .declaration import Output
+from .declaration import Declaration, Output
 from .execute import run
 from .nodes import Estimate, Node, Part, Port, Status
 from .plan import Plan, Step, plan
@@ -21,6 +21,7 @@ __all__ = [
     "stage",
     "Stage",
     "Output",
+    "Declaration",
     "run",
     "plan",
     "Plan",

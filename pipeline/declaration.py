@@ -1,175 +1,148 @@
-"""What a stage declares: version, dims of its inputs, dims and units of its outputs, where it may be cut.
+"""What stages and experiments say of themselves, in one vocabulary: arrays with dims, unit and meaning.
 
-Border: labels, dims and plain parameters; how a function becomes a stage, and a stage a node, is told in
-stage.py.
+Border: labels and plain values; runs nothing, and never imports torch.
 """
 
 from __future__ import annotations
 
-import enum
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..store.digest import canonical_json
-from ..store.errors import ShapeError, StageError
-from ..store.identity import require_same_model
-from .code import code_version
+from ..store.errors import StageError, nearest
 
 if TYPE_CHECKING:
     import xarray as xr
 
-AXES: Mapping[str, tuple[str, ...]] = {"layer": ("layer",), "segment": ("token", "pair")}
-"""Axes a stage may be cut along, and the dims each of them cuts: a segment is a range of tokens."""
+__all__ = ["REQUIRED", "Declaration", "Dims", "Output", "require_declared"]
 
 REQUIRED = inspect.Parameter.empty
+"""Stands for the default of a parameter that has none."""
 Dims = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Output:
-    """One array a stage gives: its dims, unit ("nats", "logits", "1" for none) and what it is."""
+    """One array that is given: its dims, unit ("nats", "logits", "1" for none) and what it is.
+
+    Where parameters decide, a dim is written "head|kv_head" for one of several, and "kind?" for one that may
+    be absent. is_optional: whether some parameters give no such array.
+
+    >>> Output(("kind?", "layer", "head|kv_head")).fits(("layer", "kv_head"))
+    True
+    """
 
     dims: Dims
     unit: str = "1"
     long_name: str = ""
+    is_optional: bool = False
 
-
-@dataclass(frozen=True, eq=False)
-class Declaration:
-    """What a stage says of itself, and its function; call it as the function it is.
-
-    version: moves when numbers move; None for a stage declared without one, whose code is its version (see
-    `key_version`). inputs: dims of each array, None for an input taken as a whole dataset; of the form
-    `name`, where there are several. params: name -> default, `inspect.Parameter.empty` for none. memory: the
-    most a cell needs, as a multiple of the bytes it reads. source: digest of the function's text, recorded
-    with results; when it changes and the version does not, `mizarr explain` says so. forms: name -> inputs.
-    resources: names of those the function takes.
-    """
-
-    name: str
-    version: int | str | None
-    function: Callable[..., Any]
-    inputs: Mapping[str, Dims | None]
-    outputs: Mapping[str, Output]
-    cells: tuple[str, ...] = ()
-    combine: Callable[[Sequence[xr.Dataset]], xr.Dataset] | None = None
-    params: Mapping[str, Any] = field(default_factory=dict)
-    memory: float = 2.0
-    source: str = ""
-    forms: Mapping[str, Mapping[str, Dims | None]] = field(default_factory=dict)
-    resources: tuple[str, ...] = ()
+    def fits(self, dims: Sequence[Any]) -> bool:
+        """Whether an array may have these dims, in this order."""
+        pattern = ""
+        for dim in self.dims:
+            either = "|".join(re.escape(each) for each in dim.removesuffix("?").split("|"))
+            pattern += f"(?:(?:{either}) ){'?' if dim.endswith('?') else ''}"
+        return re.fullmatch(pattern, "".join(f"{dim} " for dim in dims)) is not None
 
     @property
-    def key_version(self) -> int | str:
-        """What stands for the version in keys: the declared one, else "code:…", as the code is now.
+    def attrs(self) -> dict[str, str]:
+        """Unit and meaning, as an array has them."""
+        return {"units": self.unit, "long_name": self.long_name}
 
-        Raises StageError for code that reads what has no identity.
-        """
-        return code_version(f"stage {self.name!r}", self) if self.version is None else self.version
+    def variable(self, values: Any) -> tuple[Dims, Any, dict[str, str]]:
+        """Values with these dims, unit and meaning, as xarray takes a variable."""
+        return self.dims, values, self.attrs
 
-    def code_parts(self) -> list[Any]:
-        """What of the stage is part of the code that calls it: the declared version, else everything."""
-        if self.version is not None:
-            return [self.name, self.version]
-        outputs = [(name, each.dims, each.unit, each.long_name) for name, each in self.outputs.items()]
-        return [self.name, self.function, self.combine, list(self.inputs.items()), outputs, self.cells]
+    @property
+    def shape(self) -> str:
+        """Dims and unit in one word or two: "[layer, head] nats"."""
+        return f"[{', '.join(self.dims)}] {self.unit}"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain function: nothing is checked, stored or looked up."""
-        return self.function(*args, **kwargs)
 
-    def compute(self, inputs: Mapping[str, Any], params: Mapping[str, Any]) -> xr.Dataset:
-        """Run the function on labelled inputs and check what it gives against the declaration.
+@dataclass(frozen=True)
+class Declaration:
+    """All that a stage or an experiment declares.
 
-        Inputs are told apart by name, so any order of dims will do; the function gets the declared one.
-        Raises ShapeError for dims that are missing or too many, StageError for activations of different
-        models and for undeclared outputs.
-        """
-        require_same_model(**inputs)
-        ready = {}
-        for name, dims in self.inputs.items():
-            if dims is not None and set(inputs[name].dims) != set(dims):
-                raise _wrong_dims(f"input {name!r} of stage {self.name!r}", inputs[name], dims)
-            ready[name] = inputs[name] if dims is None else inputs[name].transpose(*dims)
-        return self.labelled(self.function(**ready, **params))
+    home: where its code is, as Python names it. inputs: dims of each array, None for a whole dataset.
+    resources: what it reads beside arrays, such as a model. params: name -> default, `REQUIRED` for none.
+    cells: axes along which it is cut.
+    """
 
-    def labelled(self, given: Any) -> xr.Dataset:
-        """A stage's answer as a dataset with the declared units and names."""
-        import xarray as xr
+    kind: Literal["stage", "experiment"]
+    name: str
+    version: int | str
+    home: str
+    inputs: Mapping[str, Dims | None]
+    resources: tuple[str, ...]
+    params: Mapping[str, Any]
+    outputs: Mapping[str, Output]
+    cells: tuple[str, ...] = ()
 
-        if isinstance(given, xr.DataArray):
-            given = given.to_dataset(name=next(iter(self.outputs)))
-        if not isinstance(given, xr.Dataset):
-            raise StageError(
-                f"stage {self.name!r}: expected a DataArray or Dataset, found {type(given).__name__}"
-            )
-        dataset = given.copy(deep=False)
-        gave, declared = {str(name) for name in dataset.data_vars}, set(self.outputs)
-        if gave != declared:
-            raise StageError(
-                f"stage {self.name!r} declares the outputs {', '.join(self.outputs)}, its function returned "
-                f"{', '.join(sorted(gave))}; make them equal"
-            )
-        for name, output in self.outputs.items():
-            if dataset[name].dims != output.dims:
-                raise _wrong_dims(f"output {name!r} of stage {self.name!r}", dataset[name], output.dims)
-            named = {"units": output.unit, "long_name": output.long_name or name.replace("_", " ")}
-            dataset[name].attrs = {**named, **dataset[name].attrs}
-        return dataset
-
-    def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """The results of all cells as one: by `combine`, else stacked along the layers."""
-        if self.combine is not None:
-            return self.combine(parts)
-        import xarray as xr
-
-        if len(parts) == 1 or "layer" not in parts[0].dims:
-            return parts[0]
-        return xr.concat(
-            parts,
-            "layer",
-            data_vars="minimal",
-            coords="minimal",
-            compat="equals",
-            join="exact",
-            combine_attrs="override",
-        )
+    @property
+    def told_inputs(self) -> dict[str, str]:
+        """Name of each array and resource that is read -> its dims, or what else it is."""
+        arrays = {name: "dataset" if dims is None else ", ".join(dims) for name, dims in self.inputs.items()}
+        return arrays | dict.fromkeys(self.resources, "resource")
 
     def describe(self) -> str:
-        """The declaration in a few lines, for `mizarr explain`."""
+        """The declaration in a few lines."""
         cut = f", cut by {' and '.join(self.cells)}" if self.cells else ""
-        lines = [f"{self.name} (version {self.key_version}{cut})"]
-        for name, dims in self.inputs.items():
-            lines.append(f"  in  {name} [{'dataset' if dims is None else ', '.join(dims)}]")
+        lines = [f"{self.name} (version {self.version}{cut})"]
+        lines += [f"  in  {name} [{told}]" for name, told in self.told_inputs.items()]
         for name, default in self.params.items():
             lines.append(f"  set {name}{'' if default is REQUIRED else f' = {default!r}'}")
         for name, output in self.outputs.items():
-            told = f"{output.unit}  {output.long_name}".rstrip()
-            lines.append(f"  out {name} [{', '.join(output.dims)}] {told}")
+            label = f"{name}?" if output.is_optional else name
+            lines.append(f"  out {label} {output.shape}  {output.long_name}".rstrip())
         return "\n".join(lines)
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for machines; defaults as Python writes them, None for a parameter without."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "version": self.version,
+            "home": self.home,
+            "inputs": {name: dims and list(dims) for name, dims in self.inputs.items()},
+            "resources": list(self.resources),
+            "parameters": {
+                name: None if default is REQUIRED else repr(default) for name, default in self.params.items()
+            },
+            "outputs": {
+                name: {
+                    "dims": list(output.dims),
+                    "unit": output.unit,
+                    "long_name": output.long_name,
+                    "is_optional": output.is_optional,
+                }
+                for name, output in self.outputs.items()
+            },
+            "cells": list(self.cells),
+        }
 
-def plain_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters as the JSON values that keys and provenance record."""
-    return {name: _plain(value) for name, value in params.items()}
 
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, Mapping):
-        return plain_params(value)
-    if isinstance(value, set | frozenset):
-        return sorted((_plain(item) for item in value), key=canonical_json)
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return value.item() if hasattr(value, "item") else getattr(value, "name", value)  # numpy scalars, dtypes
-
-
-def _wrong_dims(what: str, array: Any, dims: Dims) -> ShapeError:
-    found = ", ".join(f"{dim} {size}" for dim, size in array.sizes.items())
-    return ShapeError(f"{what}: expected dims [{', '.join(dims)}], found [{found}]; rename, select or expand")
+def require_declared(what: str, declared: Mapping[str, Output], given: xr.Dataset) -> None:
+    """StageError for a variable of a dataset that is missing or not declared, or whose dims or unit are
+    others. No unit counts as "1"."""
+    for name, output in declared.items():
+        if name not in given.data_vars and not output.is_optional:
+            held = ", ".join(map(str, given.data_vars)) or "none"
+            raise StageError(f"{what}, output {name!r}: expected {output.shape}, found none among {held}")
+    for key, array in given.data_vars.items():
+        label = str(key)
+        if label not in declared:
+            near = nearest(label, declared)
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise StageError(
+                f"{what}, output {label!r}: expected one of {', '.join(declared)}, found {label!r}{hint}"
+            )
+        output, unit = declared[label], str(array.attrs.get("units", "1"))
+        if not output.fits(array.dims) or unit != output.unit:
+            found = Output(tuple(map(str, array.dims)), unit)
+            raise StageError(
+                f"{what}, output {label!r}: expected {output.shape}, found {found.shape}; make declaration "
+                "and dataset equal"
+            )

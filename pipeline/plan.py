@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..store import html
 from ..store.errors import PlanError
 from .nodes import Estimate, Node, Status, estimate_of, one_look, status_of
 from .sources import ConstantNode
@@ -98,6 +99,14 @@ class Plan:
             sizes = [human_bytes(size) for size in (cost.bytes_read, cost.bytes_written, cost.peak_bytes)]
             rows.append((step.name, step.state, cells, sizes[0], sizes[1], sizes[2]))
         return rows
+
+    def _repr_html_(self) -> str:
+        """For a notebook: a line per stage, and the sums."""
+        columns = ["stage", "state", "cells", "read", "written", "peak memory"]
+        sizes = [human_bytes(size) or "nothing" for size in (self.bytes_read, self.bytes_written)]
+        seconds = "" if self.seconds is None else f"; {self.seconds:.3g} s as last time"
+        told = "all cached" if self.is_cached else f"{sizes[0]} read, {sizes[1]} written{seconds}"
+        return html.shown("Plan", html.table(columns, self.rows(), right=[2, 3, 4, 5]), told)
 
 
 def plan(nodes: Node | Iterable[Node], store: Store) -> Plan:

@@ -8,8 +8,8 @@ and reads no clock; randomness comes as a parameter and is therefore in its key.
 A function that takes several kinds of input has *forms*: names with the inputs of each, as an input may be
 left out, or have other dims. What a stage reads beside arrays is a *resource* (resource.py).
 
-Border: what is declared is in declaration.py; what is stored, and when something runs, is decided in
-`stage_node.py` and `execute.py`.
+Border: what is declared is in declaration.py and function.py; what is stored, and when something runs, is
+decided in `stage_node.py` and `execute.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..store.digest import canonical_json
 from ..store.errors import StageError, nearest
-from .declaration import AXES, REQUIRED, Declaration, Dims, Output
+from .declaration import REQUIRED, Dims, Output
+from .function import AXES, StageFunction
 from .resource import Resource
 from .sources import as_port
 from .stage_node import StageNode
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
-class Stage(Declaration):
+class Stage(StageFunction):
     """A declared stage; call it as the function it is, or put it into a graph with `on`."""
 
     def on(self, **given: Any) -> StageNode:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ..store.errors import ShapeError, SourceChanged, StageError
 from ..store.keys import ResultKey
 from .context import Cell, Selection
-from .declaration import AXES, Declaration, plain_params
+from .function import AXES, StageFunction, plain_params
 from .nodes import (
     Estimate,
     Node,
@@ -50,7 +50,7 @@ class StageNode(ResultNode):
 
     def __init__(
         self,
-        stage: Declaration,
+        stage: StageFunction,
         ports: Mapping[str, Port],
         params: Mapping[str, Any],
         resources: Mapping[str, Resource] | None = None,

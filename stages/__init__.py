@@ -1,11 +1,11 @@
-"""The science: labelled arrays in, labelled arrays out. This table is the registry; a stage loads when it is
-named.
+"""The science: labelled arrays in, labelled arrays out. This table is the registry of stages and experiments;
+each loads when it is named. `mizarr stages` prints it.
 
     from mizarr.stages import find
     print(find("logit_lens").describe())
 
-A stage is a plain function with a declaration, in the module named after its subject; `forward/` holds the
-models.
+A stage is a plain function with a declaration; an experiment is declared the same way, and needs runs of a
+model. Each is in the module named after its subject; `forward/` holds the models.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..pipeline import Stage
+    from .forward.runs.experiment import Experiment
 
-__all__ = ["STAGES", "find"]
+__all__ = ["REGISTRY", "find"]
 
-# Form of a stage -> the module that declares it, and the stage's name there where that is another.
-STAGES = {
+# Experiment, or form of a stage -> the module that declares it, and its name there where that is another.
+REGISTRY = {
     "moments": ".geometry.pca",
     "principal_components": ".geometry.pca",
     "scree": ".geometry.pca",
@@ -56,17 +57,36 @@ STAGES = {
     "top_examples": ".features.corpus.examples",
     "pruned_graph": ".graph.pruning",
     "logit_effects": ".graph.logit_effects",
+    "activation_patching": ".causal.patching ActivationPatching",
+    "patch_table": ".causal.patching PatchTable",
+    "causal_tracing": ".causal.tracing CausalTracing",
+    "ablation": ".causal.ablation Ablation",
+    "counterfact_patching": ".causal.counterfact CounterFactPatching",
+    "factual_routing": ".causal.factual_routing FactualRouting",
+    "edge_knockout": ".causal.knockout EdgeKnockout",
+    "head_knockout": ".causal.knockout HeadKnockout",
+    "dose_response": ".causal.steering DoseResponse",
+    "contrastive_vectors": ".causal.convergence ContrastiveVectors",
+    "steering_convergence": ".causal.convergence SteeringConvergence",
+    "continuation": ".causal.continuation Continuation",
+    "feature_activity": ".features.effects.activity FeatureActivity",
+    "injection_sweep": ".features.effects.sweeps InjectionSweep",
+    "ranked_sweep": ".features.effects.ranked RankedSweep",
+    "ranked_trace": ".features.effects.ranked RankedTrace",
+    "decoder_search": ".features.effects.alignment DecoderSearch",
 }
 
 
-def find(name: str) -> Stage:
-    """The stage, or the form of one, of this name; StageError for an unknown one, with the nearest name."""
+def find(name: str) -> Stage | type[Experiment]:
+    """The stage, the form of one, or the experiment of this name; StageError for an unknown one, with the
+    nearest name."""
+    from ..pipeline import Stage
     from ..store.errors import StageError, nearest
 
-    if name not in STAGES:
-        near = nearest(name, STAGES)
-        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(STAGES)}"
-        raise StageError(f"no stage {name!r}; {hint}")
-    module, _, declared = STAGES[name].partition(" ")
-    stage: Stage = getattr(importlib.import_module(module, __name__), declared or name)
-    return stage.form(name)
+    if name not in REGISTRY:
+        near = nearest(name, REGISTRY)
+        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(REGISTRY)}"
+        raise StageError(f"no stage or experiment {name!r}; {hint}")
+    module, _, declared = REGISTRY[name].partition(" ")
+    found: Stage | type[Experiment] = getattr(importlib.import_module(module, __name__), declared or name)
+    return found.form(name) if isinstance(found, Stage) else found

@@ -24,6 +24,8 @@ WORKFLOWS = {
     "generate": ".generate",
     "character_count_helix": ".character_count_helix",
     "activation_patching": ".activation_patching",
+    "causal_tracing": ".causal_tracing",
+    "ablation": ".ablation",
     "counterfact_patching": ".counterfact_patching",
     "factual_routing": ".factual_routing",
     "attention_knockout": ".attention_knockout",

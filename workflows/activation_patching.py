@@ -8,6 +8,8 @@ patched) / KL(clean || corrupted), 0 as corrupted, 1 as clean, not clipped.
 Defaults: two pairs of shipped facts on the specimen; for other models candle-mi's France and Space Needle. Of
 several corrupted prompts, the first with as many tokens as the clean one is taken; none is an error. An
 answer of several tokens is refused unless `answer_piece=first` says which is meant.
+
+States and outputs are patched position by position; z, q, k, v and pattern head by head, at all positions.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ..stages.causal.patching import ActivationPatching, common_ends
-from ..stages.causal.patching_grid import HIDDEN_KINDS
+from ..stages.causal.patching_grid import HEAD_KINDS, HIDDEN_KINDS, KINDS
 from ..stages.causal.patching_metrics import KL, Metric, Probability, Recovery
 from ..stages.logits.lens import format_probability, format_token
-from ..store.errors import ConfigError, nearest
+from ..store.errors import ConfigError
 from .answers import SPECIMEN, answer_pieces, encoded, named
 from .fact_pairs import shipped_pairs
+from .places import NAMES, check_kinds
 from .settings import ModelSettings, setting
 from .views import Choice, Data, Figure, Heatmap, Table, View, dim
 from .workflow import ModelWorkflow
@@ -55,13 +58,6 @@ CITIES = (
     ),
 )
 """candle-mi's pairs: clean prompt, its answer, corrupted prompts to choose from."""
-NAMES = {
-    "resid_pre": "State entering the layer",
-    "resid_mid": "State after attention",
-    "resid_post": "State after the layer",
-    "attn_out": "Attention output",
-    "mlp_out": "MLP output",
-}
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,9 @@ class Settings(ModelSettings):
     prompt: str = setting("", "clean prompt; none: shipped facts, or candle-mi's pairs")
     answer: str = setting("", "what comes next in the clean prompt; may be empty")
     corrupted: tuple[str, ...] = setting((), "corrupted prompts; the first of as many tokens is taken")
-    kinds: tuple[str, ...] = setting(("resid_post", "attn_out", "mlp_out"), "what is patched")
+    kinds: tuple[str, ...] = setting(
+        ("resid_post", "attn_out", "mlp_out"), "what is patched; z, q, k, v, pattern: by head"
+    )
     window: int = setting(1, "neighbouring layers patched together")
     pairs: int = setting(2, "how many of the default pairs")
     answer_piece: Literal["only", "first"] = setting(
@@ -85,14 +83,7 @@ class Settings(ModelSettings):
             raise ConfigError(f"expected a prompt for the answer {self.answer!r}, found none")
         if self.pairs < 1:
             raise ConfigError(f"expected at least one pair, found pairs={self.pairs}")
-        for kind in self.kinds:
-            if kind not in HIDDEN_KINDS:
-                near = nearest(kind, HIDDEN_KINDS) or HIDDEN_KINDS[0]
-                raise ConfigError(
-                    f"expected kinds among {', '.join(HIDDEN_KINDS)}, found {kind!r}; nearest is {near!r}"
-                )
-        if not self.kinds:
-            raise ConfigError("expected at least one of kinds, found none")
+        check_kinds(self.kinds, KINDS)
 
 
 @dataclass(frozen=True)
@@ -122,9 +113,19 @@ class ActivationPatchingTrace(ModelWorkflow):
     settings: Settings
 
     def plan(self) -> Mapping[str, ResultNode]:
-        """An experiment per pair of prompts."""
+        """Per pair of prompts an experiment over positions, and one over heads, as far as kinds are asked."""
         self.traced = [self._chosen(*each) for each in self._asked()]
-        return {f"pair_{i}": self.on_model(self._experiment(each)) for i, each in enumerate(self.traced)}
+        kinds = self.settings.kinds
+        grids = {
+            ("pair", "position"): tuple(kind for kind in kinds if kind in HIDDEN_KINDS),
+            ("heads", "head"): tuple(kind for kind in kinds if kind in HEAD_KINDS),
+        }
+        return {
+            f"{name}_{i}": self.on_model(self._experiment(each, chosen, over))
+            for i, each in enumerate(self.traced)
+            for (name, over), chosen in grids.items()
+            if chosen
+        }
 
     def _asked(self) -> list[tuple[str, str, tuple[str, ...]]]:
         """Clean prompts, answers and what may corrupt them."""
@@ -160,33 +161,43 @@ class ActivationPatchingTrace(ModelWorkflow):
             )
         return Traced(clean, corrupted, answer, ids, tried[corrupted], pieces)
 
-    def _experiment(self, traced: Traced) -> ActivationPatching:
+    def _experiment(self, traced: Traced, kinds: tuple[str, ...], over: str) -> ActivationPatching:
         metrics: tuple[Metric, ...] = (Recovery(KL()), KL())
         if traced.pieces:
             metrics += (Probability(traced.pieces[0]),)
         return ActivationPatching(
             clean=traced.clean_ids,
             corrupted=traced.corrupted_ids,
-            kinds=self.settings.kinds,
+            kinds=kinds,
+            over=over,
             metrics=metrics,
             window=self.settings.window,
         )
 
-    def grid(self, i: int) -> xr.Dataset:
-        """Pair `i` in memory, [kind, layer, position], also where one kind is patched."""
-        found = self.result(f"pair_{i}").load()
-        if "kind" in found.dims:
-            return found
-        whole = found.drop_vars("kind").expand_dims(kind=list(self.settings.kinds))
-        return whole.assign(unpatched=found["unpatched"])
+    def sources(self, i: int) -> tuple[str, ...]:
+        """Names of the results of pair `i`."""
+        return tuple(name for name in (f"pair_{i}", f"heads_{i}") if name in self.nodes)
+
+    def grids(self, i: int) -> dict[str, xr.Dataset]:
+        """Pair `i` in memory by kind, [layer, position], or [layer, head] of what heads have; of k and v the
+        heads are key/value heads."""
+        found = {}
+        for name in self.sources(i):
+            whole = self.result(name).load()
+            for kind in np.atleast_1d(whole["kind"].values).tolist():
+                grid = whole.sel(kind=kind) if "kind" in whole.dims else whole
+                if "kv_head" in grid.dims:
+                    grid = grid.rename(kv_head="head")
+                found[kind] = grid.dropna("head", subset=["kl"]) if "head" in grid.dims else grid
+        return {kind: found[kind] for kind in self.settings.kinds}
 
     def told(self, i: int) -> dict[str, Any]:
         """Pair `i` in the fields of candle-mi's example, and the grids of every kind."""
-        traced, found = self.traced[i], self.grid(i)
-        percent = 100 * found["recovery"]
-        first = percent.isel(kind=0)
+        traced, grids = self.traced[i], self.grids(i)
+        percent = {kind: 100 * grid["recovery"] for kind, grid in grids.items()}
+        kind, first = next(iter(percent.items()))
         start, last = traced.subject
-        unpatched = found["unpatched"]
+        unpatched = grids[kind]["unpatched"]
         told: dict[str, Any] = {
             "model_id": self.subject.name,
             "clean_prompt": traced.clean,
@@ -199,13 +210,14 @@ class ActivationPatchingTrace(ModelWorkflow):
             "seq_len": len(traced.clean_ids),
             "corrupted_kl": float(unpatched.sel(run="corrupted", metric="kl")),
             "unit": "percent recovered, 0 = corrupted, 100 = clean",
-            "kind": str(first["kind"].values),
+            "kind": kind,
             "window": self.settings.window,
-            "subject_recovery": first.sel(position=start).values.tolist(),
             "grid": first.values.tolist(),
-            "grids": {str(kind): percent.sel(kind=kind).values.tolist() for kind in found["kind"].values},
-            "best": [_best(percent.sel(kind=kind)) for kind in found["kind"].values],
+            "grids": {kind: grid.values.tolist() for kind, grid in percent.items()},
+            "best": [_best(kind, grid) for kind, grid in percent.items()],
         }
+        if "position" in first.dims:
+            told["subject_recovery"] = first.sel(position=start).values.tolist()
         if traced.pieces:
             probabilities = unpatched.sel(metric="probability")
             told |= {
@@ -214,18 +226,17 @@ class ActivationPatchingTrace(ModelWorkflow):
                 "answer_token": named(self.subject, traced.pieces[:1])[0],
                 "answer_probability": {str(run["run"].values): float(run) for run in probabilities},
                 "answer_probability_grids": {
-                    str(kind): found["probability"].sel(kind=kind).values.tolist()
-                    for kind in found["kind"].values
+                    kind: grid["probability"].values.tolist() for kind, grid in grids.items()
                 },
             }
         return told
 
     def views(self) -> Iterator[View]:
-        """Per pair the grids of every kind, layer by position, and the best places."""
+        """Per pair the grids of every kind, and the best places."""
         pairs = [self.told(i) for i in range(len(self.traced))]
         yield Data(json={"results": pairs})
         for i, told in enumerate(pairs):
-            traced, sources = self.traced[i], (f"pair_{i}",)
+            traced, sources = self.traced[i], self.sources(i)
             grids = [self._grid(told, traced, best) for best in told["best"]]
             yield Choice(
                 title=f"{traced.clean!r} put into {traced.corrupted!r}",
@@ -245,40 +256,52 @@ class ActivationPatchingTrace(ModelWorkflow):
             yield self._places(told, sources)
 
     def _grid(self, told: dict[str, Any], traced: Traced, best: dict[str, Any]) -> Heatmap:
-        """Percent recovered by layer and position for one kind; framed is where the prompts differ."""
-        kind, (start, last), layers = best["kind"], traced.subject, told["n_layers"]
-        place = format_token(told["tokens"][best["position"]])
-        pairs = zip(told["clean_tokens"], told["tokens"], strict=True)
+        """Percent recovered by layer and place for one kind; framed is where the prompts differ."""
+        kind, layers = best["kind"], told["n_layers"]
+        values = np.array(told["grids"][kind])
+        if "position" in best:
+            (start, last), texts = traced.subject, zip(told["clean_tokens"], told["tokens"], strict=True)
+            own: dict[str, Any] = {
+                "columns": tuple(to if at == to else f"{at} → {to}" for at, to in texts),
+                "column_name": "token",
+                "framed": ((0, start, layers - 1, last),),
+                "frame_name": "where the prompts differ",
+            }
+        else:
+            heads = tuple(map(str, range(values.shape[1])))
+            own = {"columns": heads, "column_name": "key/value head" if kind in ("k", "v") else "head"}
         return Heatmap(
             title=NAMES[kind],
-            caption=f"most: {best['recovery']:.0f} % in layer {best['layer']} at {place!r}",
-            values=np.array(told["grids"][kind]),
+            caption=f"most: {best['recovery']:.0f} % in layer {best['layer']} {_at(told, best)}",
+            values=values,
             rows=tuple(map(str, range(layers))),
-            columns=tuple(to if at == to else f"{at} → {to}" for at, to in pairs),
-            column_name="token",
             value_name=f"recovered by patching {kind}",
             unit="%",
             low=-100.0,
             high=100.0,
             diverging=True,
             upward=True,
-            framed=((0, start, layers - 1, last),),
-            frame_name="where the prompts differ",
+            **own,
         )
 
     def _places(self, told: dict[str, Any], sources: tuple[str, ...]) -> Table:
-        """The best position of each layer, by kind."""
+        """The best position, or head, of each layer, by kind."""
         tokens = [format_token(text) for text in told["tokens"]]
 
-        def place(grid: Any, layer: int) -> Any:
-            position = int(np.argmax(grid[layer]))
-            return dim(f"{tokens[position]} ({position})")
+        def place(kind: str, grid: Any, layer: int) -> Any:
+            index = int(np.argmax(grid[layer]))
+            return dim(f"head {index}" if kind in HEAD_KINDS else f"{tokens[index]} ({index})")
 
         columns: list[tuple[Any, ...]] = [("layer", int, "d")]
         for kind, grid in told["grids"].items():
-            columns += [(kind, partial(_most, grid), "{:.1f} %".format), ("at", partial(place, grid))]
+            columns += [(kind, partial(_most, grid), "{:.1f} %".format), ("at", partial(place, kind, grid))]
+        where = " and ".join(
+            word
+            for word, kinds in (("position", HIDDEN_KINDS), ("head", HEAD_KINDS))
+            if told["grids"].keys() & set(kinds)
+        )
         caption = (
-            "share of the clean prediction recovered at the best position; KL(clean || corrupted) "
+            f"share of the clean prediction recovered at the best {where}; KL(clean || corrupted) "
             f"{told['corrupted_kl']:.3f} nats"
         )
         if "answer_probability" in told:
@@ -298,14 +321,24 @@ def _most(grid: list[list[float]], layer: int) -> float:
     return max(grid[layer])
 
 
-def _best(percent: xr.DataArray) -> dict[str, Any]:
-    """The largest cell of a grid [layer, position], the earliest of equal ones."""
-    layer, position = np.unravel_index(int(percent.values.argmax()), percent.shape)
+def _at(told: dict[str, Any], best: dict[str, Any]) -> str:
+    """The place of the largest cell, in words."""
+    return (
+        f"at {format_token(told['tokens'][best['position']])!r}"
+        if "position" in best
+        else f"head {best['head']}"
+    )
+
+
+def _best(kind: str, percent: xr.DataArray) -> dict[str, Any]:
+    """The largest cell of a grid [layer, position] or [layer, head], the earliest of equal ones."""
+    row, column = np.unravel_index(int(percent.values.argmax()), percent.shape)
+    place = str(percent.dims[1])
     return {
-        "kind": str(percent["kind"].values),
-        "layer": int(percent["layer"][layer]),
-        "position": int(percent["position"][position]),
-        "recovery": float(percent.values[layer, position]),
+        "kind": kind,
+        "layer": int(percent["layer"][row]),
+        place: int(percent[place][column]),
+        "recovery": float(percent.values[row, column]),
     }
 
 

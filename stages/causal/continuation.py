@@ -9,12 +9,13 @@ the prompt). Log-probabilities in nats, of the model's own distribution.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ...pipeline import Output
 from ...store.errors import ConfigError, PromptError
 from ..forward.generation.continuations import Settings
 from ..forward.hooks.spec import HookSpec
@@ -34,11 +35,6 @@ __all__ = ["Continuation"]
 Listener = Callable[[Sequence[int], "NewToken"], None]
 _PAST = {"token_id": -1, "prompt_id": -1, "position_read": -1}
 """What stands past the end of a shorter prompt or continuation, where it is not NaN."""
-_MEANING = {
-    "prompt_id": "tokens of the prompt, -1 past the end",
-    "generated_text": "what was generated, without special tokens",
-    "finish_reason": "why the last token is the last",
-}
 
 
 @dataclass(frozen=True)
@@ -52,6 +48,16 @@ class Continuation(Experiment):
 
     name: ClassVar[str] = "continuation"
     version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = {
+        "token_id": Output(("prompt", "step"), "1", "generated tokens, -1 past the end"),
+        "logprob": Output(("prompt", "step"), "nats", "of each token"),
+        "prompt_id": Output(("prompt", "position"), "1", "tokens of the prompt, -1 past the end"),
+        "generated_text": Output(("prompt",), "1", "what was generated, without special tokens"),
+        "finish_reason": Output(("prompt",), "1", "why the last token is the last"),
+        "<captured>": Output(
+            ("prompt", "step", "layer?", "<axes>"), "1", "captures by step", is_optional=True
+        ),
+    }
     reads_text: ClassVar[bool] = True
 
     prompts: tuple[tuple[int, ...], ...]
@@ -75,6 +81,19 @@ class Continuation(Experiment):
         if self.settings.temperature == 0:
             del chosen["seed"]
         return chosen | {"hooks": None if self.hooks is None else self.hooks.canonical()}
+
+    def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
+        """What is always given, and an array per kind of hook point captured; where a step keeps its newest
+        position alone, without that axis."""
+        found = {name: output for name, output in self.outputs.items() if name != "<captured>"}
+        for capture in () if self.hooks is None else self.hooks.bind(config.hook_points).captures:
+            axes = [
+                f"{axis}?" if axis in ("position", "query_position") else axis
+                for axis in capture.point.dims[1:]
+            ]
+            layer = [] if capture.point.layer is None else ["layer"]
+            found[capture.variable] = Output(("prompt", "step", *layer, *axes))
+        return found
 
     def cells(self, config: Architecture) -> Sequence[Cell]:
         """One per prompt. Raises PromptError for one that leaves no room to generate."""
@@ -108,7 +127,7 @@ class Continuation(Experiment):
                 listener(ids, new)
         given = stream.result()
         (result,) = given
-        about = {name: {"long_name": text} for name, text in _MEANING.items()}
+        about = {name: {"long_name": output.long_name} for name, output in self.outputs.items()}
         dataset = given.to_xarray().assign_attrs(reading=given.reading)
         dataset = dataset.assign(
             prompt_id=(("prompt", "position"), np.array([ids], np.int32), about["prompt_id"]),

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from ...pipeline import Output
 from ...store.errors import PromptError, StageError
 from ..forward.architectures.points import HookPoint
 from ..forward.hooks.interventions import Add
@@ -38,6 +39,7 @@ from .effects import (
     array,
     check_tokens,
     effect,
+    effects_along,
     gather,
     layers_of,
     of_baseline,
@@ -83,6 +85,13 @@ class ContrastiveVectors(Experiment):
 
     name: ClassVar[str] = "contrastive_vectors"
     version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = {
+        "mean_state": Output(
+            ("side", "layer", "hidden"), "activation", "mean residual state after each layer"
+        ),
+        "vector": Output(("layer", "hidden"), "activation", "positive mean - negative mean"),
+        "norm": Output(("layer",), "activation", "length of the difference of the means"),
+    }
 
     positive: Prompts
     negative: Prompts
@@ -114,9 +123,8 @@ class ContrastiveVectors(Experiment):
         places = [position for _, position in self._places(cell["side"])]
         states = [held[position] for held, position in zip(measured, places, strict=True)]
         mean = np.mean(np.asarray(states, np.float64), axis=0)
-        meaning = {"units": "activation", "long_name": "mean residual state after each layer"}
         return xr.Dataset(
-            {"mean_state": (("side", "layer", "hidden"), mean.astype(np.float32)[None], meaning)},
+            {"mean_state": self.outputs["mean_state"].variable(mean.astype(np.float32)[None])},
             coords={
                 "side": [cell["side"]],
                 "layer": np.arange(len(mean)),
@@ -138,9 +146,8 @@ class ContrastiveVectors(Experiment):
                     "direction; choose other prompts or positions, or normalised=False"
                 )
             vector = vector / norm
-        unit = {"units": "activation"}
-        found["vector"] = vector.assign_attrs(unit | {"long_name": "positive mean - negative mean"})
-        found["norm"] = norm.assign_attrs(unit | {"long_name": "length of the difference of the means"})
+        found["vector"] = vector.assign_attrs(self.outputs["vector"].attrs)
+        found["norm"] = norm.assign_attrs(self.outputs["norm"].attrs)
         return found
 
     def computed(self, model: Model) -> xr.Dataset:
@@ -198,6 +205,16 @@ class SteeringConvergence(Experiment):
 
     name: ClassVar[str] = "steering_convergence"
     version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = {
+        **effects_along("layer", "strength"),
+        "similarity": Output(
+            ("layer", "strength", "read_layer"),
+            "1",
+            "cosine of the last token's state with the undisturbed one",
+        ),
+        "vector_norm": Output(("layer",), "activation", "length of the vector"),
+        "state_norm": Output(("layer",), "activation", "length of the last token's undisturbed state"),
+    }
 
     tokens: tuple[int, ...]
     positive: Prompts
@@ -274,19 +291,12 @@ class SteeringConvergence(Experiment):
 
         layer = cell["layer"]
         similarity = np.array([one["similarity"] for one in measured])[None]
-        cosines = {"units": "1", "long_name": "cosine of the last token's state with the undisturbed one"}
-        activation = {"units": "activation"}
         lengths = [float(np.linalg.norm(rows[layer])) for rows in (prepared.vectors, prepared.states)]
+        own = {"similarity": similarity, "vector_norm": lengths[:1], "state_norm": lengths[1:]}
         return xr.Dataset(
             {
                 **gather(measured, {"layer": 1, "strength": len(self.strengths)}),
-                "similarity": (("layer", "strength", "read_layer"), similarity, cosines),
-                "vector_norm": (("layer",), [lengths[0]], activation | {"long_name": "length of the vector"}),
-                "state_norm": (
-                    ("layer",),
-                    [lengths[1]],
-                    activation | {"long_name": "length of the last token's undisturbed state"},
-                ),
+                **{name: self.outputs[name].variable(values) for name, values in own.items()},
                 **of_baseline(prepared.unchanged, self.target, self.top_k),
             },
             coords={

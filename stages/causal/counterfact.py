@@ -16,13 +16,14 @@ Axes: pair; patch (one position and block of one pair).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ...pipeline import Output
 from ...store.errors import PromptError, StageError
 from ..forward.architectures.points import HookPoint
 from ..forward.hooks.interventions import Replace
@@ -51,6 +52,10 @@ __all__ = [
 ]
 
 Floats = npt.NDArray[np.float64]
+SAID: Mapping[str, Output] = {
+    f"{name}_token_id": Output(("pair",), "1", f"said by the {name} prompt")
+    for name in ("original", "counterfactual")
+}
 
 
 @dataclass(frozen=True)
@@ -205,6 +210,11 @@ class CounterFactPatching(OnPairs):
 
     name: ClassVar[str] = "counterfact_patching"
     version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = {
+        "kl": Output(("patch",), "nats", "KL(original || patched) of next-token distributions"),
+        "token_id": Output(("patch",), "1", "said when patched"),
+        **SAID,
+    }
 
     def cells(self, config: Architecture) -> Sequence[Cell]:
         """One per pair."""
@@ -241,14 +251,9 @@ class CounterFactPatching(OnPairs):
             "counterfactual_position": ("patch", np.tile(sources, blocks)),
         }
         kl, told_tokens = (np.array(column) for column in zip(*measured, strict=True))
-        told = {"units": "nats", "long_name": "KL(original || patched) of next-token distributions"}
         arrays = {
-            "kl": ("patch", kl.astype(np.float64), told),
-            "token_id": (
-                "patch",
-                told_tokens.astype(np.int64),
-                {"units": "1", "long_name": "said when patched"},
-            ),
+            "kl": self.outputs["kl"].variable(kl.astype(np.float64)),
+            "token_id": self.outputs["token_id"].variable(told_tokens.astype(np.int64)),
             **said(prepared.of(pair)),
         }
         return xr.Dataset(arrays, coords)
@@ -266,14 +271,8 @@ class CounterFactPatching(OnPairs):
 
 def said(unpatched: Unpatched) -> dict[str, Any]:
     """What both prompts of a pair would say by themselves, [pair]."""
-    return {
-        f"{name}_token_id": (
-            ["pair"],
-            np.array([logits.argmax()], np.int64),
-            {"units": "1", "long_name": f"said by the {name} prompt"},
-        )
-        for name, logits in (("original", unpatched.original), ("counterfactual", unpatched.counterfactual))
-    }
+    both = zip(SAID.items(), (unpatched.original, unpatched.counterfactual), strict=True)
+    return {name: output.variable(np.array([logits.argmax()], np.int64)) for (name, output), logits in both}
 
 
 def cell_of(pair: Pair) -> dict[str, Any]:

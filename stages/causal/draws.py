@@ -13,10 +13,11 @@ Axes: draw, then the experiment's own.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ...pipeline import Output
 from ...store.digest import digest
 from ...store.errors import StageError
 from ..forward.runs.experiment import Cell, Experiment
@@ -64,6 +65,11 @@ class Draws(Experiment):
     def params(self) -> dict[str, Any]:
         """None of its own: every cell says what was drawn."""
         return {}
+
+    def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
+        """Those of the experiment, each along `draw` first."""
+        own = self.experiments[0].outputs_on(config)
+        return {name: replace(output, dims=("draw", *output.dims)) for name, output in own.items()}
 
     def cells(self, config: Architecture) -> Sequence[Cell]:
         """Those of every draw, with its parameters: a draw keeps its cells, whatever others there are."""

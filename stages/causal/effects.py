@@ -14,12 +14,13 @@ Axes: vocab; piece = pieces of the target; rank = most changed tokens, largest c
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ...pipeline import Output
 from ...store.errors import InterventionError, PromptError
 from ..forward.architectures.points import HookPoint
 from ..forward.hooks.spec import HookSpec
@@ -33,20 +34,33 @@ if TYPE_CHECKING:
     from ..forward.hooks.cache import HookCache
     from ..forward.models.model import Model
 
-__all__ = ["EFFECTS", "Baseline", "baseline_run", "effect", "gather", "with_target"]
+__all__ = ["EFFECTS", "Baseline", "baseline_run", "effect", "effects_along", "gather", "with_target"]
 
 Floats = npt.NDArray[np.float64]
 
-EFFECTS: Mapping[str, tuple[tuple[str, ...], str, str]] = {
-    "kl": ((), "nats", "KL(baseline || changed) at the prompt's last position"),
-    "logit_diff": ((), "logits", "baseline - changed logit of the target's first piece"),
-    "first_probability": ((), "1", "probability of the target's first piece"),
-    "target_logprob": ((), "nats", "log-probability of the whole target, all its pieces"),
-    "changed_id": (("rank",), "1", "tokens whose probability changed most"),
-    "changed_baseline": (("rank",), "1", "their probability in the baseline"),
-    "changed_other": (("rank",), "1", "their probability in the changed run"),
+EFFECTS: Mapping[str, Output] = {
+    "kl": Output((), "nats", "KL(baseline || changed) at the prompt's last position"),
+    "logit_diff": Output((), "logits", "baseline - changed logit of the target's first piece"),
+    "first_probability": Output((), "1", "probability of the target's first piece"),
+    "target_logprob": Output((), "nats", "log-probability of the whole target, all its pieces"),
+    "changed_id": Output(("rank",), "1", "tokens whose probability changed most"),
+    "changed_baseline": Output(("rank",), "1", "their probability in the baseline"),
+    "changed_other": Output(("rank",), "1", "their probability in the changed run"),
 }
-"""Of each measurement: axes of its own, unit, meaning. Those of the target are NaN without one."""
+"""Measurements of one changed run, with axes of their own. Those of the target are NaN without one."""
+OF_BASELINE: Mapping[str, Output] = {
+    "baseline_id": Output(("rank",), "1", "most likely next tokens"),
+    "baseline_probability": Output(("rank",), "1", "their probability"),
+    "baseline_first_probability": Output((), "1", "probability of the first piece"),
+    "baseline_target_logprob": Output((), "nats", "log-probability of the whole target"),
+}
+"""Of the unchanged run."""
+
+
+def effects_along(*axes: str) -> dict[str, Output]:
+    """The outputs of an experiment with a run for each place along some axes, slowest first."""
+    placed = {name: replace(each, dims=(*axes, *each.dims)) for name, each in EFFECTS.items()}
+    return {**placed, **OF_BASELINE}
 
 
 @dataclass(frozen=True)
@@ -168,10 +182,10 @@ def gather(
 ) -> dict[str, tuple[tuple[str, ...], npt.NDArray[Any], dict[str, str]]]:
     """Measurements of runs laid out along axes (name -> size, slowest first), as variables with units."""
     found = {}
-    for name, (own, unit, meaning) in EFFECTS.items():
+    outputs = effects_along(*axes)
+    for name in EFFECTS:
         values = np.array([one[name] for one in measured], np.int32 if name == "changed_id" else np.float64)
-        shaped = values.reshape(*axes.values(), *values.shape[1:])
-        found[name] = ((*axes, *own), shaped, {"units": unit, "long_name": meaning})
+        found[name] = outputs[name].variable(values.reshape(*axes.values(), *values.shape[1:]))
     return found
 
 
@@ -180,17 +194,13 @@ def of_baseline(baseline: Baseline, target: Sequence[int], top_k: int) -> dict[s
     logprob = log_softmax(baseline.logits)
     order = np.argsort(-logprob[0], kind="stable")[:top_k]
     pieces = [logprob[row, token] for row, token in enumerate(target)]
-    first = np.exp(pieces[0]) if target else np.nan
-    return {
-        "baseline_id": (("rank",), order.astype(np.int32), _about("1", "most likely next tokens")),
-        "baseline_probability": (("rank",), np.exp(logprob[0, order]), _about("1", "their probability")),
-        "baseline_first_probability": ((), float(first), _about("1", "probability of the first piece")),
-        "baseline_target_logprob": (
-            (),
-            float(sum(pieces)) if target else np.nan,
-            _about("nats", "log-probability of the whole target"),
-        ),
+    values: dict[str, Any] = {
+        "baseline_id": order.astype(np.int32),
+        "baseline_probability": np.exp(logprob[0, order]),
+        "baseline_first_probability": float(np.exp(pieces[0])) if target else np.nan,
+        "baseline_target_logprob": float(sum(pieces)) if target else np.nan,
     }
+    return {name: OF_BASELINE[name].variable(value) for name, value in values.items()}
 
 
 def along_layers(parts: Sequence[xr.Dataset]) -> xr.Dataset:
@@ -201,7 +211,3 @@ def along_layers(parts: Sequence[xr.Dataset]) -> xr.Dataset:
         parts, "layer", data_vars="minimal", coords="minimal", compat="override", join="exact"
     )
     return found
-
-
-def _about(unit: str, meaning: str) -> dict[str, str]:
-    return {"units": unit, "long_name": meaning}

@@ -12,17 +12,18 @@ Axes: pair, block, layer, head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from ...pipeline import Output
 from ...store.errors import PromptError
 from ..forward.runs.experiment import Cell
 from ..forward.runs.run import Run
-from .counterfact import OnPairs, Pairs, attention_to, blocks_of, cell_of, pair_of, patched, said
+from .counterfact import SAID, OnPairs, Pairs, attention_to, blocks_of, cell_of, pair_of, patched, said
 from .patching_grid import in_range, points
 
 if TYPE_CHECKING:
@@ -46,6 +47,17 @@ class FactualRouting(OnPairs):
 
     name: ClassVar[str] = "factual_routing"
     version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = {
+        "attention": Output(
+            ("pair", "block", "layer", "head"), "1", "mean attention of the last token over the fact, patched"
+        ),
+        "baseline_attention": Output(
+            ("pair", "layer", "head"), "1", "mean attention of the last token over the fact"
+        ),
+        "kl": Output(("pair", "block"), "nats", "KL(original || patched) of next-token distributions"),
+        "token_id": Output(("pair", "block"), "1", "said when patched"),
+        **SAID,
+    }
 
     def check(self, config: Architecture) -> None:
         """As for patching; PromptError for a pair whose subject is missing or outside its prompts."""
@@ -90,25 +102,17 @@ class FactualRouting(OnPairs):
         unpatched = prepared.of(pair_of(cell))
         assert unpatched.attention is not None
         kl, tokens, attention = zip(*measured, strict=True)
-        weight = {"units": "1", "long_name": "mean attention of the last token over the fact, patched"}
-        nats = {"units": "nats", "long_name": "KL(original || patched) of next-token distributions"}
-        arrays = {
-            "attention": (["pair", "block", "layer", "head"], np.stack(attention)[None], weight),
-            "baseline_attention": (
-                ["pair", "layer", "head"],
-                unpatched.attention[None],
-                {**weight, "long_name": "mean attention of the last token over the fact"},
-            ),
-            "kl": (["pair", "block"], np.array(kl, np.float64)[None], nats),
-            "token_id": (
-                ["pair", "block"],
-                np.array(tokens, np.int64)[None],
-                {"units": "1", "long_name": "said when patched"},
-            ),
-            **said(unpatched),
+        values = {
+            "attention": np.stack(attention)[None],
+            "baseline_attention": unpatched.attention[None],
+            "kl": np.array(kl, np.float64)[None],
+            "token_id": np.array(tokens, np.int64)[None],
         }
+        arrays = {name: self.outputs[name].variable(value) for name, value in values.items()}
         layers, heads = unpatched.attention.shape
-        return xr.Dataset(arrays, {"layer": np.arange(layers), "head": np.arange(heads)})
+        return xr.Dataset(
+            {**arrays, **said(unpatched)}, {"layer": np.arange(layers), "head": np.arange(heads)}
+        )
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
         """Pairs one after another."""

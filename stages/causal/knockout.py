@@ -14,12 +14,13 @@ the key. All positions are those of the prompt: pieces of a target that follow i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ...pipeline import Output
 from ...store.errors import InterventionError
 from ..forward.architectures.points import HookPoint
 from ..forward.hooks.edge_interventions import Edge
@@ -34,6 +35,7 @@ from .effects import (
     baseline_run,
     check_tokens,
     effect,
+    effects_along,
     gather,
     layers_of,
     of_baseline,
@@ -115,6 +117,12 @@ class EdgeKnockout(_Knockout):
 
     name: ClassVar[str] = "edge_knockout"
     version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = {
+        **effects_along("layer", "edge"),
+        "attention": Output(
+            ("layer", "edge"), "1", "attention weight before the cut, mean over heads and edges"
+        ),
+    }
 
     heads: tuple[int, ...] | None = None
 
@@ -130,12 +138,11 @@ class EdgeKnockout(_Knockout):
         layer = cell["layer"]
         resolved = [spec.resolved(len(self.tokens)) for spec in self._specs()]
         weight = [[prepared.weight(layer, self.heads, edges).mean() for edges in resolved]]
-        meaning = {"units": "1", "long_name": "attention weight before the cut, mean over heads and edges"}
         sides = np.array([[-1 if place is None else place for place in edge] for edge in self._places()])
         return xr.Dataset(
             {
                 **gather(measured, {"layer": 1, "edge": len(resolved)}),
-                "attention": (("layer", "edge"), np.array(weight), meaning),
+                "attention": self.outputs["attention"].variable(np.array(weight)),
                 **of_baseline(prepared, self.target, self.top_k),
             },
             coords={
@@ -168,6 +175,12 @@ class HeadKnockout(_Knockout):
 
     name: ClassVar[str] = "head_knockout"
     version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = {
+        **effects_along("layer", "head"),
+        "attention": Output(
+            ("layer", "head"), "1", "attention weight before the cut, mean over edges", is_optional=True
+        ),
+    }
 
     def runs(self, prepared: Baseline, cell: Cell) -> list[Run]:
         """One per head."""
@@ -192,9 +205,8 @@ class HeadKnockout(_Knockout):
             **of_baseline(prepared, self.target, self.top_k),
         }
         if self.edges:
-            meaning = {"units": "1", "long_name": "attention weight before the cut, mean over edges"}
             weight = prepared.weight(layer, None, self._spec(self.edges).resolved(len(self.tokens)))
-            found["attention"] = (("layer", "head"), weight[None], meaning)
+            found["attention"] = self.outputs["attention"].variable(weight[None])
         return xr.Dataset(found, coords={"layer": [layer], "head": np.arange(heads)})
 
     def _specs(self) -> list[KnockoutSpec]:

@@ -14,12 +14,13 @@ knows no texts. The grid and its axes are in patching_grid.py, the metrics in pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ...pipeline import Output
 from ...store.errors import PromptError, StageError
 from ..forward.architectures.points import HookPoint
 from ..forward.hooks.interventions import Replace
@@ -29,7 +30,7 @@ from ..forward.runs.experiment import Cell, Experiment
 from ..forward.runs.run import Run, stream
 from .patching_grid import HEAD_KINDS, Grid, Place, in_range, num_heads, part_of, points, where
 from .patching_metrics import Metric
-from .patching_results import Prepared, as_vector, metrics_of, token_texts
+from .patching_results import Prepared, as_vector, metric_outputs, metrics_of, outputs_along, token_texts
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -181,6 +182,7 @@ class PatchTable(Experiment):
 
     name: ClassVar[str] = "patch_table"
     version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = outputs_along("index")
     reads_text: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -207,6 +209,10 @@ class PatchTable(Experiment):
         """All fields but the rows, which are in the cells."""
         given = {name: value for name, value in vars(self).items() if name != "index"}
         return {**given, "metrics": [metric.canonical() for metric in self.metrics]}
+
+    def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
+        """One array per metric."""
+        return metric_outputs(self.metrics, ["index"], 1)
 
     def cells(self, config: Architecture) -> Sequence[Cell]:
         """One per kind and layer, with its places."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from ...pipeline import Output
 from ...store.errors import InterventionError, StageError, nearest
 from ..forward.architectures.points import BY_NAME, HookPoint
 from ..forward.hooks.spec import HookSpec
@@ -29,7 +30,7 @@ from ..forward.hooks.wants import Logits
 from ..forward.runs.experiment import Cell, Experiment
 from ..forward.runs.run import Run
 from .patching_metrics import Metric, Recovery, check_metrics, read, wanted
-from .patching_results import Blank, Prepared, as_vector, metrics_of, stack
+from .patching_results import Blank, Prepared, as_vector, metric_outputs, metrics_of, outputs_along, stack
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -84,6 +85,9 @@ class Grid(Experiment):
     window: int = 1
     at: int = -1
 
+    outputs: ClassVar[Mapping[str, Output]] = outputs_along(
+        "kind?", "layer", "head|kv_head?", "position|query_position?", "key_position?"
+    )
     reads_text: ClassVar[bool] = True
     has_corrupted: ClassVar[bool] = True
     """Whether there is a run that differs from the clean one before anything is patched."""
@@ -112,6 +116,13 @@ class Grid(Experiment):
         """All fields but those that only choose cells; metrics as plain values."""
         chosen = {name: value for name, value in vars(self).items() if name not in self.selects}
         return {**chosen, "metrics": [metric.canonical() for metric in self.metrics]}
+
+    def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
+        """One array per metric, with the axes of the kinds patched."""
+        dims = ["layer", *(name for name, _ in self.axes(config, self.kinds[0]))]
+        if len(set(self.kinds)) > 1:
+            dims = ["kind", *(COMMON.get(name, name) for name in dims)]
+        return metric_outputs(self.metrics, dims, self.num_samples)
 
     def cells(self, config: Architecture) -> Sequence[Cell]:
         """One per kind and layer. Raises StageError, PromptError or InterventionError for what cannot be."""

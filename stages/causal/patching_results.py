@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ...pipeline import Output
 from ...store.errors import TokenizerError
 from ..forward.architectures.points import HookPoint
 from .patching_metrics import Metric, read
@@ -23,7 +24,16 @@ if TYPE_CHECKING:
     from ..forward.architectures.architecture import Architecture
     from ..forward.models.model import Model
 
-__all__ = ["Blank", "Prepared", "as_vector", "metrics_of", "stack", "token_texts"]
+__all__ = [
+    "Blank",
+    "Prepared",
+    "as_vector",
+    "metric_outputs",
+    "metrics_of",
+    "outputs_along",
+    "stack",
+    "token_texts",
+]
 
 Floats = npt.NDArray[np.float64]
 
@@ -67,6 +77,33 @@ class Blank(dict[Any, Any]):
         return np.broadcast_to(np.float32(constant), [self._sizes[axis] for axis in point.dims[1:]])
 
 
+UNPATCHED = Output(
+    ("run", "metric"),
+    "as the metric",
+    "metric of the runs nothing was patched in; of a recovery, the metric it rescales",
+)
+
+
+def outputs_along(*dims: str) -> dict[str, Output]:
+    """What experiments declare whose metrics are parameters; `metric_outputs` knows names and units."""
+    return {
+        "<metric>": Output(dims, "<unit>", "each metric under its name, in its unit"),
+        "<metric>_std": Output(dims, "<unit>", "its standard deviation over samples", is_optional=True),
+        "unpatched": UNPATCHED,
+    }
+
+
+def metric_outputs(chosen: Sequence[Metric], dims: Sequence[str], num_samples: int) -> dict[str, Output]:
+    """The outputs of these metrics, of so many samples each."""
+    found = {}
+    for metric in chosen:
+        found[metric.name] = Output(tuple(dims), metric.units, metric.long_name)
+        if num_samples > 1:
+            meaning = f"standard deviation over samples of {metric.long_name}"
+            found[f"{metric.name}_std"] = Output(tuple(dims), metric.units, meaning)
+    return found | {"unpatched": UNPATCHED}
+
+
 def metrics_of(
     prepared: Prepared, chosen: Sequence[Metric], values: Floats, dims: Sequence[str]
 ) -> xr.Dataset:
@@ -83,20 +120,19 @@ def metrics_of(
         runs["corrupted"] = np.mean(
             [read(chosen, each, prepared.clean) for each in prepared.unpatched], axis=0
         )
-    arrays: dict[str, Any] = {}
+    samples = values.shape[-2]
+    found: dict[str, Any] = {}
     for i, metric in enumerate(chosen):
         scaled = metric.scaled(values[..., i], clean[i], runs.get("corrupted", clean)[i])
-        told = {"units": metric.units, "long_name": metric.long_name}
-        arrays[metric.name] = (dims, scaled.mean(-1), told)
-        if values.shape[-2] > 1:
-            told = {**told, "long_name": f"standard deviation over samples of {metric.long_name}"}
-            arrays[f"{metric.name}_std"] = (dims, scaled.std(-1), told)
-    told = {
-        "units": "as the metric",
-        "long_name": "metric of the runs nothing was patched in; of a recovery, the metric it rescales",
-    }
-    arrays["unpatched"] = (["run", "metric"], np.stack(list(runs.values())), told)
-    return xr.Dataset(arrays, {"run": list(runs), "metric": [metric.name for metric in chosen]})
+        found[metric.name] = scaled.mean(-1)
+        if samples > 1:
+            found[f"{metric.name}_std"] = scaled.std(-1)
+    found["unpatched"] = np.stack(list(runs.values()))
+    outputs = metric_outputs(chosen, dims, samples)
+    return xr.Dataset(
+        {name: outputs[name].variable(array) for name, array in found.items()},
+        {"run": list(runs), "metric": [metric.name for metric in chosen]},
+    )
 
 
 def stack(parts: Sequence[xr.Dataset], axis: str) -> xr.Dataset:

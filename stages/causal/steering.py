@@ -17,12 +17,13 @@ Axes: layer (the first that is steered), dose, head, rank. Units: attention weig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
+from ...pipeline import Output
 from ...store.errors import InterventionError, StageError
 from ..forward.architectures.points import HookPoint
 from ..forward.hooks.edge_interventions import Edge
@@ -37,6 +38,7 @@ from .effects import (
     check_tokens,
     edge_weight,
     effect,
+    effects_along,
     gather,
     layers_of,
     of_baseline,
@@ -65,6 +67,7 @@ __all__ = [
 DOSE_LEVELS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0)
 _NONE = 1e-10
 """Weights below this are taken for no attention at all."""
+_OVER = "mean over edges and steered layers"
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,13 @@ class DoseResponse(Experiment):
 
     name: ClassVar[str] = "dose_response"
     version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = {
+        **effects_along("layer", "dose"),
+        "baseline_attention": Output(("layer",), "1", f"attention weight before, {_OVER} and heads"),
+        "attention": Output(("layer", "dose"), "1", f"attention weight after, {_OVER} and heads"),
+        "baseline_head_attention": Output(("layer", "head"), "1", f"attention weight before, {_OVER}"),
+        "head_attention": Output(("layer", "dose", "head"), "1", f"attention weight after, {_OVER}"),
+    }
 
     tokens: tuple[int, ...]
     edges: tuple[Edge, ...]
@@ -135,31 +145,16 @@ class DoseResponse(Experiment):
         weights = [prepared.weight(layer, self.heads, self._resolved()) for layer in self._steered(cell)]
         before, after = np.mean(weights, axis=0), np.array([one["weight"] for one in measured])
         heads = range(prepared.config.axis_sizes["head"]) if self.heads is None else self.heads
-        over = "mean over edges and steered layers"
-        unit = {"units": "1"}
+        attention = {
+            "baseline_attention": [before.mean()],
+            "attention": after.mean(1)[None],
+            "baseline_head_attention": before[None],
+            "head_attention": after[None],
+        }
         return xr.Dataset(
             {
                 **gather(measured, {"layer": 1, "dose": len(self.doses)}),
-                "baseline_attention": (
-                    ("layer",),
-                    [before.mean()],
-                    unit | {"long_name": f"attention weight before, {over} and heads"},
-                ),
-                "attention": (
-                    ("layer", "dose"),
-                    after.mean(1)[None],
-                    unit | {"long_name": f"attention weight after, {over} and heads"},
-                ),
-                "baseline_head_attention": (
-                    ("layer", "head"),
-                    before[None],
-                    unit | {"long_name": f"attention weight before, {over}"},
-                ),
-                "head_attention": (
-                    ("layer", "dose", "head"),
-                    after[None],
-                    unit | {"long_name": f"attention weight after, {over}"},
-                ),
+                **{name: self.outputs[name].variable(values) for name, values in attention.items()},
                 **of_baseline(prepared, self.target, self.top_k),
             },
             coords={

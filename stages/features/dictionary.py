@@ -23,6 +23,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...store import html
 from ...store.errors import DictionaryError, ModelNotFound, SourceChanged, WeightsError
 from ..forward.architectures.points import BY_NAME, HookPoint
 from .formats.table import open_files
@@ -85,6 +86,26 @@ class Dictionary:
     def __repr__(self) -> str:
         it = self.layout
         return f"Dictionary({self.name!r}: {it.kind}, {len(it.layers)} x {it.n_features} features)"
+
+    def _repr_html_(self) -> str:
+        """For a notebook: kind, sizes, and where features read and write, layer by layer."""
+        it = self.layout
+        facts = [
+            ("kind", it.kind),
+            ("format", it.format),
+            ("made for", it.model_name or "not said"),
+            ("features of a layer", f"{it.n_features:,}"),
+            ("width read, written", f"{it.d_in:,}, {it.d_out:,}"),
+            ("linear skip", "yes" if it.has_skip else "no"),
+            ("files", len(it.files)),
+        ]
+        rows = [
+            (layer, self.read_hook(layer), ", ".join(str(self.write_hook(m)) for m in self.targets(layer)))
+            for layer in self.layers
+        ]
+        held = html.table(["layer", "reads", "writes"], rows, right=[0])
+        body = html.table(["", ""], facts) + html.details(f"{len(self.layers)} layers", held)
+        return html.shown(f"Dictionary {self.name}", body)
 
     # -- what it is
 

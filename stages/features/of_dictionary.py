@@ -5,7 +5,7 @@ Border: the name and the identity; what is done with features is each experiment
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from ..forward.runs.experiment import Experiment
 from .dictionary import Dictionary
@@ -18,6 +18,8 @@ class OfDictionary(Experiment):
 
     dictionary: its name, part of no key.  features: its identity.
     """
+
+    resources: ClassVar[tuple[str, ...]] = ("model", "dictionary")
 
     dictionary: str
     features: str

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ...store import html
 from .node import GraphNode
 from .options import GraphOptions
 from .pruning import Kept, kept_part
@@ -154,6 +155,17 @@ class AttributionGraph:
             f"AttributionGraph({self.prompt!r}: {c.features} features, {c.errors} errors, {c.positions} "
             f"tokens, {c.logits} logits)"
         )
+
+    def _repr_html_(self) -> str:
+        """For a notebook: nodes of each kind, the logits explained, and the size of the adjacency."""
+        c = self.counts
+        kinds = [("feature", c.features), ("error", c.errors), ("token", c.positions), ("logit", c.logits)]
+        body = html.table(["nodes", "number"], [(name, f"{n:,}") for name, n in kinds], right=[1])
+        logits = zip(self.logit_tokens, self.logit_probabilities.tolist(), strict=True)
+        rows = [(repr(text), f"{probability:.4f}") for text, probability in logits]
+        body += html.table(["logit explained", "probability"], rows, right=[1])
+        told = f"{c.layers} layers; adjacency [target, source] of {c.nodes:,} x {c.nodes:,} direct effects"
+        return html.shown(f"Attribution graph of {self.prompt!r}", body, told)
 
     # -- nodes
 

@@ -53,6 +53,7 @@ at_first = functools.cache(identity)
 """The same, of settings that several tests start from."""
 PROMPT = "Two plus two is"
 PAIR_OF_PROMPTS = {"prompt": "The capital of France is", "corrupted": ("The capital of Spain is",)}
+SUBJECT = {"prompt": PROMPT, "target": " the", "subject": "Two"}
 SITED = "Two and two in all is"
 OTHERS: dict[tuple[str, str], Any] = {
     ("*", "dtype"): "float64",
@@ -83,6 +84,13 @@ OTHERS: dict[tuple[str, str], Any] = {
     ("generate", "zero"): ("blocks.0.hook_mlp_out",),
     ("activation_patching", "prompt"): PAIR_OF_PROMPTS,
     ("activation_patching", "kinds"): ("resid_post",),
+    ("causal_tracing", "prompt"): SUBJECT,
+    ("causal_tracing", "target"): SUBJECT,
+    ("causal_tracing", "subject"): SUBJECT,
+    ("causal_tracing", "kinds"): ("mlp_out",),
+    ("causal_tracing", "window"): 2,
+    ("ablation", "how"): "zero",
+    ("ablation", "references"): (PROMPT,),
     ("factual_routing", "subject"): "last_fact",
     ("layer_scan", "end_layer"): 4,
     ("probe", "targets"): ("character_count",),
@@ -108,10 +116,19 @@ OTHERS: dict[tuple[str, str], Any] = {
 """(workflow or "*", setting) -> another value, where adding one to the default makes none; a mapping where
 others have to change with it."""
 
+STARTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("activation_patching", "prompt"): {},
+    ("causal_tracing", "prompt"): {**SUBJECT, "prompt": SITED},
+    ("causal_tracing", "target"): {**SUBJECT, "target": " four"},
+    ("causal_tracing", "subject"): {**SUBJECT, "subject": "plus"},
+}
+"""What to compare with, where a setting cannot be left out of the others given."""
+
 ONLY_SHOWN = {
     ("logit_lens", "heatmaps"): "how many prompts get a figure",
     ("logit_attribution", "figures"): "how many prompts get a figure",
     ("character_count_helix", "show"): "which layer is drawn",
+    ("ablation", "top"): "rows of a table",
     ("factual_routing", "top_k"): "rows of a table",
     ("attention_knockout", "layer"): "which of all layers, all of them computed, is told in full",
     ("attention_patterns", "top_k"): "rows of a table",
@@ -184,9 +201,8 @@ def other_settings(name: str, field: dataclasses.Field[Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(("name", "field"), settings_of_all())
 def test_every_setting_changes_what_is_computed_or_only_what_is_shown(name, field):
     other = other_settings(name, field)
-    same = {key: value for key, value in other.items() if key != field.name}
-    if (name, field.name) == ("activation_patching", "prompt"):
-        same = {}
+    without = {key: value for key, value in other.items() if key != field.name}
+    same = STARTS.get((name, field.name), without)
     is_shown = (name, field.name) in ONLY_SHOWN
     assert (at_first(name, **same) == identity(name, **other)) == is_shown
 

@@ -10,7 +10,7 @@ import stages_for_tests as lib
 import xarray as xr
 
 from mizarr.pipeline import Output, stage
-from mizarr.pipeline.declaration import plain_params
+from mizarr.pipeline.function import plain_params
 from mizarr.store.errors import ShapeError, StageError
 
 STATES = xr.DataArray([[[3.0, 4.0]]], dims=lib.TLH)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import mizarr
-from mizarr.pipeline import run
-from mizarr.stages import STAGES
+from mizarr.pipeline import Stage, run
+from mizarr.stages import REGISTRY, find
 from mizarr.stages.forward.models.files import resolve
 from mizarr.stages.logits.component_weights import component_weights_node
 from mizarr.stages.logits.readout import readout_node
@@ -57,7 +57,9 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_every_stage_over_stored_activations_is_studied():
     studied_here = {name for name in STUDIES | POST_NORM if name != "residual_parts"}
     assert studied_here == {
-        name for name, module in STAGES.items() if not module.startswith(READING_DICTIONARIES)
+        name
+        for name, module in REGISTRY.items()
+        if isinstance(find(name), Stage) and not module.startswith(READING_DICTIONARIES)
     }
 
 

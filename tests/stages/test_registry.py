@@ -1,40 +1,94 @@
-"""The table of stages."""
+"""The table of stages and experiments."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import mizarr.stages
 from mizarr.pipeline import Stage
-from mizarr.stages import STAGES, find
+from mizarr.pipeline.declaration import Output
+from mizarr.stages import REGISTRY, find
+from mizarr.stages.forward.runs.experiment import Experiment
 from mizarr.store.errors import StageError
+from tests.torch_free import without_torch
+
+EXPERIMENTS = [name for name in REGISTRY if not isinstance(find(name), Stage)]
 
 
-@pytest.mark.parametrize("name", STAGES)
-def test_every_entry_is_a_stage_of_that_name_with_a_version(name: str):
-    stage = find(name)
-    assert stage.name == name
-    assert isinstance(stage.version, int)
-
-
-def test_every_stage_of_the_room_is_in_the_table():
+def modules() -> Iterator[ModuleType]:
+    """Every module of the room."""
     folder = Path(mizarr.stages.__file__).parent
-    declared = set()
     for path in folder.rglob("[a-z]*.py"):
-        name = ".".join(path.relative_to(folder).with_suffix("").parts)
-        module = importlib.import_module(f"mizarr.stages.{name}")
-        declared |= {
-            form
-            for value in vars(module).values()
-            if isinstance(value, Stage) and value.function.__module__ == module.__name__
-            for form in value.forms
-        }
-    assert declared == set(STAGES)
+        yield importlib.import_module(
+            ".".join(("mizarr.stages", *path.relative_to(folder).with_suffix("").parts))
+        )
 
 
-def test_an_unknown_stage_names_the_nearest():
+def concrete(kind: type[Experiment]) -> Iterator[type[Experiment]]:
+    """Experiments of the package that can be made."""
+    for each in kind.__subclasses__():
+        if each.__module__.startswith("mizarr.") and isinstance(vars(each).get("name"), str):
+            yield each
+        yield from concrete(each)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_every_entry_has_that_name_a_version_and_outputs(name: str):
+    found = find(name)
+    declared = found.declaration()
+    assert declared.name == name == found.name
+    assert isinstance(declared.version, int)
+    assert declared.outputs
+    assert all(isinstance(output, Output) and output.dims is not None for output in declared.outputs.values())
+    assert declared.kind == ("stage" if isinstance(found, Stage) else "experiment")
+
+
+def test_every_stage_and_experiment_of_the_room_is_in_the_table_under_a_name_of_its_own():
+    names = [
+        form
+        for module in modules()
+        for value in vars(module).values()
+        if isinstance(value, Stage) and value.function.__module__ == module.__name__
+        for form in value.forms
+    ]
+    names += [each.name for each in concrete(Experiment)]
+    assert len(names) == len(set(names))
+    assert set(names) == set(REGISTRY)
+
+
+def test_an_experiment_without_declared_outputs_cannot_hide():
+    """Every class that has a name says its own outputs, or takes those of a class that does."""
+    assert [each.name for each in concrete(Experiment) if not getattr(each, "outputs", None)] == []
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiments_are_described_as_stages_are(name: str):
+    declared = find(name).declaration()
+    head, *lines = find(name).describe().splitlines()
+    assert head == f"{name} (version {declared.version})"
+    assert lines[0] == "  in  model [resource]"
+    assert [line for line in lines if line.startswith("  out ")] == [
+        f"  out {each}{'?' * output.is_optional} [{', '.join(output.dims)}] {output.unit}  {output.long_name}"
+        for each, output in declared.outputs.items()
+    ]
+    assert all(line.startswith(("  in  ", "  set ", "  out ")) for line in lines)
+
+
+def test_finding_and_describing_never_imports_torch():
+    program = """
+from mizarr.stages import REGISTRY, find
+print(json.dumps([find(name).describe() for name in REGISTRY]))
+"""
+    assert without_torch(program) == [find(name).describe() for name in REGISTRY]
+
+
+def test_an_unknown_name_names_the_nearest():
     with pytest.raises(StageError, match="did you mean 'logit_lens'"):
         find("logit_lenses")
+    with pytest.raises(StageError, match="did you mean 'edge_knockout'"):
+        find("edge_knockouts")

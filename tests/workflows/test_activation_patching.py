@@ -93,6 +93,54 @@ def test_a_single_kind_is_told_the_same_way(done, tiny_model: Path, prompts, tmp
     one.render(Console())
 
 
+def test_heads_are_patched_at_all_positions_and_told_beside_states(
+    done, tiny_model: Path, prompts, tmp_path: Path, capsys
+):
+    kinds = ["z", "resid_post", "k", "pattern"]
+    heads = compute(
+        "activation_patching",
+        store=tmp_path / "store",
+        model=str(tiny_model),
+        prompt=prompts[0],
+        corrupted=[prompts[1]],
+        kinds=kinds,
+    )
+    (found,) = heads.to_json()["results"]
+    shapes = {kind: np.array(grid).shape for kind, grid in found["grids"].items()}
+    assert shapes == {"z": (3, 2), "resid_post": (3, found["seq_len"]), "k": (3, 1), "pattern": (3, 2)}
+    states = done.to_json()["results"][0]["grids"]["resid_post"]
+    np.testing.assert_allclose(found["grids"]["resid_post"], states, atol=1e-3)
+    model = mizarr.Model.from_pretrained(tiny_model)
+    point = "blocks.1.attn.hook_z"
+    clean = model.forward(prompts[0], mizarr.HookSpec().capture(point), want=None)[point][0]
+    put = mizarr.HookSpec().intervene(point, mizarr.Replace(clean[1:2], heads=(1,)))
+    passes = (model.forward(prompts[0]), model.forward(prompts[1]), model.forward(prompts[1], put))
+    p, corrupted, patched = (result.logits[0, -1].double().log_softmax(-1) for result in passes)
+    lost = [float((p.exp() * (p - q)).sum()) for q in (corrupted, patched)]
+    assert found["grids"]["z"][1][1] == pytest.approx(100 * (1 - lost[1] / lost[0]), abs=0.05)
+    best = {one["kind"]: one for one in found["best"]}
+    assert best["z"].keys() == {"kind", "layer", "head", "recovery"}
+    assert best["resid_post"].keys() == {"kind", "layer", "position", "recovery"}
+    heads.render(Console(width=160), tmp_path)
+    printed = capsys.readouterr().out
+    assert "best position and head" in printed and "head 1" in printed
+
+
+def test_heads_alone_have_no_position_of_a_subject(tiny_model: Path, prompts, tmp_path: Path):
+    given = {"model": str(tiny_model), "prompt": prompts[0], "corrupted": [prompts[1]], "kinds": ["v"]}
+    heads = compute("activation_patching", store=tmp_path / "store", **given)
+    (found,) = heads.to_json()["results"]
+    assert "subject_recovery" not in found
+    assert list(heads.nodes) == ["heads_0"]
+    assert "key/value head" in {
+        getattr(panel, "column_name", "") for v in heads.shown for panel in _panels(v)
+    }
+
+
+def _panels(view):
+    return getattr(view, "panels", ())
+
+
 def test_tables_and_figures_name_places_and_keys(done, tmp_path: Path, capsys):
     (path,) = done.render(Console(width=160), tmp_path)
     printed = capsys.readouterr().out
@@ -117,7 +165,7 @@ def test_the_specimen_is_traced_through_pairs_of_its_own_facts(tmp_path: Path):
         ({"corrupted": ["it was"]}, "one without the other"),
         ({"answer": "of"}, "expected a prompt"),
         ({"kinds": ["resid_pots"]}, "nearest is 'resid_post'"),
-        ({"kinds": ["z"]}, "expected kinds among"),
+        ({"kinds": ["result"]}, "expected kinds among"),
         ({"kinds": []}, "at least one of kinds"),
         ({"pairs": 0}, "at least one pair"),
         ({"answer_piece": "last"}, "only or first"),

@@ -25,6 +25,7 @@ from .models import models
 from .options import SuggestingGroup
 from .report import report
 from .runs import capture, compute, demo, explain
+from .stages import stages
 from .store import gc, ls, pin, show, verify
 from .train import train
 
@@ -47,7 +48,7 @@ def cli() -> None:
     """
 
 
-RUNNING = (demo, capture, compute, report, train, explain)
+RUNNING = (demo, capture, compute, report, train, explain, stages)
 STORED = (ls, show, export, import_, verify, pin, gc)
 for command in (*RUNNING, *STORED, models, features):
     cli.add_command(command)

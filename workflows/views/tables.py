@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ...store import html
 from . import paper
 from .view import View
 
@@ -108,16 +108,11 @@ class Table(View):
 
     def body(self) -> str:
         """The table."""
-
-        def line(cells: Iterable[str], tag: str) -> str:
-            sides = ["right" if column.right else "left" for column in self.columns]
-            pairs = zip(cells, sides, strict=True)
-            inner = (f'<{tag} style="text-align:{side}">{cell}</{tag}>' for cell, side in pairs)
-            return f"<tr>{''.join(inner)}</tr>"
-
-        head = line((escape(column.name) for column in self.columns), "th")
-        rows = (line(("".join(escape(run.text) for run in cell) for cell in row), "td") for row in self.rows)
-        return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+        return html.table(
+            [column.name for column in self.columns],
+            (["".join(run.text for run in cell) for cell in row] for row in self.rows),
+            [i for i, column in enumerate(self.columns) if column.right],
+        )
 
 
 def _value(record: Any, what: Any, how: Any = None) -> Any:

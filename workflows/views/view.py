@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ...store import html
 from . import paper
 from .blocks import size
 
@@ -78,9 +79,7 @@ class View:
         return f'<img alt="{escape(self.title)}" src="data:image/png;base64,{paper.encoded(picture)}">'
 
     def _repr_html_(self) -> str:
-        title = f"<p><b>{escape(self.title)}</b></p>" if self.title else ""
-        caption = f"<p><small>{escape(self.caption)}</small></p>" if self.caption else ""
-        return f"<div>{title}{self.body()}{caption}</div>"
+        return html.shown(self.title, self.body(), self.caption)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,13 @@ activations have none; errors are means of squares of activations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ....pipeline import Output
 from ...causal.effects import array, check_tokens
 from ...forward.hooks.spec import HookSpec
 from ...forward.runs.experiment import Cell
@@ -47,6 +48,12 @@ class FeatureActivity(OfDictionary):
 
     name: ClassVar[str] = "feature_activity"
     version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = {
+        "activation": Output(("active",), "1", "activation"),
+        "decoder_norm": Output(("active",), "1", "norm of what one unit writes"),
+        "error": Output(("layer", "position"), "1", "mean squared error of the reconstruction"),
+        "size": Output(("layer", "position"), "1", "mean square of the output about its mean over positions"),
+    }
 
     tokens: tuple[int, ...]
     dictionary: str
@@ -95,14 +102,8 @@ class FeatureActivity(OfDictionary):
         layer, position, feature = found["indices"].T
         return xr.Dataset(
             {
-                "activation": ("active", found["value"], {"units": "1", "long_name": "activation"}),
-                "decoder_norm": (
-                    "active",
-                    found["norm"],
-                    {"units": "1", "long_name": "norm of what one unit writes"},
-                ),
-                "error": _by_layer(found["error"], "mean squared error of the reconstruction"),
-                "size": _by_layer(found["size"], "mean square of the output about its mean over positions"),
+                name: self.outputs[name].variable(found[field])
+                for name, field in zip(self.outputs, ("value", "norm", "error", "size"), strict=True)
             },
             coords={
                 "active_layer": ("active", layer.astype(np.int32)),
@@ -133,7 +134,3 @@ def as_rows(x: Tensor) -> Tensor:
     """[position, width] of a hook point's [position, width], or [head, position, d_head] with heads side by
     side, as dictionaries of heads read them."""
     return x if x.ndim == 2 else x.transpose(0, 1).flatten(1)
-
-
-def _by_layer(values: Any, meaning: str) -> tuple[tuple[str, str], Any, dict[str, str]]:
-    return ("layer", "position"), values, {"units": "1", "long_name": meaning}

@@ -11,13 +11,14 @@ Order: score descending, then layer, then index.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from ....pipeline import Output
 from ....store.errors import DictionaryError, PromptError, ShapeError
 from ...causal.effects import array
 from ...forward.runs.experiment import Cell
@@ -138,6 +139,9 @@ class DecoderSearch(OfDictionary):
 
     name: ClassVar[str] = "decoder_search"
     version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = {
+        "score": Output(("rank",), "1", "cosine, or product, of what a feature writes with the embedding")
+    }
 
     token: int
     dictionary: str

@@ -12,12 +12,13 @@ counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
+from ....pipeline import Output
 from ....store.errors import DictionaryError, InterventionError
 from ...causal.effects import array, check_tokens
 from ...forward.hooks.spec import HookSpec
@@ -27,7 +28,7 @@ from ..dictionary import Dictionary
 from ..of_dictionary import OfDictionary
 from .activity import as_rows
 from .alignment import Scored, align, align_over_targets
-from .sweeps import Dose, InjectionSweep
+from .sweeps import Dose, InjectionSweep, sweep_outputs
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -89,6 +90,7 @@ class RankedSweep(_Ranked):
 
     name: ClassVar[str] = "ranked_sweep"
     version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = sweep_outputs("position")
 
     over_targets: bool = False
     suppress: int = 5
@@ -146,6 +148,13 @@ class RankedTrace(_Ranked):
 
     name: ClassVar[str] = "ranked_trace"
     version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = {
+        "vector": Output(("rank", "hidden"), "1", "what a unit writes to the target"),
+        "trace": Output(("rank", "position"), "1", "activation"),
+        "edge": Output(("window_layer", "edge_index"), "1", "edge between two bins"),
+        "count": Output(("window_layer", "bin"), "1", "pre-activations in the bin"),
+        "skip_projection": Output((), "1", "linear skip along the word's embedding"),
+    }
 
     top_k: int = 20
 
@@ -185,14 +194,10 @@ class RankedTrace(_Ranked):
         (found,) = measured
         vectors = [array(dictionary.decoder_vector(one.feature, self.target)) for one in ranked]
         edges, counts = (np.stack([one[i] for one in found["counted"]]) for i in (1, 0))
+        values = (np.stack(vectors), found["trace"], edges, counts, found["skip"])
+        arrays = zip(self.outputs.items(), values, strict=True)
         return xr.Dataset(
-            {
-                "vector": (("rank", "hidden"), np.stack(vectors), _about("what a unit writes to the target")),
-                "trace": (("rank", "position"), found["trace"], _about("activation")),
-                "edge": (("window_layer", "edge_index"), edges, _about("edge between two bins")),
-                "count": (("window_layer", "bin"), counts, _about("pre-activations in the bin")),
-                "skip_projection": ((), found["skip"], _about("linear skip along the word's embedding")),
-            },
+            {name: output.variable(value) for (name, output), value in arrays},
             coords={
                 **_features(ranked),
                 "position": np.arange(len(self.tokens)),

@@ -13,12 +13,13 @@ head, of one attention edge. Units: nats, logits; attention weights have none.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ....pipeline import Output
 from ....store.errors import InterventionError, PromptError
 from ...causal.effects import array, check_tokens, read_logits
 from ...causal.metrics import kl_divergence, log_softmax
@@ -59,6 +60,30 @@ class Dose:
         )
 
 
+_MEASURES: Mapping[str, Output] = {
+    "logit": Output(("word",), "logits", "logit of a word"),
+    "logprob": Output(("word",), "nats", "log-probability of a word"),
+    "top_id": Output((), "1", "most likely next token"),
+    "top_logprob": Output((), "nats", "its log-probability"),
+    "kl": Output((), "nats", "KL(untouched || injected) of the next token"),
+    "distance": Output((), "logits", "L2 distance of all logits"),
+    "attention": Output(("layer", "head"), "1", "attention weight of the edge", is_optional=True),
+}
+"""Of one run; dims are its own."""
+_BETWEEN = ("kl", "distance")
+"""Those that compare it with the run without injection, which has none of them."""
+
+
+def sweep_outputs(*axes: str) -> dict[str, Output]:
+    """What a sweep gives along some axes, each measurement followed by that of the run without injection."""
+    found = {}
+    for name, each in _MEASURES.items():
+        found[name] = replace(each, dims=(*axes, *each.dims))
+        if name not in _BETWEEN:
+            found[f"baseline_{name}"] = replace(each, long_name=f"{each.long_name}, untouched")
+    return found
+
+
 @dataclass(frozen=True)
 class InjectionSweep(OfDictionary):
     """Features at each strength and each position of a prompt, measured at its last position.
@@ -71,6 +96,7 @@ class InjectionSweep(OfDictionary):
 
     name: ClassVar[str] = "injection_sweep"
     version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = sweep_outputs("strength", "position")
 
     tokens: tuple[int, ...]
     dictionary: str
@@ -157,19 +183,13 @@ class InjectionSweep(OfDictionary):
         import xarray as xr
 
         found: dict[str, Any] = {}
-        base = prepared[1]
-        for name, (own, unit, meaning) in _MEASURES.items():
+        for name in _MEASURES:
             if name not in measured[0]:
                 continue
-            about = {"units": unit, "long_name": meaning}
-            values = np.array([one[name] for one in measured])[None]
-            found[name] = (("strength", "position", *own), values, about)
-            if name in base:
-                found[f"baseline_{name}"] = (
-                    own,
-                    np.array(base[name]),
-                    about | {"long_name": f"{meaning}, untouched"},
-                )
+            found[name] = self.outputs[name].variable(np.array([one[name] for one in measured])[None])
+            if name not in _BETWEEN:
+                unchanged = f"baseline_{name}"
+                found[unchanged] = self.outputs[unchanged].variable(np.array(prepared[1][name]))
         coords = {"strength": [cell["strength"]], "position": list(self._positions), "word": list(self.words)}
         return xr.Dataset(found, coords=coords)
 
@@ -208,14 +228,3 @@ class InjectionSweep(OfDictionary):
             query, key = self.edge
             found["attention"] = np.stack([array(result[point][0])[:, query, key] for point in result])
         return found
-
-
-_MEASURES: dict[str, tuple[tuple[str, ...], str, str]] = {
-    "logit": (("word",), "logits", "logit of a word"),
-    "logprob": (("word",), "nats", "log-probability of a word"),
-    "top_id": ((), "1", "most likely next token"),
-    "top_logprob": ((), "nats", "its log-probability"),
-    "kl": ((), "nats", "KL(untouched || injected) of the next token"),
-    "distance": ((), "logits", "L2 distance of all logits"),
-    "attention": (("layer", "head"), "1", "attention weight of the edge"),
-}

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ....store import html
 from ....store.errors import HookPointNotFound, nearest
-from ..architectures.points import HookPoint, as_point
+from ..architectures.points import BY_NAME, HookPoint, as_point
 from .spec import Capture, When
 
 if TYPE_CHECKING:
@@ -100,6 +101,31 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
         kinds = ", ".join(sorted({capture.variable for capture in self._captured}))
         return f"HookCache({len(self.tokens)} prompts, {self.num_captures} captures: {kinds or 'none'})"
 
+    def _repr_html_(self) -> str:
+        """For a notebook: prompts, and what is held of each hook point."""
+        layers: dict[str, list[int]] = {}
+        for capture in self._captured:
+            layers.setdefault(capture.variable, [])
+            if capture.point.layer is not None:
+                layers[capture.variable].append(capture.point.layer)
+        first = {capture.variable: capture for capture in reversed(self._captured)}
+        rows: list[tuple[str, ...]] = [
+            (
+                BY_NAME[first[name].point.kind].path.format("*"),
+                first[name].when,
+                ", ".join(map(str, sorted(held))),
+                ", ".join(first[name].point.dims),
+                *_shape(self._captured[first[name]]),
+            )
+            for name, held in layers.items()
+        ]
+        if self._logits is not None:
+            rows.append(("logits", "", "", "batch, position, vocab", *_shape(self._logits)))
+        lengths = ", ".join(map(str, sorted(set(self.lengths))))
+        columns = ["hook point", "interventions", "layers", "dims", "shape", "dtype"]
+        told = f"{len(self.tokens)} prompts of {lengths} tokens"
+        return html.shown("HookCache", html.table(columns, rows), told)
+
     def to_xarray(self) -> xarray.Dataset:
         """Captures as one labelled dataset: a variable per kind, layers stacked on a ``layer`` axis,
         bfloat16 as float32.
@@ -113,6 +139,10 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
             by_variable.setdefault(capture.variable, {})[capture.point.layer] = value
         arrays = {name: _labelled(name, layers) for name, layers in by_variable.items()}
         return xr.Dataset(arrays)
+
+
+def _shape(value: Tensor) -> tuple[str, str]:
+    return " x ".join(map(str, value.shape)), str(value.dtype).removeprefix("torch.")
 
 
 def _labelled(variable: str, layers: Mapping[int | None, Tensor]) -> xarray.DataArray:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ....store import html
 from ....store.digest import digest
 from ....store.errors import HookPointNotFound, InterventionError
 from ..architectures.points import HookPoint, as_point, expand, is_glob, require_known
@@ -171,6 +172,12 @@ class HookSpec:
         return isinstance(other, HookSpec) and self.canonical() == other.canonical()
 
     __hash__ = None  # type: ignore[assignment]  # mutable
+
+    def _repr_html_(self) -> str:
+        """For a notebook: a line per capture and intervention."""
+        rows = [(held, f"capture, {when} interventions") for held, when in self._captures]
+        rows += [(held, repr(change)) for held, change in self._interventions]
+        return html.shown("HookSpec", html.table(["hook point", "what"], rows))
 
     def __repr__(self) -> str:
         captures = "".join(

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....store import html
 from ....store.errors import ConfigError, InterventionError, PromptError
 from ....store.keys import ModelIdentity
-from ..architectures.points import HookPoint
+from ..architectures.points import BY_NAME, HookPoint
 from ..hooks.cache import HookCache, stack_ragged
 from ..hooks.interventions import Intervention
 from ..hooks.spec import BoundSpec, Capture, HookSpec
@@ -295,6 +296,31 @@ class Model:
         c = self.config
         shape = f"{c.model_type}, {c.num_layers} layers, hidden {c.hidden_size}"
         return f"Model({self.name!r}, {shape}, {dtype_name(self.dtype)}, {self.device})"
+
+    def _repr_html_(self) -> str:
+        """For a notebook: sizes, where and in what it computes, identity, and its hook points."""
+        c, sizes = self.config, self.config.axis_sizes
+        facts = [
+            ("family", c.model_type),
+            ("layers", f"{c.num_layers:,}"),
+            *((name, f"{size:,}") for name, size in sizes.items() if name not in ("one", "vocab")),
+            ("vocabulary", f"{c.vocab_size:,} tokens"),
+            ("context", f"{c.context_length:,} tokens"),
+            ("computes in", f"{dtype_name(self.dtype)} on {self.device}"),
+            ("identity as loaded", "none" if self._identity is None else self._identity.short),
+        ]
+        kinds = dict.fromkeys(point.kind for point in self.hook_points)
+        points = [
+            (
+                BY_NAME[kind].path.format("*"),
+                ", ".join(f"{dim} {sizes[dim]}" if dim in sizes else dim for dim in BY_NAME[kind].dims),
+                BY_NAME[kind].meaning,
+            )
+            for kind in kinds
+        ]
+        held = html.table(["hook point", "dims", "value"], points)
+        body = html.table(["", ""], facts) + html.details(f"{len(self.hook_points)} hook points", held)
+        return html.shown(f"Model {self.name}", body)
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ....store import html
 from ....store.errors import PlanError
 from ..architectures.architecture import Architecture
 from .branches import Branch, Positions, Wanted, grow
@@ -79,6 +80,21 @@ class Plan:
             f"{widest} tokens: {self.positions:,} layer-positions instead of {self.naive:,} ({share:.0%})"
             + wider
         )
+
+    def _repr_html_(self) -> str:
+        """For a notebook: what is asked, what is computed, and how large each sweep is."""
+        share = self.positions / max(1, self.naive)
+        facts = [
+            ("runs asked", f"{self.runs:,}"),
+            ("distinct", f"{self.branches:,}"),
+            ("sweeps", f"{len(self.blocks):,}"),
+            ("widest sweep", f"{max((block.widest for block in self.blocks), default=0):,} tokens"),
+            ("layer-positions", f"{self.positions:,}"),
+            ("of a loop of passes", f"{self.naive:,}"),
+            ("share", f"{share:.0%}"),
+            ("room beside the tokens", f"{self.room:,} bytes"),
+        ]
+        return html.shown("Plan of runs", html.table(["", ""], facts, right=[1]))
 
 
 def plan_runs(wanted: Sequence[Wanted], config: Architecture, itemsize: int, memory: int = MEMORY) -> Plan:

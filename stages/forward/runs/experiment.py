@@ -1,10 +1,10 @@
 """Experiments: stages made of runs of a model, cut into cells that are stored one by one.
 
-An `Experiment` declares which runs its cells need, what is measured of each run, and how the measurements of
-a cell become a labelled dataset. `ExperimentNode` puts it into a workflow's graph: it finds what is stored,
-hands the runs of all missing cells to the planner as one list, so that cells share what they have in common,
-and publishes each cell when its last run is measured. A killed experiment goes on where it was; one with one
-more layer computes one layer.
+An `Experiment` declares which runs its cells need, what is measured of each run, how the measurements of a
+cell become a labelled dataset, and, as a stage does, which arrays it gives. `ExperimentNode` puts it into a
+workflow's graph: it finds what is stored, hands the runs of all missing cells to the planner as one list, so
+that cells share what they have in common, and publishes each cell when its last run is measured. A killed
+experiment goes on where it was; one with one more layer computes one layer.
 
 Border: knows the store's keys and a model by name; what is science is in the declaration, what is shared
 between runs is in planner.py. Planning imports no torch.
@@ -15,10 +15,12 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ....pipeline.declaration import REQUIRED, Declaration, Output, require_declared
 from ....pipeline.nodes import Estimate, Node, ResultNode, Status, one_look, remembered, status_of
 from ....pipeline.plan import as_bytes
 from ....pipeline.reasons import missing_cells, why_not
@@ -54,12 +56,40 @@ class Experiment(ABC):
     name: ClassVar[str]
     version: ClassVar[int]
     """Moves when numbers move."""
+    outputs: ClassVar[Mapping[str, Output]]
+    """Every array it may give; `outputs_on` says which these parameters do."""
+    resources: ClassVar[tuple[str, ...]] = ("model",)
+    """What it reads."""
     reads_text: ClassVar[bool] = False
     """Whether words of the model's tokenizer are in what it gives: then the tokenizer is in its key."""
 
     def params(self) -> dict[str, Any]:
         """Plain values that, with the cell, decide every number: prompts as token ids, seeds, metrics."""
         return dict(vars(self))
+
+    def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
+        """The arrays that are given for these parameters, of a model; checked when the cells are joined."""
+        return self.outputs
+
+    @classmethod
+    def declaration(cls) -> Declaration:
+        """What it says of itself."""
+        given = [f for f in fields(cls) if f.compare and f.name not in cls.resources]  # type: ignore[arg-type]
+        return Declaration(
+            "experiment",
+            cls.name,
+            cls.version,
+            f"{cls.__module__}.{cls.__qualname__}",
+            {},
+            cls.resources,
+            {each.name: REQUIRED if each.default is MISSING else each.default for each in given},
+            cls.outputs,
+        )
+
+    @classmethod
+    def describe(cls) -> str:
+        """The declaration in a few lines."""
+        return cls.declaration().describe()
 
     @abstractmethod
     def cells(self, config: Architecture) -> Sequence[Cell]:
@@ -213,6 +243,8 @@ class ExperimentNode(ResultNode):
             self.require_unchanged(store, whole.digest)
             parts = [store.open_result(self.cell_key(cell)).load() for cell in self.cells()]
             joined = self.experiment.joined(parts)
+            declared = self.experiment.outputs_on(self.source.config)
+            require_declared(f"experiment {self.name!r}", declared, joined)
             self._put(store, whole, joined, started, lambda: self.key(store))
 
     def compute(self, store: Store, cells: Sequence[Cell], advance: Any = lambda: None) -> None:

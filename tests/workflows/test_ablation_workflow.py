@@ -1,0 +1,93 @@
+"""Ablation of every head and layer, from a prompt to tables, figures and JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+import mizarr
+from mizarr import HookSpec, Replace, Zero
+from mizarr.store.errors import ConfigError
+from mizarr.workflows import build, compute
+
+PROMPT, TARGET = "it was the season of", " light"
+REFERENCES = ["we had everything before us", "it was the epoch of belief"]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path):
+    return mizarr.Model.from_pretrained(tiny_model)
+
+
+def ablated(tiny_model: Path, where: Path, **given):
+    return compute("ablation", store=where, model=str(tiny_model), prompt=PROMPT, **given)
+
+
+def log_probabilities(model, spec: HookSpec | None = None) -> torch.Tensor:
+    return model.forward(PROMPT, spec).logits[0, -1].double().log_softmax(-1)
+
+
+def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
+    return float((p.exp() * (p - q)).sum())
+
+
+def test_zero_is_a_plain_pass_with_the_head_or_part_silenced(model, tiny_model: Path, tmp_path: Path):
+    done = ablated(tiny_model, tmp_path, how="zero", target=TARGET)
+    document = json.loads(json.dumps(done.to_json(), allow_nan=False))
+    clean, answer = log_probabilities(model), document["target_token_id"]
+    without = log_probabilities(model, HookSpec().intervene("blocks.1.attn.hook_z", Zero(heads=(1,))))
+    assert document["heads"]["kl"][1][1] == pytest.approx(divergence(clean, without), rel=1e-4)
+    assert document["heads"]["probability"][1][1] == pytest.approx(float(without[answer].exp()), abs=1e-6)
+    assert document["clean_probability"] == pytest.approx(float(clean[answer].exp()), abs=1e-6)
+    without = log_probabilities(model, HookSpec().intervene("blocks.2.hook_mlp_out", Zero()))
+    assert document["layers"]["kl"][2][1] == pytest.approx(divergence(clean, without), rel=1e-4)
+
+
+def test_the_mean_is_that_of_all_positions_of_the_references(model, tiny_model: Path, tmp_path: Path):
+    done = ablated(tiny_model, tmp_path, references=REFERENCES)
+    point = "blocks.0.hook_attn_out"
+    states = [model.forward(text, HookSpec().capture(point), want=None)[point][0] for text in REFERENCES]
+    mean = torch.cat(states).double().mean(0).float()
+    length = len(model.tokenizer.encode(PROMPT))
+    spec = HookSpec().intervene(point, Replace(mean.expand(length, -1)))
+    expected = divergence(log_probabilities(model), log_probabilities(model, spec))
+    assert done.to_json()["layers"]["kl"][0][0] == pytest.approx(expected, rel=1e-3)
+    assert "probability" not in done.to_json()["heads"], "without a target nothing is said of one"
+
+
+def test_the_heads_that_count_are_listed_from_the_largest_loss(tiny_model: Path, tmp_path: Path, capsys):
+    done = ablated(tiny_model, tmp_path / "store", target=TARGET, top=3)
+    document = done.to_json()
+    losses = np.array(document["heads"]["kl"])
+    assert [one["kl"] for one in document["most"]] == sorted(losses.ravel(), reverse=True)[:3]
+    first = document["most"][0]
+    assert losses[first["layer"], first["head"]] == losses.max()
+    change = document["heads"]["probability"][first["layer"]][first["head"]] - document["clean_probability"]
+    assert first["probability_change"] == pytest.approx(change)
+    (path,) = done.render(Console(width=120), tmp_path)
+    assert path.name == "ablation.png"
+    assert "KL(as it is || without the head)" in capsys.readouterr().out
+
+
+def test_the_specimen_needs_few_of_its_heads(tmp_path: Path):
+    found = np.array(compute("ablation", store=tmp_path / "store").to_json()["heads"]["kl"])
+    assert found.shape == (6, 6)
+    assert found.max() > 10 * np.median(found)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"how": "zero", "references": REFERENCES}, "found 2 for how=zero"),
+        ({"how": "means"}, "did you mean 'mean'"),
+        ({"target": "x", "prompt": ""}, "expected a prompt for the target"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(given, match, tiny_model: Path):
+    with pytest.raises(ConfigError, match=match):
+        build("ablation", **{"model": str(tiny_model), "prompt": PROMPT, **given})

@@ -1,0 +1,176 @@
+"""Which heads and layers does the answer need? Ablation of each by itself.
+
+The output of one head, or of the attention or the MLP of one layer, is replaced by zero, or by its mean
+over reference prompts, which is fairer, as nothing reads a zero in training (stages/causal/ablation.py;
+Wang et al. 2022, "Interpretability in the Wild", section 2). KL from the run as it is says how much the
+next token hangs on it, the target's probability in which direction.
+
+Defaults: a shipped fact on the specimen, for other models candle-mi's France; means over shipped facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ..stages.causal.ablation import Ablation
+from ..stages.causal.patching_metrics import KL, Metric, Probability
+from ..stages.logits.lens import format_probability, format_token
+from ..store.errors import ConfigError
+from .answers import answer_pieces, encoded, fact, named, target_json
+from .settings import Count, FactSettings, setting
+from .subject import shipped_facts
+from .views import Data, Heatmap, Table, View, points, together
+from .workflow import ModelWorkflow, loaded
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ..pipeline.nodes import ResultNode
+
+__all__ = ["AblationOfEach", "Settings"]
+
+
+PARTS = ("attn_out", "mlp_out")
+MANY = 50
+"""Shipped facts that the mean is over by default."""
+
+
+@dataclass(frozen=True)
+class Settings(FactSettings):
+    """What `--set` can change."""
+
+    how: Literal["mean", "zero"] = setting("mean", "what takes the place: the mean over references, or zero")
+    references: tuple[str, ...] = setting((), "prompts the mean is over; none: shipped facts")
+    top: Count = setting(10, "heads listed")
+
+    def __post_init__(self) -> None:
+        if self.how == "zero" and self.references:
+            raise ConfigError(
+                f"expected references for how=mean alone, found {len(self.references)} for how=zero; leave "
+                "them out"
+            )
+
+
+class AblationOfEach(ModelWorkflow):
+    """Every head, and the attention and the MLP of every layer."""
+
+    name = "ablation"
+    question = "Which heads and layers does the answer need?"
+    settings_type = Settings
+    settings: Settings
+
+    heads = loaded("heads")
+    """Every head, [layer, head]."""
+    layers = loaded("layers")
+    """Attention and MLP of every layer, [kind, layer]."""
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """Two grids of the same prompt."""
+        chosen = self.settings
+        self.prompt, self.target = fact(chosen.model, chosen.prompt, chosen.target)
+        self.pieces = answer_pieces(self.subject, self.prompt, self.target)
+        metrics: tuple[Metric, ...] = (KL(),)
+        if self.pieces:
+            metrics += (Probability(self.pieces[0]),)
+        shared: dict[str, Any] = {
+            "tokens": tuple(encoded(self.subject, self.prompt).ids),
+            "how": chosen.how,
+            "references": self._references(),
+            "metrics": metrics,
+        }
+        return {
+            "heads": self.on_model(Ablation(kinds=("z",), over="head", **shared)),
+            "layers": self.on_model(Ablation(kinds=PARTS, over="layer", **shared)),
+        }
+
+    def _references(self) -> tuple[tuple[int, ...], ...]:
+        if self.settings.how == "zero":
+            return ()
+        texts = self.settings.references or tuple(each["prompt"] for each in shipped_facts()[:MANY])
+        return tuple(tuple(encoded(self.subject, text).ids) for text in texts)
+
+    def views(self) -> Iterator[View]:
+        """What is lost by head and by layer, how the target's probability moves, and the heads that count."""
+        layers = self.layers.assign_coords(kind=["attention", "MLP"]).transpose("layer", "kind", ...)
+        yield Data(json=self._about())
+        instead = "their mean" if self.settings.how == "mean" else "zero"
+        panels = [
+            self._loss("heads", self.heads, "What is lost without a head", f"each replaced by {instead}"),
+            self._loss("layers", layers, "What is lost without a part", f"each replaced by {instead}"),
+        ]
+        if self.pieces:
+            panels += [
+                self._change("heads", self.heads, "Target without a head"),
+                self._change("layers", layers, "Target without a part"),
+            ]
+        title = f"What {self.subject.name} needs: {format_token(self.prompt)!r}"
+        yield from together("ablation", title, *panels)
+        yield self._most()
+
+    def _loss(self, name: str, grid: xr.Dataset, title: str, caption: str) -> Heatmap:
+        return Heatmap.of(grid["kl"], title, caption, sources=(name,), low=0.0, json={name: _told(grid)})
+
+    def _change(self, name: str, grid: xr.Dataset, title: str) -> Heatmap:
+        """Points of probability that the target gains."""
+        change = 100 * (grid["probability"] - self.clean)
+        word = self.word
+        return Heatmap.of(
+            change.assign_attrs(long_name=f"change of the probability of {word!r}", units="points"),
+            title,
+            f"{word!r} has {format_probability(self.clean)} as it is; below zero: less without it",
+            sources=(name,),
+            diverging=True,
+        )
+
+    @property
+    def word(self) -> str:
+        """The token whose probability is followed."""
+        return format_token(named(self.subject, self.pieces[:1])[0])
+
+    @property
+    def clean(self) -> float:
+        """The target's probability in the run as it is."""
+        return float(self.heads["unpatched"].sel(run="clean", metric="probability"))
+
+    def _most(self) -> Table:
+        """The heads whose loss changes most."""
+        flat = self.heads["kl"].stack(place=("layer", "head"))
+        order = np.argsort(-flat.values, kind="stable")[: self.settings.top]
+        records = [
+            {
+                "layer": int(layer),
+                "head": int(head),
+                "kl": float(self.heads["kl"].sel(layer=layer, head=head)),
+            }
+            for layer, head in flat["place"].values[order].tolist()
+        ]
+        columns: list[tuple[Any, ...]] = [("layer", "layer", "d"), ("head", "head", "d"), ("KL", "kl", ".5f")]
+        if self.pieces:
+            for one in records:
+                there = self.heads["probability"].sel(layer=one["layer"], head=one["head"])
+                one["probability_change"] = float(there) - self.clean
+            columns.append((repr(self.word), "probability_change", points))
+        return Table.of(
+            records,
+            *columns,
+            title=f"{self.subject.name}: the heads that {self.prompt!r} needs most",
+            caption="KL(as it is || without the head) of the next token, nats",
+            sources=("heads",),
+            json={"most": records},
+        )
+
+    def _about(self) -> dict[str, Any]:
+        found = {**self.subject.about, "prompt": self.prompt, "how": self.settings.how}
+        found |= target_json(self.subject, self.target, self.pieces)
+        return found | ({"clean_probability": self.clean} if self.pieces else {})
+
+
+def _told(grid: xr.Dataset) -> dict[str, Any]:
+    return {name: grid[name] for name in ("kl", "probability") if name in grid}
+
+
+WORKFLOW = AblationOfEach
