@@ -49,7 +49,7 @@ from mizarr.stages.forward.models.source import ModelSource
 from mizarr.stages.forward.passes.branches import Wanted
 from mizarr.stages.forward.runs.experiment import Experiment, ExperimentNode
 from mizarr.stages.forward.runs.stored_runs import _run_digest, _shape
-from mizarr.stages.graph import node as graph_node
+from mizarr.stages.graph import options as graph_options
 from mizarr.stages.graph.rows import selection, targets
 from mizarr.store import open_store
 from mizarr.store.digest import canonical_json, digest
@@ -532,9 +532,9 @@ def test_what_decides_a_dictionary_is_in_its_identity(field):
     assert other.identity != clt.identity
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(graph_node.Settings)])
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(graph_options.GraphOptions)])
 def test_every_setting_of_a_graph_is_in_its_key(field):
-    one = graph_node.Settings(targets.Choice(), selection.Selection(None, 8))
+    one = graph_options.GraphOptions(targets.Choice(), selection.Selection(None, 8))
     others = {
         "targets": targets.Choice(tokens=(1,)),
         "selection": selection.Selection(4, 8),
