@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from ..pipeline.nodes import ResultNode
 
-__all__ = ["AblationOfEach", "Settings"]
+__all__ = ["AblationOfEach", "AblationOfEachSettings"]
 
 
 PARTS = ("attn_out", "mlp_out")
@@ -40,7 +40,7 @@ MANY = 50
 
 
 @dataclass(frozen=True)
-class Settings(FactSettings):
+class AblationOfEachSettings(FactSettings):
     """What `--set` can change."""
 
     how: Literal["mean", "zero"] = setting("mean", "what takes the place: the mean over references, or zero")
@@ -60,8 +60,8 @@ class AblationOfEach(ModelWorkflow):
 
     name = "ablation"
     question = "Which heads and layers does the answer need?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = AblationOfEachSettings
+    settings: AblationOfEachSettings
 
     heads = loaded("heads")
     """Every head, [layer, head]."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from ..pipeline.nodes import ResultNode
 
-__all__ = ["ActivationPatchingTrace", "Settings"]
+__all__ = ["ActivationPatchingTrace", "ActivationPatchingTraceSettings"]
 
 CITIES = (
     (
@@ -61,7 +61,7 @@ CITIES = (
 
 
 @dataclass(frozen=True)
-class Settings(ModelSettings):
+class ActivationPatchingTraceSettings(ModelSettings):
     """What `--set` can change."""
 
     prompt: str = setting("", "clean prompt; none: shipped facts, or candle-mi's pairs")
@@ -109,8 +109,8 @@ class ActivationPatchingTrace(ModelWorkflow):
 
     name = "activation_patching"
     question = "Where does the model keep what makes two prompts differ?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = ActivationPatchingTraceSettings
+    settings: ActivationPatchingTraceSettings
 
     def plan(self) -> Mapping[str, ResultNode]:
         """Per pair of prompts an experiment over positions, and one over heads, as far as kinds are asked."""

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
     from ..pipeline.nodes import ResultNode
 
-__all__ = ["AttentionKnockout", "Settings"]
+__all__ = ["AttentionKnockout", "AttentionKnockoutSettings"]
 
 
 @dataclass(frozen=True)
-class Settings(EdgeSettings, FactSettings):
+class AttentionKnockoutSettings(EdgeSettings, FactSettings):
     """What `--set` can change."""
 
     layer: int | None = setting(None, "layer told in full; none: the middle one")
@@ -49,8 +49,8 @@ class AttentionKnockout(ModelWorkflow):
 
     name = "attention_knockout"
     question = "What does the model no longer say when one position may not read another?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = AttentionKnockoutSettings
+    settings: AttentionKnockoutSettings
 
     edges = loaded("edges")
     """Every edge in every layer, [layer, edge], by key from the first on."""

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
     from ..pipeline.nodes import ResultNode
 
-__all__ = ["AttentionPatterns", "Settings"]
+__all__ = ["AttentionPatterns", "AttentionPatternsSettings"]
 
 
 @dataclass(frozen=True)
-class Settings(EdgeSettings, ModelSettings):
+class AttentionPatternsSettings(EdgeSettings, ModelSettings):
     """What `--set` can change."""
 
     prompt: str = setting("", "prompt to read; none: a shipped fact, or the capital of France")
@@ -50,8 +50,8 @@ class AttentionPatterns(ModelWorkflow):
 
     name = "attention_patterns"
     question = "Who looks where?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = AttentionPatternsSettings
+    settings: AttentionPatternsSettings
 
     flow = loaded("flow")
     """The head means, and the chosen query and key by head; in memory."""

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
     from ..stages.forward.models.model import Model
 
-__all__ = ["AttentionRouting", "Settings", "top_heads"]
+__all__ = ["AttentionRouting", "AttentionRoutingSettings", "top_heads"]
 
 TOP = 20
 """Heads listed."""
 
 
 @dataclass(frozen=True)
-class Settings(InjectionSettings):
+class AttentionRoutingSettings(InjectionSettings):
     """What `--set` can change; what is left empty is the preset's."""
 
     site: str = setting("", "where features are exchanged: a token of the prompt, or its position")
@@ -47,13 +47,13 @@ class AttentionRouting(Workflow):
 
     name = "attention_routing"
     question = "Which heads carry a plan to where it is used?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = AttentionRoutingSettings
+    settings: AttentionRoutingSettings
 
     sweep = loaded("sweep")
     """At the one position, [strength, position, layer, head]."""
 
-    def __init__(self, settings: Settings, model: Model | None = None) -> None:
+    def __init__(self, settings: AttentionRoutingSettings, model: Model | None = None) -> None:
         super().__init__(settings)
         preset = chosen_preset(settings)
         self.planned = planned = Planned(preset, model, settings.dtype)

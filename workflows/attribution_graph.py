@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from ..stages.features.dictionary import Dictionary
     from ..stages.forward.models.model import Model
 
-__all__ = ["PRESETS", "AttributionGraphs", "Preset", "Settings"]
+__all__ = ["PRESETS", "AttributionGraphs", "GraphPreset", "AttributionGraphsSettings"]
 
 SHOWN = 4
 """Places of the corpus shown per feature."""
 
 
-class Preset(NamedTuple):
+class GraphPreset(NamedTuple):
     """A model, transcoders made for it, and a prompt to begin with."""
 
     model: str
@@ -66,19 +66,19 @@ FRENCH = "The mother tongue of Danielle Darrieux is"
 DALLAS = "Fact: the capital of the state containing Dallas is"
 LLAMA, GEMMA = "meta-llama/Llama-3.2-1B", "google/gemma-2-2b"
 PRESETS = {
-    "specimen": Preset("specimen", "specimen/clt", FRENCH),
-    "specimen-transcoders": Preset("specimen", "specimen/plt", FRENCH),
-    "llama3.2-1b-524k": Preset(LLAMA, "mntss/clt-llama-3.2-1b-524k", DALLAS),
-    "llama3.2-1b-transcoders": Preset(LLAMA, "mntss/transcoder-Llama-3.2-1B", DALLAS),
-    "gemma2-2b-426k": Preset(GEMMA, "mntss/clt-gemma-2-2b-426k", DALLAS),
-    "gemma2-2b-2.5m": Preset(GEMMA, "mntss/clt-gemma-2-2b-2.5M", DALLAS),
-    "gemma2-2b-transcoders": Preset(GEMMA, "mntss/gemma-scope-transcoders", DALLAS),
+    "specimen": GraphPreset("specimen", "specimen/clt", FRENCH),
+    "specimen-transcoders": GraphPreset("specimen", "specimen/plt", FRENCH),
+    "llama3.2-1b-524k": GraphPreset(LLAMA, "mntss/clt-llama-3.2-1b-524k", DALLAS),
+    "llama3.2-1b-transcoders": GraphPreset(LLAMA, "mntss/transcoder-Llama-3.2-1B", DALLAS),
+    "gemma2-2b-426k": GraphPreset(GEMMA, "mntss/clt-gemma-2-2b-426k", DALLAS),
+    "gemma2-2b-2.5m": GraphPreset(GEMMA, "mntss/clt-gemma-2-2b-2.5M", DALLAS),
+    "gemma2-2b-transcoders": GraphPreset(GEMMA, "mntss/gemma-scope-transcoders", DALLAS),
 }
 """Models with the dictionaries published for them (Hanna and Ameisen et al. 2025), and the specimen."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class AttributionGraphsSettings:
     """What `--set` can change; an empty model, dictionary or prompt is the preset's."""
 
     preset: str = setting("specimen", f"model with its transcoders: {', '.join(PRESETS)}")
@@ -122,9 +122,9 @@ class AttributionGraphs(Workflow):
 
     name = "attribution_graph"
     question = "Which tokens and features bring about the next token, and by which paths?"
-    settings_type = Settings
+    settings_type = AttributionGraphsSettings
 
-    def __init__(self, settings: Settings, model: Model | None = None) -> None:
+    def __init__(self, settings: AttributionGraphsSettings, model: Model | None = None) -> None:
         super().__init__(settings)
         chosen = chosen_preset(settings)
         self.subject = Subject(model or chosen.model, settings.dtype)
@@ -251,7 +251,7 @@ class AttributionGraphs(Workflow):
         yield strongest
 
 
-def chosen_preset(settings: Settings) -> Preset:
+def chosen_preset(settings: AttributionGraphsSettings) -> GraphPreset:
     """The preset, with what the settings name in its place.
 
     Raises ConfigError for an unknown preset, and for another model without a dictionary.
@@ -262,7 +262,7 @@ def chosen_preset(settings: Settings) -> Preset:
         made = [name for name, preset in PRESETS.items() if preset.model == model]
         hint = f"or preset={made[0]}" if made else "a directory or org/repo"
         raise ConfigError(f"expected transcoders made for {model}, found none; set dictionary=, {hint}")
-    return Preset(model, settings.dictionary or own.dictionary, settings.prompt or own.prompt)
+    return GraphPreset(model, settings.dictionary or own.dictionary, settings.prompt or own.prompt)
 
 
 def _named(tokens: Sequence[str]) -> str:

@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
     from ..pipeline.nodes import ResultNode
 
-__all__ = ["CausalTrace", "Settings"]
+__all__ = ["CausalTrace", "CausalTraceSettings"]
 
 IN_WINDOWS = ("attn_out", "mlp_out")
 """Kinds that are restored in several layers together: one alone carries little."""
 
 
 @dataclass(frozen=True)
-class Settings(FactSettings):
+class CausalTraceSettings(FactSettings):
     """What `--set` can change."""
 
     subject: str = setting("", "phrase of the prompt that gets noise; none: that of the default prompt")
@@ -69,8 +69,8 @@ class CausalTrace(ModelWorkflow):
 
     name = "causal_tracing"
     question = "Where is a fact recalled when its subject is drowned in noise?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = CausalTraceSettings
+    settings: CausalTraceSettings
 
     def plan(self) -> Mapping[str, ResultNode]:
         """An experiment per kind, as windows differ."""

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from ..pipeline.nodes import ResultNode
     from ..store import PackedTokens
 
-__all__ = ["CharacterCountHelix", "Settings", "line_corpus"]
+__all__ = ["CharacterCountHelix", "CharacterCountHelixSettings", "line_corpus"]
 
 
 @dataclass(frozen=True)
-class Settings(ModelSettings):
+class CharacterCountHelixSettings(ModelSettings):
     """What `--set` can change."""
 
     text: str = setting("", "a text file, or a folder of *.txt; none: the prose shipped with mizarr")
@@ -103,8 +103,8 @@ class CharacterCountHelix(ModelWorkflow):
 
     name = "character_count_helix"
     question = "How does the model know where it is in a line?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = CharacterCountHelixSettings
+    settings: CharacterCountHelixSettings
 
     geometry = loaded("geometry")
     """Curve of each layer, `count_geometry`."""

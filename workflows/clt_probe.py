@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
     from ..pipeline.nodes import ResultNode
 
-__all__ = ["CltProbe", "Settings"]
+__all__ = ["CltProbe", "CltProbeSettings"]
 
 CANDIDATES, ROWS = 3, 10
 """Layers from which features to suppress are proposed; features in a table."""
 
 
 @dataclass(frozen=True)
-class Settings(ModelSettings):
+class CltProbeSettings(ModelSettings):
     """What `--set` can change."""
 
     dictionary: str = setting("", "transcoders: directory or org/repo; none: specimen/clt")
@@ -64,8 +64,8 @@ class CltProbe(ModelWorkflow):
 
     name = "clt_probe"
     question = "Which features stand for what is at a place in a prompt, and which would write a given word?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = CltProbeSettings
+    settings: CltProbeSettings
 
     activity = loaded("activity")
     """What is active anywhere in the prompt, [active]."""
@@ -186,7 +186,7 @@ class CltProbe(ModelWorkflow):
         )
 
 
-def _asked(settings: Settings) -> tuple[str, str]:
+def _asked(settings: CltProbeSettings) -> tuple[str, str]:
     """The prompt and its answer; by default of the specimen the fact of its preset, whose answer is a word of
     one token."""
     if settings.model == SPECIMEN and not settings.prompt:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from ..stages.forward.models.model import Model
 
-__all__ = ["CltVsPlt", "Settings"]
+__all__ = ["CltVsPlt", "CltVsPltSettings"]
 
 TOP = 20
 REFERENCE = {"llama3.2-1b-524k": (0.687, 0.50), "gemma2-2b-426k": (0.457, 0.30)}
@@ -44,7 +44,7 @@ CLOSE = 0.01
 
 
 @dataclass(frozen=True)
-class Settings(InjectionSettings):
+class CltVsPltSettings(InjectionSettings):
     """What `--set` can change; what is left empty is the preset's."""
 
     suppress: tuple[str, ...] = setting((), 'features to suppress first, layer:index; "none" for none')
@@ -59,10 +59,10 @@ class CltVsPlt(Workflow):
 
     name = "clt_vs_plt"
     question = "Do cross-layer and per-layer transcoders find the same features, and do they steer alike?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = CltVsPltSettings
+    settings: CltVsPltSettings
 
-    def __init__(self, settings: Settings, model: Model | None = None) -> None:
+    def __init__(self, settings: CltVsPltSettings, model: Model | None = None) -> None:
         super().__init__(settings)
         preset = chosen_preset(settings)
         if not preset.per_layer:

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
     from ..stages.forward.models.model import Model
 
-__all__ = ["CorrectionTest", "Settings"]
+__all__ = ["CorrectionTest", "CorrectionTestSettings"]
 
 
 @dataclass(frozen=True)
-class Settings(InjectionSettings):
+class CorrectionTestSettings(InjectionSettings):
     """What `--set` can change; what is left empty is the preset's."""
 
     inject: str = setting("", "feature of the word committed to, layer:index")
@@ -54,10 +54,10 @@ class CorrectionTest(Workflow):
 
     name = "correction_test"
     question = "Can a plan be taken back?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = CorrectionTestSettings
+    settings: CorrectionTestSettings
 
-    def __init__(self, settings: Settings, model: Model | None = None) -> None:
+    def __init__(self, settings: CorrectionTestSettings, model: Model | None = None) -> None:
         super().__init__(settings)
         preset = chosen_preset(settings)
         if not preset.correct:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from ..pipeline.nodes import ResultNode
 
-__all__ = ["CounterFactPatches", "Settings"]
+__all__ = ["CounterFactPatches", "CounterFactPatchesSettings"]
 
 TYPES = {"fact": "the fact", "fact_final": "its last token", "other": "other tokens"}
 PAIRS = 12
@@ -39,7 +39,7 @@ PAIRS = 12
 
 
 @dataclass(frozen=True)
-class Settings(PairSettings):
+class CounterFactPatchesSettings(PairSettings):
     """What `--set` can change."""
 
 
@@ -48,8 +48,8 @@ class CounterFactPatches(PairWorkflow):
 
     name = "counterfact_patching"
     question = "At which place does one fact turn into another?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = CounterFactPatchesSettings
+    settings: CounterFactPatchesSettings
 
     found = loaded("patches")
 

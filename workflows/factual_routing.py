@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ..pipeline.nodes import ResultNode
 
-__all__ = ["Routing", "Settings"]
+__all__ = ["Routing", "RoutingSettings"]
 
 OFTEN = 10
 """Heads of a block that count as its top heads (candle-mi's appearances_in_top10)."""
@@ -39,7 +39,7 @@ ROWS, PANELS = 10, 4
 
 
 @dataclass(frozen=True)
-class Settings(PairSettings):
+class RoutingSettings(PairSettings):
     """What `--set` can change."""
 
     subject: Literal["differing", "last_fact"] = setting(
@@ -53,8 +53,8 @@ class Routing(PairWorkflow):
 
     name = "factual_routing"
     question = "Which heads carry a fact to the last token?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = RoutingSettings
+    settings: RoutingSettings
 
     def plan(self) -> Mapping[str, ResultNode]:
         """The subject of every pair, in every block."""

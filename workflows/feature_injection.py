@@ -15,7 +15,7 @@ from ..stages.features.layers.layout import FeatureId
 from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError
 from .answers import encoded, named
-from .feature_presets import Preset
+from .feature_presets import FeaturePreset
 from .subject import Subject
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Planned:
     Raises ConfigError, DictionaryError or PromptError for what does not fit together.
     """
 
-    def __init__(self, preset: Preset, model: Model | None, dtype: str, *, ending: str = "") -> None:
+    def __init__(self, preset: FeaturePreset, model: Model | None, dtype: str, *, ending: str = "") -> None:
         self.preset, self.dtype = preset, dtype
         self._model = model
         self.subject = Subject(model or preset.model, dtype)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ..store.errors import ConfigError, nearest
 
-__all__ = ["PRESETS", "Preset", "chosen_preset", "preset_of"]
+__all__ = ["PRESETS", "FeaturePreset", "chosen_preset", "preset_of"]
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ SPECIMEN_FACT = "The mother tongue of John Calvin is"
 
 
 @dataclass(frozen=True)
-class Preset:
+class FeaturePreset:
     """One experiment.
 
     ending: what is put behind the prompt where its last word is asked for; the published runs put a space.
@@ -68,7 +68,7 @@ class Preset:
 
 
 PRESETS = {
-    "specimen": Preset(
+    "specimen": FeaturePreset(
         model="specimen",
         dictionary="specimen/clt",
         prompt=SPECIMEN_FACT,
@@ -84,7 +84,7 @@ PRESETS = {
         correct_from_layer=1,
         per_layer="specimen/plt",
     ),
-    "llama3.2-1b-524k": Preset(
+    "llama3.2-1b-524k": FeaturePreset(
         model="meta-llama/Llama-3.2-1B",
         dictionary="mntss/clt-llama-3.2-1b-524k",
         prompt=LLAMA_POEM,
@@ -95,7 +95,7 @@ PRESETS = {
         site="free",
         per_layer="mntss/transcoder-Llama-3.2-1B",
     ),
-    "gemma2-2b-426k": Preset(
+    "gemma2-2b-426k": FeaturePreset(
         model="google/gemma-2-2b",
         dictionary="mntss/clt-gemma-2-2b-426k",
         prompt=GEMMA_POEM,
@@ -109,7 +109,7 @@ PRESETS = {
         correct_from_layer=23,
         per_layer="mntss/gemma-scope-transcoders",
     ),
-    "gemma2-2b-2.5m": Preset(
+    "gemma2-2b-2.5m": FeaturePreset(
         model="google/gemma-2-2b",
         dictionary="mntss/clt-gemma-2-2b-2.5M",
         prompt=GEMMA_POEM,
@@ -131,12 +131,12 @@ def preset_of(name: str, presets: Mapping[str, T]) -> T:
     return presets[name]
 
 
-def chosen_preset(settings: Any) -> Preset:
+def chosen_preset(settings: Any) -> FeaturePreset:
     """The preset that a workflow's settings name, with what they set of its fields in its place.
 
     What is empty or 0 is the preset's; ("none",) means no features. Raises ConfigError for an unknown preset.
     """
-    names = [field.name for field in fields(Preset) if hasattr(settings, field.name)]
+    names = [field.name for field in fields(FeaturePreset) if hasattr(settings, field.name)]
     given = {name: value for name in names if (value := getattr(settings, name))}
     given = {name: () if value == ("none",) else value for name, value in given.items()}
     return replace(preset_of(settings.preset, PRESETS), **given)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ..stages.forward.generation.generate import NewToken
     from ..store import Store
 
-__all__ = ["Generate", "Settings"]
+__all__ = ["Generate", "GenerateSettings"]
 
 FACTS, LINE, LINES = 4, 44, 3
 """Facts continued by default, and lines of prose of this width before the one that is continued."""
@@ -47,7 +47,7 @@ ROWS, STEPS = 24, 24
 
 
 @dataclass(frozen=True)
-class Settings(ModelSettings):
+class GenerateSettings(ModelSettings):
     """What `--set` can change."""
 
     prompts: tuple[str, ...] = setting((), "prompts to continue; none: shipped facts and prose")
@@ -68,8 +68,8 @@ class Generate(ModelWorkflow):
 
     name = "generate"
     question = "What does the model say next?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = GenerateSettings
+    settings: GenerateSettings
 
     generation = loaded("generation")
     """token_id, logprob [prompt, step], generated_text, finish_reason [prompt]; in memory."""
@@ -83,7 +83,7 @@ class Generate(ModelWorkflow):
         self._live: _Printer | None = None
         whole = Continuation(
             ids,
-            generation.Settings(
+            generation.GenerationSettings(
                 max_tokens=settings.max_tokens,
                 temperature=settings.temperature,
                 seed=settings.seed,

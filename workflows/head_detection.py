@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..pipeline.nodes import ResultNode
     from ..store import PackedTokens
 
-__all__ = ["HeadDetection", "Settings", "repeated_tokens", "shuffled"]
+__all__ = ["HeadDetection", "HeadDetectionSettings", "repeated_tokens", "shuffled"]
 
 COMMON = (100, 20_000)
 """Ids random tokens are drawn from, as in TransformerLens' `induction_loss`: below, vocabularies keep bytes
@@ -59,7 +59,7 @@ AtLeastTwo = Annotated[int, msgspec.Meta(ge=2)]
 
 
 @dataclass(frozen=True)
-class Settings(ModelSettings):
+class HeadDetectionSettings(ModelSettings):
     """What `--set` can change."""
 
     prompts: tuple[str, ...] = setting((), "prompts to read; none: repeated random tokens")
@@ -109,8 +109,8 @@ class HeadDetection(ModelWorkflow):
 
     name = "head_detection"
     question = "Which heads copy, and which look one token back?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = HeadDetectionSettings
+    settings: HeadDetectionSettings
 
     def plan(self) -> Mapping[str, ResultNode]:
         """Scores on what is read, on the same shuffled, and what each head's attention is like."""

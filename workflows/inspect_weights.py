@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..stages.forward.models.files import ModelFiles
     from ..stages.forward.models.model import Model
 
-__all__ = ["InspectWeights", "Settings", "weight_facts", "weight_facts_node"]
+__all__ = ["InspectWeights", "InspectWeightsSettings", "weight_facts", "weight_facts_node"]
 
 VERSION = 1
 """Moves when the dataset of `weight_facts` changes."""
@@ -51,7 +51,7 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class InspectWeightsSettings:
     """What `--set` can change."""
 
     model: str = setting("specimen", 'hub id, directory, or "specimen"')
@@ -107,9 +107,9 @@ class InspectWeights(Workflow):
 
     name = "inspect_weights"
     question = "What are a model's matrices like?"
-    settings_type = Settings
+    settings_type = InspectWeightsSettings
 
-    def __init__(self, settings: Settings, model: Model | None = None) -> None:
+    def __init__(self, settings: InspectWeightsSettings, model: Model | None = None) -> None:
         super().__init__(settings)
         self.subject = Subject(model or settings.model)
         self.nodes = {"weights": weight_facts_node(self.subject.files)}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..pipeline.nodes import ResultNode
     from ..store import PackedTokens
 
-__all__ = ["LayerScan", "Settings"]
+__all__ = ["LayerScan", "LayerScanSettings"]
 
 UNITS = ("characters", "bytes")
 BUILT_IN = ("repeated", "unrepeated")
@@ -41,7 +41,7 @@ PLIP = ("python_doctest", "rust_test")
 
 
 @dataclass(frozen=True)
-class Settings(ModelSettings):
+class LayerScanSettings(ModelSettings):
     """What `--set` can change."""
 
     corpus: str = setting("", "JSON file of samples; none: sentences of the prose shipped with mizarr")
@@ -68,8 +68,8 @@ class LayerScan(ModelWorkflow):
 
     name = "layer_scan"
     question = "In which layer does a marker look where it should?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = LayerScanSettings
+    settings: LayerScanSettings
 
     found = loaded("scan")
     """`layer_scan` of the layers scanned, in memory."""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ..pipeline.nodes import ResultNode
     from ..store import PackedTokens
 
-__all__ = ["LogitAttribution", "Settings"]
+__all__ = ["LogitAttribution", "LogitAttributionSettings"]
 
 ROWS = 12
 """Prompts, and parts of a prompt, listed in the tables."""
@@ -48,7 +48,7 @@ PARTS = (("attn", "attention"), ("mlp", "MLP"))
 
 
 @dataclass(frozen=True)
-class Settings(AnswerSettings):
+class LogitAttributionSettings(AnswerSettings):
     """What `--set` can change."""
 
     against: tuple[str, ...] = setting((), "what to tell it from, likewise; none: the likeliest other token")
@@ -69,8 +69,8 @@ class LogitAttribution(ModelWorkflow):
 
     name = "logit_attribution"
     question = "Which layers, heads and neurons make the model say it?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = LogitAttributionSettings
+    settings: LogitAttributionSettings
 
     def plan(self) -> Mapping[str, ResultNode]:
         """The tokens told apart, and what layers, heads and neurons have in their logits."""

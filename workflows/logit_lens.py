@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..pipeline.nodes import ResultNode
     from ..store import PackedTokens
 
-__all__ = ["LogitLens", "Settings"]
+__all__ = ["LogitLens", "LogitLensSettings"]
 
 TOP = 10
 """Layers are searched for the answer among this many tokens (candle-mi's `first_appearance`)."""
@@ -40,7 +40,7 @@ LINES = 60
 
 
 @dataclass(frozen=True)
-class Settings(AnswerSettings):
+class LogitLensSettings(AnswerSettings):
     """What `--set` can change."""
 
     top_k: Count = setting(10, "most likely tokens kept per layer and position")
@@ -53,8 +53,8 @@ class LogitLens(ModelWorkflow):
 
     name = "logit_lens"
     question = "At which layer does the model know what comes next?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = LogitLensSettings
+    settings: LogitLensSettings
 
     lens = loaded("lens")
     """The lens on all tokens of all prompts, in memory: [layer, token, rank] and [layer, token]."""

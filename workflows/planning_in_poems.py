@@ -28,7 +28,7 @@ from .workflow import Workflow, loaded
 if TYPE_CHECKING:
     from ..stages.forward.models.model import Model
 
-__all__ = ["PlanningInPoems", "Settings"]
+__all__ = ["PlanningInPoems", "PlanningInPoemsSettings"]
 
 SMALLEST = 1e-12
 """Probability from which on a rise is marked."""
@@ -37,7 +37,7 @@ SHOWN = 12
 
 
 @dataclass(frozen=True)
-class Settings(InjectionSettings):
+class PlanningInPoemsSettings(InjectionSettings):
     """What `--set` can change; what is left empty is the preset's."""
 
     suppress_word: str = setting("", "word the suppressed features stand for, one token")
@@ -49,13 +49,13 @@ class PlanningInPoems(Workflow):
 
     name = "planning_in_poems"
     question = "Does a line's end hang on a plan made before it is written?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = PlanningInPoemsSettings
+    settings: PlanningInPoemsSettings
 
     sweep = loaded("sweep")
     """The one strength, [strength, position] and [strength, position, word]."""
 
-    def __init__(self, settings: Settings, model: Model | None = None) -> None:
+    def __init__(self, settings: PlanningInPoemsSettings, model: Model | None = None) -> None:
         super().__init__(settings)
         preset = chosen_preset(settings)
         self.planned = Planned(preset, model, settings.dtype, ending=preset.ending)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..pipeline.nodes import ResultNode
     from ..store import PackedTokens
 
-__all__ = ["Probe", "Settings"]
+__all__ = ["Probe", "ProbeSettings"]
 
 TOLD = {
     "character_count": "characters since the line began",
@@ -46,7 +46,7 @@ LOWEST = -0.5
 
 
 @dataclass(frozen=True)
-class Settings(ModelSettings):
+class ProbeSettings(ModelSettings):
     """What `--set` can change."""
 
     targets: tuple[str, ...] = setting(TARGETS, "what to read off states of wrapped prose")
@@ -86,8 +86,8 @@ class Probe(ModelWorkflow):
 
     name = "probe"
     question = "In which layer can it be read off the state?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = ProbeSettings
+    settings: ProbeSettings
 
     def plan(self) -> Mapping[str, ResultNode]:
         """A probe per target, on the states of all layers."""

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
     from ..pipeline.nodes import ResultNode
 
-__all__ = ["SaeFeatures", "Settings"]
+__all__ = ["SaeFeatures", "SaeFeaturesSettings"]
 
 
 @dataclass(frozen=True)
-class Settings(ModelSettings):
+class SaeFeaturesSettings(ModelSettings):
     """What `--set` can change."""
 
     dictionary: str = setting("", "autoencoder: directory or org/repo; none: specimen/sae")
@@ -53,8 +53,8 @@ class SaeFeatures(ModelWorkflow):
 
     name = "sae_features"
     question = "Which features does a sparse autoencoder see in a prompt, and how much of it do they explain?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = SaeFeaturesSettings
+    settings: SaeFeaturesSettings
 
     def plan(self) -> Mapping[str, ResultNode]:
         """What the dictionary finds active in the prompt."""

@@ -25,7 +25,7 @@ import numpy as np
 
 from ..stages.causal.convergence import (
     ABSORBED,
-    SteeringConvergence as Experiment,
+    PushedStates as Experiment,
     absorption_layer,
     best_layer,
     convergence_label,
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
     from ..pipeline.nodes import ResultNode
 
-__all__ = ["Case", "Settings", "SteeringConvergence"]
+__all__ = ["Case", "PushedStatesSettings", "PushedStates"]
 
 
 @dataclass(frozen=True)
-class Settings(FactSettings):
+class PushedStatesSettings(FactSettings):
     """What `--set` can change."""
 
     contrastive: str = setting("", "counterpart of the prompt; none: one of as many tokens")
@@ -85,13 +85,13 @@ class Case:
     experiment: Experiment
 
 
-class SteeringConvergence(ModelWorkflow):
+class PushedStates(ModelWorkflow):
     """One or several prompts, each pushed at every layer."""
 
     name = "steering_convergence"
     question = "Does a push heal?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = PushedStatesSettings
+    settings: PushedStatesSettings
 
     def plan(self) -> Mapping[str, ResultNode]:
         """An experiment per case."""
@@ -307,4 +307,4 @@ class SteeringConvergence(ModelWorkflow):
         )
 
 
-WORKFLOW = SteeringConvergence
+WORKFLOW = PushedStates

@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
     from ..pipeline.nodes import ResultNode
 
-__all__ = ["Settings", "SteeringDoseResponse"]
+__all__ = ["SteeringDoseResponseSettings", "SteeringDoseResponse"]
 
 
 @dataclass(frozen=True)
-class Settings(EdgeSettings, FactSettings):
+class SteeringDoseResponseSettings(EdgeSettings, FactSettings):
     """What `--set` can change."""
 
     layer: int | None = setting(None, "layer told in full; none: the middle one")
@@ -62,8 +62,8 @@ class SteeringDoseResponse(ModelWorkflow):
 
     name = "steering_dose_response"
     question = "How does the answer move as one position attends to another more or less?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = SteeringDoseResponseSettings
+    settings: SteeringDoseResponseSettings
 
     response = loaded("response")
     """Every layer at every dose, [layer, dose]."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..stages.forward.models.model import Model
     from ..store import Store
 
-__all__ = ["Settings", "TokenPositions"]
+__all__ = ["TokenPositionsSettings", "TokenPositions"]
 
 TEXT = "The Eiffel Tower is located in Paris, France."
 CHARACTERS = (0, 4, 11, 31, 38, 44)
@@ -37,7 +37,7 @@ REVERSED = 5
 
 
 @dataclass(frozen=True)
-class Settings:
+class TokenPositionsSettings:
     """What `--set` can change."""
 
     model: str = setting("specimen", 'hub id, directory, or "specimen": whose tokenizer')
@@ -52,10 +52,10 @@ class TokenPositions(Workflow):
 
     name = "token_positions"
     question = "Which token stands where?"
-    settings_type = Settings
-    settings: Settings
+    settings_type = TokenPositionsSettings
+    settings: TokenPositionsSettings
 
-    def __init__(self, settings: Settings, model: Model | None = None) -> None:
+    def __init__(self, settings: TokenPositionsSettings, model: Model | None = None) -> None:
         super().__init__(settings)
         self.subject = Subject(model or settings.model)
         if not settings.text:

@@ -22,8 +22,8 @@ from ..forward.architectures.points import HookPoint
 from ..forward.hooks.interventions import Replace, Zero
 from ..forward.hooks.spec import HookSpec
 from ..forward.runs.run import Run, stream
-from .patching_grid import Grid, Place, part_of, points, where
-from .patching_results import Prepared, as_vector, token_texts
+from .patching_grid import Grid, GridPlace, part_of, points, where
+from .patching_results import PreparedGrid, as_vector, token_texts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,7 +107,7 @@ class Ablation(Grid):
             for sample in range(self.samples)
         ]
 
-    def prepare(self, model: Model) -> Prepared:
+    def prepare(self, model: Model) -> PreparedGrid:
         """The prompt as it is, and what takes the place of its activations."""
         ((_, clean),) = stream(model, [Run(self.tokens, None, self.want)])
         held = points(self.kinds, range(model.config.num_layers))
@@ -122,7 +122,7 @@ class Ablation(Grid):
             asked = [Run(self.references[i], HookSpec().capture(*held), None) for i in several]
             caches = {several[i]: cache for i, cache in stream(model, asked)}
             instead = {(s, point): caches[i][point][0] for s, i in enumerate(drawn) for point in held}
-        return Prepared(model.config, as_vector(clean.logits), [], instead, tokens)
+        return PreparedGrid(model.config, as_vector(clean.logits), [], instead, tokens)
 
     def _means(self, model: Model, held: Sequence[HookPoint]) -> dict[Any, Tensor]:
         """Mean activations by (0, hook point), expanded over the positions of the prompt."""
@@ -141,7 +141,13 @@ class Ablation(Grid):
         }
 
     def change(
-        self, spec: HookSpec, prepared: Prepared, kind: str, layers: Sequence[int], place: Place, sample: int
+        self,
+        spec: HookSpec,
+        prepared: PreparedGrid,
+        kind: str,
+        layers: Sequence[int],
+        place: GridPlace,
+        sample: int,
     ) -> HookSpec:
         """The place silenced in every layer of the window."""
         for layer in layers:

@@ -17,9 +17,9 @@ import numpy as np
 
 from ...pipeline import Output
 from ...store.errors import ConfigError, PromptError
-from ..forward.generation.continuations import Settings
+from ..forward.generation.continuations import GenerationSettings
 from ..forward.hooks.spec import HookSpec
-from ..forward.runs.experiment import Cell, Experiment
+from ..forward.runs.experiment import CellLabels, Experiment
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -61,7 +61,7 @@ class Continuation(Experiment):
     reads_text: ClassVar[bool] = True
 
     prompts: tuple[tuple[int, ...], ...]
-    settings: Settings
+    settings: GenerationSettings
     hooks: HookSpec | None = None
     on_token: Listener | None = field(default=None, compare=False, repr=False)
 
@@ -95,7 +95,7 @@ class Continuation(Experiment):
             found[capture.variable] = Output(("prompt", "step", *layer, *axes))
         return found
 
-    def cells(self, config: Architecture) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One per prompt. Raises PromptError for one that leaves no room to generate."""
         for ids in self.prompts:
             if not 0 < len(ids) < config.context_length:
@@ -109,14 +109,14 @@ class Continuation(Experiment):
         """The model itself: what a step runs depends on what the one before gave."""
         return model
 
-    def runs(self, prepared: Model, cell: Cell) -> Sequence[Run]:
+    def runs(self, prepared: Model, cell: CellLabels) -> Sequence[Run]:
         """None that could be planned ahead."""
         return []
 
-    def measure(self, prepared: Model, cell: Cell, result: HookCache) -> None:
+    def measure(self, prepared: Model, cell: CellLabels, result: HookCache) -> None:
         """Of no run."""
 
-    def dataset(self, prepared: Model, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+    def dataset(self, prepared: Model, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """One prompt continued: token_id, logprob [prompt, step], texts [prompt], captures by step."""
         from ..forward.generation.generate import TokenStream
 

@@ -30,7 +30,7 @@ from ...store.errors import PromptError, StageError
 from ..forward.architectures.points import HookPoint
 from ..forward.hooks.interventions import Add
 from ..forward.hooks.spec import HookSpec
-from ..forward.runs.experiment import Cell, Experiment
+from ..forward.runs.experiment import CellLabels, Experiment
 from ..forward.runs.run import Run
 from ..geometry.directions import difference_of_means
 from .effects import (
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ABSORBED",
     "ContrastiveVectors",
-    "SteeringConvergence",
+    "PushedStates",
     "absorption_layer",
     "best_layer",
     "convergence_label",
@@ -70,7 +70,7 @@ _LOST = 0.9
 """Cosine below which two layers are far apart."""
 _NORM = 1e-10
 Array = npt.NDArray[Any]
-Prompts = tuple[tuple[int, ...], ...]
+PromptTokens = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -93,30 +93,30 @@ class ContrastiveVectors(Experiment):
         "norm": Output(("layer",), "activation", "length of the difference of the means"),
     }
 
-    positive: Prompts
-    negative: Prompts
+    positive: PromptTokens
+    negative: PromptTokens
     positive_positions: tuple[int, ...] = (-1,)
     negative_positions: tuple[int, ...] = (-1,)
     normalised: bool = False
 
-    def cells(self, config: Architecture) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """The two sides. Raises PromptError for an empty side, or a position a prompt does not have."""
         for side in ("positive", "negative"):
             self._places(side)
         return [{"side": "positive"}, {"side": "negative"}]
 
-    def runs(self, prepared: Any, cell: Cell) -> list[Run]:
+    def runs(self, prepared: Any, cell: CellLabels) -> list[Run]:
         """One per prompt."""
         hooks = HookSpec().capture("blocks.*.hook_resid_post")
         return [Run(ids, hooks, None) for ids, _ in self._places(cell["side"])]
 
-    def measure(self, prepared: Any, cell: Cell, result: HookCache) -> dict[int, Array]:
+    def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> dict[int, Array]:
         """The states after every layer, [layer, hidden], at each position asked for of this prompt."""
         ids = tuple(result.tokens[0])
         wanted = {position for prompt, position in self._places(cell["side"]) if prompt == ids}
         return {place: np.stack([array(result[point][0, place]) for point in result]) for place in wanted}
 
-    def dataset(self, prepared: Any, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+    def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """mean_state [side, layer, hidden]."""
         import xarray as xr
 
@@ -161,7 +161,7 @@ class ContrastiveVectors(Experiment):
 
     def _places(self, side: str) -> list[tuple[tuple[int, ...], int]]:
         """(prompt, position counted from its start) of one side."""
-        prompts: Prompts = getattr(self, side)
+        prompts: PromptTokens = getattr(self, side)
         positions: tuple[int, ...] = getattr(self, f"{side}_positions")
         if not prompts:
             raise PromptError(f"expected at least one {side} prompt, found none")
@@ -195,7 +195,7 @@ class _Prepared:
 
 
 @dataclass(frozen=True)
-class SteeringConvergence(Experiment):
+class PushedStates(Experiment):
     """A contrastive vector added after each layer by itself, at several strengths.
 
     tokens: ids of the prompt. positive … normalised: the vectors, as in `ContrastiveVectors`. position: where
@@ -217,8 +217,8 @@ class SteeringConvergence(Experiment):
     }
 
     tokens: tuple[int, ...]
-    positive: Prompts
-    negative: Prompts
+    positive: PromptTokens
+    negative: PromptTokens
     positive_positions: tuple[int, ...] = (-1,)
     negative_positions: tuple[int, ...] = (-1,)
     normalised: bool = False
@@ -232,7 +232,7 @@ class SteeringConvergence(Experiment):
         """Which layers is said by the cells: one more layer leaves the others what they are."""
         return {name: value for name, value in vars(self).items() if name != "layers"}
 
-    def cells(self, config: Architecture) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One per layer. Raises PromptError, InterventionError or StageError for what cannot be run."""
         check_tokens(self.tokens, self.target)
         length = len(self.tokens)
@@ -258,7 +258,7 @@ class SteeringConvergence(Experiment):
         vectors = self._contrast.computed(model)["vector"].values
         return _Prepared(Baseline(model.config, read_logits(result), {}), states, vectors)
 
-    def runs(self, prepared: _Prepared, cell: Cell) -> list[Run]:
+    def runs(self, prepared: _Prepared, cell: CellLabels) -> list[Run]:
         """One per strength."""
         ids, want = with_target(self.tokens, self.target)
         layer, place = cell["layer"], self.position % len(self.tokens)
@@ -275,7 +275,7 @@ class SteeringConvergence(Experiment):
             for strength in self.strengths
         ]
 
-    def measure(self, prepared: _Prepared, cell: Cell, result: HookCache) -> dict[str, Any]:
+    def measure(self, prepared: _Prepared, cell: CellLabels, result: HookCache) -> dict[str, Any]:
         """What changed, and how similar the last token's state is after each layer, [read_layer]."""
         layers, last = prepared.unchanged.config.num_layers, len(self.tokens) - 1
         similarity = np.ones(layers)
@@ -285,7 +285,7 @@ class SteeringConvergence(Experiment):
         measured = effect(prepared.unchanged.logits, read_logits(result), self.target, self.top_k)
         return measured | {"similarity": similarity}
 
-    def dataset(self, prepared: _Prepared, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+    def dataset(self, prepared: _Prepared, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """The effects [layer, strength], and similarity [layer, strength, read_layer]."""
         import xarray as xr
 

@@ -28,7 +28,7 @@ from ...store.errors import PromptError, StageError
 from ..forward.architectures.points import HookPoint
 from ..forward.hooks.interventions import Replace
 from ..forward.hooks.spec import HookSpec
-from ..forward.runs.experiment import Cell, Experiment
+from ..forward.runs.experiment import CellLabels, Experiment
 from ..forward.runs.run import Run, stream
 from .metrics import kl_divergence
 from .patching import common_ends
@@ -191,7 +191,7 @@ class OnPairs(Experiment):
         for pair in self.pairs:
             pair.check()
 
-    def sketch(self, config: Architecture, cell: Cell) -> Sequence[Run]:
+    def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
         """The runs of a cell with zeros for every state."""
         return self.runs(Pairs(config, None), cell)
 
@@ -216,7 +216,7 @@ class CounterFactPatching(OnPairs):
         **SAID,
     }
 
-    def cells(self, config: Architecture) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One per pair."""
         self.check(config)
         return [cell_of(pair) for pair in self.pairs]
@@ -225,7 +225,7 @@ class CounterFactPatching(OnPairs):
         """The model; pairs are run as they come up."""
         return Pairs(model.config, model)
 
-    def runs(self, prepared: Pairs, cell: Cell) -> Sequence[Run]:
+    def runs(self, prepared: Pairs, cell: CellLabels) -> Sequence[Run]:
         """One per block and position, positions fastest."""
         pair = pair_of(cell)
         return [
@@ -234,11 +234,11 @@ class CounterFactPatching(OnPairs):
             for position, source in enumerate(position_map(pair))
         ]
 
-    def measure(self, prepared: Pairs, cell: Cell, result: HookCache) -> tuple[float, int]:
+    def measure(self, prepared: Pairs, cell: CellLabels, result: HookCache) -> tuple[float, int]:
         """KL from the original run, and what would be said."""
         return self.changes(prepared, pair_of(cell), result)
 
-    def dataset(self, prepared: Pairs, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+    def dataset(self, prepared: Pairs, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """The patches of one pair, [patch], and what its two prompts would say."""
         import xarray as xr
 
@@ -284,6 +284,6 @@ def cell_of(pair: Pair) -> dict[str, Any]:
     }
 
 
-def pair_of(cell: Cell) -> Pair:
+def pair_of(cell: CellLabels) -> Pair:
     """The pair a cell is about."""
     return Pair(tuple(cell["original"]), tuple(cell["counterfactual"]), tuple(cell["fact"]))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ...pipeline import Output
 from ...store.digest import digest
 from ...store.errors import StageError
-from ..forward.runs.experiment import Cell, Experiment
+from ..forward.runs.experiment import CellLabels, Experiment
 from ..forward.runs.run import Run
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Draws(Experiment):
         own = self.experiments[0].outputs_on(config)
         return {name: replace(output, dims=("draw", *output.dims)) for name, output in own.items()}
 
-    def cells(self, config: Architecture) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """Those of every draw, with its parameters: a draw keeps its cells, whatever others there are."""
         return [{"draw": each.params(), **cell} for each in self.experiments for cell in each.cells(config)]
 
@@ -83,22 +83,24 @@ class Draws(Experiment):
                 found[key] = each.prepare(model)
         return found
 
-    def runs(self, prepared: Mapping[Hashable, Any], cell: Cell) -> Sequence[Run]:
+    def runs(self, prepared: Mapping[Hashable, Any], cell: CellLabels) -> Sequence[Run]:
         """Those of the draw's own cell."""
         each, own = self._of(cell)
         return each.runs(self._prepared(prepared, each), own)
 
-    def sketch(self, config: Architecture, cell: Cell) -> Sequence[Run] | None:
+    def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run] | None:
         """As the draw sketches them."""
         each, own = self._of(cell)
         return each.sketch(config, own)
 
-    def measure(self, prepared: Mapping[Hashable, Any], cell: Cell, result: HookCache) -> Any:
+    def measure(self, prepared: Mapping[Hashable, Any], cell: CellLabels, result: HookCache) -> Any:
         """As the draw measures it."""
         each, own = self._of(cell)
         return each.measure(self._prepared(prepared, each), own, result)
 
-    def dataset(self, prepared: Mapping[Hashable, Any], cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+    def dataset(
+        self, prepared: Mapping[Hashable, Any], cell: CellLabels, measured: Sequence[Any]
+    ) -> xr.Dataset:
         """One draw's, as it gives it."""
         each, own = self._of(cell)
         return each.dataset(self._prepared(prepared, each), own, measured)
@@ -124,7 +126,7 @@ class Draws(Experiment):
         for each in {_shared(each, number): each for number, each in enumerate(self.experiments)}.values():
             each.confirm()
 
-    def _of(self, cell: Cell) -> tuple[Experiment, Cell]:
+    def _of(self, cell: CellLabels) -> tuple[Experiment, CellLabels]:
         """The draw a cell belongs to, and the cell as that knows it."""
         own = {name: label for name, label in cell.items() if name != "draw"}
         return self.experiments[self._numbers[digest("draw", cell["draw"])]], own

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ...pipeline import Output
 from ...store.errors import PromptError
-from ..forward.runs.experiment import Cell
+from ..forward.runs.experiment import CellLabels
 from ..forward.runs.run import Run
 from .counterfact import SAID, OnPairs, Pairs, attention_to, blocks_of, cell_of, pair_of, patched, said
 from .patching_grid import in_range, points
@@ -68,7 +68,7 @@ class FactualRouting(OnPairs):
             in_range("subject", "position", pair.subject[:1], len(pair.original))
             in_range("counterfactual subject", "position", pair.subject[1:], len(pair.counterfactual))
 
-    def cells(self, config: Architecture) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One per pair."""
         self.check(config)
         return [{**cell_of(pair), "subject": list(pair.subject or ())} for pair in self.pairs]
@@ -77,7 +77,7 @@ class FactualRouting(OnPairs):
         """The model; pairs are run as they come up, the original's attention looked at."""
         return Pairs(model.config, model, with_attention=True)
 
-    def runs(self, prepared: Pairs, cell: Cell) -> Sequence[Run]:
+    def runs(self, prepared: Pairs, cell: CellLabels) -> Sequence[Run]:
         """One per block, with the attention of every layer."""
         pair, config = pair_of(cell), prepared.config
         position, source = cell["subject"]
@@ -90,12 +90,12 @@ class FactualRouting(OnPairs):
             for block in blocks_of(config.num_layers, self.block_size)
         ]
 
-    def measure(self, prepared: Pairs, cell: Cell, result: HookCache) -> tuple[float, int, Floats]:
+    def measure(self, prepared: Pairs, cell: CellLabels, result: HookCache) -> tuple[float, int, Floats]:
         """KL from the original run, what would be said, and the attention of the last token to the fact."""
         pair = pair_of(cell)
         return (*self.changes(prepared, pair, result), attention_to(pair.fact, result))
 
-    def dataset(self, prepared: Pairs, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+    def dataset(self, prepared: Pairs, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """One pair: attention [pair, block, layer, head], and as it is unpatched [pair, layer, head]."""
         import xarray as xr
 

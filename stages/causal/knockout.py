@@ -27,7 +27,7 @@ from ..forward.hooks.edge_interventions import Edge
 from ..forward.hooks.edges import KnockoutSpec
 from ..forward.hooks.interventions import Zero
 from ..forward.hooks.spec import HookSpec
-from ..forward.runs.experiment import Cell, Experiment
+from ..forward.runs.experiment import CellLabels, Experiment
 from ..forward.runs.run import Run
 from .effects import (
     Baseline,
@@ -73,7 +73,7 @@ class _Knockout(Experiment):
         """Which layers is said by the cells: one more layer leaves the others what they are."""
         return {name: value for name, value in vars(self).items() if name != "layers"}
 
-    def cells(self, config: Architecture) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One per layer. Raises InterventionError for what this model or prompt does not have."""
         check_tokens(self.tokens, self.target)
         for spec in self._specs():
@@ -85,11 +85,11 @@ class _Knockout(Experiment):
         layers = [cell["layer"] for cell in self.cells(model.config)]
         return baseline_run(model, self.tokens, self.target, layers)
 
-    def sketch(self, config: Architecture, cell: Cell) -> Sequence[Run]:
+    def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
         """The runs themselves: nothing in them comes from the model."""
         return self.runs(Baseline.sketch(config), cell)
 
-    def measure(self, prepared: Baseline, cell: Cell, result: HookCache) -> dict[str, Any]:
+    def measure(self, prepared: Baseline, cell: CellLabels, result: HookCache) -> dict[str, Any]:
         """What changed, and by how much."""
         return effect(prepared.logits, read_logits(result), self.target, self.top_k)
 
@@ -126,12 +126,12 @@ class EdgeKnockout(_Knockout):
 
     heads: tuple[int, ...] | None = None
 
-    def runs(self, prepared: Baseline, cell: Cell) -> list[Run]:
+    def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
         """One per edge."""
         length = len(self.tokens)
         return [self._run(spec.layer(cell["layer"]).hooks(prepared.config, length)) for spec in self._specs()]
 
-    def dataset(self, prepared: Baseline, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+    def dataset(self, prepared: Baseline, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """The effects [layer, edge], and the weight each edge had."""
         import xarray as xr
 
@@ -182,7 +182,7 @@ class HeadKnockout(_Knockout):
         ),
     }
 
-    def runs(self, prepared: Baseline, cell: Cell) -> list[Run]:
+    def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
         """One per head."""
         config, layer = prepared.config, cell["layer"]
         heads = range(config.axis_sizes["head"])
@@ -195,7 +195,7 @@ class HeadKnockout(_Knockout):
             self._run(HookSpec().intervene(point, Zero(heads=(head,), positions=places))) for head in heads
         ]
 
-    def dataset(self, prepared: Baseline, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+    def dataset(self, prepared: Baseline, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """The effects [layer, head], and the weight the edges had in each head."""
         import xarray as xr
 

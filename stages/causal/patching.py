@@ -26,11 +26,11 @@ from ..forward.architectures.points import HookPoint
 from ..forward.hooks.interventions import Replace
 from ..forward.hooks.spec import HookSpec
 from ..forward.hooks.wants import Logits
-from ..forward.runs.experiment import Cell, Experiment
+from ..forward.runs.experiment import CellLabels, Experiment
 from ..forward.runs.run import Run, stream
-from .patching_grid import HEAD_KINDS, Grid, Place, in_range, num_heads, part_of, points, where
+from .patching_grid import HEAD_KINDS, Grid, GridPlace, in_range, num_heads, part_of, points, where
 from .patching_metrics import Metric
-from .patching_results import Prepared, as_vector, metric_outputs, metrics_of, outputs_along, token_texts
+from .patching_results import PreparedGrid, as_vector, metric_outputs, metrics_of, outputs_along, token_texts
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -48,7 +48,7 @@ __all__ = [
     "head_by_pos_every",
 ]
 
-Row = tuple[str, int, int | None, int | None]
+TableRow = tuple[str, int, int | None, int | None]
 """Kind, layer, position or None for all, head or None for all."""
 
 
@@ -84,13 +84,19 @@ class ActivationPatching(Grid):
                 "patch z instead, or choose other prompts"
             )
 
-    def prepare(self, model: Model) -> Prepared:
+    def prepare(self, model: Model) -> PreparedGrid:
         """Both runs unpatched, with the clean activations of every layer."""
         layers = range(model.config.num_layers)
         return pair_of_runs(self, model, points(self.kinds, layers))
 
     def change(
-        self, spec: HookSpec, prepared: Prepared, kind: str, layers: Sequence[int], place: Place, sample: int
+        self,
+        spec: HookSpec,
+        prepared: PreparedGrid,
+        kind: str,
+        layers: Sequence[int],
+        place: GridPlace,
+        sample: int,
     ) -> HookSpec:
         """The place replaced by what the clean run has there; of an attention edge, its weight alone."""
         for layer in layers:
@@ -105,7 +111,7 @@ class ActivationPatching(Grid):
         return spec
 
 
-def pair_of_runs(grid: ActivationPatching, model: Model, held: Sequence[HookPoint]) -> Prepared:
+def pair_of_runs(grid: ActivationPatching, model: Model, held: Sequence[HookPoint]) -> PreparedGrid:
     """The clean and the corrupted run, nothing patched; activations by run and hook point."""
     align = grid.align or tuple(range(len(grid.clean)))
     is_edges = grid.over == "edge"
@@ -125,7 +131,7 @@ def pair_of_runs(grid: ActivationPatching, model: Model, held: Sequence[HookPoin
     }
     known = {name: each for name, each in texts.items() if each is not None}
     clean, corrupted = (as_vector(found[i].logits) for i in range(2))
-    return Prepared(model.config, clean, [corrupted], acts, known)
+    return PreparedGrid(model.config, clean, [corrupted], acts, known)
 
 
 def check_lengths(clean: Sequence[int], corrupted: Sequence[int], align: Sequence[int] | None) -> None:
@@ -175,7 +181,7 @@ class PatchTable(Experiment):
 
     clean: tuple[int, ...]
     corrupted: tuple[int, ...]
-    index: tuple[Row, ...]
+    index: tuple[TableRow, ...]
     metrics: tuple[Metric, ...]
     align: tuple[int, ...] | None = None
     at: int = -1
@@ -214,7 +220,7 @@ class PatchTable(Experiment):
         """One array per metric."""
         return metric_outputs(self.metrics, ["index"], 1)
 
-    def cells(self, config: Architecture) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One per kind and layer, with its places."""
         self.grid.check(config)
         for kind, _, position, head in self.index:
@@ -235,30 +241,30 @@ class PatchTable(Experiment):
             found.setdefault((kind, layer), []).append(row)
         return found
 
-    def prepare(self, model: Model) -> Prepared:
+    def prepare(self, model: Model) -> PreparedGrid:
         """Both runs unpatched, with the clean activations of the layers named."""
         return self.grid.prepare(model)
 
-    def runs(self, prepared: Prepared, cell: Cell) -> Sequence[Run]:
+    def runs(self, prepared: PreparedGrid, cell: CellLabels) -> Sequence[Run]:
         """One per row."""
         grid, layers = self.grid, [cell["layer"] % prepared.config.num_layers]
         heads, length = num_heads(prepared.config, cell["kind"]), len(self.corrupted)
         chosen = [
-            Place(None if position is None else position % length, None if head is None else head % heads)
+            GridPlace(None if position is None else position % length, None if head is None else head % heads)
             for position, head in cell["places"]
         ]
         specs = [grid.change(HookSpec(), prepared, cell["kind"], layers, place, 0) for place in chosen]
         return [Run(self.corrupted, spec, grid.want) for spec in specs]
 
-    def sketch(self, config: Architecture, cell: Cell) -> Sequence[Run]:
+    def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
         """The runs with constants at every place."""
-        return self.runs(Prepared(config, np.zeros(0), [], self.grid.blank(config), {}), cell)
+        return self.runs(PreparedGrid(config, np.zeros(0), [], self.grid.blank(config), {}), cell)
 
-    def measure(self, prepared: Prepared, cell: Cell, result: HookCache) -> Any:
+    def measure(self, prepared: PreparedGrid, cell: CellLabels, result: HookCache) -> Any:
         """Every metric of one run."""
         return self.grid.measure(prepared, cell, result)
 
-    def dataset(self, prepared: Prepared, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+    def dataset(self, prepared: PreparedGrid, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """The metrics of the rows of a cell, [index]."""
         return metrics_of(prepared, self.metrics, np.array(measured)[:, None], ["index"])
 

@@ -27,10 +27,10 @@ from ...store.errors import InterventionError, StageError, nearest
 from ..forward.architectures.points import BY_NAME, HookPoint
 from ..forward.hooks.spec import HookSpec
 from ..forward.hooks.wants import Logits
-from ..forward.runs.experiment import Cell, Experiment
+from ..forward.runs.experiment import CellLabels, Experiment
 from ..forward.runs.run import Run
 from .patching_metrics import Metric, Recovery, check_metrics, read, wanted
-from .patching_results import Blank, Prepared, as_vector, metric_outputs, metrics_of, outputs_along, stack
+from .patching_results import Blank, PreparedGrid, as_vector, metric_outputs, metrics_of, outputs_along, stack
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ..forward.architectures.architecture import Architecture
     from ..forward.hooks.cache import HookCache
 
-__all__ = ["HEAD_KINDS", "KINDS", "Grid", "Place", "layer_window"]
+__all__ = ["HEAD_KINDS", "KINDS", "Grid", "GridPlace", "layer_window"]
 
 Floats = npt.NDArray[np.float64]
 HIDDEN_KINDS = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
@@ -58,7 +58,7 @@ COMMON = {"kv_head": "head", "query_position": "position"}
 
 
 @dataclass(frozen=True)
-class Place:
+class GridPlace:
     """Part of an activation: one position (of the pattern: query) or all, one head or all, one key or all."""
 
     position: int | None = None
@@ -101,7 +101,13 @@ class Grid(Experiment):
 
     @abstractmethod
     def change(
-        self, spec: HookSpec, prepared: Prepared, kind: str, layers: Sequence[int], place: Place, sample: int
+        self,
+        spec: HookSpec,
+        prepared: PreparedGrid,
+        kind: str,
+        layers: Sequence[int],
+        place: GridPlace,
+        sample: int,
     ) -> HookSpec:
         """The spec with the interventions of one place added. layers: those of the window."""
 
@@ -124,7 +130,7 @@ class Grid(Experiment):
             dims = ["kind", *(COMMON.get(name, name) for name in dims)]
         return metric_outputs(self.metrics, dims, self.num_samples)
 
-    def cells(self, config: Architecture) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One per kind and layer. Raises StageError, PromptError or InterventionError for what cannot be."""
         self.check(config)
         layers = range(config.num_layers) if self.layers is None else self.layers
@@ -169,7 +175,7 @@ class Grid(Experiment):
 
     # -- runs
 
-    def places(self, config: Architecture, kind: str) -> list[Place]:
+    def places(self, config: Architecture, kind: str) -> list[GridPlace]:
         """The places of one hook point, last axis fastest; edges from a query to later keys do not exist."""
         axes = dict(self.axes(config, kind))
         every: list[Sequence[int | None]] = [
@@ -177,7 +183,7 @@ class Grid(Experiment):
             for names in (("head", "kv_head"), ("position", "query_position"), ("key_position",))
         ]
         return [
-            Place(position, head, key)
+            GridPlace(position, head, key)
             for head, position, key in product(*every)
             if key is None or position is None or key <= position
         ]
@@ -198,11 +204,11 @@ class Grid(Experiment):
     def _chosen(chosen: tuple[int, ...] | None, size: int) -> list[int]:
         return list(range(size)) if chosen is None else [int(index) % size for index in chosen]
 
-    def base(self, prepared: Prepared, sample: int) -> HookSpec:
+    def base(self, prepared: PreparedGrid, sample: int) -> HookSpec:
         """A fresh spec of the run that is changed; noise belongs here."""
         return HookSpec()
 
-    def runs(self, prepared: Prepared, cell: Cell) -> Sequence[Run]:
+    def runs(self, prepared: PreparedGrid, cell: CellLabels) -> Sequence[Run]:
         """One per place and sample, samples fastest."""
         kind, layer = cell["kind"], cell["layer"]
         layers = layer_window(layer, self.window, prepared.config.num_layers)
@@ -216,9 +222,9 @@ class Grid(Experiment):
             for sample in range(self.num_samples)
         ]
 
-    def sketch(self, config: Architecture, cell: Cell) -> Sequence[Run]:
+    def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
         """The runs with constants at every place."""
-        return self.runs(Prepared(config, np.zeros(0), [], self.blank(config), {}), cell)
+        return self.runs(PreparedGrid(config, np.zeros(0), [], self.blank(config), {}), cell)
 
     def blank(self, config: Architecture) -> Mapping[Any, Any]:
         """Stands for activations nobody has computed."""
@@ -231,11 +237,11 @@ class Grid(Experiment):
 
     # -- numbers
 
-    def measure(self, prepared: Prepared, cell: Cell, result: HookCache) -> Floats:
+    def measure(self, prepared: PreparedGrid, cell: CellLabels, result: HookCache) -> Floats:
         """Every metric of one run, float64 [metric], not yet rescaled."""
         return read(self.metrics, as_vector(result.logits), prepared.clean)
 
-    def dataset(self, prepared: Prepared, cell: Cell, measured: Sequence[Floats]) -> xr.Dataset:
+    def dataset(self, prepared: PreparedGrid, cell: CellLabels, measured: Sequence[Floats]) -> xr.Dataset:
         """The metrics of one hook point, [layer, *axes], and those of the runs nothing was patched in."""
         kind, samples = cell["kind"], self.num_samples
         axes = self.axes(prepared.config, kind)
@@ -285,7 +291,7 @@ def num_heads(config: Architecture, kind: str) -> int:
     return config.axis_sizes["kv_head" if "kv_head" in BY_NAME[kind].dims else "head"]
 
 
-def part_of(activation: Tensor, place: Place) -> Tensor:
+def part_of(activation: Tensor, place: GridPlace) -> Tensor:
     """What a place holds of an activation [head, position, …] or [position, hidden], its axes kept."""
     if activation.ndim == 3:
         activation = activation if place.head is None else activation[place.head : place.head + 1]
@@ -293,7 +299,7 @@ def part_of(activation: Tensor, place: Place) -> Tensor:
     return activation if place.position is None else activation[place.position : place.position + 1]
 
 
-def where(place: Place) -> dict[str, tuple[int, ...] | None]:
+def where(place: GridPlace) -> dict[str, tuple[int, ...] | None]:
     """Keywords that narrow an intervention to a place."""
     return {
         "positions": None if place.position is None else (place.position,),
@@ -306,7 +312,7 @@ def points(kinds: Sequence[str], layers: Sequence[int]) -> list[HookPoint]:
     return [HookPoint(kind, layer) for kind in kinds for layer in layers]
 
 
-def _index(place: Place, axes: Sequence[tuple[str, list[int]]]) -> tuple[int, ...]:
+def _index(place: GridPlace, axes: Sequence[tuple[str, list[int]]]) -> tuple[int, ...]:
     values = {"head": place.head, "kv_head": place.head, "key_position": place.key}
     values |= {"position": place.position, "query_position": place.position}
     return tuple(labels.index(values[name]) for name, labels in axes)  # type: ignore[arg-type]

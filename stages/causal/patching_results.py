@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Blank",
-    "Prepared",
+    "PreparedGrid",
     "as_vector",
     "metric_outputs",
     "metrics_of",
@@ -39,7 +39,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass
-class Prepared:
+class PreparedGrid:
     """What the runs of a grid are made of and measured against.
 
     clean: logits of the clean run, float64 [vocab wanted]. unpatched: the same of the run that is changed,
@@ -105,7 +105,7 @@ def metric_outputs(chosen: Sequence[Metric], dims: Sequence[str], num_samples: i
 
 
 def metrics_of(
-    prepared: Prepared, chosen: Sequence[Metric], values: Floats, dims: Sequence[str]
+    prepared: PreparedGrid, chosen: Sequence[Metric], values: Floats, dims: Sequence[str]
 ) -> xr.Dataset:
     """Numbers of runs as labelled arrays, one per metric, and those of the runs nothing was patched in.
 

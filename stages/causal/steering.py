@@ -28,7 +28,7 @@ from ...store.errors import InterventionError, StageError
 from ..forward.architectures.points import HookPoint
 from ..forward.hooks.edge_interventions import Edge
 from ..forward.hooks.edges import SteeringSpec
-from ..forward.runs.experiment import Cell, Experiment
+from ..forward.runs.experiment import CellLabels, Experiment
 from ..forward.runs.run import Run
 from .effects import (
     Baseline,
@@ -103,7 +103,7 @@ class DoseResponse(Experiment):
         """Which layers is said by the cells: one more layer leaves the others what they are."""
         return {name: value for name, value in vars(self).items() if name != "layers"}
 
-    def cells(self, config: Architecture) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One per layer. Raises InterventionError for what this model or prompt does not have."""
         check_tokens(self.tokens, self.target)
         if not self.doses or len(set(self.doses)) != len(self.doses):
@@ -118,7 +118,7 @@ class DoseResponse(Experiment):
         steered = {layer for cell in self.cells(model.config) for layer in self._steered(cell)}
         return baseline_run(model, self.tokens, self.target, sorted(steered))
 
-    def runs(self, prepared: Baseline, cell: Cell) -> list[Run]:
+    def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
         """One per dose."""
         ids, want = with_target(self.tokens, self.target)
         points = [HookPoint.pattern(layer) for layer in self._steered(cell)]
@@ -128,17 +128,17 @@ class DoseResponse(Experiment):
         ]
         return [Run(ids, spec.capture(*points), want) for spec in hooks]
 
-    def sketch(self, config: Architecture, cell: Cell) -> Sequence[Run]:
+    def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
         """The runs themselves: nothing in them comes from the model."""
         return self.runs(Baseline.sketch(config), cell)
 
-    def measure(self, prepared: Baseline, cell: Cell, result: HookCache) -> dict[str, Any]:
+    def measure(self, prepared: Baseline, cell: CellLabels, result: HookCache) -> dict[str, Any]:
         """What changed, and the weight of the edges in the steered run, by head."""
         patterns = [array(result[HookPoint.pattern(layer)][0]) for layer in self._steered(cell)]
         weight = np.mean([edge_weight(pattern, self.heads, self._resolved()) for pattern in patterns], axis=0)
         return effect(prepared.logits, read_logits(result), self.target, self.top_k) | {"weight": weight}
 
-    def dataset(self, prepared: Baseline, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+    def dataset(self, prepared: Baseline, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """The effects [layer, dose], and the attention to the targets before and after."""
         import xarray as xr
 
@@ -168,7 +168,7 @@ class DoseResponse(Experiment):
         """All layers."""
         return along_layers(parts)
 
-    def _steered(self, cell: Cell) -> range:
+    def _steered(self, cell: CellLabels) -> range:
         return range(cell["layer"], cell["layer"] + self.window)
 
     def _resolved(self) -> tuple[tuple[int, int], ...]:

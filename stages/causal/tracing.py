@@ -27,15 +27,15 @@ from ..forward.architectures.points import HookPoint
 from ..forward.hooks.interventions import Add, Replace
 from ..forward.hooks.spec import HookSpec
 from ..forward.runs.run import Run, stream
-from .patching_grid import Grid, Place, in_range, part_of, points, where
-from .patching_results import Blank, Prepared, as_vector, token_texts
+from .patching_grid import Grid, GridPlace, in_range, part_of, points, where
+from .patching_results import Blank, PreparedGrid, as_vector, token_texts
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from ..forward.architectures.architecture import Architecture
     from ..forward.models.model import Model
-    from ..forward.runs.experiment import Cell
+    from ..forward.runs.experiment import CellLabels
 
 __all__ = ["CausalTracing", "embedding_deviation"]
 
@@ -85,7 +85,7 @@ class CausalTracing(Grid):
         if self.over == "edge":
             raise StageError("causal_tracing: a weight of the pattern cannot be put back alone; use knockout")
 
-    def prepare(self, model: Model) -> Prepared:
+    def prepare(self, model: Model) -> PreparedGrid:
         """The clean run with its states, and one noised run per sample with nothing put back."""
         held = points(self.kinds, range(model.config.num_layers))
         deviation = self.multiplier * embedding_deviation(model)
@@ -99,7 +99,7 @@ class CausalTracing(Grid):
         states: dict[Any, Any] = {point: found[0][point][0] for point in held}
         texts = token_texts(model, self.tokens)
         unpatched = [as_vector(found[1 + sample].logits) for sample in range(self.samples)]
-        return Prepared(
+        return PreparedGrid(
             model.config,
             as_vector(found[0].logits),
             unpatched,
@@ -122,12 +122,18 @@ class CausalTracing(Grid):
             (len(self.subject), hidden_size), np.float32
         )
 
-    def base(self, prepared: Prepared, sample: int) -> HookSpec:
+    def base(self, prepared: PreparedGrid, sample: int) -> HookSpec:
         """The subject noised."""
         return HookSpec().intervene(EMBED, prepared.activations["noise"][sample])
 
     def change(
-        self, spec: HookSpec, prepared: Prepared, kind: str, layers: Sequence[int], place: Place, sample: int
+        self,
+        spec: HookSpec,
+        prepared: PreparedGrid,
+        kind: str,
+        layers: Sequence[int],
+        place: GridPlace,
+        sample: int,
     ) -> HookSpec:
         """The clean state put back at one place, in every layer of the window."""
         for layer in layers:
@@ -135,7 +141,7 @@ class CausalTracing(Grid):
             spec.intervene(point, Replace(part_of(prepared.activations[point], place), **where(place)))
         return spec
 
-    def dataset(self, prepared: Prepared, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+    def dataset(self, prepared: PreparedGrid, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """As `Grid.dataset`, with the positions that got noise and its standard deviation."""
         made = super().dataset(prepared, cell, measured)
         length = len(self.tokens)

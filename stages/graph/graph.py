@@ -29,9 +29,9 @@ from ...store import html
 from .node import GraphNode
 from .options import GraphOptions
 from .pruning import Kept, kept_part
-from .rows.influence import Influence, Rows, influence, scores
+from .rows.influence import GraphRows, Influence, influence, scores
 from .rows.nodes import NodeCounts, counts_of, node_labels
-from .rows.selection import Selection
+from .rows.selection import RowSelection
 from .rows.targets import choose, prompt_tokens
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def graph_node(
         most=max_n_logits,
         probability=desired_logit_prob,
     )
-    selection = Selection(max_feature_nodes, batch_size * update_interval)
+    selection = RowSelection(max_feature_nodes, batch_size * update_interval)
     options = GraphOptions(chosen, selection, zero_positions, arithmetic)
     return GraphNode(source, opened, prompt_tokens(prompt, source.tokenizer), options, memory=memory)
 
@@ -263,7 +263,7 @@ class AttributionGraph:
 
     @cached_property
     def _influence(self) -> Influence:
-        return influence(Rows.of(self.dataset))
+        return influence(GraphRows.of(self.dataset))
 
     @property
     def influence(self) -> npt.NDArray[np.float64]:
@@ -273,17 +273,19 @@ class AttributionGraph:
     @property
     def replacement_score(self) -> float:
         """Share of the influence that comes from tokens rather than from errors."""
-        return scores(Rows.of(self.dataset), self._influence)["replacement_score"]
+        return scores(GraphRows.of(self.dataset), self._influence)["replacement_score"]
 
     @property
     def completeness_score(self) -> float:
         """Share of what enters nodes, weighted by their influence, that does not come from errors."""
-        return scores(Rows.of(self.dataset), self._influence)["completeness_score"]
+        return scores(GraphRows.of(self.dataset), self._influence)["completeness_score"]
 
     def prune(self, node_threshold: float = 0.8, edge_threshold: float = 0.98) -> PrunedGraph:
         """The part that carries these shares of the influence; see pruning.py. Raises StageError for
         thresholds outside 0 to 1."""
-        found = kept_part(Rows.of(self.dataset), node_threshold=node_threshold, edge_threshold=edge_threshold)
+        found = kept_part(
+            GraphRows.of(self.dataset), node_threshold=node_threshold, edge_threshold=edge_threshold
+        )
         return PrunedGraph(self, found, node_threshold, edge_threshold)
 
     # -- files

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ...store import Store
     from ..features.dictionary import Dictionary
     from ..forward.models.source import ModelSource
-    from .prepare import Prepared
+    from .prepare import PreparedGraph
 
 __all__ = ["GraphNode"]
 
@@ -154,7 +154,7 @@ class GraphNode(ResultNode):
 class _Cells:
     """Rows as they are computed: in memory while all of them fit into one cell, else stored cell by cell."""
 
-    def __init__(self, node: GraphNode, store: Store, prepared: Prepared, rows: int) -> None:
+    def __init__(self, node: GraphNode, store: Store, prepared: PreparedGraph, rows: int) -> None:
         self.node, self.store, self.prepared = node, store, prepared
         row_bytes = 4 * prepared.n_columns
         self._size = max(1, min(CELL_BYTES, node.memory // 4) // row_bytes)

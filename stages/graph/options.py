@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .rows.selection import Selection
-from .rows.targets import Choice
+from .rows.selection import RowSelection
+from .rows.targets import TargetChoice
 
 __all__ = ["GraphOptions"]
 
@@ -22,8 +22,8 @@ class GraphOptions:
     maps.
     """
 
-    targets: Choice
-    selection: Selection
+    targets: TargetChoice
+    selection: RowSelection
     zero_positions: int = 1
     arithmetic: str = "float32"
 

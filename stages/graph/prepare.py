@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from .rows.frozen import FrozenPass
     from .rows.targets import Targets
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["PreparedGraph", "prepare"]
 
 Ints = npt.NDArray[np.int64]
 SMALL = 2e9
 """Operations of a forward pass (a twentieth of a second on one core) below which threads do not share it."""
 
 
-class Prepared:
+class PreparedGraph:
     """The nodes of a prompt's graph, and what computes its rows."""
 
     def __init__(
@@ -125,7 +125,7 @@ class Prepared:
 
 def prepare(
     model: Model, dictionary: Dictionary, tokens: Sequence[int], options: GraphOptions, *, memory: int
-) -> Prepared:
+) -> PreparedGraph:
     """Run the prompt once, and find its nodes.
 
     memory: bytes for everything that is kept: a quarter each for maps and decoder vectors, an eighth for the
@@ -153,7 +153,7 @@ def prepare(
         unembed = model.network.unembedding
         targets = options.targets.resolve(frozen.logits, unembed, model._tokenizer, dtype)
         attributor = Attributor(replacement, sources, targets, room=memory // 8)
-    return Prepared(model, dictionary, frozen, active, targets, attributor, options.zero_positions)
+    return PreparedGraph(model, dictionary, frozen, active, targets, attributor, options.zero_positions)
 
 
 def _operations(model: Model, tokens: int) -> float:

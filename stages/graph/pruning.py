@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ...pipeline import stage
 from ...store.errors import StageError
 from .quantile import share_threshold, sorted_threshold
-from .rows.influence import Rows, influence, scores
+from .rows.influence import GraphRows, influence, scores
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -65,7 +65,7 @@ class Kept:
         return mask
 
 
-def kept_part(rows: Rows, *, node_threshold: float = 0.8, edge_threshold: float = 0.98) -> Kept:
+def kept_part(rows: GraphRows, *, node_threshold: float = 0.8, edge_threshold: float = 0.98) -> Kept:
     """Prune; see the module's docstring. Raises StageError for thresholds outside 0 to 1."""
     for name, share in (("node_threshold", node_threshold), ("edge_threshold", edge_threshold)):
         if not 0 <= share <= 1:
@@ -105,7 +105,7 @@ def cumulative_scores(influence: Floats) -> Floats:
 
 
 def _listed(
-    rows: Rows, blocks: Iterator[tuple[slice, Floats]], least: float
+    rows: GraphRows, blocks: Iterator[tuple[slice, Floats]], least: float
 ) -> tuple[Ints, Ints, npt.NDArray[np.float32]]:
     """Target, source and weight of the edges with a score of at least `least`."""
     nodes = rows.counts.target_nodes
@@ -159,7 +159,7 @@ def pruned_graph(
     """
     import xarray as xr
 
-    rows = Rows.of(graph)
+    rows = GraphRows.of(graph)
     found = kept_part(rows, node_threshold=node_threshold, edge_threshold=edge_threshold)
     return xr.Dataset(
         {

@@ -48,7 +48,7 @@ FORMATS = {
     "npz": (".npz",),
 }
 """Format -> suffixes that say it."""
-Layout = Literal["long", "wide"]
+TableLayout = Literal["long", "wide"]
 NOTE = "mizarr"
 """Where the note is in a file: an attribute, a metadata entry, or (npz) the array of bytes `mizarr.json`."""
 TEXT_SUFFIX = ".json"
@@ -70,7 +70,7 @@ def export_key(
     format: str | None = None,
     variables: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
-    layout: Layout = "long",
+    layout: TableLayout = "long",
 ) -> Path:
     """Write what is stored under a key to a file; returns its path.
 
@@ -87,7 +87,7 @@ def export(
     path: str | Path,
     *,
     format: str | None = None,
-    layout: Layout = "long",
+    layout: TableLayout = "long",
     note: Mapping[str, Any] | None = None,
     dtype: str | None = None,
 ) -> Path:

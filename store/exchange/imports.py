@@ -23,6 +23,7 @@ from ..digest import digest
 from ..errors import PromptError, ShapeError
 from ..keys import RunKey
 from ..reading.labelled import LabelledEntry
+from ..runs.committed import VariableLayer
 from ..runs.entries import ArraySpec
 from ..runs.packed import PackedTokens
 from .tensors import release
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["Imported", "declared_arrays", "declared_run", "pack_imported", "store_imported"]
 
 Array = npt.NDArray[Any]
-Cell = tuple[str, int | None]
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 MOST_LAYERS = 10_000
 """Layers of a model at most: more is a layer's number misread."""
@@ -57,7 +57,7 @@ class Imported:
     values: Array
 
     @property
-    def cell(self) -> Cell:
+    def cell(self) -> VariableLayer:
         """What it is in a run: variable and layer."""
         return self.variable, self.layer
 
@@ -165,7 +165,7 @@ def declared_arrays(arrays: Sequence[Imported], n_layers: int | None) -> list[Ar
     if count > MOST_LAYERS:
         raise ShapeError(f"expected at most {MOST_LAYERS} layers, found {count}; check names and n_layers")
     specs: dict[str, ArraySpec] = {}
-    first: dict[Cell, Imported] = {}
+    first: dict[VariableLayer, Imported] = {}
     for array in arrays:
         same = first.setdefault(array.cell, array)
         if same is not array:
@@ -224,9 +224,9 @@ def store_imported(
     return entry
 
 
-def _together(cells: Sequence[Cell], sizes: Sequence[int]) -> Iterator[list[Cell]]:
+def _together(cells: Sequence[VariableLayer], sizes: Sequence[int]) -> Iterator[list[VariableLayer]]:
     """Consecutive cells of at most `_AT_ONCE` bytes, at least one."""
-    group: list[Cell] = []
+    group: list[VariableLayer] = []
     held = 0
     for cell, size in zip(cells, sizes, strict=True):
         if group and held + size > _AT_ONCE:

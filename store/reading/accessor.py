@@ -26,7 +26,7 @@ from .repacking import exclusive_sum, position_labels, repacked, squared
 from .selection import (
     Chars,
     Indices,
-    Layer,
+    LayerChoice,
     Position,
     Prompt,
     Token,
@@ -61,7 +61,7 @@ class PackedAccessor:
         token: Token | Sequence[Token] | None = None,
         chars: Chars | None = None,
         position: Position | None = None,
-        layer: Layer | None = None,
+        layer: LayerChoice | None = None,
     ) -> xr.Dataset:
         """Those tokens and layers that meet all that is said; lazy, packed as before.
 

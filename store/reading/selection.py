@@ -25,7 +25,7 @@ Token = int | str
 Chars = tuple[int, int] | range | str
 """Characters: a half-open span, or a phrase that stands once in each text."""
 Position = int | slice | Sequence[int]
-Layer = int | slice | range | Sequence[int]
+LayerChoice = int | slice | range | Sequence[int]
 Indices = npt.NDArray[np.int64]
 
 _CLOSE = (
@@ -136,7 +136,7 @@ def in_prompt(position: Position, size: int) -> Indices:
     return asked % size
 
 
-def select_layers(dataset: xr.Dataset, layer: Layer) -> xr.Dataset:
+def select_layers(dataset: xr.Dataset, layer: LayerChoice) -> xr.Dataset:
     """The given layers of every variable that has any.
 
     A number drops the axis; a range or list keeps it and must be there whole; a slice includes both of its

@@ -14,7 +14,7 @@ from ..files import Folder, Stamp, is_settled, stamp
 from ..sealed import unsealed
 from .shards import Written
 
-Cell = tuple[str, int | None]
+VariableLayer = tuple[str, int | None]
 """One array of a run: variable and layer, None where there is no layer axis."""
 RECORD = ("segment", "cells", "files")
 """Fields of the record of what one pass wrote of one segment."""
@@ -26,11 +26,11 @@ class Committed:
     def __init__(self, folder: Folder, path: str, n_segments: int) -> None:
         self._folder, self._path, self._n_segments = folder, path, n_segments
         self._records: dict[str, tuple[Stamp | None, _SegmentRecord]] = {}
-        self._held: list[dict[Cell, Written]] = [{} for _ in range(n_segments)]
+        self._held: list[dict[VariableLayer, Written]] = [{} for _ in range(n_segments)]
         self._seen: Stamp | None = None
         self._lock = threading.Lock()
 
-    def segments(self) -> list[dict[Cell, Written]]:
+    def segments(self) -> list[dict[VariableLayer, Written]]:
         """Per segment, cell -> size and digest of its shard, as they stand now; not to be changed."""
         with self._lock:
             try:
@@ -43,7 +43,7 @@ class Committed:
                 self._seen = stamp(stat) if stat is not None and is_settled(stat) else None
             return self._held
 
-    def shard(self, n: int, cell: Cell) -> Written | None:
+    def shard(self, n: int, cell: VariableLayer) -> Written | None:
         """Size and digest of one shard; None while it is not committed."""
         return self.segments()[n].get(cell)
 
@@ -59,19 +59,19 @@ class Committed:
             elif (text := self._folder.get(f"{self._path}/{name}")) is not None:
                 record = _SegmentRecord.from_bytes(f"{self._path}/{name}", text, self._n_segments)
                 records[name] = stamp(stat) if is_settled(stat) else None, record
-        held: list[dict[Cell, Written]] = [{} for _ in range(self._n_segments)]
+        held: list[dict[VariableLayer, Written]] = [{} for _ in range(self._n_segments)]
         for _, record in records.values():
             held[record.segment].update(record.cells)
         self._records, self._held = records, held
 
 
-def cell_name(cell: Cell) -> str:
+def cell_name(cell: VariableLayer) -> str:
     """As files and records name it: "resid_post.3"."""
     variable, layer = cell
     return variable if layer is None else f"{variable}.{layer}"
 
 
-def _cell(name: str) -> Cell:
+def _cell(name: str) -> VariableLayer:
     variable, _, layer = name.partition(".")
     return (variable, int(layer)) if layer else (variable, None)
 
@@ -81,7 +81,7 @@ class _SegmentRecord:
     """What one pass committed of one segment."""
 
     segment: int
-    cells: Mapping[Cell, Written]
+    cells: Mapping[VariableLayer, Written]
 
     @classmethod
     def from_bytes(cls, name: str, text: bytes, n_segments: int) -> _SegmentRecord:

@@ -35,7 +35,7 @@ from ..keys import ActivationKey, RunKey
 from ..records import Record
 from ..sealed import sealed
 from .claims import TTL, Claim
-from .committed import RECORD, Cell, Committed, cell_name
+from .committed import RECORD, Committed, VariableLayer, cell_name
 from .coordinates import BOOKKEEPING, check_metadata
 from .mapped import MappedShards
 from .packed import PackedTokens
@@ -236,7 +236,7 @@ class Entry:
 
     # -- writing
 
-    def missing(self, wanted: Iterable[Cell]) -> dict[int, list[Cell]]:
+    def missing(self, wanted: Iterable[VariableLayer]) -> dict[int, list[VariableLayer]]:
         """Segment -> those wanted cells it has not committed, in order; empty when all stand."""
         asked = list(dict.fromkeys(wanted))
         missing = {
@@ -248,7 +248,7 @@ class Entry:
     def write_segment(
         self,
         n: int,
-        arrays: Mapping[Cell, Array],
+        arrays: Mapping[VariableLayer, Array],
         *,
         threads: int = 2,
         handed_over: Callable[[], None] = lambda: None,
@@ -285,7 +285,7 @@ class Entry:
         """A claim on a segment: `with entry.claim(n) as mine:`, or `acquire` … `release` from any thread."""
         return Claim(self.folder, f"{self.path}/seg/{n}.claim", self._claim_ttl)
 
-    def publish(self, wanted: Iterable[Cell]) -> list[Record]:
+    def publish(self, wanted: Iterable[VariableLayer]) -> list[Record]:
         """Make complete arrays visible: manifest, then key. Those with a segment missing are left out."""
         asked = list(dict.fromkeys(wanted))
         held = self._committed.segments()
@@ -314,7 +314,7 @@ class Entry:
         """The key a cell is published under."""
         return ActivationKey(self.run, variable, layer, self.dtype)
 
-    def published(self) -> list[Cell]:
+    def published(self) -> list[VariableLayer]:
         """Every cell that is visible, variables by name, layers in order."""
         cells = [
             (name, layer)
@@ -529,7 +529,9 @@ class Entry:
     def _absent(self, variable: str, layer: int | None, n: int, what: str) -> str:
         return f"{self._place(variable, layer, n)} is not {what}; capture it first"
 
-    def _completed(self, cell: Cell, held: Sequence[Mapping[Cell, Written]]) -> tuple[Record, bytes]:
+    def _completed(
+        self, cell: VariableLayer, held: Sequence[Mapping[VariableLayer, Written]]
+    ) -> tuple[Record, bytes]:
         """The record and the manifest of a cell whose segments are all committed."""
         variable, layer = cell
         layout = self.layout(variable)

@@ -24,7 +24,7 @@ from mizarr import stages
 from mizarr.pipeline import ConstantNode, Stage, run, stage
 from mizarr.stages.causal.ablation import Ablation
 from mizarr.stages.causal.continuation import Continuation
-from mizarr.stages.causal.convergence import ContrastiveVectors, SteeringConvergence
+from mizarr.stages.causal.convergence import ContrastiveVectors, PushedStates
 from mizarr.stages.causal.counterfact import CounterFactPatching, Pair
 from mizarr.stages.causal.factual_routing import FactualRouting
 from mizarr.stages.causal.knockout import EdgeKnockout, HeadKnockout
@@ -40,7 +40,7 @@ from mizarr.stages.features.effects.sweeps import Dose, InjectionSweep
 from mizarr.stages.features.layers.layout import Layout
 from mizarr.stages.forward.architectures.points import HookPoint
 from mizarr.stages.forward.architectures.transformer import RopeConfig, TransformerConfig
-from mizarr.stages.forward.generation.continuations import Settings
+from mizarr.stages.forward.generation.continuations import GenerationSettings
 from mizarr.stages.forward.hooks.edge_interventions import Knockout, SetValue, Steer
 from mizarr.stages.forward.hooks.interventions import Add, AddAtPositions, Intervention, Replace, Scale, Zero
 from mizarr.stages.forward.hooks.spec import BoundSpec, Capture, HookSpec
@@ -166,15 +166,15 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     Continuation: (
-        {"prompts": ((1, 2),), "settings": Settings(max_tokens=2, eos=())},
+        {"prompts": ((1, 2),), "settings": GenerationSettings(max_tokens=2, eos=())},
         {
             "prompts": ((1, 3),),
-            "settings": Settings(max_tokens=3, eos=()),
+            "settings": GenerationSettings(max_tokens=3, eos=()),
             "hooks": HookSpec().intervene("blocks.0.hook_mlp_out", Zero()),
         },
     ),
     ContrastiveVectors: (WORDS, OF_WORDS),
-    SteeringConvergence: (
+    PushedStates: (
         {**WORDS, "tokens": (1, 2, 3)},
         {
             **OF_WORDS,
@@ -254,7 +254,10 @@ NOT_IN_A_KEY = {
         ): "where the dictionary lies; `features` is what it is, and is checked when it is opened"
         for kind in (FeatureActivity, DecoderSearch, InjectionSweep, RankedSweep, RankedTrace)
     },
-    (Settings, "seed"): "nobody draws at temperature 0; above it the seed is in the key (tested below)",
+    (
+        GenerationSettings,
+        "seed",
+    ): "nobody draws at temperature 0; above it the seed is in the key (tested below)",
     (Layout, "format"): "which reader found the files: what it read of them is in the other fields",
     (Layout, "kind"): "follows from targets, which follow from the files",
     (Layout, "layers"): "follows from the files",
@@ -360,9 +363,9 @@ def test_every_field_of_a_pair_is_in_the_key_of_what_reads_it(field, specimen):
         assert one.key(None).digest != other.key(None).digest
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Settings)])
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(GenerationSettings)])
 def test_every_setting_of_a_generation_is_in_the_key_of_its_continuation(field):
-    drawing = Settings(temperature=1.0, seed=0, eos=(), top_k=4, top_p=0.5)
+    drawing = GenerationSettings(temperature=1.0, seed=0, eos=(), top_k=4, top_p=0.5)
     others = {"stop": "x", "eos": (1,), "capture_positions": "every", "top_p": 0.25}
     value = others.get(field, another(getattr(drawing, field)))
     one, other = (Continuation(((1,),), each) for each in (drawing, replace(drawing, **{field: value})))
@@ -371,7 +374,7 @@ def test_every_setting_of_a_generation_is_in_the_key_of_its_continuation(field):
 
 def test_which_words_end_a_continuation_is_never_left_to_files():
     with pytest.raises(MizarrError, match="eos"):
-        Continuation(((1,),), Settings(max_tokens=2))
+        Continuation(((1,),), GenerationSettings(max_tokens=2))
 
 
 # -- keys, configurations, runs

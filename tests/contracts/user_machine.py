@@ -498,7 +498,7 @@ def experiments() -> tuple[Any, ...]:
     from mizarr.stages.causal.patching import ActivationPatching
     from mizarr.stages.causal.patching_metrics import KL, LogitDifference
     from mizarr.stages.causal.steering import DoseResponse
-    from mizarr.stages.forward.generation.continuations import Settings
+    from mizarr.stages.forward.generation.continuations import GenerationSettings
 
     pair = {"clean": (1, 2, 3), "corrupted": (1, 5, 3), "kinds": ("resid_post",)}
     return (
@@ -507,8 +507,8 @@ def experiments() -> tuple[Any, ...]:
         EdgeKnockout(tokens=(1, 2, 3, 4), edges=((3, 1),)),
         HeadKnockout(tokens=(1, 2, 3, 4), layers=(0,)),
         DoseResponse(tokens=(1, 2, 3, 4), edges=((3, 1),), doses=(0.5, 2.0)),
-        Continuation(((1, 2), (3, 4, 5)), Settings(max_tokens=3, eos=())),
-        Continuation(((1, 2),), Settings(max_tokens=4, stop="w7", eos=())),
+        Continuation(((1, 2), (3, 4, 5)), GenerationSettings(max_tokens=3, eos=())),
+        Continuation(((1, 2),), GenerationSettings(max_tokens=4, stop="w7", eos=())),
     )
 
 

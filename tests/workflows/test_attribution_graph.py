@@ -16,7 +16,12 @@ from mizarr.stages.graph import node
 from mizarr.stages.graph.rows import attribute
 from mizarr.stages.logits.lens import format_token
 from mizarr.workflows import build, compute
-from mizarr.workflows.attribution_graph import PRESETS, AttributionGraphs, Settings, chosen_preset
+from mizarr.workflows.attribution_graph import (
+    PRESETS,
+    AttributionGraphs,
+    AttributionGraphsSettings,
+    chosen_preset,
+)
 from mizarr.workflows.cli import run
 from mizarr.workflows.views import Graph
 from mizarr.workflows.views.graph_drawing import drawn_part
@@ -178,11 +183,11 @@ def test_a_text_without_paragraphs_is_no_corpus(given, tmp_path: Path):
 
 
 def test_presets_name_models_with_their_transcoders():
-    assert chosen_preset(Settings()) == PRESETS["specimen"]
-    chosen = chosen_preset(Settings(preset="gemma2-2b-426k", prompt="Paris is in"))
+    assert chosen_preset(AttributionGraphsSettings()) == PRESETS["specimen"]
+    chosen = chosen_preset(AttributionGraphsSettings(preset="gemma2-2b-426k", prompt="Paris is in"))
     assert chosen == ("google/gemma-2-2b", "mntss/clt-gemma-2-2b-426k", "Paris is in")
     with pytest.raises(mizarr.MizarrError, match=r"or preset=llama3\.2-1b-524k"):
-        chosen_preset(Settings(model="meta-llama/Llama-3.2-1B"))
+        chosen_preset(AttributionGraphsSettings(model="meta-llama/Llama-3.2-1B"))
 
 
 def test_the_figure_has_the_edges_that_carry_most_and_one_out_of_each_feature(done: AttributionGraphs):
@@ -265,7 +270,7 @@ def test_on_the_specimen_features_explain_most_and_the_answer_is_french(tmp_path
 
 
 def test_its_defaults_are_those_of_circuit_tracers_command_line():
-    chosen = Settings()
+    chosen = AttributionGraphsSettings()
     assert (chosen.max_n_logits, chosen.desired_logit_prob, chosen.batch_size) == (10, 0.95, 256)
     assert (chosen.max_feature_nodes, chosen.update_interval) == (7500, 4)
     assert (chosen.node_threshold, chosen.edge_threshold) == (0.8, 0.98)

@@ -13,7 +13,7 @@ import pytest
 
 import mizarr
 from mizarr.stages.causal.continuation import Continuation
-from mizarr.stages.forward.generation.continuations import Settings
+from mizarr.stages.forward.generation.continuations import GenerationSettings
 from mizarr.stages.forward.generation.generate import TokenStream, generate
 from mizarr.stages.logits.lens import format_token
 from mizarr.store.errors import ConfigError, HookPointNotFound, PromptError
@@ -86,7 +86,7 @@ def test_prompts_are_stored_one_by_one(done, tiny_model, store, prompts_run):
 def test_whether_keys_are_kept_is_in_no_key_where_it_is_left_open(tiny_model, store):
     def key(cache: bool | None):
         return (
-            Continuation(((3, 4),), Settings(cache=cache, eos=()))
+            Continuation(((3, 4),), GenerationSettings(cache=cache, eos=()))
             .on(str(tiny_model))
             .key(mizarr.open_store(store))
         )
@@ -176,7 +176,7 @@ def test_text_appears_as_it_is_generated_for_somebody_at_a_terminal(
 def test_captures_are_stored_step_by_step(tiny_model, tmp_path, model):
     ids = tuple(tuple(model.tokenizer.encode(prompt).ids) for prompt in PROMPTS)
     hooks = mizarr.HookSpec().capture("blocks.*.hook_resid_post", "blocks.2.attn.hook_pattern")
-    stage = Continuation(ids, Settings(max_tokens=5, eos=()), hooks)
+    stage = Continuation(ids, GenerationSettings(max_tokens=5, eos=()), hooks)
     store = mizarr.open_store(tmp_path)
     from mizarr.pipeline import run
 

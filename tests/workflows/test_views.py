@@ -27,8 +27,8 @@ from mizarr.workflows.views import (
     Line,
     Lines,
     Note,
-    Run,
     Strip,
+    Styled,
     Table,
     Values,
     View,
@@ -99,8 +99,8 @@ def whole() -> Whole:
 def test_a_table_has_the_same_cells_in_every_rendering(whole, capsys):
     table = a_table()
     assert table.columns == (Column("layer", right=True), Column("token"), Column("KL", right=True))
-    assert table.rows[0] == ((Run("0"),), (Run("[red]a"), Run(" so", "dim")), (Run("0.12"),))
-    assert table.rows[1] == ((Run("1", "bold"),), (Run("<b>", "bold"), Run(" so", "bold dim")), ())
+    assert table.rows[0] == ((Styled("0"),), (Styled("[red]a"), Styled(" so", "dim")), (Styled("0.12"),))
+    assert table.rows[1] == ((Styled("1", "bold"),), (Styled("<b>", "bold"), Styled(" so", "bold dim")), ())
     whole.render(Console(width=100))
     printed = capsys.readouterr().out
     assert all(said in printed for said in ("T [x]", "[red]a so", "0.12", "c <y>", "[b]", "A paragraph."))

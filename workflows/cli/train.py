@@ -27,7 +27,7 @@ from .prompts import read_prompts
 from .runs import DTYPES
 
 if TYPE_CHECKING:
-    from ...stages.features.training.settings import Settings
+    from ...stages.features.training.settings import TrainingSettings
     from ...stages.features.training.source import StoredActivations
     from ...stages.features.training.trainer import Training
 
@@ -42,9 +42,9 @@ def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> 
     """One line per setting: default, and what it does."""
     if not wanted:
         return
-    from ...stages.features.training.settings import Settings
+    from ...stages.features.training.settings import TrainingSettings
 
-    for field in dataclasses.fields(Settings):
+    for field in dataclasses.fields(TrainingSettings):
         click.echo(f"--set {field.name}={json.dumps(field.default)}  {field.metadata['help']}")
     context.exit()
 
@@ -139,8 +139,8 @@ def train(
     click.echo(f"wrote {out / RESULT}", err=True)
 
 
-def _settings(config: Path | None, given: dict[str, Any]) -> Settings:
-    from ...stages.features.training.settings import Settings
+def _settings(config: Path | None, given: dict[str, Any]) -> TrainingSettings:
+    from ...stages.features.training.settings import TrainingSettings
     from ...store.errors import ConfigError
     from ..settings import read_settings
 
@@ -150,12 +150,18 @@ def _settings(config: Path | None, given: dict[str, Any]) -> Settings:
             said = tomllib.loads(config.read_text("utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"expected TOML in {config}, found {error}") from error
-    chosen: Settings = read_settings(Settings, "train", said | given)
+    chosen: TrainingSettings = read_settings(TrainingSettings, "train", said | given)
     return chosen
 
 
 def _captured(
-    model: str, prompts: Any, chosen: Settings, store_path: str, dtype: str, memory: int | None, quiet: bool
+    model: str,
+    prompts: Any,
+    chosen: TrainingSettings,
+    store_path: str,
+    dtype: str,
+    memory: int | None,
+    quiet: bool,
 ) -> StoredActivations:
     """The activations the settings ask for, captured as far as they are not stored."""
     from ...pipeline import run
@@ -174,7 +180,9 @@ def _captured(
     return StoredActivations.of_run(store, node.run_key, node.tokens, node.dtype, node.cells)
 
 
-def _train(chosen: Settings, source: StoredActivations, out: Path, save_every: int, quiet: bool) -> Training:
+def _train(
+    chosen: TrainingSettings, source: StoredActivations, out: Path, save_every: int, quiet: bool
+) -> Training:
     """The training brought to its end; KeyboardInterrupt, with a checkpoint left behind, when stopped."""
     from ...pipeline.progress import Progress
     from ...stages.features.training.trainer import Training

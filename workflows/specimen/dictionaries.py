@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...stages.features.training.settings import Settings
+from ...stages.features.training.settings import TrainingSettings
 from .data import BOS, HELD_OUT, WATCHED, Batches, Chapter, Fact, Mixture, read_chapters, read_facts, token_id
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ MIXTURE = Mixture(prose=0.84, facts=0.0, random_repeats=0.08, word_repeats=0.08,
 """Rows of running text; facts are prompts of their own besides, as people will ask for them."""
 PROSE_ROWS = 2048
 SAE_LAYER = 3
-CLT = Settings(
+CLT = TrainingSettings(
     kind="clt",
     read="hook_resid_mid",
     write="hook_mlp_out",
@@ -57,7 +57,7 @@ CLT = Settings(
     validation=0.02,
 )
 PLT = replace(CLT, kind="plt", features=112, k=16)
-SAE = Settings(
+SAE = TrainingSettings(
     kind="sae",
     read="hook_resid_post",
     layers=(SAE_LAYER,),
@@ -145,7 +145,7 @@ def captured(prompts: list[list[int]], store: Path) -> StoredActivations:
     return StoredActivations.of_run(opened, node.run_key, node.tokens, node.dtype, node.cells)
 
 
-def train(settings: Settings, source: StoredActivations, folder: Path) -> Training:
+def train(settings: TrainingSettings, source: StoredActivations, folder: Path) -> Training:
     """The training in a folder, brought to its end."""
     from ...pipeline.progress import Progress
     from ...stages.features.training.trainer import Training

@@ -15,7 +15,7 @@ from .findings import Finding, Findings
 from .graph import Graph
 from .heatmap import Heatmap
 from .strip import Strip
-from .tables import Column, Run, Table, bold, dash, dim, points
+from .tables import Column, Styled, Table, bold, dash, dim, points
 from .texts import Lens, Measure, Text, Tokens
 from .view import Choice, Data, Note, Picture, Values, View
 
@@ -37,7 +37,7 @@ __all__ = [
     "Measure",
     "Note",
     "Picture",
-    "Run",
+    "Styled",
     "Strip",
     "Table",
     "Text",

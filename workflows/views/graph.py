@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ...stages.graph.rows.influence import Rows
+from ...stages.graph.rows.influence import GraphRows
 from ...stages.graph.rows.nodes import ERROR, FEATURE, LOGIT, TOKEN
 from ...stages.logits.lens import format_token
 from . import labels
@@ -112,7 +112,7 @@ class Graph(View):
         """
         graph, score = pruned.graph, pruned.kept.influence
         whole, cumulative, known = graph.dataset, pruned.kept.cumulative, graph.nodes
-        rows = Rows.of(whole)
+        rows = GraphRows.of(whole)
         chosen = _candidates(score, rows)
         inner = chosen[chosen < rows.counts.token_nodes.start]
         is_all = len(inner) == np.count_nonzero(score[: rows.counts.token_nodes.start])
@@ -227,7 +227,7 @@ _BY_NODE = (
 )
 
 
-def _candidates(score: Array, rows: Rows) -> Array:
+def _candidates(score: Array, rows: GraphRows) -> Array:
     """Nodes [node] that may be shown: tokens, logits, and the most influential others, in their order."""
     counts = rows.counts
     inner = np.argsort(-score[: counts.token_nodes.start], kind="stable")[:NODES]
@@ -236,7 +236,7 @@ def _candidates(score: Array, rows: Rows) -> Array:
     return found
 
 
-def _edges_among(rows: Rows, chosen: Array) -> tuple[Array, Array, Array]:
+def _edges_among(rows: GraphRows, chosen: Array) -> tuple[Array, Array, Array]:
     """source, target (indices into `chosen`) and weight of every edge among these nodes, row by row."""
     counts = rows.counts
     place = np.full(counts.nodes, -1)

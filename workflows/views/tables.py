@@ -13,29 +13,29 @@ from .view import View
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-__all__ = ["Column", "Run", "Table", "bold", "dash", "dim", "points"]
+__all__ = ["Column", "Styled", "Table", "bold", "dash", "dim", "points"]
 
-Cell = "str | Run | tuple[str | Run, ...] | None"
+TableCell = "str | Run | tuple[str | Styled, ...] | None"
 PROSE = 24
 """Characters beyond which a column of text may take several lines."""
 
 
 @dataclass(frozen=True)
-class Run:
+class Styled:
     """Text in one style: "", or some of "bold dim italic"."""
 
     text: str
     style: str = ""
 
 
-def dim(text: str) -> Run:
+def dim(text: str) -> Styled:
     """Text that stands back."""
-    return Run(text, "dim")
+    return Styled(text, "dim")
 
 
-def bold(text: str) -> Run:
+def bold(text: str) -> Styled:
     """Text that stands out."""
-    return Run(text, "bold")
+    return Styled(text, "bold")
 
 
 def points(share: float) -> str:
@@ -65,7 +65,7 @@ class Table(View):
 
     kind: ClassVar[str] = "table"
     columns: tuple[Column, ...]
-    rows: tuple[tuple[tuple[Run, ...], ...], ...]
+    rows: tuple[tuple[tuple[Styled, ...], ...], ...]
 
     @classmethod
     def of(
@@ -122,13 +122,13 @@ def _value(record: Any, what: Any, how: Any = None) -> Any:
     return how(found) if callable(how) else format(found, how)
 
 
-def _runs(cell: Any, style: str) -> tuple[Run, ...]:
+def _runs(cell: Any, style: str) -> tuple[Styled, ...]:
     """A cell as runs, in one more style."""
     parts = cell if isinstance(cell, tuple) else () if cell is None else (cell,)
-    runs = (part if isinstance(part, Run) else Run(str(part)) for part in parts)
-    return tuple(Run(run.text, f"{style} {run.style}".strip()) for run in runs if run.text)
+    runs = (part if isinstance(part, Styled) else Styled(str(part)) for part in parts)
+    return tuple(Styled(run.text, f"{style} {run.style}".strip()) for run in runs if run.text)
 
 
-def _markup(run: Run) -> str:
+def _markup(run: Styled) -> str:
     text = paper.literal(run.text)
     return f"[{run.style}]{text}[/]" if run.style else text

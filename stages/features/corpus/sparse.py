@@ -19,13 +19,13 @@ from ....store.errors import ShapeError
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["Block", "active_table", "blocks", "join_encoded", "top_features"]
+__all__ = ["ActiveBlock", "active_table", "blocks", "join_encoded", "top_features"]
 
 BLOCK = 1 << 20
 """Active features read at a time."""
 
 
-class Block(NamedTuple):
+class ActiveBlock(NamedTuple):
     """Some tokens' features; all [active] in this block."""
 
     token: npt.NDArray[np.int64]
@@ -33,7 +33,7 @@ class Block(NamedTuple):
     value: npt.NDArray[np.float32]
 
 
-def blocks(encoded: xr.Dataset, size: int = BLOCK) -> Iterator[Block]:
+def blocks(encoded: xr.Dataset, size: int = BLOCK) -> Iterator[ActiveBlock]:
     """All that is active in one layer, about `size` at a time, whole tokens together, in order."""
     ptr = encoded["token_ptr"].values
     start = 0
@@ -43,7 +43,7 @@ def blocks(encoded: xr.Dataset, size: int = BLOCK) -> Iterator[Block]:
         here = slice(int(ptr[start]), int(ptr[stop]))
         token = np.repeat(np.arange(start, stop), np.diff(ptr[start : stop + 1]))
         held = encoded[["feature", "value"]].isel(active=here)
-        yield Block(token, held["feature"].values, held["value"].values)
+        yield ActiveBlock(token, held["feature"].values, held["value"].values)
         start = stop
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from ....pipeline import Output
 from ...causal.effects import array, check_tokens
 from ...forward.hooks.spec import HookSpec
-from ...forward.runs.experiment import Cell
+from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..dictionary import Dictionary
 from ..layers.active import Active
@@ -60,7 +60,7 @@ class FeatureActivity(OfDictionary):
     features: str
     zero_positions: int = 0
 
-    def cells(self, config: Architecture) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One."""
         check_tokens(self.tokens)
         return [{}]
@@ -71,12 +71,12 @@ class FeatureActivity(OfDictionary):
         found.require_fit(model.config, model.name)
         return found
 
-    def runs(self, prepared: Dictionary, cell: Cell) -> list[Run]:
+    def runs(self, prepared: Dictionary, cell: CellLabels) -> list[Run]:
         """The prompt, with what features read and write."""
         hooks = HookSpec().capture(*prepared.read_hooks, *prepared.write_hooks)
         return [Run(self.tokens, hooks, None)]
 
-    def measure(self, prepared: Dictionary, cell: Cell, result: HookCache) -> dict[str, Any]:
+    def measure(self, prepared: Dictionary, cell: CellLabels, result: HookCache) -> dict[str, Any]:
         """Indices, activations, and per layer and position the errors."""
         states = {layer: as_rows(result[prepared.read_hook(layer)][0]) for layer in prepared.layers}
         active = prepared.encode(states, zero_positions=self.zero_positions)
@@ -94,7 +94,7 @@ class FeatureActivity(OfDictionary):
             "size": np.stack(sizes),
         }
 
-    def dataset(self, prepared: Dictionary, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+    def dataset(self, prepared: Dictionary, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """activation [active] with its coordinates; error and size [layer, position]."""
         import xarray as xr
 

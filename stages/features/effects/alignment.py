@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ....pipeline import Output
 from ....store.errors import DictionaryError, PromptError, ShapeError
 from ...causal.effects import array
-from ...forward.runs.experiment import Cell
+from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..dictionary import Dictionary
 from ..layers.layout import FeatureId, told
@@ -150,7 +150,7 @@ class DecoderSearch(OfDictionary):
     top_k: int = 20
     cosine: bool = True
 
-    def cells(self, config: Architecture) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One. Raises PromptError for a token the model does not have."""
         if not 0 <= self.token < config.vocab_size:
             raise PromptError(f"expected a token id in 0..{config.vocab_size - 1}, found {self.token}")
@@ -162,15 +162,17 @@ class DecoderSearch(OfDictionary):
         dictionary.require_fit(model.config, model.name)
         return dictionary, model.embedding_vector(self.token)[None]
 
-    def runs(self, prepared: Any, cell: Cell) -> list[Run]:
+    def runs(self, prepared: Any, cell: CellLabels) -> list[Run]:
         """None: no prompt enters."""
         return []
 
-    def measure(self, prepared: Any, cell: Cell, result: HookCache) -> Any:
+    def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> Any:
         """Never called: there are no runs."""
         raise AssertionError("a decoder search runs nothing")
 
-    def dataset(self, prepared: tuple[Dictionary, Any], cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+    def dataset(
+        self, prepared: tuple[Dictionary, Any], cell: CellLabels, measured: Sequence[Any]
+    ) -> xr.Dataset:
         """score [rank] with the features' layers and indices."""
         import xarray as xr
 

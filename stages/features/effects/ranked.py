@@ -22,7 +22,7 @@ from ....pipeline import Output
 from ....store.errors import DictionaryError, InterventionError
 from ...causal.effects import array, check_tokens
 from ...forward.hooks.spec import HookSpec
-from ...forward.runs.experiment import Cell
+from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..dictionary import Dictionary
 from ..of_dictionary import OfDictionary
@@ -41,7 +41,7 @@ __all__ = ["RankedSweep", "RankedTrace"]
 
 BINS = 32
 _Prepared = tuple[InjectionSweep, Any, list[Scored]]
-_ALL: Cell = {}
+_ALL: CellLabels = {}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Ranked(OfDictionary):
     word: int
     target: int
 
-    def cells(self, config: Architecture) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One."""
         check_tokens(self.tokens, (self.word,))
         if not 0 <= self.target < config.num_layers:
@@ -121,21 +121,21 @@ class RankedSweep(_Ranked):
         sweep = InjectionSweep(*names, tuple(doses), (self.strength,), self.words)
         return sweep, sweep.prepare(model), chosen
 
-    def runs(self, prepared: _Prepared, cell: Cell) -> list[Run]:
+    def runs(self, prepared: _Prepared, cell: CellLabels) -> list[Run]:
         """One per position."""
         return prepared[0].runs(prepared[1], self._cell)
 
-    def measure(self, prepared: _Prepared, cell: Cell, result: HookCache) -> dict[str, Any]:
+    def measure(self, prepared: _Prepared, cell: CellLabels, result: HookCache) -> dict[str, Any]:
         """What the model says at the end of the prompt."""
         return prepared[0].measure(prepared[1], self._cell, result)
 
-    def dataset(self, prepared: _Prepared, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+    def dataset(self, prepared: _Prepared, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """As `InjectionSweep` gives it, of one strength, with the features it chose."""
         found = prepared[0].dataset(prepared[1], self._cell, measured).isel(strength=0, drop=True)
         return found.assign_coords(_features(prepared[2]))
 
     @property
-    def _cell(self) -> Cell:
+    def _cell(self) -> CellLabels:
         return {"strength": self.strength}
 
 
@@ -164,11 +164,11 @@ class RankedTrace(_Ranked):
         (ranked,) = align(dictionary, direction, self.target, self.top_k)
         return dictionary, direction[0], ranked
 
-    def runs(self, prepared: Any, cell: Cell) -> list[Run]:
+    def runs(self, prepared: Any, cell: CellLabels) -> list[Run]:
         """The prompt, with what features read."""
         return [Run(self.tokens, HookSpec().capture(*prepared[0].read_hooks), None)]
 
-    def measure(self, prepared: Any, cell: Cell, result: HookCache) -> dict[str, Any]:
+    def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> dict[str, Any]:
         """Traces, histograms of the layers around the target, and the skip's share along the direction."""
         dictionary, direction, ranked = prepared
         states = {layer: as_rows(result[dictionary.read_hook(layer)][0]) for layer in dictionary.layers}
@@ -186,7 +186,7 @@ class RankedTrace(_Ranked):
             skip = float(part.skip(states[self.target][-1:])[0].float() @ unit / unit.norm())
         return {"trace": trace, "window": window, "counted": counted, "skip": skip}
 
-    def dataset(self, prepared: Any, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+    def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """score [rank], vector [rank, hidden], trace [rank, position], and histograms by layer."""
         import xarray as xr
 

@@ -26,7 +26,7 @@ from ...causal.metrics import kl_divergence, log_softmax
 from ...forward.hooks.interventions import AddAtPositions
 from ...forward.hooks.spec import HookSpec
 from ...forward.hooks.wants import Logits
-from ...forward.runs.experiment import Cell
+from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..dictionary import Dictionary
 from ..layers.layout import FeatureId
@@ -114,7 +114,7 @@ class InjectionSweep(OfDictionary):
         }
         return own | {"doses": [vars(dose) for dose in self.doses]}
 
-    def cells(self, config: Architecture) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One per strength."""
         check_tokens(self.tokens, self.words)
         if not self.doses or not self.strengths:
@@ -141,7 +141,7 @@ class InjectionSweep(OfDictionary):
         dictionary.require_fit(model.config, model.name)
         return dictionary, self._read(model.forward([list(self.tokens)], self._captures(), want=self._want))
 
-    def runs(self, prepared: tuple[Dictionary, dict[str, Any]], cell: Cell) -> list[Run]:
+    def runs(self, prepared: tuple[Dictionary, dict[str, Any]], cell: CellLabels) -> list[Run]:
         """One per position."""
         injections = [dose.at(cell["strength"]) for dose in self.doses]
         return [
@@ -149,7 +149,7 @@ class InjectionSweep(OfDictionary):
             for place in self._positions
         ]
 
-    def sketch(self, config: Architecture, cell: Cell) -> list[Run]:
+    def sketch(self, config: Architecture, cell: CellLabels) -> list[Run]:
         """The same with vectors of no meaning; the dictionary's headers say where features write."""
         dictionary = Dictionary.from_pretrained(self.dictionary)
         targets = {
@@ -168,7 +168,7 @@ class InjectionSweep(OfDictionary):
         return found
 
     def measure(
-        self, prepared: tuple[Dictionary, dict[str, Any]], cell: Cell, result: HookCache
+        self, prepared: tuple[Dictionary, dict[str, Any]], cell: CellLabels, result: HookCache
     ) -> dict[str, Any]:
         """What the model says at the end of the prompt, and the edge."""
         found, base = self._read(result), prepared[1]
@@ -177,7 +177,7 @@ class InjectionSweep(OfDictionary):
         return found
 
     def dataset(
-        self, prepared: tuple[Dictionary, dict[str, Any]], cell: Cell, measured: Sequence[Any]
+        self, prepared: tuple[Dictionary, dict[str, Any]], cell: CellLabels, measured: Sequence[Any]
     ) -> xr.Dataset:
         """[strength, position, ...], and the run without injection as `baseline_...`."""
         import xarray as xr

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from .source import Rows, StoredActivations, as_tensor, require_rows
+from .source import CellRows, StoredActivations, as_tensor, require_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ....store.runs.committed import Cell
+    from ....store.runs.committed import VariableLayer
 
 __all__ = ["Batches", "Cursor"]
 
@@ -51,7 +51,7 @@ class Batches:
     def __init__(
         self,
         source: StoredActivations,
-        cells: Sequence[Cell],
+        cells: Sequence[VariableLayer],
         *,
         batch: int,
         window: int,
@@ -67,8 +67,8 @@ class Batches:
         self._blocks = source.blocks(block)
         self._per_window = max(1, window // block)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="window")
-        self._next: tuple[tuple[int, int], Future[Rows]] | None = None
-        self._held: tuple[tuple[int, int], Rows, npt.NDArray[np.int64]] | None = None
+        self._next: tuple[tuple[int, int], Future[CellRows]] | None = None
+        self._held: tuple[tuple[int, int], CellRows, npt.NDArray[np.int64]] | None = None
 
     def __enter__(self) -> Batches:
         return self
@@ -80,12 +80,12 @@ class Batches:
         """Stop reading ahead."""
         self._reader.shutdown(wait=True, cancel_futures=True)
 
-    def __iter__(self) -> Iterator[dict[Cell, Tensor]]:
+    def __iter__(self) -> Iterator[dict[VariableLayer, Tensor]]:
         return self
 
-    def __next__(self) -> dict[Cell, Tensor]:
+    def __next__(self) -> dict[VariableLayer, Tensor]:
         """The next batch; `cursor` then stands behind it."""
-        parts: list[Rows] = []
+        parts: list[CellRows] = []
         wanted = self.batch
         while wanted:
             rows, order = self._window(self.cursor.epoch, self.cursor.window)
@@ -109,7 +109,7 @@ class Batches:
     def _following(self, epoch: int, window: int) -> tuple[int, int]:
         return (epoch, window + 1) if window + 1 < self.windows else (epoch + 1, 0)
 
-    def _window(self, epoch: int, window: int) -> tuple[Rows, npt.NDArray[np.int64]]:
+    def _window(self, epoch: int, window: int) -> tuple[CellRows, npt.NDArray[np.int64]]:
         """Rows of a window as read, and the order they are used in. Reading of the one after it begins."""
         place = (epoch, window)
         if self._held is None or self._held[0] != place:
@@ -122,7 +122,7 @@ class Batches:
             self._next = (following, self._reader.submit(self._read, following))
         return self._held[1], self._held[2]
 
-    def _read(self, place: tuple[int, int]) -> Rows:
+    def _read(self, place: tuple[int, int]) -> CellRows:
         epoch, window = place
         order = np.random.default_rng([self.seed, _BLOCKS, epoch]).permutation(len(self._blocks))
         some = order[window * self._per_window : (window + 1) * self._per_window]

@@ -20,7 +20,7 @@ from ..layers.activations import JumpReLU
 from ..layers.layer import LayerFeatures
 
 if TYPE_CHECKING:
-    from ....store.runs.committed import Cell
+    from ....store.runs.committed import VariableLayer
 
 __all__ = ["random_features"]
 
@@ -32,7 +32,7 @@ _KEPT = 512
 
 def random_features(
     layers: Mapping[int, LayerFeatures],
-    blocks: Callable[[], Iterable[Mapping[Cell, Tensor]]],
+    blocks: Callable[[], Iterable[Mapping[VariableLayer, Tensor]]],
     read: str,
     write: str,
     *,

@@ -21,7 +21,7 @@ from torch import Tensor
 from ....store.errors import DictionaryError
 
 if TYPE_CHECKING:
-    from ....store.runs.committed import Cell
+    from ....store.runs.committed import VariableLayer
     from ..layers.layer import LayerFeatures
 
 __all__ = ["decoder_likeness", "measure", "summary"]
@@ -32,7 +32,10 @@ _BLOCK = 4096
 
 
 def measure(
-    layers: Mapping[int, LayerFeatures], blocks: Iterable[Mapping[Cell, Tensor]], read: str, write: str
+    layers: Mapping[int, LayerFeatures],
+    blocks: Iterable[Mapping[VariableLayer, Tensor]],
+    read: str,
+    write: str,
 ) -> xr.Dataset:
     """Figures over all rows of all blocks: cell -> [row, width], of the hook kinds read and written.
 
@@ -97,7 +100,7 @@ class _Sums:
         self.sum: dict[int, Tensor] = {}
         self.width = dict.fromkeys(self.layers, 1)
 
-    def add(self, block: Mapping[Cell, Tensor], read: str, write: str) -> None:
+    def add(self, block: Mapping[VariableLayer, Tensor], read: str, write: str) -> None:
         made: dict[int, Tensor] = {}
         for layer, it in self.layers.items():
             a = it.encode(block[read, layer])

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from ..layers.activations import Activation, JumpReLU, ReLU, TopK
 from ..layers.layer import LayerFeatures
-from .settings import Settings
-from .statistics import Moments
+from .settings import TrainingSettings
+from .statistics import RowStatistics
 
 __all__ = ["Affine", "DictionaryModel"]
 
@@ -35,7 +35,7 @@ class Affine:
     scale: float
 
     @classmethod
-    def of(cls, found: Moments) -> Affine:
+    def of(cls, found: RowStatistics) -> Affine:
         """Of a hook point's moments; the scale of one that never changes is 1."""
         entry = found.variance / len(found.mean)
         return cls(found.mean.float(), entry**-0.5 if entry > 0 else 1.0)
@@ -52,7 +52,12 @@ class DictionaryModel(nn.Module):
     """
 
     def __init__(
-        self, settings: Settings, read: Mapping[int, Affine], write: Mapping[int, Affine], *, seed: int
+        self,
+        settings: TrainingSettings,
+        read: Mapping[int, Affine],
+        write: Mapping[int, Affine],
+        *,
+        seed: int,
     ) -> None:
         super().__init__()
         self.settings = settings
@@ -195,7 +200,7 @@ class DictionaryModel(nn.Module):
         )
 
 
-def scales(found: Mapping[int, Moments], layers: Sequence[int]) -> dict[int, Affine]:
+def scales(found: Mapping[int, RowStatistics], layers: Sequence[int]) -> dict[int, Affine]:
     """How the rows of each layer are scaled."""
     return {layer: Affine.of(found[layer]) for layer in layers}
 

@@ -14,7 +14,7 @@ from ....store.errors import ConfigError, nearest
 from ...forward.architectures.points import BY_NAME
 from ..layers.names import hook_kind
 
-__all__ = ["Settings"]
+__all__ = ["TrainingSettings"]
 
 KINDS = ("sae", "plt", "clt")
 ACTIVATIONS = ("topk", "batchtopk", "jumprelu", "relu")
@@ -26,7 +26,7 @@ def _setting(default: Any, description: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     """One training. Names of hook points are those inside a block: "hook_resid_post".
 
     Raises ConfigError for values that do not go together, naming the one to change.

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
     from ....store import Store
     from ....store.keys import RunKey
-    from ....store.runs.committed import Cell
+    from ....store.runs.committed import VariableLayer
     from ....store.runs.entries import Entry
     from ....store.runs.packed import PackedTokens
 
-__all__ = ["Rows", "StoredActivations", "as_tensor"]
+__all__ = ["CellRows", "StoredActivations", "as_tensor"]
 
 Mask = npt.NDArray[np.bool_]
-Rows = dict["Cell", npt.NDArray[Any]]
+CellRows = dict["VariableLayer", npt.NDArray[Any]]
 """Rows of each cell [row, width] in the stored dtype, aligned; bfloat16 as its bits (uint16)."""
 
 
@@ -56,7 +56,7 @@ class StoredActivations:
 
     @classmethod
     def of_run(
-        cls, store: Store, run: RunKey, tokens: PackedTokens, dtype: str, cells: Sequence[Cell]
+        cls, store: Store, run: RunKey, tokens: PackedTokens, dtype: str, cells: Sequence[VariableLayer]
     ) -> StoredActivations:
         """The prompts `tokens` of a run, or of a larger one that holds them, once these cells are stored.
 
@@ -104,7 +104,7 @@ class StoredActivations:
         count = self.entry.spec(kind).layers or 0
         return tuple(layer for layer in range(count) if self.entry.record(kind, layer) is not None)
 
-    def require(self, cells: Iterable[Cell]) -> None:
+    def require(self, cells: Iterable[VariableLayer]) -> None:
         """Raise unless these are stored whole (EntryNotFound) and have one row per token (ShapeError)."""
         missing: dict[str, list[int | None]] = {}
         for kind, layer in cells:
@@ -123,7 +123,7 @@ class StoredActivations:
         """Numbers of a row."""
         return math.prod(self.entry.spec(kind).tail)
 
-    def identity(self, cells: Iterable[Cell]) -> str:
+    def identity(self, cells: Iterable[VariableLayer]) -> str:
         """Digest of what these cells hold and of which prompts are read."""
         contents = [[kind, layer, self.entry.content(kind, layer)] for kind, layer in cells]
         return digest("training data", contents, np.flatnonzero(self.chosen).tolist())
@@ -161,7 +161,7 @@ class StoredActivations:
         sizes = self.entry.tokens.row_size[self.chosen]
         return int((sizes - skip_positions).clip(min=0).sum())
 
-    def read(self, cells: Iterable[Cell], tokens: range, kept: Mask) -> Rows:
+    def read(self, cells: Iterable[VariableLayer], tokens: range, kept: Mask) -> CellRows:
         """The kept rows of one block of every cell, copied.
 
         Raises ShapeError naming the prompt where a number is not finite.
@@ -169,7 +169,7 @@ class StoredActivations:
         segment = tokens.start // self.entry.segment_tokens
         first = self.entry.segments[segment].start
         chosen = tokens.start - first + np.flatnonzero(kept)
-        found: Rows = {}
+        found: CellRows = {}
         for cell in cells:
             rows = self.entry.shard(*cell, segment)[chosen]
             rows = rows.reshape(len(rows), -1)
@@ -188,7 +188,9 @@ class StoredActivations:
         prompt = np.searchsorted(self._starts, where, side="right") - 1
         return prompt, where - self._starts[prompt]
 
-    def _not_finite(self, cell: Cell, tokens: range, kept: Mask, rows: npt.NDArray[Any]) -> ShapeError:
+    def _not_finite(
+        self, cell: VariableLayer, tokens: range, kept: Mask, rows: npt.NDArray[Any]
+    ) -> ShapeError:
         row = int(np.flatnonzero(~np.isfinite(rows).all(axis=1))[0])
         prompt, position = self._places(tokens)
         kind, layer = cell
@@ -208,8 +210,13 @@ def as_tensor(rows: npt.NDArray[Any]) -> Tensor:
 
 
 def every(
-    source: StoredActivations, cells: Sequence[Cell], *, skip_positions: int, block: int, apart: int = 1
-) -> Iterator[dict[Cell, Tensor]]:
+    source: StoredActivations,
+    cells: Sequence[VariableLayer],
+    *,
+    skip_positions: int,
+    block: int,
+    apart: int = 1,
+) -> Iterator[dict[VariableLayer, Tensor]]:
     """Rows of a source, block by block in the order of the store: cell -> float32 [row, width].
 
     apart: every how manieth block; 1 for all rows.

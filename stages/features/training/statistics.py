@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ....store.runs.committed import Cell
+    from ....store.runs.committed import VariableLayer
 
-__all__ = ["Moments", "moments"]
+__all__ = ["RowStatistics", "moments"]
 
 
 @dataclass(frozen=True, eq=False)
-class Moments:
+class RowStatistics:
     """Of one hook point over some rows.
 
     count: rows. mean: float64 [width]. variance: total, the mean squared distance from the mean. norm,
@@ -34,7 +34,7 @@ class Moments:
     max_norm: float
 
     @classmethod
-    def of(cls, rows: Tensor) -> Moments:
+    def of(cls, rows: Tensor) -> RowStatistics:
         """Of rows [row, width], at least one."""
         wide = rows.double()
         mean = wide.mean(0)
@@ -42,12 +42,12 @@ class Moments:
         variance = float((wide - mean).square().sum()) / len(rows)
         return cls(len(rows), mean, variance, float(norms.mean()), float(norms.max()))
 
-    def __add__(self, other: Moments) -> Moments:
+    def __add__(self, other: RowStatistics) -> RowStatistics:
         """Of both sets of rows together."""
         count = self.count + other.count
         share = other.count / count
         apart = other.mean - self.mean
-        return Moments(
+        return RowStatistics(
             count,
             self.mean + share * apart,
             (1 - share) * self.variance + share * other.variance + share * (1 - share) * float(apart @ apart),
@@ -56,11 +56,11 @@ class Moments:
         )
 
 
-def moments(blocks: Iterable[Mapping[Cell, Tensor]]) -> dict[Cell, Moments]:
+def moments(blocks: Iterable[Mapping[VariableLayer, Tensor]]) -> dict[VariableLayer, RowStatistics]:
     """Of every cell over all blocks: cell -> [row, width] each."""
-    found: dict[Cell, Moments] = {}
+    found: dict[VariableLayer, RowStatistics] = {}
     for block in blocks:
         for cell, rows in block.items():
-            here = Moments.of(rows)
+            here = RowStatistics.of(rows)
             found[cell] = found[cell] + here if cell in found else here
     return found

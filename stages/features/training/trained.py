@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..layers.layer import LayerFeatures
-    from .settings import Settings
+    from .settings import TrainingSettings
 
 __all__ = ["FORMATS", "as_dictionary"]
 
@@ -27,7 +27,11 @@ FORMATS = {"sae": "saelens", "plt": "circuit_tracer", "clt": "circuit_tracer"}
 
 
 def as_dictionary(
-    layers: Mapping[int, LayerFeatures], settings: Settings, *, model_name: str | None, name: str = "trained"
+    layers: Mapping[int, LayerFeatures],
+    settings: TrainingSettings,
+    *,
+    model_name: str | None,
+    name: str = "trained",
 ) -> Dictionary:
     """Features as a dictionary; its identity is their weights' and where they read and write.
 

@@ -28,14 +28,14 @@ from .batches import Batches, Cursor
 from .evaluate import measure
 from .losses import Loss, loss
 from .models import DictionaryModel, scales
-from .settings import Settings
+from .settings import TrainingSettings
 from .source import StoredActivations, every
-from .statistics import Moments, moments
+from .statistics import RowStatistics, moments
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ....store.runs.committed import Cell
+    from ....store.runs.committed import VariableLayer
     from ..layers.layer import LayerFeatures
 
 __all__ = ["Training"]
@@ -60,7 +60,7 @@ class Training:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: TrainingSettings,
         source: StoredActivations,
         folder: Path,
         *,
@@ -73,7 +73,7 @@ class Training:
         self.layer_numbers = _layers(settings, source)
         reads = [(settings.read, layer) for layer in self.layer_numbers]
         writes = [(settings.writes, layer) for layer in self.layer_numbers]
-        self.cells: tuple[Cell, ...] = tuple(dict.fromkeys([*reads, *writes]))
+        self.cells: tuple[VariableLayer, ...] = tuple(dict.fromkeys([*reads, *writes]))
         source.require(self.cells)
         self.data = source.identity(self.cells)
         held = checkpoint.load(folder)
@@ -162,7 +162,7 @@ class Training:
             cursor=self._cursor,
         )
 
-    def _make_step(self, batch: Mapping[Cell, Tensor]) -> Loss:
+    def _make_step(self, batch: Mapping[VariableLayer, Tensor]) -> Loss:
         it, model = self.settings, self.model
         for group in self.optimiser.param_groups:
             group["lr"] = it.rate * schedule(self.step, it)
@@ -213,7 +213,7 @@ class Training:
             else:
                 model.running[layer] = 0.0
 
-    def _scaled(self, batch: Mapping[Cell, Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    def _scaled(self, batch: Mapping[VariableLayer, Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         it, model = self.settings, self.model
         inputs = {layer: scaled(batch[it.read, layer]) for layer, scaled in model.read.items()}
         outputs = {layer: scaled(batch[it.writes, layer]) for layer, scaled in model.write.items()}
@@ -271,7 +271,7 @@ class Training:
         write = {layer: found[it.writes, layer] for layer in self.layer_numbers}
         return scales(read, self.layer_numbers), scales(write, self.layer_numbers)
 
-    def _moments(self) -> dict[Cell, Moments]:
+    def _moments(self) -> dict[VariableLayer, RowStatistics]:
         """Of blocks spread evenly over all that is trained on."""
         it = self.settings
         apart = max(1, self.source.count(it.skip_positions) // STATISTICS)
@@ -301,7 +301,9 @@ class Training:
         return inputs, {layer: found[it.writes, layer] for layer in self.layer_numbers}
 
 
-def _first(blocks: Iterable[dict[Cell, Tensor]], most: int | None) -> Iterator[dict[Cell, Tensor]]:
+def _first(
+    blocks: Iterable[dict[VariableLayer, Tensor]], most: int | None
+) -> Iterator[dict[VariableLayer, Tensor]]:
     """Blocks until they have `most` rows or more."""
     seen = 0
     for block in blocks:
@@ -311,7 +313,7 @@ def _first(blocks: Iterable[dict[Cell, Tensor]], most: int | None) -> Iterator[d
             return
 
 
-def schedule(step: int, settings: Settings) -> float:
+def schedule(step: int, settings: TrainingSettings) -> float:
     """Share of the peak learning rate: up over the warm-up, 1, down to 0 over the decay."""
     warm, fall = settings.warmup * settings.steps, settings.decay * settings.steps
     rising = (step + 1) / warm if warm else 1.0
@@ -319,20 +321,20 @@ def schedule(step: int, settings: Settings) -> float:
     return min(1.0, rising, falling)
 
 
-def active_count(step: int, settings: Settings, d_in: int) -> int:
+def active_count(step: int, settings: TrainingSettings, d_in: int) -> int:
     """k of a step: from min(features, 10 d_in) down to its value, in a straight line."""
     first = max(settings.k, min(settings.features, 10 * d_in))
     share = pressure(step, settings)
     return round(first + (settings.k - first) * share)
 
 
-def pressure(step: int, settings: Settings) -> float:
+def pressure(step: int, settings: TrainingSettings) -> float:
     """Share of the sparsity in force, from 0 to 1 over the annealing."""
     steps = settings.annealing * settings.steps
     return min(1.0, step / steps) if steps else 1.0
 
 
-def _layers(settings: Settings, source: StoredActivations) -> tuple[int, ...]:
+def _layers(settings: TrainingSettings, source: StoredActivations) -> tuple[int, ...]:
     """Layers to train on: as set, or all that both hook points are stored of."""
     both = set(source.layers(settings.read)) & set(source.layers(settings.writes))
     chosen = tuple(sorted(set(settings.layers))) if settings.layers is not None else tuple(sorted(both))

@@ -22,14 +22,14 @@ from typing import ClassVar, Literal
 from ....store.errors import WeightsError
 from .points import BY_NAME, HookPoint
 
-__all__ = ["Architecture", "Attention", "Layer", "Reach", "Stored", "Tensors", "require_tied"]
+__all__ = ["Architecture", "AttentionMixer", "Layer", "Reach", "Stored", "Tensors", "require_tied"]
 
 Reach = Literal["here", "later", "all"]
 """Which positions a change reaches before its layer ends: its own, later ones too, or all of them."""
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionMixer:
     """A mixer: how a layer makes weights of queries and keys.
 
     scale: what q k^T is multiplied by. window: how many keys back a query sees, itself included; None for
@@ -50,7 +50,7 @@ class Layer:
     "around" it, what it adds being normalised too. is_parallel: whether both read the stream that enters.
     """
 
-    mixer: Attention
+    mixer: AttentionMixer
     channel_mixer: Literal["MLP", "gated MLP"]
     norms: Literal["before", "around"]
     is_parallel: bool = False

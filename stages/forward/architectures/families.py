@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ....store.errors import ConfigError, nearest
-from .transformer import Activation, ConfigReader, Norm, RopeConfig, RopeScheme, TransformerConfig
+from .transformer import ActivationName, ConfigReader, Norm, RopeConfig, RopeScheme, TransformerConfig
 
 Windows = Literal["none", "all", "listed", "alternating", "from_max_window_layers"]
 MlpLayout = Literal["gated_separate", "gated_fused", "plain"]
 
-ACTIVATIONS: dict[str, Activation] = {
+ACTIVATIONS: dict[str, ActivationName] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -291,7 +291,7 @@ def refuse_unfollowed(reader: ConfigReader) -> None:
     reader.read |= {"quantization_config", *causal}
 
 
-def read_activation(reader: ConfigReader, family: Family) -> Activation:
+def read_activation(reader: ConfigReader, family: Family) -> ActivationName:
     """The activation a config names; a null key does not shadow the next one."""
     name = next((reader.text(key) for key in family.activation_keys if reader.has(key)), family.activation)
     reader.read |= {"hidden_act", "hidden_activation"}

@@ -13,12 +13,12 @@ from typing import Any, ClassVar, Literal
 
 from ....store.digest import digest
 from ....store.errors import ConfigError
-from .architecture import Architecture, Attention, Layer, Reach, Tensors
+from .architecture import Architecture, AttentionMixer, Layer, Reach, Tensors
 from .checkpoint import transformer_tensors
 from .points import ORDER, HookPoint, transformer_points
 
 Norm = Literal["rms", "gemma_rms", "layer"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
 RopeScheme = Literal["default", "linear", "dynamic", "llama3", "longrope"]
 
 
@@ -86,7 +86,7 @@ class TransformerConfig(Architecture):
     """Per layer, how many keys back a query sees, itself included; None for all."""
     norm_type: Norm = "rms"
     norm_eps: float = 1e-5
-    activation: Activation = "silu"
+    activation: ActivationName = "silu"
     qkv_layout: Literal["separate", "fused"] = "separate"
     mlp_layout: Literal["gated_separate", "gated_fused", "plain"] = "gated_separate"
     qkv_bias: bool = False
@@ -158,7 +158,7 @@ class TransformerConfig(Architecture):
         channel_mixer: Literal["MLP", "gated MLP"] = "gated MLP" if self._is_gated else "MLP"
         norms: Literal["before", "around"] = "around" if self.use_post_norms else "before"
         mixers = (
-            Attention(self.attention_scale, window, self.attn_logit_softcapping)
+            AttentionMixer(self.attention_scale, window, self.attn_logit_softcapping)
             for window in self.layer_windows
         )
         return tuple(Layer(mixer, channel_mixer, norms) for mixer in mixers)

@@ -24,7 +24,7 @@ from ....store.errors import EntryNotFound, PlanError, StageError, nearest
 from ....store.keys import RunKey
 from ....store.provenance import put_provenance
 from ....store.reading.labelled import LabelledEntry
-from ....store.runs.committed import Cell
+from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import ArraySpec
 from ..architectures.architecture import Architecture
 from ..architectures.points import BY_NAME
@@ -143,7 +143,7 @@ class CaptureNode(Ports):
         return RunKey(self.source.identity.digest, self.tokens.digest, self.spec.run_digest)
 
     @cached_property
-    def cells(self) -> tuple[Cell, ...]:
+    def cells(self) -> tuple[VariableLayer, ...]:
         """(variable, layer) of every capture."""
         return tuple(capture.cell for capture in self.spec.captures)
 
@@ -350,12 +350,12 @@ class CaptureNode(Ports):
         longest = min(affordable, overlapping)
         return min(default_segment_tokens(self.tokens, self.specs()), 1 << (longest.bit_length() - 1))
 
-    def _bytes_per_token(self, cells: Sequence[Cell]) -> int:
+    def _bytes_per_token(self, cells: Sequence[VariableLayer]) -> int:
         """Stored bytes of one token over some cells; attention patterns by the mean number of pairs."""
         pairs = float((self.tokens.row_size * (self.tokens.row_size + 1) // 2).sum()) / self.tokens.n_tokens
         return self._row_bytes(cells, pairs)
 
-    def _row_bytes(self, cells: Sequence[Cell], pairs: float = 1.0) -> int:
+    def _row_bytes(self, cells: Sequence[VariableLayer], pairs: float = 1.0) -> int:
         specs = {spec.variable: spec for spec in self.specs()}
         sizes = (
             math.prod(specs[name].tail) * (pairs if specs[name].packed == "pair" else 1) for name, _ in cells
@@ -399,14 +399,14 @@ class Found:
             return [(0, self.n_tokens)]
         return [(segment.start, segment.stop) for segment in self.entry.segments]
 
-    def contents(self, cells: Sequence[Cell], segment: tuple[int, int] | None) -> list[list[Any]]:
+    def contents(self, cells: Sequence[VariableLayer], segment: tuple[int, int] | None) -> list[list[Any]]:
         """[variable, layer, digest] of what is stored for each cell."""
         if segment is None or self.rows is not None:
             return [[*cell, self.entry.content(*cell)] for cell in cells]
         number = self.segments.index((segment[0], segment[1]))
         return [[*cell, self.entry.segment_digest(*cell, number)] for cell in cells]
 
-    def open(self, cells: Sequence[Cell]) -> xr.Dataset:
+    def open(self, cells: Sequence[VariableLayer]) -> xr.Dataset:
         """The given cells, labelled and lazy."""
         layers: dict[str, list[int]] = {}
         for name, layer in cells:
@@ -465,7 +465,7 @@ def array_spec(capture: Capture, config: Architecture, dtype: str) -> ArraySpec:
     )
 
 
-def _name_cells(cells: Sequence[Cell]) -> str:
+def _name_cells(cells: Sequence[VariableLayer]) -> str:
     """Cells for people: "layers 6-11 of resid_post"."""
     by_variable: dict[str, list[int | None]] = {}
     for variable, layer in cells:

@@ -25,7 +25,7 @@ from torch import Tensor
 from ....store.errors import ShapeError
 from ....store.files import THREADS
 from ....store.runs.claims import Claim
-from ....store.runs.committed import Cell
+from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import Entry
 from ....store.runs.packed import PackedTokens
 from ..hooks.spec import BoundSpec, Capture
@@ -41,7 +41,7 @@ class Job:
     """A filled buffer on its way to disk."""
 
     segment: int
-    cells: tuple[Cell, ...]
+    cells: tuple[VariableLayer, ...]
     claim: Claim
     handed_over: threading.Event = field(default_factory=threading.Event)
     """Set when nothing but the disk is waited for."""
@@ -83,7 +83,7 @@ def _round(
     model: Model,
     entry: Entry,
     spec: BoundSpec,
-    missing: dict[int, list[Cell]],
+    missing: dict[int, list[VariableLayer]],
     batch_tokens: int,
     advance: Callable[[int], None],
     stands: Callable[[], Any],
@@ -163,7 +163,7 @@ def fill(
         _refuse_overflow(buffer, spec, entry, n)
 
 
-def _only(spec: BoundSpec, cells: Sequence[Cell]) -> BoundSpec:
+def _only(spec: BoundSpec, cells: Sequence[VariableLayer]) -> BoundSpec:
     wanted = set(cells)
     return BoundSpec(tuple(c for c in spec.captures if c.cell in wanted), spec.interventions)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Cell = tuple[str, int | None]
+from ....store.runs.committed import VariableLayer
 
 
 class SegmentBuffer:
@@ -26,12 +26,14 @@ class SegmentBuffer:
     An array that one pass gives whole is kept as it is, and nothing is copied.
     """
 
-    def __init__(self, shapes: Mapping[Cell, tuple[int, ...]], dtypes: Mapping[Cell, torch.dtype]) -> None:
+    def __init__(
+        self, shapes: Mapping[VariableLayer, tuple[int, ...]], dtypes: Mapping[VariableLayer, torch.dtype]
+    ) -> None:
         self._shapes, self._dtypes = shapes, dtypes
-        self._whole: dict[Cell, Tensor] = {}
-        self._taken: dict[Cell, Tensor] = {}
+        self._whole: dict[VariableLayer, Tensor] = {}
+        self._taken: dict[VariableLayer, Tensor] = {}
 
-    def view(self, cell: Cell, rows: int) -> Tensor:
+    def view(self, cell: VariableLayer, rows: int) -> Tensor:
         """The first `rows` rows of a cell's array."""
         if cell in self._taken:
             return self._taken[cell]
@@ -39,7 +41,7 @@ class SegmentBuffer:
             self._whole[cell] = torch.empty(self._shapes[cell], dtype=self._dtypes[cell])
         return self._whole[cell][:rows]
 
-    def take(self, cell: Cell, rows: Tensor) -> None:
+    def take(self, cell: VariableLayer, rows: Tensor) -> None:
         """Use these rows, which nobody will change, as the cell's array until the segment is written."""
         self._taken[cell] = rows
 

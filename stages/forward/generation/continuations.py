@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     import xarray
     from torch import Tensor
 
-__all__ = ["Generation", "GenerationResult", "Settings"]
+__all__ = ["Generation", "GenerationResult", "GenerationSettings"]
 
 Kept = Literal["new", "every"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class GenerationSettings:
     """How tokens are chosen, and when to stop; see `generate`.
 
     cache: keep keys and values, or (False) read every position anew at each step; None keeps them where that

@@ -38,7 +38,7 @@ from ..models.files import resolve
 from ..models.model import Model, Prompts
 from ..passes.kept import Cache
 from ..text.prompts import as_rows
-from .continuations import Generation, GenerationResult, Kept, Settings
+from .continuations import Generation, GenerationResult, GenerationSettings, Kept
 from .growing import spec_so_far, why_read_anew
 from .sampling import sample_token
 from .stopping import GeneratedText, Reason, Stop, end_ids
@@ -100,7 +100,9 @@ def generate(
 
     Raises PromptError, HookPointNotFound, InterventionError, ConfigError, before anything is computed.
     """
-    chosen = Settings(max_tokens, temperature, seed, top_k, top_p, stop, eos, cache, capture_positions)
+    chosen = GenerationSettings(
+        max_tokens, temperature, seed, top_k, top_p, stop, eos, cache, capture_positions
+    )
     stream = TokenStream(model, prompts, hooks, chosen)
     for new in stream:
         if on_token is not None:
@@ -179,9 +181,13 @@ class TokenStream:
     `result`. Arguments as for `generate`."""
 
     def __init__(
-        self, model: Model, prompts: Prompts, hooks: HookSpec | None = None, settings: Settings | None = None
+        self,
+        model: Model,
+        prompts: Prompts,
+        hooks: HookSpec | None = None,
+        settings: GenerationSettings | None = None,
     ) -> None:
-        self.settings = settings or Settings()
+        self.settings = settings or GenerationSettings()
         self._model = model
         self._spec = model.bind(hooks)
         rows = model.tokenize(prompts)

@@ -78,7 +78,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope", "rotary"),
 }
 """Keys that change numbers in some family, with the values (besides null) at which they do not."""
-Shapes = Mapping[str, tuple[int, ...]]
+TensorShapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def transformer_config(
     return report(raw, read_shapes(weight_files), source).require()
 
 
-def report(raw: dict[str, Any], shapes: Shapes, source: str = "config.json") -> CompatibilityReport:
+def report(raw: dict[str, Any], shapes: TensorShapes, source: str = "config.json") -> CompatibilityReport:
     """What a checkpoint is and whether it can run. shapes: of its tensors by name. ConfigError without a
     model_type.
     """
@@ -131,7 +131,7 @@ def report(raw: dict[str, Any], shapes: Shapes, source: str = "config.json") -> 
 
 
 def examine(
-    raw: dict[str, Any], shapes: Shapes, family: Family | None, source: str = "config.json"
+    raw: dict[str, Any], shapes: TensorShapes, family: Family | None, source: str = "config.json"
 ) -> CompatibilityReport:
     """As `report`, read by the row given; None infers one, whatever the model_type."""
     model_type, known = model_type_of(raw, source), family is not None
@@ -187,7 +187,7 @@ def unread_keys(raw: Mapping[str, Any], reader: ConfigReader) -> list[str]:
     return sorted(top | reader.ignored)
 
 
-def family_of(raw: Mapping[str, Any], shapes: Shapes) -> Family:
+def family_of(raw: Mapping[str, Any], shapes: TensorShapes) -> Family:
     """A family row worked out from config keys and the tensors of layer 0; later layers are checked against
     it.
     """
@@ -225,7 +225,7 @@ def family_of(raw: Mapping[str, Any], shapes: Shapes) -> Family:
     )
 
 
-def tensor_issues(shapes: Shapes, config: TransformerConfig) -> list[str]:
+def tensor_issues(shapes: TensorShapes, config: TransformerConfig) -> list[str]:
     """What every layer needs and the checkpoint lacks or holds in another shape; a kind of tensor is one
     issue.
     """
@@ -252,7 +252,7 @@ def one_per_kind(names: Iterable[str]) -> list[str]:
     ]
 
 
-def _mlp_layout(first: Shapes) -> MlpLayout:
+def _mlp_layout(first: TensorShapes) -> MlpLayout:
     if "mlp.gate_up_proj.weight" in first:
         return "gated_fused"
     plain = "mlp.c_fc.weight" in first and "mlp.gate_proj.weight" not in first
@@ -271,20 +271,20 @@ def _query_scalar(raw: Mapping[str, Any], gemma2: bool) -> float | None:
     return 256.0 if gemma2 or raw.get("query_pre_attn_scalar") is not None else None
 
 
-def _inferred_head_dim(raw: Mapping[str, Any], first: Shapes) -> int | None:
+def _inferred_head_dim(raw: Mapping[str, Any], first: TensorShapes) -> int | None:
     shape = first.get("self_attn.q_proj.weight", ())
     heads = raw["num_attention_heads"]
     return shape[0] // heads if shape and heads > 0 and shape[0] % heads == 0 else None
 
 
-def _inferred_kv_heads(raw: Mapping[str, Any], first: Shapes) -> int | None:
+def _inferred_kv_heads(raw: Mapping[str, Any], first: TensorShapes) -> int | None:
     """From the rows of k_proj, where the config does not say."""
     width = raw.get("head_dim") or _inferred_head_dim(raw, first)
     shape = first.get("self_attn.k_proj.weight", ())
     return shape[0] // width if shape and isinstance(width, int) and shape[0] % width == 0 else None
 
 
-def _instead(name: str, shapes: Shapes) -> str:
+def _instead(name: str, shapes: TensorShapes) -> str:
     """Up to four tensors that look like what is missing."""
     marks = {
         "embed": ("embed", "wte"),
@@ -302,7 +302,7 @@ def _instead(name: str, shapes: Shapes) -> str:
     return ", ".join(sorted(first)[:4]) or "nothing like it"
 
 
-def _naming_hint(shapes: Shapes) -> list[str]:
+def _naming_hint(shapes: TensorShapes) -> list[str]:
     for prefix, convention in CONVENTIONS.items():
         if any(name.startswith(prefix) for name in shapes):
             return [f"the tensors are named as in {convention} ({prefix}…), which this decoder does not read"]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....store.errors import InterventionError
-from ..architectures.architecture import Attention
+from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import TransformerConfig
 from ..hooks.taps import AttentionTaps, Taps
 from .history import History
@@ -72,7 +72,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     allowed: Tensor | None,
-    how: Attention,
+    how: AttentionMixer,
     layer: int,
     taps: AttentionTaps,
 ) -> Tensor:
@@ -130,7 +130,9 @@ def _spared(seen: Tensor, cut: Tensor, layer: int) -> Tensor:
     return spared
 
 
-def _pattern(q: Tensor, k: Tensor, how: Attention, layer: int, seen: Tensor, taps: AttentionTaps) -> Tensor:
+def _pattern(
+    q: Tensor, k: Tensor, how: AttentionMixer, layer: int, seen: Tensor, taps: AttentionTaps
+) -> Tensor:
     """Attention weights [B, H, query, key], by way of every hook point on scores and pattern."""
     batch, heads, queries, _ = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..architectures.architecture import Attention
+    from ..architectures.architecture import AttentionMixer
     from ..architectures.transformer import RopeConfig
 
 
@@ -46,7 +46,7 @@ class History(Protocol):
         """cos, sin of the tokens' positions, each float32 [token, rope.dim / 2]."""
         ...
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
         """Pattern-weighted values z [B, H, kept, dh] from rotated q [B, H, kept, dh], and rotated k and v of
         all tokens [B, Hk, token, dh]."""
         ...

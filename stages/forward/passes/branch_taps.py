@@ -22,13 +22,11 @@ from torch import Tensor
 from ..architectures.points import HookPoint
 from ..hooks.interventions import Intervention
 from ..hooks.spec import Capture
-from ..hooks.taps import EverythingHeld
+from ..hooks.taps import EverythingHeld, Place
 from .branches import ENTERS, Branch
-from .forest import Forest, Group, Row
+from .forest import AttentionGroup, Forest, Row
 
 ATTENTION = ("scores", "attn_scores", "pattern")
-
-Place = tuple[str, int | None]
 
 
 class BranchTaps:
@@ -112,7 +110,7 @@ class BranchTaps:
         """Whether scores or patterns of a branch must be computed by hand."""
         return branch in self._reading[layer]
 
-    def of_group(self, group: Group, kept: Row, layer: int) -> GroupTaps:
+    def of_group(self, group: AttentionGroup, kept: Row, layer: int) -> GroupTaps:
         """Taps for the attention of some branches."""
         return GroupTaps(self, group, kept, layer)
 
@@ -161,7 +159,7 @@ class BranchTaps:
 class GroupTaps:
     """Taps for the attention of a group of branches: [row, head, query, key], queries padded."""
 
-    def __init__(self, taps: BranchTaps, group: Group, kept: Row, layer: int) -> None:
+    def __init__(self, taps: BranchTaps, group: AttentionGroup, kept: Row, layer: int) -> None:
         self._taps, self._group, self._kept, self._layer = taps, group, kept, layer
         members = set(group.branches)
         self._changes: dict[str, dict[int, list[Intervention]]] = {}

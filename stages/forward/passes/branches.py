@@ -35,7 +35,7 @@ from ..hooks.wants import Logits
 
 __all__ = ["Branch", "Wanted", "grow"]
 
-Change = tuple[HookPoint, Intervention]
+PlacedIntervention = tuple[HookPoint, Intervention]
 Positions = npt.NDArray[np.int64]
 
 ENTERS = ("embed", "resid_post")
@@ -70,7 +70,7 @@ class Branch:
 
     tokens: tuple[int, ...]
     parent: Branch | None
-    changes: tuple[Change, ...]
+    changes: tuple[PlacedIntervention, ...]
     shared: int
     architecture: Architecture
     runs: list[int] = field(default_factory=list)
@@ -176,7 +176,7 @@ def _grow(
     branch: Branch,
     indices: Sequence[int],
     depth: int,
-    lists: dict[int, tuple[Change, ...]],
+    lists: dict[int, tuple[PlacedIntervention, ...]],
     names: _Names,
     branches: list[Branch],
 ) -> None:
@@ -200,7 +200,9 @@ def _grow(
         _grow(child, members, common, lists, names, branches)
 
 
-def _common(members: Sequence[int], depth: int, lists: dict[int, tuple[Change, ...]], names: _Names) -> int:
+def _common(
+    members: Sequence[int], depth: int, lists: dict[int, tuple[PlacedIntervention, ...]], names: _Names
+) -> int:
     """How many changes all of them share; they agree on more than the first `depth`."""
     common = min(len(lists[i]) for i in members)
     if len(members) == 1:
@@ -211,7 +213,7 @@ def _common(members: Sequence[int], depth: int, lists: dict[int, tuple[Change, .
     return common
 
 
-def _ordered(spec: BoundSpec) -> tuple[Change, ...]:
+def _ordered(spec: BoundSpec) -> tuple[PlacedIntervention, ...]:
     """Interventions in execution order; those at one point in the order they were given."""
     return tuple(sorted(spec.interventions, key=lambda change: change[0].order))
 
@@ -256,9 +258,9 @@ class _Names:
     """Names of changes, equal when the changes are."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Change, str]] = {}
+        self._known: dict[int, tuple[PlacedIntervention, str]] = {}
 
-    def of(self, change: Change) -> str:
+    def of(self, change: PlacedIntervention) -> str:
         """The name; remembered by the intervention's identity, which is kept alive meanwhile."""
         point, intervention = change
         found = self._known.get(id(intervention))

@@ -76,7 +76,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Group:
+class AttentionGroup:
     """Branches whose queries share one attention call.
 
     branches: [row]; counts: queries of each. queries: token of each query, [row, query], padded with its last

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..architectures.architecture import Attention
+from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import RopeConfig
 from ..hooks.taps import PassTaps
 from ..hooks.wants import LAST_LOGITS
@@ -130,7 +130,7 @@ class NewestPositions:
             self._rotations[rope] = cos[new], sin[new]
         return self._rotations[rope]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
         """See `History`; keys and values are kept on the way."""
         keys, values = self._cache.append(layer, k, v)
         new, total = q.shape[2], keys.shape[2]

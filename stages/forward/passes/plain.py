@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..architectures.architecture import Attention
+from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import RopeConfig
 from ..hooks.taps import AttentionTaps, EverythingHeld, PassTaps
 from ..hooks.wants import Logits
@@ -56,7 +56,7 @@ class WholePrompts:
             self._rotations[rope] = rope_tables(rope, self._length, self._device)
         return self._rotations[rope]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
         """See `History`."""
         return attend(q, k, v, self._mask(how.window), how, layer, self._taps)
 

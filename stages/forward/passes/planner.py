@@ -24,7 +24,7 @@ from ....store.errors import PlanError
 from ..architectures.architecture import Architecture
 from .branches import Branch, Positions, Wanted, grow
 
-__all__ = ["Plan", "plan_runs"]
+__all__ = ["SweepPlan", "plan_runs"]
 
 MEMORY = 1 << 30
 """Bytes the passes of a plan may take unless told otherwise."""
@@ -46,7 +46,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """Which passes a list of runs takes.
 
     room: bytes a sweep may take beside its row of tokens.
@@ -97,7 +97,9 @@ class Plan:
         return html.shown("Plan of runs", html.table(["", ""], facts, right=[1]))
 
 
-def plan_runs(wanted: Sequence[Wanted], config: Architecture, itemsize: int, memory: int = MEMORY) -> Plan:
+def plan_runs(
+    wanted: Sequence[Wanted], config: Architecture, itemsize: int, memory: int = MEMORY
+) -> SweepPlan:
     """How to compute these runs in at most `memory` bytes beside the model; itemsize: of the model's dtype.
 
     Raises PlanError if one run alone needs more.
@@ -108,7 +110,7 @@ def plan_runs(wanted: Sequence[Wanted], config: Architecture, itemsize: int, mem
     room = memory // 3
     most = min((memory - room) // per_token, MOST_TOKENS)
     naive = sum(len(run.tokens) for run in wanted) * layers
-    return Plan(len(wanted), tuple(_blocks(branches, layers, most, per_token, memory)), naive, room)
+    return SweepPlan(len(wanted), tuple(_blocks(branches, layers, most, per_token, memory)), naive, room)
 
 
 def _blocks(

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..architectures.architecture import Attention
+from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import RopeConfig
 from ..networks.attention import attend
 from ..networks.history import Carried
 from ..networks.rope import rope_tables
 from .branch_taps import BranchTaps
-from .forest import Forest, Group, Row
+from .forest import AttentionGroup, Forest, Row
 
 RAGGED = 0.75
 """Branches whose numbers of queries differ by no more share an attention call, padded."""
@@ -82,7 +82,7 @@ class BranchHistory:
             self._rotations[rope] = _tables(rope, self._forest, self.row, self._device)
         return self._rotations[rope]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
         """q [1, H, kept token, dh], k and v [1, Hk, token, dh] -> z [1, H, kept token, dh]."""
         z = q.new_empty(q.shape[2], q.shape[1], v.shape[3])
         of_a_key = q.element_size() * (k.shape[1] * (k.shape[3] + v.shape[3]))
@@ -110,7 +110,7 @@ class BranchHistory:
         )
         return Row(self._forest, {n: branch.held(layer) for n, branch in taking_part})
 
-    def _allowed(self, group: Group, window: int | None) -> Tensor | None:
+    def _allowed(self, group: AttentionGroup, window: int | None) -> Tensor | None:
         """Bool [row, 1, query, key]; None where attention is plainly causal."""
         size = group.keys.shape[1]
         if group.is_whole and (window is None or window >= size):
@@ -121,7 +121,9 @@ class BranchHistory:
         seen = distance >= 0
         return seen if window is None else seen & (distance < window)
 
-    def _groups(self, layer: int, how: Attention, of_a_key: int, of_a_score: int) -> Iterator[Group]:
+    def _groups(
+        self, layer: int, how: AttentionMixer, of_a_key: int, of_a_score: int
+    ) -> Iterator[AttentionGroup]:
         """Branches by whether their patterns are touched, then by number of queries, as fit the room.
 
         of_a_key: bytes of a key and value gathered; of_a_score: of the scores of a query and a key.
@@ -143,7 +145,7 @@ class BranchHistory:
                 yield self._group(chosen[start:stop])
                 start = stop
 
-    def _group(self, branches: list[int]) -> Group:
+    def _group(self, branches: list[int]) -> AttentionGroup:
         counts = [len(self._kept.held[b]) for b in branches]
         last = np.array(counts)[:, None] - 1
         place = np.minimum(np.arange(max(counts)), last)
@@ -151,7 +153,7 @@ class BranchHistory:
         queries = starts + place
         lengths = [self._forest.branches[b].length for b in branches]
         keys = self.row.where[branches, : max(lengths)]
-        return Group(branches, counts, queries, self._kept.position[queries], keys, lengths)
+        return AttentionGroup(branches, counts, queries, self._kept.position[queries], keys, lengths)
 
 
 def _tables(rope: RopeConfig, forest: Forest, row: Row, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from ....store.runs.shards import DTYPES
 from ..hooks.spec import HookSpec
 from ..models.source import ModelSource
 from ..passes.branches import Wanted
-from ..passes.planner import MEMORY, Plan, plan_runs
+from ..passes.planner import MEMORY, SweepPlan, plan_runs
 from .run import Run, stream
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from ..hooks.cache import HookCache
     from ..models.model import Model
 
-__all__ = ["Cell", "Experiment", "ExperimentNode"]
+__all__ = ["CellLabels", "Experiment", "ExperimentNode"]
 
 TOGETHER = 4096
 """Runs listed at once: enough to share what they share, few enough that what they carry fits in memory."""
-Cell = Mapping[str, Any]
+CellLabels = Mapping[str, Any]
 """Labels of one piece of an experiment, plain values: {"layer": 3}."""
 
 
@@ -92,7 +92,7 @@ class Experiment(ABC):
         return cls.declaration().describe()
 
     @abstractmethod
-    def cells(self, config: Architecture) -> Sequence[Cell]:
+    def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """The pieces, in the order in which they are joined."""
 
     @property
@@ -106,20 +106,20 @@ class Experiment(ABC):
         return None
 
     @abstractmethod
-    def runs(self, prepared: Any, cell: Cell) -> Sequence[Run]:
+    def runs(self, prepared: Any, cell: CellLabels) -> Sequence[Run]:
         """The runs of one cell."""
 
-    def sketch(self, config: Architecture, cell: Cell) -> Sequence[Run] | None:
+    def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run] | None:
         """Runs that act where those of a cell will, with payloads of no meaning: what a plan can be made of
         without a model. None where nobody can say."""
         return None
 
     @abstractmethod
-    def measure(self, prepared: Any, cell: Cell, result: HookCache) -> Any:
+    def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> Any:
         """What is kept of one run, numbers or numpy arrays; its activations are gone afterwards."""
 
     @abstractmethod
-    def dataset(self, prepared: Any, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+    def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """The measurements of a cell's runs, in their order, as a labelled dataset with units."""
 
     @abstractmethod
@@ -164,11 +164,11 @@ class ExperimentNode(ResultNode):
         cells = [dict(cell) for cell in self.cells()]
         return self._key(self.name, {**self.experiment.params(), "cells": cells})
 
-    def cells(self) -> Sequence[Cell]:
+    def cells(self) -> Sequence[CellLabels]:
         """The labels of every cell."""
         return self.experiment.cells(self.source.config)
 
-    def cell_key(self, cell: Cell) -> ResultKey:
+    def cell_key(self, cell: CellLabels) -> ResultKey:
         """Of one cell: which others are asked for does not matter to it."""
         return self._key(f"{self.name}/cell", {**self.experiment.params(), "cell": dict(cell)})
 
@@ -179,7 +179,7 @@ class ExperimentNode(ResultNode):
         return ResultKey(label, self.experiment.version, params, inputs)
 
     @remembered
-    def missing(self, store: Store) -> list[Cell]:
+    def missing(self, store: Store) -> list[CellLabels]:
         """Cells that are not stored."""
         return [cell for cell in self.cells() if store.lookup(self.cell_key(cell)) is None]
 
@@ -212,7 +212,7 @@ class ExperimentNode(ResultNode):
             work = f"{asked} runs asked, {asked - planned.runs} of them stored; {work}"
         return Estimate(peak_bytes=as_bytes(self.memory) or 0, work=work)
 
-    def plan(self, store: Store) -> Plan | None:
+    def plan(self, store: Store) -> SweepPlan | None:
         """How the runs of the missing cells would be computed; None where that takes the model to say."""
         config = self.source.config
         wanted = []
@@ -247,12 +247,12 @@ class ExperimentNode(ResultNode):
             require_declared(f"experiment {self.name!r}", declared, joined)
             self._put(store, whole, joined, started, lambda: self.key(store))
 
-    def compute(self, store: Store, cells: Sequence[Cell], advance: Any = lambda: None) -> None:
+    def compute(self, store: Store, cells: Sequence[CellLabels], advance: Any = lambda: None) -> None:
         """Compute and publish some cells, as many together as make `TOGETHER` runs."""
         keys = [self.cell_key(cell) for cell in cells]
         model = self.source.load()
         prepared = self.experiment.prepare(model)
-        waiting: list[tuple[Cell, ResultKey]] = []
+        waiting: list[tuple[CellLabels, ResultKey]] = []
         listed: list[Sequence[Run]] = []
         for cell, key in zip(cells, keys, strict=True):
             waiting.append((cell, key))
@@ -267,7 +267,7 @@ class ExperimentNode(ResultNode):
         store: Store,
         model: Model,
         prepared: Any,
-        cells: Sequence[tuple[Cell, ResultKey]],
+        cells: Sequence[tuple[CellLabels, ResultKey]],
         listed: Sequence[Sequence[Run]],
         advance: Any,
     ) -> None:
@@ -333,7 +333,7 @@ def _require(name: str, expected: str, now: ResultKey) -> None:
         )
 
 
-def compute_cell(node: ExperimentNode, store: Store, cell: Cell, expected: str) -> None:
+def compute_cell(node: ExperimentNode, store: Store, cell: CellLabels, expected: str) -> None:
     """Compute and publish one cell; a task of its own on a worker elsewhere.
 
     expected: digest of the key of the whole, as planned.

@@ -17,7 +17,7 @@ from ....pipeline.plan import as_bytes
 from ..hooks.spec import HookSpec
 from ..hooks.wants import LAST_LOGITS, Logits
 from ..passes.branches import Wanted
-from ..passes.planner import MEMORY, Plan, plan_runs
+from ..passes.planner import MEMORY, SweepPlan, plan_runs
 
 if TYPE_CHECKING:
     from ....store import Store
@@ -87,12 +87,12 @@ def run(
     return [found[index] for index in range(len(runs))]
 
 
-def plan(model: Model, runs: Sequence[Run], *, memory: int | str | None = None) -> Plan:
+def plan(model: Model, runs: Sequence[Run], *, memory: int | str | None = None) -> SweepPlan:
     """How `stream` would compute these runs; computes nothing. Raises what `stream` raises."""
     return _planned(model, [resolve(model, each) for each in runs], memory)
 
 
-def _planned(model: Model, wanted: Sequence[Wanted], memory: int | str | None) -> Plan:
+def _planned(model: Model, wanted: Sequence[Wanted], memory: int | str | None) -> SweepPlan:
     return plan_runs(wanted, model.config, model.dtype.itemsize, as_bytes(memory) or MEMORY)
 
 

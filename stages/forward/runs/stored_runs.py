@@ -42,7 +42,7 @@ Compute = Callable[[Sequence[int]], Iterable[tuple[int, HookCache]]]
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """Neighbouring runs of equal shape.
 
     runs: their indices in the list.
@@ -61,7 +61,7 @@ def stored(model: Model, wanted: Sequence[Wanted], store: Store, compute: Comput
     source = ModelSource(model)
     groups = list(_groups(source.identity.digest, wanted))
     found: dict[int, HookCache] = {}
-    waiting: dict[int, Group] = {}
+    waiting: dict[int, RunGroup] = {}
     for group in groups:
         if store.lookup(group.key) is not None:
             found.update(_read(store, group, wanted, model))
@@ -77,7 +77,7 @@ def stored(model: Model, wanted: Sequence[Wanted], store: Store, compute: Comput
     return found
 
 
-def _groups(identity: str, wanted: Sequence[Wanted]) -> Iterator[Group]:
+def _groups(identity: str, wanted: Sequence[Wanted]) -> Iterator[RunGroup]:
     """The runs of a list in groups, in order."""
     start = 0
     while start < len(wanted):
@@ -88,11 +88,11 @@ def _groups(identity: str, wanted: Sequence[Wanted]) -> Iterator[Group]:
         digests = [_run_digest(identity, run) for run in wanted[start:stop]]
         request = {**_shape(first), "runs": digests}
         key = ResultKey("runs", VERSION, request, {"model": identity})
-        yield Group(tuple(range(start, stop)), key, first.spec.captures)
+        yield RunGroup(tuple(range(start, stop)), key, first.spec.captures)
         start = stop
 
 
-def _keep(store: Store, group: Group, results: Sequence[HookCache], source: ModelSource) -> None:
+def _keep(store: Store, group: RunGroup, results: Sequence[HookCache], source: ModelSource) -> None:
     """Publish what the runs of a group gave, if the model still is what the key says."""
     import xarray as xr
 
@@ -115,7 +115,7 @@ def _keep(store: Store, group: Group, results: Sequence[HookCache], source: Mode
 
 
 def _read(
-    store: Store, group: Group, wanted: Sequence[Wanted], model: Model
+    store: Store, group: RunGroup, wanted: Sequence[Wanted], model: Model
 ) -> Iterator[tuple[int, HookCache]]:
     """(index, result) of the runs of a stored group, on the model's device."""
     dataset = store.open_result(group.key).load()

@@ -43,7 +43,7 @@ FEWEST = 16
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class TargetBatch:
     """Targets of one layer: where their rows go, their positions, the vectors they read with."""
 
     rows: npt.NDArray[np.int64]
@@ -89,7 +89,7 @@ class Attributor:
         batches = self._batches(items, lanes)
         found = np.empty((len(items), self.sources.n_columns), np.float32)
 
-        def compute(batch: Batch) -> None:
+        def compute(batch: TargetBatch) -> None:
             out = self.batch(batch.layer, batch.positions, batch.vectors)
             found[batch.rows] = out.float().cpu().numpy()
 
@@ -103,7 +103,7 @@ class Attributor:
                 pass
         return found
 
-    def _batches(self, items: Tensor, lanes: int) -> Iterator[Batch]:
+    def _batches(self, items: Tensor, lanes: int) -> Iterator[TargetBatch]:
         """Logits, then features layer by layer, by position; so many targets at a time."""
         active, count = self.sources.active, self.sources.n_features
         last = self.replacement.n_positions - 1
@@ -112,7 +112,7 @@ class Attributor:
             vectors = self.targets.vectors[items[some] - count]
             rows = some.cpu().numpy()
             if len(rows):  # split gives one empty piece of nothing
-                yield Batch(rows, self.replacement.n_layers, torch.full_like(some, last), vectors)
+                yield TargetBatch(rows, self.replacement.n_layers, torch.full_like(some, last), vectors)
         layers = torch.full_like(items, -1)
         layers[~is_logit] = active.layer[items[~is_logit]]
         for layer in layers.unique().tolist():
@@ -124,7 +124,7 @@ class Attributor:
             for some in places.split(lanes):
                 chosen = items[some]
                 vectors = features.encoder_rows(active.feature[chosen].cpu())
-                yield Batch(some.cpu().numpy(), layer, active.position[chosen], vectors)
+                yield TargetBatch(some.cpu().numpy(), layer, active.position[chosen], vectors)
 
     def batch(self, layer: int, positions: Tensor, vectors: Tensor) -> Tensor:
         """Rows [target, source], in the dtype of the arithmetic, of targets that read with these vectors at

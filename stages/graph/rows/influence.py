@@ -28,7 +28,7 @@ from .nodes import NodeCounts, counts_of
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["Influence", "Rows", "influence", "partial_influence", "scores"]
+__all__ = ["Influence", "GraphRows", "influence", "partial_influence", "scores"]
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -38,7 +38,7 @@ _SMALLEST = 1e-10  # as in circuit-tracer: an empty row stays empty
 
 
 @dataclass(frozen=True)
-class Rows:
+class GraphRows:
     """The edges of a graph: rows that may lie on disk, read in blocks.
 
     weights: [target, source], an array on disk or in memory. layer: of each row, ascending, logits last.
@@ -52,7 +52,7 @@ class Rows:
     kept: Bools | None = None
 
     @classmethod
-    def of(cls, graph: xr.Dataset) -> Rows:
+    def of(cls, graph: xr.Dataset) -> GraphRows:
         """The rows of a graph's dataset."""
         count = counts_of(graph)
         layer = graph["active_features"].values[graph["selected_features"].values, 0]
@@ -95,7 +95,7 @@ class Influence:
         return found
 
 
-def influence(rows: Rows) -> Influence:
+def influence(rows: GraphRows) -> Influence:
     """Influence of every node; see the module's docstring.
 
     Raises ShapeError if edges run from a layer to itself or a lower one.
@@ -123,7 +123,7 @@ def influence(rows: Rows) -> Influence:
     return Influence(total, row_sum, error_share)
 
 
-def scores(rows: Rows, found: Influence) -> Mapping[str, float]:
+def scores(rows: GraphRows, found: Influence) -> Mapping[str, float]:
     """replacement_score and completeness_score, both 0 to 1; NaN where nothing has influence."""
     counts = rows.counts
     tokens = float(found.node[counts.token_nodes].sum())

@@ -19,14 +19,14 @@ import numpy.typing as npt
 from ....store.errors import StageError
 from .influence import partial_influence
 
-__all__ = ["Selection"]
+__all__ = ["RowSelection"]
 
 Ints = npt.NDArray[np.int64]
 Blocks = Sequence[tuple[Ints, Any]]
 
 
 @dataclass(frozen=True)
-class Selection:
+class RowSelection:
     """How many features get a row of their own: at most `most` (None for all), `at_once` of them between two
     rankings."""
 

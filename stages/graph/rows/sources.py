@@ -27,7 +27,7 @@ __all__ = ["Sources", "error_vectors"]
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class SourceBlock:
     """Sources of one position that write after one layer: columns [first, first + rows), vectors [rows,
     hidden]."""
 
@@ -62,7 +62,7 @@ class Sources:
             [replacement.written(layer, errors[layer], slice(None)) for layer in range(layers)]
         )
         self._embed = replacement.frozen.embed.to(replacement.dtype)
-        self._kept: dict[int, list[Block]] | None = {}
+        self._kept: dict[int, list[SourceBlock]] | None = {}
         if self._nbytes() > room:
             self._kept = None
         self._piece = max(1, room // (self._embed.shape[1] * self._embed.itemsize))
@@ -93,10 +93,10 @@ class Sources:
         start = self.n_columns - self.replacement.n_positions
         out[:, start : start + len(gradient)] = _dots(gradient, self._embed[: len(gradient)])
 
-    def _blocks(self, layer: int, count: int) -> Iterator[Block]:
+    def _blocks(self, layer: int, count: int) -> Iterator[SourceBlock]:
         """Blocks of the first `count` positions."""
         if self._kept is None:
-            found: Iterator[Block] = self._made(layer)
+            found: Iterator[SourceBlock] = self._made(layer)
         else:
             if layer not in self._kept:
                 self._kept[layer] = list(self._made(layer))
@@ -106,7 +106,7 @@ class Sources:
                 return
             yield block
 
-    def _made(self, layer: int) -> Iterator[Block]:
+    def _made(self, layer: int) -> Iterator[SourceBlock]:
         """Blocks of all positions, by position; at most `_piece` vectors exist at a time."""
         layers, writers = self.replacement.n_layers, self._writers(layer)
         if not writers:
@@ -116,7 +116,7 @@ class Sources:
             first, last = torch.searchsorted(self._place, ends.to(self._place)).tolist()
             for start in range(first, last, self._piece):
                 chosen = self._sorted[start : min(start + self._piece, last)]
-                yield Block(position, start, self._vectors(layer, chosen))
+                yield SourceBlock(position, start, self._vectors(layer, chosen))
 
     def _writers(self, layer: int) -> list[int]:
         """Layers whose features write after `layer`."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ...forward.text.tokens import Tokenizer
 
-__all__ = ["Choice", "Direction", "Targets", "choose", "prompt_text", "prompt_tokens", "token_text"]
+__all__ = ["TargetChoice", "Direction", "Targets", "choose", "prompt_text", "prompt_tokens", "token_text"]
 
 _ROLES = ("bos_token", "pad_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
@@ -51,7 +51,7 @@ class Targets:
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class TargetChoice:
     """Which logits: `tokens`, or `directions`, or else at most `most` of the likeliest tokens, as many as
     reach `probability` together."""
 
@@ -106,7 +106,7 @@ def choose(
     hidden_size: int,
     most: int = 10,
     probability: float = 0.95,
-) -> Choice:
+) -> TargetChoice:
     """A choice from None, token ids, strings of one token each, or (label, weight, vector) triples.
 
     Raises PromptError for ids out of range and an empty list, TokenizerError for strings that are not one
@@ -118,7 +118,7 @@ def choose(
             f"{probability}"
         )
     if given is None:
-        return Choice(most=most, probability=probability)
+        return TargetChoice(most=most, probability=probability)
     items: list[Any] = (
         given.tolist()
         if hasattr(given, "tolist")
@@ -131,13 +131,13 @@ def choose(
             "expected at least one target, found none; leave targets out for the likeliest tokens"
         )
     if all(isinstance(item, str) for item in items):
-        return Choice(tokens=tuple(_one_token(item, tokenizer) for item in items))
+        return TargetChoice(tokens=tuple(_one_token(item, tokenizer) for item in items))
     if all(isinstance(item, int) for item in items):
         outside = [item for item in items if not 0 <= item < vocab_size]
         if outside:
             raise PromptError(f"expected target ids in 0..{vocab_size - 1}, found {outside[0]}")
-        return Choice(tokens=tuple(items))
-    return Choice(directions=tuple(_direction(item, hidden_size) for item in items))
+        return TargetChoice(tokens=tuple(items))
+    return TargetChoice(directions=tuple(_direction(item, hidden_size) for item in items))
 
 
 def prompt_tokens(prompt: Any, tokenizer: Tokenizer | None) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 from mizarr.pipeline import run
 from mizarr.stages.causal.convergence import (
     ContrastiveVectors,
-    SteeringConvergence,
+    PushedStates,
     absorption_layer,
     best_layer,
     convergence_label,
@@ -52,7 +52,7 @@ def similar(a, b):
 @pytest.mark.parametrize("position", [LAST, 3])
 def test_every_push_agrees_with_the_reference(pair, tmp_path, position):
     model, reference = pair
-    experiment = SteeringConvergence(
+    experiment = PushedStates(
         IDS,
         (IDS,),
         (OTHER,),
@@ -83,14 +83,14 @@ def test_every_push_agrees_with_the_reference(pair, tmp_path, position):
 
 
 def test_a_push_of_no_strength_changes_nothing(pair, tmp_path):
-    experiment = SteeringConvergence(IDS, (IDS,), (OTHER,), strengths=(0.0,))
+    experiment = PushedStates(IDS, (IDS,), (OTHER,), strengths=(0.0,))
     found = computed(experiment, pair[0], tmp_path)
     np.testing.assert_allclose(found["similarity"], 1, atol=1e-6)
     assert (found["kl"] < 1e-9).all()
 
 
 def test_layers_before_the_push_are_untouched_and_an_early_position_spares_its_own_layer(llama, tmp_path):
-    experiment = SteeringConvergence(IDS, (IDS,), (OTHER,), (3,), (3,), position=3)
+    experiment = PushedStates(IDS, (IDS,), (OTHER,), (3,), (3,), position=3)
     similarity = computed(experiment, llama[0], tmp_path)["similarity"][:, 0].values
     assert (similarity[np.tril_indices(3)] > 1 - 1e-9).all()
     assert (similarity[np.triu_indices(3, 1)] < 1 - 1e-6).any()
@@ -125,7 +125,7 @@ def test_one_more_layer_computes_one_and_a_killed_experiment_goes_on(llama, tmp_
     store = open_store(tmp_path)
 
     def experiment(layers):
-        return SteeringConvergence(IDS, (IDS,), (OTHER,), strengths=(1.0, 2.0), layers=layers)
+        return PushedStates(IDS, (IDS,), (OTHER,), strengths=(1.0, 2.0), layers=layers)
 
     def dying(model, runs, **options):
         for number, done in enumerate(stream(model, runs, **options)):
@@ -173,7 +173,7 @@ BASE = {"tokens": IDS, "positive": (IDS,), "negative": (OTHER,)}
 )
 def test_the_key_moves_with_every_parameter(llama, tmp_path, changed):
     store = open_store(tmp_path)
-    keys = [SteeringConvergence(**given).on(llama[0]).key(store) for given in (BASE, BASE | changed)]
+    keys = [PushedStates(**given).on(llama[0]).key(store) for given in (BASE, BASE | changed)]
     assert keys[0].digest != keys[1].digest
 
 
@@ -193,7 +193,7 @@ def test_the_key_moves_with_every_parameter(llama, tmp_path, changed):
 )
 def test_wrong_input_is_refused_before_anything_runs(llama, tmp_path, given, error, message):
     with pytest.raises(error, match=message) as found:
-        SteeringConvergence(**BASE | given).on(llama[0]).status(open_store(tmp_path))
+        PushedStates(**BASE | given).on(llama[0]).status(open_store(tmp_path))
     assert "\n" not in str(found.value)
 
 

@@ -17,7 +17,7 @@ from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.effects.activity import FeatureActivity
 from mizarr.stages.features.effects.alignment import DecoderSearch
 from mizarr.stages.features.effects.sweeps import Dose, InjectionSweep
-from mizarr.stages.features.training.settings import Settings
+from mizarr.stages.features.training.settings import TrainingSettings
 from mizarr.stages.features.training.trained import as_dictionary
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.graph.graph import attribution_graph
@@ -158,7 +158,7 @@ def test_edited_features_of_a_dictionary_in_hand_are_not_stored_as_those_of_its_
 def test_a_dictionary_in_memory_is_identified_by_its_weights_as_they_are(original):
     clt = Dictionary.from_pretrained(original)
     kept = {"read": clt.layout.read, "write": clt.layout.write, "features": clt.n_features, "k": 2}
-    settings = Settings(kind="clt", **kept)
+    settings = TrainingSettings(kind="clt", **kept)
     made = as_dictionary({layer: clt.layer(layer) for layer in clt.layers}, settings, model_name=None)
     identity = made.identity
     made.confirm(identity)

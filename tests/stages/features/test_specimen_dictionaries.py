@@ -20,7 +20,7 @@ from mizarr.stages.features.layers.files import SHIPPED, resolve
 from mizarr.stages.features.training.control import random_features
 from mizarr.stages.features.training.evaluate import measure
 from mizarr.stages.features.training.replacement import replacement_loss
-from mizarr.stages.features.training.settings import Settings
+from mizarr.stages.features.training.settings import TrainingSettings
 from mizarr.stages.features.training.trained import as_dictionary
 from mizarr.workflows.specimen.dictionary_card import card
 from mizarr.workflows.specimen.dictionary_figures import EVALUATION, graph_prompts, prose_prompts
@@ -55,9 +55,9 @@ def blocks(model: mizarr.Model, prose: list[list[int]]) -> list[dict[Any, torch.
     return [{(point.kind, point.layer): cache[point][0, 1:] for point in cache} for cache in caches]
 
 
-def settings_of(figures: dict[str, Any]) -> Settings:
+def settings_of(figures: dict[str, Any]) -> TrainingSettings:
     plain = {name: tuple(v) if isinstance(v, list) else v for name, v in figures["settings"].items()}
-    return Settings(**plain)
+    return TrainingSettings(**plain)
 
 
 def layers_of(dictionary: Dictionary) -> dict[int, Any]:

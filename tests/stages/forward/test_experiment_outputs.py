@@ -14,7 +14,7 @@ from mizarr.pipeline import Output, run
 from mizarr.stages.causal.patching import ActivationPatching
 from mizarr.stages.causal.patching_grid import HEAD_KINDS
 from mizarr.stages.causal.patching_metrics import KL, LogitDifference, Recovery
-from mizarr.stages.forward.runs.experiment import Cell, Experiment
+from mizarr.stages.forward.runs.experiment import CellLabels, Experiment
 from mizarr.store.errors import StageError
 
 from .random_models import save_random_model
@@ -33,16 +33,16 @@ class Lengths(Experiment):
     dim: str = "layer"
     unit: str = "tokens"
 
-    def cells(self, config: Any) -> Sequence[Cell]:
+    def cells(self, config: Any) -> Sequence[CellLabels]:
         return [{"layer": 0}]
 
-    def runs(self, prepared: Any, cell: Cell) -> list[Any]:
+    def runs(self, prepared: Any, cell: CellLabels) -> list[Any]:
         return []
 
-    def measure(self, prepared: Any, cell: Cell, result: Any) -> None:
+    def measure(self, prepared: Any, cell: CellLabels, result: Any) -> None:
         raise AssertionError("there are no runs")
 
-    def dataset(self, prepared: Any, cell: Cell, measured: Sequence[Any]) -> xr.Dataset:
+    def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         return xr.Dataset({self.given: (self.dim, [len(self.tokens)], {"units": self.unit})})
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:

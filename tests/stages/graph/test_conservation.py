@@ -16,8 +16,8 @@ import mizarr
 from mizarr.stages.forward.architectures.points import HookPoint
 from mizarr.stages.graph.options import GraphOptions
 from mizarr.stages.graph.prepare import prepare
-from mizarr.stages.graph.rows.selection import Selection
-from mizarr.stages.graph.rows.targets import Choice
+from mizarr.stages.graph.rows.selection import RowSelection
+from mizarr.stages.graph.rows.targets import TargetChoice
 
 from ..forward.random_models import FAMILIES, save_random_model
 from .random_transcoders import KINDS, save_random_transcoders
@@ -98,7 +98,7 @@ def models(tmp_path_factory: pytest.TempPathFactory):
 def test_edges_sum_to_what_a_target_reads(family: str, kind: str, zero: int, models, tmp_path: Path):
     model = models(family)
     dictionary = mizarr.Dictionary.from_pretrained(save_random_transcoders(tmp_path / kind, model, kind))
-    options = GraphOptions(Choice(tokens=(3, 17)), Selection(), zero, "float64")
+    options = GraphOptions(TargetChoice(tokens=(3, 17)), RowSelection(), zero, "float64")
     prepared = prepare(model, dictionary, PROMPT, options, memory=1 << 28)
     forward, frozen = Forward(model, prepared), prepared.frozen
     layers, active = model.config.num_layers, prepared.active
@@ -146,7 +146,7 @@ def test_an_edge_is_what_a_source_adds(family: str, kind: str, models, tmp_path:
     dictionary = mizarr.Dictionary.from_pretrained(
         save_random_transcoders(tmp_path / kind, model, kind, seed=2)
     )
-    options = GraphOptions(Choice(tokens=(3,)), Selection(), 1, "float64")
+    options = GraphOptions(TargetChoice(tokens=(3,)), RowSelection(), 1, "float64")
     prepared = prepare(model, dictionary, PROMPT, options, memory=1 << 28)
     forward, active = Forward(model, prepared), prepared.active
     layers, embed = model.config.num_layers, prepared.frozen.embed.double()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mizarr.stages.features.training.settings import Settings
+from mizarr.stages.features.training.settings import TrainingSettings
 from mizarr.stages.features.training.trainer import active_count, pressure, schedule
 from mizarr.store.errors import ConfigError, DictionaryError
 
@@ -32,22 +32,22 @@ from mizarr.store.errors import ConfigError, DictionaryError
 )
 def test_what_does_not_go_together_is_refused(said, told):
     with pytest.raises(ConfigError) as caught:
-        Settings(**said)
+        TrainingSettings(**said)
     assert told in str(caught.value)
 
 
 def test_an_unknown_hook_point_names_the_nearest():
     with pytest.raises(DictionaryError, match="resid_post"):
-        Settings(read="hook_resid_pst")
+        TrainingSettings(read="hook_resid_pst")
 
 
 def test_names_are_those_of_hook_kinds():
-    found = Settings(kind="plt", read="mlp.hook_in", write="hook_mlp_out")
+    found = TrainingSettings(kind="plt", read="mlp.hook_in", write="hook_mlp_out")
     assert (found.read, found.writes) == ("mlp_pre", "mlp_out")
 
 
 def test_schedules_rise_hold_and_fall():
-    it = Settings(steps=100, warmup=0.1, decay=0.2, annealing=0.5, features=64, k=4)
+    it = TrainingSettings(steps=100, warmup=0.1, decay=0.2, annealing=0.5, features=64, k=4)
     assert [schedule(step, it) for step in (0, 4, 9, 50, 80, 90, 99)] == pytest.approx(
         [0.1, 0.5, 1, 1, 1, 0.5, 0.05]
     )

@@ -14,13 +14,13 @@ import torch
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.export import export
 from mizarr.stages.features.training.checkpoint import read_log
-from mizarr.stages.features.training.settings import Settings
+from mizarr.stages.features.training.settings import TrainingSettings
 from mizarr.stages.features.training.source import StoredActivations
 from mizarr.stages.features.training.trained import FORMATS, as_dictionary
 from mizarr.stages.features.training.trainer import Training
 from mizarr.store.errors import ConfigError, EntryNotFound, PromptError, ShapeError
 
-SMALL = Settings(
+SMALL = TrainingSettings(
     features=32, k=4, activation="topk", steps=40, batch=64, lr=3e-3, window=512, block=64, skip_positions=0
 )
 CLT = replace(
@@ -64,7 +64,7 @@ def exported(training, folder):
 def test_known_directions_are_recovered(stored, made_of_directions, tmp_path, seed):
     """256 directions in 64 dimensions, four at a time: the setting of the sanity check."""
     known, rows = made_of_directions(seed, rows=65_536, width=64, directions=256, active=4)
-    settings = Settings(
+    settings = TrainingSettings(
         features=512, k=8, activation="topk", steps=1000, batch=512, lr=2e-3, skip_positions=0, seed=seed
     )
     source = StoredActivations(stored({"resid_post": {0: rows}}, segment=8192))

@@ -13,7 +13,7 @@ import torch
 import mizarr
 from mizarr import Add, AddAtPositions, HookSpec, Knockout, Replace, Scale, SetValue, Steer, Zero
 from mizarr.stages.forward.architectures.points import HookPoint
-from mizarr.stages.forward.generation.continuations import Settings
+from mizarr.stages.forward.generation.continuations import GenerationSettings
 from mizarr.stages.forward.generation.generate import NewToken, TokenStream, generate, narrowed
 from mizarr.stages.forward.generation.growing import so_far, why_read_anew
 from mizarr.stages.forward.generation.stopping import GeneratedText
@@ -549,7 +549,7 @@ def test_a_result_counts_and_tells_its_text(model):
 
 
 def test_tokens_come_step_by_step(model):
-    stream = TokenStream(model, draw_ids(2, PROMPT), settings=Settings(max_tokens=3, eos=()))
+    stream = TokenStream(model, draw_ids(2, PROMPT), settings=GenerationSettings(max_tokens=3, eos=()))
     tokens = iter(stream)
     first = next(tokens)
     assert isinstance(first, NewToken)

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from mizarr.stages.graph.pruning import cumulative_scores, kept_part, pruned_graph
 from mizarr.stages.graph.quantile import share_threshold, sorted_threshold
 from mizarr.stages.graph.rows import influence as module
-from mizarr.stages.graph.rows.influence import Rows, influence, partial_influence, scores
+from mizarr.stages.graph.rows.influence import GraphRows, influence, partial_influence, scores
 from mizarr.stages.graph.rows.nodes import NodeCounts, node_labels
 from mizarr.store.errors import ShapeError, StageError
 
@@ -43,20 +43,20 @@ def chain() -> xr.Dataset:
 
 
 def test_influence_of_a_chain():
-    found = influence(Rows.of(chain()))
+    found = influence(GraphRows.of(chain()))
     np.testing.assert_allclose(found.node, [0.4, 0.8, 0.4, 0, 0.4, 0])
-    told = scores(Rows.of(chain()), found)
+    told = scores(GraphRows.of(chain()), found)
     assert told["replacement_score"] == pytest.approx(0.5)
     # What enters: f0 all but 0, f1 half an error, the logit none; weights 0.4, 0.8, 0.8; others are whole.
     assert told["completeness_score"] == pytest.approx(1 - 0.5 * 0.8 / (0.4 + 0.8 + 0.4 + 0.4 + 0.8))
 
 
 def test_a_pruned_chain_keeps_what_leads_somewhere():
-    kept = kept_part(Rows.of(chain()), node_threshold=0.4, edge_threshold=1.0)
+    kept = kept_part(GraphRows.of(chain()), node_threshold=0.4, edge_threshold=1.0)
     # f1 has 0.4 of all influence; without f0 and the error nothing leads to it, so it goes as well.
     assert kept.nodes.tolist() == [False, False, False, False, True, True]
     assert not len(kept.weight)
-    whole = kept_part(Rows.of(chain()), node_threshold=1.0, edge_threshold=1.0)
+    whole = kept_part(GraphRows.of(chain()), node_threshold=1.0, edge_threshold=1.0)
     assert whole.nodes.tolist() == [True, True, True, False, True, True]
     assert list(zip(whole.source.tolist(), whole.target.tolist(), whole.weight.tolist(), strict=True)) == [
         (4, 0, 2.0),
@@ -84,7 +84,7 @@ def random_graph(seed: int, blank: float = 0.3) -> xr.Dataset:
 def test_influence_is_that_of_dense_algebra(seed: int, block_bytes: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "BLOCK_BYTES", block_bytes)
     graph = random_graph(seed)
-    rows = Rows.of(graph)
+    rows = GraphRows.of(graph)
     count = rows.counts
     matrix = np.zeros((count.nodes, count.nodes))
     matrix[count.target_nodes, : count.sources] = np.abs(graph["weights"])
@@ -101,7 +101,7 @@ def test_edges_that_run_downwards_are_refused():
     graph = chain()
     graph["weights"][0, 1] = 1.0
     with pytest.raises(ShapeError, match="transposed"):
-        influence(Rows.of(graph))
+        influence(GraphRows.of(graph))
 
 
 @given(st.lists(st.floats(0, 1e300), min_size=1, max_size=60), st.floats(0, 1), st.integers(1, 5))
@@ -141,18 +141,18 @@ def test_cumulative_scores_rank_nodes():
 
 def test_thresholds_outside_0_to_1_are_refused():
     with pytest.raises(StageError, match="node_threshold from 0 to 1"):
-        kept_part(Rows.of(chain()), node_threshold=1.2)
+        kept_part(GraphRows.of(chain()), node_threshold=1.2)
 
 
 def test_the_stage_gives_what_the_function_gives():
     graph = random_graph(1)
     found = pruned_graph.compute({"graph": graph}, {"node_threshold": 0.7, "edge_threshold": 0.9})
-    kept = kept_part(Rows.of(graph), node_threshold=0.7, edge_threshold=0.9)
+    kept = kept_part(GraphRows.of(graph), node_threshold=0.7, edge_threshold=0.9)
     np.testing.assert_array_equal(found["kept"], kept.nodes)
     np.testing.assert_array_equal(found["edge_weight"], kept.weight)
     assert (
         float(found["replacement_score"])
-        == scores(Rows.of(graph), influence(Rows.of(graph)))["replacement_score"]
+        == scores(GraphRows.of(graph), influence(GraphRows.of(graph)))["replacement_score"]
     )
 
 
