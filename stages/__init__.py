@@ -67,7 +67,7 @@ REGISTRY = {
     "head_knockout": ".causal.knockout HeadKnockout",
     "dose_response": ".causal.steering DoseResponse",
     "contrastive_vectors": ".causal.convergence ContrastiveVectors",
-    "steering_convergence": ".causal.convergence SteeringConvergence",
+    "steering_convergence": ".causal.convergence PushedStates",
     "continuation": ".causal.continuation Continuation",
     "feature_activity": ".features.effects.activity FeatureActivity",
     "injection_sweep": ".features.effects.sweeps InjectionSweep",

@@ -20,7 +20,7 @@ from ..stages.causal.ablation import Ablation
 from ..stages.causal.patching_metrics import KL, Metric, Probability
 from ..stages.logits.lens import format_probability, format_token
 from ..store.errors import ConfigError
-from .answers import answer_pieces, encoded, fact, named, target_json
+from .material.answers import answer_pieces, encoded, fact, named, target_json
 from .settings import Count, FactSettings, setting
 from .subject import shipped_facts
 from .views import Data, Heatmap, Table, View, points, together

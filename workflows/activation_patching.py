@@ -26,9 +26,9 @@ from ..stages.causal.patching_grid import HEAD_KINDS, HIDDEN_KINDS, KINDS
 from ..stages.causal.patching_metrics import KL, Metric, Probability, Recovery
 from ..stages.logits.lens import format_probability, format_token
 from ..store.errors import ConfigError
-from .answers import SPECIMEN, answer_pieces, encoded, named
-from .fact_pairs import shipped_pairs
-from .places import NAMES, check_kinds
+from .material.answers import SPECIMEN, answer_pieces, encoded, named
+from .material.fact_pairs import shipped_pairs
+from .material.places import NAMES, check_kinds
 from .settings import ModelSettings, setting
 from .views import Choice, Data, Figure, Heatmap, Table, View, dim
 from .workflow import ModelWorkflow

@@ -22,7 +22,7 @@ from ..stages.corpus.positions import position_of
 from ..stages.forward.hooks.edges import KnockoutSpec
 from ..stages.logits.lens import format_probability, format_token
 from ..store.errors import ConfigError
-from .answers import answer_pieces, encoded, fact, named, target_json, top_changed_json
+from .material.answers import answer_pieces, encoded, fact, named, target_json, top_changed_json
 from .settings import Count, EdgeSettings, FactSettings, setting
 from .views import Data, Heatmap, Table, View, points, together
 from .workflow import ModelWorkflow, loaded

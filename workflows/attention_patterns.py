@@ -24,7 +24,7 @@ from ..stages.attention.flow import (
 from ..stages.corpus.positions import position_of
 from ..stages.forward.hooks.edges import SteeringSpec
 from ..stages.logits.lens import format_token
-from .answers import encoded, fact, named
+from .material.answers import encoded, fact, named
 from .settings import Count, EdgeSettings, ModelSettings, setting
 from .views import Attention, Data, Figure, Heatmap, Lines, Table, View, bold, dim
 from .workflow import ModelWorkflow, loaded

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..stages.logits.lens import format_token
 from .feature_injection import Planned, feature_json
-from .feature_presets import chosen_preset
+from .material.feature_presets import chosen_preset
 from .settings import Count, InjectionSettings, Positive, setting
 from .views import Data, Heatmap, Lines, Table, View, together
 from .workflow import Workflow, loaded

@@ -31,9 +31,9 @@ from ..stages.graph.rows.nodes import ERROR, FEATURE, LOGIT, TOKEN
 from ..stages.logits.lens import format_probability, format_token
 from ..stages.logits.readout import readout_node
 from ..store.errors import ConfigError
-from .feature_examples import ExampleNodes, corpus_texts, example_nodes, passages
-from .feature_presets import preset_of
-from .graph_views import examples_of, graph_views, kept_of
+from .material.feature_examples import ExampleNodes, corpus_texts, example_nodes, passages
+from .material.feature_presets import preset_of
+from .material.graph_views import examples_of, graph_views, kept_of
 from .settings import setting
 from .subject import Subject
 from .views import Data, Table, View, together

@@ -25,9 +25,9 @@ from ..stages.causal.tracing import CausalTracing
 from ..stages.corpus.positions import phrase_tokens
 from ..stages.logits.lens import format_probability, format_token
 from ..store.errors import ConfigError
-from .answers import FRANCE, SPECIMEN, answer_pieces, encoded, named, target_json
-from .fact_pairs import shipped_pairs
-from .places import NAMES, check_kinds
+from .material.answers import FRANCE, SPECIMEN, answer_pieces, encoded, named, target_json
+from .material.fact_pairs import shipped_pairs
+from .material.places import NAMES, check_kinds
 from .settings import Count, FactSettings, Natural, Positive, setting
 from .views import Data, Heatmap, Table, View, together
 from .workflow import ModelWorkflow

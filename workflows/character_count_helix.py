@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.corpus.text import character_counts, pack_lines, wrap
+from ..stages.corpus.text import pack_lines, token_counts, wrap
 from ..stages.geometry.character_count import count_geometry, count_sums, decodability
 from ..store.errors import ConfigError
 from .settings import ModelSettings, setting
@@ -75,27 +75,6 @@ def line_corpus(subject: Subject, texts: list[str], widths: tuple[int, ...], con
             pieces += pack_lines(wrapped, subject.starts(wrapped), room)
     mixed = np.random.default_rng(0).permutation(len(pieces))
     return subject.pack([pieces[i] for i in mixed])
-
-
-def token_counts(tokens: PackedTokens, *, line_breaks: bool) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Character count of every token, int32 [token]; -1 for tokens that take no part.
-
-    These are special tokens and, unless `line_breaks`, tokens that hold a line break: they sit at counts near
-    the widths of the text and nowhere else, so that their mean would tell the width grid, not the count.
-    """
-    assert tokens.texts is not None
-    assert tokens.char_start is not None
-    assert tokens.char_end is not None
-    starts = np.where(tokens.char_end > tokens.char_start, tokens.char_start, -1)
-    rows = []
-    for i, text in enumerate(tokens.texts):
-        start, end = starts[tokens.row(i)], tokens.char_end[tokens.row(i)]
-        counts = character_counts(text, start)
-        if not line_breaks:
-            breaks = np.cumsum([0, *(c == "\n" for c in text)])
-            counts[breaks[end] > breaks[start.clip(0)]] = -1
-        rows.append(counts)
-    return np.concatenate(rows)
 
 
 class CharacterCountHelix(ModelWorkflow):

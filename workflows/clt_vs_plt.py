@@ -23,9 +23,9 @@ from ..stages.features.effects.ranked import RankedSweep, RankedTrace
 from ..stages.features.layers.layout import FeatureId
 from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError
-from .answers import number
 from .feature_injection import Planned, feature_json, word_id
-from .feature_presets import PRESETS, chosen_preset
+from .material.answers import number
+from .material.feature_presets import PRESETS, chosen_preset
 from .settings import InjectionSettings, setting
 from .views import Data, Heatmap, Line, Lines, Table, View, together
 from .workflow import Workflow

@@ -18,7 +18,7 @@ from ..stages.features.effects.sweeps import Dose
 from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError
 from .feature_injection import Planned, feature_json
-from .feature_presets import chosen_preset
+from .material.feature_presets import chosen_preset
 from .settings import Count, InjectionSettings, NotNegative, Positive, setting
 from .views import Data, Figure, Line, Lines, Table, View
 from .workflow import Workflow

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..store import Store, open_store
+from ..store.arrays import Array
 from ..store.digest import file_digest
 from ..store.errors import ConfigError, HookPointNotFound, PromptError, ShapeError, nearest
 from ..store.exchange.exports import NOTE, TEXT_SUFFIX
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["import_activations"]
 
-Array = npt.NDArray[Any]
 
 TOKEN_IDS = ("token_id", "token_ids", "input_ids", "tokens")
 """Names under which a file may hold token ids."""

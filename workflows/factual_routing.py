@@ -20,8 +20,8 @@ import numpy as np
 
 from ..stages.causal.factual_routing import FactualRouting
 from ..stages.logits.lens import format_token
-from .answers import named
-from .fact_pairs import PairWorkflow, layers_told
+from .material.answers import named
+from .material.fact_pairs import PairWorkflow, layers_told
 from .settings import Count, PairSettings, setting
 from .views import Bars, Choice, Figure, Heatmap, Line, Table, View, bold
 

@@ -14,8 +14,8 @@ from ..stages.features.effects.sweeps import Dose, InjectionSweep
 from ..stages.features.layers.layout import FeatureId
 from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError
-from .answers import encoded, named
-from .feature_presets import FeaturePreset
+from .material.answers import encoded, named
+from .material.feature_presets import FeaturePreset
 from .subject import Subject
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from ..stages.forward.generation.stopping import end_ids
 from ..stages.forward.hooks.interventions import Zero
 from ..stages.forward.hooks.spec import HookSpec
 from ..stages.logits.lens import format_probability, format_token
-from .answers import FRANCE, SPECIMEN, encoded, named
+from .material.answers import FRANCE, SPECIMEN, encoded, named
 from .settings import ModelSettings, setting
 from .subject import shipped_facts, shipped_prose
 from .views import Figure, Heatmap, Table, Text, Tokens, View, bold

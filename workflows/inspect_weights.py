@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from ..pipeline import Estimate, SourceNode
 from ..store.errors import ConfigError
-from .answers import number
 from .inspect_model import BLOCK, TensorFacts, tensor_facts
+from .material.answers import number
 from .settings import setting
 from .subject import Subject
 from .views import Data, Lines, Table, View, bold, together

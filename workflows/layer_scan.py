@@ -23,7 +23,7 @@ import numpy as np
 from ..stages.attention.layer_scan import CONDITIONS, UNSEEN, best_layer, layer_scan
 from ..store.errors import ConfigError, PromptError
 from ..store.runs.coordinates import pair_starts
-from .marker_samples import Conversion, Placed, Sample, place, read_samples, repeated_samples
+from .material.marker_samples import Conversion, Placed, Sample, place, read_samples, repeated_samples
 from .settings import ModelSettings, setting
 from .subject import shipped_prose
 from .views import Bars, Data, Line, Lines, Table, View, together

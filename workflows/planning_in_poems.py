@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..stages.logits.lens import format_probability, format_token
-from .answers import named
 from .feature_injection import Planned, feature_json
-from .feature_presets import chosen_preset
+from .material.answers import named
+from .material.feature_presets import chosen_preset
 from .settings import InjectionSettings, setting
 from .views import Bars, Data, Figure, Line, Lines, Table, View
 from .workflow import Workflow, loaded

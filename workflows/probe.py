@@ -22,7 +22,7 @@ import numpy as np
 from ..stages.forward.text.prompts import check_prompts
 from ..stages.geometry.probe import FEWEST, PENALTIES, probe
 from ..store.errors import ConfigError, PromptError, nearest
-from .probe_targets import TARGETS, Target, read_labels, thinned, wrapped_prose, wrapped_targets
+from .material.probe_targets import TARGETS, Target, read_labels, thinned, wrapped_prose, wrapped_targets
 from .settings import ModelSettings, Natural, setting
 from .subject import read_texts
 from .views import Data, Line, Lines, Table, View, together

@@ -21,7 +21,7 @@ from ..stages.features.effects.activity import FeatureActivity
 from ..stages.features.layers.layout import FeatureId
 from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError
-from .answers import encoded, fact, named
+from .material.answers import encoded, fact, named
 from .settings import Count, ModelSettings, setting
 from .views import Data, Heatmap, Table, View, together
 from .workflow import ModelWorkflow

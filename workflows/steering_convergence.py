@@ -33,8 +33,8 @@ from ..stages.causal.convergence import (
 from ..stages.corpus.positions import first_difference, position_of
 from ..stages.logits.lens import format_probability, format_token
 from ..store.errors import ConfigError, MizarrError
-from .answers import answer_pieces, counterpart, encoded, fact, named, number, target_json
-from .convergence_batch import FIELDS, read_batch
+from .material.answers import answer_pieces, counterpart, encoded, fact, named, number, target_json
+from .material.convergence_batch import FIELDS, read_batch
 from .settings import FactSettings, setting
 from .views import Choice, Data, Figure, Heatmap, Line, Lines, Table, View, dash
 from .workflow import ModelWorkflow

@@ -28,7 +28,7 @@ from ..stages.causal.steering import (
 from ..stages.corpus.positions import position_of
 from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError, InterventionError
-from .answers import answer_pieces, encoded, fact, named, number, target_json, top_changed_json
+from .material.answers import answer_pieces, encoded, fact, named, number, target_json, top_changed_json
 from .settings import Count, EdgeSettings, FactSettings, setting
 from .views import Data, Line, Lines, Table, View, dash, points, together
 from .workflow import ModelWorkflow, loaded

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Subject", "answered", "read_texts", "shipped_facts", "shipped_prose"]
 
-SHIPPED = Path(__file__).parent.parent / "stages" / "forward" / "specimen"
+SHIPPED = Path(__file__).parents[1] / "stages" / "forward" / "specimen"
 
 
 class Subject:

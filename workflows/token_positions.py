@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ..stages.corpus.positions import words
 from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError, PromptError
-from .answers import encoded, named
+from .material.answers import encoded, named
 from .settings import setting
 from .subject import Subject
 from .views import Data, Figure, Strip, Table, View, dash

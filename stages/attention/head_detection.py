@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from ...pipeline import Output, stage
+from ...store.arrays import Array
 from ...store.errors import ConfigError, EntryNotFound, ShapeError, nearest
 from .rows import PatternRows, RowBlock, by_layer, head_coords
 
@@ -42,7 +42,6 @@ __all__ = [
     "pattern_scores",
 ]
 
-Array = npt.NDArray[Any]
 Heads = Sequence[tuple[int, int]] | Mapping[int, Sequence[int]]
 
 KINDS = ("previous_token_head", "duplicate_token_head", "induction_head")

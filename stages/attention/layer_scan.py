@@ -17,9 +17,9 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ...pipeline import Output, stage
+from ...store.arrays import Array
 from ...store.errors import MissingExtra, ShapeError
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CONDITIONS", "UNSEEN", "Welch", "best_layer", "layer_scan", "welch_t_test"]
 
-Array = npt.NDArray[Any]
 
 CONDITIONS = ("A", "B")
 UNSEEN = -1

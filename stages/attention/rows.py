@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from ...store.arrays import Array
 from ...store.errors import PromptError, ShapeError
 from ..corpus.token_blocks import read_here
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PatternRows", "RowBlock", "by_layer", "head_coords"]
 
-Array = npt.NDArray[Any]
 
 BLOCK = 1 << 22
 """Weights of one layer in memory at a time."""

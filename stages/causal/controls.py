@@ -25,6 +25,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from ...store.arrays import Floats
 from ...store.errors import ConfigError
 
 __all__ = ["CHANCE", "Null", "Side", "chosen_at_random", "interval", "random_directions"]
@@ -34,7 +35,6 @@ CHANCE = 0.05
 RESAMPLES = 2000
 """Of the bootstrap: its own error of a 95 % bound is then about a tenth of the interval's width."""
 
-Floats = npt.NDArray[np.float64]
 Side = Literal["above", "below", "either"]
 
 

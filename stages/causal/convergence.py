@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ...pipeline import Output
+from ...store.arrays import Array
 from ...store.errors import PromptError, StageError
 from ..forward.architectures.points import HookPoint
 from ..forward.hooks.interventions import Add
@@ -69,7 +69,6 @@ ABSORBED = 0.95
 _LOST = 0.9
 """Cosine below which two layers are far apart."""
 _NORM = 1e-10
-Array = npt.NDArray[Any]
 PromptTokens = tuple[tuple[int, ...], ...]
 
 

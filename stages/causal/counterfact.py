@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ...pipeline import Output
+from ...store.arrays import Floats
 from ...store.errors import PromptError, StageError
 from ..forward.architectures.points import HookPoint
 from ..forward.hooks.interventions import Replace
@@ -51,7 +51,6 @@ __all__ = [
     "position_map",
 ]
 
-Floats = npt.NDArray[np.float64]
 SAID: Mapping[str, Output] = {
     f"{name}_token_id": Output(("pair",), "1", f"said by the {name} prompt")
     for name in ("original", "counterfactual")

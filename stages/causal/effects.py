@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...pipeline import Output
+from ...store.arrays import Floats
 from ...store.errors import InterventionError, PromptError
 from ..forward.architectures.points import HookPoint
 from ..forward.hooks.spec import HookSpec
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EFFECTS", "Baseline", "baseline_run", "effect", "effects_along", "gather", "with_target"]
 
-Floats = npt.NDArray[np.float64]
 
 EFFECTS: Mapping[str, Output] = {
     "kl": Output((), "nats", "KL(baseline || changed) at the prompt's last position"),

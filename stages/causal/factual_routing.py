@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ...pipeline import Output
+from ...store.arrays import Floats
 from ...store.errors import PromptError
 from ..forward.runs.experiment import CellLabels
 from ..forward.runs.run import Run
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ..forward.models.model import Model
 
 __all__ = ["FactualRouting"]
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)

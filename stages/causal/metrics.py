@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...store.arrays import Floats
 from ...store.errors import PromptError
 
 __all__ = ["Change", "kl_divergence", "log_softmax", "logit_difference", "probability", "top_changed"]
-
-Floats = npt.NDArray[np.float64]
 
 
 def log_softmax(logits: Any) -> Floats:

@@ -20,9 +20,9 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ...pipeline import Output
+from ...store.arrays import Floats
 from ...store.errors import InterventionError, StageError, nearest
 from ..forward.architectures.points import BY_NAME, HookPoint
 from ..forward.hooks.spec import HookSpec
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["HEAD_KINDS", "KINDS", "Grid", "GridPlace", "layer_window"]
 
-Floats = npt.NDArray[np.float64]
 HIDDEN_KINDS = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 HEAD_KINDS = ("z", "q", "k", "v", "pattern")
 KINDS = (*HIDDEN_KINDS, *HEAD_KINDS)

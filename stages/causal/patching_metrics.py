@@ -15,15 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ...pipeline.code import code_version
+from ...store.arrays import Floats
 from ...store.errors import PromptError, StageError
 from . import metrics
 
 __all__ = ["KL", "Custom", "LogitDifference", "Metric", "Probability", "Recovery", "check_metrics", "wanted"]
-
-Floats = npt.NDArray[np.float64]
 
 
 class Metric(ABC):

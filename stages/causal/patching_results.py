@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...pipeline import Output
+from ...store.arrays import Floats
 from ...store.errors import TokenizerError
 from ..forward.architectures.points import HookPoint
 from .patching_metrics import Metric, read
@@ -34,8 +35,6 @@ __all__ = [
     "stack",
     "token_texts",
 ]
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ...store.arrays import Array
 from ...store.errors import ShapeError
 from .token_blocks import ahead, read_rows, token_ranges
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
 __all__ = ["as_layers", "by_layer", "end_to_end", "state_rows", "token_labels"]
-
-Array = npt.NDArray[Any]
 
 
 def state_rows(states: xr.DataArray) -> Iterator[tuple[slice, Array]]:

@@ -15,14 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...store.errors import PromptError
 
-__all__ = ["character_counts", "pack_lines", "wrap"]
+if TYPE_CHECKING:
+    from ...store import PackedTokens
+
+__all__ = ["character_counts", "pack_lines", "token_counts", "wrap"]
 
 
 def wrap(text: str, width: int) -> str:
@@ -95,3 +98,24 @@ def pack_lines(text: str, char_start: Sequence[int] | npt.NDArray[Any], context:
         pieces[-1].append(line)
         room -= tokens
     return ["".join(piece) for piece in pieces]
+
+
+def token_counts(tokens: PackedTokens, *, line_breaks: bool) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Character count of every token, int32 [token]; -1 for tokens that take no part.
+
+    These are special tokens and, unless `line_breaks`, tokens that hold a line break: they sit at counts near
+    the widths of the text and nowhere else, so that their mean would tell the width grid, not the count.
+    """
+    assert tokens.texts is not None
+    assert tokens.char_start is not None
+    assert tokens.char_end is not None
+    starts = np.where(tokens.char_end > tokens.char_start, tokens.char_start, -1)
+    rows = []
+    for i, text in enumerate(tokens.texts):
+        start, end = starts[tokens.row(i)], tokens.char_end[tokens.row(i)]
+        counts = character_counts(text, start)
+        if not line_breaks:
+            breaks = np.cumsum([0, *(c == "\n" for c in text)])
+            counts[breaks[end] > breaks[start.clip(0)]] = -1
+        rows.append(counts)
+    return np.concatenate(rows)

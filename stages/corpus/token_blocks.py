@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-import numpy.typing as npt
+
+from ...store.arrays import Array
 
 if TYPE_CHECKING:
     import xarray as xr
 
 __all__ = ["ahead", "read_here", "read_rows", "token_ranges"]
 
-Array = npt.NDArray[Any]
 T = TypeVar("T")
 
 BLOCK_BYTES = 1 << 24

@@ -19,7 +19,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ...pipeline import Output, stage
 from ...store.errors import ShapeError
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["dimension_sums", "outlier_dimensions", "token_statistics"]
 
-Array = npt.NDArray[Any]
 
 TOKEN = ("layer", "token")
 DIMENSION = ("layer", "hidden")

@@ -21,9 +21,9 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ...pipeline import Output, stage
+from ...store.arrays import Array
 from ...store.errors import ShapeError
 from .pca import Moments, pca, project_to_pcs, row_blocks
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_sums", "count_geometry", "count_sums", "decodability", "ringing"]
 
-Array = npt.NDArray[Any]
 
 COUNTS = ["true", "shuffled"]
 """Labels of the `counts` axis."""

@@ -6,17 +6,15 @@ Border: numbers and labels; solving is pca.py's and randomized_pca.py's.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from ...store.arrays import Array
 from ...store.errors import ShapeError
 
 if TYPE_CHECKING:
     import xarray as xr
-
-Array = npt.NDArray[Any]
 
 
 def check_components(hidden: int, n_components: int, n_omit: int) -> None:

@@ -14,12 +14,12 @@ Axes: layer, side ("positive", "negative"), token, hidden.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from ...pipeline import Output, stage
+from ...store.arrays import Array
 from ...store.errors import ShapeError, StageError
 from ...store.identity import model_of, require_same_model
 from ..corpus.state_cells import as_layers, by_layer, end_to_end, state_rows, token_labels
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["contrastive_direction", "difference_of_means", "projection_scores", "side_sums"]
 
-Array = npt.NDArray[Any]
 
 SIDES = ["positive", "negative"]
 """Labels of the `side` axis."""

@@ -18,9 +18,9 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ...pipeline import Output, stage
+from ...store.arrays import Array
 from ...store.errors import ShapeError
 from .components import check_components, stack_layers, with_sign
 from .randomized_pca import randomized_components
@@ -41,7 +41,6 @@ __all__ = [
     "scree",
 ]
 
-Array = npt.NDArray[Any]
 
 SOLVERS = ("auto", "eigh", "randomized")
 WIDE = 16384

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ...pipeline import Output, stage
+from ...store.arrays import Array
 from ...store.errors import ConfigError, MissingExtra, PromptError, ShapeError
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FEWEST", "KINDS", "PENALTIES", "TARGETS", "probe"]
 
-Array = npt.NDArray[Any]
 
 KINDS = ("label", "number")
 TARGETS = ["true", "shuffled"]

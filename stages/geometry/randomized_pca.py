@@ -13,12 +13,12 @@ Axes: hidden; component; samples as in pca.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from ...pipeline import Output, stage
+from ...store.arrays import Array
 from ...store.errors import ShapeError
 from .components import check_components, stack_layers, with_sign
 from .row_moments import row_blocks
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["randomized_components"]
 
-Array = npt.NDArray[Any]
 
 OVERSAMPLING = 16
 """Columns beyond the components asked for."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from ...store.arrays import Array
 from ...store.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Moments", "row_blocks"]
 
-Array = npt.NDArray[Any]
 
 BLOCK_BYTES = 1 << 26
 """Of float32 rows per matrix product, within 4k to 32k rows: fewer products, fewer additions."""

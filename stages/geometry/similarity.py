@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ...pipeline import Output, stage
+from ...store.arrays import Array
 from ...store.errors import ShapeError
 from ..corpus.state_cells import as_layers
 from ..corpus.token_blocks import ahead, read_rows, token_ranges
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["layer_cka", "layer_cosine"]
 
-Array = npt.NDArray[Any]
 PAIRS = ("layer", "other_layer")
 
 GRAM_BYTES = 1 << 28

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...pipeline import Node, Output, Port, StageNode, stage
+from ...store.arrays import Ints
 from ...store.errors import ShapeError
 from ..features.dictionary import Dictionary
 from ..logits.lens import top_columns
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["logit_effects", "logit_effects_node"]
 
 Floats = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int64]
 
 BLOCK_BYTES = 1 << 26
 """Of logits [feature, vocab] that exist at a time."""

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ...pipeline.nodes import Estimate, Node, ResultNode, Status, status_of
 from ...pipeline.plan import as_bytes
 from ...pipeline.reasons import why_not
+from ...store.arrays import Ints
 from ...store.errors import PlanError, PromptError, StageError
 from ...store.keys import ResultKey
 from ..forward.runs.experiment import tokenizer_input
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["GraphNode"]
 
-Ints = npt.NDArray[np.int64]
 MEMORY = 1 << 30
 CELL_BYTES = 16 << 20
 """Of rows that are stored as one cell: a fraction of a second's work on a small model, seconds on a large."""

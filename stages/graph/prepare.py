@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...store.arrays import Ints
 from ...store.errors import PlanError, PromptError
 from ..forward.models.model import as_dtype
 from .rows.attribute import Attributor
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PreparedGraph", "prepare"]
 
-Ints = npt.NDArray[np.int64]
 SMALL = 2e9
 """Operations of a forward pass (a twentieth of a second on one core) below which threads do not share it."""
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...pipeline import stage
+from ...store.arrays import Floats, Ints
 from ...store.errors import StageError
 from .quantile import share_threshold, sorted_threshold
 from .rows.influence import GraphRows, influence, scores
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
 __all__ = ["Kept", "cumulative_scores", "kept_part", "pruned_graph"]
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

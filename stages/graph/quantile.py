@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import numpy.typing as npt
 
+from ...store.arrays import Floats
+
 __all__ = ["share_threshold", "sorted_threshold"]
 
-Floats = npt.NDArray[np.float64]
 BITS, BINS = 16, 1 << 16
 SORTED = 1 << 20
 """Scores that are sorted at once."""

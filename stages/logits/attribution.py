@@ -18,12 +18,12 @@ Axes: component, layer, token (any sample axes in `logit_attrs`), hidden.  Unit:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from ...pipeline import Output, stage
+from ...store.arrays import Array
 from ...store.errors import ShapeError
 from ..corpus.token_blocks import ahead, read_rows, token_ranges
 from .lens import logits
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["component_attribution", "contrasted_tokens", "logit_attrs"]
 
-Array = npt.NDArray[Any]
 
 LOGIT_BYTES = 1 << 25
 """Of logits [token, vocab] that exist at a time while the most likely tokens are looked for."""

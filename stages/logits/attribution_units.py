@@ -21,9 +21,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ...pipeline import Output, stage
+from ...store.arrays import Array
 from ...store.errors import ShapeError
 from ..corpus.token_blocks import ahead, read_rows, token_ranges
 from .attribution import join_tokens
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["head_attribution", "neuron_attribution"]
 
-Array = npt.NDArray[Any]
 
 _TOLD: dict[str, tuple[str, ...] | None] = {
     "scale": ("token",),

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...pipeline import Output, stage
+from ...store.arrays import Array
 from ...store.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ __all__ = [
     "top_columns",
 ]
 
-Array = npt.NDArray[Any]
 
 BLOCK_BYTES = 1 << 25  # of logits; about four such blocks exist at a time
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from ...store.arrays import Array
 from ...store.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_LIKELY", "NONE", "Directions"]
 
-Array = npt.NDArray[Any]
 
 NONE, MOST_LIKELY = -1, -2
 _TILE = 256

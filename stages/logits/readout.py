@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ...store.arrays import Array
 from ...store.errors import ShapeError, WeightsError, nearest
 from ...store.exchange.tensors import FLOATS, mapped_tensor, read_header
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["readout", "readout_from_files", "readout_node"]
 
-Array = npt.NDArray[Any]
 
 VERSION = 1
 """Moves when the dataset described above changes."""

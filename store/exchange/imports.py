@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import Array
 from ..digest import digest
 from ..errors import PromptError, ShapeError
 from ..keys import RunKey
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Imported", "declared_arrays", "declared_run", "pack_imported", "store_imported"]
 
-Array = npt.NDArray[Any]
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 MOST_LAYERS = 10_000
 """Layers of a model at most: more is a layer's number misread."""

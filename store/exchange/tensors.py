@@ -22,8 +22,8 @@ from typing import IO, Any, BinaryIO, Literal
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Array
 from ..errors import ConfigError, ShapeError, WeightsError
 
 __all__ = [
@@ -41,7 +41,6 @@ __all__ = [
     "write_safetensors",
 ]
 
-Array = npt.NDArray[Any]
 METADATA = "__metadata__"
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Plain floating-point numbers, as safetensors spells them; weights of other kinds are quantised."""

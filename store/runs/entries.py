@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import records
+from ..arrays import Array
 from ..digest import canonical_json, content_digest, digest
 from ..errors import REPAIR, CorruptEntry, EntryNotFound, ShapeError, StoreFormatError, nearest
 from ..files import Folder, Watched
@@ -39,7 +40,7 @@ from .committed import RECORD, Committed, VariableLayer, cell_name
 from .coordinates import BOOKKEEPING, check_metadata
 from .mapped import MappedShards
 from .packed import PackedTokens
-from .shards import Array, ShardLayout, ShardRows, Written, array_metadata, write_shards
+from .shards import ShardLayout, ShardRows, Written, array_metadata, write_shards
 
 if TYPE_CHECKING:
     pass

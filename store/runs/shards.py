@@ -27,6 +27,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import Array
 from ..digest import Buffer, content_digest, file_digest
 from ..errors import REPAIR, CorruptEntry, ShapeError
 from ..files import Folder
@@ -37,7 +38,6 @@ _ABSENT = 2**64 - 1
 _ZEROS = bytes(CHUNK_BYTES)
 _SUM_BYTES = 4
 
-Array = npt.NDArray[Any]
 Written = tuple[int, str]
 """Size in bytes and "sha256:…" of a file."""
 DTYPES: dict[str, np.dtype[Any]] = {

@@ -537,10 +537,10 @@ def test_what_decides_a_dictionary_is_in_its_identity(field):
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(graph_options.GraphOptions)])
 def test_every_setting_of_a_graph_is_in_its_key(field):
-    one = graph_options.GraphOptions(targets.Choice(), selection.Selection(None, 8))
+    one = graph_options.GraphOptions(targets.TargetChoice(), selection.RowSelection(None, 8))
     others = {
-        "targets": targets.Choice(tokens=(1,)),
-        "selection": selection.Selection(4, 8),
+        "targets": targets.TargetChoice(tokens=(1,)),
+        "selection": selection.RowSelection(4, 8),
         "arithmetic": "float64",
     }
     value = others.get(field, another(getattr(one, field)))
@@ -561,13 +561,13 @@ def test_every_setting_of_a_graph_is_in_its_key(field):
     ids=range(7),
 )
 def test_every_way_to_choose_targets_is_another_choice(change):
-    assert {field.name for field in dataclasses.fields(targets.Choice)} == {
+    assert {field.name for field in dataclasses.fields(targets.TargetChoice)} == {
         "tokens",
         "directions",
         "most",
         "probability",
     }
-    told = {canonical_json(targets.Choice(**each).canonical()) for each in ({}, change)}
+    told = {canonical_json(targets.TargetChoice(**each).canonical()) for each in ({}, change)}
     assert len(told) == 2
 
 

@@ -13,7 +13,7 @@ import mizarr
 from mizarr.stages.causal.counterfact import position_map
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
-from mizarr.workflows.fact_pairs import fact_pairs, shipped_pairs
+from mizarr.workflows.material.fact_pairs import fact_pairs, shipped_pairs
 from mizarr.workflows.subject import Subject
 
 QUESTION = "\n\nwisdom or hope?\n\nso:"

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mizarr.stages.corpus.text import character_counts, wrap
+from mizarr.stages.corpus.text import character_counts, token_counts, wrap
 from mizarr.stages.geometry import character_count
 from mizarr.store.errors import MizarrError
 from mizarr.workflows import build, compute
-from mizarr.workflows.character_count_helix import line_corpus, token_counts
+from mizarr.workflows.character_count_helix import line_corpus
 from mizarr.workflows.subject import Subject
 
 WIDTHS = (20, 27)

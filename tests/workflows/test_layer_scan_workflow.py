@@ -13,7 +13,13 @@ from scipy.stats import ttest_ind
 import mizarr
 from mizarr.store.errors import ConfigError, MizarrError, PromptError
 from mizarr.workflows import build, compute
-from mizarr.workflows.marker_samples import Conversion, Sample, place, read_samples, repeated_samples
+from mizarr.workflows.material.marker_samples import (
+    Conversion,
+    Sample,
+    place,
+    read_samples,
+    repeated_samples,
+)
 from mizarr.workflows.subject import Subject, shipped_prose
 
 FIELDS = {

@@ -15,7 +15,13 @@ from mizarr.stages.geometry.probe import probe
 from mizarr.store import PackedTokens
 from mizarr.store.errors import ConfigError, HookPointNotFound, MizarrError, PromptError, TokenizerError
 from mizarr.workflows import build, compute
-from mizarr.workflows.probe_targets import Target, read_labels, thinned, wrapped_prose, wrapped_targets
+from mizarr.workflows.material.probe_targets import (
+    Target,
+    read_labels,
+    thinned,
+    wrapped_prose,
+    wrapped_targets,
+)
 from mizarr.workflows.subject import Subject
 
 TEXTS = [

@@ -24,7 +24,7 @@ from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.graph.files.viewer import document
 from mizarr.stages.graph.graph import AttributionGraph, PrunedGraph
 from mizarr.store.errors import ShapeError
-from mizarr.workflows.graph_views import examples_of, graph_views
+from mizarr.workflows.material.graph_views import examples_of, graph_views
 from mizarr.workflows.report.page import render
 from mizarr.workflows.views import Graph, Table, Values
 from mizarr.workflows.views.blocks import size
@@ -257,7 +257,7 @@ from mizarr.stages.features.corpus.encode import encode_nodes
 from mizarr.stages.features.corpus.examples import top_examples
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.graph.graph import AttributionGraph
-from mizarr.workflows.graph_views import examples_of, graph_views
+from mizarr.workflows.material.graph_views import examples_of, graph_views
 from mizarr.workflows.views.graph_features import strongest_features
 pruned = AttributionGraph(pickle.load(open(sys.argv[1], "rb"))).prune()
 scores = {name: getattr(pruned.graph, name) for name in ("replacement_score", "completeness_score")}

@@ -17,7 +17,7 @@ from mizarr import Add, HookSpec, Steer
 from mizarr.stages.causal.steering import DOSE_LEVELS
 from mizarr.store.errors import ConfigError, MizarrError, PromptError
 from mizarr.workflows import build, compute
-from mizarr.workflows.answers import counterpart, fact
+from mizarr.workflows.material.answers import counterpart, fact
 from mizarr.workflows.subject import Subject
 
 PROMPT, OTHER, TARGET = "it was the age of", "it was the epoch of", "wisdom"

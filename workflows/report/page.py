@@ -26,7 +26,7 @@ from ..views.blocks import plain, size
 from .recipe import asked, command, made
 
 if TYPE_CHECKING:
-    from ..workflow import Workflow
+    from .reported import Reported
 
 __all__ = ["LIMIT", "check_output", "render", "write"]
 
@@ -49,7 +49,7 @@ SCRIPTS = (
 STYLES = ("report.css", "graph.css")
 
 
-def write(workflow: Workflow, path: Path) -> Path:
+def write(workflow: Reported, path: Path) -> Path:
     """The page of a workflow that has run, at `path`; a file that holds it already is left alone.
 
     Written beside and moved, so that a file under that name is always whole. Raises ConfigError for a path
@@ -82,7 +82,7 @@ def check_output(path: Path) -> None:
         raise ConfigError(f"expected a folder that can be written, found {folder}; choose another path")
 
 
-def render(workflow: Workflow) -> str:
+def render(workflow: Reported) -> str:
     """The page as HTML."""
     pictures, missing = _pictures(workflow)
     views, pictures = _fitted([view for view in workflow.shown if view.on_page], pictures)
@@ -107,7 +107,7 @@ def render(workflow: Workflow) -> str:
     return text
 
 
-def _pictures(workflow: Workflow) -> tuple[list[View], str]:
+def _pictures(workflow: Reported) -> tuple[list[View], str]:
     """The workflow's figures, and, where they cannot be drawn, why."""
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ...store import Store
     from ...store.reading.labelled import LabelledEntry
     from ...store.records import Record
-    from ..workflow import Workflow
+    from .reported import Reported
 
 __all__ = ["Asked", "Made", "asked", "command", "made"]
 
@@ -51,7 +51,7 @@ def asked(settings: Any) -> list[Asked]:
     return found
 
 
-def command(workflow: Workflow, verb: str = "report") -> str:
+def command(workflow: Reported, verb: str = "report") -> str:
     """What to type to get the same numbers again."""
     words = ["mizarr", verb, workflow.name]
     for setting in asked(workflow.settings):
@@ -89,7 +89,7 @@ class Made:
         return list(dict.fromkeys(name for _, name in self.inputs))
 
 
-def made(workflow: Workflow) -> list[Made]:
+def made(workflow: Reported) -> list[Made]:
     """Every node behind the results, each after what it reads. Empty for a workflow that stores nothing."""
     store = workflow.store
     if store is None:
@@ -127,7 +127,7 @@ def _names(nodes: Mapping[str, ResultNode]) -> dict[Node, str]:
     return found
 
 
-def _told(node: Node, name: str, names: Mapping[Node, str], workflow: Workflow, store: Store) -> Made:
+def _told(node: Node, name: str, names: Mapping[Node, str], workflow: Reported, store: Store) -> Made:
     is_result = name in workflow.nodes
     inputs = tuple(_inputs(node, names))
     if isinstance(node, CaptureNode):

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from ...stages.corpus.text import character_counts, pack_lines, wrap
+from ...store.arrays import Bools, Floats
 from .data import BOS, EOS, Fact, token_id
 from .network import Llama
 
@@ -40,9 +41,6 @@ LATE = 2
 COPY_SPANS = (20, 30, 40, 60)
 COPY_SKIP = 4
 """First tokens of the second occurrence that are not scored: nothing says yet that it is one."""
-
-Bools = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)

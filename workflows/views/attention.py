@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
+from ...store.arrays import Array
 from . import labels
 from .blocks import size
 from .view import View
 
 __all__ = ["Attention"]
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)

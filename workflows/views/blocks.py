@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+
+from ...store.arrays import Array
 
 __all__ = ["block", "compact", "listed", "plain", "size"]
 
@@ -20,8 +21,6 @@ MANY = 1 << 20
 """Values above which float32 becomes float16: three digits of each are plenty to look at."""
 _HALF = 65504.0  # the largest float16
 _INTEGERS = (np.uint8, np.int8, np.uint16, np.int16, np.int32)
-
-Array = npt.NDArray[Any]
 
 
 def compact(values: Array) -> Array:

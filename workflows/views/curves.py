@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
+from ...store.arrays import Array
 from . import labels, paper
 from .view import View
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Bars", "Curve", "Line", "Lines"]
 
-Array = npt.NDArray[Any]
 BESIDE, AT_ENDS = 6, 10
 """Curves above which their names stand beside them, and at their ends."""
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ...stages.graph.rows.influence import GraphRows
 from ...stages.graph.rows.nodes import ERROR, FEATURE, LOGIT, TOKEN
 from ...stages.logits.lens import format_token
+from ...store.arrays import Array
 from . import labels
 from .blocks import size
 from .graph_drawing import Drawing
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EDGES", "Graph"]
 
-Array = npt.NDArray[Any]
 KINDS = (FEATURE, ERROR, TOKEN, LOGIT)
 EDGES = 1 << 17
 """Edges embedded at most: about 1.4 MB of a page."""

@@ -12,10 +12,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ...stages.graph.rows.nodes import LOGIT, TOKEN
 from ...stages.logits.lens import format_probability, format_token
+from ...store.arrays import Floats, Ints
 from . import paper
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ ACROSS, SLOT, LABEL = 6, 0.55, 2.9
 """Nodes side by side, the room of each, and that of an output; the room of a position alone is 1."""
 NAMES = 4.6
 """Inches for the names of features."""
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 def drawn_part(

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_token
+from ...store.arrays import Array
 from . import labels
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ...stages.graph.graph import AttributionGraph, PrunedGraph
 
 __all__ = ["FeatureNotes", "StrongFeature", "notes_of", "strongest_features"]
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
+from ...store.arrays import Array
 from . import labels, paper
 from .view import View
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
 __all__ = ["Heatmap"]
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)

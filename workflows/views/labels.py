@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy.typing as npt
-
+from ...store.arrays import Array
 from ...store.errors import ShapeError
 
 if TYPE_CHECKING:
     import xarray as xr
-
-Array = npt.NDArray[Any]
 
 
 def along(array: xr.DataArray, dim: str) -> tuple[str, ...]:

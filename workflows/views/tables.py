@@ -82,7 +82,7 @@ class Table(View):
 
         >>> table = Table.of([{"layer": 1, "kl": 0.5}], ("layer", "layer", "d"), ("KL", "kl", ".2f"))
         >>> table.columns[1], table.rows[0][1]
-        (Column(name='KL', right=True, wraps=False), (Run(text='0.50', style=''),))
+        (Column(name='KL', right=True, wraps=False), (Styled(text='0.50', style=''),))
         """
         records = list(records)
         cells = [

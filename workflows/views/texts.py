@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ...stages.logits.lens import format_token
+from ...store.arrays import Array
 from . import labels
 from .heatmap import Heatmap
 from .view import View
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
 __all__ = ["Lens", "Measure", "Text", "Tokens"]
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)

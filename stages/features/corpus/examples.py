@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....pipeline import Output, stage
+from ....store.arrays import Ints
 from ....store.errors import DictionaryError
 from .sparse import BLOCK, blocks
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
 __all__ = ["contexts", "top_examples"]
-
-Ints = npt.NDArray[np.int64]
 
 
 @stage(

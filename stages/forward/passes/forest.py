@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from ....store.arrays import Ints
 from ..hooks.interventions import Held
 from .branches import Branch
-
-Ints = npt.NDArray[np.int64]
 
 
 class Forest:

@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....store.arrays import Ints
 from ..hooks.spec import Capture
 from ..hooks.taps import EverythingHeld
 from ..hooks.wants import Logits
 from ..networks.loop import Network, through_layers
 from .branch_taps import BranchTaps
 from .branches import Wanted
-from .forest import Forest, Ints, Row
+from .forest import Forest, Row
 from .planner import Block
 from .spread import BranchHistory
 

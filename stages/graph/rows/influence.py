@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ....store.arrays import Bools, Floats
 from ....store.errors import ShapeError
 from .nodes import NodeCounts, counts_of
 
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Influence", "GraphRows", "influence", "partial_influence", "scores"]
 
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 BLOCK_BYTES = 1 << 23
 """Of rows, as float64, that exist at a time."""
 _SMALLEST = 1e-10  # as in circuit-tracer: an empty row stays empty

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ....store.arrays import Ints
+
 if TYPE_CHECKING:
     import xarray as xr
 
 __all__ = ["ERROR", "FEATURE", "LOGIT", "TOKEN", "NodeCounts", "counts_of", "node_labels"]
 
 FEATURE, ERROR, TOKEN, LOGIT = "feature", "error", "token", "logit"
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

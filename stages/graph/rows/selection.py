@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ....store.arrays import Ints
 from ....store.errors import StageError
 from .influence import partial_influence
 
 __all__ = ["RowSelection"]
 
-Ints = npt.NDArray[np.int64]
 Blocks = Sequence[tuple[Ints, Any]]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..store.errors import ConfigError, nearest
+from ...store.errors import ConfigError, nearest
 
 __all__ = ["NAMES", "check_kinds"]
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ..stages.forward.text.prompts import check_prompts
-from ..store.errors import ConfigError
-from .subject import shipped_facts
+from ...stages.forward.text.prompts import check_prompts
+from ...store.errors import ConfigError
+from ..subject import shipped_facts
 
 if TYPE_CHECKING:
-    from ..stages.forward.text.tokens import Encoding
-    from .subject import Subject
+    from ...stages.forward.text.tokens import Encoding
+    from ..subject import Subject
 
 __all__ = [
     "answer_pieces",

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..stages.causal.counterfact import Pair, blocks_of, differing_subject, position_map
-from ..store.errors import ConfigError
+from ...stages.causal.counterfact import Pair, blocks_of, differing_subject, position_map
+from ...store.errors import ConfigError
+from ..settings import PairSettings
+from ..subject import shipped_facts
+from ..workflow import ModelWorkflow
 from .answers import answer_pieces, named
-from .settings import PairSettings
-from .subject import shipped_facts
-from .workflow import ModelWorkflow
 
 if TYPE_CHECKING:
-    from .subject import Subject
+    from ..subject import Subject
 
 __all__ = ["FactPair", "PairWorkflow", "fact_pairs", "layers_told", "shipped_pairs"]
 

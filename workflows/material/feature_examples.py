@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..pipeline import StageNode
-from ..stages.features.corpus.encode import encode_nodes
-from ..stages.features.corpus.examples import top_examples
-from ..store.errors import ConfigError
-from ..store.runs.packed import PackedTokens
-from .subject import read_texts, shipped_facts, shipped_prose
+from ...pipeline import StageNode
+from ...stages.features.corpus.encode import encode_nodes
+from ...stages.features.corpus.examples import top_examples
+from ...store.errors import ConfigError
+from ...store.runs.packed import PackedTokens
+from ..subject import read_texts, shipped_facts, shipped_prose
 
 if TYPE_CHECKING:
-    from ..pipeline import StageNode
-    from ..stages.features.dictionary import Dictionary
-    from .subject import Subject
+    from ...pipeline import StageNode
+    from ...stages.features.dictionary import Dictionary
+    from ..subject import Subject
 
 __all__ = ["ExampleNodes", "corpus_texts", "example_nodes", "passages"]
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..store.errors import ConfigError, nearest
+from ...store.errors import ConfigError, nearest
 
 __all__ = ["FIELDS", "read_batch"]
 

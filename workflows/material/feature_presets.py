@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from ..store.errors import ConfigError, nearest
+from ...store.errors import ConfigError, nearest
 
 __all__ = ["PRESETS", "FeaturePreset", "chosen_preset", "preset_of"]
 

@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..stages.corpus.text import pack_lines, wrap
-from ..store.errors import ConfigError, PromptError, TokenizerError
-from .character_count_helix import token_counts
+from ...stages.corpus.text import pack_lines, token_counts, wrap
+from ...store.errors import ConfigError, PromptError, TokenizerError
 
 if TYPE_CHECKING:
-    from ..store import PackedTokens
-    from .subject import Subject
+    from ...store import PackedTokens
+    from ..subject import Subject
 
 __all__ = ["TARGETS", "Target", "read_labels", "thinned", "wrapped_prose", "wrapped_targets"]
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.features.corpus.examples import contexts
-from ..stages.graph.rows.nodes import ERROR, FEATURE
-from .views import Graph, Table, Values
-from .views.graph_features import StrongFeature
+from ...stages.features.corpus.examples import contexts
+from ...stages.graph.rows.nodes import ERROR, FEATURE
+from ..views import Graph, Table, Values
+from ..views.graph_features import StrongFeature
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ..stages.graph.graph import AttributionGraph, PrunedGraph
+    from ...stages.graph.graph import AttributionGraph, PrunedGraph
 
 __all__ = ["examples_of", "graph_views", "kept_of"]
 

@@ -1,0 +1,1 @@
+"""What questions are asked with: subjects, facts, pairs, presets, samples, and places in prompts."""

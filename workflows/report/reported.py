@@ -1,0 +1,49 @@
+"""What a page asks of a workflow.
+
+Border: names of what is shown and made; how it came about the workflow knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from ...pipeline.nodes import ResultNode
+    from ...store import Store
+    from ..views import View
+
+__all__ = ["Reported"]
+
+
+class Reported(Protocol):
+    """A workflow that has run, as its page sees it."""
+
+    settings: Any
+    nodes: Mapping[str, ResultNode]
+    store: Store | None
+
+    @property
+    def name(self) -> str:
+        """Of the workflow, as the command line knows it."""
+        ...
+
+    @property
+    def question(self) -> str:
+        """What it answers, in a sentence."""
+        ...
+
+    @property
+    def caution(self) -> str:
+        """What stands on every answer about a model whose layout was trusted; empty for all others."""
+        ...
+
+    @property
+    def shown(self) -> tuple[View, ...]:
+        """The views, in the order of reading."""
+        ...
+
+    def draw(self, folder: Path) -> list[Path]:
+        """What came out, as PNG files in `folder`."""
+        ...
