@@ -26,6 +26,7 @@ from mizarr.stages.causal.ablation import Ablation
 from mizarr.stages.causal.continuation import Continuation
 from mizarr.stages.causal.convergence import ContrastiveVectors, PushedStates
 from mizarr.stages.causal.counterfact import CounterFactPatching, Pair
+from mizarr.stages.causal.draws import Draws
 from mizarr.stages.causal.factual_routing import FactualRouting
 from mizarr.stages.causal.knockout import EdgeKnockout, HeadKnockout
 from mizarr.stages.causal.patching import ActivationPatching, PatchTable
@@ -224,6 +225,10 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
         {**OF_NAMED, "tokens": (1, 4), "word": 4, "target": 0, "top_k": 3},
     ),
     EdgeKnockout: (EDGES, {**OF_EDGES, "keeps_self": True, "heads": (1,)}),
+    Draws: (
+        {"experiments": (EdgeKnockout(**EDGES),)},
+        {"experiments": (EdgeKnockout(**EDGES), EdgeKnockout(**{**EDGES, "top_k": 3}))},
+    ),
     HeadKnockout: (EDGES, {**OF_EDGES, "keeps_self": True}),
     DoseResponse: (
         EDGES,
