@@ -22,6 +22,7 @@ from ..store.errors import ConfigError, nearest
 
 __all__ = [
     "AnswerSettings",
+    "ControlSettings",
     "Count",
     "EdgeSettings",
     "FactSettings",
@@ -54,6 +55,14 @@ class ModelSettings:
 
     model: str = setting("specimen", 'hub id, directory, or "specimen"')
     dtype: str = setting("float32", "what the model computes in")
+
+
+@dataclass(frozen=True)
+class ControlSettings:
+    """A question that makes a claim (views/findings.py); beside another base."""
+
+    controls: Count = setting(50, "random causes of equal size that the effect is held against")
+    seed: Natural = setting(0, "of what is drawn at random")
 
 
 @dataclass(frozen=True)

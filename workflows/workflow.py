@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from .. import __version__
 from ..store.digest import digest
 from ..store.errors import ConfigError, nearest
+from .report.reported import NO_CLAIM
 from .subject import Subject
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ class Workflow:
     name: ClassVar[str]
     question: ClassVar[str]
     settings_type: ClassVar[type[Any]]
+
+    descriptive: ClassVar[str] = ""
+    """What it describes, of a question that makes no causal claim and has no `Findings`: one sentence."""
 
     settings: Any
     nodes: Mapping[str, ResultNode]
@@ -107,6 +111,7 @@ class Workflow:
             "workflow": self.name,
             "question": self.question,
             "settings": dataclasses.asdict(self.settings),
+            **({"descriptive": self.descriptive} if self.descriptive else {}),
             **({"caution": self.caution} if self.caution else {}),
             "provenance": {"mizarr": __version__, "keys": self._keys},
             "total_time_secs": round(self._seconds, 3),
@@ -181,6 +186,8 @@ class Workflow:
         """Print the tables, and write figures into `folder` unless it is None; returns the files."""
         if self.caution:
             console.print(self.caution, style="bold red", highlight=False)
+        if self.descriptive:
+            console.print(f"{self.descriptive} {NO_CLAIM}", style="dim", highlight=False)
         for table in self.tables():
             # Rich folds titles to the width of the table, which may be much narrower than the terminal.
             title, caption, table.title, table.caption = table.title, table.caption, None, None

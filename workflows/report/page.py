@@ -24,6 +24,7 @@ from ...store.errors import ConfigError, MissingExtra
 from ..views import Picture, View
 from ..views.blocks import plain, size
 from .recipe import asked, command, made
+from .reported import NO_CLAIM
 
 if TYPE_CHECKING:
     from .reported import Reported
@@ -92,6 +93,7 @@ def render(workflow: Reported) -> str:
         .from_string(_asset("page.html"))
         .render(
             workflow=workflow,
+            no_claim=NO_CLAIM,
             version=__version__,
             settings=asked(workflow.settings),
             command=command(workflow),

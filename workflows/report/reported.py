@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from ...store import Store
     from ..views import View
 
-__all__ = ["Reported"]
+__all__ = ["NO_CLAIM", "Reported"]
+
+NO_CLAIM = "It says what is there, not what depends on it."
+"""Stands behind what a question describes."""
 
 
 class Reported(Protocol):
@@ -32,6 +35,11 @@ class Reported(Protocol):
     @property
     def question(self) -> str:
         """What it answers, in a sentence."""
+        ...
+
+    @property
+    def descriptive(self) -> str:
+        """What it describes, if it makes no causal claim; else empty."""
         ...
 
     @property
