@@ -87,6 +87,7 @@ FAMILIES: dict[str, Family] = {
         mlp_bias="mlp_bias",
     ),
     "mistral": Family(examples="Mistral 7B", max_positions=131072, kv_heads=8, windows="listed"),
+    "ministral": Family(examples="Ministral 8B", max_positions=131072, kv_heads=8, windows="listed"),
     "qwen2": Family(
         examples="Qwen 2 and 2.5",
         max_positions=32768,

@@ -12,7 +12,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "starcoder2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "starcoder2", "ministral")
 VOCAB, CONTEXT = 320, 128
 
 
@@ -40,7 +40,7 @@ def draw(family: str, seed: int) -> dict[str, Any]:
     if family in ("llama", "mistral", "qwen3", "gemma", "gemma2") and rng.random() < 0.5:
         chosen["head_dim"] = head_dim * 2
         chosen["rope_parameters"] = _rope(rng, family, head_dim * 2)
-    elif family in ("qwen3", "gemma", "gemma2"):
+    elif family in ("qwen3", "gemma", "gemma2", "ministral"):
         chosen["head_dim"] = head_dim
     return chosen | _axes_of(family, rng)
 
@@ -61,6 +61,8 @@ def _axes_of(family: str, rng: random.Random) -> dict[str, Any]:
         return {"sliding_window": rng.choice([5, 9]), "query_pre_attn_scalar": scalar, **caps}
     if family == "starcoder2":
         return {"sliding_window": window, "use_bias": rng.random() < 0.7}
+    if family == "ministral":  # the reference cannot run without a window
+        return {"sliding_window": window or 6}
     return {} if family == "gemma" else {"sliding_window": window}
 
 
