@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ....store.errors import ConfigError, nearest
@@ -61,6 +61,10 @@ class Family:
     """Where the key is absent; None divides hidden_size by heads."""
     kv_heads: int | None = None
     """Where the key is absent; None is one per query head."""
+    theta: float = 10000.0
+    """Of rope, where the key is absent."""
+    interleaved_rope: bool = False
+    """Whether rope turns neighbouring entries of a head together."""
     partial_rotary: bool = False
     """Whether rope may turn a share of each head; the reference ignores the key elsewhere, or cannot run."""
     windows: Windows = "none"
@@ -88,6 +92,16 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral": Family(examples="Mistral 7B", max_positions=131072, kv_heads=8, windows="listed"),
     "ministral": Family(examples="Ministral 8B", max_positions=131072, kv_heads=8, windows="listed"),
+    "helium": Family(
+        examples="Helium 1",
+        eps=1e-8,
+        head_dim=128,
+        kv_heads=20,
+        qkv_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        theta=100000.0,
+        interleaved_rope=True,
+    ),
     "qwen2": Family(
         examples="Qwen 2 and 2.5",
         max_positions=32768,
@@ -185,6 +199,7 @@ def described(model_type: str) -> dict[str, str]:
         "fused projection" if family.qkv == "fused" else "",
         "biases" if family.qkv_bias else "",
         "norms on q and k" if family.qk_norm else "",
+        "rope turns neighbours" if family.interleaved_rope else "",
         caps,
         _WINDOWS[family.windows],
     )
@@ -249,7 +264,7 @@ def read_family(reader: ConfigReader, model_type: str, family: Family) -> Transf
         intermediate_size=reader.integer("intermediate_size"),
         vocab_size=reader.integer("vocab_size"),
         max_position_embeddings=context,
-        rope=read_rope(reader, family, head_dim, context),
+        rope=replace(read_rope(reader, family, head_dim, context), interleaved=family.interleaved_rope),
         layer_windows=read_windows(reader, family, layers),
         norm_type=family.norm,
         norm_eps=eps,
@@ -332,7 +347,7 @@ def read_rope(reader: ConfigReader, family: Family, head_dim: int, context: int)
     scaling, parameters = reader.mapping("rope_scaling"), reader.mapping("rope_parameters")
     section = "rope_scaling" if scaling else "rope_parameters"
     rope = ConfigReader(scaling or parameters, f"{reader.source}: {section}")
-    theta = rope.number("rope_theta", reader.number("rope_theta", 10000.0))
+    theta = rope.number("rope_theta", reader.number("rope_theta", family.theta))
     share = rope.number("partial_rotary_factor", reader.number("partial_rotary_factor", 1.0))
     top = reader.optional_integer("original_max_position_embeddings") or family.original_context
     name = rope.text("rope_type", rope.text("type", "default"))

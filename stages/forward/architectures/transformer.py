@@ -28,7 +28,8 @@ class RopeConfig:
 
     theta: base wavelength. factor: how far the context is stretched. original_max_position_embeddings:
     context before stretching. short_factor, long_factor: per-frequency divisors (longrope), [dim / 2].
-    attention_factor: multiplies cos and sin; None derives it.
+    attention_factor: multiplies cos and sin; None derives it. interleaved: entries 2i and 2i + 1 turn
+    together (as Su et al. 2021 write it), not i and i + dim / 2.
     """
 
     theta: float
@@ -41,6 +42,7 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     attention_factor: float | None = None
+    interleaved: bool = False
 
     @property
     def depends_on_length(self) -> bool:
@@ -132,8 +134,11 @@ class TransformerConfig(Architecture):
 
     @property
     def digest(self) -> str:
-        """Of every field."""
-        return digest("transformer-config", asdict(self))
+        """Of every field; of those that came later, where they are not as they were for all before."""
+        fields = asdict(self)
+        if not self.rope.interleaved:
+            del fields["rope"]["interleaved"]
+        return digest("transformer-config", fields)
 
     @property
     def axis_sizes(self) -> dict[str, int]:

@@ -44,9 +44,11 @@ def attention(
 ) -> Tensor:
     """Normalised x [B, token, D] -> what the output projection gives [B, kept, D], before any post-norm."""
     q, k, v = project(x, weights, config, layer, taps)
-    cos, sin = history.rotation(config.rope)
-    q = taps("rot_q", layer, rotate(history.kept(q), history.kept(cos), history.kept(sin)))
-    k = taps("rot_k", layer, rotate(k, cos, sin))
+    (cos, sin), paired = history.rotation(config.rope), config.rope.interleaved
+    q = taps(
+        "rot_q", layer, rotate(history.kept(q), history.kept(cos), history.kept(sin), interleaved=paired)
+    )
+    k = taps("rot_k", layer, rotate(k, cos, sin, interleaved=paired))
     z = taps("z", layer, history.attend(layer, q, k, v, config.layers[layer].mixer))
     return output(z, weights.o, layer, taps)
 

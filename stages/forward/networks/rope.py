@@ -1,8 +1,9 @@
 """Rotary position embeddings: tables of cosines and sines for each scaling scheme.
 
-Knows one RopeConfig and a sequence length; knows no layers. Rotate-half layout over the first ``rope.dim``
-entries of a head (Su et al. 2021, RoFormer, eq. 15). Frequencies are computed in float64 and tables in
-float32 whatever the model's dtype, because a bfloat16 cannot tell position 257 from 256.
+Knows one RopeConfig and a sequence length; knows no layers. The first ``rope.dim`` entries of a head turn (Su
+et al. 2021, RoFormer, eq. 15): halves with each other, or neighbours where it is interleaved. Frequencies are
+computed in float64 and tables in float32 whatever the model's dtype, because a bfloat16 cannot tell position
+257 from 256.
 """
 
 from __future__ import annotations
@@ -55,19 +56,29 @@ def attention_factor(rope: RopeConfig) -> float:
     return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(_original(rope)))
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [..., S, dh] with its first 2 * cos.shape[-1] entries rotated by position."""
-    half = cos.shape[-1]
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """x [..., S, dh] with its first 2 * cos.shape[-1] entries rotated by position; which of them turn
+    together, see RopeConfig."""
+    turning = 2 * cos.shape[-1]
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    left, right = x[..., :half], x[..., half : 2 * half]
+    left, right = _pairs(x[..., :turning], interleaved)
     if is_recorded(x):
-        return torch.cat([left * cos - right * sin, right * cos + left * sin, x[..., 2 * half :]], dim=-1)
+        sides = [left * cos - right * sin, right * cos + left * sin]
+        joined = torch.stack(sides, dim=-1).flatten(-2) if interleaved else torch.cat(sides, dim=-1)
+        return torch.cat([joined, x[..., turning:]], dim=-1)
     # Into one new tensor: parts that are made first and joined then take two to three times as long.
     turned = x.new_empty(x.shape)
-    _mix(left, cos, right, -sin, turned[..., :half])
-    _mix(right, cos, left, sin, turned[..., half : 2 * half])
-    turned[..., 2 * half :] = x[..., 2 * half :]
+    into_left, into_right = _pairs(turned[..., :turning], interleaved)
+    _mix(left, cos, right, -sin, into_left)
+    _mix(right, cos, left, sin, into_right)
+    turned[..., turning:] = x[..., turning:]
     return turned
+
+
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views of the two sides of x [..., dim] that turn together, each [..., dim / 2]."""
+    half = x.shape[-1] // 2
+    return (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
 
 
 def _mix(x: Tensor, cos: Tensor, y: Tensor, sin: Tensor, out: Tensor) -> None:

@@ -12,7 +12,18 @@ import random
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "starcoder2", "ministral")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "phi3",
+    "starcoder2",
+    "ministral",
+    "helium",
+)
 VOCAB, CONTEXT = 320, 128
 
 
@@ -40,14 +51,14 @@ def draw(family: str, seed: int) -> dict[str, Any]:
     if family in ("llama", "mistral", "qwen3", "gemma", "gemma2") and rng.random() < 0.5:
         chosen["head_dim"] = head_dim * 2
         chosen["rope_parameters"] = _rope(rng, family, head_dim * 2)
-    elif family in ("qwen3", "gemma", "gemma2", "ministral"):
+    elif family in ("qwen3", "gemma", "gemma2", "ministral", "helium"):
         chosen["head_dim"] = head_dim
     return chosen | _axes_of(family, rng)
 
 
 def _axes_of(family: str, rng: random.Random) -> dict[str, Any]:
     window = rng.choice([5, 9, None])
-    if family == "llama":
+    if family in ("llama", "helium"):
         return {"attention_bias": rng.random() < 0.5, "mlp_bias": rng.random() < 0.5}
     if family in ("qwen2", "qwen3"):
         sliding = {"use_sliding_window": rng.random() < 0.7, "sliding_window": 7, "max_window_layers": 1}

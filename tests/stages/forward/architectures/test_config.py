@@ -59,7 +59,9 @@ def compare(ours, theirs):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_bare_config_takes_the_defaults_of_the_reference_implementation(family):
-    keys = SMALL | {"num_attention_heads": 32, "hidden_size": 128}
+    kv = FAMILIES[family].kv_heads or 32
+    heads = 32 if 32 % kv == 0 else kv  # which the reference's default of key heads divides
+    keys = SMALL | {"num_attention_heads": heads, "hidden_size": 4 * heads}
     compare(from_hf_config({"model_type": family} | keys), as_the_reference_reads(family, keys))
 
 

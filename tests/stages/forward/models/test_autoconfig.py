@@ -34,8 +34,12 @@ def issues(raw=RAW, shapes=SHAPES):
     return " | ".join(report(raw, shapes).issues)
 
 
+TOLD = [name for name, family in FAMILIES.items() if not family.interleaved_rope]
+"""Families whose files tell everything; which entries rope turns together stands in none."""
+
+
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TOLD)
 def test_the_inferred_configuration_equals_the_familys_own(family, seed, tmp_path):
     random_models.save_random_model(tmp_path, family, seed, tokenizer=False)
     raw = json.loads((tmp_path / "config.json").read_text())
