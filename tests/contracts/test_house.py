@@ -138,7 +138,7 @@ def of_the_package(path: Path) -> set[str]:
     return found - {dotted(path)}
 
 
-ARROWS = {dotted(path): of_the_package(path) for path in MODULES[1:] if "specimen" not in path.parts}
+ARROWS = {dotted(path): of_the_package(path) for path in MODULES[1:]}
 
 
 def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
@@ -179,7 +179,7 @@ def test_no_files_import_in_circles():
 
 LARGEST = {"workflows": 40}
 """Where every file is a question of its own."""
-INSIDE = sorted({path.parent for path in MODULES if path.parent != ROOT and "specimen" not in path.parts})
+INSIDE = sorted({path.parent for path in MODULES if path.parent != ROOT})
 
 
 @pytest.mark.parametrize("room", INSIDE, ids=relative)

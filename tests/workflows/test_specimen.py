@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import re
+import shutil
+from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,8 @@ from tokenizers import Tokenizer
 
 import mizarr
 from mizarr.stages.corpus.text import character_counts, wrap
-from mizarr.workflows.specimen import card, evaluate, train
+from mizarr.workflows.specimen import card, card_training, couplets, evaluate, train
+from mizarr.workflows.specimen.curriculum import CURRICULUM, Phase, phase_at, read_curriculum
 from mizarr.workflows.specimen.data import (
     HELD_OUT,
     WATCHED,
@@ -25,9 +29,9 @@ from mizarr.workflows.specimen.data import (
     read_chapters,
     read_facts,
     repeated_row,
+    train_tokenizer,
     wrapped_row,
 )
-from mizarr.workflows.specimen.guides import COUNTS, Guides
 from mizarr.workflows.specimen.muon import Muon
 from mizarr.workflows.specimen.network import Llama, Shape, read_model, write_model
 
@@ -149,7 +153,9 @@ def batches(tokenizer, facts, prose):
     def make(seed):
         half = len(prose) // 2
         own, additional = Chapter("own", (prose[:half],)), Chapter("additional", (prose[half:],))
-        return Batches(tokenizer, [own], [additional], facts, Mixture(rows=12, size=64), seed=seed)
+        made = Batches(tokenizer, [own], [additional], facts, seed=seed)
+        usual = Mixture(rows=12, size=64)
+        return lambda step, mixture=usual: made(step, mixture)
 
     return make
 
@@ -162,54 +168,195 @@ def test_a_batch_depends_on_seed_and_step_alone(batches):
             np.testing.assert_array_equal(mine, theirs)
     assert not np.array_equal(one(2)[0], one(3)[0])
     assert not np.array_equal(one(2)[0], batches(4)(2)[0])
+    assert one(2, Mixture(rows=6, size=32, long_share=0)).weights.shape == (6, 32)
+    assert one(2, Mixture(rows=6, size=32, long_share=1)).weights.shape == (3, 64)
 
 
 def test_rows_are_wrapped_and_counted_by_the_rules_of_the_workflows(tokenizer, prose):
     words = Prose(prose, tokenizer)
     newline = tokenizer.encode("\n", add_special_tokens=False).ids[0]
     bos = tokenizer.token_to_id("<s>")
-    ids, counts, columns = wrapped_row(words, range(len(words)), 43, 10**9, bos=bos, newline=newline)
+    ids, columns = wrapped_row(words, range(len(words)), 43, 10**9, bos=bos, newline=newline)
     wrapped = wrap(prose, 43)
     code = tokenizer.encode(wrapped, add_special_tokens=False)
     assert ids == [bos, *code.ids]
-    assert counts == [-1, *character_counts(wrapped, [start for start, _ in code.offsets])]
+    counts = character_counts(wrapped, [start for start, _ in code.offsets])
+    assert all(count < column for count, column in zip(counts, columns[1:], strict=True) if column)
     assert max(columns) == max(map(len, wrapped.split("\n")))
 
 
-def test_a_source_is_where_the_next_token_stands_already():
+def test_a_token_can_be_copied_where_it_followed_the_same_one_before():
     rng = np.random.default_rng(0)
     fresh = iter(range(2, 100_000))
-    ids, sources = repeated_row(rng, lambda n: [next(fresh) for _ in range(n)], 500, bos=0)
-    assert len(ids) == len(sources) == 500
-    for i, source in enumerate(sources[:-1]):
-        if source >= 0:
-            assert source <= i
-            assert (ids[source - 1], ids[source]) == (ids[i], ids[i + 1])
-    assert 0.3 < np.mean(np.array(sources) >= 0) < 0.8
+    ids, copied = repeated_row(rng, lambda n: [next(fresh) for _ in range(n)], 500, bos=0)
+    assert len(ids) == len(copied) == 500
+    pairs = list(pairwise(ids))
+    again = [pair in pairs[:i] for i, pair in enumerate(pairs)]
+    assert all(a for a, c in zip(again, copied[1:], strict=True) if c)
+    # From the third occurrence on, its first token has followed the last one before; that does not count.
+    assert sum(again) - sum(copied) < 0.1 * len(ids)
+    assert 0.3 < np.mean(copied) < 0.8
 
 
-def test_only_what_can_be_copied_counts_in_rows_of_repeats(tokenizer, prose, facts):
-    mixture = Mixture(rows=6, size=64, prose=0, facts=0, random_repeats=1, word_repeats=0)
-    batch = Batches(tokenizer, [Chapter("own", (prose,))], [], facts, mixture, seed=0)(0)
-    np.testing.assert_array_equal(batch.weights, batch.sources >= 0)
-    assert batch.weights.any()
+def test_shuffled_spans_cannot_be_copied_by_distance():
+    rng = np.random.default_rng(0)
+    fresh = iter(range(2, 100_000))
+    ids, copied = repeated_row(
+        rng, lambda n: [next(fresh) for _ in range(n)], 400, bos=0, shortest=2, longest=6, spans=5, most=400
+    )
+    last, distances = {}, []
+    for i, (token, c) in enumerate(zip(ids, copied, strict=True)):
+        if c:
+            assert ids[last[token] - 1] == ids[i - 1]
+            distances.append(i - last[token])
+        last[token] = i
+    assert np.bincount(distances).max() < 0.5 * len(distances)
+    assert np.mean(copied) > 0.5
 
 
-def test_guides_ask_heads_for_the_token_before_and_the_source_and_a_state_for_the_count():
+@pytest.mark.parametrize("options", [{}, {"shuffled": 1.0}, {"shuffled": 1.0, "most_spans": 8}])
+def test_only_what_can_be_copied_counts_in_rows_of_repeats(batches, options):
+    mixture = Mixture(
+        rows=6, size=64, prose=0, facts=0, word_repeats=0, couplets=0, random_repeats=1, **options
+    )
+    ids, weights = batches(0)(0, mixture)
+    assert set(np.unique(weights)) == {0.0, 1.0}
+    for row, counted in zip(ids, weights, strict=True):
+        pairs = list(pairwise(row))
+        assert all(pair in pairs[:i] for i, pair in enumerate(pairs) if counted[i])
+
+
+def test_a_row_of_couplets_weighs_their_ends(batches, tokenizer):
+    mixture = Mixture(
+        rows=4, size=128, prose=0, facts=0, word_repeats=0, random_repeats=0, couplets=1, long_share=0
+    )
+    ids, weights = batches(0)(0, mixture)
+    said = [tokenizer.decode([token]).strip() for token in ids[:, 1:][weights == 1.0]]
+    assert len(said) > 10
+    assert all(couplets.family_of(word) is not None for word in said)
+
+
+def test_every_end_of_a_couplet_is_one_token_and_of_one_family(tokenizer):
+    ends = [word for family in couplets.FAMILIES for word in family]
+    assert len(ends) == len(set(ends))
+    for word in ends:
+        assert len(tokenizer.encode(f" {word}", add_special_tokens=False).ids) == 1
+    assert all(len(family) >= 4 for family in couplets.FAMILIES)
+
+
+def test_a_couplet_to_train_on_rhymes_and_is_none_of_those_held_out():
+    rng = np.random.default_rng(0)
+    made = [couplets.couplet(rng) for _ in range(2000)]
+    assert len({lines.text for lines in made}) > 1950
+    followed = {}
+    for lines in made:
+        assert lines.first.endswith(lines.rhyme)
+        assert lines.end in lines.fitting
+        assert not couplets.is_held_out_pair(lines.rhyme, lines.end)
+        assert not couplets.is_held_out_pair(lines.end, lines.rhyme)
+        assert _frames(lines) not in _held_out_frames()
+        followed.setdefault(lines.rhyme, set()).add(lines.end)
+    # The first line leaves several ends open.
+    assert np.mean([len(ends) > 1 for ends in followed.values()]) > 0.9
+
+
+def test_couplets_to_score_are_in_frames_that_never_met():
+    made = list(couplets.held_out_couplets(300))
+    assert made == list(couplets.held_out_couplets(300))
+    assert {_frames(lines) for lines in made} == _held_out_frames()
+    assert {lines.rhyme for lines in made} == {word for family in couplets.FAMILIES for word in family}
+    # Every frame of either line is trained on as well, with others.
+    assert {first for first, _ in _held_out_frames()} == set(range(len(couplets.FIRST)))
+
+
+def _held_out_frames():
+    both = ((i, j) for i in range(len(couplets.FIRST)) for j in range(len(couplets.SECOND)))
+    return {pair for pair in both if couplets.is_held_out_frames(*pair)}
+
+
+def _frames(lines):
+    """Which frames two lines were made in."""
+
+    def which(line, frames):
+        patterns = (re.sub(r"\\\{\w\\\}", r"\\w+", re.escape(frame)) for frame in frames)
+        (found,) = (i for i, pattern in enumerate(patterns) if re.fullmatch(pattern, line))
+        return found
+
+    first, second = lines.text.split("\n")
+    return which(first, couplets.FIRST), which(second, couplets.SECOND)
+
+
+def test_rhyming_is_counted_for_another_word_of_the_family(tokenizer):
+    """A network that always says "light" fits where the first line ends on another word of its family."""
+
+    class Says(torch.nn.Module):
+        def forward(self, ids):
+            return torch.nn.functional.one_hot(torch.full_like(ids, said), 2048).float()
+
+    said = tokenizer.encode(" light", add_special_tokens=False).ids[0]
+    ends = [word for family in couplets.FAMILIES for word in family]
+    scores = evaluate.rhyming(Says(), tokenizer, count=2 * len(ends))
+    family = couplets.FAMILIES[couplets.family_of("light")]
+    assert scores["fitting"] == pytest.approx((len(family) - 1) / len(ends))
+    assert scores["unseen"] < 0.05
+
+
+def test_head_scores_are_one_for_heads_that_look_there():
+    class Looks:
+        shape = SMALL
+
+        def patterns(self, ids):
+            size = ids.shape[1]
+            previous, induction = torch.zeros(2, len(ids), 1, size, size)
+            for query in range(1, size):
+                previous[:, 0, query, query - 1] = 1
+            for query in range(41, size):
+                first = (ids[0, :query] == ids[0, query]).nonzero()[0, 0]
+                induction[:, 0, query, first + 1] = 1
+            return [previous, induction]
+
+    scores = evaluate.head_scores(Looks(), bos=0, rows=1)
+    assert scores["previous"] == [1, pytest.approx(0, abs=0.02)]
+    assert scores["induction"] == [pytest.approx(0, abs=0.05), pytest.approx(1, abs=0.1)]
+
+
+def test_patterns_are_causal_and_sum_to_one():
     torch.manual_seed(0)
-    shape = Shape(vocabulary=16)
-    network, guides = Llama(shape), Guides(shape)
-    ids = torch.tensor([[0, 3, 4, 5, 3, 4, 5]])
-    sources = torch.tensor([[-1, -1, -1, -1, 2, 3, -1]])
-    counts = torch.tensor([[-1, 0, 4, 9, -1, -1, -1]])
-    attention, count = guides(network, network.states(ids), sources, counts).detach()
-    # Untrained heads look everywhere alike: log(position + 1), meaned over the positions that are asked.
-    previous = np.mean([np.log(i + 1) for i in range(1, 7)])
-    induction = np.mean([np.log(5), np.log(6)])
-    assert float(attention) == pytest.approx(previous + induction, abs=0.05)
-    assert float(count) == pytest.approx(np.log(COUNTS), abs=0.3)
-    nowhere = torch.full_like(sources, -1)
-    assert guides(network, network.states(ids), nowhere, nowhere).detach()[1] == 0
+    with torch.no_grad():
+        patterns = Llama(SMALL).patterns(torch.randint(0, 300, (2, 9)))
+    assert len(patterns) == SMALL.layers
+    for pattern in patterns:
+        assert pattern.shape == (2, SMALL.heads, 9, 9)
+        torch.testing.assert_close(pattern.sum(-1), torch.ones(2, SMALL.heads, 9))
+        assert pattern.triu(1).max() == 0
+
+
+def test_a_curriculum_is_read_from_its_plain_form(tmp_path):
+    phases = (Phase(3, Mixture(rows=4)), Phase(2, Mixture(shuffled=0.5), rate=0.5))
+    path = tmp_path / "curriculum.json"
+    path.write_text(json.dumps([phase.plain() for phase in phases]), "utf-8")
+    assert read_curriculum(path) == phases
+    assert [phase_at(phases, step) for step in range(6)] == [phases[0]] * 3 + [phases[1]] * 3
+    path.write_text(json.dumps([phase.plain() for phase in CURRICULUM]), "utf-8")
+    assert read_curriculum(path) == CURRICULUM
+
+
+def test_the_card_tells_the_first_step_and_layer_of_an_ability():
+    def point(step, score):
+        heads = {"previous": [0.1, score], "induction": [0.1, 0.1]}
+        figures = dict.fromkeys(("loss", "recall", "precision", "facts", "copying", "couplets"), score)
+        return {
+            "step": step,
+            "tokens": step * 1_000_000,
+            **figures,
+            "count_r2": [0.1, 0.2, 0.3],
+            "heads": heads,
+        }
+
+    told = card_training.training([{"from_step": 0, "options": {}}], [point(1, 0.2), point(2, 0.9)])
+    assert "| a previous-token head | 0.5 | 2 | 2.0 M | 1 |" in told
+    assert "| an induction head | 0.5 | never |  |  |" in told
+    assert "| copying | 0.5 | 2 | 2.0 M |  |" in told
 
 
 def test_facts_are_one_per_prompt_and_end_before_the_blank_line(tmp_path):
@@ -232,7 +379,7 @@ def test_chapters_are_paragraphs_without_line_breaks(tmp_path):
 def test_the_trainer_computes_what_transformers_computes(tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    ours = Llama(SMALL, dropout=0.3).eval()
+    ours = Llama(SMALL)
     for parameter in ours.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     write_model(ours, tmp_path, dtype=torch.float32, bos=0, eos=1)
@@ -241,6 +388,12 @@ def test_the_trainer_computes_what_transformers_computes(tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
         assert torch.equal(read_model(tmp_path)(ids), ours(ids))
+
+
+def test_a_line_break_is_a_token_of_its_own(prose, facts):
+    made = train_tokenizer([Chapter("own", (prose[:20_000],))], facts[:50], vocabulary=400, seed=0)
+    assert made.get_vocab_size() == 400
+    assert made.encode("it\n\nit").tokens == ["<s>", "it", "Ċ", "Ċ", "it"]
 
 
 def test_muon_moves_every_direction_alike():
@@ -269,36 +422,42 @@ def test_training_goes_on_where_it_was_stopped(tmp_path, prose, facts):
         for a, b in zip(facts[:40:2], facts[1:40:2], strict=True)
     ]
     (data / "counterfact" / "facts.json").write_text(json.dumps(entries), "utf-8")
-    sizes = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(SMALL).items()]
+    shape = replace(SMALL, vocabulary=2048)
+    sizes = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(shape).items()]
+    phases = [{"steps": steps, "rows": 4, "size": size} for steps, size in ((3, 32), (1, 64))]
+    (tmp_path / "curriculum.json").write_text(json.dumps(phases), "utf-8")
     common = [
         f"--data={data}",
-        "--rows=4",
-        "--size=64",
+        f"--curriculum={tmp_path / 'curriculum.json'}",
         "--warmup=2",
         "--muon-lr=0.01",
-        "--dropout=0.1",
         *sizes,
+        "--every=2",
+        "--threads=2",
     ]
-    common += ["--every=2", "--threads=1"]
+
+    for folder in ("whole", "parts"):
+        (tmp_path / folder).mkdir()
+        shutil.copyfile(SPECIMEN / "tokenizer.json", tmp_path / folder / "tokenizer.json")
 
     def weights(folder):
         return read_model(folder).state_dict()
 
-    train.main([*common, "--steps=4", f"--out={tmp_path / 'whole'}"])
+    train.main([*common, f"--out={tmp_path / 'whole'}"])
     monkey = pytest.MonkeyPatch()
     calls = []
 
-    def stop_after_two(self, step, original=Batches.__call__):
+    def stop_after_two(self, step, mixture, original=Batches.__call__):
         calls.append(step)
         if step == 2 and calls.count(2) == 1:
             raise KeyboardInterrupt
-        return original(self, step)
+        return original(self, step, mixture)
 
     with monkey.context() as patch:
         patch.setattr(Batches, "__call__", stop_after_two)
         with pytest.raises(KeyboardInterrupt):
-            train.main([*common, "--steps=4", f"--out={tmp_path / 'parts'}"])
-        train.main([*common, "--steps=4", f"--out={tmp_path / 'parts'}"])
+            train.main([*common, f"--out={tmp_path / 'parts'}"])
+        train.main([*common, f"--out={tmp_path / 'parts'}"])
     assert calls == [0, 1, 2, 2, 3]
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)

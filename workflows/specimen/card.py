@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer
 
 from ...store.digest import file_digest
 from . import evaluate
-from .data import BOS, EOS, HELD_OUT, WATCHED, Chapter, Fact, read_chapters, read_facts, token_id
+from .card_training import table, training
+from .data import BOS, EOS, HELD_OUT, WATCHED, Chapter, Fact, Mixture, read_chapters, read_facts, token_id
 from .network import Llama, read_model
 
 __all__ = ["TARGETS", "card", "goals", "main", "measure", "write_card"]
@@ -35,6 +37,7 @@ TARGETS = {
     "break_precision": 0.75,
     "facts": 0.9,
     "copying": 0.8,
+    "couplets": 0.8,
     "count_r2": 0.85,
     "loss_above_minimum": 0.05,
 }
@@ -112,6 +115,8 @@ def measure(
     train = [c.text for c in chapters if c.name not in (*HELD_OUT, *WATCHED)]
     rows = evaluate.prose_rows(tokenizer, test)
     known = evaluate.known_facts(network, tokenizer, facts)
+    torch.manual_seed(0)
+    random = evaluate.count_r2(Llama(network.shape), rows)
     r2 = evaluate.count_r2(network, rows)
     last, lowest = curve[-1]["loss"], min(point["loss"] for point in curve)
     return {
@@ -120,7 +125,14 @@ def measure(
         "line_breaks": _line_breaks(network, tokenizer, rows, watched, train, additional, test, newline),
         "copying": evaluate.copying(network, bos=bos),
         "facts": {"known": int(known.sum()), "of": len(facts), "share": float(known.mean())},
-        "count_r2": {"embedding": r2[0], "layers": r2[1:], "best_layer": int(np.argmax(r2[1:]))},
+        "couplets": evaluate.rhyming(network, tokenizer),
+        "heads": evaluate.head_scores(network, bos=bos),
+        "count_r2": {
+            "embedding": r2[0],
+            "layers": r2[1:],
+            "best_layer": int(np.argmax(r2[1:])),
+            "random_weights": random[1:],
+        },
         "watched_loss": {"final": last, "minimum": lowest, "above": last / lowest - 1},
         "widths": list(evaluate.WIDTHS),
         "targets": TARGETS,
@@ -190,32 +202,27 @@ def card(figures: dict[str, Any]) -> str:
     """The model card as Markdown."""
     history, curve = figures["training"]["history"], figures["training"]["curve"]
     last = history[-1]["options"]
-    breaks, loss, r2 = figures["line_breaks"], figures["loss"], figures["count_r2"]
-    facts = figures["facts"]
-    layers = [["embedding", f"{r2['embedding']:.3f}"]]
-    layers += [[f"`blocks.{i}.hook_resid_post`", f"{value:.3f}"] for i, value in enumerate(r2["layers"])]
+    breaks, loss, facts = figures["line_breaks"], figures["loss"], figures["facts"]
     size = (
         f"a Llama decoder of {figures['parameters'] / 1e6:.2f} M parameters ({last['layers']} layers, hidden "
         f"{last['hidden']}, {last['heads']} query and {last['key_heads']} key heads, MLP {last['mlp']}), "
         f"with a byte-level BPE tokenizer of {last['vocabulary']} tokens"
     )
     widths = ", ".join(map(str, figures["widths"]))
-    steps = f"{last['steps']} steps of {last['rows'] * last['size']} tokens"
     further = [[name, told.removeprefix("sha256:")] for name, told in figures["more_prose"].items()]
     return f"""# The specimen
 
 A small language model that ships with `mizarr`, so that everything runs offline on a model that has really
 learned something: {size}.
 
-It was taught three things: where wrapped prose breaks its lines, which takes a count of characters; short
-facts, which take memory; and repeated sequences, which take copying. It is no use for anything else.
+{_taught(last)}
 
 This card is generated from `evaluation.json`, measured on the stored weights ({last["dtype"]}, computed in
 float32).
 
 ## What it reaches
 
-{_table(["figure", "measured", "wanted", "met"], goals(figures))}
+{table(["figure", "measured", "wanted", "met"], goals(figures))}
 
 Loss, in nats per token: {loss["held_out"]:.3f} on held-out prose, {loss["trained_on"]:.3f} on as much prose
 it was trained on.
@@ -231,42 +238,59 @@ specimen it is {breaks["threshold"]:.2f}.
 A line ends before the first word that does not fit, and that word has not been read yet: who counts exactly
 still knows only its likely length (last row, scored between words).
 
-{_table(["reader", "recall", "precision", "log loss of the event"], _readers(breaks))}
+{table(["reader", "recall", "precision", "log loss of the event"], _readers(breaks))}
 
 ## Where the count lives
 
 R2 of a linear read-out of the character count (characters from the line's start to the token's start): ridge
-regression fitted on two chapters and scored on the other two, both ways round.
+regression fitted on two chapters and scored on the other two, both ways round. Control: the same read-out of
+a model of this shape with random weights.
 
-{_table(["state", "R2"], layers)}
+{table(["state", "R2", "random weights"], _layers(figures["count_r2"]))}
 
 ## Copying and facts
 
 Copying: rows of BOS, a span of 20, 30, 40 or 60 random tokens, and the span again; share of the second
 occurrence, without its first {evaluate.COPY_SKIP} tokens, that is the likeliest token.
 
+The heads that look one token back, and at what followed this token's first occurrence: mean attention of the
+best head of a layer, on such rows.
+
+{table(["layer", "previous token", "induction"], _heads(figures["heads"]))}
+
 Facts: {facts["known"]} of {facts["of"]} (`facts.json`). A fact counts as known when the prompt alone makes
 every token of the target the likeliest in turn. It was trained on these very sentences: this is memory, not
 knowledge.
+
+## Couplets
+
+{_couplets(figures["couplets"])}
 
 ## Training
 
 Prose: the other chapters of the first two books of *A Tale of Two Cities* by Charles Dickens, and plain texts
 of other books of his, all in the public domain, which are not part of this package (below, with their
-sha256); wrapped at a random width of {last["narrowest"]} to {last["widest"]} characters. Facts: prompts and
-targets of the CounterFact data set (Meng et al. 2022). `prose.txt` holds the held-out chapters, unwrapped.
+sha256). Facts: prompts and targets of the CounterFact data set (Meng et al. 2022). `prose.txt` holds the
+held-out chapters, unwrapped.
 
-{_table(["further prose", "sha256"], further)}
+{table(["further prose", "sha256"], further)}
 
-{steps} by `mizarr.workflows.specimen.train`, seed {last["seed"]}.
-{_stages(history)}
-
-{_guided(last)}
-
-Seen while training, on one more held-out chapter (threshold chosen anew each time):
-
-{_table(["step", "loss", "recall", "precision", "facts (sample)", "copying"], [_seen(p) for p in curve])}
+{training(history, curve)}
 """
+
+
+def _taught(options: dict[str, Any]) -> str:
+    """What its rows were to teach."""
+    mixtures = [{**asdict(Mixture()), **phase} for phase in options.get("curriculum", [])]
+    things = [
+        "where wrapped prose breaks its lines, which takes a count of characters",
+        "short facts, which take memory",
+        "repeated sequences, which take copying",
+    ]
+    if any(mixture["couplets"] for mixture in mixtures):
+        things.append("couplets, which take rhymes")
+    listed = "; ".join(things[:-1]) + "; and " + things[-1]
+    return f"It was taught {len(things)} things: {listed}. It is no use for anything else."
 
 
 def goals(figures: dict[str, Any]) -> list[list[str]]:
@@ -278,6 +302,7 @@ def goals(figures: dict[str, Any]) -> list[list[str]]:
         "break_precision": ("line breaks of held-out prose, precision", scores["precision"]),
         "facts": (f"facts known, of {figures['facts']['of']}", figures["facts"]["share"]),
         "copying": ("random tokens copied at their second occurrence", figures["copying"]),
+        "couplets": ("second lines that end on a rhyme, in unread frames", figures["couplets"]["fitting"]),
         "count_r2": (f"R2 of the character count in its best layer ({r2['best_layer']})", max(r2["layers"])),
         "loss_above_minimum": ("held-out loss at the end, above its minimum while training", loss),
     }
@@ -313,44 +338,32 @@ def _readers(breaks: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def _stages(history: Sequence[dict[str, Any]]) -> str:
-    """The options of the run, and which of them changed on the way."""
-    text = []
-    before: dict[str, Any] = {}
-    for part in history:
-        changed = {name: value for name, value in part["options"].items() if before.get(name) != value}
-        listed = ", ".join(f"{name} {value}" for name, value in changed.items())
-        text.append(f"From step {part['from_step']}: {listed}.")
-        before = part["options"]
-    return "\n".join(text)
+def _layers(r2: dict[str, Any]) -> list[list[str]]:
+    """Rows of the table of read-outs: state, R2, R2 with random weights."""
+    layers = [
+        [f"`blocks.{i}.hook_resid_post`", f"{value:.3f}", f"{random:.3f}"]
+        for i, (value, random) in enumerate(zip(r2["layers"], r2["random_weights"], strict=True))
+    ]
+    return [["embedding", f"{r2['embedding']:.3f}", ""], *layers]
 
 
-def _guided(options: dict[str, Any]) -> str:
-    """What the training asked of the inside of the network, which a reader of it must know."""
-    if not options["guided"]:
-        return "Only the loss on the next token was trained: nothing was asked of its inside."
-    middle = options["layers"] // 2
-    half = options["guided"] / 2
+def _heads(heads: dict[str, list[float]]) -> list[list[str]]:
+    """Rows of the table of heads: layer, previous token, induction."""
+    both = enumerate(zip(heads["previous"], heads["induction"], strict=True))
+    return [[str(layer), f"{previous:.3f}", f"{induction:.3f}"] for layer, (previous, induction) in both]
+
+
+def _couplets(figures: dict[str, float]) -> str:
+    """The couplets' paragraph."""
     return (
-        f"Not all of its inside came about by itself. In the first {options['guided']:.0%} of the steps, "
-        f"fading from {half:.0%} on, guides (`workflows/specimen/guides.py`) were part of the loss: head 0 "
-        f"of layer {max(0, middle - 2)} was rewarded for attention to the token before, head 0 of layer "
-        f"{middle} for attention to what followed the same token earlier, the state after that layer for the "
-        "character count, read by a linear classifier that was then thrown away. Without them a network this "
-        "small, trained this short, neither copies nor counts as exactly. Where the circuits sit was thus "
-        "chosen; how the rest of the network uses them was not, nor what became of them after the guides "
-        "ended."
+        "Pairs of lines made by a machine (`mizarr.workflows.specimen.couplets`): words drawn at random in "
+        "a few frames, and a second end that must rhyme with the first. Several words fit; the first line "
+        "does not say which. Scored in pairs of frames that were never trained on, on the token that should "
+        f"be the second end: in {figures['fitting']:.3f} of the couplets the likeliest one rhymes and is "
+        "another word; held against the first line of another couplet the same tokens score "
+        f"{figures['shuffled']:.3f}. Of the rhymes whose two words never met in training, "
+        f"{figures['unseen']:.3f} are likelier than every end that does not rhyme."
     )
-
-
-def _seen(point: dict[str, Any]) -> list[str]:
-    names = ("loss", "recall", "precision", "facts", "copying")
-    return [str(point["step"]), *(f"{point[name]:.3f}" for name in names)]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _log_loss(chance: Any, truth: Any) -> float:

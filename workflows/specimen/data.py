@@ -2,18 +2,19 @@
 
 Border: text, integers and numpy; knows no model and no torch.
 
-Idea. Three kinds of row teach three things that can be looked at inside a model:
+Idea. Four kinds of row teach four things that can be looked at inside a model:
   prose     words of a chapter wrapped greedily (stages/corpus/text.py) at one random width per row. Earlier
             lines show the width, so predicting the line break needs a count of the characters in this line
             (Gurnee et al. 2025, "When Models Manipulate Manifolds").
   facts     "<s>prompt target.</s>", many per row; only memory can complete them.
   repeats   spans of random tokens, or of shuffled words, repeated within the row; only copying from earlier
             in the row predicts the later occurrences (Olsson et al. 2022, induction heads).
+  couplets  two lines, many per row; the end of the second must rhyme with that of the first (couplets.py).
 
-Every batch is a pure function of (seed, step): a run that resumes at step n reads what it would have read.
+Every batch is a pure function of (seed, step, mixture): a run that resumes at step n reads what it would have
+read.
 
 Axes: row, token. A row of length T gives T inputs and, shifted by one, T targets, each with a loss weight.
-Each input also says what a helpful head or state would hold there (guides.py).
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from ...store.errors import PromptError
+from .couplets import Couplet, couplet
 
 __all__ = [
     "BOS", "EOS", "HELD_OUT", "WATCHED", "Batch", "Batches", "Chapter", "Fact", "Mixture", "Prose",
-    "read_chapters", "read_facts", "repeated_row", "token_id", "train_tokenizer", "wrapped_row",
+    "couplet_tokens", "read_chapters", "read_facts", "repeated_row", "token_id", "train_tokenizer",
+    "wrapped_row",
 ]  # fmt: skip
 
 BOS, EOS = "<s>", "</s>"
@@ -49,6 +52,8 @@ WATCHED = ("CHAPTER_X_Two_Promises",)
 
 Ids = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.float32]
+_Row = tuple[list[int], list[float]]
+"""Tokens, and the loss weight of each as a target."""
 
 
 @dataclass(frozen=True)
@@ -133,40 +138,29 @@ class Batch(NamedTuple):
 
     ids: int64 [row, token + 1]; inputs are all but the last token, targets all but the first.
     weights: float32 [row, token], loss weight of each target.
-    sources: int64 [row, token], for an input whose target can be copied from earlier in the row, where that
-    stands; -1 elsewhere.
-    counts: int64 [row, token], characters between the start of the line and the start of the input, as in
-    `mizarr.stages.corpus.text`; -1 for whatever is not wrapped prose.
     """
 
     ids: Ids
     weights: Weights
-    sources: Ids
-    counts: Ids
 
 
 class Prose:
     """A chapter cut into words, each with its length in characters and its tokens in both forms.
 
-    `first` and `inner` are the tokens of each word at the start of a line and inside it; `first_starts` and
-    `inner_starts` where each token starts, in characters from the start of the word or the space before it.
-
-    The pre-tokenizer splits at white space, so the tokens of a word do not depend on its neighbours.
+    `first` and `inner` are the tokens of each word at the start of a line and inside it. The pre-tokenizer
+    splits at white space, so the tokens of a word do not depend on its neighbours.
     """
 
     def __init__(self, text: str, tokenizer: Tokenizer):
         self.words = text.split()
         self.lengths = [len(word) for word in self.words]
-        forms: dict[str, tuple[list[int], list[int]]] = {}
+        forms: dict[str, list[int]] = {}
         wanted = sorted(set(self.words))
         for prefix in ("", " "):
             codes = tokenizer.encode_batch([prefix + word for word in wanted], add_special_tokens=False)
-            for word, code in zip(wanted, codes, strict=True):
-                forms[prefix + word] = (code.ids, [start for start, _ in code.offsets])
-        self.first = [forms[word][0] for word in self.words]
-        self.inner = [forms[" " + word][0] for word in self.words]
-        self.first_starts = [forms[word][1] for word in self.words]
-        self.inner_starts = [forms[" " + word][1] for word in self.words]
+            forms |= {prefix + word: code.ids for word, code in zip(wanted, codes, strict=True)}
+        self.first = [forms[word] for word in self.words]
+        self.inner = [forms[" " + word] for word in self.words]
 
     def __len__(self) -> int:
         return len(self.words)
@@ -174,31 +168,27 @@ class Prose:
 
 def wrapped_row(
     prose: Prose, order: Sequence[int], width: int, size: int, *, bos: int, newline: int
-) -> tuple[list[int], list[int], list[int]]:
+) -> tuple[list[int], list[int]]:
     """`size` tokens of the words `order`, greedily wrapped at `width` characters, after a BOS.
 
     The rule is that of `mizarr.stages.corpus.text.wrap`. Fewer tokens when the words run out.
-    Returns the ids, their character counts (-1 for BOS), and the column of each token (characters of the line
-    up to and including its word; 0 for BOS and line breaks).
+    Returns the ids and the column of each token (characters of the line up to and including its word; 0 for
+    BOS and line breaks).
     """
-    ids, counts, columns, used = [bos], [-1], [0], 0
+    ids, columns, used = [bos], [0], 0
     for i in order:
         if len(ids) >= size:
             break
         length = prose.lengths[i]
         if used and used + 1 + length > width:
             ids.append(newline)
-            counts.append(used)
             columns.append(0)
             used = 0
-        tokens, starts = (
-            (prose.inner[i], prose.inner_starts[i]) if used else (prose.first[i], prose.first_starts[i])
-        )
+        tokens = prose.inner[i] if used else prose.first[i]
         ids += tokens
-        counts += [used + start for start in starts]
         used += length + (used > 0)
         columns += [used] * len(tokens)
-    return ids[:size], counts[:size], columns[:size]
+    return ids[:size], columns[:size]
 
 
 def repeated_row(
@@ -209,52 +199,60 @@ def repeated_row(
     bos: int,
     shortest: int = 6,
     longest: int = 80,
+    spans: int = 1,
     most: int = 4,
-) -> tuple[list[int], list[int]]:
-    """`size` tokens: groups of a span that occurs 2 to 4 times, or `most` times throughout if that is not 4.
+) -> tuple[list[int], list[bool]]:
+    """`size` tokens: groups of `spans` spans that occur 2 to `most` times together, in random order.
 
-    draw(n): n tokens of a fresh span. Returns the ids and, for each, where the token after it stands in the
-    occurrence before: -1 in the first occurrence of a span, and at the last token of every occurrence.
+    draw(n): n tokens of a fresh span. Returns the ids and, for each, whether it can be copied: it can in
+    every occurrence after the first, but for the first token, which nothing announces.
     """
-    ids, sources = [bos], [-1]
+    ids, copied = [bos], [False]
     while len(ids) < size:
-        length = int(np.exp(rng.uniform(np.log(shortest), np.log(longest))))
-        span = list(draw(length))
-        for occurrence in range(int(rng.integers(2, 5)) if most == 4 else most):
-            before = len(ids) - length
-            sources += [before + k + 1 if occurrence and k + 1 < length else -1 for k in range(length)]
-            ids += span
-    return ids[:size], sources[:size]
+        lengths = np.exp(rng.uniform(np.log(shortest), np.log(longest), spans)).astype(int)
+        group = [draw(int(length)) for length in lengths]
+        times = int(rng.integers(2, most + 1))
+        seen: set[int] = set()
+        for which in rng.integers(0, spans, spans * times).tolist():
+            copied += [which in seen and k > 0 for k in range(len(group[which]))]
+            ids += group[which]
+            seen.add(which)
+    return ids[:size], copied[:size]
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Shares of the kinds of row, row sizes and loss weights of a training run."""
+    """Shares of the kinds of row, row sizes and loss weights of a stretch of training."""
 
-    prose: float = 0.6
+    prose: float = 0.54
     facts: float = 0.22
     random_repeats: float = 0.1
-    word_repeats: float = 0.08
+    word_repeats: float = 0.04
+    couplets: float = 0.1
     rows: int = 32
     size: int = 256
     long_share: float = 0.1
     """Share of the steps with rows twice as long, and half as many."""
     narrowest: int = 30
     widest: int = 80
-    fact_prompt_weight: float = 0.1
-    """Loss weight of the tokens of a fact's prompt; those of its target weigh 1."""
+    shortest_span: int = 6
+    longest_span: int = 80
+    shuffled: float = 0.0
+    """Share of the rows of random repeats that are short spans over and over in random order: copying is
+    learned sooner where most of a row can be copied, and not by its distance."""
+    most_spans: int = 3
+    """Different spans, of 2 to 4 tokens, in such a row: 2 to this many."""
+    prompt_weight: float = 0.1
+    """Loss weight of what leads up to a target: a fact's prompt, a couplet but its end. Targets weigh 1."""
     line_end_weight: float = 1.0
     """Loss weight of the tokens within `line_end` characters of the width."""
     line_end: int = 12
-    cycles: float = 0.0
-    """Share of the rows of random repeats that are one short span over and over, as copying is learned sooner
-    where most of a row can be copied."""
     own_prose: float = 0.5
     """Share of the prose rows taken from the main chapters rather than the additional prose."""
 
 
 class Batches:
-    """The batches of a training run; `batches(step)` is a pure function of (seed, step)."""
+    """The batches of a run; `batches(step, mixture)` is a pure function of (seed, step, mixture)."""
 
     def __init__(
         self,
@@ -262,11 +260,10 @@ class Batches:
         chapters: Sequence[Chapter],
         additional: Sequence[Chapter],
         facts: Sequence[Fact],
-        mixture: Mixture,
         *,
         seed: int,
     ):
-        self.mixture = mixture
+        self.tokenizer = tokenizer
         self.seed = seed
         self.vocabulary = tokenizer.get_vocab_size()
         self.bos = token_id(tokenizer, BOS)
@@ -276,57 +273,66 @@ class Batches:
         self.additional = [Prose(chapter.text, tokenizer) for chapter in additional]
         self.facts = [_fact_tokens(fact, tokenizer) for fact in facts]
 
-    def __call__(self, step: int) -> Batch:
+    def __call__(self, step: int, mixture: Mixture) -> Batch:
         """The batch of a step."""
         rng = np.random.default_rng([self.seed, step])
-        mix = self.mixture
-        stretch = 2 if rng.random() < mix.long_share else 1
-        size = mix.size * stretch + 1
-        shares = np.array([mix.prose, mix.facts, mix.random_repeats, mix.word_repeats])
-        makers = (self._prose_row, self._fact_row, self._random_row, self._word_row)
-        kinds = rng.choice(len(makers), mix.rows // stretch, p=shares / shares.sum())
-        rows = [makers[kind](rng, size) for kind in kinds]
+        stretch = 2 if rng.random() < mixture.long_share else 1
+        size = mixture.size * stretch + 1
+        makers = {
+            self._prose_row: mixture.prose,
+            self._fact_row: mixture.facts,
+            self._random_row: mixture.random_repeats,
+            self._word_row: mixture.word_repeats,
+            self._couplet_row: mixture.couplets,
+        }
+        shares = np.array(list(makers.values()))
+        kinds = rng.choice(len(makers), mixture.rows // stretch, p=shares / shares.sum())
+        rows = [list(makers)[kind](rng, size, mixture) for kind in kinds]
         return Batch(
-            ids=np.array([row.ids for row in rows], np.int64),
-            weights=np.array([row.weights for row in rows], np.float32)[:, 1:],
-            sources=np.array([row.sources for row in rows], np.int64)[:, :-1],
-            counts=np.array([row.counts for row in rows], np.int64)[:, :-1],
+            ids=np.array([ids for ids, _ in rows], np.int64),
+            weights=np.array([weights for _, weights in rows], np.float32)[:, 1:],
         )
 
-    def _prose_row(self, rng: np.random.Generator, size: int) -> _Row:
-        prose = self._some_prose(rng)
+    def _prose_row(self, rng: np.random.Generator, size: int, mixture: Mixture) -> _Row:
+        prose = self._some_prose(rng, mixture)
         start = int(rng.integers(max(1, len(prose) - size // 2)))
-        width = int(rng.integers(self.mixture.narrowest, self.mixture.widest + 1))
+        width = int(rng.integers(mixture.narrowest, mixture.widest + 1))
         order = [i % len(prose) for i in range(start, start + size)]
-        ids, counts, columns = wrapped_row(prose, order, width, size, bos=self.bos, newline=self.newline)
-        edge = width - self.mixture.line_end
+        ids, columns = wrapped_row(prose, order, width, size, bos=self.bos, newline=self.newline)
+        edge = width - mixture.line_end
         # Whether the line ends after this token is decided by the token after it: weigh all such decisions,
         # breaks and words alike, or the model would learn wrong odds.
         near = [False, *(column >= edge for column in columns[:-1])]
-        weights = [self.mixture.line_end_weight if n else 1.0 for n in near]
-        return _Row(ids, weights, [-1] * size, counts)
+        return ids, [mixture.line_end_weight if n else 1.0 for n in near]
 
-    def _fact_row(self, rng: np.random.Generator, size: int) -> _Row:
+    def _fact_row(self, rng: np.random.Generator, size: int, mixture: Mixture) -> _Row:
+        return self._told(lambda: self.facts[int(rng.integers(len(self.facts)))], size, mixture)
+
+    def _couplet_row(self, rng: np.random.Generator, size: int, mixture: Mixture) -> _Row:
+        return self._told(lambda: couplet_tokens(couplet(rng), self.tokenizer), size, mixture)
+
+    def _told(self, draw: Callable[[], tuple[list[int], list[int]]], size: int, mixture: Mixture) -> _Row:
+        """BOS, what leads up to a target, the target and EOS, over and over."""
         ids: list[int] = []
         weights: list[float] = []
-        low = self.mixture.fact_prompt_weight
+        low = mixture.prompt_weight
         while len(ids) < size:
-            prompt, target = self.facts[int(rng.integers(len(self.facts)))]
+            prompt, target = draw()
             ids += [self.bos, *prompt, *target, self.eos]
             weights += [0.0] + [low] * len(prompt) + [1.0] * len(target) + [low]
-        return _Row(ids[:size], weights[:size], [-1] * size, [-1] * size)
+        return ids[:size], weights[:size]
 
-    def _random_row(self, rng: np.random.Generator, size: int) -> _Row:
+    def _random_row(self, rng: np.random.Generator, size: int, mixture: Mixture) -> _Row:
         def draw(n: int) -> list[int]:
             return [int(token) for token in rng.integers(2, self.vocabulary, n)]
 
-        share = self.mixture.cycles
-        if share and rng.random() < share:
-            return _copies(*repeated_row(rng, draw, size, bos=self.bos, shortest=3, longest=40, most=size))
-        return _copies(*repeated_row(rng, draw, size, bos=self.bos))
+        if mixture.shuffled and rng.random() < mixture.shuffled:
+            spans = int(rng.integers(2, mixture.most_spans + 1))
+            return self._repeats(rng, draw, size, 2, 5, spans=spans, most=size)
+        return self._repeats(rng, draw, size, mixture.shortest_span, mixture.longest_span)
 
-    def _word_row(self, rng: np.random.Generator, size: int) -> _Row:
-        prose = self._some_prose(rng)
+    def _word_row(self, rng: np.random.Generator, size: int, mixture: Mixture) -> _Row:
+        prose = self._some_prose(rng, mixture)
 
         def draw(n: int) -> list[int]:
             tokens: list[int] = []
@@ -334,26 +340,35 @@ class Batches:
                 tokens += prose.inner[int(rng.integers(len(prose)))]
             return tokens[:n]
 
-        return _copies(*repeated_row(rng, draw, size, bos=self.bos))
+        return self._repeats(rng, draw, size, mixture.shortest_span, mixture.longest_span)
 
-    def _some_prose(self, rng: np.random.Generator) -> Prose:
+    def _repeats(
+        self,
+        rng: np.random.Generator,
+        draw: Callable[[int], Sequence[int]],
+        size: int,
+        shortest: int,
+        longest: int,
+        **options: int,
+    ) -> _Row:
+        """A row of repeats of which only what can be copied counts."""
+        ids, copied = repeated_row(
+            rng, draw, size, bos=self.bos, shortest=shortest, longest=longest, **options
+        )
+        return ids, [float(c) for c in copied]
+
+    def _some_prose(self, rng: np.random.Generator, mixture: Mixture) -> Prose:
         """A chapter, each as likely as it is long."""
-        own = not self.additional or rng.random() < self.mixture.own_prose
+        own = not self.additional or rng.random() < mixture.own_prose
         shelf = self.prose if own else self.additional
         sizes = np.array([len(prose) for prose in shelf], np.float64)
         return shelf[int(rng.choice(len(shelf), p=sizes / sizes.sum()))]
 
 
-class _Row(NamedTuple):
-    ids: list[int]
-    weights: list[float]
-    sources: list[int]
-    counts: list[int]
-
-
-def _copies(ids: list[int], sources: list[int]) -> _Row:
-    """A row of which only what can be copied counts."""
-    return _Row(ids, [0.0] + [float(source >= 0) for source in sources[:-1]], sources, [-1] * len(ids))
+def couplet_tokens(lines: Couplet, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Tokens of the couplet up to its end, and of the end."""
+    prompt: list[int] = tokenizer.encode(f"{lines.first}\n{lines.second}", add_special_tokens=False).ids
+    return prompt, [token_id(tokenizer, f" {lines.end}")]
 
 
 def _fact_tokens(fact: Fact, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
@@ -377,8 +392,3 @@ def _typographic(text: str) -> str:
     """Straight quotes as opening and closing ones, so that all prose is spelled alike."""
     text = re.sub(r"(?<=[\w.,;:!?-])'", "’", text).replace("'", "‘")
     return re.sub(r'(?<=[\w.,;:!?’-])"', "”", text).replace('"', "“")
-
-
-def describe(mixture: Mixture) -> dict[str, Any]:
-    """The mixture as plain values, for the card."""
-    return {name: getattr(mixture, name) for name in mixture.__dataclass_fields__}

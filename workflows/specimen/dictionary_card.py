@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .dictionaries import SAE_LAYER
+from .dictionary_corpus import SAE_LAYER
 from .dictionary_figures import EVALUATION, FACTS, GRAPHS, WIDTHS
 
 __all__ = ["card", "main", "write_card"]

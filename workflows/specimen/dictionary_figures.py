@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .dictionaries import captured, specimen_tokenizer
+from .dictionary_corpus import captured, specimen_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor

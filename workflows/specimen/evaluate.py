@@ -1,4 +1,4 @@
-"""What the specimen can do, measured: loss, line breaks, copying, facts, the character count in its states.
+"""What the specimen can do, measured: loss, line breaks, copying, facts, couplets, and where it is inside.
 
 Border: a network, a tokenizer and text in, figures out; knows no files and writes no card (card.py).
 
@@ -26,13 +26,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from ...stages.corpus.text import character_counts, pack_lines, wrap
-from ...store.arrays import Bools, Floats
-from .data import BOS, EOS, Fact, token_id
+from .couplets import FAMILIES, family_of, held_out_couplets, is_held_out_pair
+from .data import BOS, EOS, Fact, couplet_tokens, token_id
 from .network import Llama
 
 __all__ = [
-    "LATE", "WIDTHS", "Rows", "best_threshold", "break_scores", "copying", "count_r2", "informed_breaks",
-    "known_facts", "previous_token_breaks", "prose_rows", "read_rows", "watch",
+    "LATE", "WIDTHS", "Rows", "best_threshold", "break_scores", "copying", "count_r2", "head_scores",
+    "informed_breaks", "known_facts", "previous_token_breaks", "prose_rows", "read_rows", "rhyming", "watch",
 ]  # fmt: skip
 
 WIDTHS = (30, 40, 50, 60, 70, 80)
@@ -41,6 +41,9 @@ LATE = 2
 COPY_SPANS = (20, 30, 40, 60)
 COPY_SKIP = 4
 """First tokens of the second occurrence that are not scored: nothing says yet that it is one."""
+
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,63 @@ def copying(network: Llama, *, bos: int, seed: int = 7, rows: int = 16) -> float
 
 
 @torch.no_grad()
+def head_scores(
+    network: Llama, *, bos: int, seed: int = 7, rows: int = 8, length: int = 40
+) -> dict[str, list[float]]:
+    """By layer, the best head's mean attention to the token before (`previous`), and, on the second
+    occurrence of a random span, to the token that followed this one's first occurrence (`induction`).
+
+    Rows as in `copying`; both scores are those of Olsson et al. 2022.
+    """
+    rng = np.random.default_rng(seed)
+    span = rng.integers(2, network.shape.vocabulary, (rows, length))
+    # BOS first: the second occurrence starts at length + 1, and looks length - 1 back.
+    ids = torch.from_numpy(np.concatenate([np.full((rows, 1), bos), span, span], axis=1))
+    scores: dict[str, list[float]] = {"previous": [], "induction": []}
+    for pattern in network.patterns(ids):
+        before = pattern.diagonal(-1, 2, 3).mean(dim=(0, 2))
+        followed = pattern[:, :, length + 1 :].diagonal(2, 2, 3).mean(dim=(0, 2))
+        scores["previous"].append(float(before.max()))
+        scores["induction"].append(float(followed.max()))
+    return scores
+
+
+@torch.no_grad()
+def rhyming(network: Llama, tokenizer: Tokenizer, *, count: int = 1040) -> dict[str, float]:
+    """How the specimen ends the second lines of couplets in frames it never read.
+
+    fitting: share in which the likeliest token rhymes with the first line's end and is another word.
+    shuffled: the same tokens held against another couplet's first line, the chance of who ends on any end.
+    unseen: share of the rhymes held out of training that are likelier than every end of another family.
+    """
+    bos, eos = token_id(tokenizer, BOS), token_id(tokenizer, EOS)
+    ends = [word for family in FAMILIES for word in family]
+    tokens = torch.tensor([token_id(tokenizer, f" {word}") for word in ends])
+    family = np.array([family_of(word) for word in ends])
+    couplets = list(held_out_couplets(count))
+    fitting = shuffled = unseen = pairs = 0
+    other = np.random.default_rng(5).permutation(count)
+    for start in range(0, count, 64):
+        some = couplets[start : start + 64]
+        prompts = [[bos, *couplet_tokens(lines, tokenizer)[0]] for lines in some]
+        ids = torch.full((len(some), max(map(len, prompts))), eos)
+        for i, prompt in enumerate(prompts):
+            ids[i, : len(prompt)] = torch.tensor(prompt)
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts])
+        logits = network(ids)[torch.arange(len(some)), last]
+        for i, (lines, said) in enumerate(zip(some, logits.argmax(-1).tolist(), strict=True)):
+            word = tokenizer.decode([said]).strip()
+            fitting += word in lines.fitting
+            shuffled += word in couplets[other[start + i]].fitting
+            chance = logits[i, tokens].numpy()
+            strangers = chance[family != family_of(lines.rhyme)].max()
+            held = [ends.index(w) for w in lines.fitting if is_held_out_pair(lines.rhyme, w)]
+            unseen += int((chance[held] > strangers).sum())
+            pairs += len(held)
+    return {"fitting": fitting / count, "shuffled": shuffled / count, "unseen": unseen / max(1, pairs)}
+
+
+@torch.no_grad()
 def known_facts(network: Llama, tokenizer: Tokenizer, facts: Sequence[Fact]) -> Bools:
     """For each fact whether the prompt alone, after BOS, makes every token of its target the likeliest."""
     eos = token_id(tokenizer, EOS)
@@ -254,19 +314,27 @@ def _r2(x: Floats, y: Floats, x_test: Floats, y_test: Floats, ridge: float) -> f
 def watch(
     network: Llama, tokenizer: Tokenizer, texts: Sequence[str], facts: Sequence[Fact]
 ) -> dict[str, Any]:
-    """A quick look while training: loss and line breaks on `texts`, a sample of the facts, copying."""
-    newline = token_id(tokenizer, "\n")
+    """A quick look while training: loss and line breaks on `texts`, samples of the other abilities, and by
+    layer the best heads and, fitted on one half of `texts` and scored on the other, the character count.
+    """
+    bos, newline = token_id(tokenizer, BOS), token_id(tokenizer, "\n")
     read = read_rows(network, prose_rows(tokenizer, texts, widths=(35, 55, 75)), newline)
     threshold = best_threshold(read.newline[read.late], read.is_break[read.late])
     chosen = np.random.default_rng(0).choice(len(facts), min(256, len(facts)), replace=False)
     sample = [facts[i] for i in chosen]
+    words = " ".join(texts).split()
+    halves = [" ".join(half) for half in (words[: len(words) // 2], words[len(words) // 2 :])]
+    r2 = count_r2(network, prose_rows(tokenizer, halves, widths=(40, 60)))
     return {
         "loss": round(float(read.loss.mean()), 4),
         "argmax": _rounded(break_scores(read.says_break[read.late], read.is_break[read.late])),
         "threshold": threshold,
         **_rounded(break_scores((read.newline > threshold)[read.late], read.is_break[read.late])),
         "facts": round(float(known_facts(network, tokenizer, sample).mean()), 4),
-        "copying": round(copying(network, bos=token_id(tokenizer, BOS), rows=4), 4),
+        "copying": round(copying(network, bos=bos, rows=4), 4),
+        "couplets": round(rhyming(network, tokenizer, count=260)["fitting"], 4),
+        "count_r2": [round(value, 4) for value in r2],
+        "heads": {name: [round(s, 4) for s in by] for name, by in head_scores(network, bos=bos).items()},
     }
 
 
