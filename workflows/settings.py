@@ -22,6 +22,7 @@ from ..store.errors import ConfigError, nearest
 
 __all__ = [
     "AnswerSettings",
+    "ChosenEdgeSettings",
     "ControlSettings",
     "Count",
     "EdgeSettings",
@@ -81,6 +82,21 @@ class EdgeSettings:
         "last", 'position that reads: an index, "first", "last", or a phrase of the prompt'
     )
     key: int | str = setting("first", "position that is read")
+
+
+@dataclass(frozen=True)
+class ChosenEdgeSettings(ControlSettings, FactSettings):
+    """A question about one edge in one layer, chosen on other facts where it is not named."""
+
+    query: int | str = setting(
+        "last", 'position that reads: an index, "first", "last", or a phrase of the prompt'
+    )
+    key: int | str | None = setting(
+        None, "position that is read; none: the kind of position that matters most on other facts"
+    )
+    layer: int | None = setting(None, "layer told in full; none: the one that matters most on other facts")
+    facts: Count = setting(8, "other facts the edge is chosen on, and as many more it is scored on")
+    top_k: Count = setting(10, "changed tokens kept of each run")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from mizarr.stages.causal.ablation import Ablation
 from mizarr.stages.causal.continuation import Continuation
 from mizarr.stages.causal.convergence import ContrastiveVectors, PushedStates
 from mizarr.stages.causal.counterfact import CounterFactPatching, Pair
-from mizarr.stages.causal.draws import Draws
+from mizarr.stages.causal.draws import AtOnce, Draws
 from mizarr.stages.causal.factual_routing import FactualRouting
 from mizarr.stages.causal.knockout import EdgeKnockout, HeadKnockout
 from mizarr.stages.causal.patching import ActivationPatching, PatchTable
@@ -226,6 +226,10 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     EdgeKnockout: (EDGES, {**OF_EDGES, "keeps_self": True, "heads": (1,)}),
     Draws: (
+        {"experiments": (EdgeKnockout(**EDGES),)},
+        {"experiments": (EdgeKnockout(**EDGES), EdgeKnockout(**{**EDGES, "top_k": 3}))},
+    ),
+    AtOnce: (
         {"experiments": (EdgeKnockout(**EDGES),)},
         {"experiments": (EdgeKnockout(**EDGES), EdgeKnockout(**{**EDGES, "top_k": 3}))},
     ),
