@@ -5,19 +5,19 @@ Multiplies the weight of one attention edge by several doses, inside the pass an
 predicts. A calibration says which factor reaches a wanted attention: read linearly, interpolated on the
 measured curve, and exactly.
 
-The strongest dose stands beside the same dose of other edges of the same query: those whose attention is most
-alike. Defaults: the last token's edge, in all heads, whose layer and kind of key lose most when cut on other
-shipped facts (material/edge_choice.py), beside the one that loses least there, and twice its attention as the
-aim; every other layer is run for comparison. A target of several tokens is followed by its first piece
-(logits) and by all of them (probability), never by its last.
+The strongest dose stands beside the same dose of other edges of the same query: those whose attention is
+most alike. Defaults: the last token's edge, in all heads, whose layer and kind of key move other shipped
+facts most at that dose (material/edge_choice.py), beside the one that moves them least, and twice its
+attention as the aim; every other layer is run for comparison. A target of several tokens is followed by its
+first piece (logits) and by all of them (probability), never by its last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from ..pipeline.nodes import ResultNode
+    from ..stages.forward.hooks.edge_interventions import Edge
+    from ..stages.forward.runs.experiment import Experiment
 
 __all__ = ["SteeringDoseResponseSettings", "SteeringDoseResponse"]
 
@@ -67,6 +69,9 @@ class SteeringDoseResponse(EdgeWorkflow):
     settings_type = SteeringDoseResponseSettings
     settings: SteeringDoseResponseSettings
 
+    num_drawn: ClassVar[int] = 0
+    done: ClassVar[str] = "at the strongest dose"
+
     def plan(self) -> Mapping[str, ResultNode]:
         """Every edge that may be told at every dose, in one layer or in each; all edges at the strongest."""
         given = self.settings
@@ -87,6 +92,14 @@ class SteeringDoseResponse(EdgeWorkflow):
             "controls": self.on_model(AtOnce(others)),
             **self.facts_node(),
         }
+
+    def on_fact(self, tokens: tuple[int, ...], edges: Sequence[Edge]) -> list[Experiment]:
+        """The strongest dose of each edge."""
+        given = self.settings
+        return [
+            DoseResponse(tokens, (edge,), doses=(max(given.doses),), window=given.window, top_k=1)
+            for edge in edges
+        ]
 
     @cached_property
     def response(self) -> xr.Dataset:

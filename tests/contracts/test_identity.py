@@ -29,7 +29,7 @@ from mizarr.stages.causal.counterfact import CounterFactPatching, Pair
 from mizarr.stages.causal.draws import AtOnce, Draws
 from mizarr.stages.causal.factual_routing import FactualRouting
 from mizarr.stages.causal.knockout import EdgeKnockout, HeadKnockout
-from mizarr.stages.causal.patching import ActivationPatching, PatchTable
+from mizarr.stages.causal.patching import ActivationPatching, DonorPatching, PatchTable
 from mizarr.stages.causal.patching_metrics import KL, Custom, LogitDifference, Metric, Probability, Recovery
 from mizarr.stages.causal.steering import DoseResponse
 from mizarr.stages.causal.tracing import CausalTracing
@@ -136,6 +136,16 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
     ActivationPatching: (
         {**GRID, "clean": (1, 2, 3), "corrupted": (1, 4, 3)},
         {**OF_GRID, "clean": (1, 5, 3), "corrupted": (1, 5, 3), "align": (0, 1, 1)},
+    ),
+    DonorPatching: (
+        {**GRID, "clean": (1, 2, 3), "corrupted": (1, 4, 3), "donor": (5, 6, 7)},
+        {
+            **OF_GRID,
+            "clean": (1, 5, 3),
+            "corrupted": (1, 5, 3),
+            "align": (0, 1, 1),
+            "donor": (5, 6, 8),
+        },
     ),
     CausalTracing: (
         {**GRID, "tokens": (1, 2, 3), "subject": (1,)},

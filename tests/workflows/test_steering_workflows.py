@@ -18,6 +18,7 @@ from mizarr.stages.causal.steering import DOSE_LEVELS
 from mizarr.store.errors import ConfigError, MizarrError, PromptError
 from mizarr.workflows import build, compute
 from mizarr.workflows.material.answers import counterpart, fact
+from mizarr.workflows.material.edge_choice import ROLES, roles_of
 from mizarr.workflows.subject import Subject
 
 PROMPT, OTHER, TARGET = "it was the age of", "it was the epoch of", "wisdom"
@@ -128,18 +129,29 @@ def test_the_finding_is_the_strongest_dose_beside_edges_of_as_much_attention(dos
         assert found["null"]["as_large"] == as_large
 
 
-def test_an_edge_nobody_named_is_that_of_a_knockout(tiny_model, tmp_path):
-    given = {"model": str(tiny_model), "prompt": "A spring is developed by", "facts": 2}
-    steered = compute("steering_dose_response", store=tmp_path / "s", doses=[0.5, 3.0], **given)
-    cut = compute("attention_knockout", store=tmp_path / "s", sweep=False, **given)
-    assert steered.edge == cut.edge
-    assert steered.to_json()["choice"] == cut.to_json()["choice"]
-    assert steered.to_json()["target_layer"] == cut.layer
-    named = {"layer": cut.layer, "key": cut.edge[1], "model": given["model"], "prompt": given["prompt"]}
-    alone = compute("steering_dose_response", store=tmp_path / "s", doses=[0.5, 3.0], **named)
-    for one, other in zip(steered.to_json()["points"], alone.to_json()["points"], strict=True):
+def test_an_edge_nobody_named_is_the_one_that_moves_other_facts_most(tiny_model, model, tmp_path):
+    given = {"model": str(tiny_model), "prompt": "A spring is developed by", "doses": [0.5, 3.0]}
+    done = compute("steering_dose_response", store=tmp_path / "s", facts=2, **given)
+    document = done.to_json()
+    moved = np.zeros((3, 3))
+    for other in done.others:
+        query = len(other) - 1
+        plain = model.forward(other.text).logits[0, -1]
+        for role, key in enumerate(roles_of(other, query).values()):
+            for layer in range(3):
+                hooks = HookSpec().intervene(f"blocks.{layer}.attn.hook_pattern", Steer([(query, key)], 3.0))
+                moved[layer, role] += kl(plain, model.forward(other.text, hooks).logits[0, -1]) / 2
+    layer, role = np.unravel_index(moved.argmax(), moved.shape)
+    assert (document["choice"]["layer"], document["choice"]["role"]) == (layer, list(ROLES)[role])
+    assert document["choice"]["lost"] == pytest.approx(moved.max(), rel=1e-3)
+    assert document["choice"]["chosen_on"] == [other.text for other in done.others]
+    assert (document["target_layer"], done.edge[1]) == (layer, done.roles[list(ROLES)[role]])
+    alone = compute(
+        "steering_dose_response", store=tmp_path / "s", layer=done.layer, key=done.edge[1], **given
+    )
+    for one, other in zip(document["points"], alone.to_json()["points"], strict=True):
         assert one["kl_divergence"] == pytest.approx(other["kl_divergence"], rel=1e-3, abs=1e-9)
-    assert len(steered.to_json()["findings"]) == len(alone.to_json()["findings"]) + 1
+    assert len(document["findings"]) == len(alone.to_json()["findings"]) + 1
 
 
 def test_layers_alone_or_in_a_sweep_say_the_same(doses, tiny_model, tmp_path):

@@ -3,7 +3,8 @@
 An edge of one prompt has no counterpart in another, its kind has: a layer, and the role of the position that
 is read - the first one (BOS, where there is one), the last token of the fact's subject, the one before the
 query. Of other shipped facts, the first half says which layer and role lose most when the edge is cut
-(KL, mean); the second half, and the prompt that is shown, say what that is worth.
+(KL, mean); the second half, and the prompt that is shown, say what that is worth. What
+is done to edges is a cut, unless a question says otherwise (`on_fact`).
 
 Where a subject ends is said by the relation: it is the token before the longest ending, in words, that
 several shipped facts share ("is developed by").
@@ -19,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -39,6 +40,7 @@ from .answers import answer_pieces, encoded, fact, named
 
 if TYPE_CHECKING:
     from ...pipeline.nodes import ResultNode
+    from ...stages.forward.runs.experiment import Experiment
     from ...stages.forward.text.tokens import Encoding
 
 __all__ = ["ROLES", "EdgeChoice", "EdgeWorkflow", "roles_of"]
@@ -79,6 +81,10 @@ class EdgeWorkflow(ModelWorkflow):
     """A question about one edge of one prompt in one layer, named or chosen."""
 
     settings: ChosenEdgeSettings
+    num_drawn: ClassVar[int] = OTHERS
+    """Keys of other facts drawn beside the roles; none where only the choice is made on them."""
+    done: ClassVar[str] = "cut"
+    """What is done to an edge, in a word."""
 
     def read_edge(self, window: int = 1) -> dict[str, Any]:
         """Prompt, target, query and keys as settings name them; what experiments need of them.
@@ -112,23 +118,27 @@ class EdgeWorkflow(ModelWorkflow):
         return bool(self.open) and (given.key is None or given.layer is None)
 
     def facts_node(self) -> dict[str, ResultNode]:
-        """The node that cuts edges of other facts, [draw = fact, layer, edge]; none where all is named."""
+        """The node on edges of other facts; none where all is named."""
         if not self.is_chosen:
             return {}
         self.others = self._other_facts()
-        experiments = []
+        experiments: list[Experiment] = []
         for number, encoding in enumerate(self.others):
             query = len(encoding) - 1
             roles = list(roles_of(encoding, query).values())
             seed = self.settings.seed + number
-            drawn = chosen_at_random(range(query + 1), OTHERS, seed=seed, without=roles)
+            drawn = chosen_at_random(range(query + 1), self.num_drawn, seed=seed, without=roles)
             edges = tuple((query, key) for key in (*roles, *drawn))
-            experiments.append(EdgeKnockout(tuple(encoding.ids), edges, top_k=1))
+            experiments += self.on_fact(tuple(encoding.ids), edges)
         return {"facts": self.on_model(AtOnce(tuple(experiments)))}
+
+    def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> list[Experiment]:
+        """What is done to the edges of another fact, each by itself in every layer."""
+        return [EdgeKnockout(tokens, tuple(edges), top_k=1)]
 
     def _other_facts(self) -> list[Encoding]:
         """Shipped facts in which every role is another position: as many to choose on as to score on."""
-        wanted, limit = 2 * self.settings.facts, self.subject.config.context_length
+        wanted, limit = (2 if self.num_drawn else 1) * self.settings.facts, self.subject.config.context_length
         found: list[Encoding] = []
         for each in shipped_facts()[:TRIED]:
             encoding = self.subject.tokenizer.encode(each["prompt"])
@@ -165,8 +175,11 @@ class EdgeWorkflow(ModelWorkflow):
 
     @cached_property
     def facts(self) -> Floats:
-        """KL of every cut of other facts, in nats: [fact, layer, edge], edges of roles first."""
-        found: Floats = self.result("facts")["kl"].transpose("draw", "layer", "edge").values
+        """KL on other facts, in nats: [fact, layer, edge], edges of roles first."""
+        kl = self.result("facts")["kl"].transpose("draw", "layer", ...).values
+        # An experiment holds all edges of a fact, or one: both are laid out fact by fact.
+        by_edge = kl.reshape(len(self.others), -1, *kl.shape[1:]).transpose(0, 2, 1, 3)
+        found: Floats = by_edge.reshape(*by_edge.shape[:2], -1)
         return found
 
     @cached_property
@@ -211,10 +224,11 @@ class EdgeWorkflow(ModelWorkflow):
         """How the edge was chosen, for people."""
         if self.chosen is None:
             return "The edge was named."
-        count = self.settings.facts
+        count, more = self.settings.facts, len(self.others) - self.settings.facts
+        scored = f", scored on {more} more" if more else ""
         return (
-            f"Layer and kind of key of the largest mean KL ({self.chosen.lost:.3f} nats) on {count} other "
-            f"facts, scored on {count} more; for comparison that of the least."
+            f"Layer and kind of key whose edge, {self.done}, moves {count} other facts most (mean KL "
+            f"{self.chosen.lost:.3f} nats){scored}; for comparison that of the least."
         )
 
     def choice_json(self) -> dict[str, Any]:
@@ -223,7 +237,7 @@ class EdgeWorkflow(ModelWorkflow):
             return {}
         return {
             "choice": {
-                "rule": f"layer and kind of key of the largest mean KL on {self.settings.facts} other facts",
+                "rule": f"layer and kind of key whose edge, {self.done}, moves other facts most (mean KL)",
                 **vars(self.chosen),
                 "candidates": (self.last_layer + 1 if self.settings.layer is None else 1) * len(self.open),
                 "chosen_on": [each.text for each in self.others[: self.settings.facts]],
