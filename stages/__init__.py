@@ -58,6 +58,7 @@ REGISTRY = {
     "pruned_graph": ".graph.pruning",
     "logit_effects": ".graph.logit_effects",
     "activation_patching": ".causal.patching ActivationPatching",
+    "donor_patching": ".causal.patching DonorPatching",
     "patch_table": ".causal.patching PatchTable",
     "causal_tracing": ".causal.tracing CausalTracing",
     "ablation": ".causal.ablation Ablation",

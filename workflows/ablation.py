@@ -5,25 +5,32 @@ over reference prompts, which is fairer, as nothing reads a zero in training (st
 Wang et al. 2022, "Interpretability in the Wild", section 2). KL from the run as it is says how much the
 next token hangs on it, the target's probability in which direction.
 
-Defaults: a shipped fact on the specimen, for other models candle-mi's France; means over shipped facts.
+Told is the head that loses most on other shipped facts, scored on more of them and in this prompt beside
+other heads drawn at random. Defaults: a shipped fact on the specimen, for other models candle-mi's France;
+means over shipped facts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from ..stages.causal.ablation import Ablation
+from ..stages.causal.controls import Null, chosen_at_random
+from ..stages.causal.draws import AtOnce
 from ..stages.causal.patching_metrics import KL, Metric, Probability
 from ..stages.logits.lens import format_probability, format_token
+from ..store.arrays import Floats
 from ..store.errors import ConfigError
 from .material.answers import answer_pieces, encoded, fact, named, target_json
-from .settings import Count, FactSettings, setting
+from .settings import ControlSettings, Count, FactSettings, setting
 from .subject import shipped_facts
-from .views import Data, Heatmap, Table, View, points, together
+from .views import Data, Figure, Finding, Findings, Heatmap, Table, View, points
 from .workflow import ModelWorkflow, loaded
 
 if TYPE_CHECKING:
@@ -40,12 +47,13 @@ MANY = 50
 
 
 @dataclass(frozen=True)
-class AblationOfEachSettings(FactSettings):
+class AblationOfEachSettings(ControlSettings, FactSettings):
     """What `--set` can change."""
 
     how: Literal["mean", "zero"] = setting("mean", "what takes the place: the mean over references, or zero")
     references: tuple[str, ...] = setting((), "prompts the mean is over; none: shipped facts")
     top: Count = setting(10, "heads listed")
+    facts: Count = setting(6, "other facts the head is chosen on, and as many more it is scored on")
 
     def __post_init__(self) -> None:
         if self.how == "zero" and self.references:
@@ -85,7 +93,63 @@ class AblationOfEach(ModelWorkflow):
         return {
             "heads": self.on_model(Ablation(kinds=("z",), over="head", **shared)),
             "layers": self.on_model(Ablation(kinds=PARTS, over="layer", **shared)),
+            "facts": self.on_model(self._on_facts({**shared, "metrics": (KL(),)})),
         }
+
+    def _on_facts(self, shared: dict[str, Any]) -> AtOnce:
+        """Every head in other shipped facts, [draw = fact, layer, head]; none of them is a reference."""
+        limit, own = self.subject.config.context_length, shared["tokens"]
+        tokens = (tuple(self.subject.tokenizer.encode(each["prompt"]).ids) for each in shipped_facts()[MANY:])
+        fitting = (ids for ids in tokens if ids != own and (limit is None or len(ids) <= limit))
+        facts = islice(dict.fromkeys(islice(fitting, 4 * self.settings.facts)), 2 * self.settings.facts)
+        heads = tuple(Ablation(kinds=("z",), over="head", **{**shared, "tokens": ids}) for ids in facts)
+        if len(heads) < 2 * self.settings.facts:
+            raise ConfigError(
+                f"expected {2 * self.settings.facts} shipped facts that fit the model, found {len(heads)}; "
+                "ask for fewer: facts=…"
+            )
+        return AtOnce(heads)
+
+    @cached_property
+    def lost(self) -> Floats:
+        """KL without each head on other facts, in nats: [fact, layer, head]."""
+        found: Floats = self.result("facts")["kl"].transpose("draw", "layer", "head").values
+        return found
+
+    def findings(self) -> Findings:
+        """The head that other facts need most, on more of them and here; and the one they need least."""
+        given, heads = self.settings, self.lost.shape[2]
+        chosen_on, scored = (part.reshape(len(part), -1) for part in np.split(self.lost, 2))
+        mean, here = chosen_on.mean(0), self.heads["kl"].transpose("layer", "head").values.ravel()
+
+        def told(cell: int) -> str:
+            return f"taking head {cell % heads} of layer {cell // heads} away changes the next token"
+
+        def in_prompt(cell: int, claim: str) -> Finding:
+            drawn = chosen_at_random(range(len(here)), given.controls, seed=given.seed, without=[cell])
+            null = Null(here[drawn], "other heads")
+            return Finding(claim, float(here[cell]), null, "nats", held_out=True)
+
+        most, least = int(mean.argmax()), int(mean.argmin())
+        over = Finding.over(
+            told(most),
+            scored[:, most],
+            np.delete(scored, most, axis=1),
+            "times another head of each prompt",
+            draws=given.controls,
+            seed=given.seed,
+            unit="nats",
+            held_out=True,
+        )
+        return Findings.of(
+            over,
+            in_prompt(most, f"in {format_token(self.prompt)!r}, {told(most)}"),
+            in_prompt(least, f"for comparison, {told(least)}"),
+            caption=f"The head of the largest mean KL on {given.facts} other facts ({mean[most]:.3f} nats), "
+            f"scored on {given.facts} more; for comparison that of the least. Layers are described, not "
+            "claimed: there are too few of them to be beside.",
+            sources=("heads", "facts"),
+        )
 
     def _references(self) -> tuple[tuple[int, ...], ...]:
         if self.settings.how == "zero":
@@ -96,6 +160,8 @@ class AblationOfEach(ModelWorkflow):
     def views(self) -> Iterator[View]:
         """What is lost by head and by layer, how the target's probability moves, and the heads that count."""
         layers = self.layers.assign_coords(kind=["attention", "MLP"]).transpose("layer", "kind", ...)
+        findings = self.findings()
+        yield findings
         yield Data(json=self._about())
         instead = "their mean" if self.settings.how == "mean" else "zero"
         panels = [
@@ -108,7 +174,8 @@ class AblationOfEach(ModelWorkflow):
                 self._change("layers", layers, "Target without a part"),
             ]
         title = f"What {self.subject.name} needs: {format_token(self.prompt)!r}"
-        yield from together("ablation", title, *panels)
+        yield from panels
+        yield Figure(name="ablation", title=title, panels=(*panels, findings), columns=2)
         yield self._most()
 
     def _loss(self, name: str, grid: xr.Dataset, title: str, caption: str) -> Heatmap:

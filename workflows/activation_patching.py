@@ -9,6 +9,11 @@ Defaults: two pairs of shipped facts on the specimen; for other models candle-mi
 several corrupted prompts, the first with as many tokens as the clean one is taken; none is an error. An
 answer of several tokens is refused unless `answer_piece=first` says which is meant.
 
+Told of every kind is the place that recovers most on other shipped pairs, scored on the pairs shown and more
+of them, beside states of unrelated prompts at the same place. Places are a layer and a role: the subject's
+last token, and for outputs the last token too; the state at the last token is left out, as it is the answer
+itself. A pair of one's own is scored alone.
+
 States and outputs are patched position by position; z, q, k, v and pattern head by head, at all positions.
 """
 
@@ -21,7 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..stages.causal.patching import ActivationPatching, common_ends
+from ..stages.causal.draws import AtOnce
+from ..stages.causal.patching import ActivationPatching, DonorPatching, common_ends
 from ..stages.causal.patching_grid import HEAD_KINDS, HIDDEN_KINDS, KINDS
 from ..stages.causal.patching_metrics import KL, Metric, Probability, Recovery
 from ..stages.logits.lens import format_probability, format_token
@@ -29,8 +35,9 @@ from ..store.errors import ConfigError
 from .material.answers import SPECIMEN, answer_pieces, encoded, named
 from .material.fact_pairs import shipped_pairs
 from .material.places import NAMES, check_kinds
-from .settings import ModelSettings, setting
-from .views import Choice, Data, Figure, Heatmap, Table, View, dim
+from .material.unrelated import Unrelated
+from .settings import ControlSettings, Count, ModelSettings, setting
+from .views import Choice, Data, Figure, Finding, Findings, Heatmap, Table, View, dim
 from .workflow import ModelWorkflow
 
 if TYPE_CHECKING:
@@ -59,9 +66,12 @@ CITIES = (
 )
 """candle-mi's pairs: clean prompt, its answer, corrupted prompts to choose from."""
 
+ROLES = ("the subject's last token", "the last token")
+"""Positions that other pairs have too."""
+
 
 @dataclass(frozen=True)
-class ActivationPatchingTraceSettings(ModelSettings):
+class ActivationPatchingTraceSettings(ControlSettings, ModelSettings):
     """What `--set` can change."""
 
     prompt: str = setting("", "clean prompt; none: shipped facts, or candle-mi's pairs")
@@ -72,6 +82,8 @@ class ActivationPatchingTraceSettings(ModelSettings):
     )
     window: int = setting(1, "neighbouring layers patched together")
     pairs: int = setting(2, "how many of the default pairs")
+    others: Count = setting(6, "other pairs a place is chosen on; of default pairs, as many more are scored")
+    donors: Count = setting(4, "unrelated prompts per default pair; a pair of one's own has `controls`")
     answer_piece: Literal["only", "first"] = setting(
         "only", '"only" refuses answers of several tokens, "first" follows the first'
     )
@@ -120,12 +132,84 @@ class ActivationPatchingTrace(ModelWorkflow):
             ("pair", "position"): tuple(kind for kind in kinds if kind in HIDDEN_KINDS),
             ("heads", "head"): tuple(kind for kind in kinds if kind in HEAD_KINDS),
         }
-        return {
+        nodes = {
             f"{name}_{i}": self.on_model(self._experiment(each, chosen, over))
             for i, each in enumerate(self.traced)
             for (name, over), chosen in grids.items()
             if chosen
         }
+        states = grids["pair", "position"]
+        return nodes | (self._control_nodes(states) if states else {})
+
+    def _control_nodes(self, kinds: tuple[str, ...]) -> dict[str, ResultNode]:
+        """Both roles of other pairs, [draw, layer, position]: to choose on, to score, and with donors."""
+        given, unrelated = self.settings, Unrelated(self.subject)
+        shown = [(each.clean_ids, each.corrupted_ids) for each in self.traced]
+        pairs, limit = list[tuple[tuple[int, ...], tuple[int, ...]]](), self.subject.config.context_length
+        for record in shipped_pairs(self.subject)[: 4 * given.others + len(shown)]:
+            texts = record["original_prompt"], record["counterfactual_prompt"]
+            one, other = (tuple(self.subject.tokenizer.encode(text).ids) for text in texts)
+            if (one, other) not in shown and (limit is None or len(one) <= limit):
+                pairs.append((one, other))
+        chosen_on, more = pairs[: given.others], pairs[given.others : 2 * given.others]
+        if not chosen_on:
+            raise ConfigError("expected shipped pairs of facts that fit the model, found none")
+        self.scored = shown + ([] if given.prompt else more)
+        self.num_donors = given.controls if given.prompt else given.donors
+        donors = tuple(
+            DonorPatching(donor=donor, **self._roles(*pair, kinds))
+            for number, pair in enumerate(self.scored)
+            for donor in unrelated.to(pair[0], self.num_donors, seed=given.seed + number)
+        )
+        asked: dict[str, tuple[ActivationPatching, ...]] = {
+            "choice": tuple(ActivationPatching(**self._roles(*pair, kinds)) for pair in chosen_on),
+            "scored": tuple(ActivationPatching(**self._roles(*pair, kinds)) for pair in self.scored),
+            "controls": donors,
+        }
+        return {name: self.on_model(AtOnce(each)) for name, each in asked.items()}
+
+    def _roles(self, clean: tuple[int, ...], corrupted: tuple[int, ...], kinds: Any) -> dict[str, Any]:
+        _, end = common_ends(clean, corrupted)
+        return {
+            "clean": clean,
+            "corrupted": corrupted,
+            "kinds": kinds,
+            "positions": (len(clean) - end - 1, len(clean) - 1),
+            "metrics": (Recovery(KL()),),
+            "window": self.settings.window,
+        }
+
+    def findings(self) -> Findings:
+        """What the best place of other pairs recovers in these, by kind."""
+        given, found = self.settings, []
+        grids = {name: self.result(name).load()["recovery"] for name in ("choice", "scored", "controls")}
+        for kind in (kind for kind in given.kinds if kind in HIDDEN_KINDS):
+            choice, scored, controls = (
+                (100 * (grid.sel(kind=kind) if "kind" in grid.dims else grid))
+                .transpose("draw", "layer", "position")
+                .values
+                for grid in grids.values()
+            )
+            mean = choice.mean(0)[:, : 1 if kind.startswith("resid") else 2]
+            layer, role = map(int, np.unravel_index(int(mean.argmax()), mean.shape))
+            found.append(
+                Finding.over(
+                    f"clean {kind} of layer {layer} at {ROLES[role]} brings the clean prediction back",
+                    scored[:, layer, role],
+                    controls[:, layer, role].reshape(len(self.scored), self.num_donors),
+                    "times states of unrelated prompts as long",
+                    draws=given.controls,
+                    seed=given.seed,
+                    unit="%",
+                    held_out=True,
+                )
+            )
+        return Findings.of(
+            *found,
+            caption=f"Of each kind the place that recovers most on {len(grids['choice'])} other pairs; "
+            f"{self.num_donors} unrelated prompts per pair.",
+            sources=("choice", "scored", "controls"),
+        )
 
     def _asked(self) -> list[tuple[str, str, tuple[str, ...]]]:
         """Clean prompts, answers and what may corrupt them."""
@@ -234,6 +318,8 @@ class ActivationPatchingTrace(ModelWorkflow):
     def views(self) -> Iterator[View]:
         """Per pair the grids of every kind, and the best places."""
         pairs = [self.told(i) for i in range(len(self.traced))]
+        findings = (self.findings(),) if "controls" in self.nodes else ()
+        yield from findings
         yield Data(json={"results": pairs})
         for i, told in enumerate(pairs):
             traced, sources = self.traced[i], self.sources(i)
@@ -251,7 +337,7 @@ class ActivationPatchingTrace(ModelWorkflow):
                 name=f"activation_patching_{i}",
                 title=f"Where {self.subject.name} keeps what makes prompts differ",
                 caption=f"States of {traced.clean!r} put into {traced.corrupted!r}",
-                panels=tuple(grids),
+                panels=(*grids, *findings),
             )
             yield self._places(told, sources)
 

@@ -5,7 +5,9 @@ the last position predicts: KL from the undisturbed run, the logit of the target
 most. One edge and layer are told in full; the sweep over all keys and layers, and over heads for the one
 edge, shows whether they are special.
 
-Defaults: the middle layer, all heads, the edge from the last token to the first. A target of several tokens
+The edge told stands beside others of the same query, drawn at random among all layers and keys. Defaults: the
+last token's edge, in all heads, whose layer and kind of key lose most on other shipped facts
+(material/edge_choice.py), beside the one that loses least there. A target of several tokens
 is followed by its first piece (logits) and by all of them (probability), never by its last.
 """
 
@@ -13,19 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..stages.causal.controls import Null, chosen_at_random
+from ..stages.causal.draws import AtOnce
 from ..stages.causal.knockout import EdgeKnockout, HeadKnockout
-from ..stages.corpus.positions import position_of
-from ..stages.forward.hooks.edges import KnockoutSpec
 from ..stages.logits.lens import format_probability, format_token
-from ..store.errors import ConfigError
-from .material.answers import answer_pieces, encoded, fact, named, target_json, top_changed_json
-from .settings import Count, EdgeSettings, FactSettings, setting
-from .views import Data, Heatmap, Table, View, points, together
-from .workflow import ModelWorkflow, loaded
+from .material.answers import named, target_json, top_changed_json
+from .material.edge_choice import EdgeWorkflow
+from .settings import ChosenEdgeSettings, setting
+from .views import Data, Figure, Finding, Findings, Heatmap, Table, View, points
+from .workflow import loaded
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -36,15 +39,13 @@ __all__ = ["AttentionKnockout", "AttentionKnockoutSettings"]
 
 
 @dataclass(frozen=True)
-class AttentionKnockoutSettings(EdgeSettings, FactSettings):
+class AttentionKnockoutSettings(ChosenEdgeSettings):
     """What `--set` can change."""
 
-    layer: int | None = setting(None, "layer told in full; none: the middle one")
-    sweep: bool = setting(True, "also cut every other key, layer and head")
-    top_k: Count = setting(10, "changed tokens listed")
+    sweep: bool = setting(True, "cut every other key and head, and not only what controls need")
 
 
-class AttentionKnockout(ModelWorkflow):
+class AttentionKnockout(EdgeWorkflow):
     """One edge in full, and all others for comparison."""
 
     name = "attention_knockout"
@@ -54,43 +55,83 @@ class AttentionKnockout(ModelWorkflow):
 
     edges = loaded("edges")
     """Every edge in every layer, [layer, edge], by key from the first on."""
-    heads = loaded("heads")
-    """The one edge in every layer and head, [layer, head]."""
 
     def plan(self) -> Mapping[str, ResultNode]:
-        """The edges of one query, and the heads of one edge."""
-        chosen, config = self.settings, self.subject.config
-        self.prompt, self.target = fact(chosen.model, chosen.prompt, chosen.target)
-        self.encoding = encoded(self.subject, self.prompt)
-        self.pieces = answer_pieces(self.subject, self.prompt, self.target)
-        layers = config.num_layers
-        self.layer = layers // 2 if chosen.layer is None else chosen.layer
-        if not 0 <= self.layer < layers:
-            raise ConfigError(f"expected a layer in 0..{layers - 1}, found {self.layer}")
-        self.edge = (position_of(self.encoding, chosen.query), position_of(self.encoding, chosen.key))
-        tokens, query = tuple(self.encoding.ids), self.edge[0]
-        KnockoutSpec().edge(*self.edge).validate(layers, config.axis_sizes["head"], len(tokens))
-        told: dict[str, Any] = {"target": self.pieces, "top_k": chosen.top_k}
-        if not chosen.sweep:
-            return {"edges": self.on_model(EdgeKnockout(tokens, (self.edge,), layers=(self.layer,), **told))}
-        keys = tuple((query, key) for key in range(query + 1))
-        return {
-            "edges": self.on_model(EdgeKnockout(tokens, keys, layers=None, **told)),
-            "heads": self.on_model(HeadKnockout(tokens, (self.edge,), **told)),
-        }
+        """The edges of one query, the heads of every edge that may be told, and edges of other facts."""
+        shared, query = self.read_edge(), self.query
+        edges = EdgeKnockout(edges=tuple((query, key) for key in self._cut()), layers=None, **shared)
+        nodes = {"edges": self.on_model(edges), **self.facts_node()}
+        if self.settings.sweep:
+            heads = tuple(HeadKnockout(edges=((query, key),), **shared) for key in self.keys)
+            nodes["heads"] = self.on_model(heads[0] if len(heads) == 1 else AtOnce(heads))
+        return nodes
+
+    def _cut(self) -> list[int]:
+        """Keys that are cut: all, or those that may be told and as many as there must be controls."""
+        every = range(self.query + 1)
+        if self.settings.sweep:
+            return list(every)
+        needed = -(-self.settings.controls // self.subject.config.num_layers)
+        rest = [key for key in every if key not in self.keys]
+        return sorted(
+            (*self.keys, *(chosen_at_random(rest, needed, seed=self.settings.seed) if rest else ()))
+        )
+
+    @cached_property
+    def heads(self) -> xr.Dataset:
+        """The one edge in every layer and head, [layer, head]."""
+        found = self.result("heads").load()
+        return found.isel(draw=self.keys.index(self.edge[1])) if "draw" in found.dims else found
 
     @property
     def told(self) -> xr.Dataset:
         """The one edge in the one layer."""
-        here = self.edges.sel(layer=self.layer)
-        return here.isel(edge=int(np.flatnonzero(here["key"].values == self.edge[1])[0]))
+        return self._cell(self.layer, self.edge[1])
+
+    def _cell(self, layer: int, key: int) -> xr.Dataset:
+        here = self.edges.sel(layer=layer)
+        return here.isel(edge=int(np.flatnonzero(here["key"].values == key)[0]))
+
+    def found(self, layer: int, key: int, measure: str, claim: str, unit: str) -> Finding:
+        """What one cut does in this prompt, beside random cuts of its other edges."""
+        cells = [(at, place) for at in self.edges["layer"].values for place in self.edges["key"].values]
+        drawn = chosen_at_random(
+            cells, self.settings.controls, seed=self.settings.seed, without=[(layer, key)]
+        )
+        null = Null(
+            np.array([float(self._cell(*cell)[measure]) for cell in drawn]),
+            "other (layer, key) edges of this query",
+            "either" if measure == "logit_diff" else "above",
+        )
+        effect = float(self._cell(layer, key)[measure])
+        return Finding(claim, effect, null, unit, held_out=self.chosen is not None)
+
+    def findings(self) -> Findings:
+        """The edge on other facts and in this prompt, and one that others say does nothing."""
+
+        def cut(layer: int, key: int) -> str:
+            return f"cutting {self.edge_told((self.query, key))} in layer {layer}"
+
+        here, word = cut(self.layer, self.edge[1]), format_token(self.target)
+        found = [self.on_held_out()]
+        found.append(self.found(self.layer, self.edge[1], "kl", f"{here} changes the next token", "nats"))
+        if self.pieces:
+            claim = f"{here} lowers the logit of {word!r}"
+            found.append(self.found(self.layer, self.edge[1], "logit_diff", claim, "logits"))
+        if self.quiet is not None:
+            layer, key = self.quiet.layer, self.roles[self.quiet.role]
+            claim = f"for comparison, {cut(layer, key)} changes the next token"
+            found.append(self.found(layer, key, "kl", claim, "nats"))
+        return Findings.of(*filter(None, found), caption=self.choice_told, sources=tuple(self.nodes))
 
     def views(self) -> Iterator[View]:
-        """The one edge; every key and every head in its place."""
+        """What is claimed; the one edge; every key and every head in its place."""
         told, (query, key) = self.told, self.edge
         tokens = [format_token(token) for token in named(self.subject, self.encoding.ids)]
         names = [f"{token!r} ({place})" for place, token in enumerate(tokens)]
-        yield Data(json=self._about())
+        findings = self.findings()
+        yield findings
+        yield Data(json=self._about() | self.choice_json())
         changed = top_changed_json(self.subject, told, "ablated_prob")
         effect = f"KL {float(told['kl']):.5f} nats; weight of the edge {float(told['attention']):.3f}"
         if self.pieces:
@@ -132,7 +173,9 @@ class AttentionKnockout(ModelWorkflow):
             json={"heads": _sweep_json(self.heads)},
         )
         title = f"What {self.subject.name} needs to read: {format_token(self.prompt)!r}"
-        yield from together("attention_knockout", title, by_key, by_head)
+        yield by_key
+        yield by_head
+        yield Figure(name="attention_knockout", title=title, panels=(by_key, by_head, findings), columns=2)
         yield Table.of(
             [
                 (layer, _most(self.edges.sel(layer=layer)), _most(self.heads.sel(layer=layer)))

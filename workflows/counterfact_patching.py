@@ -23,7 +23,7 @@ from ..stages.logits.lens import format_token
 from .material.answers import named
 from .material.fact_pairs import PairWorkflow, layers_told
 from .settings import PairSettings
-from .views import Bars, Choice, Figure, Heatmap, Line, Table, View, bold, dim
+from .views import Bars, Choice, Figure, Finding, Findings, Heatmap, Line, Table, View, bold, dim
 from .workflow import loaded
 
 if TYPE_CHECKING:
@@ -55,7 +55,37 @@ class CounterFactPatches(PairWorkflow):
 
     def plan(self) -> Mapping[str, ResultNode]:
         """Every position of every pair, in every block."""
-        return {"patches": self.on_model(CounterFactPatching(**self.read_pairs()))}
+        return {"patches": self.on_model(CounterFactPatching(**self.read_pairs())), **self.control_nodes()}
+
+    def findings(self) -> Findings:
+        """How often the subject's state makes the model say what the counterfactual prompt says."""
+        choice, controls = (self.result(name).load().isel(draw=0) for name in ("choice", "controls"))
+        taken = choice["token_id"] == choice["counterfactual_token_id"]
+        block = int(taken.transpose("pair", "block").values.mean(0).argmax())
+        said = self.found["counterfactual_token_id"].values
+        patched = [self._said(i, block) for i in range(len(self.pairs))]
+        other = self.by_donor(controls["token_id"].transpose("pair", "block").values)[:, :, block]
+        return Findings.of(
+            Finding.over(
+                "putting the counterfactual subject's last token into layers "
+                f"{layers_told(self.blocks[block])} makes the model say what that prompt does, of all pairs",
+                np.array(patched) == said,
+                other == said[:, None],
+                "times the states of unrelated prompts as long",
+                draws=self.settings.controls,
+                seed=self.settings.seed,
+                held_out=True,
+            ),
+            caption=f"The block in which that happens most often on {choice.sizes['pair']} other pairs; "
+            f"{self.settings.donors} unrelated prompts per pair.",
+        )
+
+    def _said(self, i: int, block: int) -> int:
+        """What pair `i` says with its subject patched in one block."""
+        subject, own = self.pairs[i].pair.subject, self.of(i)
+        assert subject is not None
+        here = (own["block"].values == block) & (own["position"].values == subject[0])
+        return int(own["token_id"].values[here][0])
 
     @cached_property
     def patches(self) -> xr.Dataset:
@@ -100,6 +130,8 @@ class CounterFactPatches(PairWorkflow):
 
     def views(self) -> Iterator[View]:
         """How often the next word changes, by block and type of token, and how far every patch moves it."""
+        findings = self.findings()
+        yield findings
         patches, total, model = self.patches, len(self.pairs), self.subject.name
         different, kinds = patches["is_different"].values, patches["token_type"].values
         here = [patches["block"].values == block for block in range(len(self.blocks))]
@@ -168,7 +200,7 @@ class CounterFactPatches(PairWorkflow):
         told = f"{format_token(first['label'])}; framed: the next word changes"
         one = replace(maps[0], title="One pair: how far the prediction moves", caption=told)
         title = f"Where {model} can be told another fact"
-        yield Figure(name="counterfact_patching", title=title, panels=(often, one))
+        yield Figure(name="counterfact_patching", title=title, panels=(often, one, findings), columns=2)
 
     def _map(self, i: int) -> Heatmap:
         """KL of every patch of a pair, block by position."""

@@ -20,10 +20,11 @@ import numpy as np
 
 from ..stages.causal.factual_routing import FactualRouting
 from ..stages.logits.lens import format_token
+from ..store.arrays import Floats
 from .material.answers import named
 from .material.fact_pairs import PairWorkflow, layers_told
 from .settings import Count, PairSettings, setting
-from .views import Bars, Choice, Figure, Heatmap, Line, Table, View, bold
+from .views import Bars, Choice, Figure, Finding, Findings, Heatmap, Line, Table, View, bold
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -58,18 +59,52 @@ class Routing(PairWorkflow):
 
     def plan(self) -> Mapping[str, ResultNode]:
         """The subject of every pair, in every block."""
-        return {"routing": self.on_model(FactualRouting(**self.read_pairs(self.settings.subject)))}
+        routing = FactualRouting(**self.read_pairs(self.settings.subject))
+        return {"routing": self.on_model(routing), **self.control_nodes()}
+
+    def findings(self) -> Findings:
+        """How far attention moves for the other subject, in all heads and in the one that moves most."""
+        sizes = {
+            name: np.abs(_moved(self.result(name).load().isel(draw=0))) for name in ("choice", "controls")
+        }
+        chosen_on, own = sizes["choice"].mean(0), np.abs(self.routing["delta"].values)
+        others = self.by_donor(sizes["controls"])
+        block = int(chosen_on.sum((1, 2)).argmax())
+        layer, head = map(int, np.unravel_index(int(chosen_on[block].argmax()), chosen_on.shape[1:]))
+        layers, count = layers_told(self.blocks[block]), len(sizes["choice"])
+        told: dict[str, Any] = {
+            "of": "times the states of unrelated prompts as long",
+            "draws": self.settings.controls,
+            "seed": self.settings.seed,
+            "held_out": True,
+        }
+        return Findings.of(
+            Finding.over(
+                f"another subject in layers {layers} moves the last token's attention to the fact, sum over "
+                "heads",
+                own[:, block].sum((1, 2)),
+                others[:, :, block].sum((2, 3)),
+                **told,
+            ),
+            Finding.over(
+                f"another subject in layers {layers} moves that of head {head} of layer {layer}",
+                own[:, block, layer, head],
+                others[:, :, block, layer, head],
+                **told,
+            ),
+            caption=f"Block and head that move most on {count} other pairs; {self.settings.donors} unrelated "
+            "prompts per pair.",
+        )
 
     @cached_property
     def routing(self) -> xr.Dataset:
         """Attention in memory, with its change `delta` [pair, block, layer, head] and what was said."""
         found = self.result("routing").load()
-        delta = found["attention"] - found["baseline_attention"]
-        delta = delta.transpose("pair", "block", "layer", "head")
         said = [named(self.subject, row) for row in found["token_id"].values]
         own = named(self.subject, found["original_token_id"].values)
         different = [[text != before for text in row] for row, before in zip(said, own, strict=True)]
-        return found.assign(delta=delta, is_different=(("pair", "block"), different))
+        axes = ("pair", "block", "layer", "head")
+        return found.assign(delta=(axes, _moved(found)), is_different=(("pair", "block"), different))
 
     def frequency(self) -> list[dict[str, Any]]:
         """Heads that are ever among the top heads of a (pair, block), most often first: how often, and their
@@ -130,6 +165,8 @@ class Routing(PairWorkflow):
 
     def views(self) -> Iterator[View]:
         """Which heads move, by the block patched, and how much does."""
+        findings = self.findings()
+        yield findings
         model, rule, pairs, blocks = self.subject.name, self.settings.subject, len(self.pairs), self.blocks
         total, count = np.abs(self.routing["delta"].values).sum((2, 3)), pairs * len(blocks)
         changed = 100 * self.routing["is_different"].values.mean(0)
@@ -191,7 +228,7 @@ class Routing(PairWorkflow):
         yield Figure(
             name="factual_routing",
             title=f"Which heads of {model} look elsewhere once the subject is another ({where})",
-            panels=(*panels, amount),
+            panels=(*panels, amount, findings),
             columns=2,
         )
 
@@ -200,6 +237,13 @@ class Routing(PairWorkflow):
         part = part.transpose("layer", "head")
         layer, head = map(int, np.unravel_index(int(part.values.argmax()), part.shape))
         return Heatmap.of(part, "", f"most: layer {layer}, head {head}", low=0.0, high=float(whole.max()))
+
+
+def _moved(found: xr.Dataset) -> Floats:
+    """Change of the last token's attention to the fact, [pair, block, layer, head]."""
+    delta = found["attention"] - found["baseline_attention"]
+    moved: Floats = delta.transpose("pair", "block", "layer", "head").values
+    return moved
 
 
 WORKFLOW = Routing

@@ -22,6 +22,7 @@ from ..store.errors import ConfigError, nearest
 
 __all__ = [
     "AnswerSettings",
+    "ChosenEdgeSettings",
     "ControlSettings",
     "Count",
     "EdgeSettings",
@@ -84,6 +85,21 @@ class EdgeSettings:
 
 
 @dataclass(frozen=True)
+class ChosenEdgeSettings(ControlSettings, FactSettings):
+    """A question about one edge in one layer, chosen on other facts where it is not named."""
+
+    query: int | str = setting(
+        "last", 'position that reads: an index, "first", "last", or a phrase of the prompt'
+    )
+    key: int | str | None = setting(
+        None, "position that is read; none: the kind of position that matters most on other facts"
+    )
+    layer: int | None = setting(None, "layer told in full; none: the one that matters most on other facts")
+    facts: Count = setting(8, "other facts the edge is chosen on, and as many more it is scored on")
+    top_k: Count = setting(10, "changed tokens kept of each run")
+
+
+@dataclass(frozen=True)
 class InjectionSettings:
     """An experiment on features (feature_presets.py); what is left empty is the preset's."""
 
@@ -118,12 +134,14 @@ class AnswerSettings(ModelSettings):
 
 
 @dataclass(frozen=True)
-class PairSettings(ModelSettings):
+class PairSettings(ControlSettings, ModelSettings):
     """A question about pairs of facts, patched block by block of layers (fact_pairs.py)."""
 
     data: str = setting("", "JSON file of CounterFact records; none: pairs of shipped facts")
     limit: Natural = setting(12, "how many pairs, from the first on; 0 takes all")
     block_size: Natural = setting(0, "layers patched together; 0: 4, of small models a third of the layers")
+    others: Count = setting(8, "other pairs the block is chosen on")
+    donors: Count = setting(4, "unrelated prompts per pair whose subject is put there instead")
 
 
 def read_settings(kind: type[Any], name: str, given: Mapping[str, Any]) -> Any:

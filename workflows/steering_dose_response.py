@@ -5,19 +5,24 @@ Multiplies the weight of one attention edge by several doses, inside the pass an
 predicts. A calibration says which factor reaches a wanted attention: read linearly, interpolated on the
 measured curve, and exactly.
 
-Defaults: the middle layer, all heads, the edge from the last token to the first, twice its attention as the
-aim; every other layer is run for comparison. A target of several tokens is followed by its first piece
-(logits) and by all of them (probability), never by its last.
+The strongest dose stands beside the same dose of other edges of the same query: those whose attention is
+most alike. Defaults: the last token's edge, in all heads, whose layer and kind of key move other shipped
+facts most at that dose (material/edge_choice.py), beside the one that moves them least, and twice its
+attention as the aim; every other layer is run for comparison. A target of several tokens is followed by its
+first piece (logits) and by all of them (probability), never by its last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ..stages.causal.controls import Null
+from ..stages.causal.draws import AtOnce
 from ..stages.causal.steering import (
     DOSE_LEVELS,
     DoseResponse,
@@ -25,39 +30,38 @@ from ..stages.causal.steering import (
     SteeringCalibration,
     exact_factor,
 )
-from ..stages.corpus.positions import position_of
 from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError, InterventionError
-from .material.answers import answer_pieces, encoded, fact, named, number, target_json, top_changed_json
-from .settings import Count, EdgeSettings, FactSettings, setting
-from .views import Data, Line, Lines, Table, View, dash, points, together
-from .workflow import ModelWorkflow, loaded
+from .material.answers import named, number, target_json, top_changed_json
+from .material.edge_choice import EdgeWorkflow
+from .settings import ChosenEdgeSettings, Count, setting
+from .views import Data, Figure, Finding, Findings, Line, Lines, Table, View, dash, points
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from ..pipeline.nodes import ResultNode
+    from ..stages.forward.hooks.edge_interventions import Edge
+    from ..stages.forward.runs.experiment import Experiment
 
 __all__ = ["SteeringDoseResponseSettings", "SteeringDoseResponse"]
 
 
 @dataclass(frozen=True)
-class SteeringDoseResponseSettings(EdgeSettings, FactSettings):
+class SteeringDoseResponseSettings(ChosenEdgeSettings):
     """What `--set` can change."""
 
-    layer: int | None = setting(None, "layer told in full; none: the middle one")
     doses: tuple[float, ...] = setting(DOSE_LEVELS, "factors of the edge's weight")
     ratio: float = setting(2.0, "attention to aim at, as a multiple of what the edge has")
-    window: int = setting(1, "layers steered together, from each layer on")
-    sweep: bool = setting(True, "also steer every other layer")
-    top_k: Count = setting(10, "changed tokens kept of each run")
+    window: Count = setting(1, "layers steered together, from each layer on")
+    sweep: bool = setting(True, "show every layer that is steered, and not only the one told")
 
     def __post_init__(self) -> None:
         if self.ratio <= 0:
             raise ConfigError(f"expected ratio to be above 0, found {self.ratio}")
 
 
-class SteeringDoseResponse(ModelWorkflow):
+class SteeringDoseResponse(EdgeWorkflow):
     """One edge at several doses."""
 
     name = "steering_dose_response"
@@ -65,34 +69,88 @@ class SteeringDoseResponse(ModelWorkflow):
     settings_type = SteeringDoseResponseSettings
     settings: SteeringDoseResponseSettings
 
-    response = loaded("response")
-    """Every layer at every dose, [layer, dose]."""
+    num_drawn: ClassVar[int] = 0
+    done: ClassVar[str] = "at the strongest dose"
 
     def plan(self) -> Mapping[str, ResultNode]:
-        """One edge at every dose, in one layer or in each."""
+        """Every edge that may be told at every dose, in one layer or in each; all edges at the strongest."""
         given = self.settings
-        self.prompt, self.target = fact(given.model, given.prompt, given.target)
-        self.encoding = encoded(self.subject, self.prompt)
-        self.pieces = answer_pieces(self.subject, self.prompt, self.target)
-        layers = self.subject.config.num_layers
-        self.layer = layers // 2 if given.layer is None else given.layer
-        if not 0 <= self.layer <= layers - given.window:
-            raise ConfigError(
-                f"expected a layer in 0..{layers - given.window} (with a window of {given.window}), "
-                f"found {self.layer}"
-            )
-        self.edge = (position_of(self.encoding, given.query), position_of(self.encoding, given.key))
-        experiment = DoseResponse(
-            tuple(self.encoding.ids),
-            (self.edge,),
-            doses=given.doses,
-            layers=None if given.sweep else (self.layer,),
-            window=given.window,
-            target=self.pieces,
-            top_k=given.top_k,
+        shared = self.read_edge(given.window) | {"window": given.window}
+        layers = None if given.sweep or given.layer is None else (given.layer,)
+        asked = tuple(
+            DoseResponse(edges=((self.query, key),), doses=given.doses, layers=layers, **shared)
+            for key in self.keys
         )
-        experiment.cells(self.subject.config)  # wrong settings are told now, not when it runs
-        return {"response": self.on_model(experiment)}
+        for each in asked:
+            each.cells(self.subject.config)  # wrong settings are told now, not when it runs
+        others = tuple(
+            DoseResponse(edges=((self.query, key),), doses=(max(given.doses),), **shared | {"top_k": 1})
+            for key in range(self.query + 1)
+        )
+        return {
+            "response": self.on_model(asked[0] if len(asked) == 1 else AtOnce(asked)),
+            "controls": self.on_model(AtOnce(others)),
+            **self.facts_node(),
+        }
+
+    def on_fact(self, tokens: tuple[int, ...], edges: Sequence[Edge]) -> list[Experiment]:
+        """The strongest dose of each edge."""
+        given = self.settings
+        return [
+            DoseResponse(tokens, (edge,), doses=(max(given.doses),), window=given.window, top_k=1)
+            for edge in edges
+        ]
+
+    @cached_property
+    def response(self) -> xr.Dataset:
+        """The edge in every layer that is shown, at every dose, [layer, dose]."""
+        found = self.result("response").load()
+        if "draw" in found.dims:
+            found = found.isel(draw=self.keys.index(self.edge[1]))
+        return found if self.settings.sweep else found.sel(layer=[self.layer])
+
+    @cached_property
+    def strongest(self) -> xr.Dataset:
+        """Every edge of the query in every layer at the strongest dose, [key, layer]."""
+        return self.result("controls").load().isel(dose=0).rename(draw="key")
+
+    def found(self, layer: int, key: int, measure: str, claim: str, unit: str) -> Finding:
+        """What the strongest dose does to one edge, beside edges with as much attention."""
+        effects, weights = (
+            self.strongest[name].transpose("key", "layer").values.ravel()
+            for name in (measure, "baseline_attention")
+        )
+        own = key * self.strongest.sizes["layer"] + layer
+        # A weight of zero has no logarithm, and cannot be scaled either: the farthest of all.
+        apart = np.abs(np.log(np.maximum(weights, 1e-12)) - np.log(max(weights[own], 1e-12)))
+        apart[own] = np.inf
+        near = np.argsort(apart, kind="stable")[: min(self.settings.controls, len(apart) - 1)]
+        low, high = weights[near].min(), weights[near].max()
+        null = Null(
+            effects[near],
+            f"other edges of this query, nearest in attention ({low:.2g} to {high:.2g}, here "
+            f"{weights[own]:.2g})",
+            "either" if measure == "logit_diff" else "above",
+        )
+        return Finding(claim, float(effects[own]), null, unit, held_out=self.chosen is not None)
+
+    def findings(self) -> Findings:
+        """The edge told, and one that other facts say does nothing."""
+        dose, word = max(self.settings.doses), format_token(self.target)
+
+        def scaled(layer: int, key: int) -> str:
+            return f"scaling {self.edge_told((self.query, key))} in layer {layer} by {dose:g}"
+
+        here = (self.layer, self.edge[1])
+        found = [self.found(*here, "kl", f"{scaled(*here)} changes the next token", "nats")]
+        if self.pieces:
+            claim = f"{scaled(*here)} lowers the logit of {word!r}"
+            found.append(self.found(*here, "logit_diff", claim, "logits"))
+        if self.quiet is not None:
+            there = (self.quiet.layer, self.roles[self.quiet.role])
+            claim = f"for comparison, {scaled(*there)} changes the next token"
+            found.append(self.found(*there, "kl", claim, "nats"))
+        return Findings.of(*found, caption=self.choice_told, sources=tuple(self.nodes))
 
     @property
     def told(self) -> xr.Dataset:
@@ -117,12 +175,15 @@ class SteeringDoseResponse(ModelWorkflow):
         return SteeringCalibration(min(1.0, self.settings.ratio * baseline), baseline, self.layer)
 
     def views(self) -> Iterator[View]:
-        """The doses at the one layer, and every layer's curves."""
+        """What is claimed; the doses at the one layer, and every layer's curves."""
         told, baseline = self.told, self.calibration.target_baseline
         tokens = named(self.subject, self.encoding.ids)
         reads, is_read = (f"{format_token(tokens[place])!r} ({place})" for place in self.edge)
+        findings = self.findings()
+        yield findings
         yield Data(
             json={
+                **self.choice_json(),
                 **{name: self.subject.about[name] for name in ("model_id", "n_layers", "n_heads")},
                 **target_json(self.subject, self.target, self.pieces),
                 "prompt": self.prompt,
@@ -155,7 +216,10 @@ class SteeringDoseResponse(ModelWorkflow):
         answer = Lines.of(kl, "How far the answer moves", f"thick: layer {self.layer}", **shared)
         query, key = (repr(format_token(tokens[place])) for place in self.edge)
         title = f"{self.subject.name}: {query} reads {key} more or less in {format_token(self.prompt)!r}"
-        yield from together("steering_dose_response", title, moved, answer)
+        yield moved
+        yield answer
+        panels = (moved, answer, findings)
+        yield Figure(name="steering_dose_response", title=title, panels=panels, columns=2)
 
     def _points(self, layer: int) -> list[dict[str, Any]]:
         """A layer in the fields of candle-mi's example, dose by dose."""

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 
-__all__ = ["CHANCE", "Null", "Side", "chosen_at_random", "interval", "random_directions"]
+__all__ = ["CHANCE", "Null", "Side", "chosen_at_random", "interval", "random_directions", "random_means"]
 
 CHANCE = 0.05
 """Share of random causes that may do as much before an effect is told as no more than chance."""
@@ -129,6 +129,19 @@ def interval(values: Any, share: float = 0.95, seed: int = 0) -> tuple[float, fl
     drawn = np.random.default_rng(seed).integers(len(known), size=(RESAMPLES, len(known)))
     low, high = np.quantile(known[drawn].mean(axis=1), [rest, 1.0 - rest])
     return float(low), float(high)
+
+
+def random_means(others: Any, count: int, *, seed: int) -> Floats:
+    """Means over prompts of a cause drawn anew in each of them: float64 [draw].
+
+    others: the measure under the other causes of every prompt, float [prompt, cause]. This is the null of an
+    effect that is a mean over prompts: which cause it was says nothing, within any prompt (a randomisation
+    test in blocks, Edgington & Onghena 2007, ch. 6).
+    """
+    held = np.asarray(others, np.float64)
+    drawn = np.random.default_rng(seed).integers(held.shape[1], size=(count, held.shape[0]))
+    found: Floats = held[np.arange(held.shape[0]), drawn].mean(axis=1)
+    return found
 
 
 def chosen_at_random(

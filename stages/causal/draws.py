@@ -4,6 +4,7 @@
 
 Its result is theirs along an axis `draw`. All runs of all draws go to the planner as one list, so that what
 they share is computed once; each draw is a cell of its own, so that twice as many cost the new ones only.
+Many small draws cost more to store than to compute (a cell is a dozen arrays): `AtOnce` stores them as one.
 
 Border: experiments that agree in everything but their cause; what a cause is, they know.
 
@@ -16,6 +17,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ...pipeline import Output
 from ...store.digest import digest
@@ -30,7 +33,10 @@ if TYPE_CHECKING:
     from ..forward.hooks.cache import HookCache
     from ..forward.models.model import Model
 
-__all__ = ["Draws"]
+__all__ = ["AtOnce", "Draws"]
+
+ENDS = "ends of runs"
+"""Among what is prepared: after which run each cell of `AtOnce` ends."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,58 @@ class Draws(Experiment):
 
     def _prepared(self, prepared: Mapping[Hashable, Any], each: Experiment) -> Any:
         return prepared[_shared(each, self._numbers[digest("draw", each.params())])]
+
+
+@dataclass(frozen=True)
+class AtOnce(Draws):
+    """Draws stored as one cell: one more computes all of them anew. The result is that of `Draws`."""
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """That of the experiment, and how it was drawn."""
+        return f"{super().name}/at_once"
+
+    def cells(self, config: Architecture) -> Sequence[CellLabels]:
+        """One, which lists those of every draw."""
+        return [{"draws": super().cells(config)}]
+
+    def runs(self, prepared: Mapping[Hashable, Any], cell: CellLabels) -> Sequence[Run]:
+        """Those of every draw, one after another."""
+        return [run for own in cell["draws"] for run in super(AtOnce, self).runs(prepared, own)]
+
+    def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run] | None:
+        """As the draws sketch them; None where one of them cannot."""
+        sketched = [super(AtOnce, self).sketch(config, own) for own in cell["draws"]]
+        return None if None in sketched else [run for runs in sketched for run in runs or ()]
+
+    def prepare(self, model: Model) -> Mapping[Hashable, Any]:
+        """What each needs, and how many runs each cell has: a run's number says whose it is."""
+        found = dict(super().prepare(model))
+        (whole,) = self.cells(model.config)
+        sizes = [len(super(AtOnce, self).runs(found, own)) for own in whole["draws"]]
+        return found | {ENDS: np.cumsum(sizes)}
+
+    def measure_run(
+        self, prepared: Mapping[Hashable, Any], cell: CellLabels, number: int, result: HookCache
+    ) -> Any:
+        """As the draw measures it whose run it is."""
+        own = int(np.searchsorted(prepared[ENDS], number, side="right"))
+        return self.measure(prepared, cell["draws"][own], result)
+
+    def dataset(
+        self, prepared: Mapping[Hashable, Any], cell: CellLabels, measured: Sequence[Any]
+    ) -> xr.Dataset:
+        """All draws, joined."""
+        ends = prepared[ENDS].tolist()
+        parts = [
+            super(AtOnce, self).dataset(prepared, own, measured[start:end])
+            for own, start, end in zip(cell["draws"], [0, *ends], ends, strict=False)
+        ]
+        return super().joined(parts)
+
+    def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
+        """The one there is."""
+        return parts[0]
 
 
 def _shared(each: Experiment, number: int) -> Hashable:

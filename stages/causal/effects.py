@@ -1,5 +1,10 @@
 """What an intervention did to the next token: the measurements that experiments on attention share.
 
+A causal effect is the difference between what is measured in a run with an intervention and in the run as it
+was, all else as it would then be (Pearl 2001, "Direct and indirect effects", for the definition; Vig et al.
+2020, "Investigating gender bias in language models using causal mediation analysis", for language models).
+That *this* cause has it, and not any of its size, is said by a null (controls.py).
+
 A prompt may be followed by the pieces of a target word. Its probability is then that of all its pieces, each
 given those before it (one pass over the prompt with the pieces behind it: what comes later changes nothing
 earlier), and never that of its last piece alone, which is another word. Logit differences are about the first

@@ -4,6 +4,11 @@ The subject of the original prompt is overwritten, block by block of layers, by 
 (counterfact.py), and the attention of the last token to the fact is compared head by head with the run as it
 was (candle-mi's factual_routing).
 
+Routing is this: what is said of a subject reaches the place where the next word is predicted through
+attention heads that depend on the subject (Geva et al. 2023, "Dissecting Recall of Factual Associations in
+Auto-Regressive Language Models", section 6). It is shown where another subject moves the attention of a head
+more than states as foreign as it, but of no such subject, do; that attention moves at all shows nothing.
+
 Border: as counterfact.py, whose cells and pairs these are; where a subject is, is said by whoever makes the
 pairs. Planning imports no torch.
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ActivationPatching",
+    "DonorPatching",
     "PatchTable",
     "align_ends",
     "block_every",
@@ -111,16 +112,46 @@ class ActivationPatching(Grid):
         return spec
 
 
-def pair_of_runs(grid: ActivationPatching, model: Model, held: Sequence[HookPoint]) -> PreparedGrid:
-    """The clean and the corrupted run, nothing patched; activations by run and hook point."""
+@dataclass(frozen=True, kw_only=True)
+class DonorPatching(ActivationPatching):
+    """The corrupted prompt with activations of a third one, measured against the clean one: a control.
+
+    donor: token ids, as many as of the clean prompt, with which it has nothing to do. States as foreign as
+    the clean ones bring nothing of the clean answer back, unless any change of the place does.
+    """
+
+    donor: tuple[int, ...]
+
+    name: ClassVar[str] = "donor_patching"
+    version: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_lengths(self.donor, self.clean, None)
+
+    def prepare(self, model: Model) -> PreparedGrid:
+        """As for patching, with the states of the donor in place of the clean ones."""
+        layers = range(model.config.num_layers)
+        return pair_of_runs(self, model, points(self.kinds, layers), self.donor)
+
+
+def pair_of_runs(
+    grid: ActivationPatching, model: Model, held: Sequence[HookPoint], donor: tuple[int, ...] = ()
+) -> PreparedGrid:
+    """The clean and the corrupted run, nothing patched; activations by run and hook point.
+
+    donor: the prompt whose activations stand for the clean ones, if any.
+    """
     align = grid.align or tuple(range(len(grid.clean)))
     is_edges = grid.over == "edge"
     asked = [
         Run(grid.clean, HookSpec().capture(*held), Logits((align[grid.at],), grid.want.tokens)),
         Run(grid.corrupted, HookSpec().capture(*held) if is_edges else None, grid.want),
     ]
+    if donor:
+        asked.append(Run(donor, HookSpec().capture(*held), None))
     found = dict(stream(model, asked))
-    acts = {("clean", point): found[0][point][0] for point in held}
+    acts = {("clean", point): found[2 if donor else 0][point][0] for point in held}
     if grid.align is not None:
         acts = {key: value[..., list(align), :] for key, value in acts.items()}
     if is_edges:

@@ -26,10 +26,10 @@ from mizarr.stages.causal.ablation import Ablation
 from mizarr.stages.causal.continuation import Continuation
 from mizarr.stages.causal.convergence import ContrastiveVectors, PushedStates
 from mizarr.stages.causal.counterfact import CounterFactPatching, Pair
-from mizarr.stages.causal.draws import Draws
+from mizarr.stages.causal.draws import AtOnce, Draws
 from mizarr.stages.causal.factual_routing import FactualRouting
 from mizarr.stages.causal.knockout import EdgeKnockout, HeadKnockout
-from mizarr.stages.causal.patching import ActivationPatching, PatchTable
+from mizarr.stages.causal.patching import ActivationPatching, DonorPatching, PatchTable
 from mizarr.stages.causal.patching_metrics import KL, Custom, LogitDifference, Metric, Probability, Recovery
 from mizarr.stages.causal.steering import DoseResponse
 from mizarr.stages.causal.tracing import CausalTracing
@@ -137,6 +137,16 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
         {**GRID, "clean": (1, 2, 3), "corrupted": (1, 4, 3)},
         {**OF_GRID, "clean": (1, 5, 3), "corrupted": (1, 5, 3), "align": (0, 1, 1)},
     ),
+    DonorPatching: (
+        {**GRID, "clean": (1, 2, 3), "corrupted": (1, 4, 3), "donor": (5, 6, 7)},
+        {
+            **OF_GRID,
+            "clean": (1, 5, 3),
+            "corrupted": (1, 5, 3),
+            "align": (0, 1, 1),
+            "donor": (5, 6, 8),
+        },
+    ),
     CausalTracing: (
         {**GRID, "tokens": (1, 2, 3), "subject": (1,)},
         {**OF_GRID, "tokens": (1, 2, 4), "subject": (0,), "multiplier": 2.0, "samples": 3, "seed": 1},
@@ -226,6 +236,10 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     EdgeKnockout: (EDGES, {**OF_EDGES, "keeps_self": True, "heads": (1,)}),
     Draws: (
+        {"experiments": (EdgeKnockout(**EDGES),)},
+        {"experiments": (EdgeKnockout(**EDGES), EdgeKnockout(**{**EDGES, "top_k": 3}))},
+    ),
+    AtOnce: (
         {"experiments": (EdgeKnockout(**EDGES),)},
         {"experiments": (EdgeKnockout(**EDGES), EdgeKnockout(**{**EDGES, "top_k": 3}))},
     ),

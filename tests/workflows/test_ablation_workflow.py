@@ -14,6 +14,7 @@ import mizarr
 from mizarr import HookSpec, Replace, Zero
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
+from mizarr.workflows.subject import shipped_facts
 
 PROMPT, TARGET = "it was the season of", " light"
 REFERENCES = ["we had everything before us", "it was the epoch of belief"]
@@ -25,7 +26,7 @@ def model(tiny_model: Path):
 
 
 def ablated(tiny_model: Path, where: Path, **given):
-    return compute("ablation", store=where, model=str(tiny_model), prompt=PROMPT, **given)
+    return compute("ablation", store=where, model=str(tiny_model), prompt=PROMPT, **{"facts": 1, **given})
 
 
 def log_probabilities(model, spec: HookSpec | None = None) -> torch.Tensor:
@@ -72,6 +73,48 @@ def test_the_heads_that_count_are_listed_from_the_largest_loss(tiny_model: Path,
     (path,) = done.render(Console(width=120), tmp_path)
     assert path.name == "ablation.png"
     assert "KL(as it is || without the head)" in capsys.readouterr().out
+
+
+def test_the_head_told_is_chosen_on_facts_and_scored_on_others(model, tiny_model: Path, tmp_path: Path):
+    """Choice, effects and nulls again, by plain passes over the heads of the facts and of the prompt."""
+    given = {"how": "zero", "facts": 2, "controls": 9}
+    done = ablated(tiny_model, tmp_path, **given)
+    document = done.to_json()
+
+    def losses(ids) -> np.ndarray:
+        clean = model.forward(ids).logits[0, -1].double().log_softmax(-1)
+        found = np.zeros((3, 2))
+        for layer, head in np.ndindex(3, 2):
+            spec = HookSpec().intervene(f"blocks.{layer}.attn.hook_z", Zero(heads=(head,)))
+            without = model.forward(ids, spec).logits[0, -1].double().log_softmax(-1)
+            found[layer, head] = divergence(clean, without)
+        return found
+
+    limit = model.config.context_length
+    encoded = [model.tokenizer.encode(each["prompt"]).ids for each in shipped_facts()[50:]]
+    facts = np.array([losses(ids) for ids in [ids for ids in encoded if len(ids) <= limit][:4]])
+    here, mean = losses(model.tokenizer.encode(PROMPT).ids), facts[:2].mean(0)
+    most, least = (np.unravel_index(pick, mean.shape) for pick in (mean.argmax(), mean.argmin()))
+    over, in_prompt, quiet = document["findings"]
+    assert f"head {most[1]} of layer {most[0]}" in over["claim"]
+    assert f"head {least[1]} of layer {least[0]}" in quiet["claim"]
+    scored = facts[2:, most[0], most[1]]
+    assert over["effect"] == pytest.approx(scored.mean(), rel=1e-3)
+    assert over["interval_95"] == pytest.approx([scored.min(), scored.max()], rel=1e-3)
+    assert (over["prompts"], over["held_out"]) == (2, True)
+    for found, cell in ((in_prompt, most), (quiet, least)):
+        others = np.delete(here.ravel(), np.ravel_multi_index(cell, here.shape))
+        assert found["effect"] == pytest.approx(here[cell], rel=1e-3)
+        assert found["null"]["draws"] == 5, "all there are, though 9 were asked for"
+        assert found["null"]["median"] == pytest.approx(np.median(others), rel=1e-3)
+        assert found["null"]["as_large"] == (others >= here[cell]).sum()
+    others = np.delete(facts[2:].reshape(2, -1), np.ravel_multi_index(most, mean.shape), axis=1)
+    means = np.add.outer(others[0], others[1]) / 2
+    assert over["null"]["draws"] == 9
+    assert np.abs(means - over["null"]["median"]).min() < 1e-3 * means.max(), "one of what can be drawn"
+    again = ablated(tiny_model, tmp_path, **given | {"controls": 4, "seed": 1}).to_json()["findings"]
+    assert [each["null"]["draws"] for each in again] == [4, 4, 4]
+    assert again[0]["null"]["median"] != over["null"]["median"]
 
 
 def test_the_specimen_needs_few_of_its_heads(tmp_path: Path):

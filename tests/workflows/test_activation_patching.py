@@ -37,6 +37,7 @@ def prompts(tiny_model: Path) -> tuple[str, str, str]:
 def done(tiny_model: Path, prompts, tmp_path_factory: pytest.TempPathFactory):
     store = tmp_path_factory.mktemp("trace") / "store"
     given = {"prompt": prompts[0], "corrupted": [prompts[2], prompts[1]], "answer": " w"}
+    given |= {"others": 2, "controls": 6}
     return compute("activation_patching", store=store, model=str(tiny_model), answer_piece="first", **given)
 
 
@@ -77,6 +78,41 @@ def test_json_has_the_fields_of_the_original_and_the_numbers_of_the_model(done, 
     assert best["recovery"] == grid.max() == grid[best["layer"], best["position"]]
 
 
+def test_findings_are_what_a_place_of_other_pairs_recovers_beside_unrelated_states(done, tiny_model: Path):
+    """Choice from the stored grids of other pairs; effect and null of this pair again, by plain passes."""
+    model = mizarr.Model.from_pretrained(tiny_model)
+    traced = done.traced[0]
+    donors = [each.donor for each in done.nodes["controls"].experiment.experiments]
+    assert len(set(donors)) == 6 and {len(ids) for ids in donors} == {len(traced.clean_ids)}
+    clean, corrupted = (
+        model.forward(ids).logits[0, -1].double().log_softmax(-1)
+        for ids in (traced.clean_ids, traced.corrupted_ids)
+    )
+
+    def lost(q) -> float:
+        return float((clean.exp() * (clean - q)).sum())
+
+    def recovered(ids, point: str, place: int) -> float:
+        state = model.forward(ids, mizarr.HookSpec().capture(point), want=None)[point][0, place][None]
+        spec = mizarr.HookSpec().intervene(point, mizarr.Replace(state, positions=(place,)))
+        after = model.forward(traced.corrupted_ids, spec).logits[0, -1].double().log_softmax(-1)
+        return 100 * (1 - lost(after) / lost(corrupted))
+
+    findings = done.to_json()["findings"]
+    assert len(findings) == 3
+    for kind, found in zip(("resid_post", "attn_out", "mlp_out"), findings, strict=True):
+        mean = done.result("choice")["recovery"].sel(kind=kind).mean("draw").transpose("layer", "position")
+        mean = mean.values[:, : 1 if kind == "resid_post" else 2]
+        layer, role = np.unravel_index(mean.argmax(), mean.shape)
+        assert f"{kind} of layer {layer}" in found["claim"]
+        place = (traced.subject[1], len(traced.clean_ids) - 1)[role]
+        point = f"blocks.{layer}.hook_{kind}"
+        assert found["effect"] == pytest.approx(recovered(traced.clean_ids, point, place), rel=1e-2, abs=0.1)
+        others = [recovered(ids, point, place) for ids in donors]
+        assert found["null"]["draws"] == 6
+        assert min(others) - 0.5 <= found["null"]["low_95"] <= found["null"]["high_95"] <= max(others) + 0.5
+
+
 def test_a_single_kind_is_told_the_same_way(done, tiny_model: Path, prompts, tmp_path: Path):
     one = compute(
         "activation_patching",
@@ -84,6 +120,8 @@ def test_a_single_kind_is_told_the_same_way(done, tiny_model: Path, prompts, tmp
         model=str(tiny_model),
         prompt=prompts[0],
         corrupted=[prompts[1]],
+        others=1,
+        controls=2,
         kinds=["attn_out"],
     )
     np.testing.assert_allclose(
@@ -103,6 +141,8 @@ def test_heads_are_patched_at_all_positions_and_told_beside_states(
         model=str(tiny_model),
         prompt=prompts[0],
         corrupted=[prompts[1]],
+        others=1,
+        controls=2,
         kinds=kinds,
     )
     (found,) = heads.to_json()["results"]
@@ -151,7 +191,7 @@ def test_tables_and_figures_name_places_and_keys(done, tmp_path: Path, capsys):
 
 
 def test_the_specimen_is_traced_through_pairs_of_its_own_facts(tmp_path: Path):
-    done = compute("activation_patching", store=tmp_path / "store", pairs=1, kinds=["resid_post"])
+    done = compute("activation_patching", store=tmp_path / "store", pairs=1, others=1, kinds=["resid_post"])
     (found,) = done.to_json()["results"]
     assert len(found["answer_token_ids"]) == 1, "defaults have answers of one token"
     assert found["answer_probability"]["clean"] > found["answer_probability"]["corrupted"]

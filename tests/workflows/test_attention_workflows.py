@@ -16,9 +16,12 @@ import mizarr
 from mizarr import HookSpec, Knockout
 from mizarr.store.errors import ConfigError, InterventionError, MizarrError, PromptError
 from mizarr.workflows import build, compute
+from mizarr.workflows.material.edge_choice import ROLES
 from mizarr.workflows.subject import shipped_facts
 
 PROMPT, TARGET = "it was the age of", "wisdom"
+RELATIONS = ("is developed by", "they understand", "is located in the continent", "originates from", "is")
+NAMED = {"prompt": PROMPT, "target": TARGET, "layer": 1, "key": "first"}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +36,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def knockout(tiny_model: Path, store: Path):
-    return compute("attention_knockout", store=store, model=str(tiny_model), prompt=PROMPT, target=TARGET)
+    return compute("attention_knockout", store=store, model=str(tiny_model), **NAMED)
 
 
 @pytest.fixture(scope="module")
@@ -102,17 +105,105 @@ def test_the_target_is_followed_by_its_first_piece_and_by_all_of_them(knockout, 
     assert document["baseline_p_target"] == pytest.approx(float(whole.exp()), rel=1e-3)
 
 
+def test_the_finding_is_the_cut_beside_cuts_of_other_edges(knockout, model):
+    """Effect and null again, by plain passes: every other edge there is, as there are fewer than controls."""
+    last, before = knockout.edge[0], last_logits(model)
+    of_kl, of_logit = knockout.to_json()["findings"]
+    token = knockout.to_json()["target_token_id"]
+    effects = {}
+    for layer in range(3):
+        for key in range(last + 1):
+            after = cut(model, layer, last, key)
+            effects[layer, key] = kl(before, after), float(before[token] - after[token])
+    own = effects.pop((1, 0))
+    assert len(effects) <= 50
+    for found, measure in ((of_kl, 0), (of_logit, 1)):
+        others = np.array([each[measure] for each in effects.values()])
+        assert found["effect"] == pytest.approx(own[measure], rel=1e-3, abs=1e-5)
+        assert found["null"]["median"] == pytest.approx(np.median(others), rel=1e-3, abs=1e-5)
+        assert found["null"]["draws"] == len(others)
+    as_large = sum(each[0] >= own[0] for each in effects.values())
+    assert of_kl["null"]["share_as_large"] == pytest.approx((1 + as_large) / (1 + len(effects)))
+
+
+def test_fewer_controls_and_another_seed_draw_other_edges(knockout, tiny_model, store):
+    def null(**given):
+        done = compute("attention_knockout", store=store, model=str(tiny_model), **NAMED, **given)
+        return done.to_json()["findings"][0]["null"]
+
+    few, other = null(controls=5), null(controls=5, seed=1)
+    assert few["draws"] == other["draws"] == 5
+    assert few["median"] != other["median"] != knockout.to_json()["findings"][0]["null"]["median"]
+
+
+def test_an_edge_that_nobody_named_is_chosen_on_facts_and_scored_on_others(tiny_model, model, tmp_path):
+    """The choice, the effect on held-out facts and its null, again by plain passes."""
+    done = compute(
+        "attention_knockout",
+        store=tmp_path / "s",
+        model=str(tiny_model),
+        prompt="A spring is developed by",
+        facts=2,
+        controls=30,
+        seed=3,
+    )
+    document = done.to_json()
+    texts = [*document["choice"]["chosen_on"], *document["choice"]["scored_on"]]
+    assert len(set(texts)) == 4
+    found = []
+    for text in texts:
+        encoding = model.tokenizer.encode(text)
+        query = len(encoding) - 1
+        relation = next(each for each in RELATIONS if text.endswith(each))
+        end = len(text) - len(relation) - 1
+        keys = (0, encoding.char_range_to_tokens(end - 1, end)[-1], query - 1)
+        before = model.forward(text).logits[0, -1].double()
+        cuts = [
+            [
+                model.forward(
+                    text,
+                    HookSpec().intervene(f"blocks.{layer}.attn.hook_scores", Knockout([(query, key)])),
+                )
+                .logits[0, -1]
+                .double()
+                for key in keys
+            ]
+            for layer in range(3)
+        ]
+        found.append([[kl(before, after) for after in row] for row in cuts])
+    lost = np.mean(found[:2], axis=0)
+    layer, role = np.unravel_index(lost.argmax(), lost.shape)
+    assert (document["choice"]["layer"], document["choice"]["role"]) == (layer, list(ROLES)[role])
+    assert document["choice"]["lost"] == pytest.approx(lost.max(), rel=1e-3)
+    first = document["findings"][0]
+    scored = [each[layer][role] for each in found[2:]]
+    assert first["held_out"] and first["prompts"] == 2
+    assert first["effect"] == pytest.approx(np.mean(scored), rel=1e-3)
+    assert first["interval_95"] == pytest.approx([min(scored), max(scored)], rel=1e-3)
+    assert document["target_layer"] == layer
+    assert document["knockout_edge"] == [done.query, done.roles[list(ROLES)[role]]]
+    # The quiet edge is the least of all, and drawn in this prompt.
+    assert done.quiet.lost == pytest.approx(lost.min(), rel=1e-3, abs=1e-9)
+    assert document["findings"][-1]["claim"].startswith("for comparison")
+    heads = np.array(document["heads"]["kl_divergence"])
+    before = model.forward(done.prompt).logits[0, -1].double()
+    alone = Knockout([done.edge], heads=[1])
+    after = model.forward(done.prompt, HookSpec().intervene("blocks.2.attn.hook_scores", alone)).logits[0, -1]
+    assert heads[2, 1] == pytest.approx(kl(before, after.double()), rel=1e-3, abs=1e-8)
+
+
 def test_without_sweep_one_edge_is_cut_and_told_the_same(knockout, tiny_model, tmp_path):
     alone = compute(
         "attention_knockout",
         store=tmp_path / "store",
         model=str(tiny_model),
-        prompt=PROMPT,
-        target=TARGET,
         sweep=False,
+        controls=4,
+        **NAMED,
     )
     document, whole = alone.to_json(), knockout.to_json()
-    assert alone.edges["kl"].shape == (1, 1)
+    assert alone.edges["kl"].shape[1] < whole["findings"][0]["null"]["draws"]
+    assert document["findings"][0]["null"]["draws"] == 4
     assert document["kl_divergence"] == pytest.approx(whole["kl_divergence"], rel=1e-4)
     assert "sweep" not in document and "heads" not in document
     assert alone.draw(tmp_path) == []
@@ -126,7 +217,7 @@ def test_queries_and_keys_are_named_by_phrase(tiny_model, model):
 
 
 def test_paris_keeps_its_own_field(tiny_model, tmp_path):
-    done = compute("attention_knockout", store=tmp_path / "s", model=str(tiny_model), sweep=False)
+    done = compute("attention_knockout", store=tmp_path / "s", model=str(tiny_model), layer=1, key=0)
     document = done.to_json()
     assert document["prompt"] == "The capital of France is"
     assert document["paris_logit_diff"] == document["target_logit_diff"]
@@ -164,7 +255,7 @@ def test_the_keys_of_a_query_that_is_not_the_last_end_with_it(tiny_model, tmp_pa
 @pytest.mark.parametrize("name", ["attention_knockout", "attention_patterns"])
 def test_a_second_call_is_a_hit_and_needs_no_torch(name, knockout, patterns, tiny_model, store):
     given = {"model": str(tiny_model), "prompt": PROMPT}
-    given |= {"target": TARGET} if name == "attention_knockout" else {}
+    given |= NAMED if name == "attention_knockout" else {}
     program = (
         "import sys, json\n"
         "sys.modules['torch'] = sys.modules['transformers'] = None\n"
@@ -219,7 +310,7 @@ def test_wrong_input_gives_one_clear_line_before_anything_runs(tiny_model, name,
 @pytest.mark.parametrize("name", ["attention_knockout", "attention_patterns"])
 def test_defaults_run_offline_on_the_specimen(name, tmp_path):
     """What a person meets first; the numbers belong to the weights."""
-    given = {"sweep": False} if name == "attention_knockout" else {}
+    given = {"sweep": False, "facts": 2} if name == "attention_knockout" else {}
     done = compute(name, store=tmp_path / "store", **given)
     document = json.loads(json.dumps(done.to_json(), allow_nan=False))
     assert document["model_id"] == "specimen"

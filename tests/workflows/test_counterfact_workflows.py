@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 import mizarr
+from mizarr import HookSpec, Replace
 from mizarr.stages.causal.counterfact import position_map
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
@@ -40,7 +41,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def settings(tiny_model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     store = tmp_path_factory.mktemp("counterfact") / "store"
-    return {"store": store, "model": str(tiny_model), "data": str(data), "block_size": 2}
+    own = {"store": store, "model": str(tiny_model), "data": str(data), "block_size": 2}
+    return {**own, "others": 2, "donors": 3}
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +149,87 @@ def test_patching_above_a_layer_moves_no_attention_below_it(routing):
     delta = routing.routing["delta"].values
     assert np.abs(delta[:, 1, :3]).max() < 1e-6, "the last block is patched after its attention"
     assert np.abs(delta[:, 0, 1:]).max() > 1e-4
+
+
+def subject_patched(model, original, place: tuple[int, int], other, block: list[int]):
+    """A plain pass with one position of a block taken from another prompt."""
+    points = [f"blocks.{layer}.hook_resid_post" for layer in block]
+    states = model.forward(other, HookSpec().capture(*points), want=None)
+    spec = HookSpec().capture("blocks.*.attn.hook_pattern")
+    for point in points:
+        spec.intervene(point, Replace(states[point][0, place[1]][None], positions=(place[0],)))
+    return model.forward(original, spec)
+
+
+def test_the_finding_of_patching_is_what_the_other_subject_makes_it_say(patching, settings):
+    model = mizarr.Model.from_pretrained(settings["model"])
+    (found,) = patching.to_json()["findings"]
+    choice, controls = (patching.result(name).isel(draw=0) for name in ("choice", "controls"))
+    taken = (choice["token_id"] == choice["counterfactual_token_id"]).mean("pair").values
+    block = patching.blocks[int(taken.argmax())]
+    effects, nulls = [], []
+    donors = controls_of(patching)
+    for each, unrelated in zip(patching.pairs, donors, strict=True):
+        pair = each.pair
+        says = int(model.forward(pair.counterfactual).logits[0, -1].argmax())
+        for prompt, kept in ((pair.counterfactual, effects), *((d, nulls) for d in unrelated)):
+            result = subject_patched(model, pair.original, pair.subject, prompt, block)
+            kept.append(int(result.logits[0, -1].argmax()) == says)
+    assert found["effect"] == pytest.approx(np.mean(effects))
+    assert found["prompts"] == len(effects) == 2
+    ours = controls["token_id"].values[:, int(taken.argmax())]
+    said = np.repeat(patching.found["counterfactual_token_id"].values, 3)
+    assert (ours == said).tolist() == nulls
+    assert found["null"]["draws"] == 50
+
+
+def controls_of(done) -> list[list[tuple[int, ...]]]:
+    """The unrelated prompts of each pair, as the plan has them."""
+    (experiment,) = done.nodes["controls"].experiment.experiments
+    prompts = [pair.counterfactual for pair in experiment.pairs]
+    for prompt, pair in zip(prompts, np.repeat(range(2), 3), strict=True):
+        own = done.pairs[pair].pair
+        assert len(prompt) == len(own.counterfactual) and prompt not in (own.counterfactual, own.original)
+    return [prompts[:3], prompts[3:]]
+
+
+def test_the_findings_of_routing_are_moved_attention_beside_unrelated_subjects(routing, settings):
+    model = mizarr.Model.from_pretrained(settings["model"])
+    total, one = routing.to_json()["findings"]
+    choice = routing.result("choice").isel(draw=0)
+    moved = np.abs(choice["attention"] - choice["baseline_attention"])
+    moved = moved.transpose("pair", "block", "layer", "head").values.mean(0)
+    block = int(moved.sum((1, 2)).argmax())
+    layer, head = np.unravel_index(moved[block].argmax(), moved.shape[1:])
+    assert f"head {head} of layer {layer}" in one["claim"]
+    effects, nulls = [], []
+    for each, unrelated in zip(routing.pairs, controls_of(routing), strict=True):
+        pair = each.pair
+
+        def attention(result, fact=pair.fact) -> np.ndarray:
+            patterns = [result[f"blocks.{i}.attn.hook_pattern"][0, :, -1, list(fact)] for i in range(3)]
+            return np.stack([each.double().mean(-1).numpy() for each in patterns])
+
+        before = attention(model.forward(pair.original, HookSpec().capture("blocks.*.attn.hook_pattern")))
+        for prompt, kept in ((pair.counterfactual, effects), *((d, nulls) for d in unrelated)):
+            result = subject_patched(model, pair.original, pair.subject, prompt, routing.blocks[block])
+            kept.append(np.abs(attention(result) - before))
+    effects, nulls = np.array(effects), np.array(nulls).reshape(2, 3, 3, 2)
+    for found, own, others in (
+        (total, effects.sum((1, 2)), nulls.sum((2, 3))),
+        (one, effects[:, layer, head], nulls[:, :, layer, head]),
+    ):
+        assert found["effect"] == pytest.approx(own.mean(), rel=1e-3)
+        assert found["interval_95"] == pytest.approx([own.min(), own.max()], rel=1e-3)
+        means = np.add.outer(others[0], others[1]).ravel() / 2
+        assert (
+            means.min() * 0.999 <= found["null"]["low_95"] <= found["null"]["high_95"] <= means.max() * 1.001
+        )
+    fewer = compute("factual_routing", top_k=3, **settings, controls=7, seed=2)
+    assert fewer.to_json()["findings"][0]["null"]["draws"] == 7
+    keys = [done.to_json()["provenance"]["keys"] for done in (routing, fewer)]
+    assert keys[0]["controls"] != keys[1]["controls"]
+    assert (keys[0]["routing"], keys[0]["choice"]) == (keys[1]["routing"], keys[1]["choice"])
 
 
 @pytest.mark.parametrize("name", ["counterfact_patching", "factual_routing"])

@@ -18,6 +18,7 @@ from mizarr.stages.causal.steering import DOSE_LEVELS
 from mizarr.store.errors import ConfigError, MizarrError, PromptError
 from mizarr.workflows import build, compute
 from mizarr.workflows.material.answers import counterpart, fact
+from mizarr.workflows.material.edge_choice import ROLES, roles_of
 from mizarr.workflows.subject import Subject
 
 PROMPT, OTHER, TARGET = "it was the age of", "it was the epoch of", "wisdom"
@@ -35,7 +36,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def doses(tiny_model: Path, store: Path):
-    return compute("steering_dose_response", store=store, model=str(tiny_model), prompt=PROMPT, target=TARGET)
+    given = {"prompt": PROMPT, "target": TARGET, "layer": 1, "key": "first"}
+    return compute("steering_dose_response", store=store, model=str(tiny_model), **given)
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,62 @@ def test_the_exact_factor_reaches_the_aim_and_the_linear_one_falls_short(doses, 
     assert found["dose_levels_absolute_linear"][0] == pytest.approx([0.5, 0.25 * found["aim"]])
 
 
+def test_the_finding_is_the_strongest_dose_beside_edges_of_as_much_attention(doses, model, tiny_model, store):
+    """Effect, null and which edges it is made of, again by plain passes."""
+    last, steered, weight = doses.edge[0], {}, {}
+    plain = model.forward(PROMPT, HookSpec().capture("blocks.*.attn.hook_pattern"))
+    for layer in range(3):
+        point = f"blocks.{layer}.attn.hook_pattern"
+        for key in range(last + 1):
+            hooks = HookSpec().intervene(point, Steer([(last, key)], 6.0))
+            steered[layer, key] = kl(plain.logits[0, -1], model.forward(PROMPT, hooks).logits[0, -1])
+            weight[layer, key] = float(plain[point][0, :, last, key].mean())
+    others = sorted(set(steered) - {(1, 0)}, key=lambda at: abs(np.log(weight[at] / weight[1, 0])))
+    few = compute(
+        "steering_dose_response",
+        store=store,
+        model=str(tiny_model),
+        prompt=PROMPT,
+        target=TARGET,
+        layer=1,
+        key="first",
+        controls=7,
+    )
+    for done, draws in ((doses, others[:50]), (few, others[:7])):
+        found = done.to_json()["findings"][0]
+        values = np.array([steered[at] for at in draws])
+        assert found["effect"] == pytest.approx(steered[1, 0], rel=1e-3)
+        assert found["null"]["draws"] == len(values)
+        assert found["null"]["median"] == pytest.approx(np.median(values), rel=1e-3)
+        as_large = int((values >= steered[1, 0]).sum())
+        assert found["null"]["as_large"] == as_large
+
+
+def test_an_edge_nobody_named_is_the_one_that_moves_other_facts_most(tiny_model, model, tmp_path):
+    given = {"model": str(tiny_model), "prompt": "A spring is developed by", "doses": [0.5, 3.0]}
+    done = compute("steering_dose_response", store=tmp_path / "s", facts=2, **given)
+    document = done.to_json()
+    moved = np.zeros((3, 3))
+    for other in done.others:
+        query = len(other) - 1
+        plain = model.forward(other.text).logits[0, -1]
+        for role, key in enumerate(roles_of(other, query).values()):
+            for layer in range(3):
+                hooks = HookSpec().intervene(f"blocks.{layer}.attn.hook_pattern", Steer([(query, key)], 3.0))
+                moved[layer, role] += kl(plain, model.forward(other.text, hooks).logits[0, -1]) / 2
+    layer, role = np.unravel_index(moved.argmax(), moved.shape)
+    assert (document["choice"]["layer"], document["choice"]["role"]) == (layer, list(ROLES)[role])
+    assert document["choice"]["lost"] == pytest.approx(moved.max(), rel=1e-3)
+    assert document["choice"]["chosen_on"] == [other.text for other in done.others]
+    assert (document["target_layer"], done.edge[1]) == (layer, done.roles[list(ROLES)[role]])
+    alone = compute(
+        "steering_dose_response", store=tmp_path / "s", layer=done.layer, key=done.edge[1], **given
+    )
+    for one, other in zip(document["points"], alone.to_json()["points"], strict=True):
+        assert one["kl_divergence"] == pytest.approx(other["kl_divergence"], rel=1e-3, abs=1e-9)
+    assert len(document["findings"]) == len(alone.to_json()["findings"]) + 1
+
+
 def test_layers_alone_or_in_a_sweep_say_the_same(doses, tiny_model, tmp_path):
     alone = compute(
         "steering_dose_response",
@@ -104,6 +162,7 @@ def test_layers_alone_or_in_a_sweep_say_the_same(doses, tiny_model, tmp_path):
         prompt=PROMPT,
         target=TARGET,
         layer=2,
+        key="first",
         sweep=False,
         doses=[0.5, 6.0],
     )
@@ -120,6 +179,7 @@ def test_a_window_has_no_exact_factor(tiny_model, tmp_path):
         model=str(tiny_model),
         prompt=PROMPT,
         window=2,
+        facts=1,
         doses=[2.0],
     )
     document = done.to_json()
@@ -307,8 +367,8 @@ def test_tables_and_figures_name_the_results(name, doses, pushes, tmp_path, caps
     (path,) = done.render(Console(width=140), tmp_path)
     printed = capsys.readouterr().out
     assert "interpolated" in printed if name == "doses" else "absorbed at" in printed
-    (key,) = done.to_json()["provenance"]["keys"].values()
-    assert key[:12].encode() in path.read_bytes()
+    for key in done.to_json()["provenance"]["keys"].values():
+        assert key[:12].encode() in path.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -361,7 +421,7 @@ def test_other_models_contrast_france_with_the_first_country_of_as_many_tokens(t
 
 @pytest.mark.parametrize("name", ["steering_dose_response", "steering_convergence"])
 def test_defaults_run_offline_on_the_specimen(name, tmp_path):
-    given = {"sweep": False} if name == "steering_dose_response" else {"strength_steps": 1}
+    given = {"sweep": False, "facts": 2} if name == "steering_dose_response" else {"strength_steps": 1}
     done = compute(name, store=tmp_path / "store", **given)
     document = json.loads(json.dumps(done.to_json(), allow_nan=False))
     assert document["model_id"] == "specimen"

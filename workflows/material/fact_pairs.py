@@ -6,20 +6,25 @@ Border: texts and token ids; loads no model and never imports torch.
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...stages.causal.counterfact import Pair, blocks_of, differing_subject, position_map
+from ...stages.causal.draws import AtOnce
+from ...stages.causal.factual_routing import FactualRouting
 from ...store.errors import ConfigError
 from ..settings import PairSettings
 from ..subject import shipped_facts
 from ..workflow import ModelWorkflow
 from .answers import answer_pieces, named
+from .unrelated import Unrelated
 
 if TYPE_CHECKING:
+    from ...pipeline.nodes import ResultNode
     from ..subject import Subject
 
 __all__ = ["FactPair", "PairWorkflow", "fact_pairs", "layers_told", "shipped_pairs"]
@@ -151,6 +156,39 @@ class PairWorkflow(ModelWorkflow):
         self.block_size = given.block_size or max(1, min(4, layers // 3))
         self.blocks = blocks_of(layers, self.block_size)
         return {"pairs": tuple(each.pair for each in self.pairs), "block_size": self.block_size}
+
+    def control_nodes(self) -> dict[str, ResultNode]:
+        """The subject patched in other pairs, to choose on, and from unrelated prompts in these pairs."""
+        given = self.settings
+        shown = {each.pair.original for each in self.pairs}
+        records = (_tokenised(self.subject, record, "differing") for record in self._other_records())
+        others = tuple(each.pair for each in records if each.pair.original not in shown)[: given.others]
+        if not others:
+            raise ConfigError("expected other pairs of facts to choose the block on, found none")
+        unrelated, from_unrelated = Unrelated(self.subject), list[Pair]()
+        for number, each in enumerate(self.pairs):
+            pair, targets = each.pair, (each.target, each.counterfactual_target)
+            assert pair.subject is not None
+            seed = given.seed + number
+            donors = unrelated.to(pair.counterfactual, given.donors, seed=seed, targets=targets)
+            from_unrelated += [replace(pair, counterfactual=donor) for donor in donors]
+        experiments = {"choice": others, "controls": tuple(from_unrelated)}
+        return {
+            name: self.on_model(AtOnce((FactualRouting(pairs=pairs, block_size=self.block_size),)))
+            for name, pairs in experiments.items()
+        }
+
+    def _other_records(self) -> list[dict[str, str]]:
+        """Shipped pairs that are not shown, a few more than needed."""
+        limit = self.subject.config.context_length
+        first = 0 if self.settings.data else len(self.pairs)
+        records = shipped_pairs(self.subject)[first : first + 4 * self.settings.others]
+        fits = (limit or sys.maxsize).__ge__
+        return [r for r in records if fits(len(self.subject.tokenizer.encode(r["original_prompt"])))]
+
+    def by_donor(self, values: Any) -> Any:
+        """Of the node "controls" [pair and donor, …]: [pair, donor, …]."""
+        return values.reshape(len(self.pairs), self.settings.donors, *values.shape[1:])
 
     @property
     def about(self) -> dict[str, Any]:

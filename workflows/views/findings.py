@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...stages.causal.controls import CHANCE, Null
+import numpy as np
+
+from ...stages.causal.controls import CHANCE, Null, Side, interval, random_means
 from . import paper
 from .view import View
 
@@ -43,6 +45,31 @@ class Finding:
     held_out: bool = False
     chance: float = CHANCE
 
+    @classmethod
+    def over(
+        cls,
+        claim: str,
+        effects: Any,
+        others: Any,
+        of: str,
+        *,
+        draws: int,
+        seed: int,
+        side: Side = "above",
+        **told: Any,
+    ) -> Finding:
+        """A claim about several prompts: the mean of `effects` [prompt], beside means over these prompts of
+        one of `others` [prompt, cause] drawn in each. told: further fields."""
+        null = Null(random_means(others, draws, seed=seed), of, side)
+        return cls(
+            claim,
+            float(np.mean(effects)),
+            null,
+            spread=interval(effects, seed=seed),
+            prompts=len(effects),
+            **told,
+        )
+
     @property
     def is_beyond_chance(self) -> bool:
         """Whether random causes reach the effect more rarely than `chance`."""
@@ -61,6 +88,8 @@ class Finding:
             low, high = self.spread or (self.effect, self.effect)
             which = "held-out prompts" if self.held_out else "prompts"
             over = f" (95 % over {self.prompts} {which}: {self._told(low)} to {self._told(high)})"
+        elif self.held_out:
+            over = " (chosen on other prompts)"
         verdict = "" if self.is_beyond_chance else f", {NO_MORE}"
         return f"{self.claim}: {self._told(self.effect)}{over}{verdict}. {self.beside}"
 

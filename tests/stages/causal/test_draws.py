@@ -9,7 +9,7 @@ import pytest
 
 import mizarr
 from mizarr.pipeline import run
-from mizarr.stages.causal.draws import Draws
+from mizarr.stages.causal.draws import AtOnce, Draws
 from mizarr.stages.causal.knockout import EdgeKnockout, HeadKnockout
 from mizarr.stages.forward.runs.experiment import Experiment
 from mizarr.store import open_store
@@ -56,6 +56,20 @@ def test_more_draws_cost_the_new_ones_only(model: mizarr.Model, tmp_path: Path):
     run(fewer, store)
     kl = more.open(store)["kl"].values
     np.testing.assert_array_equal(fewer.open(store)["kl"].values, kl[[2, 0]])
+
+
+def test_draws_at_once_are_the_same_in_one_cell(model: mizarr.Model, tmp_path: Path):
+    store = open_store(tmp_path)
+    experiments = drawn(0, 2, 5)
+    one, several = AtOnce(experiments).on(model), Draws(experiments).on(model)
+    for node in (one, several):
+        run(node, store)
+    assert (len(one.cells()), len(several.cells())) == (1, 6)
+    ours, theirs = one.open(store).load(), several.open(store).load()
+    assert ours.sizes == theirs.sizes
+    assert ours["kl"].dims == theirs["kl"].dims
+    for name in ("kl", "attention", "logit_diff", "target_logprob"):
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("experiments", "said"), [

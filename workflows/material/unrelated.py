@@ -1,0 +1,50 @@
+"""Prompts that have nothing to do with another: where the states of controls come from.
+
+Shipped facts of as many tokens and other answers, drawn at random; where there are too few of them, windows
+of the shipped prose, after the same special tokens.
+
+Border: texts and token ids; loads no model and never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..subject import shipped_facts, shipped_prose
+
+if TYPE_CHECKING:
+    from ..subject import Subject
+
+__all__ = ["Unrelated"]
+
+
+class Unrelated:
+    """Unrelated prompts for one model; tokenises what ships once."""
+
+    def __init__(self, subject: Subject) -> None:
+        facts = shipped_facts()
+        encodings = subject.tokenizer.encode_batch([each["prompt"] for each in facts])
+        self._facts = [(tuple(e.ids), f["target"]) for e, f in zip(encodings, facts, strict=True)]
+        self._prose = tuple(subject.tokenizer.encode(shipped_prose(), add_special=False).ids)
+        self._special = subject.special_tokens
+
+    def to(
+        self, prompt: Sequence[int], count: int, *, seed: int, targets: Collection[str] = ()
+    ) -> list[tuple[int, ...]]:
+        """So many prompts as long as this one, none of them twice. targets: answers they must not have."""
+        random, size = np.random.default_rng(seed), len(prompt)
+        facts = [
+            ids
+            for ids, target in self._facts
+            if len(ids) == size and ids != tuple(prompt) and target not in targets
+        ]
+        found = dict.fromkeys(facts[i] for i in random.permutation(len(facts))[:count])
+        special = tuple(prompt[: self._special])
+        starts = random.permutation(max(1, len(self._prose) - size))
+        windows = ((*special, *self._prose[start : start + size - len(special)]) for start in starts)
+        while len(found) < count:
+            found[next(windows)] = None
+        return list(found)
