@@ -104,7 +104,7 @@ class AnswerSettings(ModelSettings):
     """A question about prompts and what comes next in each (subject.answered)."""
 
     prompts: tuple[str, ...] = setting((), "prompts to read; none: the facts shipped with mizarr")
-    answers: tuple[str, ...] = setting((), "what comes next, one per prompt or one for all; may be empty")
+    answers: tuple[str, ...] = setting((), "what comes next, one each or one for all; none: no answer")
 
     def __post_init__(self) -> None:
         self.one_each("answer", self.answers)

@@ -89,11 +89,11 @@ class Subject:
         return sum(self.tokenizer.encode("a").special)
 
     def pack(self, texts: Sequence[str]) -> PackedTokens:
-        """Texts as token ids with character offsets, special tokens at the empty span (0, 0)."""
-        encodings = self.tokenizer.encode_batch(texts)
-        return PackedTokens.from_lists(
-            [e.ids for e in encodings], list(texts), offsets=[e.offsets for e in encodings]
-        )
+        """Texts as token ids with character offsets, special tokens at the empty span (0, 0). Raises
+        PromptError for a text without a token of its own."""
+        from ..stages.forward.text.prompts import pack_encodings
+
+        return pack_encodings(self.tokenizer.encode_batch(texts))
 
     def capture(self, tokens: PackedTokens, *hooks: str) -> CaptureNode:
         """The node that runs the model over these tokens and stores what the hook points (or globs) see."""
@@ -117,14 +117,21 @@ class Subject:
         """The token with which `answer` begins when it follows `prompt`.
 
         Found by encoding both together; an answer that starts with a letter is set off by a space. Where the
-        prompt's last token changes with what follows, the answer is encoded by itself.
+        prompt's last token changes with what follows, the answer is encoded by itself. Raises ConfigError for
+        an answer of no token.
         """
         word = answer if not answer[:1].isalnum() or prompt[-1:].isspace() else f" {answer}"
         before = self.tokenizer.encode(prompt, add_special=False).ids
         both = self.tokenizer.encode(prompt + word, add_special=False).ids
         if both[: len(before)] == before and len(both) > len(before):
             return both[len(before)]
-        return self.tokenizer.encode(word, add_special=False).ids[0]
+        alone = self.tokenizer.encode(word, add_special=False).ids
+        if not alone:
+            raise ConfigError(
+                f"expected an answer of at least one token to {prompt!r}, found {answer!r}; give a word, or "
+                "no answers at all"
+            )
+        return alone[0]
 
 
 def shipped_facts() -> list[dict[str, Any]]:
