@@ -132,10 +132,15 @@ class Experiment(ABC):
         before the experiment is looked up, and before anything it gave is published."""
 
     def on(
-        self, model: Model | str | Path, *, dtype: str | None = None, memory: int | str | None = None
+        self,
+        model: Model | ModelSource | str | Path,
+        *,
+        dtype: str | None = None,
+        memory: int | str | None = None,
     ) -> ExperimentNode:
-        """This experiment on a model, as a node of a workflow's graph."""
-        return ExperimentNode(self, ModelSource(model, dtype=dtype), memory=memory)
+        """This experiment on a model, as a node of a workflow's graph. dtype: of a model by name."""
+        source = model if isinstance(model, ModelSource) else ModelSource(model, dtype=dtype)
+        return ExperimentNode(self, source, memory=memory)
 
 
 class ExperimentNode(ResultNode):
