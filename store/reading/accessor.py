@@ -176,7 +176,7 @@ class PackedAccessor:
         block = block.isel(token=xr.DataArray(at, dims=("prompt", "position"))).load()
         own = self._ds["position"].values[at] if "position" in self._ds.coords else None
         about = self._ds.drop_vars(["row_start", "row_size", "pair_start"], errors="ignore").coords
-        columns = {
+        columns: dict[str, Any] = {
             str(name): ("prompt", c.values, c.attrs) for name, c in about.items() if c.dims == ("prompt_id",)
         }
         if (strings := self.token_strings) is not None:
