@@ -218,7 +218,7 @@ def _print_plan(steps: Plan, as_json: bool) -> None:
     if as_json:
         print_json(steps.to_json())
         return
-    columns = ["STAGE", "STATE", "CELLS", "READ", "WRITTEN", "PEAK"]
+    columns = ["STAGE", "STATE", "CELLS", "READ", "WRITTEN", "PEAK", "TIME"]
     print_table(columns, [dict(zip(columns, row, strict=True)) for row in steps.rows()])
 
 
@@ -250,7 +250,8 @@ def compute(workflow: Workflow, store_path: str, as_json: bool, figures: Path | 
 @click.command(
     help=f"""Say for each stage: cached, or will run because …
 
-    And what it would read, write and take in memory. Nothing is computed or written; no model is loaded.
+    And what it would read, write and take in memory, and about how long it would take, as far as something
+    like it was computed before. Nothing is computed or written; no model is loaded.
 
     WORKFLOW is one of {NAMES}.
     """,

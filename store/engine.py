@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import xarray as xr
 from xarray.backends import BackendEntrypoint
 
-from ..errors import EntryNotFound
+from .errors import EntryNotFound
 
 __all__ = ["MizarrBackend"]
 
@@ -29,7 +29,7 @@ class MizarrBackend(BackendEntrypoint):
     description: ClassVar[str] = "Open a stored run or result of mizarr, labelled and lazy"
     open_dataset_parameters: ClassVar[tuple[str, ...]] = ("filename_or_obj", "drop_variables")
 
-    def open_dataset(  # type: ignore[override]  # xarray asks for more only where more is declared
+    def open_dataset(
         self, filename_or_obj: Any, *, drop_variables: str | Iterable[str] | None = None
     ) -> xr.Dataset:
         """The dataset of one folder, with `.mi`; values are read when they are asked for.
@@ -42,9 +42,9 @@ class MizarrBackend(BackendEntrypoint):
 
 
 def _opened(place: Any) -> xr.Dataset:
-    from ..results import DATASET, read_result_at
-    from . import accessor  # noqa: F401 - registers ds.mi
-    from .datasets import entry_at, open_entry
+    from .reading import accessor  # noqa: F401 - registers ds.mi
+    from .reading.datasets import entry_at, open_entry
+    from .results import DATASET, read_result_at
 
     folder = Path(os.fspath(place)).expanduser().absolute() if isinstance(place, str | os.PathLike) else None
     if folder is not None and len(folder.parents) > 2:
