@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        """Of all steps one after another, as long as they took last time; None if one of them never ran."""
+        """Of all steps one after another, after how long they took last time; None if one never ran."""
         told = [step.estimate.seconds for step in self.steps if not step.status.is_cached]
         return None if None in told else sum(second for second in told if second is not None)
 
@@ -90,23 +90,24 @@ class Plan:
             "seconds": self.seconds,
         }
 
-    def rows(self) -> list[tuple[str, str, str, str, str, str]]:
-        """(stage, state, cells done, bytes read, bytes written, peak memory) per node, as text."""
+    def rows(self) -> list[tuple[str, str, str, str, str, str, str]]:
+        """(stage, state, cells done, bytes read, bytes written, peak memory, time) per node, as text."""
         rows = []
         for step in self.steps:
             held, cost = step.status, step.estimate
             cells = f"{held.cells_cached}/{held.cells}" if held.cells > 1 else ""
             sizes = [human_bytes(size) for size in (cost.bytes_read, cost.bytes_written, cost.peak_bytes)]
-            rows.append((step.name, step.state, cells, sizes[0], sizes[1], sizes[2]))
+            took = "" if step.status.is_cached else human_seconds(cost.seconds)
+            rows.append((step.name, step.state, cells, sizes[0], sizes[1], sizes[2], took))
         return rows
 
     def _repr_html_(self) -> str:
         """For a notebook: a line per stage, and the sums."""
-        columns = ["stage", "state", "cells", "read", "written", "peak memory"]
+        columns = ["stage", "state", "cells", "read", "written", "peak memory", "time"]
         sizes = [human_bytes(size) or "nothing" for size in (self.bytes_read, self.bytes_written)]
         seconds = "" if self.seconds is None else f"; {self.seconds:.3g} s as last time"
         told = "all cached" if self.is_cached else f"{sizes[0]} read, {sizes[1]} written{seconds}"
-        return html.shown("Plan", html.table(columns, self.rows(), right=[2, 3, 4, 5]), told)
+        return html.shown("Plan", html.table(columns, self.rows(), right=[2, 3, 4, 5, 6]), told)
 
 
 def plan(nodes: Node | Iterable[Node], store: Store) -> Plan:
@@ -145,6 +146,11 @@ def as_bytes(size: int | str | None) -> int | None:
         return int(float(number) * _UNITS[text[len(number) :] or "B"])
     except (ValueError, KeyError):
         raise PlanError(f'expected a size such as "2GiB" or "500MB", found {size!r}') from None
+
+
+def human_seconds(seconds: float | None) -> str:
+    """An estimate of a time: "about 3.1 s"; "unknown" where nothing is known."""
+    return "unknown" if seconds is None else f"about {seconds:.2g} s"
 
 
 def human_bytes(size: float) -> str:

@@ -6,7 +6,7 @@ Border: reads provenance for people; nothing here decides a cache hit.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -79,13 +79,29 @@ def spans(numbers: Iterable[int]) -> str:
 
 def notes(stage: str, store: Store) -> list[dict[str, Any]]:
     """Provenance of the newest stored results of a stage, newest first; `verify` tells what is damaged."""
-    newest = sorted(_by_stage("", store).get(stage, ()), key=lambda record: record.created, reverse=True)
     found = []
-    for record in newest[:NEWEST]:
+    for record in _newest(stage, store):
         with suppress(CorruptEntry):
             written = [note for note in store.provenance(record) if "request" in note]
             found += written[:1]
     return found
+
+
+def last_timed(
+    name: str, store: Store, fits: Callable[[Mapping[str, Any]], bool] = lambda note: True
+) -> dict[str, Any] | None:
+    """The newest note, among those that fit, that says how long a stage or a captured variable took."""
+    for record in _newest(name, store):
+        with suppress(CorruptEntry):
+            for note in reversed(store.provenance(record)):
+                if "seconds" in note and fits(note):
+                    return note
+    return None
+
+
+def _newest(name: str, store: Store) -> list[Record]:
+    of_it = _by_stage("", store).get(name, ())
+    return sorted(of_it, key=lambda record: record.created, reverse=True)[:NEWEST]
 
 
 @remembered

@@ -6,14 +6,16 @@ refused, as a key that guesses returns somebody else's numbers.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..store.errors import StageError
 from ..store.keys import ResultKey
 from .context import Selection
 from .nodes import Estimate, Node, Part, Port, Ports, ResultNode, Status, cut, status_of
-from .reasons import why_not
+from .reasons import last_timed, why_not
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -62,12 +64,22 @@ class SourceNode(ResultNode):
         return Status(True, cells_cached=1) if store.lookup(key) else Status(False, why_not(store, key))
 
     def estimate(self, store: Store) -> Estimate:
-        """As declared, while it is missing."""
-        return NOTHING if status_of(self, store).is_cached else self._estimate
+        """As declared, while it is missing; seconds in proportion to the bytes read last time."""
+        if status_of(self, store).is_cached:
+            return NOTHING
+        last = last_timed(self.name, store, lambda note: bool(note.get("bytes_read")))
+        if last is None:
+            return self._estimate
+        share = self._estimate.bytes_read / last["bytes_read"]
+        return replace(self._estimate, seconds=round(last["seconds"] * share, 3))
 
     def run(self, store: Store, context: Context) -> None:
         """Make and publish it, in the calling thread."""
-        store.put_result(self.key(store), self._make(), provenance={}, confirm=self._confirm)
+        started = time.monotonic()
+        made = self._make()
+        took = round(time.monotonic() - started, 6)
+        note = {"seconds": took, "bytes_read": self._estimate.bytes_read}
+        store.put_result(self.key(store), made, provenance=note, confirm=self._confirm)
 
 
 class ConstantNode(Ports):

@@ -193,13 +193,7 @@ def read_result(files: Folder, record: Record) -> xr.Dataset:
     Raises CorruptEntry when the folder the record names is gone, cannot be read or is not described as it was
     written; and, when values are read, where a chunk is not what its checksum says.
     """
-    from .stored_arrays import told_as_damage
-
-    folder = files.path(record.data) / DATASET
-    what = f"{record.label} {record.short}"
-    _check_description(files, record, what)
-    with told_as_damage(what, folder):
-        dataset = _checked(read_folder(folder, chunks=None), folder, what)
+    dataset = _read(files, record.data, f"{record.label} {record.short}")
     if dataset.nbytes <= _WHOLE:
         return dataset
     chunked = {
@@ -213,24 +207,40 @@ def read_result(files: Folder, record: Record) -> xr.Dataset:
     return _with_variables(dataset, chunked)
 
 
-def _check_description(files: Folder, record: Record, what: str) -> None:
+def read_result_at(folder: Path) -> xr.Dataset:
+    """The result in a folder of a store, lazy straight over its files; raises as `read_result`."""
+    root = folder.parents[2]
+    return _read(Folder(root, read_only=True), str(folder.relative_to(root)), f"result {folder.name[:12]}")
+
+
+def _read(files: Folder, data: str, what: str) -> xr.Dataset:
+    """A result by its folder, relative to the store, checked as far as it can be without reading values."""
+    from .stored_arrays import told_as_damage
+
+    folder = files.path(data) / DATASET
+    _check_description(files, data, what)
+    with told_as_damage(what, folder):
+        return _checked(read_folder(folder, chunks=None), folder, what)
+
+
+def _check_description(files: Folder, data: str, what: str) -> None:
     """Raise CorruptEntry unless every `zarr.json` is the one the manifest lists, and chunks have their sizes.
 
     A chunk that is gone would read as zeros.
     """
-    name = f"{record.data}/manifest.json"
+    name = f"{data}/manifest.json"
     text = files.get(name)
     if text is None:
         raise CorruptEntry(f"{what}: expected its list of files, {name}, found none; {REPAIR}")
     for file, (size, told) in unsealed(name, text, MANIFEST)["files"].items():
         if file.endswith("/zarr.json"):
-            expected, there = told, files.get(f"{record.data}/{file}")
+            expected, there = told, files.get(f"{data}/{file}")
             found = "none" if there is None else content_digest(there)
         else:
-            expected, length = f"{size} bytes", files.size(f"{record.data}/{file}")
+            expected, length = f"{size} bytes", files.size(f"{data}/{file}")
             found = "none" if length is None else f"{length} bytes"
         if found != expected:
-            raise CorruptEntry(f"{what}: {record.data}/{file}: expected {expected}, found {found}; {REPAIR}")
+            raise CorruptEntry(f"{what}: {data}/{file}: expected {expected}, found {found}; {REPAIR}")
 
 
 def _checked(dataset: xr.Dataset, folder: Path, what: str) -> xr.Dataset:

@@ -65,19 +65,19 @@ def build(name: str, *, trust_layout: bool = False, **settings: Any) -> Workflow
     if loaded is not None:
         settings["model"] = loaded.name
     elif trust_layout:
-        settings["model"] = _trusted(model)
+        settings["model"] = _trusted(model, settings.get("revision"))
     kind = importlib.import_module(WORKFLOWS[name], __name__).WORKFLOW
     workflow: Workflow = kind(read_settings(kind.settings_type, name, settings), loaded)
     return workflow
 
 
-def _trusted(model: str | None) -> str:
+def _trusted(model: str | None, revision: str | None) -> str:
     """The name of a model whose layout is trusted, as settings hold it."""
     from ..stages.forward.models.files import resolve
 
     if model is None:
         raise ConfigError("expected the model whose layout is trusted, found none; name it with model=…")
-    return resolve(model, trust_layout=True).name
+    return resolve(model, revision, trust_layout=True).name
 
 
 def compute(

@@ -56,7 +56,7 @@ class AttentionRouting(Workflow):
     def __init__(self, settings: AttentionRoutingSettings, model: Model | None = None) -> None:
         super().__init__(settings)
         preset = chosen_preset(settings)
-        self.planned = planned = Planned(preset, model, settings.dtype)
+        self.planned = planned = Planned(preset, model, settings)
         self.strength = preset.strength
         self.range = [step * settings.max_strength / settings.steps for step in range(1, settings.steps + 1)]
         strengths = tuple(sorted({self.strength, *self.range}))

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..pipeline import Port
-from ..stages.forward.models.source import ModelSource
 from ..stages.graph.graph import AttributionGraph, PrunedGraph, graph_node
 from ..stages.graph.logit_effects import logit_effects_node
 from ..stages.graph.pruning import Kept, pruned_graph
@@ -34,7 +33,7 @@ from ..store.errors import ConfigError
 from .material.feature_examples import ExampleNodes, corpus_texts, example_nodes, passages
 from .material.feature_presets import preset_of
 from .material.graph_views import examples_of, graph_views, kept_of
-from .settings import setting
+from .settings import ModelSettings, setting
 from .subject import Subject
 from .views import Data, Table, View, together
 from .views.graph_drawing import drawn_part
@@ -78,11 +77,11 @@ PRESETS = {
 
 
 @dataclass(frozen=True)
-class AttributionGraphsSettings:
+class AttributionGraphsSettings(ModelSettings):
     """What `--set` can change; an empty model, dictionary or prompt is the preset's."""
 
-    preset: str = setting("specimen", f"model with its transcoders: {', '.join(PRESETS)}")
     model: str = setting("", 'hub id, directory, or "specimen"')
+    preset: str = setting("specimen", f"model with its transcoders: {', '.join(PRESETS)}")
     dictionary: str = setting("", "transcoders: directory or org/repo")
     prompt: str = setting("", "prompt whose next token is explained; gets a BOS in front if it has none")
     targets: tuple[int | str, ...] = setting(
@@ -105,7 +104,6 @@ class AttributionGraphsSettings:
     corpus_tokens: int = setting(8192, "tokens of the corpus that are read, at most; passages evenly spaced")
     graph_memory: str = setting("1GiB", "bytes the graph may take beside the model while it is computed")
     arithmetic: str = setting("float32", "of the linear maps: float32 or float64")
-    dtype: str = setting("float32", "what the model computes in")
 
     def __post_init__(self) -> None:
         for name in ("node_threshold", "edge_threshold"):
@@ -127,10 +125,11 @@ class AttributionGraphs(Workflow):
     def __init__(self, settings: AttributionGraphsSettings, model: Model | None = None) -> None:
         super().__init__(settings)
         chosen = chosen_preset(settings)
-        self.subject = Subject(model or chosen.model, settings.dtype)
-        source = ModelSource(model or chosen.model, dtype=settings.dtype)
+        self.subject = Subject(
+            model or chosen.model, settings.dtype, revision=settings.revision, device=settings.device
+        )
         node = graph_node(
-            source,
+            self.subject.source,
             chosen.dictionary,
             chosen.prompt,
             targets=list(settings.targets) or None,

@@ -70,7 +70,7 @@ class CltVsPlt(Workflow):
                 f"the preset {settings.preset!r} names no per-layer transcoders; set per_layer= a directory "
                 "or org/repo"
             )
-        self.planned = planned = Planned(preset, model, settings.dtype, ending=preset.ending)
+        self.planned = planned = Planned(preset, model, settings, ending=preset.ending)
         self.word = word_id(planned.subject, preset.inject_word)
         self.target = planned.inject.layer
         self.arms = {"clt": planned.dictionary, "plt": Dictionary.from_pretrained(preset.per_layer)}
@@ -92,7 +92,7 @@ class CltVsPlt(Workflow):
                 )
             for name, experiment in experiments.items():
                 experiment.cells(planned.subject.config)
-                self.nodes[f"{arm}_{name}"] = experiment.on(model or preset.model, dtype=settings.dtype)
+                self.nodes[f"{arm}_{name}"] = planned.subject.on_model(experiment)
 
     @cached_property
     def opened(self) -> dict[str, xr.Dataset]:

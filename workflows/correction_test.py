@@ -65,7 +65,7 @@ class CorrectionTest(Workflow):
                 f"the preset {settings.preset!r} has no correction; set correct, correct_word and "
                 "correct_from_layer, or use preset gemma2-2b-426k"
             )
-        self.planned = planned = Planned(preset, model, settings.dtype, ending=preset.ending)
+        self.planned = planned = Planned(preset, model, settings, ending=preset.ending)
         self.correct = planned.dictionary.feature(preset.correct)
         if preset.correct_from_layer < self.correct.layer:
             raise ConfigError(

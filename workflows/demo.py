@@ -56,6 +56,8 @@ def run(
     console: Console | None = None,
     talk: Console | None = None,
     model: str = "specimen",
+    revision: str | None = None,
+    device: str | None = None,
     trust_layout: bool = False,
     quiet: bool = False,
 ) -> Demo:
@@ -68,8 +70,14 @@ def run(
     console, talk = console or Console(), talk or Console(stderr=True, quiet=quiet)
     done = Demo()
     started = time.monotonic()
+    chosen: dict[str, Any] = {
+        "model": model,
+        "revision": revision,
+        "device": device,
+        "trust_layout": trust_layout,
+    }
     for name, settings in DEMO.items():
-        workflow = build(name, model=model, trust_layout=trust_layout, **settings)
+        workflow = build(name, **chosen, **settings)
         talk.print(f"\n[bold]{workflow.question}[/bold]  [dim]{name}[/dim]", highlight=False)
         done.ran += _run(workflow, store, talk, quiet)
         done.workflows.append(workflow)

@@ -21,6 +21,7 @@ from .subject import Subject
 if TYPE_CHECKING:
     from ..stages.forward.models.model import Model
     from ..stages.forward.runs.experiment import ExperimentNode
+    from .settings import ModelSettings
 
 __all__ = ["Planned", "feature_json", "is_one_token", "word_id"]
 
@@ -32,10 +33,13 @@ class Planned:
     Raises ConfigError, DictionaryError or PromptError for what does not fit together.
     """
 
-    def __init__(self, preset: FeaturePreset, model: Model | None, dtype: str, *, ending: str = "") -> None:
-        self.preset, self.dtype = preset, dtype
-        self._model = model
-        self.subject = Subject(model or preset.model, dtype)
+    def __init__(
+        self, preset: FeaturePreset, model: Model | None, settings: ModelSettings, *, ending: str = ""
+    ) -> None:
+        self.preset = preset
+        self.subject = Subject(
+            model or preset.model, settings.dtype, revision=settings.revision, device=settings.device
+        )
         self.prompt = preset.prompt + ending
         self.encoding = encoded(self.subject, self.prompt)
         self.dictionary = Dictionary.from_pretrained(preset.dictionary)
@@ -103,7 +107,7 @@ class Planned:
             edge=edge,
         )
         experiment.cells(self.subject.config)  # wrong settings are told now, not when it runs
-        return experiment.on(self._model or self.preset.model, dtype=self.dtype)
+        return self.subject.on_model(experiment)
 
 
 def word_id(subject: Subject, word: str) -> int:

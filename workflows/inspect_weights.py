@@ -22,7 +22,7 @@ from ..pipeline import Estimate, SourceNode
 from ..store.errors import ConfigError
 from .inspect_model import BLOCK, TensorFacts, tensor_facts
 from .material.answers import number
-from .settings import setting
+from .settings import FileSettings, setting
 from .subject import Subject
 from .views import Data, Lines, Table, View, bold, together
 from .workflow import Workflow
@@ -51,10 +51,9 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class InspectWeightsSettings:
+class InspectWeightsSettings(FileSettings):
     """What `--set` can change."""
 
-    model: str = setting("specimen", 'hub id, directory, or "specimen"')
     rms: bool = setting(
         False, "draw norms over the root of the number of entries, comparable across matrices"
     )
@@ -111,7 +110,7 @@ class InspectWeights(Workflow):
 
     def __init__(self, settings: InspectWeightsSettings, model: Model | None = None) -> None:
         super().__init__(settings)
-        self.subject = Subject(model or settings.model)
+        self.subject = Subject(model or settings.model, revision=settings.revision)
         self.nodes = {"weights": weight_facts_node(self.subject.files)}
 
     @cached_property

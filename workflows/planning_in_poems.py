@@ -58,7 +58,7 @@ class PlanningInPoems(Workflow):
     def __init__(self, settings: PlanningInPoemsSettings, model: Model | None = None) -> None:
         super().__init__(settings)
         preset = chosen_preset(settings)
-        self.planned = Planned(preset, model, settings.dtype, ending=preset.ending)
+        self.planned = Planned(preset, model, settings, ending=preset.ending)
         words = (preset.inject_word, preset.suppress_word)
         self.nodes = {"sweep": self.planned.sweep(self.planned.doses, (preset.strength,), words)}
 

@@ -27,6 +27,7 @@ __all__ = [
     "Count",
     "EdgeSettings",
     "FactSettings",
+    "FileSettings",
     "InjectionSettings",
     "ModelSettings",
     "Natural",
@@ -51,10 +52,18 @@ def setting(default: Any, description: str) -> Any:
 
 
 @dataclass(frozen=True)
-class ModelSettings:
-    """A question about one model."""
+class FileSettings:
+    """A question about the files of one model."""
 
     model: str = setting("specimen", 'hub id, directory, or "specimen"')
+    revision: str | None = setting(None, "branch, tag or commit of a hub id; none: main")
+    device: str | None = setting(None, "cpu, cuda or cuda:1, in no key; none: a GPU where there is one")
+
+
+@dataclass(frozen=True)
+class ModelSettings(FileSettings):
+    """A question about one model that computes."""
+
     dtype: str = setting("float32", "what the model computes in")
 
 
@@ -100,11 +109,11 @@ class ChosenEdgeSettings(ControlSettings, FactSettings):
 
 
 @dataclass(frozen=True)
-class InjectionSettings:
+class InjectionSettings(ModelSettings):
     """An experiment on features (feature_presets.py); what is left empty is the preset's."""
 
-    preset: str = setting("specimen", "published experiment, or the specimen's own")
     model: str = setting("", "hub id or directory")
+    preset: str = setting("specimen", "published experiment, or the specimen's own")
     dictionary: str = setting("", "transcoders: directory or org/repo")
     prompt: str = setting("", "prompt without its last word")
     suppress: tuple[str, ...] = setting((), 'features to suppress, layer:index; "none" for no suppression')
@@ -112,7 +121,6 @@ class InjectionSettings:
     strength: NotNegative = setting(
         0.0, "units added and taken away; 0: the preset's, 10 in the published ones"
     )
-    dtype: str = setting("float32", "what the model computes in")
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,7 @@ class AnswerSettings(ModelSettings):
     """A question about prompts and what comes next in each (subject.answered)."""
 
     prompts: tuple[str, ...] = setting((), "prompts to read; none: the facts shipped with mizarr")
-    answers: tuple[str, ...] = setting((), "what comes next, one per prompt or one for all; may be empty")
+    answers: tuple[str, ...] = setting((), "what comes next, one each or one for all; none: no answer")
 
     def __post_init__(self) -> None:
         self.one_each("answer", self.answers)

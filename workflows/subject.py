@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ..stages.forward.capture.capture import CaptureNode
     from ..stages.forward.models.files import ModelFiles
     from ..stages.forward.models.model import Model
+    from ..stages.forward.models.source import ModelSource
+    from ..stages.forward.runs.experiment import Experiment, ExperimentNode
     from ..stages.forward.text.tokens import Tokenizer
 
 __all__ = ["Subject", "answered", "read_texts", "shipped_facts", "shipped_prose"]
@@ -32,13 +34,27 @@ SHIPPED = Path(__file__).parents[1] / "stages" / "forward" / "specimen"
 class Subject:
     """A model by name, or a loaded one that came from files, ready to tokenise for."""
 
-    def __init__(self, model: str | Model, dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        model: str | Model,
+        dtype: str = "float32",
+        *,
+        revision: str | None = None,
+        device: str | None = None,
+    ) -> None:
+        """revision: of a hub id. device: where a model by name computes. dtype: what a model by name computes
+        in."""
         from ..stages.forward.models.files import resolve
 
         self._model = None if isinstance(model, str) else model
-        self.files: ModelFiles = resolve(model if isinstance(model, str) else model.name)
-        self.dtype = dtype
+        self.files: ModelFiles = resolve(model if isinstance(model, str) else model.name, revision)
+        self.dtype, self.device = dtype, device
         if not isinstance(model, str):
+            if device is not None:
+                raise ConfigError(
+                    f"expected no device beside a loaded model, found {device!r}; {model.name} computes on "
+                    f"{model.device}, so load it there: Model.from_pretrained(…, device={device!r})"
+                )
             identity = model.require_identity()
             self.dtype = identity.dtype
             # A readout and a tokenizer come from the files, so the states they are put to must as well.
@@ -89,11 +105,26 @@ class Subject:
         return sum(self.tokenizer.encode("a").special)
 
     def pack(self, texts: Sequence[str]) -> PackedTokens:
-        """Texts as token ids with character offsets, special tokens at the empty span (0, 0)."""
-        encodings = self.tokenizer.encode_batch(texts)
-        return PackedTokens.from_lists(
-            [e.ids for e in encodings], list(texts), offsets=[e.offsets for e in encodings]
+        """Texts as token ids with character offsets, special tokens at the empty span (0, 0). Raises
+        PromptError for a text without a token of its own."""
+        from ..stages.forward.text.prompts import pack_encodings
+
+        return pack_encodings(self.tokenizer.encode_batch(texts))
+
+    @property
+    def source(self) -> ModelSource:
+        """The model as nodes work with it."""
+        from ..stages.forward.models.source import ModelSource
+
+        if self._model is not None:
+            return ModelSource(self._model)
+        return ModelSource(
+            self.files.name, revision=self.files.revision, dtype=self.dtype, device=self.device
         )
+
+    def on_model(self, experiment: Experiment) -> ExperimentNode:
+        """The node that does an experiment on the model."""
+        return experiment.on(self.source)
 
     def capture(self, tokens: PackedTokens, *hooks: str) -> CaptureNode:
         """The node that runs the model over these tokens and stores what the hook points (or globs) see."""
@@ -105,7 +136,14 @@ class Subject:
             spec.capture(hook)
         if self._model is not None:
             return CaptureNode(self._model, tokens, spec)
-        return CaptureNode(self.files.name, tokens, spec, revision=self.files.revision, dtype=self.dtype)
+        return CaptureNode(
+            self.files.name,
+            tokens,
+            spec,
+            revision=self.files.revision,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
     def starts(self, text: str) -> npt.NDArray[np.int64]:
         """First character of every token of a text, without special tokens."""
@@ -117,14 +155,21 @@ class Subject:
         """The token with which `answer` begins when it follows `prompt`.
 
         Found by encoding both together; an answer that starts with a letter is set off by a space. Where the
-        prompt's last token changes with what follows, the answer is encoded by itself.
+        prompt's last token changes with what follows, the answer is encoded by itself. Raises ConfigError for
+        an answer of no token.
         """
         word = answer if not answer[:1].isalnum() or prompt[-1:].isspace() else f" {answer}"
         before = self.tokenizer.encode(prompt, add_special=False).ids
         both = self.tokenizer.encode(prompt + word, add_special=False).ids
         if both[: len(before)] == before and len(both) > len(before):
             return both[len(before)]
-        return self.tokenizer.encode(word, add_special=False).ids[0]
+        alone = self.tokenizer.encode(word, add_special=False).ids
+        if not alone:
+            raise ConfigError(
+                f"expected an answer of at least one token to {prompt!r}, found {answer!r}; give a word, or "
+                "no answers at all"
+            )
+        return alone[0]
 
 
 def shipped_facts() -> list[dict[str, Any]]:

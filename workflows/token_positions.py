@@ -17,7 +17,7 @@ from ..stages.corpus.positions import words
 from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError, PromptError
 from .material.answers import encoded, named
-from .settings import setting
+from .settings import FileSettings, setting
 from .subject import Subject
 from .views import Data, Figure, Strip, Table, View, dash
 from .workflow import Workflow
@@ -37,10 +37,9 @@ REVERSED = 5
 
 
 @dataclass(frozen=True)
-class TokenPositionsSettings:
+class TokenPositionsSettings(FileSettings):
     """What `--set` can change."""
 
-    model: str = setting("specimen", 'hub id, directory, or "specimen": whose tokenizer')
     text: str = setting(TEXT, "text to place tokens in")
     characters: tuple[int, ...] | None = setting(None, "characters to look up; none: where words begin")
     spans: tuple[str, ...] | None = setting(None, 'ranges to label, "name=start-end"; none: the words')
@@ -57,7 +56,7 @@ class TokenPositions(Workflow):
 
     def __init__(self, settings: TokenPositionsSettings, model: Model | None = None) -> None:
         super().__init__(settings)
-        self.subject = Subject(model or settings.model)
+        self.subject = Subject(model or settings.model, revision=settings.revision)
         if not settings.text:
             raise PromptError("expected a text, found an empty one")
         self.encoding = encoded(self.subject, settings.text)

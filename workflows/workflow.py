@@ -208,7 +208,7 @@ class ModelWorkflow(Workflow):
     def __init__(self, settings: ModelSettings, model: Model | None = None) -> None:
         super().__init__(settings)
         self.model: str | Model = model or settings.model
-        self.subject = Subject(self.model, settings.dtype)
+        self.subject = Subject(self.model, settings.dtype, revision=settings.revision, device=settings.device)
         self.nodes = self.plan()
 
     def plan(self) -> Mapping[str, ResultNode]:
@@ -217,7 +217,7 @@ class ModelWorkflow(Workflow):
 
     def on_model(self, experiment: Experiment) -> ResultNode:
         """The node that does an experiment on the model."""
-        return experiment.on(self.model, dtype=self.settings.dtype)
+        return self.subject.on_model(experiment)
 
 
 def loaded(name: str) -> cached_property[xr.Dataset]:

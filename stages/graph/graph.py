@@ -187,6 +187,14 @@ class AttributionGraph:
         return str(self.dataset.attrs["input_string"])
 
     @property
+    def scan(self) -> str | list[str] | None:
+        """Which transcoders these are, by what circuit-tracer finds their dashboards with: as they say
+        themselves, else their name, as circuit-tracer has it of local ones. None for a graph from a file
+        that says neither."""
+        found = self.dataset.attrs.get("scan") or self.dataset.attrs.get("dictionary")
+        return found if found is None or isinstance(found, str) else [str(each) for each in found]
+
+    @property
     def input_tokens(self) -> npt.NDArray[np.int64]:
         """Token ids [position]."""
         found: npt.NDArray[Any] = self.dataset["input_tokens"].values
@@ -297,11 +305,15 @@ class AttributionGraph:
 
         return cls(read(Path(path)))
 
-    def to_pt(self, path: str | Path) -> Path:
-        """Save for circuit-tracer, which needs the dense matrix; returns the path."""
+    def to_pt(self, path: str | Path, *, scan: str | Sequence[str] | None = None) -> Path:
+        """Save for circuit-tracer, which needs the dense matrix; returns the path.
+
+        scan: which transcoders these are, without which circuit-tracer makes no viewer's files of it; default
+        `self.scan`.
+        """
         from .files.torch_file import write
 
-        return write(self, Path(path))
+        return write(self, Path(path), scan=scan)
 
 
 class PrunedGraph:

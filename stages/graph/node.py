@@ -11,14 +11,14 @@ Planning imports no torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...pipeline.nodes import Estimate, Node, ResultNode, Status, status_of
 from ...pipeline.plan import as_bytes
-from ...pipeline.reasons import why_not
+from ...pipeline.reasons import last_timed, why_not
 from ...store.arrays import Ints
 from ...store.errors import PlanError, PromptError, StageError
 from ...store.keys import ResultKey
@@ -113,13 +113,25 @@ class GraphNode(ResultNode):
         return Status(True, cells_cached=1) if store.lookup(key) else Status(False, why_not(store, key))
 
     def estimate(self, store: Store) -> Estimate:
-        """Memory as given; how many rows there are is known when features have been computed."""
+        """Memory as given; how many rows there are is known when features have been computed. Seconds in
+        proportion to the tokens of the newest graph of this model and dictionary."""
         if status_of(self, store).is_cached:
             return Estimate()
         work = (
             f"a graph of {len(self.tokens)} tokens with the features of {len(self.dictionary.layers)} layers"
         )
-        return Estimate(peak_bytes=self.memory, work=work)
+        return Estimate(peak_bytes=self.memory, seconds=self._seconds(store), work=work)
+
+    def _seconds(self, store: Store) -> float | None:
+        own = self.key(store).request()["inputs"]
+
+        def fits(note: Mapping[str, Any]) -> bool:
+            return bool(note.get("request", {}).get("inputs") == own)
+
+        last = last_timed(self.name, store, fits)
+        if last is None:
+            return None
+        return round(last["seconds"] * len(self.tokens) / len(last["request"]["params"]["tokens"]), 3)
 
     # -- running
 

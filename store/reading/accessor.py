@@ -159,7 +159,8 @@ class PackedAccessor:
 
         max_len: length of the position axis, by default that of the longest prompt; ShapeError when a prompt
         is longer, unless `cut` keeps its first max_len tokens.  fill: value of the padding; the default, NaN,
-        is skipped by reductions and cannot pass for a zero.
+        is skipped by reductions and cannot pass for a zero.  Texts of the prompts stay, and where the
+        vocabulary is known `token_string`, "" in the padding.
         """
         longest = int(self._sizes.max())
         max_len = longest if max_len is None else max_len
@@ -174,7 +175,15 @@ class PackedAccessor:
         block = self._on_token(unchunked(self._ds)).drop_vars(["prompt", "position"], errors="ignore")
         block = block.isel(token=xr.DataArray(at, dims=("prompt", "position"))).load()
         own = self._ds["position"].values[at] if "position" in self._ds.coords else None
-        return block.where(mask, fill).assign_coords(mask=mask, **position_labels(own, mask.values))
+        about = self._ds.drop_vars(["row_start", "row_size", "pair_start"], errors="ignore").coords
+        columns: dict[str, Any] = {
+            str(name): ("prompt", c.values, c.attrs) for name, c in about.items() if c.dims == ("prompt_id",)
+        }
+        if (strings := self.token_strings) is not None:
+            shown = np.where(mask, strings[at], "").astype(str)
+            columns["token_string"] = (("prompt", "position"), shown, {"long_name": "token"})
+        block = block.where(mask, fill).assign_coords(mask=mask, **columns)
+        return block.assign_coords(position_labels(own, mask.values))
 
     def attn(self, i: int, variable: str = "pattern") -> xr.DataArray:
         """Attention pattern of prompt `i`: [layer, head, query_position, key_position], in memory.

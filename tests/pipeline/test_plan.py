@@ -7,8 +7,10 @@ import stages_for_tests as lib
 
 import mizarr
 from mizarr.pipeline import Stage, plan, run
+from mizarr.pipeline.nodes import Estimate
 from mizarr.pipeline.plan import as_bytes, human_bytes, in_order
 from mizarr.pipeline.reasons import missing_cells, spans
+from mizarr.pipeline.sources import SourceNode
 from mizarr.store.errors import PlanError
 
 
@@ -106,6 +108,22 @@ def test_seconds_are_known_once_the_stage_has_run_and_scale_with_the_bytes(store
     assert twice.bytes_written > 0
 
 
+def test_a_source_is_timed_too_and_told_in_words(store):
+    def source(name, read):
+        def made():
+            return lib.states().to_dataset(name="states")
+
+        return SourceNode("file", 1, {"name": name}, made, Estimate(read, 10, 20))
+
+    assert plan(source("a", 100), store).rows()[0][-1] == "unknown"
+    run(source("a", 100), store)
+    assert plan(source("a", 100), store).rows()[0][-1] == ""
+    (note,) = store.provenance(source("a", 100).record(store))
+    found = plan(source("b", 300), store)
+    assert found.seconds == pytest.approx(3 * note["seconds"], abs=2e-3)
+    assert found.rows()[0][-1].startswith("about ")
+
+
 def test_lineage_walks_from_a_result_to_what_it_was_made_of(store):
     node = lib.largest.on(norm=norm_and_source())
     run(node, store)
@@ -118,7 +136,7 @@ def test_lineage_walks_from_a_result_to_what_it_was_made_of(store):
 def test_a_plan_is_a_table_and_json(store):
     found = plan(lib.layer_mean.on(states=lib.states()), store)
     assert found.rows() == [
-        ("layer_mean", "will run because there is no result yet", "0/3", "384 B", "", "256 B")
+        ("layer_mean", "will run because there is no result yet", "0/3", "384 B", "", "256 B", "unknown")
     ]
     assert found.to_json()["steps"][0]["cells"] == 3
     assert found.to_json()["peak_bytes"] == 256

@@ -93,6 +93,22 @@ def test_text_without_a_tokenizer_is_one_line(checkpoint, capsys, tmp_path):
     assert not (tmp_path / "store").exists()
 
 
+def test_an_empty_prompt_is_refused_and_stores_no_lone_bos(tiny_model, capsys, tmp_path):
+    store = tmp_path / "store"
+    arguments = ["capture", str(tiny_model), "it was", "", "--text", "--hooks", "hook_embed"]
+    assert run([*arguments, "--store", str(store), "--quiet"]) == 2
+    said = capsys.readouterr().err
+    assert "expected prompt 1 to have a token of its own" in said and said.count("\n") == 1
+    assert not store.exists()
+
+
+def test_a_lone_bos_can_be_captured_by_its_id(tiny_model, capsys, tmp_path):
+    (tmp_path / "ids.jsonl").write_text("[0]\n")
+    arguments = ["capture", str(tiny_model), str(tmp_path / "ids.jsonl"), "--hooks", "hook_embed", "--json"]
+    assert run([*arguments, "--store", str(tmp_path / "store"), "--quiet"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 1
+
+
 def test_text_is_kept_beside_its_activations(checkpoint, capsys, tmp_path):
     arguments = [
         "capture",

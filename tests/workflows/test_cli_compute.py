@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from mizarr.store import open_store
+from mizarr.store.provenance import get_provenance
 from mizarr.workflows.cli import run
 
 PROMPTS = 'prompts=["w1 w2 w3", "w4 w5"]'
@@ -39,6 +41,50 @@ def test_computing_makes_every_stage_cached(arguments, capsys):
     assert "w1 w2 w3" in capsys.readouterr().out
     assert run(["explain", *arguments, "--json"]) == 0
     assert {step["state"] for step in json.loads(capsys.readouterr().out)["steps"]} == {"cached"}
+
+
+def test_explain_estimates_how_long_what_ran_before_will_take(checkpoint, capsys, tmp_path):
+    model, store = checkpoint(), str(tmp_path / "store")
+
+    def steps(workflow, *chosen):
+        arguments = [workflow, "--model", model, "--store", store, "--json"]
+        assert run(["explain", *arguments, *(word for pair in chosen for word in ("--set", pair))]) == 0
+        return {step["name"]: step["seconds"] for step in json.loads(capsys.readouterr().out)["steps"]}
+
+    def took(name):
+        (note,) = (
+            note
+            for record in open_store(store, mode="r").records()
+            if record.label.rpartition("/")[0] == name
+            for note in open_store(store, mode="r").provenance(record)[:1]
+        )
+        return note
+
+    knockout = ["attention_knockout", "prompt=w1 w2 w3 w4", "target=w5"]
+    assert steps(*knockout) == {"edge_knockout": None, "head_knockout": None}
+    chosen = [word for pair in knockout[1:] for word in ("--set", pair)]
+    assert run(["compute", knockout[0], "--model", model, "--store", store, *chosen, "--quiet"]) == 0
+    capsys.readouterr()
+    found = steps("attention_knockout", "prompt=w1 w2 w3 w4 w6 w7", "target=w5")
+    note = took("edge_knockout")
+    more = 2 * 2  # layers, further positions that may be read
+    expected = note["seconds"] * (note["runs"] + more) / note["runs"]
+    assert found["edge_knockout"] == pytest.approx(expected, abs=2e-3)
+    assert found["head_knockout"] == pytest.approx(took("head_knockout")["seconds"], abs=2e-3)
+
+
+def test_explain_scales_captures_by_their_tokens(arguments, capsys, tmp_path):
+    assert run(["compute", *arguments, "--quiet"]) == 0
+    capsys.readouterr()
+    longer = ['prompts=["w1 w2 w3 w4 w5 w6 w7 w8 w9 w1"]' if word == PROMPTS else word for word in arguments]
+    assert run(["explain", *longer, "--json"]) == 0
+    step = json.loads(capsys.readouterr().out)["steps"][0]
+    (entry,) = open_store(tmp_path / "store", mode="r").entries()
+    (note,) = (note for note in get_provenance(entry.folder, entry.path) if "tokens" in note)
+    assert note["tokens"] == 5
+    assert step["seconds"] == pytest.approx(2 * note["seconds"], abs=2e-3)
+    assert run(["explain", *longer]) == 0
+    assert "about " in capsys.readouterr().out.splitlines()[1]
 
 
 def test_the_answer_for_machines_is_one_json_document(arguments, capsys, tmp_path):

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import mizarr
-from mizarr.store.errors import ConfigError, MissingExtra
+from mizarr.store.errors import ConfigError, MissingExtra, PromptError
 from mizarr.workflows import build, compute
 
 PROMPTS = ["it was the age of", "we had everything before"]
@@ -95,6 +95,17 @@ def test_prompts_without_answers_are_read_too(tiny_model: Path, tmp_path: Path):
     assert done.answers().sizes["prompt"] == 0
     assert len(done.tables()) == 1
     assert "answer" not in done.to_json()["results"][0]
+
+
+@pytest.mark.parametrize("workflow", ["logit_lens", "logit_attribution"])
+def test_an_answer_of_no_token_is_refused_in_words(tiny_model: Path, workflow):
+    with pytest.raises(ConfigError, match=r"expected an answer of at least one token .* found ''"):
+        build(workflow, model=str(tiny_model), prompts=PROMPTS, answers=["wisdom", ""])
+
+
+def test_a_prompt_without_a_token_of_its_own_is_refused(tiny_model: Path):
+    with pytest.raises(PromptError, match=r"prompt 1 .*only the 1 that the tokenizer adds in ''"):
+        build("logit_lens", model=str(tiny_model), prompts=["it was", ""])
 
 
 def test_a_result_asked_for_too_early_or_by_a_wrong_name_is_an_error(done, tiny_model: Path):

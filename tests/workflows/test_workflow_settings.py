@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+import torch
 
-from mizarr.store.errors import ConfigError
-from mizarr.workflows import build
+from mizarr.pipeline.nodes import Node
+from mizarr.store.errors import ConfigError, ModelNotFound
+from mizarr.workflows import WORKFLOWS, build, compute
 from mizarr.workflows.settings import Count, Share, read_settings, setting
 
 
@@ -96,3 +99,109 @@ def test_an_unknown_workflow_names_the_nearest():
 def test_settings_that_make_no_sense_are_refused_before_anything_runs(name, given, complaint):
     with pytest.raises(ConfigError, match=complaint):
         build(name, **given)
+
+
+# -- which of a model's files, and where it computes
+
+
+def sources_of(nodes: Any) -> list[Any]:
+    """The models that the nodes of a graph run."""
+    found: list[Any] = []
+    waiting: list[Node] = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        waiting += node.inputs
+        found += [node.source] if hasattr(node, "source") else []
+    return found
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_every_workflow_asks_for_the_revision_it_was_given(name):
+    with pytest.raises(ModelNotFound, match="expected no revision for the directory specimen, found 'v2'"):
+        build(name, revision="v2")
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_every_model_that_runs_does_so_on_the_device_it_was_given(name):
+    sources = sources_of(build(name, device="cuda:7").nodes.values())
+    assert {source.device for source in sources} <= {"cuda:7"}
+    assert sources or name in ("inspect_weights", "token_positions", "clt_vs_plt")
+
+
+@pytest.fixture
+def hub(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A hub id in a cache of two revisions: `main` is the tiny model, `v2` has a layer norm doubled."""
+    from safetensors.torch import load_file, save_file
+
+    repository = tmp_path / "hub" / "models--org--tiny"
+    (repository / "refs").mkdir(parents=True)
+    for reference, scale in (("main", 1), ("v2", 2)):
+        snapshot = repository / "snapshots" / f"commit-{reference}"
+        snapshot.mkdir(parents=True)
+        (repository / "refs" / reference).write_text(snapshot.name)
+        for file in tiny_model.iterdir():
+            (snapshot / file.name).write_bytes(file.read_bytes())
+        tensors = load_file(snapshot / "model.safetensors")
+        tensors["model.layers.0.input_layernorm.weight"] *= scale
+        save_file(tensors, snapshot / "model.safetensors")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return "org/tiny"
+
+
+def test_a_revision_decides_which_model_it_is_and_a_device_does_not(hub: str, tmp_path: Path):
+    about: dict[str, Any] = {"model": hub, "prompts": ["it was the age of"], "store": tmp_path / "store"}
+    main, other, here = (
+        compute("logit_lens", **about, **more) for more in ({}, {"revision": "v2"}, {"device": "cpu"})
+    )
+    keys = [done.header()["provenance"]["keys"]["lens"] for done in (main, other, here)]
+    assert keys[0] == keys[2] != keys[1]
+    difference = main.result("lens")["top_logprob"] - other.result("lens")["top_logprob"]
+    assert abs(difference).max() > 1e-3
+
+
+def test_a_loaded_model_of_a_revision_is_taken_with_that_revision(hub: str):
+    from mizarr import Model
+
+    loaded = Model.from_pretrained(hub, revision="v2")
+    found = build("ablation", model=loaded, revision="v2", prompt="it was", target=" the")
+    assert found.subject.files.revision == "commit-v2"
+
+
+def test_a_device_beside_a_loaded_model_is_refused(tiny_model: Path):
+    from mizarr import Model
+
+    with pytest.raises(ConfigError, match="expected no device beside a loaded model, found 'cpu'"):
+        build("logit_lens", model=Model.from_pretrained(tiny_model, device="cpu"), device="cpu")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_there_is_one_line(tiny_model: Path, tmp_path: Path, device: str):
+    assert torch.cuda.device_count() < 99
+    with pytest.raises(ConfigError, match=f"expected a device .* found {device!r}") as told:
+        compute("logit_lens", model=str(tiny_model), device=device, store=tmp_path, prompts=["it was"])
+    assert "\n" not in str(told.value)
+
+
+def test_capture_and_demo_take_revision_and_device(
+    hub: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    import json
+
+    from mizarr.workflows.cli import run
+
+    runs = []
+    for more in ([], ["--revision", "v2"]):
+        words = ["capture", hub, "it was", "--text", "--hooks", "hook_embed", "--json", "--quiet"]
+        assert run([*words, "--store", str(tmp_path / "store"), "--device", "cpu", *more]) == 0
+        runs.append(json.loads(capsys.readouterr().out)["run"])
+    assert runs[0] != runs[1]
+    assert run(["demo", "--output", str(tmp_path / "demo"), "--revision", "v3", "--device", "cpu"]) == 2
+    assert "expected no revision for the directory specimen" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["explain", "compute", "report"])
+def test_commands_on_workflows_take_both_as_settings(command: str, capsys: pytest.CaptureFixture[str]):
+    from mizarr.workflows.cli import run
+
+    assert run([command, "logit_lens", "--set", "revision=v3", "--set", "device=cpu"]) == 2
+    assert "expected no revision for the directory specimen, found 'v3'" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import SuggestingGroup, json_option, print_json, print_table, quiet_option
+from .options import SuggestingGroup, json_option, print_json, print_table, quiet_option, revision_option
 
 if TYPE_CHECKING:
     from ...stages.features.layers.files import DictionaryFiles
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ...stages.forward.models.files import ModelFiles
 
 CANNOT_RUN = 1
-
-revision_option = click.option("--revision", help="Branch, tag or commit of a hub model.")
 
 
 @click.group(cls=SuggestingGroup)

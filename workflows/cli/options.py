@@ -27,6 +27,10 @@ store_option = click.option(
     help="Directory of the store.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+revision_option = click.option(
+    "--revision", metavar="NAME", help="Branch, tag or commit of a hub id; default main."
+)
+device_option = click.option("--device", help="cpu, cuda or cuda:1; default a GPU where there is one.")
 trust_option = click.option(
     "--trust-layout",
     is_flag=True,

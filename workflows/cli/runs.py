@@ -15,10 +15,12 @@ import click
 
 from .. import WORKFLOWS, build
 from .options import (
+    device_option,
     json_option,
     print_json,
     print_table,
     quiet_option,
+    revision_option,
     settings,
     size,
     store_option,
@@ -99,10 +101,12 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
     help="Folder for the store and the figures.",
 )
 @click.option("--model", default="specimen", show_default=True, help='Hub id, directory or "specimen".')
+@revision_option
+@device_option
 @trust_option
 @json_option
 @quiet_option
-def demo(output: Path, model: str, trust_layout: bool, as_json: bool, quiet: bool) -> None:
+def demo(output: Path, as_json: bool, **chosen: Any) -> None:
     """Run the main job on the model shipped with mizarr, offline.
 
     Captures activations, looks at them through the logit lens, finds the helix that counts characters. Tables
@@ -118,9 +122,7 @@ def demo(output: Path, model: str, trust_layout: bool, as_json: bool, quiet: boo
         open_store(output / "store"),
         output / "figures",
         console=console,
-        model=model,
-        trust_layout=trust_layout,
-        quiet=quiet,
+        **chosen,
     )
     if as_json:
         print_json(done.to_json())
@@ -132,12 +134,13 @@ def demo(output: Path, model: str, trust_layout: bool, as_json: bool, quiet: boo
 @click.option("--text", is_flag=True, help="PROMPTS are the prompts themselves, not files.")
 @click.option("--hooks", multiple=True, required=True, metavar="GLOB", help="Hook points; repeat for more.")
 @store_option
+@revision_option
 @click.option(
     "--dtype", type=DTYPES, default="float32", show_default=True, help="What the model computes in."
 )
 @click.option("--storage-dtype", type=DTYPES, help="What is stored; default what the model computes in.")
 @trust_option
-@click.option("--device", help="cpu, cuda or cuda:1; default a GPU where there is one.")
+@device_option
 @click.option("--batch-tokens", type=click.IntRange(min=1), help="Tokens per forward pass.")
 @click.option("--memory", callback=size, metavar="SIZE", help="What buffers may take; default 1GiB.")
 @cluster_option
@@ -215,7 +218,7 @@ def _print_plan(steps: Plan, as_json: bool) -> None:
     if as_json:
         print_json(steps.to_json())
         return
-    columns = ["STAGE", "STATE", "CELLS", "READ", "WRITTEN", "PEAK"]
+    columns = ["STAGE", "STATE", "CELLS", "READ", "WRITTEN", "PEAK", "TIME"]
     print_table(columns, [dict(zip(columns, row, strict=True)) for row in steps.rows()])
 
 
@@ -247,7 +250,8 @@ def compute(workflow: Workflow, store_path: str, as_json: bool, figures: Path | 
 @click.command(
     help=f"""Say for each stage: cached, or will run because …
 
-    And what it would read, write and take in memory. Nothing is computed or written; no model is loaded.
+    And what it would read, write and take in memory, and about how long it would take, as far as something
+    like it was computed before. Nothing is computed or written; no model is loaded.
 
     WORKFLOW is one of {NAMES}.
     """,

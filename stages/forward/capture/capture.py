@@ -7,6 +7,7 @@ only when something is missing. Asking for more layers or hook points of a store
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....pipeline.context import Selection
 from ....pipeline.nodes import Estimate, Part, Ports, Status, remembered
+from ....pipeline.reasons import last_timed
 from ....store.digest import digest
 from ....store.errors import EntryNotFound, PlanError, StageError, nearest
 from ....store.keys import RunKey
@@ -166,13 +168,24 @@ class CaptureNode(Ports):
         return Status(not missing, reason, cells, cells - len(missing))
 
     def estimate(self, store: Store) -> Estimate:
-        """Bytes that missing captures will take on disk, and in buffers while they are computed."""
+        """Bytes that missing captures will take on disk, and in buffers while they are computed; seconds in
+        proportion to the tokens of the newest run of this model with such captures."""
         found = self._find(store)
         missing = [cell for cell in self.cells if found is None or found.entry.record(*cell) is None]
         per_token = self._bytes_per_token(missing)
         segment = found.entry.segment_tokens if found is not None else self._segment_tokens()
         length = min(segment, self.tokens.n_tokens)
-        return Estimate(0, per_token * self.tokens.n_tokens, BUFFERS * per_token * length)
+        written, peak = per_token * self.tokens.n_tokens, BUFFERS * per_token * length
+        return Estimate(0, written, peak, self._seconds(store) if missing else None)
+
+    def _seconds(self, store: Store) -> float | None:
+        own = json.loads(json.dumps(self.source.identity.request()))
+
+        def fits(note: Mapping[str, Any]) -> bool:
+            return bool(note.get("identity") == own and note.get("tokens"))
+
+        last = last_timed(self.cells[0][0], store, fits)
+        return None if last is None else round(last["seconds"] * self.tokens.n_tokens / last["tokens"], 3)
 
     def labels(self, store: Store, axis: str) -> list[Any]:
         """Captured layers of the first variable that has them; (start, stop) of each segment."""

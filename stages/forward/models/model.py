@@ -90,7 +90,7 @@ class Model:
         from ..networks.table import build
         from . import files
 
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        place = as_device(device)
         if place.type == "cpu":
             keep_freed_memory()
         numbers = as_dtype(dtype)
@@ -330,6 +330,23 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     if str(dtype) not in DTYPES:
         raise ConfigError(f"expected dtype to be one of {', '.join(DTYPES)}, found {dtype!r}")
     return DTYPES[str(dtype)]
+
+
+def as_device(device: str | torch.device | None) -> torch.device:
+    """A torch device by value or name; None: CUDA where there is one, else the CPU. ConfigError for one
+    that is not there."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"expected a device such as cpu, cuda or cuda:1 that this machine has, found {str(device)!r} "
+            f"({reason}); leave it out to compute where it can"
+        ) from error
+    return place
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -12,6 +12,7 @@ between runs is in planner.py. Planning imports no torch.
 
 from __future__ import annotations
 
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ....pipeline.declaration import REQUIRED, Declaration, Output, require_declared
 from ....pipeline.nodes import Estimate, Node, ResultNode, Status, one_look, remembered, status_of
 from ....pipeline.plan import as_bytes
-from ....pipeline.reasons import missing_cells, why_not
+from ....pipeline.reasons import last_timed, missing_cells, why_not
 from ....store.errors import SourceChanged
 from ....store.keys import ResultKey
 from ....store.runs.shards import DTYPES
@@ -136,10 +137,15 @@ class Experiment(ABC):
         before the experiment is looked up, and before anything it gave is published."""
 
     def on(
-        self, model: Model | str | Path, *, dtype: str | None = None, memory: int | str | None = None
+        self,
+        model: Model | ModelSource | str | Path,
+        *,
+        dtype: str | None = None,
+        memory: int | str | None = None,
     ) -> ExperimentNode:
-        """This experiment on a model, as a node of a workflow's graph."""
-        return ExperimentNode(self, ModelSource(model, dtype=dtype), memory=memory)
+        """This experiment on a model, as a node of a workflow's graph. dtype: of a model by name."""
+        source = model if isinstance(model, ModelSource) else ModelSource(model, dtype=dtype)
+        return ExperimentNode(self, source, memory=memory)
 
 
 class ExperimentNode(ResultNode):
@@ -206,7 +212,8 @@ class ExperimentNode(ResultNode):
             return Status(False, reason, cells, cells - len(missing))
 
     def estimate(self, store: Store) -> Estimate:
-        """Memory as given, and the work as planned; how long it takes is not known before."""
+        """Memory as given, and the work as planned; seconds in proportion to the runs (cells, where those are
+        not known) of the newest result of such an experiment on this model."""
         if status_of(self, store).is_cached:
             return Estimate()
         planned = self.plan(store)
@@ -214,7 +221,20 @@ class ExperimentNode(ResultNode):
         if planned is not None and len(self.missing(store)) < len(self.cells()):
             asked = sum(len(self.experiment.sketch(self.source.config, cell) or ()) for cell in self.cells())
             work = f"{asked} runs asked, {asked - planned.runs} of them stored; {work}"
-        return Estimate(peak_bytes=as_bytes(self.memory) or 0, work=work)
+        seconds = self._seconds(store, None if planned is None else planned.runs)
+        return Estimate(peak_bytes=as_bytes(self.memory) or 0, seconds=seconds, work=work)
+
+    def _seconds(self, store: Store, runs: int | None) -> float | None:
+        own = json.loads(json.dumps(self.source.identity.request()))
+
+        def fits(note: Mapping[str, Any]) -> bool:
+            return bool(note.get("identity") == own and note.get("runs") and note.get("cells"))
+
+        last = last_timed(self.name, store, fits)
+        if last is None:
+            return None
+        share = len(self.missing(store)) / last["cells"] if runs is None else runs / last["runs"]
+        return round(last["seconds"] * share, 3)
 
     def plan(self, store: Store) -> SweepPlan | None:
         """How the runs of the missing cells would be computed; None where that takes the model to say."""
@@ -234,7 +254,7 @@ class ExperimentNode(ResultNode):
 
     def run(self, store: Store, context: Context) -> None:
         """Runs of the missing cells; each cell published when its last run is measured; then the whole."""
-        started = time.monotonic()
+        started, runs = time.monotonic(), 0
         with one_look():
             whole, missing = self.key(store), list(self.missing(store))
         if missing and context.cluster is not None:
@@ -242,29 +262,33 @@ class ExperimentNode(ResultNode):
             context.map(partial(compute_cell, expected=whole.digest), self, store, missing)
         elif missing:
             task = context.progress.task(self.name, total=len(missing), unit="cells")
-            self.compute(store, missing, task.advance)
+            runs = self.compute(store, missing, task.advance)
         with one_look():
             self.require_unchanged(store, whole.digest)
             parts = [store.open_result(self.cell_key(cell)).load() for cell in self.cells()]
             joined = self.experiment.joined(parts)
             declared = self.experiment.outputs_on(self.source.config)
             require_declared(f"experiment {self.name!r}", declared, joined)
-            self._put(store, whole, joined, started, lambda: self.key(store))
+            took = {"runs": runs, "cells": len(missing)}
+            self._put(store, whole, joined, started, lambda: self.key(store), took)
 
-    def compute(self, store: Store, cells: Sequence[CellLabels], advance: Any = lambda: None) -> None:
-        """Compute and publish some cells, as many together as make `TOGETHER` runs."""
+    def compute(self, store: Store, cells: Sequence[CellLabels], advance: Any = lambda: None) -> int:
+        """Compute and publish some cells, as many together as make `TOGETHER` runs; returns how many."""
         keys = [self.cell_key(cell) for cell in cells]
         model = self.source.load()
         prepared = self.experiment.prepare(model)
         waiting: list[tuple[CellLabels, ResultKey]] = []
         listed: list[Sequence[Run]] = []
+        total = 0
         for cell, key in zip(cells, keys, strict=True):
             waiting.append((cell, key))
             listed.append(self.experiment.runs(prepared, cell))
+            total += len(listed[-1])
             if sum(map(len, listed)) >= TOGETHER:
                 self._sweep(store, model, prepared, waiting, listed, advance)
                 waiting, listed = [], []
         self._sweep(store, model, prepared, waiting, listed, advance)
+        return total
 
     def _sweep(
         self,
@@ -309,9 +333,11 @@ class ExperimentNode(ResultNode):
         given: xr.Dataset,
         started: float,
         again: Callable[[], ResultKey],
+        took: Mapping[str, int] | None = None,
     ) -> None:
         note = {
             **self.source.provenance(),
+            **(took or {}),
             "seconds": round(time.monotonic() - started, 6),
             "bytes_written": int(given.nbytes),
         }

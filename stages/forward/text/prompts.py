@@ -11,7 +11,7 @@ from ....store.runs.packed import PackedTokens
 from ..architectures.architecture import Architecture
 
 if TYPE_CHECKING:
-    from .tokens import Tokenizer
+    from .tokens import Encoding, Tokenizer
 
 
 def as_rows(prompts: Any) -> list[Any]:
@@ -27,8 +27,8 @@ def as_rows(prompts: Any) -> list[Any]:
 def pack(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model: str) -> PackedTokens:
     """Prompts as token ids end to end, texts with their character offsets.
 
-    Raises PromptError for an empty prompt, an id out of range, a prompt longer than the context;
-    TokenizerError for texts without a tokenizer.
+    Raises PromptError for an empty prompt, also one to which the tokenizer adds a BOS, an id out of range, a
+    prompt longer than the context; TokenizerError for texts without a tokenizer.
     """
     if isinstance(prompts, PackedTokens):
         check_prompts(list(prompts), config.vocab_size, config.context_length, model)
@@ -41,8 +41,23 @@ def pack(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model:
         raise no_tokenizer(model)
     encodings = tokenizer.encode_batch(rows)
     check_prompts([encoding.ids for encoding in encodings], config.vocab_size, config.context_length, model)
+    return pack_encodings(encodings)
+
+
+def pack_encodings(encodings: Sequence[Encoding]) -> PackedTokens:
+    """Texts as token ids end to end, with their character offsets.
+
+    Raises PromptError for a text without a token of its own: what would be stored under it is that of a BOS.
+    """
+    for number, encoding in enumerate(encodings):
+        if all(encoding.special):
+            added = f"only the {len(encoding)} that the tokenizer adds" if encoding.ids else "none"
+            raise PromptError(
+                f"expected prompt {number} to have a token of its own, found {added} in {encoding.text!r}; "
+                "leave it out, or give token ids to read a BOS alone"
+            )
     return PackedTokens.from_lists(
-        [e.ids for e in encodings], texts=rows, offsets=[e.offsets for e in encodings]
+        [e.ids for e in encodings], texts=[e.text for e in encodings], offsets=[e.offsets for e in encodings]
     )
 
 

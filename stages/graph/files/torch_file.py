@@ -10,7 +10,7 @@ Border: a path and a dataset. The file holds the dense matrix, so writing one ne
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,8 +95,11 @@ def _pickler() -> type[Any]:
     return Named
 
 
-def write(graph: WrittenGraph, path: Path) -> Path:
-    """Save a graph at `path`, whole or not at all; returns the path."""
+def write(graph: WrittenGraph, path: Path, *, scan: str | Sequence[str] | None = None) -> Path:
+    """Save a graph at `path`, whole or not at all; returns the path.
+
+    scan: which transcoders these are; default what the graph says.
+    """
     import torch
 
     a = graph.dataset.attrs
@@ -122,7 +125,7 @@ def write(graph: WrittenGraph, path: Path) -> Path:
         "input_tokens": torch.from_numpy(graph.input_tokens.copy()),
         "selected_features": torch.from_numpy(graph.selected_features.copy()),
         "activation_values": torch.from_numpy(graph.activation_values.copy()),
-        "scan": a["scan"],
+        "scan": graph.scan if scan is None else scan,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")

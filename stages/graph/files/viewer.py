@@ -36,7 +36,7 @@ METADATA = "graph-metadata.json"
 def write(pruned: WrittenPart, folder: Path, slug: str, *, scan: str | Sequence[str] | None = None) -> Path:
     """Write the graph, and its line among the folder's graphs; returns the path of the former.
 
-    scan: which dashboards the features have; default what the dictionary says. Raises StageError without one,
+    scan: which dashboards the features have; default what the graph says. Raises StageError without one,
     and for a slug that is no file name.
     """
     if not slug or slug != Path(slug).name or slug.startswith("."):
@@ -55,11 +55,10 @@ def write(pruned: WrittenPart, folder: Path, slug: str, *, scan: str | Sequence[
 def document(pruned: WrittenPart, slug: str, *, scan: str | Sequence[str] | None = None) -> dict[str, Any]:
     """What the viewer reads, as plain JSON values."""
     graph = pruned.graph
-    scan = graph.dataset.attrs.get("scan") if scan is None else scan
+    scan = graph.scan if scan is None else scan
     if not scan:
         raise StageError(
-            "expected scan, which names the dashboards of the features, found none in the dictionary; pass "
-            "scan="
+            "expected scan, which names the dashboards of the features, found none in the graph; pass scan="
         )
     listed = [] if isinstance(scan, str) else [str(each) for each in scan]
     chosen = np.flatnonzero(pruned.node_mask)

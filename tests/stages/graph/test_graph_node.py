@@ -301,3 +301,21 @@ def test_a_large_adjacency_is_lazy_and_the_same(model, clt, store, monkeypatch):
     assert lazy.chunks is not None
     np.testing.assert_array_equal(lazy, plain)
     assert lazy["source_kind"].values.tolist() == found.nodes["kind"].values.tolist()
+
+
+def test_a_saved_graph_says_its_transcoders(model: mizarr.Model, clt: mizarr.Dictionary, tmp_path: Path):
+    """As circuit-tracer's `create_graph_files` wants it: by the name of local ones that have no `scan`."""
+    import shutil
+
+    shutil.copytree(Path(clt.name), tmp_path / "unnamed")
+    config = tmp_path / "unnamed" / "config.yaml"
+    said = config.read_text().splitlines()
+    config.write_text("\n".join(line for line in said if not line.startswith("scan:")))
+    unnamed = mizarr.Dictionary.from_pretrained(tmp_path / "unnamed")
+    for dictionary, expected in ((clt, f"local/{Path(clt.name).name}"), (unnamed, str(tmp_path / "unnamed"))):
+        graph = attribution_graph(model, dictionary, PROMPT, max_feature_nodes=20)
+        for scan, told in ((None, expected), ("org/name", "org/name")):
+            graph.to_pt(tmp_path / "graph.pt", scan=scan)
+            again = AttributionGraph.from_pt(tmp_path / "graph.pt")
+            assert again.dataset.attrs["scan"] == again.scan == told
+        assert '"scan":"' in (again.prune().to_viewer(tmp_path, "g").read_text().replace(" ", ""))

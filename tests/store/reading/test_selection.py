@@ -242,6 +242,17 @@ def test_a_padded_selection_knows_where_its_tokens_stood(states: xr.Dataset):
     assert np.isnan(block["resid_post"].values[:, :, 3]).all()
 
 
+def test_a_padded_block_keeps_texts_and_strings(states: xr.Dataset):
+    block = states.mi.prompts([2, 0]).mi.pad()
+    assert block["text"].dims == block["prompt_id"].dims == ("prompt",)
+    assert block["prompt_id"].values.tolist() == [2, 0]
+    assert block["text"].values.tolist() == [str(states["text"].values[row]) for row in (2, 0)]
+    size = states.mi.prompt(2).sizes["position"]
+    shown = block["token_string"].values[0].tolist()
+    assert shown == states.mi.prompt(2)["token_string"].values.tolist() + [""] * (7 - size)
+    assert "token_string" in states.mi.sel(position=slice(0, 2)).mi.unpack().coords
+
+
 def test_the_character_map_of_a_stored_prompt_has_the_edges_of_the_tokenizer(states: xr.Dataset):
     spans = states.mi.characters(0)
     assert [spans.char_to_token(c) for c in (0, 3, 28)] == [1, 2, None]
