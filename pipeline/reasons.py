@@ -95,7 +95,8 @@ def last_timed(
         with suppress(CorruptEntry):
             for note in reversed(store.provenance(record)):
                 if "seconds" in note and fits(note):
-                    return note
+                    found: dict[str, Any] = note
+                    return found
     return None
 
 

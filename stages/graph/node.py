@@ -131,7 +131,7 @@ class GraphNode(ResultNode):
         last = last_timed(self.name, store, fits)
         if last is None:
             return None
-        return round(last["seconds"] * len(self.tokens) / len(last["request"]["params"]["tokens"]), 3)
+        return round(float(last["seconds"]) * len(self.tokens) / len(last["request"]["params"]["tokens"]), 3)
 
     # -- running
 

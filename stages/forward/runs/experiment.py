@@ -234,7 +234,7 @@ class ExperimentNode(ResultNode):
         if last is None:
             return None
         share = len(self.missing(store)) / last["cells"] if runs is None else runs / last["runs"]
-        return round(last["seconds"] * share, 3)
+        return float(round(last["seconds"] * share, 3))
 
     def plan(self, store: Store) -> SweepPlan | None:
         """How the runs of the missing cells would be computed; None where that takes the model to say."""
