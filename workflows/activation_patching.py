@@ -83,7 +83,7 @@ class ActivationPatchingTraceSettings(ControlSettings, ModelSettings):
     window: int = setting(1, "neighbouring layers patched together")
     pairs: int = setting(2, "how many of the default pairs")
     others: Count = setting(6, "other pairs a place is chosen on; of default pairs, as many more are scored")
-    donors: Count = setting(4, "unrelated prompts per default pair; a pair of one's own has `controls`")
+    donors: Count = setting(2, "unrelated prompts per default pair; a pair of one's own has `controls`")
     answer_piece: Literal["only", "first"] = setting(
         "only", '"only" refuses answers of several tokens, "first" follows the first'
     )
