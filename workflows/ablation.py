@@ -44,6 +44,8 @@ __all__ = ["AblationOfEach", "AblationOfEachSettings"]
 PARTS = ("attn_out", "mlp_out")
 MANY = 50
 """Shipped facts that the mean is over by default."""
+FEW = 8
+"""The same in other facts, each of which takes the mean anew."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,9 @@ class AblationOfEach(ModelWorkflow):
         return {
             "heads": self.on_model(Ablation(kinds=("z",), over="head", **shared)),
             "layers": self.on_model(Ablation(kinds=PARTS, over="layer", **shared)),
-            "facts": self.on_model(self._on_facts({**shared, "metrics": (KL(),)})),
+            "facts": self.on_model(
+                self._on_facts({**shared, "references": self._references(FEW), "metrics": (KL(),)})
+            ),
         }
 
     def _on_facts(self, shared: dict[str, Any]) -> AtOnce:
@@ -151,10 +155,10 @@ class AblationOfEach(ModelWorkflow):
             sources=("heads", "facts"),
         )
 
-    def _references(self) -> tuple[tuple[int, ...], ...]:
+    def _references(self, count: int = MANY) -> tuple[tuple[int, ...], ...]:
         if self.settings.how == "zero":
             return ()
-        texts = self.settings.references or tuple(each["prompt"] for each in shipped_facts()[:MANY])
+        texts = self.settings.references or tuple(each["prompt"] for each in shipped_facts()[:count])
         return tuple(tuple(encoded(self.subject, text).ids) for text in texts)
 
     def views(self) -> Iterator[View]:

@@ -83,7 +83,7 @@ class ActivationPatchingTraceSettings(ControlSettings, ModelSettings):
     window: int = setting(1, "neighbouring layers patched together")
     pairs: int = setting(2, "how many of the default pairs")
     others: Count = setting(6, "other pairs a place is chosen on; of default pairs, as many more are scored")
-    donors: Count = setting(4, "unrelated prompts per default pair; a pair of one's own has `controls`")
+    donors: Count = setting(2, "unrelated prompts per default pair; a pair of one's own has `controls`")
     answer_piece: Literal["only", "first"] = setting(
         "only", '"only" refuses answers of several tokens, "first" follows the first'
     )
@@ -145,12 +145,16 @@ class ActivationPatchingTrace(ModelWorkflow):
         """Both roles of other pairs, [draw, layer, position]: to choose on, to score, and with donors."""
         given, unrelated = self.settings, Unrelated(self.subject)
         shown = [(each.clean_ids, each.corrupted_ids) for each in self.traced]
+        targets: dict[tuple[int, ...], tuple[str, ...]] = {
+            each.clean_ids: (each.answer,) for each in self.traced
+        }
         pairs, limit = list[tuple[tuple[int, ...], tuple[int, ...]]](), self.subject.config.context_length
         for record in shipped_pairs(self.subject)[: 4 * given.others + len(shown)]:
             texts = record["original_prompt"], record["counterfactual_prompt"]
             one, other = (tuple(self.subject.tokenizer.encode(text).ids) for text in texts)
             if (one, other) not in shown and (limit is None or len(one) <= limit):
                 pairs.append((one, other))
+                targets[one] = (record["gt_original_target"], record["gt_counterfactual_target"])
         chosen_on, more = pairs[: given.others], pairs[given.others : 2 * given.others]
         if not chosen_on:
             raise ConfigError("expected shipped pairs of facts that fit the model, found none")
@@ -159,7 +163,9 @@ class ActivationPatchingTrace(ModelWorkflow):
         donors = tuple(
             DonorPatching(donor=donor, **self._roles(*pair, kinds))
             for number, pair in enumerate(self.scored)
-            for donor in unrelated.to(pair[0], self.num_donors, seed=given.seed + number)
+            for donor in unrelated.to(
+                pair[0], self.num_donors, seed=given.seed + number, targets=targets[pair[0]]
+            )
         )
         asked: dict[str, tuple[ActivationPatching, ...]] = {
             "choice": tuple(ActivationPatching(**self._roles(*pair, kinds)) for pair in chosen_on),

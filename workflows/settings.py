@@ -148,8 +148,8 @@ class PairSettings(ControlSettings, ModelSettings):
     data: str = setting("", "JSON file of CounterFact records; none: pairs of shipped facts")
     limit: Natural = setting(12, "how many pairs, from the first on; 0 takes all")
     block_size: Natural = setting(0, "layers patched together; 0: 4, of small models a third of the layers")
-    others: Count = setting(8, "other pairs the block is chosen on")
-    donors: Count = setting(4, "unrelated prompts per pair whose subject is put there instead")
+    others: Count = setting(6, "other pairs the block is chosen on")
+    donors: Count = setting(2, "unrelated prompts per pair whose subject is put there instead")
 
 
 def read_settings(kind: type[Any], name: str, given: Mapping[str, Any]) -> Any:
