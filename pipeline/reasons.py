@@ -93,7 +93,8 @@ def last_timed(
     """The newest note, among those that fit, that says how long a stage or a captured variable took."""
     for record in _newest(name, store):
         with suppress(CorruptEntry):
-            for note in reversed(store.provenance(record)):
+            told: list[dict[str, Any]] = store.provenance(record)
+            for note in reversed(told):
                 if "seconds" in note and fits(note):
                     return note
     return None

@@ -229,8 +229,8 @@ class ExperimentNode(ResultNode):
         last = last_timed(self.name, store, fits)
         if last is None:
             return None
-        share = len(self.missing(store)) / last["cells"] if runs is None else runs / last["runs"]
-        return round(last["seconds"] * share, 3)
+        share = float(len(self.missing(store)) / last["cells"] if runs is None else runs / last["runs"])
+        return round(float(last["seconds"]) * share, 3)
 
     def plan(self, store: Store) -> SweepPlan | None:
         """How the runs of the missing cells would be computed; None where that takes the model to say."""
