@@ -93,10 +93,9 @@ def last_timed(
     """The newest note, among those that fit, that says how long a stage or a captured variable took."""
     for record in _newest(name, store):
         with suppress(CorruptEntry):
-            told: list[dict[str, Any]] = store.provenance(record)
-            for note in reversed(told):
+            for note in reversed(store.provenance(record)):
                 if "seconds" in note and fits(note):
-                    return note
+                    return dict(note)
     return None
 
 

@@ -28,7 +28,7 @@ DEMO: dict[str, dict[str, Any]] = {
     "logit_lens": {},
     "character_count_helix": {},
 }
-"""Workflow -> settings: none, so that what is stored is what `mizarr explain` and `compute` ask for."""
+"""Workflow -> settings: the defaults, so that what is stored is what `mizarr explain` asks for."""
 
 
 @dataclass
