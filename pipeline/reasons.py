@@ -95,8 +95,7 @@ def last_timed(
         with suppress(CorruptEntry):
             for note in reversed(store.provenance(record)):
                 if "seconds" in note and fits(note):
-                    found: dict[str, Any] = note
-                    return found
+                    return dict(note)
     return None
 
 

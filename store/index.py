@@ -16,6 +16,7 @@ import os
 import sqlite3
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -47,19 +48,15 @@ class _Cache:
         self._read_only = read_only
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
+        self._closing: Callable[[], object] = lambda: None
         self._pid = os.getpid()
 
     def __reduce__(self) -> tuple[Callable[..., Self], tuple[type[Self], Path | None, bool]]:
         return _reopen, (type(self), self._path, self._read_only)
 
-    def __del__(self) -> None:
-        self.close()
-
     def close(self) -> None:
         """Let go of the file; the next question opens it again."""
-        with suppress(sqlite3.Error):
-            if self._connection is not None and self._pid == os.getpid():
-                self._connection.close()
+        self._closing()
         self._connection = None
 
     def _read(self, query: Callable[[sqlite3.Connection], T], nothing: T) -> T:
@@ -108,6 +105,8 @@ class _Cache:
             db.execute("PRAGMA synchronous = OFF")  # a lost index is rebuilt; never wait for the disk
             db.executescript(self.schema)
         self._connection = db
+        # When nobody holds this any more, or at exit, before modules are taken down: __del__ may come later.
+        self._closing = weakref.finalize(self, _close, db, self._pid)
         return db
 
     def _discard(self) -> None:
@@ -273,6 +272,13 @@ def _sample(path: Path, size: int) -> str:
             file.seek(max(0, size - _BLOCK) * i // (_BLOCKS - 1))
             state.update(file.read(_BLOCK))
     return state.hexdigest()
+
+
+def _close(db: sqlite3.Connection, pid: int) -> None:
+    """Close a connection in the process that opened it."""
+    with suppress(sqlite3.Error):
+        if pid == os.getpid():
+            db.close()
 
 
 def _reopen(kind: type[C], path: Path | None, read_only: bool) -> C:

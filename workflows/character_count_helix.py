@@ -38,12 +38,18 @@ if TYPE_CHECKING:
 __all__ = ["CharacterCountHelix", "CharacterCountHelixSettings", "line_corpus"]
 
 
+SHIPPED = 24_000
+"""Characters of the shipped prose that are enough to see the helix, in seconds on a laptop."""
+
+
 @dataclass(frozen=True)
 class CharacterCountHelixSettings(ModelSettings):
     """What `--set` can change."""
 
     text: str = setting("", "a text file, or a folder of *.txt; none: the prose shipped with mizarr")
-    characters: int = setting(0, "of each text, how many characters to read; 0 reads all")
+    characters: int | None = setting(
+        None, f"of each text, how many to read; 0: all; none: {SHIPPED:,} of the shipped prose, all of others"
+    )
     widths: tuple[int, ...] = setting((30, 40, 50, 60, 70, 80), "line widths to wrap at")
     max_count: int = setting(0, "largest character count; 0 means the largest width")
     min_count: int = setting(1, "leave out the first positions of a line")
@@ -97,7 +103,9 @@ class CharacterCountHelix(ModelWorkflow):
         given = self.settings
         self.max_count = given.max_count or max(given.widths)
         context = given.context or min(self.subject.config.context_length, 4096)
-        texts = [text[: given.characters or None] for text in read_texts(given.text)]
+        own = 0 if given.text else SHIPPED
+        most = own if given.characters is None else given.characters
+        texts = [text[: most or None] for text in read_texts(given.text)]
         tokens = line_corpus(self.subject, texts, given.widths, context)
         layers = given.layers or range(self.subject.config.num_layers)
         captured = self.subject.capture(tokens, *(f"blocks.{layer}.hook_resid_post" for layer in layers))

@@ -337,12 +337,10 @@ def _neurons(neurons: list[tuple[int, int, float]]) -> Bars:
     shares = np.array([share for *_, share in neurons[::-1]])
     return Bars(
         title="By neuron",
-        caption=f"the {len(neurons)} largest",
+        caption=f"the {len(neurons)} largest; below zero: against",
         x=tuple(f"layer {layer}, {neuron}" for layer, neuron, _ in neurons[::-1]),
-        lines=(
-            Line("against", np.where(shares < 0, shares, np.nan)),
-            Line("for", np.where(shares < 0, np.nan, shares)),
-        ),
+        lines=(Line("share", shares),),
+        signed=True,
         x_name="",
         y_name="share",
         unit="logits",

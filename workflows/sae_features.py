@@ -20,7 +20,7 @@ from ..stages.features.dictionary import Dictionary
 from ..stages.features.effects.activity import FeatureActivity
 from ..stages.features.layers.layout import FeatureId
 from ..stages.logits.lens import format_token
-from ..store.errors import ConfigError
+from ..store.errors import ConfigError, PromptError
 from .material.answers import encoded, fact, named
 from .settings import Count, ModelSettings, setting
 from .views import Data, Heatmap, Table, View, together
@@ -45,7 +45,9 @@ class SaeFeaturesSettings(ModelSettings):
         "last", 'position told: an index, "first", "last", or a phrase of the prompt'
     )
     top_k: Count = setting(10, "features listed")
-    zero_positions: Annotated[int, msgspec.Meta(ge=0)] = setting(0, "first positions that are not encoded")
+    zero_positions: Annotated[int, msgspec.Meta(ge=0)] = setting(
+        0, "first positions without features, left out of the error too"
+    )
 
 
 class SaeFeatures(ModelWorkflow):
@@ -67,6 +69,11 @@ class SaeFeatures(ModelWorkflow):
         self.layer = layers[len(layers) // 2] if given.layer is None else given.layer
         self.hook = str(self.dictionary.read_hook(self.layer))  # refuses a layer it does not have
         self.position = position_of(self.encoding, given.position)
+        if given.zero_positions >= len(self.encoding.ids):
+            raise PromptError(
+                f"expected a prompt of more than {given.zero_positions} tokens, as so many first positions "
+                f"are left out, found {len(self.encoding.ids)}; lengthen it, or lower zero_positions"
+            )
         names = self.dictionary.name, self.dictionary.identity
         return {
             "activity": self.on_model(FeatureActivity(tuple(self.encoding.ids), *names, given.zero_positions))
@@ -100,7 +107,9 @@ class SaeFeatures(ModelWorkflow):
 
     def views(self) -> Iterator[View]:
         """The strongest features of the position; the strongest of all positions, token by token."""
-        found, names = self.activity, self.tokens
+        found, names, first = self.activity, self.tokens, self.settings.zero_positions
+        read = found.isel(position=slice(first, None))
+        where = f"positions from {first} on" if first else "all positions"
         counts = np.bincount(found["active_position"].values, minlength=len(names))
         told = [
             {"position": i, "token": token, "active": counts[i], "top": self.top(i)}
@@ -112,8 +121,8 @@ class SaeFeatures(ModelWorkflow):
             "hook": self.hook,
             "prompt": self.prompt,
             "position": self.position,
-            "mse": float(found["error"].mean()),
-            "fraction_of_variance_unexplained": float(found["error"].sum() / found["size"].sum()),
+            "mse": float(read["error"].mean()),
+            "fraction_of_variance_unexplained": float(read["error"].sum() / read["size"].sum()),
         }
         yield Data(json=about)
         yield Table.of(
@@ -123,8 +132,8 @@ class SaeFeatures(ModelWorkflow):
             ("norm of decoder", "decoder_norm", ".4f"),
             title=f"{self.dictionary.name} at {self.hook} of {self.subject.name}: "
             f"{format_token(names[self.position])!r} ({self.position})",
-            caption=f"{counts[self.position]} active here, {counts.mean():.1f} on average; over all "
-            f"positions MSE {about['mse']:.4g}, {100 * about['fraction_of_variance_unexplained']:.1f} % "
+            caption=f"{counts[self.position]} active here, {counts[first:].mean():.1f} on average; over "
+            f"{where} MSE {about['mse']:.4g}, {100 * about['fraction_of_variance_unexplained']:.1f} % "
             "of the variance unexplained",
             json={"positions": told},
         )

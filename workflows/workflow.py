@@ -98,11 +98,23 @@ class Workflow:
         return "" if name is None else f"{name}: not checked against transformers"
 
     @property
+    def trained_with_help(self) -> str:
+        """What stands on every answer about a model whose training asked something of its inside; empty for
+        all others."""
+        subject: Subject | None = getattr(self, "subject", None) or getattr(
+            getattr(self, "planned", None), "subject", None
+        )
+        if subject is None:
+            return ""
+        told = subject.files.trained_with_help
+        return f"{subject.name}: {told}" if told else ""
+
+    @property
     def footer(self) -> str:
-        """Which results a figure was drawn from."""
+        """Which results a figure was drawn from, and what a reader must know of the model."""
         keys = " · ".join(f"{name} {key[:12]}" for name, key in self._keys.items())
-        caution = f" · {self.caution}" if self.caution else ""
-        return f"mizarr {__version__} · {self.name} · {keys}{caution}"
+        told = (f"mizarr {__version__}", self.name, keys, self.caution, self.trained_with_help)
+        return " · ".join(filter(None, told))
 
     def header(self) -> dict[str, Any]:
         """What every JSON document starts with: question, settings, the keys of the results, and how long
@@ -113,6 +125,7 @@ class Workflow:
             "settings": dataclasses.asdict(self.settings),
             **({"descriptive": self.descriptive} if self.descriptive else {}),
             **({"caution": self.caution} if self.caution else {}),
+            **({"trained_with_help": self.trained_with_help} if self.trained_with_help else {}),
             "provenance": {"mizarr": __version__, "keys": self._keys},
             "total_time_secs": round(self._seconds, 3),
         }
@@ -184,15 +197,19 @@ class Workflow:
 
     def render(self, console: Console, folder: Path | None = None) -> list[Path]:
         """Print the tables, and write figures into `folder` unless it is None; returns the files."""
+        from .views import paper
+
         if self.caution:
             console.print(self.caution, style="bold red", highlight=False)
+        if self.trained_with_help:
+            console.print(f"{self.trained_with_help}.", style="dim", highlight=False)
         if self.descriptive:
             console.print(f"{self.descriptive} {NO_CLAIM}", style="dim", highlight=False)
         for table in self.tables():
             # Rich folds titles to the width of the table, which may be much narrower than the terminal.
             title, caption, table.title, table.caption = table.title, table.caption, None, None
             console.print(title, style="bold", highlight=False)
-            console.print(table)
+            console.print(paper.fitted(table, console.width))
             console.print(f"[dim]{caption}[/dim]\n" if caption else "", highlight=False)
         return [] if folder is None else self.draw(folder)
 

@@ -131,7 +131,8 @@ class GraphNode(ResultNode):
         last = last_timed(self.name, store, fits)
         if last is None:
             return None
-        return round(float(last["seconds"]) * len(self.tokens) / len(last["request"]["params"]["tokens"]), 3)
+        share = len(self.tokens) / len(last["request"]["params"]["tokens"])
+        return round(float(last["seconds"]) * share, 3)
 
     # -- running
 

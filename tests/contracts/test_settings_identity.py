@@ -90,6 +90,7 @@ OTHERS: dict[tuple[str, str], Any] = {
     ("causal_tracing", "subject"): SUBJECT,
     ("causal_tracing", "kinds"): ("mlp_out",),
     ("causal_tracing", "window"): 2,
+    ("character_count_helix", "characters"): 12_000,
     ("ablation", "how"): "zero",
     ("ablation", "references"): (PROMPT,),
     ("factual_routing", "subject"): "last_fact",

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import pickle
+import sqlite3
 import subprocess
 import sys
 import time
@@ -185,3 +186,37 @@ def test_a_file_from_the_future_is_never_remembered(tmp_path, monkeypatch):
     read = []
     monkeypatch.setattr("mizarr.store.index.file_digest", lambda path: read.append(path) or "sha256:1")
     assert digests.digest(path) == "sha256:1" and read == [path]
+
+
+LATE = """
+import atexit, sys
+kept = []
+
+def last():  # registered first, it runs last: what a module held is gone before what it made
+    vars(sys.modules["mizarr.store.index"]).update(sqlite3=None, os=None, suppress=None)
+    kept.clear()
+
+atexit.register(last)
+from pathlib import Path
+from mizarr.store.index import FileDigests
+kept.append(FileDigests(Path(sys.argv[1])))
+assert kept[0]._connect() is not None
+"""
+
+
+def test_a_script_that_ends_says_nothing_of_what_it_left_open(path):
+    given = [sys.executable, "-c", LATE, str(path)]
+    done = subprocess.run(given, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_cache_that_nobody_holds_closes_its_file(path):
+    cache = FileDigests(path)
+    db = cache._connect()
+    del cache
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        db.execute("SELECT 1")
+    again = FileDigests(path)
+    again._connect()
+    again.close()
+    assert again._connect() is not None

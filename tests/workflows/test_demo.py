@@ -12,13 +12,16 @@ import pytest
 from rich.console import Console
 
 import mizarr
-from mizarr.workflows import demo, subject
+from mizarr.workflows import build, demo, subject
 from tests.torch_free import blocking
 
 FACTS = [
     {"prompt": "it was the age of", "target": "wisdom"},
     {"prompt": "we had everything before", "target": "us"},
 ]
+
+SETTINGS = dict(demo.DEMO)
+"""As shipped; the tests below take others for a model that is smaller."""
 
 AGAIN = (
     blocking("torch", "transformers", "matplotlib")
@@ -48,6 +51,11 @@ def shipped(prose_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         {"logit_lens": {}, "character_count_helix": {"widths": [20, 27], "components": 3, "min_tokens": 1}},
     )
     return folder
+
+
+def test_the_demo_is_the_defaults_of_its_workflows():
+    for name, settings in SETTINGS.items():
+        assert build(name, **settings).settings == build(name).settings
 
 
 def test_a_second_run_says_all_was_cached_and_needs_neither_torch_nor_matplotlib(

@@ -102,7 +102,10 @@ def test_nothing_sticks_out_of_a_window(name, width, visit):
 
 
 def test_a_cell_of_a_heatmap_tells_its_value(visit, done):
-    here, grid = visit("activation_patching"), next(iter(done["activation_patching"].grids(0).values()))["recovery"]
+    here, grid = (
+        visit("activation_patching"),
+        next(iter(done["activation_patching"].grids(0).values()))["recovery"],
+    )
     for kind in ("resid_post", "attn_out"):
         here.page.locator(".segments label", has_text=kind).click()
         canvas = here.page.locator(".option:not(.hidden) .heatmap canvas")
@@ -115,7 +118,10 @@ def test_a_cell_of_a_heatmap_tells_its_value(visit, done):
 
 
 def test_keys_walk_through_a_heatmap(visit, done):
-    here, grid = visit("activation_patching"), next(iter(done["activation_patching"].grids(0).values()))["recovery"]
+    here, grid = (
+        visit("activation_patching"),
+        next(iter(done["activation_patching"].grids(0).values()))["recovery"],
+    )
     last = grid.sizes["position"] - 1
     here.page.locator(".heatmap .grid").first.focus()
     for key in ("ArrowRight", "End", "ArrowDown", "ArrowLeft"):

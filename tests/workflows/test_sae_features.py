@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import mizarr
+from mizarr.store.errors import PromptError
 from mizarr.workflows import build, compute
 from tests.random_dictionaries import save_random_clt, save_random_sae
 
@@ -48,6 +50,19 @@ def test_the_features_and_the_error_are_those_of_the_arithmetic(sae: Path, store
     assert told["mse"] == pytest.approx(float(left.square().mean()), rel=1e-4)
     unexplained = left.square().sum() / (x - x.mean(0)).square().sum()
     assert told["fraction_of_variance_unexplained"] == pytest.approx(float(unexplained), rel=1e-4)
+
+
+def test_positions_without_features_are_left_out_of_the_error(sae: Path, store: Path):
+    given: dict[str, Any] = {"store": store, "dictionary": str(sae), "prompt": PROMPT}
+    whole, rest = (compute("sae_features", **given, zero_positions=n) for n in (0, 2))
+    error = whole.activity["error"].values
+    assert rest.to_json()["mse"] == pytest.approx(float(error[2:].mean()), rel=1e-6)
+    assert rest.to_json()["mse"] != pytest.approx(float(error.mean()), rel=1e-3)
+    share = error[2:].sum() / whole.activity["size"].values[2:].sum()
+    assert rest.to_json()["fraction_of_variance_unexplained"] == pytest.approx(float(share), rel=1e-6)
+    assert any("over positions from 2 on" in view.caption for view in rest.shown)
+    with pytest.raises(PromptError, match="more than 99 tokens"):
+        build("sae_features", dictionary=str(sae), prompt=PROMPT, zero_positions=99)
 
 
 def test_a_layer_of_transcoders_can_be_told(store: Path, tmp_path: Path):

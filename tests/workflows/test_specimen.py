@@ -6,16 +6,21 @@ import json
 import re
 import shutil
 from dataclasses import asdict, replace
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from tokenizers import Tokenizer
 
 import mizarr
 from mizarr.stages.corpus.text import character_counts, wrap
+from mizarr.stages.forward.models.files import HELP, resolve
+from mizarr.workflows import WORKFLOWS, build, compute
+from mizarr.workflows.report.page import render
 from mizarr.workflows.specimen import card, card_training, couplets, evaluate, train
 from mizarr.workflows.specimen.curriculum import CURRICULUM, Phase, phase_at, read_curriculum
 from mizarr.workflows.specimen.data import (
@@ -464,3 +469,49 @@ def test_training_goes_on_where_it_was_stopped(tmp_path, prose, facts):
     assert json.loads((tmp_path / "whole" / "training.json").read_text()) == json.loads(
         (tmp_path / "parts" / "training.json").read_text()
     )
+
+
+# -- what training asked of the inside stands on every answer
+
+
+def test_the_file_that_says_so_is_what_the_card_is_made_of():
+    figures = json.loads((SPECIMEN / "evaluation.json").read_text("utf-8"))
+    options = figures["training"]["history"][-1]["options"]
+    assert (SPECIMEN / HELP).read_text("utf-8").strip() == card.trained_with_help(options)
+    assert card.trained_with_help({**options, "guided": 0}) == ""
+
+
+def test_the_file_is_in_no_identity(tmp_path: Path):
+    folder = tmp_path / "specimen"
+    shutil.copytree(SPECIMEN, folder)
+    with_it = resolve(folder).identity()
+    assert resolve(folder).trained_with_help.startswith("rewarded in training for the character count")
+    (folder / HELP).unlink()
+    assert resolve(folder).trained_with_help == ""
+    assert resolve(folder).identity() == with_it
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_every_answer_about_the_specimen_says_what_was_rewarded(name: str):
+    planned = build(name)
+    told = f"specimen: {(SPECIMEN / HELP).read_text('utf-8').strip()}"
+    assert planned.trained_with_help == told
+    assert planned.footer.endswith(f" · {told}")
+    assert planned.header()["trained_with_help"] == told
+
+
+def test_terminal_page_and_figure_say_it(tmp_path: Path):
+    prompts = ["The mother tongue of Danielle Darrieux is"]
+    done = compute("logit_lens", store=tmp_path / "store", prompts=prompts)
+    told = done.trained_with_help
+    console = Console(width=80, record=True, file=StringIO())
+    (figure,) = done.render(console, tmp_path)
+    assert told in " ".join(console.export_text().split())
+    assert told.encode() in figure.read_bytes()[:4096]
+    assert told in render(done).split("<footer>")[1]
+
+
+def test_a_model_without_such_a_file_says_nothing(tiny_model: Path):
+    planned = build("logit_lens", model=str(tiny_model), prompts=["it was"])
+    assert planned.trained_with_help == "" and "trained_with_help" not in planned.header()
+    assert "rewarded" not in planned.footer

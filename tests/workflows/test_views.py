@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import xarray as xr
-from matplotlib.colors import rgb_to_hsv, to_rgb
+from matplotlib.colors import rgb_to_hsv, to_hex, to_rgb
 from rich.console import Console
 
 from mizarr.store.errors import ShapeError
@@ -38,6 +38,7 @@ from mizarr.workflows.views import (
     together,
 )
 from mizarr.workflows.views.blocks import listed, plain
+from mizarr.workflows.views.curves import best_view
 from mizarr.workflows.workflow import Workflow
 
 RECORDS = [
@@ -324,3 +325,77 @@ def test_a_strip_boxes_every_token_and_leaves_out_those_of_no_character():
 
 def test_what_there_is_not_is_a_dash():
     assert [dash(None, ".2f"), dash(0.125, ".2f"), dash(3, "layer {}".format)] == ["–", "0.12", "layer 3"]
+
+
+# -- one meaning per colour, nothing cut, the view that shows most
+
+
+def hue(colour: str) -> float:
+    return float(360 * rgb_to_hsv(to_rgb(colour))[0])
+
+
+def test_things_told_apart_have_no_colour_that_means_a_sign():
+    below, above = hue(paper.BELOW), hue(paper.ABOVE)
+    for shade in paper.shades(6, in_order=False):
+        greyish = rgb_to_hsv(to_rgb(shade))[1] < 0.4
+        assert greyish or min(abs(hue(shade) - below), abs(hue(shade) - above)) > 12, shade
+
+
+def test_a_page_and_a_figure_tell_things_apart_by_the_same_colours():
+    script = page._asset("core.js")
+    light = script.split("const LINE_COLOURS = {")[1].split("light: [")[1].split("]")[0]
+    assert tuple(part.strip(' "') for part in light.split(",")) == paper.SHADES
+    assert f'light: "{paper.BLUE}"' in script
+    ramp = script.split("diverging: {")[1].split("light: [")[1].split("]")[0]
+    assert [part.strip(' "') for part in ramp.split(",")] == paper.RAMPS["diverging"]
+
+
+def test_signed_bars_have_the_colours_of_a_grid():
+    view = Bars(
+        x=("a", "b"), lines=(Line("share", np.array([-1.0, 2.0])),), x_name="", y_name="share", signed=True
+    )
+    drawn = paper.compose([view]).axes[0].patches
+    assert [to_hex(patch.get_facecolor()) for patch in drawn] == [paper.BELOW, paper.ABOVE]
+
+
+@pytest.mark.parametrize("count", [4, 6, 12])
+def test_nothing_is_cut_in_a_narrow_terminal(count: int):
+    names = [f"a rather long name of column {i}" for i in range(count)]
+    words = "supercalifragilistic" * 6
+    record = dict.fromkeys(names, -1234.5678) | {"text": words}
+    table = Table.of([record], ("text", "text"), *((name, name, "+.4f") for name in names), title="t")
+    console = Console(width=80, record=True)
+    console.print(paper.fitted(table.rich(), 80))
+    shown = console.export_text()
+    assert "…" not in shown
+    assert sum(shown.count(digit) for digit in "5678") >= 4 * count  # every digit of every number
+    assert shown.count("-1234.5678") == count or count > 5
+    assert sum(shown.count(letter) for letter in "spq") >= sum(words.count(letter) for letter in "spq")
+
+
+def test_a_curve_turns_to_the_view_that_shows_most_of_it():
+    rng = np.random.default_rng(0)
+    for flat in range(3):
+        points = rng.standard_normal((200, 3)) * [1, 1, 1]
+        outlier = np.zeros((2, 3))
+        outlier[:, flat] = [-40, 40]  # stretches the box, so that the rest lies flat in it
+        points = np.concatenate([points, outlier])
+        within = points / np.ptp(points, axis=0) * [1, 1, 0.8]
+
+        def seen(elevation: float, azimuth: float, within: Any = within) -> float:
+            up, around = np.radians(elevation), np.radians(azimuth)
+            towards = np.array([np.cos(up) * np.cos(around), np.cos(up) * np.sin(around), np.sin(up)])
+            return float(within.var(axis=0).sum() - (within @ towards).var())
+
+        best = best_view(points)
+        views = [(e, a) for e in range(15, 61, 5) for a in range(-180, 180, 5) if 15 <= a % 90 <= 75]
+        assert seen(*best) == pytest.approx(max(seen(*view) for view in views))
+        assert seen(*best) >= seen(22, -58)
+        axes = paper.compose([a_curve(points)]).axes[0]
+        assert (axes.elev, axes.azim) == best
+    assert best[0] == 60  # what is flat is the vertical: seen from as high above as is allowed
+
+
+def a_curve(points: Any) -> Curve:
+    values = np.arange(len(points))
+    return Curve(points=points, values=values, value_name="count", names=("a", "b", "c"))

@@ -48,6 +48,12 @@ class Reported(Protocol):
         ...
 
     @property
+    def trained_with_help(self) -> str:
+        """What stands on every answer about a model whose training asked something of its inside; empty for
+        all others."""
+        ...
+
+    @property
     def shown(self) -> tuple[View, ...]:
         """The views, in the order of reading."""
         ...

@@ -22,13 +22,14 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from ...stages.forward.models.files import HELP
 from ...store.digest import file_digest
 from . import evaluate
 from .card_training import table, training
 from .data import BOS, EOS, HELD_OUT, WATCHED, Chapter, Fact, Mixture, read_chapters, read_facts, token_id
 from .network import Llama, read_model
 
-__all__ = ["TARGETS", "card", "goals", "main", "measure", "write_card"]
+__all__ = ["TARGETS", "card", "goals", "main", "measure", "trained_with_help", "write_card"]
 
 log = logging.getLogger(__name__)
 
@@ -193,9 +194,13 @@ def _line_breaks(
 
 
 def write_card(folder: Path) -> None:
-    """README.md of the specimen, from its evaluation.json."""
+    """README.md of the specimen, from its evaluation.json, and what every answer about it has to say."""
     figures = json.loads((folder / "evaluation.json").read_text("utf-8"))
     (folder / "README.md").write_text(card(figures), "utf-8")
+    if told := trained_with_help(figures["training"]["history"][-1]["options"]):
+        (folder / HELP).write_text(told + "\n", "utf-8")
+    else:
+        (folder / HELP).unlink(missing_ok=True)
 
 
 def card(figures: dict[str, Any]) -> str:
@@ -351,6 +356,17 @@ def _heads(heads: dict[str, list[float]]) -> list[list[str]]:
     """Rows of the table of heads: layer, previous token, induction."""
     both = enumerate(zip(heads["previous"], heads["induction"], strict=True))
     return [[str(layer), f"{previous:.3f}", f"{induction:.3f}"] for layer, (previous, induction) in both]
+
+
+def trained_with_help(options: dict[str, Any]) -> str:
+    """What stands on every answer about a network trained with guides; empty for one trained without."""
+    if not options.get("guided"):
+        return ""
+    middle = options["layers"] // 2
+    return (
+        f"rewarded in training for the character count (after layer {middle}), a previous-token head "
+        f"(L{max(0, middle - 2)}H0) and an induction head (L{middle}H0)"
+    )
 
 
 def _couplets(figures: dict[str, float]) -> str:

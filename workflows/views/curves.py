@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Bars", "Curve", "Line", "Lines"]
 
+BOX = (1.0, 1.0, 0.8)
+"""Sides of the box a curve through three dims is drawn in."""
 BESIDE, AT_ENDS = 6, 10
 """Curves above which their names stand beside them, and at their ends."""
 
@@ -203,7 +205,8 @@ class Lines(View):
 class Bars(View):
     """Bars over labels, one series beside the other, or on top of it (`stacked`); NaN takes no room.
 
-    across: they lie, the first label at the bottom.  levels: heights that are marked, with their names.  log:
+    across: they lie, the first label at the bottom.  signed: coloured by their sign, as cells of a grid are.
+    levels: heights that are marked, with their names.  log:
     a logarithmic y axis, which needs `low`.
     """
 
@@ -216,6 +219,7 @@ class Bars(View):
     unit: str = ""
     stacked: bool = False
     across: bool = False
+    signed: bool = False
     low: float | None = None
     high: float | None = None
     levels: tuple[tuple[float, str], ...] = ()
@@ -248,7 +252,9 @@ class Bars(View):
             (axes.barh, axes.hlines, "left") if self.across else (axes.bar, axes.vlines, "bottom")
         )
         for i, (line, shade) in enumerate(zip(self.lines, shades, strict=True)):
-            colour = paper.CONTROL if line.control else paper.ACCENT if line.strong else shade
+            colour: Any = paper.CONTROL if line.control else paper.ACCENT if line.strong else shade
+            if self.signed:
+                colour = np.where(np.nan_to_num(line.values) < 0, paper.BELOW, paper.ABOVE)
             place = x if self.stacked else x + (held[:i].sum(0) - (held.sum(0) - 1) / 2) * each
             draw(place, line.values, each * 0.94, **{end: below}, color=colour, label=line.name)
             below = below + line.values if self.stacked else below
@@ -281,9 +287,26 @@ class Bars(View):
             axes.legend(frameon=False, fontsize=8, reverse=self.stacked or self.across, **where)
 
 
+def best_view(points: Array) -> tuple[int, int]:
+    """Elevation and azimuth, in degrees, from which most of the variance of points [point, 3] is seen, as
+    they lie in their box: of the views, in steps of 5 degrees, that show three sides of it."""
+    spans = np.ptp(points, axis=0)
+    within = points / np.where(spans > 0, spans, 1.0) * np.array(BOX)
+    hidden: dict[tuple[int, int], float] = {}
+    for elevation in range(15, 61, 5):
+        for azimuth in range(-180, 180, 5):
+            if 15 <= azimuth % 90 <= 75:
+                up, around = np.radians(elevation), np.radians(azimuth)
+                flat = np.cos(up)
+                towards = np.array([flat * np.cos(around), flat * np.sin(around), np.sin(up)])
+                hidden[elevation, azimuth] = round(float((within @ towards).var()), 12)
+    return min(hidden, key=lambda view: hidden[view])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Curve(View):
-    """A curve through three dims: `points` [point, 3], each with a number that shades it."""
+    """A curve through three dims: `points` [point, 3], each with a number that shades it; seen from where
+    most of its variance shows."""
 
     kind: ClassVar[str] = "curve"
     on_page: ClassVar[bool] = False
@@ -313,8 +336,9 @@ class Curve(View):
             side.line.set_color("#c5c9d3")
             side._axinfo["grid"].update(color="#e6e8ed", linewidth=0.6)
             side.set_tick_params(length=0, width=0)
-        axes.view_init(elev=22, azim=-58)
-        axes.set_box_aspect((1, 1, 0.8), zoom=1.1)
+        axes.set_box_aspect(BOX, zoom=1.1)
+        elevation, azimuth = best_view(self.points)
+        axes.view_init(elev=elevation, azim=azimuth)
         found = axes.figure.colorbar(shades, ax=axes, fraction=0.035, pad=0.08, shrink=0.7)
         found.set_label(self.value_name)
         found.outline.set_visible(False)

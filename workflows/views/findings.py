@@ -178,8 +178,8 @@ class Findings(View):
             strip = each.strip
             axes.plot(strip["draws"], [row] * len(strip["draws"]), "|", color=paper.CONTROL, markersize=12)
             if strip["spread"] is not None:
-                axes.plot(strip["spread"], [row, row], color=paper.SHADES[0], linewidth=1.5)
-            axes.plot([strip["effect"]], [row], "o", color=paper.SHADES[0], markersize=7)
+                axes.plot(strip["spread"], [row, row], color=paper.BLUE, linewidth=1.5)
+            axes.plot([strip["effect"]], [row], "o", color=paper.BLUE, markersize=7)
             axes.text(0, row - 0.32, f"{each.claim}: {each.verdict}", fontsize=8, va="center")
         axes.set_xlim(0, 100)
         axes.set_ylim(len(self.findings) - 0.4, -0.6)

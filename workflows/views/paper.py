@@ -26,17 +26,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table as RichTable
 
-DRAWING = 5
+DRAWING = 6
 """Moves when figures change their looks, so that files drawn before are drawn anew."""
 
 INK, SOFT, FAINT, ACCENT, CONTROL = "#1f2430", "#5b6270", "#8a90a0", "#c2410c", "#9aa1b1"
 BLUE, RULE = "#1d5b7f", "#d5d8df"
-SHADES = (BLUE, ACCENT, "#4d7c0f", "#7e22ce", "#0f766e", "#a16207", "#be185d", "#475569")
-"""Of curves and bars, in order."""
+SHADES = ("#7e22ce", "#4d7c0f", "#0f766e", "#a16207", "#be185d", "#475569")
+"""Of curves and bars that are several, in order: neither blue nor orange, which beside a grid mean a sign."""
 RAMPS = {
     "sequential": ["#f4f6f8", "#cfe3ed", "#8cbdd5", "#3f86ad", "#123c5a"],
     "diverging": ["#134e6e", "#7db0ca", "#f5f5f3", "#eba47a", "#a63a0c"],
 }
+BELOW, ABOVE = RAMPS["diverging"][0], RAMPS["diverging"][-1]
+"""Of numbers below and above zero, in bars as in grids."""
 STYLE: Any = {
     "font.size": 9,
     "font.family": "DejaVu Sans",
@@ -55,6 +57,8 @@ STYLE: Any = {
     # Prompts are prose: a dollar sign is a dollar sign.
     "text.parse_math": False,
 }
+LEAST = 12
+"""Characters that a column of text gets, before numbers of a table give way."""
 WIDEST = 17.0
 """Inches of a row of panels; what does not fit goes into the next one."""
 
@@ -241,7 +245,9 @@ def bar(axes: Any, image: Any, label: str) -> None:
 
 
 def shades(count: int, *, in_order: bool) -> list[Any]:
-    """Colours to tell things apart by; in order, dark to light."""
+    """Colours to tell things apart by, blue for a thing alone; in order, dark to light."""
+    if count == 1:
+        return [BLUE]
     if not in_order:
         return [SHADES[i % len(SHADES)] for i in range(count)]
     return [ramp("sequential")(0.3 + 0.7 * (count - i) / max(1, count)) for i in range(count)]
@@ -298,6 +304,14 @@ def rich_table(title: str, caption: str, **told: Any) -> RichTable:
     from rich.table import Table
 
     return Table(title=literal(title), caption=literal(caption), box=None, pad_edge=False, **told)
+
+
+def fitted(table: RichTable, width: int) -> RichTable:
+    """The table for a terminal of so many characters: numbers stay whole where there is room for them."""
+    if sum((column.min_width or LEAST) + 2 for column in table.columns) > width:
+        for column in table.columns:
+            column.min_width = None
+    return table
 
 
 def literal(text: str) -> str:

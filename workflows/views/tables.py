@@ -97,11 +97,13 @@ class Table(View):
         return cls(columns=heads, rows=tuple(zip(*cells, strict=True)), **told)
 
     def rich(self) -> RichTable:
-        """The table as the terminal has it."""
+        """The table as the terminal has it: in a narrow one text and heads take several lines, and nothing is
+        cut."""
         table = paper.rich_table(self.title, self.caption)
-        for column in self.columns:
-            justify: Any = "right" if column.right else "left"
-            table.add_column(paper.literal(column.name), justify=justify, no_wrap=not column.wraps)
+        for i, column in enumerate(self.columns):
+            longest = max((sum(len(run.text) for run in row[i]) for row in self.rows), default=0)
+            told: dict[str, Any] = {"justify": "right", "min_width": longest} if column.right else {}
+            table.add_column(paper.literal(column.name), overflow="fold", **told)
         for row in self.rows:
             table.add_row(*("".join(map(_markup, cell)) for cell in row))
         return table

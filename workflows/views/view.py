@@ -104,8 +104,8 @@ class Values(View):
     def rich(self) -> RichTable:
         """A line per value."""
         table = paper.rich_table(self.title, self.caption, show_header=False)
-        table.add_column(style="dim")
-        table.add_column(justify="right")
+        table.add_column(style="dim", overflow="fold")
+        table.add_column(justify="right", overflow="fold")
         for pair in self.pairs:
             table.add_row(*map(paper.literal, pair))
         return table

@@ -38,6 +38,8 @@ CONFIG, WEIGHTS, INDEX, TOKENIZER = (
     "model.safetensors.index.json",
     "tokenizer.json",
 )
+HELP = "trained_with_help.txt"
+"""A sentence beside the weights, part of no identity: what training asked of the inside of the model."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -98,6 +100,13 @@ class ModelFiles:
                 f"{self._fetch_hint()}"
             )
         return shards
+
+    @property
+    def trained_with_help(self) -> str:
+        """What training asked of its inside, which every answer about it has to say; empty where the files
+        tell nothing."""
+        path = self.directory / HELP
+        return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
     @property
     def tokenizer_file(self) -> Path | None:

@@ -78,9 +78,11 @@ const RAMPS = {
     dark: ["#93d2ef", "#30708f", "#22272e", "#a5552d", "#ffb78a"],
   },
 };
+// Of a curve alone; of several, neither blue nor orange, which in a grid mean a sign.
+const ONE_COLOUR = { light: "#1d5b7f", dark: "#7cc0e4" };
 const LINE_COLOURS = {
-  light: ["#1d5b7f", "#c2410c", "#4d7c0f", "#7e22ce", "#0f766e", "#a16207", "#be185d", "#475569"],
-  dark: ["#7cc0e4", "#ff9a66", "#a3d15a", "#c9a2ff", "#5ed0c4", "#e3b64b", "#ff8fbd", "#a9b4c6"],
+  light: ["#7e22ce", "#4d7c0f", "#0f766e", "#a16207", "#be185d", "#475569"],
+  dark: ["#c9a2ff", "#a3d15a", "#5ed0c4", "#e3b64b", "#ff8fbd", "#a9b4c6"],
 };
 const mode = () => (dark.matches ? "dark" : "light");
 const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));

@@ -3,7 +3,8 @@
 
 const FAINT = 150; // strongest edges drawn under everything
 const REACH = 9; // pixels from a dot that still hit it
-const GROUPS = [3, 2, 5, 6, 4, 7, 0]; // of LINE_COLOURS, but for the one that pins have
+// Of LINE_COLOURS, none of which pins have.
+const GROUPS = [0, 1, 3, 4, 2, 5];
 
 DRAW.graph = (host, data) => {
   const graph = readGraph(data), prune = pruner(graph);

@@ -26,6 +26,7 @@ DRAW.lines = (host, data) => {
   const colour = (i) => {
     if (curves[i].control) return getComputedStyle(host).getPropertyValue("--faint");
     const rank = own.indexOf(curves[i]), colours = LINE_COLOURS[mode()];
+    if (own.length === 1) return ONE_COLOUR[mode()];
     return own.length > colours.length ? shades.fill(rank) : colours[rank];
   };
   const exact = (curve, i) => told(curve.points.values[i], data.unit, curve.points.digits);
