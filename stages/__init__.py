@@ -68,6 +68,7 @@ REGISTRY = {
     "dose_response": ".causal.steering DoseResponse",
     "contrastive_vectors": ".causal.convergence ContrastiveVectors",
     "steering_convergence": ".causal.convergence PushedStates",
+    "random_pushes": ".causal.random_pushes RandomPushes",
     "continuation": ".causal.continuation Continuation",
     "feature_activity": ".features.effects.activity FeatureActivity",
     "injection_sweep": ".features.effects.sweeps InjectionSweep",
