@@ -80,8 +80,8 @@ def _answers(routes: bool) -> tuple[dict[str, object], Tensors]:
     embed[WORDS.index("is"), READS] = 1.0
     size = HIDDEN // HEADS
     if routes:
-        # Layer 1, head 1: what reads looks at a subject, in dimensions that do not turn with the position, and
-        # writes its city.
+        # Layer 1, head 1: what reads looks at a subject, in dimensions that do not turn with the position,
+        # and writes its city.
         attention = "model.layers.1.self_attn.{}_proj.weight"
         turns_not = size + size // 2 - 1
         tensors[attention.format("q")][turns_not, READS] = 12.0 * SCALE

@@ -8,8 +8,9 @@ have nothing to find, are left out.
 
 Control: the same tokens with every repetition shuffled, scored at the places of the unshuffled text. A head
 that matches content loses its score there, as what it looks for stands elsewhere; a head that only looks so
-many tokens back keeps it, and is no induction head. (A previous-token head keeps it rightly: places are all
-it needs.)
+many tokens back keeps it, and is no induction head. What is claimed of the best head of a kind is its
+lead over that control, beside the lead of the best head when the two readings of each prompt are swapped at
+random. A previous-token head keeps its score rightly: places are all it needs. Nothing is claimed of it.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..stages.attention.head_detection import KINDS, head_scores
+from ..stages.attention.head_detection import KINDS, head_scores, prompt_head_scores
 from ..stages.attention.statistics import head_statistics
+from ..stages.causal.controls import Null, interval, sign_flips
 from ..store.errors import PromptError
-from .settings import Count, ModelSettings, setting
-from .views import Choice, Figure, Heatmap, Table, View
+from .settings import ControlSettings, Count, ModelSettings, setting
+from .views import Choice, Figure, Finding, Findings, Heatmap, Table, View
 from .workflow import ModelWorkflow
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ __all__ = ["HeadDetection", "HeadDetectionSettings", "repeated_tokens", "shuffle
 COMMON = (100, 20_000)
 """Ids random tokens are drawn from, as in TransformerLens' `induction_loss`: below, vocabularies keep bytes
 and special tokens, above, rare words."""
+MATCHING = ("induction_head", "duplicate_token_head")
+"""Kinds that are told by what stands somewhere, which shuffling changes."""
 LOOKS = {
     "previous_token_head": ("Previous token", "looks at the token before"),
     "duplicate_token_head": ("Duplicate token", "looks where its token stood before"),
@@ -59,7 +63,7 @@ AtLeastTwo = Annotated[int, msgspec.Meta(ge=2)]
 
 
 @dataclass(frozen=True)
-class HeadDetectionSettings(ModelSettings):
+class HeadDetectionSettings(ControlSettings, ModelSettings):
     """What `--set` can change."""
 
     prompts: tuple[str, ...] = setting((), "prompts to read; none: repeated random tokens")
@@ -131,6 +135,8 @@ class HeadDetection(ModelWorkflow):
             "scores": head_scores.on(pattern=captured["pattern"], **asked),
             "control": head_scores.on(pattern=control["pattern"], **asked),
             "statistics": head_statistics.on(pattern=captured["pattern"], row_size=asked["row_size"]),
+            "by_prompt": prompt_head_scores.on(pattern=captured["pattern"], kinds=MATCHING, **asked),
+            "control_by_prompt": prompt_head_scores.on(pattern=control["pattern"], kinds=MATCHING, **asked),
         }
 
     def _tokens(self) -> tuple[PackedTokens, PackedTokens, int]:
@@ -192,6 +198,27 @@ class HeadDetection(ModelWorkflow):
         kinds = {**dict.fromkeys(whole, int), **dict.fromkeys(numbers, float)}
         return [{name: of(row[name]) for name, of in kinds.items()} for row in rows]
 
+    def finding(self, kind: str) -> Finding:
+        """How far the best head of a kind is ahead of its score on shuffled tokens, beside the best of all
+        heads when each prompt's two readings change places at random."""
+        one, other = (
+            self.result(name)["score"].sel(kind=kind).load() for name in ("by_prompt", "control_by_prompt")
+        )
+        lead = (one - other).stack(place=("layer", "head")).transpose("place", "prompt")
+        best = int(lead.values.mean(1).argmax())
+        layer, head = lead["place"].values[best]
+        drawn = sign_flips(lead.values, self.settings.controls, seed=self.settings.seed)
+        of = f"random swaps of each prompt's two readings, every time the best of {len(lead)} heads"
+        prompts = lead.sizes["prompt"]
+        return Finding(
+            f"layer {layer}, head {head} {LOOKS[kind][1]} by this much more than when the tokens are shuffled"
+            f" ({self.measure})",
+            float(lead[best].mean()),
+            Null(drawn, of),
+            spread=interval(lead[best].values),
+            prompts=prompts,
+        )
+
     @property
     def told(self) -> str:
         """What was read, in words."""
@@ -219,6 +246,7 @@ class HeadDetection(ModelWorkflow):
             for kind, rows in best.items()
         }
         statistics = {of: {"unit": found[of].attrs["units"], "by_head": found[of]} for of in STATISTICS}
+        yield Findings.of(*map(self.finding, MATCHING))
         names = {kind: kind.removesuffix("_head").replace("_", " ") for kind in KINDS}
         yield Table.of(
             [{"kind": "" if i else names[kind]} | row for kind in KINDS for i, row in enumerate(best[kind])],

@@ -20,8 +20,8 @@ self-repair (McGrath et al. 2023, "The Hydra Effect", arXiv:2307.15771).
 attractor: pushes of all layers and strengths that were away are absorbed, and less of their distance is left
 at the end than of pushes as long in random directions. An attractor draws in what starts in its basin
 (Strogatz 1994, "Nonlinear Dynamics and Chaos", section 9.3); random pushes of equal norm are what a direction
-is held against (Heimersheim and Mendel 2024, "Activation plateaus and sensitive directions in GPT2"; Janiak et al.
-2024, "Characterizing stable regions in the residual stream of LLMs", arXiv:2409.17113).
+is held against (Heimersheim and Mendel 2024, "Activation plateaus and sensitive directions in GPT2"; Janiak
+et al. 2024, "Characterizing stable regions in the residual stream of LLMs", arXiv:2409.17113).
 
 Border: cosines in, words and shares out; which pushes were made, the experiments know.
 

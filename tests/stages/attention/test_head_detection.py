@@ -14,6 +14,7 @@ from mizarr.stages.attention.head_detection import (
     detection_pattern,
     head_scores,
     pattern_scores,
+    prompt_head_scores,
 )
 from mizarr.stages.attention.statistics import head_statistics
 from mizarr.store.errors import ConfigError, EntryNotFound, PromptError, ShapeError
@@ -258,3 +259,16 @@ def test_what_cannot_be_scored_is_an_error():
         pattern_scores(**stored, detection_pattern=square)
     with pytest.raises(ShapeError, match=r"prompts of 2 tokens.*found 3 to 3"):
         pattern_scores(**stored, detection_pattern=square[:2, :2] * np.tri(2))
+
+
+@pytest.mark.parametrize("measure", ["mul", "abs"])
+def test_scores_by_prompt_are_those_of_each_prompt_alone(measure, monkeypatch):
+    monkeypatch.setattr(mizarr.stages.attention.rows, "BLOCK", 40)  # rows of a prompt in several blocks
+    prompts = [[5, 6, 5, 7, 6], [5, 5], [9, 8, 9, 8, 9, 8, 8]]
+    made = random_patterns([len(one) for one in prompts], seed=4)
+    asked = {"error_measure": measure, "exclude_bos": True, "first_query": 1}
+    found = prompt_head_scores(**packed(*made), token_id=ids(*prompts), **asked)["score"]
+    assert found.dims == ("kind", "layer", "head", "prompt")
+    for i, (one, pattern) in enumerate(zip(prompts, made, strict=True)):
+        alone = head_scores(**packed(pattern), token_id=ids(one), **asked)["score"]
+        np.testing.assert_allclose(found.isel(prompt=i), alone)

@@ -67,8 +67,8 @@ def test_patching_finds_the_subject_where_the_fact_is_routed(folders, name, is_c
     grid = done(
         ActivationPatching(kinds=("resid_pre",), metrics=(KL(),), clean=one, corrupted=other), model, tmp_path
     )
-    print(grid)
-    moved = abs(grid["unpatched"] - grid["kl"]).squeeze(drop=True).transpose("layer", "position").values
+    moved = abs(grid["unpatched"].sel(run="corrupted") - grid["kl"]).squeeze("metric", drop=True)
+    moved = moved.transpose("layer", "position").values
     effect, rest = moved[1, SUBJECT_AT], np.delete(moved.ravel(), [SUBJECT_AT, moved.shape[1] + SUBJECT_AT])
     assert Null(rest, "other places").is_beyond_chance(float(effect)) == is_claimed
     assert (effect > 1.0) == is_claimed
@@ -87,7 +87,7 @@ def test_an_attractor_is_told_from_what_is_none(tmp_path, dimensions, label, is_
     folder = toys.contracting(tmp_path / "model", dimensions)
     found = compute(
         "steering_convergence", store=tmp_path / "store", model=str(folder), prompt="the city of france",
-        contrastive="the city of italy", strength_steps=2, max_strength=2.0,
+        contrastive="the city of italy", strength_steps=2, max_strength=2.0, controls=20,
     ).to_json()  # fmt: skip
     (claim,) = found["findings"]
     assert found["label"] == label
