@@ -39,7 +39,7 @@ REGISTRY = {
     "decodability": ".geometry.character_count",
     "attention_flow": ".attention.flow",
     "head_scores": ".attention.head_detection",
-    "prompt_head_scores": ".attention.head_detection",
+    "displaced_scores": ".attention.head_detection",
     "pattern_scores": ".attention.head_detection",
     "head_statistics": ".attention.statistics",
     "layer_scan": ".attention.layer_scan",

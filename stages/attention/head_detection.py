@@ -42,10 +42,10 @@ __all__ = [
     "MEASURES",
     "detect_head",
     "detection_pattern",
+    "displaced_scores",
     "head_scores",
     "head_pairs",
     "pattern_scores",
-    "prompt_head_scores",
 ]
 
 Heads = Sequence[tuple[int, int]] | Mapping[int, Sequence[int]]
@@ -149,7 +149,19 @@ def head_scores(
     Raises PromptError for prompts without two tokens or without a query left, ShapeError for pairs that are
     not those of the prompts, ConfigError for an unknown kind or measure.
     """
-    rows, wanted = _looked_for(pattern, token_id, row_size, kinds, first_query)
+    for kind in kinds:
+        if kind not in KINDS:
+            near = nearest(kind, KINDS)
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise ConfigError(f"expected kinds among {', '.join(KINDS)}, found {kind!r}{hint}")
+    rows = PatternRows.of(row_size, pattern, first_query)
+    ids = np.asarray(token_id.values)
+    if len(ids) != rows.tokens:
+        raise ShapeError(f"expected one token id per token ({rows.tokens}), found {len(ids)}")
+
+    def wanted(block: RowBlock) -> list[Array]:
+        return [_looks(kind, ids, block.token, block.query, block.key) for kind in kinds]
+
     measure = _Measure(error_measure, exclude_bos, exclude_current_token, first_query)
     return _scores(pattern, rows, wanted, kinds, measure, heads)
 
@@ -158,34 +170,42 @@ def head_scores(
     version=1,
     inputs={"pattern": ("layer", "pair", "head"), "token_id": ("token",), "row_size": ("prompt",)},
     outputs={
-        "score": Output(("kind", "layer", "head", "prompt"), "1", "match with the detection pattern"),
+        "score": Output(
+            ("displacement", "layer", "head"), "1", "match with looking so far behind an earlier occurrence"
+        ),
+        "spread": Output(("displacement", "layer", "head"), "1", "its standard deviation over prompts"),
     },
     cells="layer",
     memory=1.0,
 )
-def prompt_head_scores(
+def displaced_scores(
     pattern: xr.DataArray,
     token_id: xr.DataArray,
     row_size: xr.DataArray,
     *,
-    kinds: Sequence[str] = KINDS,
+    displacements: Sequence[int],
     exclude_bos: bool = False,
     exclude_current_token: bool = False,
     error_measure: str = "mul",
     first_query: int = 0,
 ) -> xr.Dataset:
-    """As `head_scores`, of every prompt by itself: what two readings of the same prompts are compared by."""
-    import xarray as xr
+    """As `head_scores`, for heads that look so many tokens behind an earlier occurrence of the current one.
 
-    rows, wanted = _looked_for(pattern, token_id, row_size, kinds, first_query)
+    displacements: 1 is an induction head; others are what such a head is held against.
+    """
+    rows = PatternRows.of(row_size, pattern, first_query)
+    ids = np.asarray(token_id.values)
+
+    def wanted(block: RowBlock) -> list[Array]:
+        start = block.token - block.query
+        return [
+            ((ids[block.token] == ids[start + block.key - far]) & (block.key >= far)).astype(np.float32)
+            for far in displacements
+        ]
+
     measure = _Measure(error_measure, exclude_bos, exclude_current_token, first_query)
-    shape = (len(kinds), pattern.sizes["layer"], pattern.sizes["head"], len(rows.sizes))
-    found = np.zeros(shape)
-    for layer in range(pattern.sizes["layer"]):
-        for first, score in _by_prompt(rows, pattern.isel(layer=layer), wanted, measure):
-            found[:, layer, :, first : first + score.shape[1]] = score.transpose(0, 2, 1)
-    dims = ("kind", "layer", "head", "prompt")
-    return xr.Dataset({"score": (dims, found)}, coords={"kind": list(kinds), **head_coords(pattern)})
+    found = _scores(pattern, rows, wanted, [str(far) for far in displacements], measure, None)
+    return found.rename(kind="displacement").assign_coords(displacement=list(displacements))
 
 
 @stage(
@@ -235,30 +255,6 @@ def pattern_scores(
     measure = _Measure(error_measure, exclude_bos, exclude_current_token, first_query)
     found = _scores(pattern, rows, lambda block: [matrix[block.query, block.key]], ("own",), measure, heads)
     return found.isel(kind=0, drop=True)
-
-
-def _looked_for(
-    pattern: xr.DataArray,
-    token_id: xr.DataArray,
-    row_size: xr.DataArray,
-    kinds: Sequence[str],
-    first_query: int,
-) -> tuple[PatternRows, Callable[[RowBlock], list[Array]]]:
-    """The rows of the prompts, and where heads of each kind look in some of them; checked."""
-    for kind in kinds:
-        if kind not in KINDS:
-            near = nearest(kind, KINDS)
-            hint = f"; did you mean {near!r}?" if near else ""
-            raise ConfigError(f"expected kinds among {', '.join(KINDS)}, found {kind!r}{hint}")
-    rows = PatternRows.of(row_size, pattern, first_query)
-    ids = np.asarray(token_id.values)
-    if len(ids) != rows.tokens:
-        raise ShapeError(f"expected one token id per token ({rows.tokens}), found {len(ids)}")
-
-    def wanted(block: RowBlock) -> list[Array]:
-        return [_looks(kind, ids, block.token, block.query, block.key) for kind in kinds]
-
-    return rows, wanted
 
 
 def head_pairs(heads: Heads | None) -> list[tuple[int, int]] | None:

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 
-__all__ = ["CHANCE", "Null", "Side", "chosen_at_random", "interval", "random_directions", "sign_flips"]
+__all__ = ["CHANCE", "Null", "Side", "chosen_at_random", "interval", "random_directions"]
 
 CHANCE = 0.05
 """Share of random causes that may do as much before an effect is told as no more than chance."""
@@ -143,20 +143,6 @@ def chosen_at_random(
         raise ConfigError(f"expected something to draw controls from, found all {len(population)} excluded")
     order = np.random.default_rng(seed).permutation(len(rest))
     return [rest[i] for i in order[:count]]
-
-
-def sign_flips(differences: Any, draws: int, *, seed: int) -> Floats:
-    """The largest mean difference of any candidate, the sign of each prompt's drawn anew: float64 [draw].
-
-    differences: of two readings of the same prompts, [candidate, prompt]. Were the readings alike, every
-    choice of signs would be as likely as the one seen (Fisher 1935, "The Design of Experiments", section
-    21). A prompt's candidates keep their signs together, and the best of them is taken every time, so that
-    the choice among candidates is counted (Westfall & Young 1993, "Resampling-Based Multiple Testing").
-    """
-    values = np.asarray(differences, np.float64)
-    signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=(values.shape[1], draws))
-    found: Floats = (values @ signs / values.shape[1]).max(0)
-    return found
 
 
 def random_directions(like: Any, count: int, *, seed: int) -> npt.NDArray[np.float32]:

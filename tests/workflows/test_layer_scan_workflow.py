@@ -123,11 +123,9 @@ def test_the_headline_is_the_best_t_of_plain_passes_among_random_deals(done, tin
     weight = [[attention(model, tokenizer, one, layer) for one in samples] for layer in (1, 2)]
 
     def best(is_b):
-        groups = (
-            ([w for w, b in zip(row, is_b, strict=True) if b == which]) for row in weight for which in (0, 1)
-        )
-        pairs = zip(*[iter(groups)] * 2, strict=True)
-        return max(ttest_ind(a, b, equal_var=False).statistic for a, b in pairs)
+        is_b = np.array(is_b, bool)
+        tests = (ttest_ind(row[~is_b], row[is_b], equal_var=False) for row in np.array(weight))
+        return max(each.statistic for each in tests)
 
     (claim,) = done.to_json()["findings"]
     assert claim["effect"] == pytest.approx(best([0, 0, 0, 1, 1]), rel=1e-3)
@@ -146,7 +144,7 @@ def test_conditions_and_layers_can_be_chosen_and_targets_behind_the_marker_count
     document = found.to_json()
     assert document["scanned_layers"] == [2]
     assert document["targets_behind_marker"] == 1
-    assert "1 targets lie behind their marker" in found.tables()[0].caption
+    assert "1 targets lie behind their marker" in found.tables()[1].caption
     (first,) = (one for one in document["samples"] if one["id"] == "six")
     model = mizarr.Model.from_pretrained(tiny_model)
     seen = {**CORPUS["rust_baseline"][0], "target_char_positions": [0]}

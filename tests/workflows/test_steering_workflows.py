@@ -223,32 +223,21 @@ def test_a_lower_threshold_reads_the_same_runs(pushes, tiny_model, store):
     assert again.to_json()["best_injection_layer"] == 1, "the deepest with a layer after it"
 
 
-def distances(model, position, layer, vector):
-    """1 - cosine of the last state after every layer with the undisturbed one, from plain passes; and of the
-    pushed state, where it is pushed."""
+def left_of(model, vectors, strengths):
+    """Mean share of the largest distance, 1 - cosine, that is left at the end: plain passes pushed at the
+    last token, over layers and strengths."""
     spec = HookSpec().capture("blocks.*.hook_resid_post")
-    point = f"blocks.{layer}.hook_resid_post"
-    plain = model.forward(PROMPT, spec)
-    pushed = model.forward(PROMPT, HookSpec().intervene(point, Add(vector, positions=position)).capture(
-        "blocks.*.hook_resid_post"))  # fmt: skip
-
-    def apart(one, other):
-        return 1 - float(torch.cosine_similarity(one.double(), other.double(), dim=0))
-
-    names = [f"blocks.{read}.hook_resid_post" for read in range(3)]
-    own = apart(plain[point][0, position], plain[point][0, position] + vector)
-    return [apart(plain[name][0, -1], pushed[name][0, -1]) for name in names], own
-
-
-def left_of(model, position, vectors, strengths):
-    """Mean share of the largest distance that is left at the end, over layers and strengths."""
-    found = []
-    for layer, vector in enumerate(vectors):
+    plain, found = model.forward(PROMPT, spec), []
+    for layer, vector in enumerate(vectors[:-1]):  # behind the last layer there is nothing to come back in
         for strength in strengths:
-            apart, own = distances(model, position, layer, strength * vector)
-            seen = apart[layer if position == len(apart) - 1 else layer + 1 :]
-            if len(seen) > 1 and max(seen) >= max(0.1 * own, 1e-7):
-                found.append(seen[-1] / max(seen))
+            add = Add(strength * vector, positions=plain.logits.shape[1] - 1)
+            hooks = HookSpec().intervene(f"blocks.{layer}.hook_resid_post", add)
+            pushed = model.forward(PROMPT, hooks.capture("blocks.*.hook_resid_post"))
+            apart = [
+                1 - float(torch.cosine_similarity(plain[n][0, -1].double(), pushed[n][0, -1].double(), dim=0))
+                for n in (f"blocks.{read}.hook_resid_post" for read in range(layer, 3))
+            ]
+            found.append(apart[-1] / max(apart))
     return np.mean(found)
 
 
@@ -256,10 +245,9 @@ def test_the_headline_is_what_plain_passes_leave_of_chosen_and_random_pushes(at_
     """The claim again, from loops over single forwards and directions drawn here."""
     spec = HookSpec().capture("blocks.*.hook_resid_post")
     one, other = model.forward(PROMPT, spec), model.forward(OTHER, spec)
-    last = one.logits.shape[1] - 1
-    vectors = [(one[name] - other[name])[0, last] for name in sorted(map(str, one))]
+    vectors = [(one[name] - other[name])[0, -1] for name in sorted(map(str, one))]
     (claim,) = at_the_end.to_json()["findings"]
-    assert claim["effect"] == pytest.approx(left_of(model, last, vectors, (1.0, 6.0)), abs=1e-4)
+    assert claim["effect"] == pytest.approx(left_of(model, vectors, (1.0, 6.0)), abs=1e-4)
     null = at_the_end.fates[0].finding.null
     drawn = []
     for seed in np.random.SeedSequence(0).generate_state(20)[:4]:
@@ -268,7 +256,7 @@ def test_the_headline_is_what_plain_passes_leave_of_chosen_and_random_pushes(at_
             torch.tensor(row / np.linalg.norm(row) * float(vector.norm()), dtype=torch.float32)
             for row, vector in zip(noise, vectors, strict=True)
         ]
-        drawn.append(left_of(model, last, directions, (1.0, 6.0)))
+        drawn.append(left_of(model, directions, (1.0, 6.0)))
     np.testing.assert_allclose(null.values[:4], drawn, atol=1e-4)
     share = (1 + (null.values <= claim["effect"]).sum()) / 21
     assert claim["null"]["share_as_large"] == pytest.approx(share)

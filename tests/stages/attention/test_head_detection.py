@@ -12,9 +12,9 @@ from mizarr.stages.attention.head_detection import (
     KINDS,
     detect_head,
     detection_pattern,
+    displaced_scores,
     head_scores,
     pattern_scores,
-    prompt_head_scores,
 )
 from mizarr.stages.attention.statistics import head_statistics
 from mizarr.store.errors import ConfigError, EntryNotFound, PromptError, ShapeError
@@ -262,13 +262,18 @@ def test_what_cannot_be_scored_is_an_error():
 
 
 @pytest.mark.parametrize("measure", ["mul", "abs"])
-def test_scores_by_prompt_are_those_of_each_prompt_alone(measure, monkeypatch):
-    monkeypatch.setattr(mizarr.stages.attention.rows, "BLOCK", 40)  # rows of a prompt in several blocks
-    prompts = [[5, 6, 5, 7, 6], [5, 5], [9, 8, 9, 8, 9, 8, 8]]
+def test_looking_one_behind_is_induction_and_further_behind_is_where_it_says(measure):
+    prompts = [[5, 6, 5, 7, 6, 5], [9, 8, 9, 8, 9, 8, 8]]
     made = random_patterns([len(one) for one in prompts], seed=4)
-    asked = {"error_measure": measure, "exclude_bos": True, "first_query": 1}
-    found = prompt_head_scores(**packed(*made), token_id=ids(*prompts), **asked)["score"]
-    assert found.dims == ("kind", "layer", "head", "prompt")
-    for i, (one, pattern) in enumerate(zip(prompts, made, strict=True)):
-        alone = head_scores(**packed(pattern), token_id=ids(one), **asked)["score"]
-        np.testing.assert_allclose(found.isel(prompt=i), alone)
+    given = {**packed(*made), "token_id": ids(*prompts), "error_measure": measure}
+    found = displaced_scores(**given, displacements=(1, 3))["score"]
+    induction = head_scores(**given, kinds=("induction_head",))["score"].isel(kind=0)
+    np.testing.assert_allclose(found.sel(displacement=1), induction)
+    for layer in range(2):
+        for head in range(3):
+            scores = []
+            for one, pattern in zip(prompts, made, strict=True):
+                wanted = np.array([[float(3 <= k <= q and one[k - 3] == one[q]) for k in range(len(one))]
+                                   for q in range(len(one))])  # fmt: skip
+                scores.append(dense_score(pattern[layer, head], wanted, measure=measure))
+            assert found.values[1, layer, head] == pytest.approx(np.mean(scores), abs=1e-3)

@@ -11,7 +11,6 @@ from mizarr.stages.causal.controls import (
     chosen_at_random,
     interval,
     random_directions,
-    sign_flips,
 )
 from mizarr.store.errors import ConfigError
 
@@ -87,23 +86,3 @@ def test_random_directions_are_as_long_and_point_anywhere():
     np.testing.assert_allclose(drawn.mean(0), 0.0, atol=0.2)
     squares = (drawn[:, 0] ** 2).mean(0)
     np.testing.assert_allclose(squares, 25 / 4, rtol=0.1)
-
-
-def test_signs_are_flipped_for_all_candidates_of_a_prompt_together():
-    """Two prompts have four choices of signs; of each the better of two candidates."""
-    drawn = sign_flips([[1.0, 3.0], [-4.0, 0.0]], 400, seed=0)
-    means = {max((a * 1 + b * 3) / 2, a * -4 / 2) for a in (-1, 1) for b in (-1, 1)}
-    assert set(drawn.tolist()) == means
-
-
-def test_a_lead_that_no_reading_has_is_claimed_no_oftener_than_stated():
-    rng = np.random.default_rng(5)
-    claimed = []
-    for _ in range(1000):
-        lead = rng.standard_normal((24, 16))
-        best = lead.mean(1).max()
-        claimed.append(Null(sign_flips(lead, 50, seed=1), "swaps").is_beyond_chance(best))
-    assert np.mean(claimed) <= CHANCE + 3 * np.sqrt(CHANCE * (1 - CHANCE) / 1000)
-    lead = rng.standard_normal((24, 16))
-    lead[3] += 2.0
-    assert Null(sign_flips(lead, 50, seed=1), "swaps").is_beyond_chance(lead.mean(1).max())
