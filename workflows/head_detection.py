@@ -10,11 +10,11 @@ Control: the same tokens with every repetition shuffled, scored at the places of
 that matches content loses its score there, as what it looks for stands elsewhere; a head that only looks so
 many tokens back keeps it, and is no induction head.
 
-What is claimed is that a head looks right behind an earlier occurrence: how far the best of all heads is ahead
-of its shuffled score there, beside the best of all heads at other distances behind that occurrence. (Random
-weights prefer or shun their own token a little, in every sequence alike: more sequences would be no control.)
-A previous-token head keeps its score rightly, as places are all it needs, and a duplicate-token head may be
-such a preference: nothing is claimed of these.
+What is claimed is that a head looks right behind an earlier occurrence: how far the best of all heads is
+ahead of its shuffled score there, beside the best of all heads at other distances behind that occurrence.
+Random weights prefer or shun their own token a little, in every sequence alike: more sequences would be no
+control. A previous-token head keeps its score rightly, as places are all it needs, and a duplicate-token head
+may be such a preference: nothing is claimed of these.
 """
 
 from __future__ import annotations
