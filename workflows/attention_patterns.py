@@ -50,6 +50,7 @@ class AttentionPatterns(ModelWorkflow):
 
     name = "attention_patterns"
     question = "Who looks where?"
+    descriptive = "Where heads look in this prompt."
     settings_type = AttentionPatternsSettings
     settings: AttentionPatternsSettings
 

@@ -8,8 +8,13 @@ have nothing to find, are left out.
 
 Control: the same tokens with every repetition shuffled, scored at the places of the unshuffled text. A head
 that matches content loses its score there, as what it looks for stands elsewhere; a head that only looks so
-many tokens back keeps it, and is no induction head. (A previous-token head keeps it rightly: places are all
-it needs.)
+many tokens back keeps it, and is no induction head.
+
+What is claimed is that a head looks right behind an earlier occurrence: how far the best of all heads is
+ahead of its shuffled score there, beside the best of all heads at other distances behind that occurrence.
+Random weights prefer or shun their own token a little, in every sequence alike: more sequences would be no
+control. A previous-token head keeps its score rightly, as places are all it needs, and a duplicate-token head
+may be such a preference: nothing is claimed of these.
 """
 
 from __future__ import annotations
@@ -23,11 +28,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..stages.attention.head_detection import KINDS, head_scores
+from ..stages.attention.head_detection import KINDS, displaced_scores, head_scores
 from ..stages.attention.statistics import head_statistics
+from ..stages.causal.controls import Null, chosen_at_random
 from ..store.errors import PromptError
-from .settings import Count, ModelSettings, setting
-from .views import Choice, Figure, Heatmap, Table, View
+from .settings import ControlSettings, Count, ModelSettings, setting
+from .views import Choice, Figure, Finding, Findings, Heatmap, Table, View
 from .workflow import ModelWorkflow
 
 if TYPE_CHECKING:
@@ -59,7 +65,7 @@ AtLeastTwo = Annotated[int, msgspec.Meta(ge=2)]
 
 
 @dataclass(frozen=True)
-class HeadDetectionSettings(ModelSettings):
+class HeadDetectionSettings(ControlSettings, ModelSettings):
     """What `--set` can change."""
 
     prompts: tuple[str, ...] = setting((), "prompts to read; none: repeated random tokens")
@@ -127,10 +133,15 @@ class HeadDetection(ModelWorkflow):
             "error_measure": given.error_measure,
             "first_query": first_query,
         }
+        behind = (1, *self._others(int(tokens.row_size.min())))
         return {
             "scores": head_scores.on(pattern=captured["pattern"], **asked),
             "control": head_scores.on(pattern=control["pattern"], **asked),
             "statistics": head_statistics.on(pattern=captured["pattern"], row_size=asked["row_size"]),
+            "displaced": displaced_scores.on(pattern=captured["pattern"], displacements=behind, **asked),
+            "displaced_control": displaced_scores.on(
+                pattern=control["pattern"], displacements=behind, **asked
+            ),
         }
 
     def _tokens(self) -> tuple[PackedTokens, PackedTokens, int]:
@@ -192,6 +203,36 @@ class HeadDetection(ModelWorkflow):
         kinds = {**dict.fromkeys(whole, int), **dict.fromkeys(numbers, float)}
         return [{name: of(row[name]) for name, of in kinds.items()} for row in rows]
 
+    def _others(self, shortest: int) -> list[int]:
+        """Distances behind an earlier occurrence that induction is held against, drawn at random; none at
+        which a repeated block begins again."""
+        given = self.settings
+        longest = shortest - 1 if given.prompts else given.length - 1
+        return sorted(
+            chosen_at_random(range(2, longest + 1), given.controls, seed=given.seed) if longest > 1 else []
+        )
+
+    def _findings(self) -> Findings:
+        """How far the best head is ahead of its score on shuffled tokens, right behind an earlier occurrence
+        and elsewhere."""
+        one, other = (self.result(name)["score"].load() for name in ("displaced", "displaced_control"))
+        lead = (one - other).transpose("displacement", "layer", "head")
+        if lead.sizes["displacement"] == 1:
+            return Findings.of(caption="no verdict: prompts too short to look anywhere else")
+        n_heads = lead[0].size
+        layer, head = divmod(int(lead.values[0].argmax()), lead.sizes["head"])
+        return Findings.of(
+            Finding(
+                f"layer {lead['layer'].values[layer]}, head {head} looks behind where its token stood before "
+                f"by this much more than when the tokens are shuffled ({self.measure})",
+                float(lead[0].max()),
+                Null(
+                    lead[1:].max(("layer", "head")).values,
+                    f"other distances behind it, every time the best of {n_heads} heads",
+                ),
+            )
+        )
+
     @property
     def told(self) -> str:
         """What was read, in words."""
@@ -219,6 +260,7 @@ class HeadDetection(ModelWorkflow):
             for kind, rows in best.items()
         }
         statistics = {of: {"unit": found[of].attrs["units"], "by_head": found[of]} for of in STATISTICS}
+        yield self._findings()
         names = {kind: kind.removesuffix("_head").replace("_", " ") for kind in KINDS}
         yield Table.of(
             [{"kind": "" if i else names[kind]} | row for kind in KINDS for i, row in enumerate(best[kind])],

@@ -9,7 +9,8 @@ Defaults: the beginning of a sentence said again (A: after that sentence; B: aft
 its last token, the target the word that came next the first time. With a corpus of plip-rs: `python_doctest`
 against `rust_test`.
 
-The best layer is the one with the smallest p among several: its p is not corrected for the search.
+The best layer is the one with the smallest p among several: its p is not corrected for the search. What is
+claimed is: the largest t of any layer stands beside that of samples dealt to the conditions at random.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.attention.layer_scan import CONDITIONS, UNSEEN, best_layer, layer_scan
+from ..stages.attention.layer_scan import CONDITIONS, UNSEEN, best_layer, layer_scan, permuted_t, welch_t
+from ..stages.causal.controls import Null
 from ..store.errors import ConfigError, PromptError
 from ..store.runs.coordinates import pair_starts
 from .material.marker_samples import Conversion, Placed, Sample, place, read_samples, repeated_samples
-from .settings import ModelSettings, setting
+from .settings import ControlSettings, ModelSettings, setting
 from .subject import shipped_prose
-from .views import Bars, Data, Line, Lines, Table, View, together
+from .views import Bars, Data, Finding, Findings, Line, Lines, Table, View, together
 from .workflow import ModelWorkflow, loaded
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ PLIP = ("python_doctest", "rust_test")
 
 
 @dataclass(frozen=True)
-class LayerScanSettings(ModelSettings):
+class LayerScanSettings(ControlSettings, ModelSettings):
     """What `--set` can change."""
 
     corpus: str = setting("", "JSON file of samples; none: sentences of the prose shipped with mizarr")
@@ -146,6 +148,23 @@ class LayerScan(ModelWorkflow):
         """(layer, p) in which A looks more than B most surely; (0, 1.0) where it does in none."""
         return best_layer(self.found)
 
+    def _findings(self) -> Findings:
+        """The largest difference of any layer, beside that of samples dealt at random."""
+        weight, is_b = self.found["weight"].transpose("layer", "sample").values, np.array(self.condition) == 1
+        if min(is_b.sum(), (~is_b).sum()) < 2:
+            return Findings.of(caption="no verdict: a condition has fewer than two samples")
+        t = welch_t(weight, is_b)
+        drawn = permuted_t(weight, is_b, self.settings.controls, seed=self.settings.seed)
+        one, other = self.conditions
+        return Findings.of(
+            Finding(
+                f"in layer {self.layers[int(t.argmax())]} markers look at their targets more in {one!r} "
+                f"than in {other!r}, Welch's t",
+                float(t.max()),
+                Null(drawn, f"random deals of the samples, every time the best of {len(t)} layers"),
+            )
+        )
+
     def views(self) -> Iterator[View]:
         """The test layer by layer, every sample, and how sure the difference is."""
         told, (best, p), name = self.viewer_json(), self.best, self.subject.name
@@ -162,6 +181,7 @@ class LayerScan(ModelWorkflow):
             for one, which, row in zip(self.placed, self.condition, weight.T, strict=True)
         ]
         conditions = dict(zip(CONDITIONS, self.conditions, strict=True))
+        yield self._findings()
         yield Data(json={**told, "conditions": conditions, "targets_behind_marker": self.unseen})
         yield Table.of(
             results,

@@ -69,6 +69,7 @@ class LogitAttribution(ModelWorkflow):
 
     name = "logit_attribution"
     question = "Which layers, heads and neurons make the model say it?"
+    descriptive = "How the logit is made up of what each part writes."
     settings_type = LogitAttributionSettings
     settings: LogitAttributionSettings
 

@@ -53,6 +53,7 @@ class LogitLens(ModelWorkflow):
 
     name = "logit_lens"
     question = "At which layer does the model know what comes next?"
+    descriptive = "What the states after each layer say when they are read as the last one is."
     settings_type = LogitLensSettings
     settings: LogitLensSettings
 

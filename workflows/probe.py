@@ -86,6 +86,7 @@ class Probe(ModelWorkflow):
 
     name = "probe"
     question = "In which layer can it be read off the state?"
+    descriptive = "How well a straight line tells the target from the states, beside shuffled targets."
     settings_type = ProbeSettings
     settings: ProbeSettings
 

@@ -2,11 +2,14 @@
 
 The vector of a layer is the residual state of the prompt minus that of a counterpart, at one position;
 added to the prompt's own run at each layer by itself and at several strengths, it is followed through the
-layers above (stages/causal/convergence.py). Told: the matrix of cosines with the undisturbed run, the
-layer at which each push is absorbed, and how strength changes that at the deepest layer that still
-absorbs it.
+layers above (stages/causal/convergence.py). Told: the matrix of cosines with the undisturbed run, what became
+of each push (stages/causal/absorption.py says what absorbed means), and how strength changes that at one
+layer.
 
-Defaults: the first shipped fact and its likest counterpart, the last position, absorbed at a cosine of 0.95.
+Control: pushes as long in random directions, at the same place, layers and strengths
+(stages/causal/random_pushes.py). What is left of a push at the end stands beside what is left of them.
+
+Defaults: the first shipped fact and its likest counterpart, the last position.
 A target of several tokens has the probability of all its pieces, never that of its last.
 
 `batch_file` names several experiments (convergence_batch.py). One that cannot be run is left out, with the
@@ -15,48 +18,53 @@ reason in the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
 
-from ..stages.causal.convergence import (
-    ABSORBED,
-    PushedStates as Experiment,
-    absorption_layer,
-    best_layer,
-    convergence_label,
-)
+from ..stages.causal.absorption import RETURNED, first_reached
+from ..stages.causal.convergence import NEAR, PushedStates as Experiment, Pushes, best_layer
+from ..stages.causal.draws import Draws
+from ..stages.causal.random_pushes import RandomPushes
 from ..stages.corpus.positions import first_difference, position_of
 from ..stages.logits.lens import format_probability, format_token
 from ..store.errors import ConfigError, MizarrError
 from .material.answers import answer_pieces, counterpart, encoded, fact, named, number, target_json
 from .material.convergence_batch import FIELDS, read_batch
-from .settings import FactSettings, setting
-from .views import Choice, Data, Figure, Heatmap, Line, Lines, Table, View, dash
+from .material.push_fates import PushFates
+from .settings import ControlSettings, FactSettings, setting
+from .views import Choice, Data, Figure, Findings, Heatmap, Line, Lines, Table, View, dash
 from .workflow import ModelWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from ..pipeline.nodes import ResultNode
+    from ..stages.forward.architectures.architecture import Architecture
 
 __all__ = ["Case", "PushedStatesSettings", "PushedStates"]
 
+ABSORBED = f"at most {RETURNED:.0%} of its largest distance left, from there to the end"
+
 
 @dataclass(frozen=True)
-class PushedStatesSettings(FactSettings):
+class PushedStatesSettings(ControlSettings, FactSettings):
     """What `--set` can change."""
 
     contrastive: str = setting("", "counterpart of the prompt; none: one of as many tokens")
     inject_position: int | str = setting(
-        "last", 'where the vector is added: "last", "auto" (first differing token), an index, or a phrase'
+        "last",
+        'where the vector is added: "last", "auto" (first differing token from which a push reaches the '
+        "last), an index, or a phrase",
     )
     threshold: Annotated[float, msgspec.Meta(ge=-1, le=1)] = setting(
-        ABSORBED, "cosine from which on a push is absorbed"
+        NEAR,
+        "cosine from which on a state is near the undisturbed one; picks the layer told by strength",
     )
     max_strength: float = setting(6.0, "largest factor of the vector")
     strength_steps: int = setting(12, "strengths tried, evenly spaced up to the largest")
@@ -83,6 +91,11 @@ class Case:
     pieces: tuple[int, ...]
     position: int
     experiment: Experiment
+    config: Architecture
+
+    def first_reached(self, layer: int) -> int | None:
+        """The layer after which a push after this one may be seen at the last position."""
+        return first_reached(self.config, layer, self.position, len(self.experiment.tokens) - 1)
 
 
 class PushedStates(ModelWorkflow):
@@ -101,10 +114,30 @@ class PushedStates(ModelWorkflow):
         self.skipped: list[dict[str, str]] = []
         """Experiments of the batch that cannot be run: {"group", "prompt", "error"}."""
         self.cases = self._batch() if given.batch_file else [self._default()]
-        return {
-            f"convergence_{i}" if given.batch_file else "convergence": self.on_model(case.experiment)
-            for i, case in enumerate(self.cases)
-        }
+        nodes: dict[str, ResultNode] = {}
+        for i, case in enumerate(self.cases):
+            nodes |= {
+                self._named("convergence", i): self.on_model(case.experiment),
+                self._named("vectors", i): self.on_model(case.experiment.contrast),
+                self._named("controls", i): self.on_model(self._controls(case.experiment)),
+            }
+        return nodes
+
+    def _named(self, result: str, i: int) -> str:
+        """Name of a result of case `i`."""
+        return f"{result}_{i}" if self.settings.batch_file else result
+
+    def _controls(self, chosen: Experiment) -> Draws:
+        """The same pushes in random directions, at strength 1 and the largest."""
+        shared = {f.name: getattr(chosen, f.name) for f in fields(Pushes)}
+        shared["strengths"] = self.held_against
+        seeds = np.random.SeedSequence(self.settings.seed).generate_state(self.settings.controls)
+        return Draws(tuple(RandomPushes(**shared, draw=int(draw)) for draw in seeds))
+
+    @property
+    def held_against(self) -> tuple[float, ...]:
+        """Strengths of the pushes that are held against random ones."""
+        return tuple(sorted({1.0, self.sweep[-1]}))
 
     def _default(self) -> Case:
         given = self.settings
@@ -133,7 +166,8 @@ class PushedStates(ModelWorkflow):
             position, mirrored = len(ids) - 1, len(others) - 1
         else:
             differs = first_difference(ids, others)  # refuses prompts of different length
-            position = mirrored = differs if where == "auto" else position_of(encoding, where)
+            reaching = self._reaching(ids, others, differs) if where == "auto" else None
+            position = mirrored = position_of(encoding, where) if reaching is None else reaching
         pieces = answer_pieces(self.subject, prompt, target)
         experiment = Experiment(
             ids,
@@ -146,31 +180,59 @@ class PushedStates(ModelWorkflow):
             target=pieces,
         )
         experiment.cells(self.subject.config)  # wrong settings are told now, not when it runs
-        return Case(group, prompt, contrastive, target, pieces, position, experiment)
+        return Case(group, prompt, contrastive, target, pieces, position, experiment, self.subject.config)
+
+    def _reaching(self, ids: Sequence[int], others: Sequence[int], first: int) -> int:
+        """The first position, from `first` on, where the prompts differ and a push after layer 0 can be seen
+        at the last; the last itself where windows hide all others."""
+        last, config = len(ids) - 1, self.subject.config
+        for place in range(first, last):
+            if ids[place] != others[place] and first_reached(config, 0, place, last) is not None:
+                return place
+        return last
 
     def found(self, i: int = 0) -> xr.Dataset:
         """What came out for case `i`, [layer, strength, read_layer]."""
-        return self.result(list(self.nodes)[i]).load()
+        return self.result(self._named("convergence", i)).load()
+
+    @cached_property
+    def fates(self) -> list[PushFates]:
+        """What became of the pushes of each case."""
+        found = []
+        for i, case in enumerate(self.cases):
+            similarity = self.found(i)["similarity"]
+            vectors, drawn = (self.result(self._named(name, i)).load() for name in ("vectors", "controls"))
+            first = {layer: case.first_reached(layer) for layer in similarity["layer"].values.tolist()}
+            one, other = map(format_token, (case.prompt, case.contrastive))
+            what = f"pushes from {one!r} away from {other!r}"
+            found.append(PushFates(what, similarity, vectors, drawn, first))
+        return found
 
     def told(self, i: int) -> dict[str, Any]:
         """Case `i` in the fields of candle-mi's example.
 
-        `best_injection_layer`: the deepest whose push of strength 1 is absorbed, else the one of smallest KL.
+        `best_injection_layer`: the deepest after whose push of strength 1 a state is near the undisturbed
+        one, else the one of smallest KL. `absorption_layer`, `fate`, `share_left`: absorption.py.
         """
-        case, found, threshold = self.cases[i], self.found(i), self.settings.threshold
+        case, found, fates = self.cases[i], self.found(i), self.fates[i]
         matrix = found["similarity"].sel(strength=1.0).transpose("layer", "read_layer").values
 
         def pushed(layer: int, strength: float) -> dict[str, Any]:
-            here = found.sel(layer=layer, strength=strength)
+            here, became = found.sel(layer=layer, strength=strength), fates.of_all[layer, strength]
             return {
                 "p_target": number(np.exp(here["target_logprob"])),
                 "kl_divergence": float(here["kl"]),
-                "absorption_layer": absorption_layer(here["similarity"].values, layer, threshold),
+                "absorption_layer": became.layer,
+                "fate": became.word,
+                "share_left": became.left,
             }
 
         layers = {layer: pushed(layer, 1.0) for layer in found["layer"].values.tolist()}
-        absorbed = {layer: one["absorption_layer"] for layer, one in layers.items()}
-        best = best_layer(absorbed, {layer: one["kl_divergence"] for layer, one in layers.items()})
+        best = best_layer(
+            dict(zip(layers, matrix, strict=True)),
+            {layer: one["kl_divergence"] for layer, one in layers.items()},
+            self.settings.threshold,
+        )
         ids, chances = (found[name].values.tolist()[:5] for name in ("baseline_id", "baseline_probability"))
         return {
             **{name: self.subject.about[name] for name in ("model_id", "n_layers", "hidden_size")},
@@ -184,16 +246,17 @@ class PushedStates(ModelWorkflow):
                 for token, one, p in zip(named(self.subject, ids), ids, chances, strict=True)
             ],
             "convergence_matrix": matrix,
-            "label": convergence_label(matrix, threshold),
+            "label": fates.label,
             "layer_summaries": [{"injection_layer": layer, **one} for layer, one in layers.items()],
             "best_injection_layer": best,
             "strength_sweep": [{"strength": strength, **pushed(best, strength)} for strength in self.sweep],
-            "threshold": threshold,
+            "threshold": self.settings.threshold,
         }
 
     def views(self) -> Iterator[View]:
         """The first case in tables and curves; a figure per case, and for a batch a line."""
         told = [self.told(i) for i in range(len(self.cases))]
+        yield self._findings()
         yield from self._tables(told[0])
         yield self._batch_table(told) if self.settings.batch_file else Data(json=told[0])
         matrices = [self._matrix(i, one["label"]) for i, one in enumerate(told)]
@@ -207,27 +270,31 @@ class PushedStates(ModelWorkflow):
                 panels=(matrix, *self._strengths(i, told[i]["best_injection_layer"])),
             )
 
+    def _findings(self) -> Findings:
+        """What is left of the pushes of each case; which cases have no verdict, and why."""
+        found = [each.finding for each in self.fates]
+        without = [
+            f"no verdict on {each.what}: {' or '.join(each.words)}" for each in self.fates if not each.finding
+        ]
+        return Findings.of(*(each for each in found if each is not None), caption="; ".join(without))
+
     def _pushed(self, case: Case, place: str = "") -> str:
         """What was done in a case."""
         token = named(self.subject, case.experiment.tokens)[case.position]
         one, other, at = map(format_token, (case.prompt, case.contrastive, token))
         return f"{self.subject.name}: {one!r} minus {other!r}, added at {at!r}{place}"
 
-    def _matrix(self, i: int, label: str) -> Choice:
+    def _matrix(self, i: int, told: str) -> Choice:
         """Cosines of case `i` by layer pushed and layer read, a grid per strength."""
-        found, threshold = self.found(i)["similarity"].rename(layer="pushed_at"), self.settings.threshold
+        found, fates = self.found(i)["similarity"].rename(layer="pushed_at"), self.fates[i].of_all
         found = found.where(found["read_layer"] >= found["pushed_at"])
-        low = float(found.min())
+        low, last = float(found.min()), found.sizes["read_layer"] - 1
 
         def grid(strength: float) -> Heatmap:
             here = found.sel(strength=strength).transpose("pushed_at", "read_layer")
-            absorbed = ((here >= threshold) & (here["read_layer"] > here["pushed_at"])).values.astype(int)
-            turns = np.diff(np.pad(absorbed, ((0, 0), (1, 1))), axis=1)
-            runs = zip(np.argwhere(turns == 1).tolist(), np.argwhere(turns == -1).tolist(), strict=True)
-            framed = tuple((row, start, row, end - 1) for (row, start), (_, end) in runs)
-            return Heatmap.of(
-                here, low=low, high=1.0, upward=True, framed=framed, frame_name=f"at least {threshold:g}"
-            )
+            back = [fates[layer, strength].layer for layer in here["pushed_at"].values.tolist()]
+            framed = tuple((row, start, row, last) for row, start in enumerate(back) if start is not None)
+            return Heatmap.of(here, low=low, high=1.0, upward=True, framed=framed, frame_name="absorbed")
 
         return Choice.of(
             "strength",
@@ -236,25 +303,26 @@ class PushedStates(ModelWorkflow):
             start=1.0,
             title="How far from its way is a state that was pushed?",
             caption="Cosine with the undisturbed run, by the layer pushed and the layer read above it; "
-            f"{label}. Framed: at least {threshold:g}.",
+            f"{told}. Framed: absorbed, {ABSORBED}.",
         )
 
     def _strengths(self, i: int, best: int) -> tuple[Lines, Lines]:
         """At the best layer of case `i`, cosines above it and KL by strength."""
         row, threshold = self.found(i).sel(layer=best, strength=list(self.sweep)), self.settings.threshold
         above = row["similarity"].transpose("strength", "read_layer").isel(read_layer=slice(best, None))
-        cosines = Lines.of(above, f"A push at layer {best}, by strength", "dashed: absorbed", y_name="cosine")
-        absorbed = Line(f"absorbed, {threshold:g}", np.full(len(cosines.x), threshold), control=True)
+        cosines = Lines.of(above, f"A push at layer {best}, by strength", "dashed: near", y_name="cosine")
+        near = Line(f"near, {threshold:g}", np.full(len(cosines.x), threshold), control=True)
         title, kl = "What it does to the answer", row["kl"].expand_dims("layer")
         answer = Lines.of(kl, title, f"at layer {best}", low=0.0)
-        return replace(cosines, lines=(*cosines.lines, absorbed)), answer
+        return replace(cosines, lines=(*cosines.lines, near)), answer
 
     def _tables(self, told: dict[str, Any]) -> Iterator[Table]:
         """The layers of the first case, and its strengths at the best layer."""
         case, last = self.cases[0], self.found().sel(strength=1.0).isel(read_layer=-1)
 
-        def absorbed(one: dict[str, Any]) -> str:
-            return dash(one["absorption_layer"], "layer {}".format)
+        def became(one: dict[str, Any]) -> str:
+            layer = one["absorption_layer"]
+            return str(one["fate"]) if layer is None else f"absorbed at layer {layer}"
 
         def target(one: dict[str, Any]) -> str:
             return dash(one["p_target"], format_probability)
@@ -265,24 +333,25 @@ class PushedStates(ModelWorkflow):
         yield Table.of(
             told["layer_summaries"],
             ("layer", "injection_layer", "d"),
-            ("absorbed at", absorbed, str),
+            ("what became of it", became, str),
             ("cosine at the end", at_layer("similarity"), ".4f"),
             ("KL", "kl_divergence", ".4f"),
             ("p(target)", target, str),
             ("length", at_layer("vector_norm"), ".2f"),
             ("of the state", at_layer("state_norm"), ".2f"),
             title=self._pushed(case, f" ({case.position})"),
-            caption=f"{told['label']}; absorbed: first later layer of cosine >= {self.settings.threshold:g}; "
-            f"undisturbed p(target) {dash(told['baseline_p_target'], format_probability)}",
+            caption=f"{told['label']}; absorbed: {ABSORBED}; undisturbed p(target) "
+            f"{dash(told['baseline_p_target'], format_probability)}",
         )
         yield Table.of(
             told["strength_sweep"],
             ("strength", "strength", "g"),
-            ("absorbed at", absorbed, str),
+            ("what became of it", became, str),
             ("KL", "kl_divergence", ".4f"),
             ("p(target)", target, str),
             title=f"Strength of the push at layer {told['best_injection_layer']}",
-            caption="the deepest layer whose push of strength 1 is absorbed, else the one of smallest KL",
+            caption="the deepest layer after whose push of strength 1 a state has a cosine of at least "
+            f"{self.settings.threshold:g} again, else the one of smallest KL",
         )
 
     def _batch_table(self, told: list[dict[str, Any]]) -> Table:

@@ -51,6 +51,7 @@ class TokenPositions(Workflow):
 
     name = "token_positions"
     question = "Which token stands where?"
+    descriptive = "Which characters each token stands for."
     settings_type = TokenPositionsSettings
     settings: TokenPositionsSettings
 

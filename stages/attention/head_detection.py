@@ -3,8 +3,13 @@
 Border: stored attention patterns and the token ids they belong to; knows no model and never imports torch.
 
 Scores are those of TransformerLens' `detect_head`: how well a head's pattern A matches a lower-triangular
-matrix P of the prompt, 1 where such a head would look (Olsson et al. 2022, "In-context Learning and
-Induction Heads"). "mul": sum(A * P) / sum(A), the share of its attention that goes there. "abs":
+matrix P of the prompt, 1 where such a head would look. A previous-token head looks one position back (Elhage
+et al. 2021, "A Mathematical Framework for Transformer Circuits"); an induction head at the token behind an
+earlier occurrence of the current one, which on repeated random tokens is the prefix matching score of Olsson
+et al. 2022, "In-context Learning and Induction Heads"; a duplicate-token head at that occurrence itself (Wang
+et al. 2022, "Interpretability in the Wild").
+
+"mul": sum(A * P) / sum(A), the share of its attention that goes there. "abs":
 1 - round(sum |A - P| / length, 3), also for P of other values. A list of prompts is averaged. One difference:
 a head with nothing left to compare once BOS and the current token are excluded scores 0 ("mul"), where
 TransformerLens gives NaN.
@@ -37,6 +42,7 @@ __all__ = [
     "MEASURES",
     "detect_head",
     "detection_pattern",
+    "displaced_scores",
     "head_scores",
     "head_pairs",
     "pattern_scores",
@@ -162,6 +168,48 @@ def head_scores(
 
 @stage(
     version=1,
+    inputs={"pattern": ("layer", "pair", "head"), "token_id": ("token",), "row_size": ("prompt",)},
+    outputs={
+        "score": Output(
+            ("displacement", "layer", "head"), "1", "match with looking so far behind an earlier occurrence"
+        ),
+        "spread": Output(("displacement", "layer", "head"), "1", "its standard deviation over prompts"),
+    },
+    cells="layer",
+    memory=1.0,
+)
+def displaced_scores(
+    pattern: xr.DataArray,
+    token_id: xr.DataArray,
+    row_size: xr.DataArray,
+    *,
+    displacements: Sequence[int],
+    exclude_bos: bool = False,
+    exclude_current_token: bool = False,
+    error_measure: str = "mul",
+    first_query: int = 0,
+) -> xr.Dataset:
+    """As `head_scores`, for heads that look so many tokens behind an earlier occurrence of the current one.
+
+    displacements: 1 is an induction head; others are what such a head is held against.
+    """
+    rows = PatternRows.of(row_size, pattern, first_query)
+    ids = np.asarray(token_id.values)
+
+    def wanted(block: RowBlock) -> list[Array]:
+        start = block.token - block.query
+        return [
+            ((ids[block.token] == ids[start + block.key - far]) & (block.key >= far)).astype(np.float32)
+            for far in displacements
+        ]
+
+    measure = _Measure(error_measure, exclude_bos, exclude_current_token, first_query)
+    found = _scores(pattern, rows, wanted, [str(far) for far in displacements], measure, None)
+    return found.rename(kind="displacement").assign_coords(displacement=list(displacements))
+
+
+@stage(
+    version=1,
     inputs={
         "pattern": ("layer", "pair", "head"),
         "detection_pattern": ("query_position", "key_position"),
@@ -270,13 +318,9 @@ def _scores(
     n_prompts = len(rows.sizes)
     sums = np.zeros((2, len(kinds), *chosen.shape))
     for layer in np.flatnonzero(chosen.any(axis=1)).tolist():
-        for first, found in _by_prompt(rows, pattern.isel(layer=layer), wanted, measure):
-            queries = rows.sizes[first : first + len(found)] - measure.first_query
-            total = found[:, -1]
-            for kind in range(len(kinds)):
-                score = measure.score(found[:, kind], total, queries)
-                sums[0, kind, layer] += score.sum(0)
-                sums[1, kind, layer] += np.square(score).sum(0)
+        for _, score in _by_prompt(rows, pattern.isel(layer=layer), wanted, measure):
+            sums[0, :, layer] += score.sum(1)
+            sums[1, :, layer] += np.square(score).sum(1)
     mean = sums[0] / n_prompts
     variance = (sums[1] - n_prompts * mean**2) / max(n_prompts - 1, 1)
     spread = np.sqrt(np.maximum(variance, 0))
@@ -291,7 +335,7 @@ def _scores(
 def _by_prompt(
     rows: PatternRows, pattern: xr.DataArray, wanted: Callable[[RowBlock], list[Array]], measure: _Measure
 ) -> Iterator[tuple[int, Array]]:
-    """Sums over the pairs of each prompt: (first prompt, [prompt, kind or total, head]), each prompt once.
+    """Scores of some prompts at a time: (the first of them, [kind, prompt, head]), each prompt once.
 
     A prompt whose rows are spread over blocks comes with the last of them.
     """
@@ -313,7 +357,10 @@ def _by_prompt(
         if block.query[-1] + 1 < rows.sizes[last]:
             carried, found = found[-1], found[:-1]
         if len(found):
-            yield first, found
+            queries = rows.sizes[first : first + len(found)] - measure.first_query
+            matched, total = found[:, :-1], found[:, -1]
+            scores = [measure.score(matched[:, kind], total, queries) for kind in range(matched.shape[1])]
+            yield first, np.stack(scores)
 
 
 def _looks(kind: str, ids: Array, token: Array, query: Array, key: Array) -> Array:

@@ -25,7 +25,16 @@ from ...store.errors import MissingExtra, ShapeError
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["CONDITIONS", "UNSEEN", "Welch", "best_layer", "layer_scan", "welch_t_test"]
+__all__ = [
+    "CONDITIONS",
+    "UNSEEN",
+    "Welch",
+    "best_layer",
+    "layer_scan",
+    "permuted_t",
+    "welch_t",
+    "welch_t_test",
+]
 
 
 CONDITIONS = ("A", "B")
@@ -127,6 +136,28 @@ def welch_t_test(mean: float, std: float, n: int, other_mean: float, other_std: 
     else:
         df = float(n + other_n - 2)
     return Welch(t, df, _two_sided(t, df) if df > 0 else 1.0)
+
+
+def welch_t(weight: Array, is_b: Array) -> Array:
+    """Welch's t of A over B in each layer, [layer]; 0 where neither has a spread.
+
+    weight: [layer, sample]. is_b: bool [sample]; at least two samples of each.
+    """
+    parts = [weight[:, ~is_b], weight[:, is_b]]
+    error = sum(part.var(axis=1, ddof=1) / part.shape[1] for part in parts)
+    difference = parts[0].mean(1) - parts[1].mean(1)
+    t: Array = np.divide(difference, np.sqrt(error), out=np.zeros_like(difference), where=error > 0)
+    return t
+
+
+def permuted_t(weight: Array, is_b: Array, draws: int, *, seed: int) -> Array:
+    """The largest t of any layer when samples are dealt to the conditions anew: float64 [draw].
+
+    The best layer is taken every time, so that the search among layers is counted (Westfall & Young 1993,
+    "Resampling-Based Multiple Testing").
+    """
+    rng = np.random.default_rng(seed)
+    return np.array([welch_t(weight, rng.permutation(is_b)).max() for _ in range(draws)])
 
 
 def best_layer(found: xr.Dataset) -> tuple[int, float]:

@@ -7,11 +7,12 @@ compared with the undisturbed one:
 
     M[l][o] = cos(baseline_o, steered_o)
 
-The push is absorbed at the first o > l where M is at least a threshold; it need not stay so. M[l][l] is the
-state right after the addition (candle-mi's, taken before it, is 1). Layers before l are untouched: 1.
+M[l][l] is the state right after the addition (candle-mi's, taken before it, is 1). Layers before l are
+untouched: 1. Whether a push was absorbed, absorption.py says of a row of M.
 
-Border: token ids and positions; knows no text. What an addition did to the answer is in effects.py, how runs
-share their work is the planner's. Never imports torch until it runs.
+Border: token ids and positions; knows no text. What an addition did to the answer is in effects.py, pushes in
+random directions are in random_pushes.py, how runs share their work is the planner's. Never imports torch
+until it runs.
 
 Axes: layer (where the vector is added), strength (its factor), read_layer, hidden, rank.
 """
@@ -52,22 +53,13 @@ if TYPE_CHECKING:
 
     from ..forward.architectures.architecture import Architecture
     from ..forward.hooks.cache import HookCache
+    from ..forward.hooks.wants import Logits
     from ..forward.models.model import Model
 
-__all__ = [
-    "ABSORBED",
-    "ContrastiveVectors",
-    "PushedStates",
-    "absorption_layer",
-    "best_layer",
-    "convergence_label",
-    "cosine",
-]
+__all__ = ["NEAR", "ContrastiveVectors", "PushedStates", "Pushes", "best_layer", "cosine"]
 
-ABSORBED = 0.95
-"""Cosine from which on a push counts as absorbed."""
-_LOST = 0.9
-"""Cosine below which two layers are far apart."""
+NEAR = 0.95
+"""Cosine from which on two states are called near."""
 _NORM = 1e-10
 PromptTokens = tuple[tuple[int, ...], ...]
 
@@ -194,12 +186,81 @@ class _Prepared:
 
 
 @dataclass(frozen=True)
-class PushedStates(Experiment):
-    """A contrastive vector added after each layer by itself, at several strengths.
+class Pushes(Experiment):
+    """Something added after each layer by itself, at several strengths: what experiments of it share.
 
     tokens: ids of the prompt. positive … normalised: the vectors, as in `ContrastiveVectors`. position: where
-    they are added; negative counts from the end. layers: None for all. target: the pieces of a word to
-    follow, may be empty.
+    they are added; negative counts from the end. layers: None for all.
+    """
+
+    tokens: tuple[int, ...]
+    positive: PromptTokens
+    negative: PromptTokens
+    positive_positions: tuple[int, ...] = (-1,)
+    negative_positions: tuple[int, ...] = (-1,)
+    normalised: bool = False
+    position: int = -1
+    strengths: tuple[float, ...] = (1.0,)
+    layers: tuple[int, ...] | None = None
+
+    def params(self) -> dict[str, Any]:
+        """Which layers is said by the cells: one more layer leaves the others what they are."""
+        return {name: value for name, value in vars(self).items() if name != "layers"}
+
+    def cells(self, config: Architecture) -> Sequence[CellLabels]:
+        """One per layer. Raises PromptError, InterventionError or StageError for what cannot be run."""
+        check_tokens(self.tokens)
+        length = len(self.tokens)
+        if not -length <= self.position < length:
+            raise PromptError(
+                f"expected a position in 0..{length - 1} (or negative, from the end), found {self.position}"
+            )
+        if not self.strengths or len(set(self.strengths)) != len(self.strengths):
+            found = list(self.strengths) or "none"
+            raise StageError(f"expected strengths, each once, found {found}")
+        if not np.isfinite(self.strengths).all():
+            raise StageError(f"expected finite strengths, found {list(self.strengths)}")
+        self.contrast.cells(config)
+        return [{"layer": layer} for layer in layers_of(self.layers, config.num_layers)]
+
+    def pushed(
+        self, ids: tuple[int, ...], want: Logits | None, layer: int, n_layers: int, vector: Array
+    ) -> list[Run]:
+        """A run per strength, with a vector added after a layer and the states from there on captured."""
+        later = [HookPoint.resid_post(o) for o in range(layer, n_layers)]
+        place = self.position % len(self.tokens)
+        return [
+            Run(
+                ids,
+                HookSpec()
+                .intervene(later[0], Add((strength * vector)[None], positions=(place,)))
+                .capture(*later),
+                want,
+            )
+            for strength in self.strengths
+        ]
+
+    def similarity(self, states: Array, result: HookCache) -> Array:
+        """Cosines of the last token's states with undisturbed ones [layer, hidden]; [read_layer], 1 in layers
+        before the push."""
+        found = np.ones(len(states))
+        for point in result:
+            found[point.layer] = cosine(states[point.layer], array(result[point][0, len(self.tokens) - 1]))
+        return found
+
+    @property
+    def contrast(self) -> ContrastiveVectors:
+        """The vectors."""
+        return ContrastiveVectors(
+            self.positive, self.negative, self.positive_positions, self.negative_positions, self.normalised
+        )
+
+
+@dataclass(frozen=True)
+class PushedStates(Pushes):
+    """A contrastive vector added after each layer by itself, at several strengths.
+
+    target: the pieces of a word to follow, may be empty. The rest: see `Pushes`.
     """
 
     name: ClassVar[str] = "steering_convergence"
@@ -215,37 +276,13 @@ class PushedStates(Experiment):
         "state_norm": Output(("layer",), "activation", "length of the last token's undisturbed state"),
     }
 
-    tokens: tuple[int, ...]
-    positive: PromptTokens
-    negative: PromptTokens
-    positive_positions: tuple[int, ...] = (-1,)
-    negative_positions: tuple[int, ...] = (-1,)
-    normalised: bool = False
-    position: int = -1
-    strengths: tuple[float, ...] = (1.0,)
-    layers: tuple[int, ...] | None = None
     target: tuple[int, ...] = ()
     top_k: int = 10
 
-    def params(self) -> dict[str, Any]:
-        """Which layers is said by the cells: one more layer leaves the others what they are."""
-        return {name: value for name, value in vars(self).items() if name != "layers"}
-
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per layer. Raises PromptError, InterventionError or StageError for what cannot be run."""
+        """As `Pushes`, and of the target."""
         check_tokens(self.tokens, self.target)
-        length = len(self.tokens)
-        if not -length <= self.position < length:
-            raise PromptError(
-                f"expected a position in 0..{length - 1} (or negative, from the end), found {self.position}"
-            )
-        if not self.strengths or len(set(self.strengths)) != len(self.strengths):
-            found = list(self.strengths) or "none"
-            raise StageError(f"expected strengths, each once, found {found}")
-        if not np.isfinite(self.strengths).all():
-            raise StageError(f"expected finite strengths, found {list(self.strengths)}")
-        self._contrast.cells(config)
-        return [{"layer": layer} for layer in layers_of(self.layers, config.num_layers)]
+        return super().cells(config)
 
     def prepare(self, model: Model) -> _Prepared:
         """The undisturbed run, and the vectors."""
@@ -254,33 +291,18 @@ class PushedStates(Experiment):
         result = model.forward(ids, hooks, want=want)
         last = len(self.tokens) - 1
         states = np.stack([array(result[point][0, last]) for point in result])
-        vectors = self._contrast.computed(model)["vector"].values
+        vectors = self.contrast.computed(model)["vector"].values
         return _Prepared(Baseline(model.config, read_logits(result), {}), states, vectors)
 
     def runs(self, prepared: _Prepared, cell: CellLabels) -> list[Run]:
         """One per strength."""
         ids, want = with_target(self.tokens, self.target)
-        layer, place = cell["layer"], self.position % len(self.tokens)
-        later = [HookPoint.resid_post(o) for o in range(layer, prepared.unchanged.config.num_layers)]
-        vector = prepared.vectors[layer]
-        return [
-            Run(
-                ids,
-                HookSpec()
-                .intervene(later[0], Add((strength * vector)[None], positions=(place,)))
-                .capture(*later),
-                want,
-            )
-            for strength in self.strengths
-        ]
+        vector = prepared.vectors[cell["layer"]]
+        return self.pushed(ids, want, cell["layer"], len(prepared.states), vector)
 
     def measure(self, prepared: _Prepared, cell: CellLabels, result: HookCache) -> dict[str, Any]:
         """What changed, and how similar the last token's state is after each layer, [read_layer]."""
-        layers, last = prepared.unchanged.config.num_layers, len(self.tokens) - 1
-        similarity = np.ones(layers)
-        for o in range(cell["layer"], layers):
-            steered = array(result[HookPoint.resid_post(o)][0, last])
-            similarity[o] = cosine(prepared.states[o], steered)
+        similarity = self.similarity(prepared.states, result)
         measured = effect(prepared.unchanged.logits, read_logits(result), self.target, self.top_k)
         return measured | {"similarity": similarity}
 
@@ -309,12 +331,6 @@ class PushedStates(Experiment):
         """All layers."""
         return along_layers(parts)
 
-    @property
-    def _contrast(self) -> ContrastiveVectors:
-        return ContrastiveVectors(
-            self.positive, self.negative, self.positive_positions, self.negative_positions, self.normalised
-        )
-
 
 def cosine(one: Array, other: Array) -> float:
     """Cosine of two vectors; 0 where either has no length."""
@@ -323,39 +339,11 @@ def cosine(one: Array, other: Array) -> float:
     return 0.0 if norm < _NORM else float(a @ b) / norm
 
 
-def absorption_layer(similarity: Array, layer: int, threshold: float = ABSORBED) -> int | None:
-    """First layer after `layer` whose similarity [read_layer] is at least the threshold; None if there is
-    none.
+def best_layer(similarity: Mapping[int, Array], kl: Mapping[int, float], near: float = NEAR) -> int:
+    """The deepest layer whose push is near the undisturbed state after some later layer; if none is, the one
+    of smallest KL, the earlier of equals. Where to look closer, as candle-mi chooses it: no verdict.
 
-    >>> absorption_layer(np.array([1.0, 0.5, 0.8, 0.97, 0.9]), 1)
-    3
+    similarity: [read_layer], by layer pushed.
     """
-    hits = np.flatnonzero(np.asarray(similarity)[layer + 1 :] >= threshold)
-    return layer + 1 + int(hits[0]) if len(hits) else None
-
-
-def best_layer(absorbed: Mapping[int, int | None], kl: Mapping[int, float]) -> int:
-    """The deepest layer whose push is absorbed; if none is, the one of smallest KL, the earlier of equals."""
-    deep = [layer for layer, where in absorbed.items() if where is not None]
+    deep = [layer for layer, row in similarity.items() if (np.asarray(row)[layer + 1 :] >= near).any()]
     return max(deep) if deep else min(kl, key=lambda layer: (kl[layer], layer))
-
-
-def convergence_label(matrix: Array, threshold: float = ABSORBED) -> str:
-    """One word for a matrix [layer, read_layer] of all n layers, by the half-depth entries M[0][n/2] and
-    M[n/2][n-1].
-
-    "attractor": both above the threshold. "depth-dependent": the first is, and M[n-2][n-1] is below 0.9.
-    "multiple paths": both below 0.9. "mixed": anything else. A model of fewer than 3 layers has no half
-    depth: "too shallow".
-    """
-    n = len(matrix)
-    if matrix.shape != (n, n):
-        raise StageError(f"expected a matrix of all layers by all layers, found shape {list(matrix.shape)}")
-    if n < 3:
-        return "too shallow"
-    early, late = matrix[0][n // 2], matrix[n // 2][n - 1]
-    if early > threshold and late > threshold:
-        return "attractor"
-    if early > threshold and matrix[n - 2][n - 1] < _LOST:
-        return "depth-dependent"
-    return "multiple paths" if early < _LOST and late < _LOST else "mixed"

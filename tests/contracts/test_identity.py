@@ -31,6 +31,7 @@ from mizarr.stages.causal.factual_routing import FactualRouting
 from mizarr.stages.causal.knockout import EdgeKnockout, HeadKnockout
 from mizarr.stages.causal.patching import ActivationPatching, DonorPatching, PatchTable
 from mizarr.stages.causal.patching_metrics import KL, Custom, LogitDifference, Metric, Probability, Recovery
+from mizarr.stages.causal.random_pushes import RandomPushes
 from mizarr.stages.causal.steering import DoseResponse
 from mizarr.stages.causal.tracing import CausalTracing
 from mizarr.stages.features.dictionary import Dictionary
@@ -196,6 +197,10 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
             "target": (5,),
             "top_k": 3,
         },
+    ),
+    RandomPushes: (
+        {**WORDS, "tokens": (1, 2, 3)},
+        {**OF_WORDS, "tokens": (1, 2, 4), "position": 0, "strengths": (2.0,), "layers": (0,), "draw": 1},
     ),
     CounterFactPatching: ({"pairs": (PAIR,)}, {"pairs": (replace(PAIR, fact=(2,)),), "block_size": 2}),
     FactualRouting: ({"pairs": (PAIR,)}, {"pairs": (replace(PAIR, fact=(2,)),), "block_size": 2}),

@@ -95,6 +95,43 @@ def test_the_control_reads_the_shuffled_tokens_at_the_places_of_the_others(found
     np.testing.assert_allclose(control, total / 3, rtol=1e-4)
 
 
+def test_the_headline_is_the_lead_of_plain_passes_over_shuffled_ones(found, tiny_model):
+    """The claim again, from single forwards, at every distance behind the earlier occurrence."""
+    tokens, mixed, first = found._tokens()
+    model = mizarr.Model.from_pretrained(tiny_model)
+    hooks = mizarr.HookSpec().capture("blocks.*.attn.hook_pattern")
+
+    def scores(ids, row, far):
+        cache = model.forward(row.tolist(), hooks, want=None)
+        n = len(ids)
+        pairs = [(q, k + far) for q in range(first, n) for k in range(q - far + 1) if ids[q] == ids[k]]
+        weights = [cache[f"blocks.{layer}.attn.hook_pattern"][0].numpy() for layer in range(3)]
+        return np.concatenate([sum(w[:, q, k] for q, k in pairs) / (n - first) for w in weights])
+
+    def lead(far):
+        both = zip(tokens, mixed, strict=True)
+        return np.mean([scores(ids, ids, far) - scores(ids, row, far) for ids, row in both], axis=0)
+
+    (claim,) = found.to_json()["findings"]
+    best = int(lead(1).argmax())
+    assert claim["claim"].startswith(f"layer {best // 2}, head {best % 2} looks behind where its token stood")
+    assert claim["effect"] == pytest.approx(lead(1).max(), rel=1e-3)
+    null = [lead(far).max() for far in range(2, found.settings.length)]
+    (finding,) = next(view for view in found.shown if view.kind == "findings").findings
+    np.testing.assert_allclose(finding.null.values, null, rtol=1e-3, atol=1e-6)
+
+
+def test_the_specimen_copies_beyond_chance_and_controls_move_the_null_alone(tmp_path):
+    given = {"store": tmp_path / "store", "sequences": 4, "length": 30}
+    one, other = (compute("head_detection", **given, controls=n) for n in (50, 19))
+    keys = [each.to_json()["provenance"]["keys"] for each in (one, other)]
+    assert {key for key in keys[0] if keys[0][key] != keys[1][key]} == {"displaced", "displaced_control"}
+    claims = [each.to_json()["findings"][0] for each in (one, other)]
+    assert [claim["verdict"] for claim in claims] == ["beyond chance"] * 2
+    assert claims[0]["effect"] == claims[1]["effect"] > 0.5
+    assert [claim["null"]["draws"] for claim in claims] == [28, 19]
+
+
 def test_the_specimen_copies_with_heads_that_match_content(tmp_path):
     """It was trained to copy: whichever head does it looks behind the earlier occurrence, and loses its way
     when the repetition is shuffled. A previous-token head, which reads places, does not."""

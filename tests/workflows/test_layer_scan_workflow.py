@@ -117,6 +117,25 @@ def test_numbers_are_those_of_plain_passes_and_of_scipy(done, tiny_model):
         np.testing.assert_allclose(found, (expected.statistic, expected.df, expected.pvalue), rtol=1e-3)
 
 
+def test_the_headline_is_the_best_t_of_plain_passes_among_random_deals(done, tiny_model):
+    model, tokenizer = mizarr.Model.from_pretrained(tiny_model), done.subject.tokenizer
+    samples = [*CORPUS["python_doctest"], *CORPUS["rust_test"]]
+    weight = [[attention(model, tokenizer, one, layer) for one in samples] for layer in (1, 2)]
+
+    def best(is_b):
+        is_b = np.array(is_b, bool)
+        tests = (ttest_ind(row[~is_b], row[is_b], equal_var=False) for row in np.array(weight))
+        return max(each.statistic for each in tests)
+
+    (claim,) = done.to_json()["findings"]
+    assert claim["effect"] == pytest.approx(best([0, 0, 0, 1, 1]), rel=1e-3)
+    rng = np.random.default_rng(0)
+    null = [best(rng.permutation(np.array([0, 0, 0, 1, 1]) == 1)) for _ in range(50)]
+    (finding,) = next(view for view in done.shown if view.kind == "findings").findings
+    np.testing.assert_allclose(finding.null.values, null, rtol=1e-3)
+    assert not finding.is_beyond_chance, "five samples are too few"
+
+
 def test_conditions_and_layers_can_be_chosen_and_targets_behind_the_marker_count_nothing(
     tiny_model, corpus, tmp_path
 ):
@@ -125,7 +144,7 @@ def test_conditions_and_layers_can_be_chosen_and_targets_behind_the_marker_count
     document = found.to_json()
     assert document["scanned_layers"] == [2]
     assert document["targets_behind_marker"] == 1
-    assert "1 targets lie behind their marker" in found.tables()[0].caption
+    assert "1 targets lie behind their marker" in found.tables()[1].caption
     (first,) = (one for one in document["samples"] if one["id"] == "six")
     model = mizarr.Model.from_pretrained(tiny_model)
     seen = {**CORPUS["rust_baseline"][0], "target_char_positions": [0]}

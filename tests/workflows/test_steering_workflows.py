@@ -52,6 +52,21 @@ def pushes(tiny_model: Path, store: Path, model):
         contrastive=OTHER,
         target=TARGET,
         inject_position="auto",
+        controls=3,
+    )
+
+
+@pytest.fixture(scope="module")
+def at_the_end(tiny_model: Path, store: Path):
+    """Pushed where it is read, so that every push is away."""
+    return compute(
+        "steering_convergence",
+        store=store,
+        model=str(tiny_model),
+        prompt=PROMPT,
+        contrastive=OTHER,
+        strength_steps=1,
+        controls=20,
     )
 
 
@@ -260,12 +275,65 @@ def test_a_lower_threshold_reads_the_same_runs(pushes, tiny_model, store):
         contrastive=OTHER,
         target=TARGET,
         inject_position="auto",
+        controls=3,
         threshold=-1.0,
     )
-    assert again.nodes["convergence"].status(mizarr.open_store(store)).is_cached
+    assert all(node.status(mizarr.open_store(store)).is_cached for node in again.nodes.values())
     again.run(mizarr.open_store(store))
-    assert [one["absorption_layer"] for one in again.to_json()["layer_summaries"]] == [1, 2, None]
-    assert again.to_json()["best_injection_layer"] == 1
+    assert again.to_json()["best_injection_layer"] == 1, "the deepest with a layer after it"
+
+
+def left_of(model, vectors, strengths):
+    """Mean share of the largest distance, 1 - cosine, that is left at the end: plain passes pushed at the
+    last token, over layers and strengths."""
+    spec = HookSpec().capture("blocks.*.hook_resid_post")
+    plain, found = model.forward(PROMPT, spec), []
+    for layer, vector in enumerate(vectors[:-1]):  # behind the last layer there is nothing to come back in
+        for strength in strengths:
+            add = Add(strength * vector, positions=plain.logits.shape[1] - 1)
+            hooks = HookSpec().intervene(f"blocks.{layer}.hook_resid_post", add)
+            pushed = model.forward(PROMPT, hooks.capture("blocks.*.hook_resid_post"))
+            apart = [
+                1 - float(torch.cosine_similarity(plain[n][0, -1].double(), pushed[n][0, -1].double(), dim=0))
+                for n in (f"blocks.{read}.hook_resid_post" for read in range(layer, 3))
+            ]
+            found.append(apart[-1] / max(apart))
+    return np.mean(found)
+
+
+def test_the_headline_is_what_plain_passes_leave_of_chosen_and_random_pushes(at_the_end, model):
+    """The claim again, from loops over single forwards and directions drawn here."""
+    spec = HookSpec().capture("blocks.*.hook_resid_post")
+    one, other = model.forward(PROMPT, spec), model.forward(OTHER, spec)
+    vectors = [(one[name] - other[name])[0, -1] for name in sorted(map(str, one))]
+    (claim,) = at_the_end.to_json()["findings"]
+    assert claim["effect"] == pytest.approx(left_of(model, vectors, (1.0, 6.0)), abs=1e-4)
+    null = at_the_end.fates[0].finding.null
+    drawn = []
+    for seed in np.random.SeedSequence(0).generate_state(20)[:4]:
+        noise = np.random.default_rng(int(seed)).standard_normal((1, 3, 32))[0]
+        directions = [
+            torch.tensor(row / np.linalg.norm(row) * float(vector.norm()), dtype=torch.float32)
+            for row, vector in zip(noise, vectors, strict=True)
+        ]
+        drawn.append(left_of(model, directions, (1.0, 6.0)))
+    np.testing.assert_allclose(null.values[:4], drawn, atol=1e-4)
+    share = (1 + (null.values <= claim["effect"]).sum()) / 21
+    assert claim["null"]["share_as_large"] == pytest.approx(share)
+    assert claim["sentence"].startswith(f"pushes from {PROMPT!r} away from {OTHER!r} after layers 0 to 1, 1")
+
+
+@pytest.mark.parametrize(("name", "value"), [("controls", 3), ("seed", 1)])
+def test_settings_of_the_controls_move_the_null_and_its_key_alone(at_the_end, store, name, value):
+    given = {k: v for k, v in at_the_end.to_json()["settings"].items() if v != ""}
+    other = build("steering_convergence", **given | {name: value}).run(mizarr.open_store(store))
+    keys = [each.to_json()["provenance"]["keys"] for each in (at_the_end, other)]
+    assert {key for key in keys[0] if keys[0][key] != keys[1][key]} == {"controls"}
+    nulls = [each.fates[0].finding.null.values.tolist() for each in (at_the_end, other)]
+    assert nulls[0] != nulls[1]
+    assert (nulls[1] == nulls[0][:3]) == (name == "controls"), "fewer draws are the first of them"
+    effects = [each.to_json()["findings"][0]["effect"] for each in (at_the_end, other)]
+    assert effects[0] == effects[1]
 
 
 def test_prompts_of_different_length_can_be_contrasted_at_their_ends_only(tiny_model):
@@ -296,7 +364,7 @@ def test_a_batch_answers_every_experiment_and_says_which_cannot_be_run(
         {"group": "bad", "prompt": PROMPT, "contrastive": PROMPT, "inject_position": "auto"},
         {"group": "seasons", "prompt": "it was the season of", "contrastive": PROMPT},
     )
-    done = compute("steering_convergence", store=store, model=str(tiny_model), batch_file=file)
+    done = compute("steering_convergence", store=store, model=str(tiny_model), batch_file=file, controls=3)
     document = done.to_json()
     assert [one["group"] for one in document["results"]] == ["ages", "seasons"]
     assert [one["group"] for one in document["skipped"]] == ["bad"]
@@ -366,7 +434,7 @@ def test_tables_and_figures_name_the_results(name, doses, pushes, tmp_path, caps
     done = doses if name == "doses" else pushes
     (path,) = done.render(Console(width=140), tmp_path)
     printed = capsys.readouterr().out
-    assert "interpolated" in printed if name == "doses" else "absorbed at" in printed
+    assert "interpolated" in printed if name == "doses" else "what became of it" in printed
     for key in done.to_json()["provenance"]["keys"].values():
         assert key[:12].encode() in path.read_bytes()
 
@@ -421,7 +489,11 @@ def test_other_models_contrast_france_with_the_first_country_of_as_many_tokens(t
 
 @pytest.mark.parametrize("name", ["steering_dose_response", "steering_convergence"])
 def test_defaults_run_offline_on_the_specimen(name, tmp_path):
-    given = {"sweep": False, "facts": 2} if name == "steering_dose_response" else {"strength_steps": 1}
+    given = (
+        {"sweep": False, "facts": 2}
+        if name == "steering_dose_response"
+        else {"strength_steps": 1, "controls": 19}
+    )
     done = compute(name, store=tmp_path / "store", **given)
     document = json.loads(json.dumps(done.to_json(), allow_nan=False))
     assert document["model_id"] == "specimen"

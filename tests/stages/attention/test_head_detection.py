@@ -12,6 +12,7 @@ from mizarr.stages.attention.head_detection import (
     KINDS,
     detect_head,
     detection_pattern,
+    displaced_scores,
     head_scores,
     pattern_scores,
 )
@@ -258,3 +259,21 @@ def test_what_cannot_be_scored_is_an_error():
         pattern_scores(**stored, detection_pattern=square)
     with pytest.raises(ShapeError, match=r"prompts of 2 tokens.*found 3 to 3"):
         pattern_scores(**stored, detection_pattern=square[:2, :2] * np.tri(2))
+
+
+@pytest.mark.parametrize("measure", ["mul", "abs"])
+def test_looking_one_behind_is_induction_and_further_behind_is_where_it_says(measure):
+    prompts = [[5, 6, 5, 7, 6, 5], [9, 8, 9, 8, 9, 8, 8]]
+    made = random_patterns([len(one) for one in prompts], seed=4)
+    given = {**packed(*made), "token_id": ids(*prompts), "error_measure": measure}
+    found = displaced_scores(**given, displacements=(1, 3))["score"]
+    induction = head_scores(**given, kinds=("induction_head",))["score"].isel(kind=0)
+    np.testing.assert_allclose(found.sel(displacement=1), induction)
+    for layer in range(2):
+        for head in range(3):
+            scores = []
+            for one, pattern in zip(prompts, made, strict=True):
+                wanted = np.array([[float(3 <= k <= q and one[k - 3] == one[q]) for k in range(len(one))]
+                                   for q in range(len(one))])  # fmt: skip
+                scores.append(dense_score(pattern[layer, head], wanted, measure=measure))
+            assert found.values[1, layer, head] == pytest.approx(np.mean(scores), abs=1e-3)

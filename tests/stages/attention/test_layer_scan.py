@@ -10,7 +10,14 @@ import xarray as xr
 from hypothesis import given, strategies as st
 from scipy.stats import ttest_ind
 
-from mizarr.stages.attention.layer_scan import UNSEEN, best_layer, layer_scan, welch_t_test
+from mizarr.stages.attention.layer_scan import (
+    UNSEEN,
+    best_layer,
+    layer_scan,
+    permuted_t,
+    welch_t,
+    welch_t_test,
+)
 from mizarr.store.errors import MissingExtra, ShapeError
 
 
@@ -138,3 +145,22 @@ def test_without_scipy_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
     with pytest.raises(MissingExtra, match=r"mizarr\[probing\]"):
         welch_t_test(0.5, 0.1, 3, 0.1, 0.2, 4)
+
+
+def test_t_of_all_layers_is_that_of_scipy_and_0_without_a_spread():
+    weight = np.random.default_rng(0).random((3, 9))
+    weight[2] = 0.5
+    is_b = np.arange(9) > 4
+    expected = ttest_ind(weight[:2, ~is_b], weight[:2, is_b], axis=1, equal_var=False).statistic
+    np.testing.assert_allclose(welch_t(weight, is_b), [*expected, 0.0])
+
+
+def test_random_deals_keep_the_sizes_of_the_conditions_and_take_the_best_layer():
+    weight = np.array([[1.0, 2.0, 4.0, 8.0], [8.0, 4.0, 2.0, 1.0]])
+    deals = [np.isin(np.arange(4), pair) for pair in ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))]
+    possible = {round(float(welch_t(weight, is_b).max()), 9) for is_b in deals}
+    drawn = permuted_t(weight, np.array([False, False, True, True]), 200, seed=0)
+    assert {round(float(t), 9) for t in drawn} == possible
+    assert (
+        permuted_t(weight, deals[0], 5, seed=1).tolist() != permuted_t(weight, deals[0], 5, seed=2).tolist()
+    )

@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mizarr.stages.causal.controls import CHANCE, Null, chosen_at_random, interval, random_directions
+from mizarr.stages.causal.controls import (
+    CHANCE,
+    Null,
+    chosen_at_random,
+    interval,
+    random_directions,
+)
 from mizarr.store.errors import ConfigError
 
 FIFTY = np.arange(50.0)

@@ -9,9 +9,7 @@ from mizarr.pipeline import run
 from mizarr.stages.causal.convergence import (
     ContrastiveVectors,
     PushedStates,
-    absorption_layer,
     best_layer,
-    convergence_label,
     cosine,
 )
 from mizarr.stages.forward.runs.run import stream
@@ -206,38 +204,8 @@ def test_cosines():
     assert cosine(np.zeros(2), np.ones(2)) == 0
 
 
-def test_absorption_is_the_first_later_layer_at_the_threshold_and_need_not_last():
-    row = np.array([1.0, 0.3, 0.95, 0.2, 0.99])
-    assert absorption_layer(row, 1) == 2
-    assert absorption_layer(row, 2) == 4
-    assert absorption_layer(row, 2, threshold=0.995) is None
-    assert absorption_layer(row, 4) is None
-    assert absorption_layer(row, 0, threshold=0.3) == 1
-
-
-def test_the_best_layer_is_the_deepest_absorbed_or_the_one_that_hurts_least():
-    assert best_layer({0: 1, 1: 3, 2: None}, {0: 0.1, 1: 0.2, 2: 0.0}) == 1
-    assert best_layer({0: None, 1: None, 2: None}, {0: 0.3, 1: 0.2, 2: 0.2}) == 1
-
-
-@pytest.mark.parametrize(
-    ("early", "late", "next_to_last", "expected"),
-    [
-        (0.96, 0.97, 0.99, "attractor"),
-        (0.96, 0.92, 0.85, "depth-dependent"),
-        (0.96, 0.94, 0.92, "mixed"),
-        (0.5, 0.8, 0.99, "multiple paths"),
-        (0.5, 0.99, 0.5, "mixed"),
-        (0.95, 0.95, 0.5, "mixed"),
-    ],
-)
-def test_labels_by_the_half_depth_entries(early, late, next_to_last, expected):
-    matrix = np.eye(6)
-    matrix[0, 3], matrix[3, 5], matrix[4, 5] = early, late, next_to_last
-    assert convergence_label(matrix) == expected
-
-
-def test_a_model_without_half_depth_has_no_label():
-    assert convergence_label(np.eye(2)) == "too shallow"
-    with pytest.raises(StageError, match="all layers by all layers"):
-        convergence_label(np.ones((2, 3)))
+def test_the_best_layer_is_the_deepest_near_again_or_the_one_that_hurts_least():
+    rows = {0: [0.5, 0.97, 0.2], 1: [1.0, 0.5, 0.96], 2: [1.0, 1.0, 0.99]}
+    assert best_layer(rows, {0: 0.1, 1: 0.2, 2: 0.0}) == 1
+    assert best_layer(rows, {0: 0.3, 1: 0.2, 2: 0.2}, near=0.98) == 1
+    assert best_layer(rows, {0: 0.3, 1: 0.2, 2: 0.1}, near=0.965) == 0

@@ -1,0 +1,119 @@
+"""What answers claim: every workflow has findings or says that it describes; chance is told as chance."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from scipy.stats import binom
+
+import mizarr
+from mizarr.stages.causal.controls import CHANCE
+from mizarr.stages.forward.architectures.families import from_hf_config
+from mizarr.stages.forward.networks.weights import expected_tensors
+from mizarr.workflows import WORKFLOWS, compute
+
+SPECIMEN = Path(mizarr.__file__).parent / "stages" / "forward" / "specimen"
+WITHOUT = {
+    "ablation",
+    "activation_patching",
+    "attention_knockout",
+    "attention_routing",
+    "attribution_graph",
+    "causal_tracing",
+    "clt_probe",
+    "clt_vs_plt",
+    "correction_test",
+    "counterfact_patching",
+    "factual_routing",
+    "planning_in_poems",
+    "sae_features",
+    "steering_dose_response",
+}
+"""Workflows that have neither findings nor a sentence on what they describe, yet."""
+
+
+@pytest.mark.parametrize("name", sorted(WORKFLOWS))
+def test_a_workflow_claims_with_findings_or_describes_and_never_neither(name: str):
+    kind = importlib.import_module(f"mizarr.workflows{WORKFLOWS[name]}").WORKFLOW
+    claims = any("Findings.of(" in inspect.getsource(each) for each in kind.__mro__[:-1])
+    assert bool(kind.descriptive) + claims == (name not in WITHOUT)
+
+
+# -- chance
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+         "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
+CHEAP: dict[str, dict[str, Any]] = {
+    "head_detection": {"sequences": 6, "length": 24},
+    "layer_scan": {"samples": 8},
+    "steering_convergence": {
+        "prompt": "The mother tongue of Antonietta Di Martino is",
+        "contrastive": "The mother tongue of Michel-Jean Sedaine is",
+        "strength_steps": 1,
+        "controls": 20,
+    },
+}
+"""Workflows that make claims and take seconds, with settings that keep them small."""
+
+
+def random_model(folder: Path, seed: int, **config: int) -> Path:
+    """A model of random weights with the specimen's tokenizer, of its shape but for `config`."""
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(SPECIMEN / name, folder)
+    told = json.loads((SPECIMEN / "config.json").read_text()) | {"torch_dtype": "float32"} | config
+    (folder / "config.json").write_text(json.dumps(told))
+    rng = np.random.default_rng(seed)
+    tensors = {
+        name: np.ones(shape, np.float32)
+        if "norm" in name
+        else (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
+        for name, shape in expected_tensors(from_hf_config(told)).items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def claimed(folder: Path, seeds: int, given: dict[str, dict[str, Any]], **config: int) -> list[list[bool]]:
+    """Of every random model, whether each finding of these workflows is told as more than chance."""
+    found = []
+    for seed in range(seeds):
+        model = random_model(folder / str(seed), seed, **config)
+        store = folder / f"store_{seed}"
+        verdicts = []
+        for name, settings in given.items():
+            answer = compute(name, store=store, model=str(model), **settings | {"seed": seed}).to_json()
+            verdicts += [each["verdict"] == "beyond chance" for each in answer["findings"]]
+        found.append(verdicts)
+        shutil.rmtree(store)
+    return found
+
+
+def most(tries: int) -> int:
+    """As many claims as chance makes in this many tries, but for one time in a thousand."""
+    return int(binom.ppf(0.999, tries, CHANCE))
+
+
+def test_random_weights_are_said_to_do_nothing(tmp_path: Path):
+    found = np.array(claimed(tmp_path, 3, CHEAP, **SMALL))
+    assert found.shape == (3, 3)
+    assert found.sum() <= most(found.size), found
+
+
+@pytest.mark.slow
+def test_random_weights_of_the_specimens_shape_are_said_to_do_nothing(tmp_path: Path):
+    """Twenty models, the workflows at their defaults."""
+    prompts = {name: CHEAP["steering_convergence"][name] for name in ("prompt", "contrastive")}
+    given = {"head_detection": {}, "layer_scan": {}, "steering_convergence": prompts}
+    found = np.array(claimed(tmp_path, 20, given))
+    assert found.shape == (20, 3)
+    assert (found.sum(0) <= most(20)).all(), found.sum(0)
+    assert found.sum() <= most(found.size), found.sum(0)

@@ -1,0 +1,88 @@
+"""What became of the pushes of one prompt, and how much is left of them beside random ones.
+
+Border: results of the experiments and where they pushed; what absorbed means is in absorption.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...stages.causal.absorption import Fate, fates, label, share_left
+from ...stages.causal.controls import Null
+from ...stages.causal.convergence import cosine
+from ..views import Finding
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+__all__ = ["PushFates"]
+
+
+@dataclass(frozen=True, eq=False)
+class PushFates:
+    """The pushes of one prompt, and random ones.
+
+    what: the pushes in words. similarity: [layer, strength, read_layer]. vectors: `ContrastiveVectors` of
+    them, its positive side the prompt where it is pushed. drawn: `RandomPushes` along `draw`. first: by layer
+    pushed the one after which it may be seen.
+    """
+
+    what: str
+    similarity: xr.DataArray
+    vectors: xr.Dataset
+    drawn: xr.Dataset
+    first: Mapping[int, int | None]
+
+    @cached_property
+    def of_all(self) -> dict[tuple[int, float], Fate]:
+        """By layer and strength."""
+        state = self.vectors["mean_state"].sel(side="positive").transpose("layer", "hidden").values
+        vector = self.vectors["vector"].transpose("layer", "hidden").values
+        grid = self.similarity.isel(read_layer=0, drop=True).transpose("layer", "strength")
+        layers, strengths = (grid[axis].values for axis in grid.dims)
+        own = [[cosine(state[i], state[i] + s * vector[i]) for s in strengths] for i in layers]
+        return fates(self.similarity, grid.copy(data=np.array(own)), self.first)
+
+    @property
+    def strengths(self) -> list[float]:
+        """Those held against random pushes."""
+        found: list[float] = self.drawn["strength"].values.tolist()
+        return found
+
+    @property
+    def held(self) -> dict[tuple[int, float], Fate]:
+        """Of the pushes that are held against random ones."""
+        return {where: each for where, each in self.of_all.items() if where[1] in self.strengths}
+
+    @cached_property
+    def finding(self) -> Finding | None:
+        """The share of their largest distance that the pushes keep to the end; None without a verdict."""
+        layers = sorted({layer for (layer, _), each in self.held.items() if each.is_verdict})
+        draws = (self.drawn.isel(draw=number) for number in range(self.drawn.sizes["draw"]))
+        left = [share_left(fates(each["similarity"], each["pushed"], self.first).values()) for each in draws]
+        verdicts = [each for each in left if not np.isnan(each)]
+        if not layers or not verdicts:
+            return None
+        after = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+        times = " and ".join(f"{strength:g}" for strength in self.strengths)
+        return Finding(
+            f"{self.what} after {after}, {times} times, keep this share of their largest distance to the end",
+            share_left(self.held.values()),
+            Null(np.array(verdicts), "random directions as long, at the same place", side="below"),
+        )
+
+    @property
+    def label(self) -> str:
+        """All of them in two words."""
+        is_beyond = self.finding is not None and self.finding.is_beyond_chance
+        return label(self.held.values(), is_beyond_chance=is_beyond)
+
+    @property
+    def words(self) -> Collection[str]:
+        """What became of the pushes, each word once."""
+        return sorted({each.word for each in self.of_all.values()})
