@@ -96,6 +96,9 @@ class InjectionSettings:
     strength: NotNegative = setting(
         0.0, "units added and taken away; 0: the preset's, 10 in the published ones"
     )
+    looked_at: Natural = setting(
+        0, "features tried on this prompt before the injected one was chosen; 0: the preset's, or 1"
+    )
     dtype: str = setting("float32", "what the model computes in")
 
 
