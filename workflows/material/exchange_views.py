@@ -51,8 +51,9 @@ def held_out_finding(controls: FeatureControls, values: Floats, claim: str, **mo
     """The same over prompts on which nothing was chosen: means over them [place, exchange]."""
     null = Null(controls.drawn(values.mean(axis=0)), controls.of)
     own = values[:, 0]
-    count = {"prompts": len(own), "held_out": True, "spread": interval(own)}
-    return Finding(claim, float(own.mean()), null, **count, **more)
+    return Finding(
+        claim, float(own.mean()), null, spread=interval(own), prompts=len(own), held_out=True, **more
+    )
 
 
 def facts_told(controls: FeatureControls) -> str:
@@ -103,9 +104,9 @@ def _parts(controls: FeatureControls, result: Results) -> Iterator[dict[str, Any
     best = int(change[:, 0].argmax())
     before = np.exp(found["baseline_logprob"].isel(word=0).values[best])
     yield told("nothing", before, np.zeros(1))
-    names = (
-        {0: "both", 1: "suppressed alone", -1: "injected alone"} if controls.has_company else {0: "injected"}
-    )
+    names = {0: controls.cause}
+    if controls.has_company:
+        names = {0: "both", 1: f"{controls.company} alone", -1: f"{controls.cause} alone"}
     for i, name in names.items():
         yield told(name, prob[best, i], change[best, [i]])
     yield told(f"{controls.of}, in its place", controls.drawn(prob.max(0)), controls.drawn(change.max(0)))

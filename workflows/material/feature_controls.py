@@ -102,8 +102,8 @@ class FeatureControls:
     @cached_property
     def nodes(self) -> dict[str, ResultNode]:
         """`controls` at the site, or at every position; `held_out` and `elsewhere` in other prompts, of a
-        named site. Exchanges: all doses; all but the last, if there are; every random feature in its place; and of
-        `controls` the last alone."""
+        named site. Exchanges: all doses; all but the last, if there are; every random feature in its
+        place; and of `controls` the last alone."""
         planned = self.planned
         ids, place = tuple(planned.encoding.ids), planned.named_site
         here = [(ids, at) for at in (range(len(ids)) if place is None else (place,))]

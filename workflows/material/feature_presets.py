@@ -93,8 +93,8 @@ PRESETS = {
         correct_looked_at=960,
         found="Chosen by looking at this fact: what is suppressed has most influence in its attribution "
         "graph; what is injected raises ' English' most of the 60 features that fire on both last tokens of "
-        "'Andrew Jackson'; the strength is one that suffices; what corrects brings ' French' back most of the 960 "
-        "features of layers 0 and 1.",
+        "'Andrew Jackson'; the strength is one that suffices; what corrects brings ' French' back most of "
+        "the 960 features of layers 0 and 1.",
     ),
     "llama3.2-1b-524k": FeaturePreset(
         model="meta-llama/Llama-3.2-1B",

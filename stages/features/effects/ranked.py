@@ -180,7 +180,8 @@ class RankedExchanges(RankedSweep):
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """As `FeatureExchanges` gives it, the ranked features first, with their names."""
         exchanges, needed, chosen = prepared
-        return exchanges.dataset(needed, self._cell, measured).assign_coords(_features(chosen))
+        found: xr.Dataset = exchanges.dataset(needed, self._cell, measured)
+        return found.assign_coords(_features(chosen))
 
 
 @dataclass(frozen=True)
