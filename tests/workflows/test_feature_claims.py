@@ -48,9 +48,8 @@ def norm(clt: Dictionary, layer: int, index: int, first: int = 0) -> float:
     return float(torch.cat(rows).norm())
 
 
-def drawn(
-    clt: Dictionary, layer: int, index: int, count: int, seed: int, without: tuple[int, ...]
-) -> list[int]:
+def drawn(clt: Dictionary, index: int, count: int, seed: int, without: tuple[int, ...]) -> list[int]:
+    """Indices of other features of a layer, as controls draw them."""
     rest = [i for i in range(clt.n_features) if i not in (index, *without)]
     return [rest[i] for i in np.random.default_rng(seed).permutation(len(rest))[:count]]
 
