@@ -74,6 +74,8 @@ REGISTRY = {
     "continuation": ".causal.continuation Continuation",
     "feature_activity": ".features.effects.activity FeatureActivity",
     "injection_sweep": ".features.effects.sweeps InjectionSweep",
+    "feature_exchanges": ".features.effects.exchanges FeatureExchanges",
+    "ranked_exchanges": ".features.effects.ranked RankedExchanges",
     "ranked_sweep": ".features.effects.ranked RankedSweep",
     "ranked_trace": ".features.effects.ranked RankedTrace",
     "decoder_search": ".features.effects.alignment DecoderSearch",

@@ -1,9 +1,11 @@
-"""Which heads carry a plan to where it is used? Attention to the planning site while features are exchanged
-there.
+"""Which heads look elsewhere when features are exchanged where they look?
 
 Features of the expected word are suppressed and another's injected at one position, and the weight with
 which the prompt's last token attends to it is compared in every head of every layer, at one strength and
-over a range (stages/features/effects/sweeps.py).
+over a range (stages/features/effects/sweeps.py). What any change of that size does to the weights is its
+null: random features of the same layer that write as much, each with the head that moves most under it, so
+that a head chosen by looking is held against heads chosen by looking. That head is then followed in other
+facts of the same kind (material/feature_controls.py).
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import numpy as np
 
 from ..stages.logits.lens import format_token
 from .feature_injection import Planned, feature_json
+from .material.exchange_views import facts_told, finding, held_out_finding, site_told
+from .material.feature_controls import FeatureControls
 from .material.feature_presets import chosen_preset
-from .settings import Count, InjectionSettings, Positive, setting
-from .views import Data, Heatmap, Lines, Table, View, together
+from .settings import ControlSettings, Count, InjectionSettings, Positive, setting
+from .views import Data, Finding, Findings, Heatmap, Lines, Table, View, together
 from .workflow import Workflow, loaded
 
 if TYPE_CHECKING:
@@ -34,7 +38,7 @@ TOP = 20
 
 
 @dataclass(frozen=True)
-class AttentionRoutingSettings(InjectionSettings):
+class AttentionRoutingSettings(ControlSettings, InjectionSettings):
     """What `--set` can change; what is left empty is the preset's."""
 
     site: str = setting("", "where features are exchanged: a token of the prompt, or its position")
@@ -46,7 +50,7 @@ class AttentionRouting(Workflow):
     """One edge, all heads, with features exchanged at its source."""
 
     name = "attention_routing"
-    question = "Which heads carry a plan to where it is used?"
+    question = "Which heads look elsewhere when features are exchanged where they look?"
     settings_type = AttentionRoutingSettings
     settings: AttentionRoutingSettings
 
@@ -61,7 +65,11 @@ class AttentionRouting(Workflow):
         self.range = [step * settings.max_strength / settings.steps for step in range(1, settings.steps + 1)]
         strengths = tuple(sorted({self.strength, *self.range}))
         place: dict[str, Any] = {"positions": (planned.site,), "edge": (planned.last, planned.site)}
-        self.nodes = {"sweep": planned.sweep(planned.doses, strengths, (), **place)}
+        self.controls = FeatureControls(
+            planned, planned.doses, preset.strength, (), settings, preset.looked_at, edge=True
+        )
+        sweep = planned.sweep(planned.doses, strengths, (), **place)
+        self.nodes = {"sweep": sweep, **self.controls.nodes}
 
     def views(self) -> Iterator[View]:
         """The heads that move most at the one strength, all heads, and the range of strengths."""
@@ -74,6 +82,7 @@ class AttentionRouting(Workflow):
         rows = top_heads(swept.sel(strength=strength), None)
         layer, head = rows[0]["layer"], rows[0]["head"]
         query, key = (format_token(planned.tokens[place]) for place in (planned.last, planned.site))
+        yield Findings.of(*self._findings(layer, head), caption=planned.preset.found)
         yield Data(json=self._about() | {"head_deltas": _by_place(rows), "top_heads": rows[:TOP]})
         yield Table.of(
             rows[:10],
@@ -107,6 +116,19 @@ class AttentionRouting(Workflow):
         title = f"How injected features move {query!r} looking at {key!r} in {planned.subject.name}"
         yield from together("attention_routing", title, by_head, by_strength)
 
+    def _findings(self, layer: int, head: int) -> Iterator[Finding]:
+        """The head that moves most, all heads together, and that head in other facts."""
+        controls, change = self.controls, _moved(self.result("controls"))
+        done = f"{self.planned.inject} injected at {site_told(controls)} moves the end's attention to it"
+        most, total = abs(change).max(("layer", "head")).values, abs(change).sum(("layer", "head")).values
+        yield finding(controls, most, f"{done}, most of all heads layer {layer} head {head}: |change|")
+        yield finding(controls, total, f"{done}: sum of |change| over all heads")
+        if controls.held_out:
+            way = np.sign(change.isel(place=0, exchange=0, layer=layer, head=head).item())
+            there = _moved(self.result("held_out")).isel(layer=layer, head=head).values * way
+            claim = f"layer {layer} head {head} moves as it did here in {facts_told(controls)}"
+            yield held_out_finding(controls, there, claim)
+
     def _about(self) -> dict[str, Any]:
         """What was asked, in the fields of candle-mi's example."""
         planned = self.planned
@@ -121,6 +143,11 @@ class AttentionRouting(Workflow):
             "planning_site": planned.site,
             "output_position": planned.last,
         }
+
+
+def _moved(found: xr.Dataset) -> xr.DataArray:
+    """Change of the edge's weight, [place, exchange, layer, head]."""
+    return (found["attention"] - found["baseline_attention"]).transpose("place", "exchange", "layer", "head")
 
 
 def top_heads(sweep: xr.Dataset, count: int | None = TOP) -> list[dict[str, Any]]:

@@ -120,6 +120,10 @@ class AttributionGraphs(Workflow):
 
     name = "attribution_graph"
     question = "Which tokens and features bring about the next token, and by which paths?"
+    descriptive = (
+        "What each token and feature adds to the next ones while attention, norms and errors are held as the "
+        "prompt made them; no feature is switched off to see whether the answer goes."
+    )
     settings_type = AttributionGraphsSettings
 
     def __init__(self, settings: AttributionGraphsSettings, model: Model | None = None) -> None:

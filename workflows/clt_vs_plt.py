@@ -5,6 +5,10 @@ features that write most along the word's embedding: how they rank, how active t
 what the model says when the best five are suppressed at a position, alone or with the best one injected
 (stages/features/effects/ranked.py). Each kind reads from its own hook point.
 
+The preset's injection is held against random features as planning_in_poems has it. What both kinds rank best
+was not chosen by looking at the prompt: the best five suppressed and the best one injected at the site are
+held against as many random features of the same layers that write as much.
+
 A caution that comes with the published numbers: subtracting vectors that point along a word may make it
 likelier; large additions leave the range in which a model is linear.
 """
@@ -18,21 +22,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..stages.causal.controls import Null
 from ..stages.features.dictionary import Dictionary
-from ..stages.features.effects.ranked import RankedSweep, RankedTrace
+from ..stages.features.effects.ranked import RankedExchanges, RankedSweep, RankedTrace
 from ..stages.features.layers.layout import FeatureId
 from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError
 from .feature_injection import Planned, feature_json, word_id
 from .material.answers import number
+from .material.exchange_views import exchange_findings, site_told
+from .material.feature_controls import FeatureControls, changes
 from .material.feature_presets import PRESETS, chosen_preset
-from .settings import InjectionSettings, setting
-from .views import Data, Heatmap, Line, Lines, Table, View, together
+from .settings import ControlSettings, InjectionSettings, setting
+from .views import Data, Finding, Findings, Heatmap, Line, Lines, Table, View, together
 from .workflow import Workflow
 
 if TYPE_CHECKING:
     import xarray as xr
 
+    from ..pipeline.nodes import ResultNode
     from ..stages.forward.models.model import Model
 
 __all__ = ["CltVsPlt", "CltVsPltSettings"]
@@ -41,14 +49,21 @@ TOP = 20
 REFERENCE = {"llama3.2-1b-524k": (0.687, 0.50), "gemma2-2b-426k": (0.457, 0.30)}
 """Published maximum of the first step, and what it must at least reach."""
 CLOSE = 0.01
+CLAIMED = "suppress_inject"
+"""The protocol of both kinds that is held against random features."""
 
 
 @dataclass(frozen=True)
-class CltVsPltSettings(InjectionSettings):
+class CltVsPltSettings(ControlSettings, InjectionSettings):
     """What `--set` can change; what is left empty is the preset's."""
 
     suppress: tuple[str, ...] = setting((), 'features to suppress first, layer:index; "none" for none')
     inject: str = setting("", "feature to inject first, layer:index; its layer is the target of the rankings")
+    site: str = setting(
+        "",
+        "where the claims are made: a token of the prompt, or its position; none: the preset's, and for a "
+        "prompt of your own the best of all, as each control is",
+    )
     per_layer: str = setting("", "per-layer transcoders: directory or org/repo")
     suppress_word: str = setting("", "word the suppressed features stand for, one token")
     inject_word: str = setting("", "word whose embedding features are ranked by, one token")
@@ -64,7 +79,7 @@ class CltVsPlt(Workflow):
 
     def __init__(self, settings: CltVsPltSettings, model: Model | None = None) -> None:
         super().__init__(settings)
-        preset = chosen_preset(settings)
+        preset = chosen_preset(settings, keep_site=False)
         if not preset.per_layer:
             raise ConfigError(
                 f"the preset {settings.preset!r} names no per-layer transcoders; set per_layer= a directory "
@@ -76,7 +91,13 @@ class CltVsPlt(Workflow):
         self.arms = {"clt": planned.dictionary, "plt": Dictionary.from_pretrained(preset.per_layer)}
         self.arms["plt"].require_fit(planned.subject.config, planned.subject.name)
         words = (preset.inject_word, preset.suppress_word)
-        self.nodes = {"planning": planned.sweep(planned.doses, (preset.strength,), words)}
+        self.controls = FeatureControls(
+            planned, planned.doses, preset.strength, words, settings, preset.looked_at
+        )
+        sweep = planned.sweep(planned.doses, (preset.strength,), words)
+        self.nodes: dict[str, ResultNode] = {"planning": sweep, **self.controls.nodes}
+        site = planned.named_site
+        places = tuple(range(len(planned.encoding.ids))) if site is None else (site,)
         for arm, dictionary in self.arms.items():
             given = (
                 tuple(planned.encoding.ids),
@@ -85,7 +106,18 @@ class CltVsPlt(Workflow):
                 self.word,
                 self.target,
             )
-            experiments: dict[str, RankedTrace | RankedSweep] = {"trace": RankedTrace(*given, top_k=TOP)}
+            experiments: dict[str, RankedTrace | RankedSweep] = {
+                "trace": RankedTrace(*given, top_k=TOP),
+                "controls": RankedExchanges(
+                    *given,
+                    inject=protocols(arm)[CLAIMED][1],
+                    strength=preset.strength,
+                    words=(self.word,),
+                    positions=places,
+                    draws=settings.controls,
+                    seed=settings.seed,
+                ),
+            }
             for protocol, (over, inject) in protocols(arm).items():
                 experiments[protocol] = RankedSweep(
                     *given, over_targets=over, inject=inject, strength=preset.strength, words=(self.word,)
@@ -111,6 +143,7 @@ class CltVsPlt(Workflow):
         planning = self.opened["planning"].isel(strength=0, word=0)
         first = self._causal("preset", planning, planned.suppress, planned.inject)
         arms = {arm: {name: self._protocol(arm, name) for name in protocols(arm)} for arm in self.arms}
+        yield Findings.of(*self._findings(), caption=preset.found)
         yield Data(
             json={
                 "experiment": self.name,
@@ -153,6 +186,20 @@ class CltVsPlt(Workflow):
             yield Heatmap.of(
                 grid.rename(rank="feature", position="token"),
                 f"{arm}: the word's best features along the prompt",
+            )
+
+    def _findings(self) -> Iterator[Finding]:
+        """What the preset's features do, and what the best ranked ones of each kind do."""
+        word = self.planned.preset.inject_word
+        yield from exchange_findings(self.controls, self.opened.__getitem__)
+        for arm in self.arms:
+            found = changes(self.opened[f"{arm}_controls"]).max(axis=0)
+            claim = (
+                f"{arm}: the five features that write most along {word!r} suppressed and the first injected "
+                f"at {site_told(self.controls)} changes P({word!r}) at the end"
+            )
+            yield Finding(
+                claim, float(found[0]), Null(found[1:], "sets of other features that write as much")
             )
 
     def _ranking(self) -> Table:

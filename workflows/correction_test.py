@@ -1,8 +1,12 @@
-"""Can a plan be taken back? One word's features injected, then another's into the last layers, ever stronger.
+"""Can an exchange of features be taken back? One word's features injected, then another's into late layers.
 
-At the planning site the features of the expected word are suppressed and a word is committed to; at the same
-position a second feature is injected, but only into layers from a later one on. Followed are both words at
-the prompt's end and how far the attention to the site moved (stages/features/effects/sweeps.py).
+At a site the features of the expected word are suppressed and a word is committed to; at the same position a
+second feature is injected, but only into layers from a later one on, ever stronger. Followed are both words
+at the prompt's end and how far the attention to the site moved (stages/features/effects/sweeps.py).
+
+At the largest strength the correction is held against random features of its layer that write as much into
+the same layers after the same commitment, here and in other facts of the same kind
+(material/feature_controls.py).
 """
 
 from __future__ import annotations
@@ -16,11 +20,14 @@ import numpy as np
 
 from ..stages.features.effects.sweeps import Dose
 from ..stages.logits.lens import format_token
+from ..store.arrays import Floats
 from ..store.errors import ConfigError
 from .feature_injection import Planned, feature_json
+from .material.exchange_views import facts_told, finding, held_out_finding, parts_table, site_told
+from .material.feature_controls import FeatureControls, probabilities
 from .material.feature_presets import chosen_preset
-from .settings import Count, InjectionSettings, NotNegative, Positive, setting
-from .views import Data, Figure, Line, Lines, Table, View
+from .settings import ControlSettings, Count, InjectionSettings, Natural, NotNegative, Positive, setting
+from .views import Data, Figure, Finding, Findings, Line, Lines, Table, View
 from .workflow import Workflow
 
 if TYPE_CHECKING:
@@ -32,7 +39,7 @@ __all__ = ["CorrectionTest", "CorrectionTestSettings"]
 
 
 @dataclass(frozen=True)
-class CorrectionTestSettings(InjectionSettings):
+class CorrectionTestSettings(ControlSettings, InjectionSettings):
     """What `--set` can change; what is left empty is the preset's."""
 
     inject: str = setting("", "feature of the word committed to, layer:index")
@@ -46,6 +53,9 @@ class CorrectionTestSettings(InjectionSettings):
     site: str = setting("", "where all of it is injected: a token of the prompt, or its position")
     max_strength: Positive = setting(20.0, "largest strength of the correction")
     steps: Count = setting(12, "strengths above 0, evenly spaced up to the largest")
+    correct_looked_at: Natural = setting(
+        0, "features tried on this prompt before the correction was chosen; 0: the preset's, or 1"
+    )
     head: str = setting("", "head followed, layer:head; none: 21:5, or the one that moves most")
 
 
@@ -53,7 +63,7 @@ class CorrectionTest(Workflow):
     """Commit, then correct."""
 
     name = "correction_test"
-    question = "Can a plan be taken back?"
+    question = "Can an exchange of features be taken back in later layers?"
     settings_type = CorrectionTestSettings
     settings: CorrectionTestSettings
 
@@ -79,15 +89,20 @@ class CorrectionTest(Workflow):
             self.correct.layer, self.correct.index, factor=1.0, from_layer=preset.correct_from_layer
         )
         strengths = tuple(step * settings.max_strength / settings.steps for step in range(settings.steps + 1))
-        self.nodes = {
-            "sweep": planned.sweep(
-                (*committed, correction),
-                strengths,
-                (preset.inject_word, preset.correct_word),
-                positions=(planned.site,),
-                edge=(planned.last, planned.site),
-            )
-        }
+        doses, words = (*committed, correction), (preset.inject_word, preset.correct_word)
+        self.controls = FeatureControls(
+            planned,
+            doses,
+            settings.max_strength,
+            words[::-1],
+            settings,
+            preset.correct_looked_at,
+            cause="correction",
+            company="commitment",
+        )
+        edge = (planned.last, planned.site)
+        sweep = planned.sweep(doses, strengths, words, positions=(planned.site,), edge=edge)
+        self.nodes = {"sweep": sweep, **self.controls.nodes}
 
     @cached_property
     def sweep(self) -> xr.Dataset:
@@ -116,6 +131,8 @@ class CorrectionTest(Workflow):
         planned, preset, points = self.planned, self.planned.preset, self._points()
         words = (preset.inject_word, preset.correct_word)
         before = self._said(self.sweep, "baseline_") | {"routing_head_delta": 0.0, "total_routing_shift": 0.0}
+        yield Findings.of(*self._findings(), caption=preset.found)
+        yield parts_table(self.controls, self.result)
         yield Data(json=self._about() | {"baseline": before, "commitment_only": points[0]})
         site = f"{format_token(planned.tokens[planned.site])!r} ({planned.site})"
         yield Table.of(
@@ -156,10 +173,22 @@ class CorrectionTest(Workflow):
             lines=(line("all heads", "total_routing_shift"),),
             **by_strength,
         )
-        title = f"A plan for {words[0]!r} corrected to {words[1]!r} in {planned.subject.name}"
+        title = f"{words[0]!r} injected, then {words[1]!r} into later layers of {planned.subject.name}"
         yield from (which, moved)
         drawn = replace(which, caption=f"{which.caption}; log scale")
         yield Figure(name="correction_test", title=title, panels=(drawn, moved))
+
+    def _findings(self) -> Iterator[Finding]:
+        """How much likelier the correction is than with the commitment alone, here and in other facts."""
+        controls, preset = self.controls, self.planned.preset
+        claim = (
+            f"{self.correct} into layers from {preset.correct_from_layer} on at {site_told(controls)}, "
+            f"strength {controls.strength:g}, changes P({preset.correct_word!r}) after the commitment"
+        )
+        yield finding(controls, taken_back(self.result("controls")), claim)
+        if controls.held_out:
+            there = taken_back(self.result("held_out"))
+            yield held_out_finding(controls, there, f"the same in {facts_told(controls)}")
 
     def _about(self) -> dict[str, Any]:
         """The other fields of candle-mi's example."""
@@ -205,6 +234,12 @@ class CorrectionTest(Workflow):
             "top1_token": self.planned.subject.tokenizer.decode_token(int(run[f"{prefix}top_id"])),
             "top1_prob": float(np.exp(run[f"{prefix}top_logprob"])),
         }
+
+
+def taken_back(found: xr.Dataset) -> Floats:
+    """Change of P(correction) from that with the commitment alone, [place, exchange]."""
+    likely = probabilities(found)
+    return likely - likely[:, [1]]
 
 
 WORKFLOW = CorrectionTest

@@ -20,7 +20,7 @@ from .subject import Subject
 
 if TYPE_CHECKING:
     from ..stages.forward.models.model import Model
-    from ..stages.forward.runs.experiment import ExperimentNode
+    from ..stages.forward.runs.experiment import Experiment, ExperimentNode
     from .settings import ModelSettings
 
 __all__ = ["Planned", "feature_json", "is_one_token", "word_id"]
@@ -36,7 +36,7 @@ class Planned:
     def __init__(
         self, preset: FeaturePreset, model: Model | None, settings: ModelSettings, *, ending: str = ""
     ) -> None:
-        self.preset = preset
+        self.preset, self.ending = preset, ending
         self.subject = Subject(
             model or preset.model, settings.dtype, revision=settings.revision, device=settings.device
         )
@@ -54,9 +54,10 @@ class Planned:
 
     @property
     def heading(self) -> str:
-        """The model and the prompt's last line, for titles of tables."""
+        """The model, what kind of text it reads and its last line, for titles of tables."""
         lines = self.prompt.strip().splitlines()
-        return f"{self.subject.name}, '{'… ' if lines[1:] else ''}{format_token(lines[-1])}'"
+        told = f"'{'… ' if lines[1:] else ''}{format_token(lines[-1])}'"
+        return f"{self.subject.name}, {self.preset.kind} {told}"
 
     @property
     def last(self) -> int:
@@ -79,6 +80,11 @@ class Planned:
                 f"{' '.join(map(repr, self.tokens))}"
             )
         return found[0]
+
+    @property
+    def named_site(self) -> int | None:
+        """The site, if it was named for this prompt; None for a prompt of one's own without."""
+        return self.site if self.preset.site else None
 
     @property
     def doses(self) -> tuple[Dose, ...]:
@@ -107,6 +113,10 @@ class Planned:
             edge=edge,
         )
         experiment.cells(self.subject.config)  # wrong settings are told now, not when it runs
+        return self.on_model(experiment)
+
+    def on_model(self, experiment: Experiment) -> ExperimentNode:
+        """The node that does an experiment on the model."""
         return self.subject.on_model(experiment)
 
 

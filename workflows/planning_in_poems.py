@@ -1,10 +1,14 @@
-"""Does a line's end hang on a plan made before it is written? Features of the rhyme, exchanged at every
-position.
+"""Do features at an earlier token decide the word a text ends on? Exchanged at every position.
 
-At each position of a poem the features of the expected rhyme are suppressed and one of another word is
-injected, at all layers they write to; the probability of that word at the poem's end is followed (figure
-13 of Lindsey et al. 2025, "On the Biology of a Large Language Model"; stages/features/effects/sweeps.py).
-Where it rises, the end of the line reads what was put there.
+At each position of a poem, or of another text, the features of the expected word are suppressed and one of
+another word is injected, at all layers they write to; the probability of that word at the end is followed
+(figure 13 of Lindsey et al. 2025, "On the Biology of a Large Language Model";
+stages/features/effects/sweeps.py). Where it rises, the end reads what was put there.
+
+That alone says nothing of the feature: what a change of its size does at that place is its null, random
+features of the same layer that write as much, with the same suppression. Beside it stand the parts of the
+exchange, other facts of the same kind on which nothing was chosen, and facts of other kinds
+(material/feature_controls.py).
 
 The suppression moves with the injection. Prompts end in a space of their own, as in the published runs.
 """
@@ -20,9 +24,11 @@ import numpy as np
 from ..stages.logits.lens import format_probability, format_token
 from .feature_injection import Planned, feature_json
 from .material.answers import named
+from .material.exchange_views import exchange_findings, parts_table
+from .material.feature_controls import FeatureControls
 from .material.feature_presets import chosen_preset
-from .settings import InjectionSettings, setting
-from .views import Bars, Data, Figure, Line, Lines, Table, View
+from .settings import ControlSettings, InjectionSettings, setting
+from .views import Bars, Data, Figure, Findings, Line, Lines, Table, View
 from .workflow import Workflow, loaded
 
 if TYPE_CHECKING:
@@ -37,9 +43,14 @@ SHOWN = 12
 
 
 @dataclass(frozen=True)
-class PlanningInPoemsSettings(InjectionSettings):
+class PlanningInPoemsSettings(ControlSettings, InjectionSettings):
     """What `--set` can change; what is left empty is the preset's."""
 
+    site: str = setting(
+        "",
+        "where the claim is made: a token of the prompt, or its position; none: the preset's, and for a "
+        "prompt of your own the best of all, as each control is",
+    )
     suppress_word: str = setting("", "word the suppressed features stand for, one token")
     inject_word: str = setting("", "word the injected feature stands for, one token")
 
@@ -48,7 +59,7 @@ class PlanningInPoems(Workflow):
     """Suppress and inject, position by position."""
 
     name = "planning_in_poems"
-    question = "Does a line's end hang on a plan made before it is written?"
+    question = "Do features at an earlier token decide the word a text ends on?"
     settings_type = PlanningInPoemsSettings
     settings: PlanningInPoemsSettings
 
@@ -57,10 +68,14 @@ class PlanningInPoems(Workflow):
 
     def __init__(self, settings: PlanningInPoemsSettings, model: Model | None = None) -> None:
         super().__init__(settings)
-        preset = chosen_preset(settings)
-        self.planned = Planned(preset, model, settings, ending=preset.ending)
+        preset = chosen_preset(settings, keep_site=False)
+        self.planned = planned = Planned(preset, model, settings, ending=preset.ending)
         words = (preset.inject_word, preset.suppress_word)
-        self.nodes = {"sweep": self.planned.sweep(self.planned.doses, (preset.strength,), words)}
+        self.controls = FeatureControls(
+            planned, planned.doses, preset.strength, words, settings, preset.looked_at
+        )
+        sweep = planned.sweep(planned.doses, (preset.strength,), words)
+        self.nodes = {"sweep": sweep, **self.controls.nodes}
 
     def views(self) -> Iterator[View]:
         """The positions that change most, in their order, and the probability at every position."""
@@ -81,8 +96,11 @@ class PlanningInPoems(Workflow):
             }
             for place, token in enumerate(planned.tokens)
         ]
+        yield Findings.of(*exchange_findings(self.controls, self.result), caption=preset.found)
+        yield parts_table(self.controls, self.result)
         yield Data(
             json={
+                "kind": preset.kind,
                 "model": planned.subject.files.name,
                 "clt_repo": preset.dictionary,
                 "prompt": planned.prompt,

@@ -121,6 +121,9 @@ class InjectionSettings(ModelSettings):
     strength: NotNegative = setting(
         0.0, "units added and taken away; 0: the preset's, 10 in the published ones"
     )
+    looked_at: Natural = setting(
+        0, "features tried on this prompt before the injected one was chosen; 0: the preset's, or 1"
+    )
 
 
 @dataclass(frozen=True)

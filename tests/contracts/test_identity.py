@@ -37,7 +37,8 @@ from mizarr.stages.causal.tracing import CausalTracing
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.effects.activity import FeatureActivity
 from mizarr.stages.features.effects.alignment import DecoderSearch
-from mizarr.stages.features.effects.ranked import RankedSweep, RankedTrace
+from mizarr.stages.features.effects.exchanges import FeatureExchanges
+from mizarr.stages.features.effects.ranked import RankedExchanges, RankedSweep, RankedTrace
 from mizarr.stages.features.effects.sweeps import Dose, InjectionSweep
 from mizarr.stages.features.layers.layout import Layout
 from mizarr.stages.forward.architectures.points import HookPoint
@@ -221,6 +222,23 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
             "edge": (2, 1),
         },
     ),
+    FeatureExchanges: (
+        {
+            **NAMED,
+            "places": (((1, 2, 3), 1),),
+            "exchanges": ((Dose(0, 1),),),
+            "strength": 1.0,
+            "words": (4,),
+        },
+        {
+            **OF_NAMED,
+            "places": (((1, 2, 3), 2),),
+            "exchanges": ((Dose(0, 1, like="L0:2"),),),
+            "strength": 2.0,
+            "words": (5,),
+            "edge": True,
+        },
+    ),
     RankedSweep: (
         {**NAMED, "tokens": (1, 2), "word": 3, "target": 1},
         {
@@ -233,6 +251,23 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
             "inject": "ranked",
             "strength": 2.0,
             "words": (5,),
+        },
+    ),
+    RankedExchanges: (
+        {**NAMED, "tokens": (1, 2), "word": 3, "target": 1},
+        {
+            **OF_NAMED,
+            "tokens": (1, 4),
+            "word": 4,
+            "target": 0,
+            "over_targets": True,
+            "suppress": 2,
+            "inject": "ranked",
+            "strength": 2.0,
+            "words": (5,),
+            "positions": (1,),
+            "draws": 3,
+            "seed": 1,
         },
     ),
     RankedTrace: (
@@ -276,7 +311,14 @@ NOT_IN_A_KEY = {
             kind,
             "dictionary",
         ): "where the dictionary lies; `features` is what it is, and is checked when it is opened"
-        for kind in (FeatureActivity, DecoderSearch, InjectionSweep, RankedSweep, RankedTrace)
+        for kind in (
+            FeatureActivity,
+            DecoderSearch,
+            InjectionSweep,
+            FeatureExchanges,
+            RankedSweep,
+            RankedTrace,
+        )
     },
     (
         GenerationSettings,

@@ -142,6 +142,11 @@ ONLY_SHOWN = {
     ("steering_dose_response", "layer"): "which of all layers, all of them computed, is told in full",
     ("steering_dose_response", "ratio"): "what is read off the stored curve",
     ("steering_convergence", "threshold"): "what is read off the stored curve",
+    **{
+        (name, "looked_at"): "how many chances the null counts"
+        for name in ("planning_in_poems", "attention_routing", "correction_test", "clt_vs_plt")
+    },
+    ("correction_test", "correct_looked_at"): "how many chances the null counts",
     ("correction_test", "head"): "which of all heads, all of them stored, is told",
     ("sae_features", "position"): "which of all positions, all of them stored, is told",
     ("sae_features", "top_k"): "rows of a table",

@@ -27,15 +27,15 @@ GEMMA_POEM = (
     "She wandered in the dark about,\nAnd found a hidden passage"
 )
 # The specimen's own: a fact it has learned, "French" with 0.99. How the features were found, all with the
-# dictionary that ships:
+# dictionary that ships, and all but the site by looking at this prompt, which `looked_at` counts:
 #   site      the last token of the name, "in" of "Calvin". Of all features injected one by one at each place
 #             (strength 10), only those there, or at the last token itself, raise " English" above 0.03.
 #   suppress  the three features at the site with most influence in the attribution graph of " French"
 #             (mizarr.attribution_graph(..., targets=[" French"])).
-#   inject    fires on both last tokens of "Andrew Jackson", whose mother tongue is English; of the features
-#             that fire there, the one that raises " English" most when injected at the site.
-#   correct   of all features of layers 0 and 1, written from layer 1 on, the one that brings " French" back
-#             most at strength 20. Written from layer 2 on none makes it the likeliest again: too late.
+#   inject    fires on both last tokens of "Andrew Jackson", whose mother tongue is English; of the 60
+#             features that fire there, the one that raises " English" most when injected at the site.
+#   correct   of all 960 features of layers 0 and 1, written from layer 1 on, the one that brings " French"
+#             back most at strength 20. Written from layer 2 on none makes it the likeliest again: too late.
 #   strength  large enough for " English" to become the likeliest, small enough to be taken back below 20.
 SPECIMEN_FACT = "The mother tongue of John Calvin is"
 
@@ -48,7 +48,8 @@ class FeaturePreset:
     suppress, inject: features, "layer:index". suppress_word, inject_word: words they stand for, each one
     token. site: word of the prompt at whose last token the plan is thought to lie. correct...: a second
     injection that takes the first one back, into layers from correct_from_layer on. per_layer: transcoders
-    to compare with.
+    to compare with. kind: what sort of text the prompt is. looked_at, correct_looked_at: how many features
+    were tried on this prompt before the injected, the correcting one was chosen; found: how, in a sentence.
     """
 
     model: str
@@ -65,6 +66,10 @@ class FeaturePreset:
     correct_word: str = ""
     correct_from_layer: int = 0
     per_layer: str = ""
+    kind: str = "poem"
+    looked_at: int = 1
+    correct_looked_at: int = 1
+    found: str = "As published; how many features were tried before is not told."
 
 
 PRESETS = {
@@ -83,6 +88,13 @@ PRESETS = {
         correct_word="French",
         correct_from_layer=1,
         per_layer="specimen/plt",
+        kind="fact",
+        looked_at=60,
+        correct_looked_at=960,
+        found="Chosen by looking at this fact: what is suppressed has most influence in its attribution "
+        "graph; what is injected raises ' English' most of the 60 features that fire on both last tokens of "
+        "'Andrew Jackson'; the strength is one that suffices; what corrects brings ' French' back most of "
+        "the 960 features of layers 0 and 1.",
     ),
     "llama3.2-1b-524k": FeaturePreset(
         model="meta-llama/Llama-3.2-1B",
@@ -131,12 +143,23 @@ def preset_of(name: str, presets: Mapping[str, T]) -> T:
     return presets[name]
 
 
-def chosen_preset(settings: Any) -> FeaturePreset:
+def chosen_preset(settings: Any, *, keep_site: bool = True) -> FeaturePreset:
     """The preset that a workflow's settings name, with what they set of its fields in its place.
 
-    What is empty or 0 is the preset's; ("none",) means no features. Raises ConfigError for an unknown preset.
+    What is empty or 0 is the preset's; ("none",) means no features. A prompt of one's own is of no kind, and
+    features named for it, or put to it, were not chosen by looking at it unless `looked_at` says so.
+    keep_site: whether the preset's site counts for a prompt of one's own too. Raises ConfigError for an
+    unknown preset.
     """
     names = [field.name for field in fields(FeaturePreset) if hasattr(settings, field.name)]
     given = {name: value for name in names if (value := getattr(settings, name))}
     given = {name: () if value == ("none",) else value for name, value in given.items()}
-    return replace(preset_of(settings.preset, PRESETS), **given)
+    own: dict[str, Any] = {}
+    if "prompt" in given:
+        own = {"kind": "prompt", "looked_at": 1, "correct_looked_at": 1, "found": ""}
+        own |= {} if keep_site else {"site": ""}
+    if "inject" in given:
+        own |= {"looked_at": 1, "found": ""}
+    if "correct" in given:
+        own |= {"correct_looked_at": 1, "found": ""}
+    return replace(preset_of(settings.preset, PRESETS), **own | given)

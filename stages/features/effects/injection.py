@@ -17,6 +17,7 @@ Border: a dictionary and numbers in, a HookSpec out; the run planner computes wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ from ..layers.layout import FeatureId, told
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Injection", "added", "clamped", "injected"]
+__all__ = ["Injection", "added", "clamped", "injected", "written_norm"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,15 @@ def added(dictionary: Dictionary, injections: Iterable[Injection]) -> dict[int, 
                 vector = injection.strength * dictionary.decoder_vector(feature, target)
                 sums[target] = sums[target] + vector if target in sums else vector
     return dict(sorted(sums.items()))
+
+
+def written_norm(dictionary: Dictionary, feature: FeatureId | str, from_layer: int | None = None) -> float:
+    """Norm of what a unit of a feature writes, to all its layers together, or to those from one on.
+
+    Raises DictionaryError as `added`.
+    """
+    vectors = added(dictionary, [Injection(feature, 1.0, from_layer)]).values()
+    return math.sqrt(sum(float(vector.double().square().sum()) for vector in vectors))
 
 
 def injected(

@@ -28,7 +28,8 @@ from ..dictionary import Dictionary
 from ..of_dictionary import OfDictionary
 from .activity import as_rows
 from .alignment import Scored, align, align_over_targets
-from .sweeps import Dose, InjectionSweep, sweep_outputs
+from .exchanges import FeatureExchanges
+from .sweeps import Dose, InjectionSweep, in_place_of, sweep_outputs
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from ...forward.hooks.cache import HookCache
     from ...forward.models.model import Model
 
-__all__ = ["RankedSweep", "RankedTrace"]
+__all__ = ["RankedExchanges", "RankedSweep", "RankedTrace"]
 
 BINS = 32
 _Prepared = tuple[InjectionSweep, Any, list[Scored]]
@@ -102,6 +103,13 @@ class RankedSweep(_Ranked):
         """The sweep that the ranking asks for, what that needs, and its features: suppressed ones, then
         injected.
         """
+        _, chosen, doses = self._ranking(model)
+        names = (self.tokens, self.dictionary, self.features)
+        sweep = InjectionSweep(*names, tuple(doses), (self.strength,), self.words)
+        return sweep, sweep.prepare(model), chosen
+
+    def _ranking(self, model: Model) -> tuple[Dictionary, list[Scored], list[Dose]]:
+        """The dictionary, and the features that are suppressed and injected, with their doses."""
         dictionary, direction = self._opened(model)
         (same,) = align(dictionary, direction, self.target, max(self.suppress, 1))
         ranked = same
@@ -117,9 +125,7 @@ class RankedSweep(_Ranked):
             best = (ranked if self.inject == "ranked" else same)[0]
             chosen = [*chosen, best]
             doses.append(Dose(best.feature.layer, best.feature.index, fixed=self.strength))
-        names = (self.tokens, self.dictionary, self.features)
-        sweep = InjectionSweep(*names, tuple(doses), (self.strength,), self.words)
-        return sweep, sweep.prepare(model), chosen
+        return dictionary, chosen, doses
 
     def runs(self, prepared: _Prepared, cell: CellLabels) -> list[Run]:
         """One per position."""
@@ -137,6 +143,45 @@ class RankedSweep(_Ranked):
     @property
     def _cell(self) -> CellLabels:
         return {"strength": self.strength}
+
+
+@dataclass(frozen=True)
+class RankedExchanges(RankedSweep):
+    """The same at some positions, and as often with random features of the same layers that write as much in
+    the place of all that are exchanged: a null.
+
+    positions: of the prompt. draws: how often; seed: of the first, the next ones follow.
+    """
+
+    name: ClassVar[str] = "ranked_exchanges"
+    version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = FeatureExchanges.outputs
+
+    positions: tuple[int, ...] = (0,)
+    draws: int = 50
+    seed: int = 0
+
+    def prepare(self, model: Model) -> Any:
+        """The exchanges that the ranking asks for, what they need, and the features of the first."""
+        dictionary, chosen, doses = self._ranking(model)
+        drawn = [
+            tuple(in_place_of(doses, dictionary.n_features, seed=self.seed + i)) for i in range(self.draws)
+        ]
+        exchanges = FeatureExchanges(
+            tuple((self.tokens, position) for position in self.positions),
+            self.dictionary,
+            self.features,
+            (tuple(doses), *drawn),
+            self.strength,
+            self.words,
+        )
+        return exchanges, exchanges.prepare(model), chosen
+
+    def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
+        """As `FeatureExchanges` gives it, the ranked features first, with their names."""
+        exchanges, needed, chosen = prepared
+        found: xr.Dataset = exchanges.dataset(needed, self._cell, measured)
+        return found.assign_coords(_features(chosen))
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import numpy as np
 
 from ....pipeline import Output
 from ....store.errors import InterventionError, PromptError
+from ...causal.controls import chosen_at_random
 from ...causal.effects import array, check_tokens, read_logits
 from ...causal.metrics import kl_divergence, log_softmax
 from ...forward.hooks.interventions import AddAtPositions
@@ -31,7 +32,7 @@ from ...forward.runs.run import Run
 from ..dictionary import Dictionary
 from ..layers.layout import FeatureId
 from ..of_dictionary import OfDictionary
-from .injection import Injection, injected
+from .injection import Injection, injected, written_norm
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -40,24 +41,70 @@ if TYPE_CHECKING:
     from ...forward.hooks.cache import HookCache
     from ...forward.models.model import Model
 
-__all__ = ["Dose", "InjectionSweep"]
+__all__ = ["Dose", "InjectionSweep", "in_place_of", "random_like"]
 
 
 @dataclass(frozen=True)
 class Dose:
-    """A feature of a sweep: its strength is `fixed` + `factor` times the strength of the run."""
+    """A feature of a sweep: its strength is `fixed` + `factor` times the strength of the run.
+
+    like: a feature as text ("L0:128"); the strength is scaled so that as much is written as by that one, as
+    norms over all layers written to together: what makes a random feature a control.
+    """
 
     layer: int
     index: int
     factor: float = 0.0
     fixed: float = 0.0
     from_layer: int | None = None
+    like: str | None = None
 
-    def at(self, strength: float) -> Injection:
-        """The injection of a run."""
-        return Injection(
-            FeatureId(self.layer, self.index), self.fixed + self.factor * strength, self.from_layer
-        )
+    def params(self) -> dict[str, Any]:
+        """Plain values; what a dose of its own strength has no word for is left out."""
+        return {key: value for key, value in vars(self).items() if key != "like" or value is not None}
+
+    def at(self, strength: float, dictionary: Dictionary) -> Injection:
+        """The injection of a run. Raises InterventionError for a feature that writes nothing to be scaled."""
+        feature, amount = FeatureId(self.layer, self.index), self.fixed + self.factor * strength
+        if self.like is not None:
+            own = written_norm(dictionary, feature, self.from_layer)
+            if own == 0:
+                raise InterventionError(
+                    f"expected {feature} to write as much as {self.like}, found that it writes nothing; "
+                    "draw others: another seed"
+                )
+            amount *= written_norm(dictionary, self.like, self.from_layer) / own
+        return Injection(feature, amount, self.from_layer)
+
+
+def random_like(
+    dose: Dose, count: int, n_features: int, *, seed: int, without: Sequence[Dose] = ()
+) -> list[Dose]:
+    """The same dose of other features of the layer, drawn at random, each as much as it writes.
+
+    n_features: of the layer. without: doses whose features are not drawn either. Fewer where there are fewer.
+    """
+    taken = [each.index for each in (dose, *without) if each.layer == dose.layer]
+    drawn = chosen_at_random(range(n_features), count, seed=seed, without=taken)
+    return [replace(dose, index=index, like=str(FeatureId(dose.layer, dose.index))) for index in drawn]
+
+
+def in_place_of(doses: Sequence[Dose], n_features: int, *, seed: int) -> list[Dose]:
+    """Every feature exchanged for one of its layer drawn at random without any of them; one that is dosed
+    twice stays one. Raises InterventionError where a layer has too few."""
+    found: dict[tuple[int, int], int] = {}
+    for layer in dict.fromkeys(dose.layer for dose in doses):
+        own = list(dict.fromkeys(dose.index for dose in doses if dose.layer == layer))
+        if 2 * len(own) > n_features:
+            raise InterventionError(
+                f"expected {len(own)} other features of layer {layer} to draw, found {n_features - len(own)}"
+            )
+        drawn = chosen_at_random(range(n_features), len(own), seed=seed, without=own)
+        found |= {(layer, index): other for index, other in zip(own, drawn, strict=True)}
+    return [
+        replace(dose, index=found[dose.layer, dose.index], like=str(FeatureId(dose.layer, dose.index)))
+        for dose in doses
+    ]
 
 
 _MEASURES: Mapping[str, Output] = {
@@ -112,7 +159,7 @@ class InjectionSweep(OfDictionary):
         own = {
             key: value for key, value in vars(self).items() if key not in ("dictionary", "strengths", "doses")
         }
-        return own | {"doses": [vars(dose) for dose in self.doses]}
+        return own | {"doses": [dose.params() for dose in self.doses]}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One per strength."""
@@ -143,7 +190,7 @@ class InjectionSweep(OfDictionary):
 
     def runs(self, prepared: tuple[Dictionary, dict[str, Any]], cell: CellLabels) -> list[Run]:
         """One per position."""
-        injections = [dose.at(cell["strength"]) for dose in self.doses]
+        injections = [dose.at(cell["strength"], prepared[0]) for dose in self.doses]
         return [
             Run(self.tokens, injected(prepared[0], injections, [place]).extend(self._captures()), self._want)
             for place in self._positions

@@ -12,7 +12,8 @@ import mizarr
 from mizarr.pipeline import run
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.effects.injection import Injection, added, clamped, injected
-from mizarr.stages.features.effects.sweeps import Dose, InjectionSweep
+from mizarr.stages.features.effects.sweeps import Dose, InjectionSweep, in_place_of, random_like
+from mizarr.store.errors import InterventionError
 
 from ....random_dictionaries import draw, save_random_clt, write_config, write_plt, write_saelens
 
@@ -227,3 +228,59 @@ def test_positions_of_a_clamp_count_from_the_start(model: mizarr.Model, clt: Dic
         clamped(clt, {"2:1": 1.0}, [-1], active)
     with pytest.raises(mizarr.MizarrError, match="at least one feature"):
         clamped(clt, {}, [1], active)
+
+
+def test_a_dose_like_another_writes_as_much_to_all_layers_together(clt: Dictionary):
+    def norm(index: int, strength: float, first: int) -> float:
+        part = clt.layer(2)
+        return float(torch.cat([strength * part.W_dec[m][index] for m in range(first, LAYERS)]).norm())
+
+    plain, scaled = Dose(2, 7, factor=1.5, fixed=1.0), Dose(2, 3, factor=1.5, fixed=1.0, like="L2:7")
+    assert plain.at(2.0, clt).strength == 4.0
+    assert norm(3, scaled.at(2.0, clt).strength, 2) == pytest.approx(norm(7, 4.0, 2), rel=1e-6)
+    late = Dose(2, 3, factor=-1.0, from_layer=4, like="L2:7").at(2.0, clt)
+    assert (late.from_layer, late.strength < 0) == (4, True)
+    assert norm(3, late.strength, 4) == pytest.approx(norm(7, -2.0, 4), rel=1e-6)
+    assert norm(3, late.strength, 2) != pytest.approx(norm(7, -2.0, 2), rel=1e-3)
+
+
+def test_a_dose_of_its_own_strength_keeps_its_key(clt: Dictionary):
+    def params(**given: str):
+        sweep = InjectionSweep(PROMPT, clt.name, clt.identity, (Dose(3, 2, 1.0, **given),), (1.0,), (8,))
+        return sweep.params()["doses"]
+
+    plain = {"layer": 3, "index": 2, "factor": 1.0, "fixed": 0.0, "from_layer": None}
+    assert params() == [plain]
+    assert params(like="L3:5") == [plain | {"like": "L3:5"}]
+
+
+def test_a_sweep_scales_what_it_injects(model: mizarr.Model, clt: Dictionary, tmp_path: Path):
+    sweep = InjectionSweep(
+        PROMPT, clt.name, clt.identity, (Dose(3, 2, 1.0, like="L3:5"),), (6.0,), (8,), positions=(2,)
+    )
+    store = mizarr.open_store(tmp_path / "store")
+    run(node := sweep.on(model), store, quiet=True)
+    theirs, own = (torch.cat([clt.layer(3).W_dec[m][i] for m in (3, 4, 5)]).norm() for i in (5, 2))
+    hooks = injected(clt, [Injection("3:2", 6.0 * float(theirs / own))], [2])
+    logprob = model.forward([list(PROMPT)], hooks).logits[0, -1].double().log_softmax(-1)
+    np.testing.assert_allclose(node.open(store)["logprob"].squeeze(), logprob[8], rtol=1e-5)
+
+
+def test_random_doses_are_others_of_the_layer():
+    dose, other = Dose(2, 7, factor=1.0), Dose(2, 3, factor=-1.0)
+    drawn = random_like(dose, 50, 12, seed=0, without=[other, Dose(1, 5)])
+    assert sorted(one.index for one in drawn) == [0, 1, 2, 4, 5, 6, 8, 9, 10, 11]
+    assert {(one.layer, one.factor, one.like) for one in drawn} == {(2, 1.0, "L2:7")}
+    assert random_like(dose, 4, 12, seed=1) != random_like(dose, 4, 12, seed=0)
+
+
+def test_what_stands_in_for_several_features_keeps_who_is_who():
+    doses = [Dose(2, 7, fixed=-3.0), Dose(2, 3, fixed=-3.0), Dose(1, 4, fixed=-3.0), Dose(2, 7, fixed=3.0)]
+    drawn = in_place_of(doses, 12, seed=5)
+    assert drawn[0].index == drawn[3].index != drawn[1].index
+    assert not {(one.layer, one.index) for one in drawn} & {(2, 7), (2, 3), (1, 4)}
+    assert [(one.layer, one.fixed, one.like) for one in drawn] == [
+        (2, -3.0, "L2:7"), (2, -3.0, "L2:3"), (1, -3.0, "L1:4"), (2, 3.0, "L2:7"),
+    ]  # fmt: skip
+    with pytest.raises(InterventionError, match="expected 2 other features of layer 2 to draw, found 1"):
+        in_place_of(doses, 3, seed=5)
