@@ -1,7 +1,7 @@
 """Which heads and layers does the answer need? Ablation of each by itself.
 
 The output of one head, or of the attention or the MLP of one layer, is replaced by zero, or by its mean
-over reference prompts, which is fairer, as nothing reads a zero in training (stages/causal/ablation.py;
+over reference prompts, which is fairer, as nothing reads a zero in training (stages/causal/grids/ablation.py;
 Wang et al. 2022, "Interpretability in the Wild", section 2). KL from the run as it is says how much the
 next token hangs on it, the target's probability in which direction.
 
@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..stages.causal.ablation import Ablation
 from ..stages.causal.controls import Null, chosen_at_random
 from ..stages.causal.draws import AtOnce
-from ..stages.causal.patching_metrics import KL, Metric, Probability
+from ..stages.causal.grids.ablation import Ablation
+from ..stages.causal.grids.patching_metrics import KL, Metric, Probability
 from ..stages.logits.lens import format_probability, format_token
 from ..store.arrays import Floats
 from ..store.errors import ConfigError

@@ -2,7 +2,7 @@
 
 A clean prompt and a corrupted one of as many tokens differ in their subject. The corrupted prompt is run
 with one state of the clean run put in, layer by layer and position by position
-(stages/causal/patching.py); recovery says how much of the clean prediction comes back: 1 - KL(clean ||
+(stages/causal/grids/patching.py); recovery says how much of the clean prediction comes back: 1 - KL(clean ||
 patched) / KL(clean || corrupted), 0 as corrupted, 1 as clean, not clipped.
 
 Defaults: two pairs of shipped facts on the specimen; for other models candle-mi's France and Space Needle. Of
@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ..stages.causal.draws import AtOnce
-from ..stages.causal.patching import ActivationPatching, DonorPatching, common_ends
-from ..stages.causal.patching_grid import HEAD_KINDS, HIDDEN_KINDS, KINDS
-from ..stages.causal.patching_metrics import KL, Metric, Probability, Recovery
+from ..stages.causal.grids.patching import ActivationPatching, DonorPatching, common_ends
+from ..stages.causal.grids.patching_grid import HEAD_KINDS, HIDDEN_KINDS, KINDS
+from ..stages.causal.grids.patching_metrics import KL, Metric, Probability, Recovery
 from ..stages.logits.lens import format_probability, format_token
 from ..store.errors import ConfigError
 from .material.answers import SPECIMEN, answer_pieces, encoded, named

@@ -2,7 +2,7 @@
 
 Noise on the embeddings of the subject takes the answer away; then one state of the clean run is put back,
 layer by layer and position by position, and the answer's probability says how much of it returns
-(stages/causal/tracing.py; Meng et al. 2022, "Locating and Editing Factual Associations in GPT", section
+(stages/causal/grids/tracing.py; Meng et al. 2022, "Locating and Editing Factual Associations in GPT", section
 2). Numbers are means over several noises.
 
 Defaults: a shipped fact on the specimen, for other models candle-mi's France. Noise as in the paper, 3
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.causal.patching import common_ends
-from ..stages.causal.patching_grid import HIDDEN_KINDS
-from ..stages.causal.patching_metrics import Probability
-from ..stages.causal.tracing import CausalTracing
+from ..stages.causal.grids.patching import common_ends
+from ..stages.causal.grids.patching_grid import HIDDEN_KINDS
+from ..stages.causal.grids.patching_metrics import Probability
+from ..stages.causal.grids.tracing import CausalTracing
 from ..stages.corpus.positions import phrase_tokens
 from ..stages.logits.lens import format_probability, format_token
 from ..store.errors import ConfigError

@@ -131,14 +131,15 @@ def interval(values: Any, share: float = 0.95, seed: int = 0) -> tuple[float, fl
     return float(low), float(high)
 
 
-def random_means(others: Any, count: int, *, seed: int) -> Floats:
+def random_means(causes: Any, count: int, *, seed: int) -> Floats:
     """Means over prompts of a cause drawn anew in each of them: float64 [draw].
 
-    others: the measure under the other causes of every prompt, float [prompt, cause]. This is the null of an
-    effect that is a mean over prompts: which cause it was says nothing, within any prompt (a randomisation
-    test in blocks, Edgington & Onghena 2007, ch. 6).
+    causes: the measure under every cause of every prompt, the one that is told among them, float [prompt,
+    cause]. This is the null of an effect that is a mean over prompts: which cause it was says nothing, within
+    any prompt (a randomisation test in blocks, Edgington & Onghena 2007, ch. 6). Without the told cause, few
+    others would make p too small.
     """
-    held = np.asarray(others, np.float64)
+    held = np.asarray(causes, np.float64)
     drawn = np.random.default_rng(seed).integers(held.shape[1], size=(count, held.shape[0]))
     found: Floats = held[np.arange(held.shape[0]), drawn].mean(axis=1)
     return found

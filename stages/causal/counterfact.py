@@ -30,10 +30,10 @@ from ..forward.hooks.interventions import Replace
 from ..forward.hooks.spec import HookSpec
 from ..forward.runs.experiment import CellLabels, Experiment
 from ..forward.runs.run import Run, stream
+from .grids.patching import common_ends
+from .grids.patching_grid import in_range, points
+from .grids.patching_results import Blank, as_vector
 from .metrics import kl_divergence
-from .patching import common_ends
-from .patching_grid import in_range, points
-from .patching_results import Blank, as_vector
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -29,7 +29,7 @@ from ...store.errors import PromptError
 from ..forward.runs.experiment import CellLabels
 from ..forward.runs.run import Run
 from .counterfact import SAID, OnPairs, Pairs, attention_to, blocks_of, cell_of, pair_of, patched, said
-from .patching_grid import in_range, points
+from .grids.patching_grid import in_range, points
 
 if TYPE_CHECKING:
     import xarray as xr

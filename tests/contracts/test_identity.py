@@ -22,18 +22,25 @@ import xarray as xr
 
 from mizarr import stages
 from mizarr.pipeline import ConstantNode, Stage, run, stage
-from mizarr.stages.causal.ablation import Ablation
 from mizarr.stages.causal.continuation import Continuation
 from mizarr.stages.causal.convergence import ContrastiveVectors, PushedStates
 from mizarr.stages.causal.counterfact import CounterFactPatching, Pair
 from mizarr.stages.causal.draws import AtOnce, Draws
 from mizarr.stages.causal.factual_routing import FactualRouting
+from mizarr.stages.causal.grids.ablation import Ablation
+from mizarr.stages.causal.grids.patching import ActivationPatching, DonorPatching, PatchTable
+from mizarr.stages.causal.grids.patching_metrics import (
+    KL,
+    Custom,
+    LogitDifference,
+    Metric,
+    Probability,
+    Recovery,
+)
+from mizarr.stages.causal.grids.tracing import CausalTracing
 from mizarr.stages.causal.knockout import EdgeKnockout, HeadKnockout
-from mizarr.stages.causal.patching import ActivationPatching, DonorPatching, PatchTable
-from mizarr.stages.causal.patching_metrics import KL, Custom, LogitDifference, Metric, Probability, Recovery
 from mizarr.stages.causal.random_pushes import RandomPushes
 from mizarr.stages.causal.steering import DoseResponse
-from mizarr.stages.causal.tracing import CausalTracing
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.effects.activity import FeatureActivity
 from mizarr.stages.features.effects.alignment import DecoderSearch

@@ -494,9 +494,9 @@ class UserMachine(RuleBasedStateMachine):
 def experiments() -> tuple[Any, ...]:
     """One small experiment of each kind; all on prompts of ids, so that tokenizers do not choose them."""
     from mizarr.stages.causal.continuation import Continuation
+    from mizarr.stages.causal.grids.patching import ActivationPatching
+    from mizarr.stages.causal.grids.patching_metrics import KL, LogitDifference
     from mizarr.stages.causal.knockout import EdgeKnockout, HeadKnockout
-    from mizarr.stages.causal.patching import ActivationPatching
-    from mizarr.stages.causal.patching_metrics import KL, LogitDifference
     from mizarr.stages.causal.steering import DoseResponse
     from mizarr.stages.forward.generation.continuations import GenerationSettings
 

@@ -16,7 +16,7 @@ for _name in (
     "mizarr.stages.graph.rows.attribute",
     "mizarr.stages.graph.prepare",
     "mizarr.stages.causal.knockout",
-    "mizarr.stages.causal.patching",
+    "mizarr.stages.causal.grids.patching",
     "mizarr.stages.causal.steering",
     "mizarr.workflows.logit_lens",
 ):

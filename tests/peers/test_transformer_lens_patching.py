@@ -16,13 +16,13 @@ import pytest
 
 import mizarr
 from mizarr.pipeline import run
-from mizarr.stages.causal.patching import (
+from mizarr.stages.causal.grids.patching import (
     ActivationPatching,
     block_every,
     head_all_pos_every,
     head_by_pos_every,
 )
-from mizarr.stages.causal.patching_metrics import LogitDifference
+from mizarr.stages.causal.grids.patching_metrics import LogitDifference
 
 from ..stages.forward.random_models import save_random_model
 

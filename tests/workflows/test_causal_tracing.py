@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 import mizarr
-from mizarr.stages.causal.tracing import CausalTracing, embedding_deviation
+from mizarr.stages.causal.grids.tracing import CausalTracing, embedding_deviation
 from mizarr.store.errors import ConfigError, PromptError
 from mizarr.workflows import build, compute
 

@@ -21,22 +21,7 @@ from mizarr.stages.forward.networks.weights import expected_tensors
 from mizarr.workflows import WORKFLOWS, compute
 
 SPECIMEN = Path(mizarr.__file__).parent / "stages" / "forward" / "specimen"
-WITHOUT = {
-    "ablation",
-    "activation_patching",
-    "attention_knockout",
-    "attention_routing",
-    "attribution_graph",
-    "causal_tracing",
-    "clt_probe",
-    "clt_vs_plt",
-    "correction_test",
-    "counterfact_patching",
-    "factual_routing",
-    "planning_in_poems",
-    "sae_features",
-    "steering_dose_response",
-}
+WITHOUT = {"causal_tracing"}
 """Workflows that have neither findings nor a sentence on what they describe, yet."""
 
 

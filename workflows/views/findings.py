@@ -59,8 +59,8 @@ class Finding:
         **told: Any,
     ) -> Finding:
         """A claim about several prompts: the mean of `effects` [prompt], beside means over these prompts of
-        one of `others` [prompt, cause] drawn in each. told: further fields."""
-        null = Null(random_means(others, draws, seed=seed), of, side)
+        one cause drawn in each, from `others` [prompt, cause] and the cause itself. told: further fields."""
+        null = Null(random_means(np.column_stack([effects, others]), draws, seed=seed), of, side)
         return cls(
             claim,
             float(np.mean(effects)),

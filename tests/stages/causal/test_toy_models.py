@@ -8,9 +8,9 @@ import pytest
 import mizarr
 from mizarr.pipeline import run
 from mizarr.stages.causal.controls import Null
+from mizarr.stages.causal.grids.patching import ActivationPatching
+from mizarr.stages.causal.grids.patching_metrics import KL
 from mizarr.stages.causal.knockout import EdgeKnockout
-from mizarr.stages.causal.patching import ActivationPatching
-from mizarr.stages.causal.patching_metrics import KL
 from mizarr.store import open_store
 from mizarr.workflows import compute
 

@@ -11,9 +11,9 @@ import xarray as xr
 
 import mizarr
 from mizarr.pipeline import Output, run
-from mizarr.stages.causal.patching import ActivationPatching
-from mizarr.stages.causal.patching_grid import HEAD_KINDS
-from mizarr.stages.causal.patching_metrics import KL, LogitDifference, Recovery
+from mizarr.stages.causal.grids.patching import ActivationPatching
+from mizarr.stages.causal.grids.patching_grid import HEAD_KINDS
+from mizarr.stages.causal.grids.patching_metrics import KL, LogitDifference, Recovery
 from mizarr.stages.forward.runs.experiment import CellLabels, Experiment
 from mizarr.store.errors import StageError
 

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ...pipeline import Output
-from ...store.arrays import Floats
-from ...store.errors import InterventionError, StageError, nearest
-from ..forward.architectures.points import BY_NAME, HookPoint
-from ..forward.hooks.spec import HookSpec
-from ..forward.hooks.wants import Logits
-from ..forward.runs.experiment import CellLabels, Experiment
-from ..forward.runs.run import Run
+from ....pipeline import Output
+from ....store.arrays import Floats
+from ....store.errors import InterventionError, StageError, nearest
+from ...forward.architectures.points import BY_NAME, HookPoint
+from ...forward.hooks.spec import HookSpec
+from ...forward.hooks.wants import Logits
+from ...forward.runs.experiment import CellLabels, Experiment
+from ...forward.runs.run import Run
 from .patching_metrics import Metric, Recovery, check_metrics, read, wanted
 from .patching_results import Blank, PreparedGrid, as_vector, metric_outputs, metrics_of, outputs_along, stack
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     import xarray as xr
     from torch import Tensor
 
-    from ..forward.architectures.architecture import Architecture
-    from ..forward.hooks.cache import HookCache
+    from ...forward.architectures.architecture import Architecture
+    from ...forward.hooks.cache import HookCache
 
 __all__ = ["HEAD_KINDS", "KINDS", "Grid", "GridPlace", "layer_window"]
 

@@ -22,20 +22,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ...store.errors import StageError
-from ..forward.architectures.points import HookPoint
-from ..forward.hooks.interventions import Add, Replace
-from ..forward.hooks.spec import HookSpec
-from ..forward.runs.run import Run, stream
+from ....store.errors import StageError
+from ...forward.architectures.points import HookPoint
+from ...forward.hooks.interventions import Add, Replace
+from ...forward.hooks.spec import HookSpec
+from ...forward.runs.run import Run, stream
 from .patching_grid import Grid, GridPlace, in_range, part_of, points, where
 from .patching_results import Blank, PreparedGrid, as_vector, token_texts
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ..forward.architectures.architecture import Architecture
-    from ..forward.models.model import Model
-    from ..forward.runs.experiment import CellLabels
+    from ...forward.architectures.architecture import Architecture
+    from ...forward.models.model import Model
+    from ...forward.runs.experiment import CellLabels
 
 __all__ = ["CausalTracing", "embedding_deviation"]
 

@@ -10,13 +10,13 @@ import torch
 
 import mizarr
 from mizarr.pipeline import run
-from mizarr.stages.causal.patching_metrics import KL, Probability, Recovery
-from mizarr.stages.causal.tracing import CausalTracing, embedding_deviation
+from mizarr.stages.causal.grids.patching_metrics import KL, Probability, Recovery
+from mizarr.stages.causal.grids.tracing import CausalTracing, embedding_deviation
 from mizarr.stages.forward.runs.run import plan
 from mizarr.store.errors import InterventionError, StageError
 
-from ..forward.random_models import save_random_model
-from ..reference_runs import Reference, put
+from ...forward.random_models import save_random_model
+from ...reference_runs import Reference, put
 
 TOKENS, SUBJECT, ANSWER = (0, 7, 42, 99, 5), (1, 2), 17
 LAYERS, SAMPLES = 3, 3

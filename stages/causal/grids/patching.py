@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ...pipeline import Output
-from ...store.errors import PromptError, StageError
-from ..forward.architectures.points import HookPoint
-from ..forward.hooks.interventions import Replace
-from ..forward.hooks.spec import HookSpec
-from ..forward.hooks.wants import Logits
-from ..forward.runs.experiment import CellLabels, Experiment
-from ..forward.runs.run import Run, stream
+from ....pipeline import Output
+from ....store.errors import PromptError, StageError
+from ...forward.architectures.points import HookPoint
+from ...forward.hooks.interventions import Replace
+from ...forward.hooks.spec import HookSpec
+from ...forward.hooks.wants import Logits
+from ...forward.runs.experiment import CellLabels, Experiment
+from ...forward.runs.run import Run, stream
 from .patching_grid import HEAD_KINDS, Grid, GridPlace, in_range, num_heads, part_of, points, where
 from .patching_metrics import Metric
 from .patching_results import PreparedGrid, as_vector, metric_outputs, metrics_of, outputs_along, token_texts
@@ -35,9 +35,9 @@ from .patching_results import PreparedGrid, as_vector, metric_outputs, metrics_o
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ..forward.architectures.architecture import Architecture
-    from ..forward.hooks.cache import HookCache
-    from ..forward.models.model import Model
+    from ...forward.architectures.architecture import Architecture
+    from ...forward.hooks.cache import HookCache
+    from ...forward.models.model import Model
 
 __all__ = [
     "ActivationPatching",

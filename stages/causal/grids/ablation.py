@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ...store.errors import PromptError, StageError, nearest
-from ..forward.architectures.points import HookPoint
-from ..forward.hooks.interventions import Replace, Zero
-from ..forward.hooks.spec import HookSpec
-from ..forward.runs.run import Run, stream
+from ....store.errors import PromptError, StageError, nearest
+from ...forward.architectures.points import HookPoint
+from ...forward.hooks.interventions import Replace, Zero
+from ...forward.hooks.spec import HookSpec
+from ...forward.runs.run import Run, stream
 from .patching_grid import Grid, GridPlace, part_of, points, where
 from .patching_results import PreparedGrid, as_vector, token_texts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..forward.architectures.architecture import Architecture
-    from ..forward.models.model import Model
+    from ...forward.architectures.architecture import Architecture
+    from ...forward.models.model import Model
 
 __all__ = ["Ablation"]
 

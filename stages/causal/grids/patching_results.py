@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...pipeline import Output
-from ...store.arrays import Floats
-from ...store.errors import TokenizerError
-from ..forward.architectures.points import HookPoint
+from ....pipeline import Output
+from ....store.arrays import Floats
+from ....store.errors import TokenizerError
+from ...forward.architectures.points import HookPoint
 from .patching_metrics import Metric, read
 
 if TYPE_CHECKING:
     import xarray as xr
     from torch import Tensor
 
-    from ..forward.architectures.architecture import Architecture
-    from ..forward.models.model import Model
+    from ...forward.architectures.architecture import Architecture
+    from ...forward.models.model import Model
 
 __all__ = [
     "Blank",

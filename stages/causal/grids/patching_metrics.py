@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from ...pipeline.code import code_version
-from ...store.arrays import Floats
-from ...store.errors import PromptError, StageError
-from . import metrics
+from ....pipeline.code import code_version
+from ....store.arrays import Floats
+from ....store.errors import PromptError, StageError
+from .. import metrics
 
 __all__ = ["KL", "Custom", "LogitDifference", "Metric", "Probability", "Recovery", "check_metrics", "wanted"]
 

@@ -12,8 +12,8 @@ import torch
 
 import mizarr
 from mizarr.pipeline import plan as plan_nodes, run
-from mizarr.stages.causal import patching_metrics
-from mizarr.stages.causal.patching import (
+from mizarr.stages.causal.grids import patching_metrics
+from mizarr.stages.causal.grids.patching import (
     ActivationPatching,
     PatchTable,
     align_ends,
@@ -21,13 +21,20 @@ from mizarr.stages.causal.patching import (
     head_all_pos_every,
     head_by_pos_every,
 )
-from mizarr.stages.causal.patching_metrics import KL, Custom, LogitDifference, Metric, Probability, Recovery
+from mizarr.stages.causal.grids.patching_metrics import (
+    KL,
+    Custom,
+    LogitDifference,
+    Metric,
+    Probability,
+    Recovery,
+)
 from mizarr.stages.forward.runs.experiment import compute_cell
 from mizarr.stages.forward.runs.run import plan
 from mizarr.store.errors import InterventionError, PromptError, StageError
 
-from ..forward.random_models import save_random_model
-from ..reference_runs import Reference, put
+from ...forward.random_models import save_random_model
+from ...reference_runs import Reference, put
 
 CLEAN, CORRUPTED = (0, 7, 42, 99, 5, 13), (0, 7, 250, 31, 5, 13)
 CORRECT, WRONG = 17, 200

@@ -10,12 +10,12 @@ import torch
 
 import mizarr
 from mizarr.pipeline import run
-from mizarr.stages.causal.ablation import Ablation
-from mizarr.stages.causal.patching_metrics import KL, LogitDifference, Recovery
+from mizarr.stages.causal.grids.ablation import Ablation
+from mizarr.stages.causal.grids.patching_metrics import KL, LogitDifference, Recovery
 from mizarr.store.errors import PromptError, StageError
 
-from ..forward.random_models import save_random_model
-from ..reference_runs import Reference, put
+from ...forward.random_models import save_random_model
+from ...reference_runs import Reference, put
 
 TOKENS = (0, 7, 42, 99, 5)
 REFERENCES = ((0, 11, 12, 13, 14), (0, 200, 3, 77, 8), (0, 51, 52, 53, 54))

@@ -1,0 +1,1 @@
+"""Grids over layers, positions and heads: patching, tracing, ablation, and metrics of what they change."""
