@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..stages.logits.lens import format_token
-from .feature_injection import Planned, feature_json
 from .material.exchange_views import facts_told, finding, held_out_finding, site_told
 from .material.feature_controls import FeatureControls
+from .material.feature_injection import Planned, feature_json
 from .material.feature_presets import chosen_preset
 from .settings import ControlSettings, Count, InjectionSettings, Positive, setting
 from .views import Data, Finding, Findings, Heatmap, Lines, Table, View, together

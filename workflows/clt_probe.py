@@ -21,8 +21,8 @@ from ..stages.features.layers.layout import FeatureId
 from ..stages.forward.models.files import SPECIMEN
 from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError
-from .feature_injection import is_one_token, word_id
 from .material.answers import encoded, fact, named
+from .material.feature_injection import is_one_token, word_id
 from .material.feature_presets import PRESETS
 from .sae_features import dictionary_of
 from .settings import ModelSettings, setting

@@ -28,10 +28,10 @@ from ..stages.features.effects.ranked import RankedExchanges, RankedSweep, Ranke
 from ..stages.features.layers.layout import FeatureId
 from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError
-from .feature_injection import Planned, feature_json, word_id
 from .material.answers import number
 from .material.exchange_views import exchange_findings, site_told
 from .material.feature_controls import FeatureControls, changes
+from .material.feature_injection import Planned, feature_json, word_id
 from .material.feature_presets import PRESETS, chosen_preset
 from .settings import ControlSettings, InjectionSettings, setting
 from .views import Data, Finding, Findings, Heatmap, Line, Lines, Table, View, together

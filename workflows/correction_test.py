@@ -22,9 +22,9 @@ from ..stages.features.effects.sweeps import Dose
 from ..stages.logits.lens import format_token
 from ..store.arrays import Floats
 from ..store.errors import ConfigError
-from .feature_injection import Planned, feature_json
 from .material.exchange_views import facts_told, finding, held_out_finding, parts_table, site_told
 from .material.feature_controls import FeatureControls, probabilities
+from .material.feature_injection import Planned, feature_json
 from .material.feature_presets import chosen_preset
 from .settings import ControlSettings, Count, InjectionSettings, Natural, NotNegative, Positive, setting
 from .views import Data, Figure, Finding, Findings, Line, Lines, Table, View

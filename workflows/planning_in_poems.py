@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..stages.logits.lens import format_probability, format_token
-from .feature_injection import Planned, feature_json
 from .material.answers import named
 from .material.exchange_views import exchange_findings, parts_table
 from .material.feature_controls import FeatureControls
+from .material.feature_injection import Planned, feature_json
 from .material.feature_presets import chosen_preset
 from .settings import ControlSettings, InjectionSettings, setting
 from .views import Bars, Data, Figure, Findings, Line, Lines, Table, View

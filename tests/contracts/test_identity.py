@@ -323,6 +323,7 @@ NOT_IN_A_KEY = {
             DecoderSearch,
             InjectionSweep,
             FeatureExchanges,
+            RankedExchanges,
             RankedSweep,
             RankedTrace,
         )

@@ -141,6 +141,20 @@ ONLY_SHOWN = {
     ("inspect_weights", "rms"): "which of two stored numbers a table shows",
     ("steering_dose_response", "layer"): "which of all layers, all of them computed, is told in full",
     ("steering_dose_response", "ratio"): "what is read off the stored curve",
+    ("steering_dose_response", "sweep"): "whether other layers are shown, where the layer is not named",
+    ("steering_dose_response", "seed"): "draws among edges that are all stored",
+    ("ablation", "seed"): "draws among heads that are all stored",
+    **{
+        (name, "controls"): "draws among what is stored"
+        for name in (
+            "ablation",
+            "activation_patching",
+            "attention_knockout",
+            "counterfact_patching",
+            "factual_routing",
+            "steering_dose_response",
+        )
+    },
     ("steering_convergence", "threshold"): "what is read off the stored curve",
     **{
         (name, "looked_at"): "how many chances the null counts"

@@ -23,16 +23,16 @@ from ...stages.causal.controls import chosen_at_random
 from ...stages.features.effects.exchanges import FeatureExchanges, Place
 from ...stages.features.effects.sweeps import Dose, random_like
 from ...store.arrays import Floats
-from ..feature_injection import word_id
 from ..settings import ControlSettings
 from ..subject import shipped_facts
 from .answers import encoded
+from .feature_injection import word_id
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from ...pipeline.nodes import ResultNode
-    from ..feature_injection import Planned
+    from .feature_injection import Planned
 
 __all__ = ["FeatureControls", "changes", "probabilities"]
 

@@ -119,6 +119,10 @@ class Experiment(ABC):
     def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> Any:
         """What is kept of one run, numbers or numpy arrays; its activations are gone afterwards."""
 
+    def measure_run(self, prepared: Any, cell: CellLabels, number: int, result: HookCache) -> Any:
+        """As `measure`, of run `number` of the cell; for cells whose runs are measured in several ways."""
+        return self.measure(prepared, cell, result)
+
     @abstractmethod
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """The measurements of a cell's runs, in their order, as a labelled dataset with units."""
@@ -229,8 +233,8 @@ class ExperimentNode(ResultNode):
         last = last_timed(self.name, store, fits)
         if last is None:
             return None
-        share = float(len(self.missing(store)) / last["cells"] if runs is None else runs / last["runs"])
-        return round(float(last["seconds"]) * share, 3)
+        share = len(self.missing(store)) / last["cells"] if runs is None else runs / last["runs"]
+        return float(round(last["seconds"] * share, 3))
 
     def plan(self, store: Store) -> SweepPlan | None:
         """How the runs of the missing cells would be computed; None where that takes the model to say."""
@@ -314,7 +318,7 @@ class ExperimentNode(ResultNode):
         every = [run for runs in listed for run in runs]
         for index, result in stream(model, every, memory=self.memory):
             number, i = place[index]
-            measured[number][i] = experiment.measure(prepared, cells[number][0], result)
+            measured[number][i] = experiment.measure_run(prepared, cells[number][0], i, result)
             if len(measured[number]) == len(listed[number]):
                 finish(number)
 

@@ -473,7 +473,8 @@ def test_reading_everything_keeps_little_of_it_in_memory(folder, tmp_path):
 import sys
 from pathlib import Path
 import numpy as np
-from mizarr.store import PackedTokens, entries, mapped
+from mizarr.store import PackedTokens
+from mizarr.store.runs import entries, mapped
 from mizarr.store.files import Folder
 mapped.RESIDENT = int(sys.argv[3])
 tokens = PackedTokens.from_lists([[1] * 4096] * 12)

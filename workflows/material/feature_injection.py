@@ -9,19 +9,19 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..stages.features.dictionary import Dictionary
-from ..stages.features.effects.sweeps import Dose, InjectionSweep
-from ..stages.features.layers.layout import FeatureId
-from ..stages.logits.lens import format_token
-from ..store.errors import ConfigError
-from .material.answers import encoded, named
-from .material.feature_presets import FeaturePreset
-from .subject import Subject
+from ...stages.features.dictionary import Dictionary
+from ...stages.features.effects.sweeps import Dose, InjectionSweep
+from ...stages.features.layers.layout import FeatureId
+from ...stages.logits.lens import format_token
+from ...store.errors import ConfigError
+from ..subject import Subject
+from .answers import encoded, named
+from .feature_presets import FeaturePreset
 
 if TYPE_CHECKING:
-    from ..stages.forward.models.model import Model
-    from ..stages.forward.runs.experiment import Experiment, ExperimentNode
-    from .settings import ModelSettings
+    from ...stages.forward.models.model import Model
+    from ...stages.forward.runs.experiment import Experiment, ExperimentNode
+    from ..settings import ModelSettings
 
 __all__ = ["Planned", "feature_json", "is_one_token", "word_id"]
 
