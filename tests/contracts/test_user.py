@@ -23,8 +23,8 @@ from tests.contracts.user_world import Active, Capture, Encoded, Graph
 SECONDS = float(os.environ.get("MIZARR_USER_SECONDS", "3600"))
 """How long the long machine plays; read here, as no test sees such variables."""
 ANYTHING = settings(
-    max_examples=4,
-    stateful_step_count=12,
+    max_examples=5,
+    stateful_step_count=16,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=(Phase.generate, Phase.shrink),
