@@ -102,26 +102,21 @@ def test_nothing_sticks_out_of_a_window(name, width, visit):
 
 
 def test_a_cell_of_a_heatmap_tells_its_value(visit, done):
-    here, grid = (
-        visit("activation_patching"),
-        next(iter(done["activation_patching"].grids(0).values()))["recovery"],
-    )
+    here, grids = visit("activation_patching"), done["activation_patching"].grids(0)
     for kind in ("resid_post", "attn_out"):
         here.page.locator(".segments label", has_text=kind).click()
         canvas = here.page.locator(".option:not(.hidden) .heatmap canvas")
         for x, y in ((0.3, 0.5), (0.9, 0.9), (0.6, 0.7)):
             said = here.hover(canvas, x, y)
             layer, position = re.search(r"layer (\d+) · token .*\((\d+)\)", said["where"]).groups()
-            exact = 100 * float(grid.sel(kind=kind, layer=int(layer), position=int(position)))
+            exact = 100 * float(grids[kind]["recovery"].sel(layer=int(layer), position=int(position)))
             assert numbers(said["what"])[0] == pytest.approx(exact, rel=1e-3, abs=1e-4)
             assert "%" in said["what"] and kind in said["what"]
 
 
 def test_keys_walk_through_a_heatmap(visit, done):
-    here, grid = (
-        visit("activation_patching"),
-        next(iter(done["activation_patching"].grids(0).values()))["recovery"],
-    )
+    here, grids = visit("activation_patching"), done["activation_patching"].grids(0)
+    grid = next(iter(grids.values()))["recovery"]
     last = grid.sizes["position"] - 1
     here.page.locator(".heatmap .grid").first.focus()
     for key in ("ArrowRight", "End", "ArrowDown", "ArrowLeft"):
@@ -130,7 +125,7 @@ def test_keys_walk_through_a_heatmap(visit, done):
     layer = grid.sizes["layer"] - 2  # the last layer is on top
     said = here.page.locator("[aria-live]").last.inner_text()
     assert f"layer {layer}" in said
-    exact = 100 * float(grid.isel(kind=0, layer=layer, position=last - 1))
+    exact = 100 * float(grid.isel(layer=layer, position=last - 1))
     assert numbers(said.rpartition(":")[2])[0] == pytest.approx(exact, rel=1e-3, abs=1e-4)
 
 
