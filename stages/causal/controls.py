@@ -152,7 +152,8 @@ def chosen_at_random(
 
     Raises ConfigError where nothing is left.
     """
-    rest = [each for each in population if each not in set(without)]
+    left_out = set(without)
+    rest = [each for each in population if each not in left_out]
     if not rest:
         raise ConfigError(f"expected something to draw controls from, found all {len(population)} excluded")
     order = np.random.default_rng(seed).permutation(len(rest))

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AtOnce", "Draws"]
 
-ENDS = "ends of runs"
-"""Among what is prepared: after which run each cell of `AtOnce` ends."""
+RUNS, ENDS = "runs of draws", "ends of draws"
+"""Among what `AtOnce` prepares: the runs of all draws, and after which of them each draw ends."""
 
 
 @dataclass(frozen=True)
@@ -85,31 +85,31 @@ class Draws(Experiment):
         """What each needs, once for those with the same `baseline`."""
         found: dict[Hashable, Any] = {}
         for number, each in enumerate(self.experiments):
-            if (key := _shared(each, number)) not in found:
+            if (key := self._shared(number)) not in found:
                 found[key] = each.prepare(model)
         return found
 
     def runs(self, prepared: Mapping[Hashable, Any], cell: CellLabels) -> Sequence[Run]:
         """Those of the draw's own cell."""
-        each, own = self._of(cell)
-        return each.runs(self._prepared(prepared, each), own)
+        number, own = self._of(cell)
+        return self.experiments[number].runs(prepared[self._shared(number)], own)
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run] | None:
         """As the draw sketches them."""
-        each, own = self._of(cell)
-        return each.sketch(config, own)
+        number, own = self._of(cell)
+        return self.experiments[number].sketch(config, own)
 
     def measure(self, prepared: Mapping[Hashable, Any], cell: CellLabels, result: HookCache) -> Any:
         """As the draw measures it."""
-        each, own = self._of(cell)
-        return each.measure(self._prepared(prepared, each), own, result)
+        number, own = self._of(cell)
+        return self.experiments[number].measure(prepared[self._shared(number)], own, result)
 
     def dataset(
         self, prepared: Mapping[Hashable, Any], cell: CellLabels, measured: Sequence[Any]
     ) -> xr.Dataset:
         """One draw's, as it gives it."""
-        each, own = self._of(cell)
-        return each.dataset(self._prepared(prepared, each), own, measured)
+        number, own = self._of(cell)
+        return self.experiments[number].dataset(prepared[self._shared(number)], own, measured)
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
         """Each draw's cells joined as the experiment joins them, then all of them along `draw`."""
@@ -129,20 +129,22 @@ class Draws(Experiment):
 
     def confirm(self) -> None:
         """Of each that is another: draws of one dictionary ask once."""
-        for each in {_shared(each, number): each for number, each in enumerate(self.experiments)}.values():
+        for each in {self._shared(number): each for number, each in enumerate(self.experiments)}.values():
             each.confirm()
 
-    def _of(self, cell: CellLabels) -> tuple[Experiment, CellLabels]:
-        """The draw a cell belongs to, and the cell as that knows it."""
+    def _of(self, cell: CellLabels) -> tuple[int, CellLabels]:
+        """Number of the draw a cell belongs to, and the cell as that knows it."""
         own = {name: label for name, label in cell.items() if name != "draw"}
-        return self.experiments[self._numbers[digest("draw", cell["draw"])]], own
+        return self._numbers[digest("draw", cell["draw"])], own
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
         return {digest("draw", each.params()): number for number, each in enumerate(self.experiments)}
 
-    def _prepared(self, prepared: Mapping[Hashable, Any], each: Experiment) -> Any:
-        return prepared[_shared(each, self._numbers[digest("draw", each.params())])]
+    def _shared(self, number: int) -> Hashable:
+        """What stands for a draw's preparation: what that depends on, else the draw itself."""
+        baseline = self.experiments[number].baseline
+        return number if baseline is None else baseline
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,8 @@ class AtOnce(Draws):
 
     def runs(self, prepared: Mapping[Hashable, Any], cell: CellLabels) -> Sequence[Run]:
         """Those of every draw, one after another."""
-        return [run for own in cell["draws"] for run in super(AtOnce, self).runs(prepared, own)]
+        runs: Sequence[Run] = prepared[RUNS]
+        return runs
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run] | None:
         """As the draws sketch them; None where one of them cannot."""
@@ -168,11 +171,11 @@ class AtOnce(Draws):
         return None if None in sketched else [run for runs in sketched for run in runs or ()]
 
     def prepare(self, model: Model) -> Mapping[Hashable, Any]:
-        """What each needs, and how many runs each cell has: a run's number says whose it is."""
+        """What each needs, and the runs of all: a run's number says whose it is."""
         found = dict(super().prepare(model))
         (whole,) = self.cells(model.config)
-        sizes = [len(super(AtOnce, self).runs(found, own)) for own in whole["draws"]]
-        return found | {ENDS: np.cumsum(sizes)}
+        runs = [super(AtOnce, self).runs(found, own) for own in whole["draws"]]
+        return found | {RUNS: [run for each in runs for run in each], ENDS: np.cumsum([*map(len, runs)])}
 
     def measure_run(
         self, prepared: Mapping[Hashable, Any], cell: CellLabels, number: int, result: HookCache
@@ -195,8 +198,3 @@ class AtOnce(Draws):
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
         """The one there is."""
         return parts[0]
-
-
-def _shared(each: Experiment, number: int) -> Hashable:
-    """What stands for an experiment's preparation: what it depends on, else the draw itself."""
-    return number if each.baseline is None else each.baseline
