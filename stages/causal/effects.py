@@ -151,6 +151,13 @@ def check_tokens(tokens: Sequence[int], target: Sequence[int] = ()) -> None:
             raise PromptError(f"expected token ids counted from 0, found {token!r}; encode the text first")
 
 
+def check_words(words: Sequence[int], vocab_size: int) -> None:
+    """PromptError for token ids that are not in the vocabulary."""
+    outside = [word for word in words if word >= vocab_size]
+    if outside:
+        raise PromptError(f"expected token ids in 0..{vocab_size - 1}, found {outside[0]}")
+
+
 def array(values: Any) -> npt.NDArray[np.float32]:
     """A tensor (any dtype, on any device) as a float32 array."""
     found: npt.NDArray[np.float32] = values.detach().float().cpu().numpy()

@@ -115,11 +115,6 @@ class RandomPushes(Pushes):
             },
         )
 
-    def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """The one there is."""
-        (whole,) = parts
-        return whole
-
     def _directions(self, prepared: _Prepared) -> Array:
         """[layer, hidden]."""
         found: Array = random_directions(prepared.vectors, 1, seed=self.draw)[0]

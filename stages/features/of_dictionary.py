@@ -5,10 +5,13 @@ Border: the name and the identity; what is done with features is each experiment
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..forward.runs.experiment import Experiment
 from .dictionary import Dictionary
+
+if TYPE_CHECKING:
+    from ..forward.models.model import Model
 
 __all__ = ["OfDictionary"]
 
@@ -27,6 +30,12 @@ class OfDictionary(Experiment):
     def params(self) -> dict[str, Any]:
         """All but where the dictionary lies."""
         return {key: value for key, value in vars(self).items() if key != "dictionary"}
+
+    def opened(self, model: Model) -> Dictionary:
+        """The dictionary; DictionaryError where it does not fit the model."""
+        found = Dictionary.from_pretrained(self.dictionary)
+        found.require_fit(model.config, model.name)
+        return found
 
     def confirm(self) -> None:
         """Raise SourceChanged when the files under the name are another dictionary's."""

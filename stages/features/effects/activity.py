@@ -67,9 +67,7 @@ class FeatureActivity(OfDictionary):
 
     def prepare(self, model: Model) -> Dictionary:
         """The dictionary."""
-        found = Dictionary.from_pretrained(self.dictionary)
-        found.require_fit(model.config, model.name)
-        return found
+        return self.opened(model)
 
     def runs(self, prepared: Dictionary, cell: CellLabels) -> list[Run]:
         """The prompt, with what features read and write."""
@@ -113,10 +111,6 @@ class FeatureActivity(OfDictionary):
                 "position": np.arange(len(self.tokens)),
             },
         )
-
-    def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """The one."""
-        return parts[0]
 
 
 def _norms(dictionary: Dictionary, active: Active, layer: int) -> Any:

@@ -158,8 +158,7 @@ class DecoderSearch(OfDictionary):
 
     def prepare(self, model: Model) -> tuple[Dictionary, Any]:
         """The dictionary and the direction."""
-        dictionary = Dictionary.from_pretrained(self.dictionary)
-        dictionary.require_fit(model.config, model.name)
+        dictionary = self.opened(model)
         return dictionary, model.embedding_vector(self.token)[None]
 
     def runs(self, prepared: Any, cell: CellLabels) -> list[Run]:
@@ -191,7 +190,3 @@ class DecoderSearch(OfDictionary):
                 "feature": ("rank", np.array([one.feature.index for one in found], np.int64)),
             },
         )
-
-    def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """The one."""
-        return parts[0]

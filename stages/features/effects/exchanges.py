@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ....pipeline import Output
-from ....store.errors import InterventionError, PromptError
-from ...causal.effects import array, check_tokens, read_logits
+from ....store.errors import InterventionError
+from ...causal.effects import array, check_tokens, check_words, read_logits
 from ...causal.metrics import log_softmax
 from ...forward.hooks.spec import HookSpec
 from ...forward.hooks.wants import Logits
@@ -96,15 +96,12 @@ class FeatureExchanges(OfDictionary):
             check_tokens(tokens, self.words)
             if not 0 <= position < len(tokens):
                 raise InterventionError(f"expected a position in 0..{len(tokens) - 1}, found {position}")
-        outside = [word for word in self.words if word >= config.vocab_size]
-        if outside:
-            raise PromptError(f"expected token ids in 0..{config.vocab_size - 1}, found {outside[0]}")
+        check_words(self.words, config.vocab_size)
         return [{}]
 
     def prepare(self, model: Model) -> tuple[Dictionary, list[dict[str, Any]]]:
         """The dictionary, and what is measured of every place's prompt untouched."""
-        dictionary = Dictionary.from_pretrained(self.dictionary)
-        dictionary.require_fit(model.config, model.name)
+        dictionary = self.opened(model)
         read = {
             tokens: model.forward([list(tokens)], self._captures(), want=self._want)
             for tokens in dict.fromkeys(tokens for tokens, _ in self.places)
@@ -143,10 +140,6 @@ class FeatureExchanges(OfDictionary):
             found[f"baseline_{name}"] = self.outputs[f"baseline_{name}"].variable(untouched)
         positions = [position for _, position in self.places]
         return xr.Dataset(found, coords={"position": ("place", positions), "word": list(self.words)})
-
-    def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """The one."""
-        return parts[0]
 
     @property
     def _want(self) -> Logits:

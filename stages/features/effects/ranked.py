@@ -68,15 +68,9 @@ class _Ranked(OfDictionary):
             )
         return [_ALL]
 
-    def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """The one."""
-        return parts[0]
-
     def _opened(self, model: Model) -> tuple[Dictionary, Any]:
         """The dictionary, and the word's embedding as directions [1, hidden]."""
-        found = Dictionary.from_pretrained(self.dictionary)
-        found.require_fit(model.config, model.name)
-        return found, model.embedding_vector(self.word)[None]
+        return self.opened(model), model.embedding_vector(self.word)[None]
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ....pipeline import Output
-from ....store.errors import InterventionError, PromptError
+from ....store.errors import InterventionError
 from ...causal.controls import chosen_at_random
-from ...causal.effects import array, check_tokens, read_logits
+from ...causal.effects import array, check_tokens, check_words, read_logits
 from ...causal.metrics import kl_divergence, log_softmax
 from ...forward.hooks.interventions import AddAtPositions
 from ...forward.hooks.spec import HookSpec
@@ -172,9 +172,7 @@ class InjectionSweep(OfDictionary):
         for place in (*self._positions, *(self.edge or ())):
             if not 0 <= place < len(self.tokens):
                 raise InterventionError(f"expected positions in 0..{len(self.tokens) - 1}, found {place}")
-        outside = [word for word in self.words if word >= config.vocab_size]
-        if outside:
-            raise PromptError(f"expected token ids in 0..{config.vocab_size - 1}, found {outside[0]}")
+        check_words(self.words, config.vocab_size)
         return [{"strength": float(strength)} for strength in self.strengths]
 
     @property
@@ -184,8 +182,7 @@ class InjectionSweep(OfDictionary):
 
     def prepare(self, model: Model) -> tuple[Dictionary, dict[str, Any]]:
         """The dictionary, and the run without it."""
-        dictionary = Dictionary.from_pretrained(self.dictionary)
-        dictionary.require_fit(model.config, model.name)
+        dictionary = self.opened(model)
         return dictionary, self._read(model.forward([list(self.tokens)], self._captures(), want=self._want))
 
     def runs(self, prepared: tuple[Dictionary, dict[str, Any]], cell: CellLabels) -> list[Run]:
