@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....store.errors import DictionaryError, nearest
 from ..layers.files import DictionaryFiles
-from ..layers.layout import Opened
-from .single import OneLayer, hooks_given, join
+from .single import LayerByLayer, OneLayer, files_named, hooks_given
 
 if TYPE_CHECKING:
     import torch
@@ -40,23 +39,6 @@ CLASSES = {
 }
 SUBMODULES = {"resid_post": "resid_post", "mlp_out": "mlp_post", "attention_out": "attn_out"}
 _DECODER_BIASES = ("b_dec", "bias", "decoder_bias")
-
-
-def recognises(files: DictionaryFiles) -> bool:
-    """Whether a folder holds a state dict as dictionary_learning names it."""
-    return any(name.rpartition("/")[2] == WEIGHTS for name in files.listing)
-
-
-def read(
-    files: DictionaryFiles,
-    *,
-    read: str | None = None,
-    write: str | None = None,
-    device: torch.device | str = "cpu",
-) -> Opened:
-    """The dictionaries of all folders found, of which there must be one per layer."""
-    names = [name for name in files.listing if name.rpartition("/")[2] == WEIGHTS]
-    return join(files, "dictionary_learning", [part(files, name, read, write, device) for name in names])
 
 
 def part(
@@ -112,6 +94,10 @@ def part(
         model_name=trainer.get("lm_name"),
         settings={"class": label, "k": k},
     )
+
+
+FORMAT = LayerByLayer("dictionary_learning", lambda files: files_named(files, WEIGHTS), part)
+recognises, read = FORMAT.recognises, FORMAT.read
 
 
 def _hooks_said(trainer: Mapping[str, Any]) -> tuple[str | None, str | None]:

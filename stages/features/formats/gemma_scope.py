@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 from ....store.errors import DictionaryError
 from ..layers.files import DictionaryFiles
-from ..layers.layout import Opened
 from .npz import npz_array, npz_shapes
-from .single import OneLayer, hooks_given, join
+from .single import LayerByLayer, OneLayer, files_named, hooks_given
 
 if TYPE_CHECKING:
     import torch
@@ -36,23 +35,6 @@ HOOKS = {
     "att": ("z", "z"),
     "transcoders": ("ln2_normalized", "mlp_out"),
 }
-
-
-def recognises(files: DictionaryFiles) -> bool:
-    """Whether there are parameters in .npz files, of one layer or below a folder per layer."""
-    return any(name.rpartition("/")[2] == "params.npz" for name in files.listing)
-
-
-def read(
-    files: DictionaryFiles,
-    *,
-    read: str | None = None,
-    write: str | None = None,
-    device: torch.device | str = "cpu",
-) -> Opened:
-    """The dictionaries of all layers found, of which there must be one each."""
-    names = [name for name in files.listing if name.rpartition("/")[2] == "params.npz"]
-    return join(files, "gemma_scope", [part(files, name, read, write, device) for name in names])
 
 
 def part(
@@ -115,6 +97,10 @@ def part(
         and f"google/gemma-2-{repository[1]}" + ("-it" if repository[2] == "it" else ""),
         settings={"embedding": is_embedding},
     )
+
+
+FORMAT = LayerByLayer("gemma_scope", lambda files: files_named(files, "params.npz"), part)
+recognises, read = FORMAT.recognises, FORMAT.read
 
 
 def _hooks_said(path: str, is_embedding: bool) -> tuple[str | None, str | None]:

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from ....store.errors import DictionaryError
 from ..layers.files import DictionaryFiles
-from ..layers.layout import Opened
 from ..layers.names import parse_hook
 from .layered import require_shapes
-from .single import OneLayer, hooks_given, join, to_float
+from .single import LayerByLayer, OneLayer, files_beside, hooks_given, to_float
 
 if TYPE_CHECKING:
     import torch
@@ -34,31 +33,6 @@ VARIANTS = {
     "hyperparams.json": "checkpoints/final.safetensors",
     "config.json": "sae_weights.safetensors",
 }
-
-
-def recognises(files: DictionaryFiles) -> bool:
-    """Whether a folder holds a configuration and weights as Llama Scope names them."""
-    return bool(_configs(files))
-
-
-def read(
-    files: DictionaryFiles,
-    *,
-    read: str | None = None,
-    write: str | None = None,
-    device: torch.device | str = "cpu",
-) -> Opened:
-    """The dictionaries of all folders found, of which there must be one per layer."""
-    return join(files, "llama_scope", [part(files, name, read, write, device) for name in _configs(files)])
-
-
-def _configs(files: DictionaryFiles) -> list[str]:
-    held, found = set(files.listing), []
-    for name in files.listing:
-        folder, slash, file = name.rpartition("/")
-        if file in VARIANTS and f"{folder}{slash}{VARIANTS[file]}" in held:
-            found.append(name)
-    return found
 
 
 def part(
@@ -117,6 +91,10 @@ def part(
         model_name=config.get("model_name"),
         settings={"threshold": threshold, "gain": gain},
     )
+
+
+FORMAT = LayerByLayer("llama_scope", lambda files: files_beside(files, VARIANTS), part)
+recognises, read = FORMAT.recognises, FORMAT.read
 
 
 def _hooks_said(config: dict[str, Any]) -> tuple[int, tuple[str | None, str | None]]:

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from ....store.errors import DictionaryError
 from ..layers.files import CFG_JSON, DictionaryFiles
-from ..layers.layout import Opened
 from ..layers.names import parse_hook
 from .layered import require_shapes
 from .saelens_config import SaeLensConfig
-from .single import OneLayer, hooks_given, join
+from .single import LayerByLayer, OneLayer, files_beside, hooks_given
 
 if TYPE_CHECKING:
     import torch
@@ -35,32 +34,6 @@ __all__ = ["part", "read", "recognises"]
 
 WEIGHTS = ("sae_weights.safetensors", "model.safetensors")
 _NORM_ROWS = 4096
-
-
-def recognises(files: DictionaryFiles) -> bool:
-    """Whether a folder holds a configuration and weights as SAELens names them."""
-    return bool(_weights(files))
-
-
-def read(
-    files: DictionaryFiles,
-    *,
-    read: str | None = None,
-    write: str | None = None,
-    device: torch.device | str = "cpu",
-) -> Opened:
-    """The dictionaries of all folders found, of which there must be one per layer."""
-    return join(files, "saelens", [part(files, name, read, write, device) for name in _weights(files)])
-
-
-def _weights(files: DictionaryFiles) -> list[str]:
-    """Weight files that have a cfg.json of theirs."""
-    held, found = set(files.listing), []
-    for name in files.listing:
-        folder, slash, file = name.rpartition("/")
-        if file in WEIGHTS and f"{folder}{slash}{CFG_JSON}" in held:
-            found.append(name)
-    return found
 
 
 def part(
@@ -115,6 +88,10 @@ def part(
             "rescale_acts_by_decoder_norm": config.rescale_acts_by_decoder_norm,
         },
     )
+
+
+FORMAT = LayerByLayer("saelens", lambda files: files_beside(files, dict.fromkeys(WEIGHTS, CFG_JSON)), part)
+recognises, read = FORMAT.recognises, FORMAT.read
 
 
 def _hooks_said(

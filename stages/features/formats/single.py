@@ -19,9 +19,11 @@ from ..layers.names import hook_kind
 from .layered import scan_of
 
 if TYPE_CHECKING:
+    import torch
+
     from ..layers.layer import LayerFeatures
 
-__all__ = ["OneLayer", "hooks_given", "join", "to_float"]
+__all__ = ["LayerByLayer", "OneLayer", "files_beside", "files_named", "hooks_given", "join", "to_float"]
 
 _SHOWN = 6
 
@@ -51,6 +53,49 @@ class OneLayer:
     def kind(self) -> str:
         """ "sae" where it reads and writes one place, "plt" otherwise."""
         return "sae" if self.read == self.write else "plt"
+
+
+@dataclass(frozen=True)
+class LayerByLayer:
+    """A format that keeps every layer to itself; its methods are what the module of a format offers.
+
+    found: files that stand for a layer each. part: what one of them is, of (files, name, read, write, device).
+    """
+
+    name: str
+    found: Callable[[DictionaryFiles], Sequence[str]]
+    part: Callable[..., OneLayer]
+
+    def recognises(self, files: DictionaryFiles) -> bool:
+        """Whether a folder holds such files."""
+        return bool(self.found(files))
+
+    def read(
+        self,
+        files: DictionaryFiles,
+        *,
+        read: str | None = None,
+        write: str | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Opened:
+        """The dictionaries of all files found, of which there must be one per layer."""
+        parts = [self.part(files, name, read, write, device) for name in self.found(files)]
+        return join(files, self.name, parts)
+
+
+def files_named(files: DictionaryFiles, wanted: str) -> list[str]:
+    """Files of this name, in any folder."""
+    return [name for name in files.listing if name.rpartition("/")[2] == wanted]
+
+
+def files_beside(files: DictionaryFiles, mates: Mapping[str, str]) -> list[str]:
+    """Files of the names in `mates`, in any folder that holds the mate as well."""
+    held, found = set(files.listing), []
+    for name in files.listing:
+        folder, slash, file = name.rpartition("/")
+        if file in mates and f"{folder}{slash}{mates[file]}" in held:
+            found.append(name)
+    return found
 
 
 def join(files: DictionaryFiles, name: str, parts: Iterable[OneLayer], *, zero_positions: int = 1) -> Opened:

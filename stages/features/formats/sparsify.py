@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from ....store.errors import DictionaryError
 from ..layers.files import CFG_JSON, DictionaryFiles
-from ..layers.layout import Opened
 from .layered import require_shapes
-from .single import OneLayer, hooks_given, join
+from .single import LayerByLayer, OneLayer, files_named, hooks_given
 
 if TYPE_CHECKING:
     import torch
@@ -35,23 +34,6 @@ MODULES = {
     "self_attn": (None, "attn_out"),
     "attn": (None, "attn_out"),
 }
-
-
-def recognises(files: DictionaryFiles) -> bool:
-    """Whether a folder holds weights as sparsify names them."""
-    return any(name.rpartition("/")[2] == WEIGHTS for name in files.listing)
-
-
-def read(
-    files: DictionaryFiles,
-    *,
-    read: str | None = None,
-    write: str | None = None,
-    device: torch.device | str = "cpu",
-) -> Opened:
-    """The dictionaries of all folders found, of which there must be one per layer."""
-    names = [name for name in files.listing if name.rpartition("/")[2] == WEIGHTS]
-    return join(files, "sparsify", [part(files, name, read, write, device) for name in names])
 
 
 def part(
@@ -105,6 +87,10 @@ def part(
         has_skip="W_skip" in found,
         settings={"activation": activation, "k": k, "transcode": is_transcoder},
     )
+
+
+FORMAT = LayerByLayer("sparsify", lambda files: files_named(files, WEIGHTS), part)
+recognises, read = FORMAT.recognises, FORMAT.read
 
 
 def _place(module: str, is_transcoder: bool) -> tuple[int, tuple[str | None, str | None]]:
