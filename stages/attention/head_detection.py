@@ -155,9 +155,7 @@ def head_scores(
             hint = f"; did you mean {near!r}?" if near else ""
             raise ConfigError(f"expected kinds among {', '.join(KINDS)}, found {kind!r}{hint}")
     rows = PatternRows.of(row_size, pattern, first_query)
-    ids = np.asarray(token_id.values)
-    if len(ids) != rows.tokens:
-        raise ShapeError(f"expected one token id per token ({rows.tokens}), found {len(ids)}")
+    ids = _ids(token_id, rows)
 
     def wanted(block: RowBlock) -> list[Array]:
         return [_looks(kind, ids, block.token, block.query, block.key) for kind in kinds]
@@ -194,7 +192,7 @@ def displaced_scores(
     displacements: 1 is an induction head; others are what such a head is held against.
     """
     rows = PatternRows.of(row_size, pattern, first_query)
-    ids = np.asarray(token_id.values)
+    ids = _ids(token_id, rows)
 
     def wanted(block: RowBlock) -> list[Array]:
         start = block.token - block.query
@@ -255,6 +253,14 @@ def pattern_scores(
     measure = _Measure(error_measure, exclude_bos, exclude_current_token, first_query)
     found = _scores(pattern, rows, lambda block: [matrix[block.query, block.key]], ("own",), measure, heads)
     return found.isel(kind=0, drop=True)
+
+
+def _ids(token_id: xr.DataArray, rows: PatternRows) -> Array:
+    """The token ids [token]; ShapeError unless there is one per token of the rows."""
+    ids = np.asarray(token_id.values)
+    if len(ids) != rows.tokens:
+        raise ShapeError(f"expected one token id per token ({rows.tokens}), found {len(ids)}")
+    return ids
 
 
 def head_pairs(heads: Heads | None) -> list[tuple[int, int]] | None:

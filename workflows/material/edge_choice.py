@@ -16,10 +16,9 @@ Axes: fact, layer, edge: those of ROLES first, then keys drawn at random.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -37,6 +36,7 @@ from ..subject import shipped_facts
 from ..views import Finding
 from ..workflow import ModelWorkflow
 from .answers import answer_pieces, encoded, fact, named
+from .relations import relation_of
 
 if TYPE_CHECKING:
     from ...pipeline.nodes import ResultNode
@@ -53,8 +53,6 @@ ROLES: Mapping[str, str] = {
 """Kinds of position that may be read, and how they are told."""
 OTHERS = 3
 """Keys of every other fact that are drawn beside the roles."""
-SHARED_BY = 3
-"""An ending is a relation where this many shipped facts have it."""
 TRIED = 400
 """Shipped facts among which others are looked for."""
 
@@ -249,16 +247,5 @@ class EdgeWorkflow(ModelWorkflow):
 def _subject_end(text: str) -> int:
     """Where a fact's subject ends, in characters: before the longest ending that is shared, commas and
     genitives left out; 0 for none."""
-    shared = next((ending for ending in _endings(text) if _relations()[ending] >= SHARED_BY), None)
+    shared = relation_of(text)
     return 0 if shared is None else len(text.removesuffix(shared).rstrip(" ,?").removesuffix("'s"))
-
-
-def _endings(text: str) -> list[str]:
-    """What a text ends with, in words, longest first, its first word left out."""
-    words = text.split(" ")
-    return [" ".join(words[i:]) for i in range(1, len(words))]
-
-
-@cache
-def _relations() -> Counter[str]:
-    return Counter(ending for each in shipped_facts() for ending in _endings(each["prompt"]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from ..settings import PairSettings
 from ..subject import shipped_facts
 from ..workflow import ModelWorkflow
 from .answers import answer_pieces, named
+from .relations import relation_of
 from .unrelated import Unrelated
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["FactPair", "PairWorkflow", "fact_pairs", "layers_told", "shipped_pairs"]
 
 FIELDS = ("original_prompt", "counterfactual_prompt", "gt_original_target", "gt_counterfactual_target")
-SHARED_BY = 3
-"""A relation is the longest ending that this many shipped facts have in common: "is developed by"."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +90,9 @@ def shipped_pairs(subject: Subject) -> list[dict[str, str]]:
     Those whose answers are single tokens come first; else in the order of the facts.
     """
     facts = shipped_facts()
-    endings = Counter(ending for fact in facts for ending in _endings(fact["prompt"]))
     alike: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for fact in facts:
-        relation = next((e for e in _endings(fact["prompt"]) if endings[e] >= SHARED_BY), None)
+        relation = relation_of(fact["prompt"], words=2)
         if relation is not None:
             alike[relation, len(subject.tokenizer.encode(fact["prompt"]))].append(fact)
     order = {fact["prompt"]: i for i, fact in enumerate(facts)}
@@ -118,12 +116,6 @@ def shipped_pairs(subject: Subject) -> list[dict[str, str]]:
         return max(len(answer_pieces(subject, *each)) for each in zip(prompts, targets, strict=True))
 
     return sorted(records, key=lambda record: pieces(record) > 1)
-
-
-def _endings(prompt: str) -> list[str]:
-    """What a prompt ends with, in words, longest first, its first word left out and single words too."""
-    words = prompt.split(" ")
-    return [" ".join(words[i:]) for i in range(1, len(words) - 1)]
 
 
 def _tokenised(subject: Subject, record: dict[str, str], rule: str) -> FactPair:

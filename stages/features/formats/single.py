@@ -59,7 +59,7 @@ class OneLayer:
 class LayerByLayer:
     """A format that keeps every layer to itself; its methods are what the module of a format offers.
 
-    found: files that stand for a layer each. part: what one of them is, of (files, name, read, write, device).
+    found: files that stand for a layer each. part: what one is, of (files, name, read, write, device).
     """
 
     name: str

@@ -133,9 +133,10 @@ class Experiment(ABC):
         return whole
 
     def confirm(self) -> None:  # noqa: B027 - most read nothing but the model
-        """Raise SourceChanged when what it reads besides the model is no longer what its parameters say;
-        asked
-        before the experiment is looked up, and before anything it gave is published."""
+        """Raise SourceChanged when what it reads besides the model is no longer what its parameters say.
+
+        Asked before the experiment is looked up, and before anything it gave is published.
+        """
 
     def on(
         self,
