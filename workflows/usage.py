@@ -5,10 +5,12 @@ Border: plans graphs; computes nothing, loads no weights and never imports torch
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ..pipeline import Declaration
+from ..pipeline.nodes import Node
 from ..pipeline.plan import in_order
 from ..pipeline.stage_node import StageNode
 from ..stages import REGISTRY, find
@@ -48,11 +50,19 @@ def uses() -> dict[str, Use]:
     declared = {name: find(name).declaration() for name in REGISTRY}
     having: dict[str, list[str]] = {name: [] for name in REGISTRY}
     for workflow in WORKFLOWS:
-        nodes = in_order(build(workflow).nodes.values())
-        for name in dict.fromkeys(n.name for n in nodes if isinstance(n, StageNode | ExperimentNode)):
+        for name in dict.fromkeys(_asked(in_order(build(workflow).nodes.values()))):
             having[name].append(workflow)
     used = {declared[name].home: name for name in reversed(REGISTRY) if having[name]}
     return {
         name: Use(each, tuple(having[name]), "" if having[name] else used.get(each.home, ""))
         for name, each in declared.items()
     }
+
+
+def _asked(nodes: Iterable[Node]) -> Iterator[str]:
+    """Names of the registry that nodes stand for."""
+    for node in nodes:
+        if isinstance(node, ExperimentNode):
+            yield node.experiment.registered
+        elif isinstance(node, StageNode):
+            yield node.name

@@ -59,6 +59,11 @@ class Draws(Experiment):
         return f"{self.experiments[0].name}/draws"
 
     @property
+    def registered(self) -> str:
+        """That of the experiment."""
+        return self.experiments[0].registered
+
+    @property
     def version(self) -> int:  # type: ignore[override]
         """That of the experiment."""
         return self.experiments[0].version

@@ -172,6 +172,10 @@ STUDIES: dict[str, Callable[[Material], xr.Dataset]] = {
     ),
     "attention_flow": lambda s: find("attention_flow")(one_prompt(s)),
     "head_scores": by("head_scores", lambda s: {**s.patterns, "token_id": s.states["token_id"]}),
+    "displaced_scores": by(
+        "displaced_scores",
+        lambda s: {**s.patterns, "token_id": s.states["token_id"], "displacements": (1, 2, 3)},
+    ),
     "pattern_scores": own_pattern,
     "head_statistics": by("head_statistics", lambda s: s.patterns),
     "layer_scan": scan,

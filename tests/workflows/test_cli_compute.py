@@ -60,12 +60,13 @@ def test_explain_estimates_how_long_what_ran_before_will_take(checkpoint, capsys
         )
         return note
 
-    knockout = ["attention_knockout", "prompt=w1 w2 w3 w4", "target=w5"]
+    edge = ["target=w5", "key=0", "layer=0"]
+    knockout = ["attention_knockout", "prompt=w1 w2 w3 w4", *edge]
     assert steps(*knockout) == {"edge_knockout": None, "head_knockout": None}
     chosen = [word for pair in knockout[1:] for word in ("--set", pair)]
     assert run(["compute", knockout[0], "--model", model, "--store", store, *chosen, "--quiet"]) == 0
     capsys.readouterr()
-    found = steps("attention_knockout", "prompt=w1 w2 w3 w4 w6 w7", "target=w5")
+    found = steps("attention_knockout", "prompt=w1 w2 w3 w4 w6 w7", *edge)
     note = took("edge_knockout")
     more = 2 * 2  # layers, further positions that may be read
     expected = note["seconds"] * (note["runs"] + more) / note["runs"]

@@ -135,17 +135,18 @@ class EdgeWorkflow(ModelWorkflow):
         return [EdgeKnockout(tokens, tuple(edges), top_k=1)]
 
     def _other_facts(self) -> list[Encoding]:
-        """Shipped facts in which every role is another position: as many to choose on as to score on."""
+        """Shipped facts in which every role is another position, no two of the same tokens: as many to choose
+        on as to score on."""
         wanted, limit = (2 if self.num_drawn else 1) * self.settings.facts, self.subject.config.context_length
-        found: list[Encoding] = []
+        found: dict[tuple[int, ...], Encoding] = {}
         for each in shipped_facts()[:TRIED]:
             encoding = self.subject.tokenizer.encode(each["prompt"])
             roles = set(roles_of(encoding, len(encoding) - 1).values())
             fits = limit is None or len(encoding) <= limit
             if each["prompt"] != self.prompt and fits and len(roles) == len(ROLES):
-                found.append(encoding)
+                found.setdefault(tuple(encoding.ids), encoding)
             if len(found) == wanted:
-                return found
+                return list(found.values())
         raise ConfigError(
             f"expected {wanted} shipped facts to choose the edge on, found {len(found)}; name the edge: "
             "key=… and layer=…, or ask for fewer: facts=…"

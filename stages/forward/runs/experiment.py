@@ -64,6 +64,11 @@ class Experiment(ABC):
     reads_text: ClassVar[bool] = False
     """Whether words of the model's tokenizer are in what it gives: then the tokenizer is in its key."""
 
+    @property
+    def registered(self) -> str:
+        """Name of its kind among all experiments; of many drawn side by side, that of what was drawn."""
+        return self.name
+
     def params(self) -> dict[str, Any]:
         """Plain values that, with the cell, decide every number: prompts as token ids, seeds, metrics."""
         return dict(vars(self))
