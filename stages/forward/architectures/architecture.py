@@ -22,7 +22,16 @@ from typing import ClassVar, Literal
 from ....store.errors import WeightsError
 from .points import BY_NAME, HookPoint
 
-__all__ = ["Architecture", "AttentionMixer", "Layer", "Reach", "Stored", "Tensors", "require_tied"]
+__all__ = [
+    "Architecture",
+    "AttentionMixer",
+    "Layer",
+    "Reach",
+    "RecurrentMixer",
+    "Stored",
+    "Tensors",
+    "require_tied",
+]
 
 Reach = Literal["here", "later", "all"]
 """Which positions a change reaches before its layer ends: its own, later ones too, or all of them."""
@@ -43,6 +52,14 @@ class AttentionMixer:
 
 
 @dataclass(frozen=True)
+class RecurrentMixer:
+    """A mixer that reads a state every token decays and writes to. recurrence: which ("rwkv7")."""
+
+    kind: ClassVar[str] = "recurrence"
+    recurrence: str
+
+
+@dataclass(frozen=True)
 class Layer:
     """Facts of one layer.
 
@@ -50,8 +67,8 @@ class Layer:
     "around" it, what it adds being normalised too. is_parallel: whether both read the stream that enters.
     """
 
-    mixer: AttentionMixer
-    channel_mixer: Literal["MLP", "gated MLP"]
+    mixer: AttentionMixer | RecurrentMixer
+    channel_mixer: Literal["MLP", "gated MLP", "token-shifted MLP"]
     norms: Literal["before", "around"]
     is_parallel: bool = False
 
@@ -61,12 +78,13 @@ class Stored:
     """Where a checkpoint keeps a weight.
 
     name: within the layer, for weights of layers. rows: weights that lie in it one after the other, and how
-    many rows each has; empty for one alone.
+    many rows each has; empty for one alone. is_transposed: whether the weight is its transpose.
     """
 
     name: str
     shape: tuple[int, ...]
     rows: tuple[tuple[str, int], ...] = ()
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ Knows names, axes and order; knows neither models nor tensors, and never imports
 Axes, in this order everywhere: ``batch head position hidden``. Sizes: hidden = residual width, d_head =
 width of one head, mlp = width inside the MLP, one = 1. Attention matrices are [batch, head, query_position,
 key_position]: row = query (target), column = key (source). ``kv_head`` counts key/value heads, which
-grouped-query models have fewer of.
+grouped-query models have fewer of. Recurrent state is [batch, head, key, value]: what was written under each
+key channel, so that reading is r^T S.
 
 Three names mean one thing to the Rust library candle-mi, whose strings these are, and another to
 TransformerLens (TL): ``mlp.hook_pre``/``mlp.hook_post`` are the MLP's input and output here, and its pre-
@@ -30,6 +31,8 @@ QUERY_HEADS = ("batch", "head", "position", "d_head")
 KV_HEADS = ("batch", "kv_head", "position", "d_head")
 ATTENTION = ("batch", "head", "query_position", "key_position")
 MLP = ("batch", "position", "mlp")
+KEYS = ("batch", "head", "position", "key")
+VALUES = ("batch", "head", "position", "value")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,9 @@ class HookKind:
     meaning: str
     transformer_lens: str | None = None
     """TL's string for the same quantity, where TL has one (up to the order of its axes)."""
+    is_derived: bool = False
+    """Whether it is worked out for who asks, and nothing in the pass reads it: a change there would do
+    nothing."""
 
     @property
     def per_layer(self) -> bool:
@@ -56,12 +62,23 @@ def _block(name: str, suffix: str, dims: tuple[str, ...], meaning: str, tl: str 
     return HookKind(name, path, dims, meaning, path if tl == "" else tl)
 
 
+def _recurrent(name: str, dims: tuple[str, ...], meaning: str, *, derived: bool = False) -> HookKind:
+    return HookKind(f"rwkv_{name}", "blocks.{}.rwkv.hook_" + name, dims, meaning, None, derived)
+
+
 # In execution order: planning "what runs last" is reading this table from the bottom.
 KINDS: tuple[HookKind, ...] = (
     HookKind(
         "embed", "hook_embed", HIDDEN, "token embedding, after the family's embedding scale", "hook_embed"
     ),
     _block("resid_pre", "hook_resid_pre", HIDDEN, "residual stream entering the block"),
+    _block(
+        "pre_norm",
+        "hook_pre_norm",
+        HIDDEN,
+        "RWKV, layer 0: the normed embedding, which becomes the stream",
+        None,
+    ),
     _block("ln1_scale", "ln1.hook_scale", SCALE, "divisor of the pre-attention norm, sqrt(var + eps)"),
     _block("ln1_normalized", "ln1.hook_normalized", HIDDEN, "pre-attention norm before weight and bias"),
     _block("q", "attn.hook_q", QUERY_HEADS, "queries before rope (after QK-norm where the family has it)"),
@@ -84,6 +101,33 @@ KINDS: tuple[HookKind, ...] = (
         ("batch", "head", "position", "hidden"),
         "z W_O per head; sum over heads + bias = attention output before any post-norm",
     ),
+    _recurrent("r", KEYS, "receptance: what reads the state"),
+    _recurrent("kk", KEYS, "RWKV-7: the normalised key whose value is removed"),
+    _recurrent("a", KEYS, "RWKV-7: how much of it is removed, in (0, 1)"),
+    _recurrent("k", KEYS, "keys as they are written"),
+    _recurrent("v", VALUES, "values as they are written"),
+    _recurrent("g", VALUES, "gate of what was read"),
+    _recurrent("log_decay", KEYS, "natural log of the decay, <= 0"),
+    _recurrent("decay", KEYS, "what a token multiplies the state by, in [0, 1]"),
+    _recurrent(
+        "write",
+        ("batch", "head", "position", "one"),
+        "what multiplies a token's write k v^T into the state, 1: 0 knocks it out, others steer",
+    ),
+    _recurrent(
+        "state_seq", ("batch", "head", "position", "key", "value"), "the state behind each token, float32"
+    ),
+    _recurrent(
+        "state", ("batch", "head", "key", "value"), "the state behind the last token, float32", derived=True
+    ),
+    _recurrent(
+        "alpha_raw",
+        ATTENTION,
+        "what a query reads of a source's value, signed: alpha v = wkv_out",
+        derived=True,
+    ),
+    _recurrent("effective_attn", ATTENTION, "alpha_raw after ReLU, rows divided by their sum", derived=True),
+    _recurrent("wkv_out", VALUES, "what each head reads of the state, before its norm"),
     _block(
         "ln1_post_scale", "ln1_post.hook_scale", SCALE, "divisor of the post-attention norm (4-norm families)"
     ),
@@ -142,6 +186,7 @@ KINDS: tuple[HookKind, ...] = (
     ),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
+_RECURRENT = frozenset(kind.name for kind in KINDS if ".rwkv." in kind.path) | {"pre_norm"}
 ORDER = {kind.name: place for place, kind in enumerate(KINDS)}
 _FIRST_AFTER_BLOCKS = ORDER["ln_final_scale"]
 _BY_PATH = {kind.path: kind for kind in KINDS}
@@ -178,9 +223,15 @@ class HookPoint:
     layer: int | None = None
 
     embed, resid_pre, ln1_scale = _At("embed"), _At("resid_pre"), _At("ln1_scale")
+    pre_norm = _At("pre_norm")
     ln1_normalized, q, k, v = _At("ln1_normalized"), _At("q"), _At("k"), _At("v")
     rot_q, rot_k, scores = _At("rot_q"), _At("rot_k"), _At("scores")
     attn_scores, pattern, z, result = _At("attn_scores"), _At("pattern"), _At("z"), _At("result")
+    rwkv_r, rwkv_k, rwkv_v = _At("rwkv_r"), _At("rwkv_k"), _At("rwkv_v")
+    rwkv_kk, rwkv_a, rwkv_g = _At("rwkv_kk"), _At("rwkv_a"), _At("rwkv_g")
+    rwkv_log_decay, rwkv_decay, rwkv_write = _At("rwkv_log_decay"), _At("rwkv_decay"), _At("rwkv_write")
+    rwkv_state_seq, rwkv_wkv_out, rwkv_state = _At("rwkv_state_seq"), _At("rwkv_wkv_out"), _At("rwkv_state")
+    rwkv_alpha_raw, rwkv_effective_attn = _At("rwkv_alpha_raw"), _At("rwkv_effective_attn")
     ln1_post_scale, ln1_post_normalized = _At("ln1_post_scale"), _At("ln1_post_normalized")
     attn_out, resid_mid, ln2_scale = _At("attn_out"), _At("resid_mid"), _At("ln2_scale")
     ln2_normalized, mlp_pre, mlp_pre_act = _At("ln2_normalized"), _At("mlp_pre"), _At("mlp_pre_act")
@@ -279,16 +330,20 @@ def transformer_points(num_layers: int, *, post_norms: bool, gated: bool) -> tup
     post_norms: the family normalises what attention and MLP add (4 norms per block). gated: its MLP has an
     up projection beside the activated one.
     """
-    absent = (
-        set()
-        if post_norms
-        else {"ln1_post_scale", "ln1_post_normalized", "ln2_post_scale", "ln2_post_normalized"}
-    )
+    absent = set(_RECURRENT)
+    if not post_norms:
+        absent |= {"ln1_post_scale", "ln1_post_normalized", "ln2_post_scale", "ln2_post_normalized"}
     if not gated:
         absent.add("mlp_pre_linear")
-    kinds = [kind for kind in KINDS if kind.name not in absent]
-    points = [HookPoint(kind.name) for kind in kinds if not kind.per_layer]
-    points += [HookPoint(kind.name, layer) for layer in range(num_layers) for kind in kinds if kind.per_layer]
+    return points_of((kind.name for kind in KINDS if kind.name not in absent), num_layers)
+
+
+def points_of(kinds: Iterable[str], num_layers: int) -> tuple[HookPoint, ...]:
+    """Hook points of these kinds in every layer, in execution order."""
+    points: list[HookPoint] = []
+    for kind in kinds:
+        layers: Iterable[int | None] = range(num_layers) if BY_NAME[kind].per_layer else (None,)
+        points += [HookPoint(kind, layer) for layer in layers]
     return tuple(sorted(points, key=lambda point: point.order))
 
 

@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from ....store.errors import InterventionError
-from ..architectures.points import HookPoint
 from .edge_interventions import Edge, Knockout, SetValue, Steer
-from .interventions import Intervention
+from .places import PlacedSpec
 from .spec import HookSpec
 
 if TYPE_CHECKING:
@@ -33,42 +32,18 @@ SteeringKind = Literal["knockout", "scale", "set_value"]
 
 
 @dataclass(frozen=True)
-class _EdgeSpec:
+class _EdgeSpec(PlacedSpec):
     """Which edges: layers, heads (None for all of them) and (query, key) pairs.
 
     Each method gives a changed copy. Choosing layers or heads again replaces the choice, edges add up; an
     edge named twice is one edge.
     """
 
-    chosen_layers: tuple[int, ...] | None = None
-    chosen_heads: tuple[int, ...] | None = None
     edges: tuple[Edge, ...] = ()
     keeps_self: bool = False
     """Whether "every position" leaves out the edge from a position to itself."""
 
     _called: ClassVar[str] = "edges"
-
-    def layer(self, layer: int) -> Self:
-        """In this layer only."""
-        return self.layers([layer])
-
-    def layers(self, layers: Iterable[int]) -> Self:
-        """In these layers only."""
-        return replace(self, chosen_layers=_sorted("layer", layers))
-
-    def layer_range(self, first: int, last: int) -> Self:
-        """In layers first … last, both included."""
-        if first > last:
-            raise InterventionError(f"expected layers first <= last, found {first}..{last}; swap them")
-        return self.layers(range(first, last + 1))
-
-    def head(self, head: int) -> Self:
-        """In this head only."""
-        return self.heads([head])
-
-    def heads(self, heads: Iterable[int]) -> Self:
-        """In these heads only."""
-        return replace(self, chosen_heads=_sorted("head", heads))
 
     def edge(self, query: int | None, key: int | None) -> Self:
         """Also the edge from a query to a key; negative positions count from the end, None is every one."""
@@ -98,14 +73,6 @@ class _EdgeSpec:
         """Leave out of "every position" the edge from a position to itself. The first position of a prompt
         reads nothing else, so that `to_position(0)` cannot be cut without this."""
         return replace(self, keeps_self=True)
-
-    def applies_to_layer(self, layer: int) -> bool:
-        """Whether a layer is chosen."""
-        return self.chosen_layers is None or layer in self.chosen_layers
-
-    def applies_to_head(self, head: int) -> bool:
-        """Whether a head is chosen."""
-        return self.chosen_heads is None or head in self.chosen_heads
 
     def is_prompt_only(self, prompt_length: int) -> bool:
         """Whether every edge is read by a fixed position of the prompt, so that tokens generated after it
@@ -154,21 +121,8 @@ class _EdgeSpec:
     def validate(self, n_layers: int, n_heads: int, length: int) -> None:
         """Raise InterventionError unless a model with these sizes has all that is chosen, for a prompt of
         `length` tokens."""
-        for what, chosen, size in (
-            ("layers", self.chosen_layers, n_layers),
-            ("heads", self.chosen_heads, n_heads),
-        ):
-            outside = [index for index in chosen or () if index >= size]
-            if outside:
-                raise InterventionError(f"expected {what} in 0..{size - 1}, found {outside[0]}")
+        self.require_places(n_layers, n_heads)
         self.resolved(length)
-
-    def _hooks(self, config: Architecture, length: int, kind: str, change: Intervention) -> HookSpec:
-        spec = HookSpec()
-        layers = range(config.num_layers) if self.chosen_layers is None else self.chosen_layers
-        for layer in layers:
-            spec.intervene(HookPoint(kind, layer), change)
-        return spec
 
 
 @dataclass(frozen=True)
@@ -194,7 +148,7 @@ class KnockoutSpec(_EdgeSpec):
         """
         self.validate(config.num_layers, config.axis_sizes["head"], length)
         change = Knockout(self.resolved(length), heads=self.chosen_heads)
-        return self._hooks(config, length, "scores", change)
+        return self.at_layers(config, "scores", change)
 
 
 @dataclass(frozen=True)
@@ -271,20 +225,11 @@ class SteeringSpec(_EdgeSpec):
         self.validate(config.num_layers, config.axis_sizes["head"], length)
         edges, heads = self.resolved(length), self.chosen_heads
         if self.kind == "knockout":
-            return self._hooks(config, length, "scores", Knockout(edges, heads=heads))
+            return self.at_layers(config, "scores", Knockout(edges, heads=heads))
         change = (
             Steer(edges, self.value, heads) if self.kind == "scale" else SetValue(edges, self.value, heads)
         )
-        return self._hooks(config, length, "pattern", change)
-
-
-def _sorted(what: str, chosen: Iterable[int]) -> tuple[int, ...]:
-    kept = tuple(sorted({int(index) for index in chosen}))
-    if not kept:
-        raise InterventionError(f"expected at least one {what}, found none; leave it out to mean all")
-    if kept[0] < 0:
-        raise InterventionError(f"expected a {what} counted from 0, found {kept[0]}")
-    return kept
+        return self.at_layers(config, "pattern", change)
 
 
 def _position(position: int, length: int, edge: Edge) -> int:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from ....store import html
 from ....store.digest import digest
 from ....store.errors import HookPointNotFound, InterventionError
-from ..architectures.points import HookPoint, as_point, expand, is_glob, require_known
+from ..architectures.points import BY_NAME, HookPoint, as_point, expand, is_glob, require_known
 from .interventions import Intervention
 
 When = Literal["after", "before"]
@@ -149,7 +149,8 @@ class HookSpec:
     def bind(self, available: Sequence[HookPoint], model: str = "the model") -> BoundSpec:
         """The spec with globs expanded over the points a model has.
 
-        Raises HookPointNotFound for a point, layer or glob the model does not have; nothing is ignored.
+        Raises HookPointNotFound for a point, layer or glob the model does not have, InterventionError for a
+        change of what nothing reads; nothing is ignored.
         """
         captures = {
             Capture(p, when) for held, when in self._captures for p in _expanded(held, available, model)
@@ -157,6 +158,8 @@ class HookSpec:
         interventions = [
             (p, change) for held, change in self._interventions for p in _expanded(held, available, model)
         ]
+        for point, change in interventions:
+            _refuse_derived(point, change)
         ordered = sorted(captures, key=lambda c: (c.point.order, c.when))
         return BoundSpec(tuple(ordered), tuple(interventions))
 
@@ -202,6 +205,15 @@ def layers_by_variable(captures: Iterable[Capture]) -> dict[str, list[int | None
     for capture in captures:
         found[capture.variable].append(capture.point.layer)
     return dict(found)
+
+
+def _refuse_derived(point: HookPoint, change: Intervention) -> None:
+    if BY_NAME[point.kind].is_derived:
+        room = str(point).rpartition("hook_")[0]
+        raise InterventionError(
+            f"expected {type(change).__name__} at a point the pass goes on from, found '{point}', which is "
+            f"worked out for who reads it; change '{room}hook_state_seq' or '{room}hook_write'"
+        )
 
 
 def _known(point: HookPoint | str) -> HookPoint | str:

@@ -13,6 +13,8 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from ..architectures.points import HookPoint
 from .interventions import Held, Intervention
 from .spec import BoundSpec, Capture
@@ -74,8 +76,25 @@ class Taps(Protocol):
         ...
 
 
+class StateTaps(Protocol):
+    """What a recurrence consults where states are met one after another, because each decides the next."""
+
+    def changed(self, state: Tensor, position: int) -> Tensor:
+        """The state [B, head, key, value] to go on with behind a position."""
+        ...
+
+    def seen(self, before: Tensor, after: Tensor) -> None:
+        """Hands over all of them [B, head, position, key, value], before and after their interventions."""
+        ...
+
+
 class PassTaps(Taps, AttentionTaps, Protocol):
-    """What a pass over prompts of one length consults, in its layers and at scores and patterns alike."""
+    """What a pass over prompts of one length consults: in layers, at scores and patterns, at states."""
+
+    def of_states(self, layer: int, kind: str, length: int) -> StateTaps | None:
+        """Taps for the states of a layer, of sequences of `length` positions; None where nobody reads or
+        changes them."""
+        ...
 
 
 class RunTaps:
@@ -144,6 +163,33 @@ class RunTaps:
         if not masks or self._held is None:
             return reduce(or_, masks) if masks else None
         return reduce(or_, masks)[:, self._held.positions]
+
+    def of_states(self, layer: int, kind: str, length: int) -> StateTaps | None:
+        """Taps for the states of a layer; None where nobody reads or changes them."""
+        return RunStateTaps(self, kind, layer, length) if self.touches(layer, kind) else None
+
+
+class RunStateTaps:
+    """Taps for the states of one layer under one spec (`StateTaps`)."""
+
+    def __init__(self, taps: RunTaps, kind: str, layer: int, length: int) -> None:
+        self._taps, self._place, self._length = taps, (kind, layer), length
+
+    def changed(self, state: Tensor, position: int) -> Tensor:
+        """See `StateTaps`."""
+        held, x = Held(np.array([position]), self._length), state.unsqueeze(2)
+        for change in self._taps._changes.get(self._place, ()):
+            x = change.apply(x, HookPoint(*self._place), None, held)
+        return x.squeeze(2)
+
+    def seen(self, before: Tensor, after: Tensor) -> None:
+        """See `StateTaps`."""
+        taps, place = self._taps, self._place
+        for wanted, states in ((taps._before, before), (taps._after, after)):
+            if place in wanted:
+                taps._sink(wanted[place], states)
+        if place == taps._last:
+            raise EverythingHeld
 
 
 def _place_of_last(spec: BoundSpec) -> Place:

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ....store.errors import ConfigError
+from ....store.errors import ConfigError, WeightsError
+from ..architectures.architecture import Architecture
 from ..architectures.families import (
     FAMILIES,
     Family,
@@ -27,7 +28,8 @@ from ..architectures.families import (
     model_type_of,
     read_family,
 )
-from ..architectures.transformer import ConfigReader, TransformerConfig
+from ..architectures.rwkv_families import RWKV, read_rwkv
+from ..architectures.transformer import ConfigReader
 from ..networks.weights import expected_tensors, read_shapes, unused_tensors
 
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -87,7 +89,7 @@ class CompatibilityReport:
 
     model_type: str
     known_family: bool
-    config: TransformerConfig | None
+    config: Architecture | None
     issues: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -96,7 +98,7 @@ class CompatibilityReport:
         """Nothing stands in the way."""
         return not self.issues
 
-    def require(self) -> TransformerConfig:
+    def require(self) -> Architecture:
         """The configuration, or one ConfigError that lists every issue."""
         if self.issues or self.config is None:
             kind = "" if self.known_family else ", an unknown family,"
@@ -110,16 +112,20 @@ class CompatibilityReport:
         return self.config
 
 
-def transformer_config(
+def architecture_of(
     raw: dict[str, Any], weight_files: Sequence[Path], source: str = "config.json"
-) -> TransformerConfig:
-    """The configuration of a checkpoint; ConfigError with the whole report if it cannot run.
+) -> Architecture:
+    """The architecture of a checkpoint; ConfigError with the whole report if it cannot run.
 
-    A known family needs no look at the tensors: loading checks them.
+    A known family of transformers needs no look at the tensors: loading checks them.
     """
-    if model_type_of(raw, source) in FAMILIES:
+    model_type = model_type_of(raw, source)
+    if model_type in FAMILIES:
         return from_hf_config(raw, source)
-    return report(raw, read_shapes(weight_files), source).require()
+    shapes = read_shapes(weight_files)
+    if model_type in RWKV:
+        return read_rwkv(raw, shapes, source)
+    return report(raw, shapes, source).require()
 
 
 def report(raw: dict[str, Any], shapes: TensorShapes, source: str = "config.json") -> CompatibilityReport:
@@ -127,7 +133,19 @@ def report(raw: dict[str, Any], shapes: TensorShapes, source: str = "config.json
     model_type.
     """
     model_type = model_type_of(raw, source)
+    if model_type in RWKV:
+        return _examine_rwkv(raw, shapes, source)
     return examine(raw, shapes, FAMILIES.get(model_type), source)
+
+
+def _examine_rwkv(raw: dict[str, Any], shapes: TensorShapes, source: str) -> CompatibilityReport:
+    try:
+        config = read_rwkv(raw, shapes, source)
+    except (ConfigError, WeightsError) as error:
+        return CompatibilityReport(raw["model_type"], True, None, [str(error)])
+    issues = tensor_issues(shapes, config)
+    warnings = [f"tensor {name} is not used" for name in one_per_kind(unused_tensors(shapes, config))]
+    return CompatibilityReport(config.model_type, True, config, issues, warnings)
 
 
 def examine(
@@ -225,7 +243,7 @@ def family_of(raw: Mapping[str, Any], shapes: TensorShapes) -> Family:
     )
 
 
-def tensor_issues(shapes: TensorShapes, config: TransformerConfig) -> list[str]:
+def tensor_issues(shapes: TensorShapes, config: Architecture) -> list[str]:
     """What every layer needs and the checkpoint lacks or holds in another shape; a kind of tensor is one
     issue.
     """

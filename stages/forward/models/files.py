@@ -120,9 +120,9 @@ class ModelFiles:
         Raises ConfigError listing everything that stands in the way; and for an unknown family whose layout
         is neither trusted nor known to compute what transformers computes (layout_check.py).
         """
-        from .autoconfig import transformer_config
+        from .autoconfig import architecture_of
 
-        config = transformer_config(self.config, self.weight_files, str(self.directory / CONFIG))
+        config = architecture_of(self.config, self.weight_files, str(self.directory / CONFIG))
         if not self.has_known_family and not self.trust_layout:
             self.layout_case(config).verdict().require(config.model_type)
         return config
@@ -131,9 +131,10 @@ class ModelFiles:
     def has_known_family(self) -> bool:
         """Whether a row of the families table says how this model is computed."""
         from ..architectures.families import FAMILIES
+        from ..architectures.rwkv_families import RWKV
 
         model_type = self.config.get("model_type")
-        return isinstance(model_type, str) and model_type in FAMILIES
+        return isinstance(model_type, str) and (model_type in FAMILIES or model_type in RWKV)
 
     def layout_case(self, config: TransformerConfig) -> LayoutCase:
         """The question whether a layout worked out from config and tensors is the right one."""

@@ -15,6 +15,7 @@ Axes: as in passes/; kept = those tokens whose output of a layer anyone needs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from ..architectures.architecture import AttentionMixer
     from ..architectures.transformer import RopeConfig
+    from .recurrences.recurrence import Recurrence
 
 
 Carried = dict[str, Tensor]
@@ -49,4 +51,15 @@ class History(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
         """Pattern-weighted values z [B, H, kept, dh] from rotated q [B, H, kept, dh], and rotated k and v of
         all tokens [B, Hk, token, dh]."""
+        ...
+
+    def before(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
+        """What stands before each of x [B, token, width] in its sequence: [B, token, count, width], the
+        farthest first, zeros before the beginning. name: which of the layer's shifts it is."""
+        ...
+
+    def scan(self, layer: int, recurrence: Recurrence, tokens: Mapping[str, Tensor], room: str) -> Tensor:
+        """What each token reads of the state before it and of its own write: [B, H, token, V] float32 from
+        tokens [B, H, token, width] by name. room: of the hook points on the way, "rwkv": the states, and the
+        attention they amount to."""
         ...

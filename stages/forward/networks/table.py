@@ -12,16 +12,18 @@ from typing import Any
 import torch
 
 from ..architectures.architecture import Architecture
-from . import weights
+from . import rwkv, weights
 from .decoder import Decoder
 from .loop import Network
+from .rwkv import Rwkv
 
 __all__ = ["build"]
 
 NETWORKS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Network]]] = {
-    "transformer": (weights.load, Decoder),
+    "transformer": (weights.assemble, Decoder),
+    "rwkv": (rwkv.assemble, Rwkv),
 }
-"""Kind -> what reads its weights from files, and what computes with them."""
+"""Kind -> what makes its weights of tensors, and what computes with them."""
 
 
 def build(
@@ -37,5 +39,6 @@ def build(
     progress: show a bar on stderr; None does so on a terminal for checkpoints over 1 GiB.
     Raises WeightsError naming the tensor or file that does not fit.
     """
-    load, network = NETWORKS[architecture.kind]
-    return network(architecture, load(files, architecture, dtype=dtype, device=device, progress=progress))
+    assemble, network = NETWORKS[architecture.kind]
+    held = weights.load(files, architecture, assemble, dtype=dtype, device=device, progress=progress)
+    return network(architecture, held)

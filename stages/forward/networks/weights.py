@@ -13,17 +13,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ....store.errors import WeightsError, nearest
 from ....store.exchange.tensors import FLOATS, read_header
-from ..architectures.architecture import require_tied
+from ..architectures.architecture import Architecture, require_tied
 from ..architectures.transformer import TransformerConfig
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+Config = TypeVar("Config", bound=Architecture)
+Made = TypeVar("Made")
 BENIGN = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 
 
@@ -76,7 +78,7 @@ class Weights:
     lm_head: Tensor | None = None
 
 
-def expected_tensors(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+def expected_tensors(config: Architecture) -> dict[str, tuple[int, ...]]:
     """Every tensor a configuration needs, by its name in the checkpoint, with its shape."""
     return config.tensors.shapes
 
@@ -92,7 +94,7 @@ def read_shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_dtypes(files: Sequence[Path], config: TransformerConfig) -> None:
+def check_dtypes(files: Sequence[Path], config: Architecture) -> None:
     """Raise WeightsError for the first needed tensor that does not hold plain floating-point numbers."""
     expected = expected_tensors(config)
     for path in files:
@@ -106,15 +108,17 @@ def check_dtypes(files: Sequence[Path], config: TransformerConfig) -> None:
 
 def load(
     files: Sequence[Path],
-    config: TransformerConfig,
+    config: Config,
+    assemble: Callable[[Callable[[str], Tensor], Config], Made],
     *,
     dtype: torch.dtype,
     device: torch.device,
     progress: bool | None = None,
-) -> Weights:
-    """The weights of a configuration from its safetensors files.
+) -> Made:
+    """The weights of an architecture from its safetensors files.
 
-    progress: show a bar on stderr; None does so on a terminal for checkpoints over 1 GiB.
+    assemble: makes them of a function that gives a tensor by its checkpoint name. progress: show a bar on
+    stderr; None does so on a terminal for checkpoints over 1 GiB.
     Raises WeightsError naming the tensor or file: missing, truncated, misshapen, not finite.
     """
     import torch
@@ -144,7 +148,7 @@ def load(
 
 
 def assemble(take: Callable[[str], Tensor], config: TransformerConfig) -> Weights:
-    """Weights from a function that gives a tensor by its checkpoint name."""
+    """A decoder's weights from a function that gives a tensor by its checkpoint name."""
     tensors = config.tensors
     layers = []
     for layer, fields in enumerate(tensors.layers):
@@ -162,7 +166,7 @@ def assemble(take: Callable[[str], Tensor], config: TransformerConfig) -> Weight
     return Weights(take(outside["embed"]), tuple(layers), final, head)
 
 
-def check_shapes(found: Mapping[str, tuple[int, ...]], config: TransformerConfig) -> None:
+def check_shapes(found: Mapping[str, tuple[int, ...]], config: Architecture) -> None:
     """Raise WeightsError for the first tensor that is missing or misshapen."""
     expected = expected_tensors(config)
     missing = [name for name in expected if name not in found]
@@ -181,7 +185,7 @@ def check_shapes(found: Mapping[str, tuple[int, ...]], config: TransformerConfig
             )
 
 
-def unused_tensors(found: Mapping[str, Any], config: TransformerConfig) -> list[str]:
+def unused_tensors(found: Mapping[str, Any], config: Architecture) -> list[str]:
     """Tensors of a checkpoint no part of the forward pass reads, known buffers left out."""
     expected = expected_tensors(config)
     return sorted(

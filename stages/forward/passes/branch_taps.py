@@ -16,11 +16,12 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..architectures.points import HookPoint
-from ..hooks.interventions import Intervention
+from ..hooks.interventions import Held, Intervention
 from ..hooks.spec import Capture
 from ..hooks.taps import EverythingHeld, Place
 from .branches import ENTERS, Branch
@@ -123,6 +124,35 @@ class BranchTaps:
                 value = rows[..., :length].transpose(0, 1)[None]
                 self._keep(number, kind, layer, when, value.contiguous())
         self._attention.clear()
+
+    # -- states of recurrences
+
+    def changes_of_states(self, layer: int, kind: str) -> dict[int, list[Intervention]]:
+        """Interventions of each branch on the states of a layer."""
+        found: dict[int, list[Intervention]] = defaultdict(list)
+        for number, change in self._changes.get((kind, layer), ()):
+            found[number].append(change)
+        return found
+
+    def changed_state(self, number: int, layer: int, kind: str, state: Tensor, position: int) -> Tensor:
+        """The state [1, head, key, value] a branch goes on with behind a position."""
+        held = Held(np.array([position]), self._forest.branches[number].length)
+        new = state.unsqueeze(2)
+        for change in self.changes_of_states(layer, kind)[number]:
+            new = change.apply(new, HookPoint(kind, layer), None, held)
+        self.note(number, new, state.unsqueeze(2))
+        return new.squeeze(2)
+
+    def readers(self, layer: int, kind: str) -> list[int]:
+        """Branches that read a point, before or after it is changed."""
+        found = (self._captures.get((kind, layer, when), ()) for when in ("after", "before"))
+        return sorted({number for numbers in found for number in numbers})
+
+    def give(self, number: int, kind: str, layer: int, before: Tensor, after: Tensor) -> None:
+        """Hands a branch what it reads at a point that is worked out for it."""
+        for when, value in (("before", before), ("after", after)):
+            if number in self._captures.get((kind, layer, when), ()):
+                self._keep(number, kind, layer, when, value)
 
     # -- helpers
 

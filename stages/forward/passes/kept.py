@@ -1,5 +1,5 @@
 """Reading on: a pass over the newest positions of a sequence, with the keys and values of the others kept
-from when those were read.
+from when those were read, or the state they left.
 
 Border: token ids, taps and tensors; which token comes next is decided elsewhere.
 
@@ -12,11 +12,13 @@ Of the S positions of a sequence so far the last ones are new.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ....store.errors import InterventionError
 from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import RopeConfig
 from ..hooks.taps import PassTaps
@@ -24,7 +26,9 @@ from ..hooks.wants import LAST_LOGITS
 from ..networks.attention import attend, causal
 from ..networks.history import Carried
 from ..networks.loop import Network, through_layers
+from ..networks.recurrences.recurrence import Recurrence
 from ..networks.rope import rope_tables
+from .states import show_derived, through_sequence, windows
 
 __all__ = ["Cache", "NewestPositions", "read_on"]
 
@@ -43,18 +47,23 @@ def read_on(network: Network, rows: Sequence[Sequence[int]], cache: Cache, taps:
 
 
 class Cache:
-    """Keys, as rotated, and values of the positions read so far, of each layer [B, Hk, S, dh]."""
+    """Keys, as rotated, and values of the positions read so far, of each layer [B, Hk, S, dh]; of layers that
+    recur the state behind them [B, H, K, V], and of those that shift tokens the last of these."""
 
     def __init__(self) -> None:
         self.length = 0
         """Positions read in every layer."""
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
         self._rotations: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
+        self.states: dict[int, Tensor] = {}
+        """Of layers that recur, the state behind the last position read."""
+        self._rows: dict[tuple[int, str], Tensor] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values, room for positions to come included."""
-        return sum(part.nbytes for held in self._held.values() for part in held)
+        """Bytes of keys and values, room for positions to come included, and of states and shifted rows."""
+        pairs = (part for held in self._held.values() for part in held)
+        return sum(part.nbytes for part in (*pairs, *self.states.values(), *self._rows.values()))
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer with new ones [B, Hk, new, dh] behind them; views, valid until the next
@@ -73,6 +82,14 @@ class Cache:
         keys, values = (room[:, :, :end] for room in held)
         return keys, values
 
+    def continued(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
+        """x [B, new, width] behind the `count` rows before it, zeros before the beginning; its last rows are
+        kept for the next call."""
+        held = self._rows.get((layer, name))
+        whole = F.pad(x, (0, 0, count, 0)) if held is None else torch.cat([held, x], dim=1)
+        self._rows[layer, name] = whole[:, -count:].clone()
+        return whole
+
     def rotation(self, rope: RopeConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Rope tables of at least `length` positions; of more, where longer ones hold for shorter ones."""
         if rope.depends_on_length:
@@ -86,11 +103,13 @@ class Cache:
         """Only these prompts of the batch."""
         chosen = list(rows)
         self._held = {layer: (k[chosen], v[chosen]) for layer, (k, v) in self._held.items()}
+        self.states = {layer: state[chosen] for layer, state in self.states.items()}
+        self._rows = {place: rows[chosen] for place, rows in self._rows.items()}
 
     def clear(self) -> None:
         """Forget everything read."""
         self.length = 0
-        self._held = {}
+        self._held, self.states, self._rows = {}, {}, {}
 
     def _joined(self, new: Tensor, held: Tensor | None) -> Tensor:
         return new if held is None else torch.cat([held[:, :, : self.length], new], dim=2)
@@ -143,3 +162,26 @@ class NewestPositions:
         plain = new == total and window is None and not by_hand
         allowed = None if plain else causal(total, window, q.device, newest=new)
         return attend(q, keys, values, allowed, how, layer, self._taps)
+
+    def before(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
+        """See `History`; the newest are kept on the way."""
+        return windows(self._cache.continued(layer, name, x, count), count)
+
+    def scan(self, layer: int, recurrence: Recurrence, tokens: Mapping[str, Tensor], room: str) -> Tensor:
+        """See `History`; goes on from the state that was left, and leaves its own.
+
+        Raises InterventionError where attention to earlier tokens is asked for, of which the state alone is
+        kept.
+        """
+        asked = f"{room}_alpha_raw", f"{room}_effective_attn"
+        if self._cache.length and self._taps.captures(layer, *asked):
+            raise InterventionError(
+                f"expected no captures of 'blocks.{layer}.{room}.hook_effective_attn' while a text is read "
+                "on, as only states of earlier tokens are kept; generate first, then capture over the whole text"
+            )
+        states = self._taps.of_states(layer, f"{room}_state_seq", self._length)
+        before = self._cache.states.get(layer)
+        read, state = through_sequence(recurrence, tokens, before, states, start=self._cache.length)
+        self._cache.states[layer] = state
+        show_derived(layer, recurrence, tokens, state, room, self._taps)
+        return read

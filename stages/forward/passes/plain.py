@@ -5,7 +5,10 @@ Border: token ids, taps and tensors.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..architectures.architecture import AttentionMixer
@@ -15,7 +18,9 @@ from ..hooks.wants import Logits
 from ..networks.attention import attend, causal
 from ..networks.history import Carried
 from ..networks.loop import Network, through_layers
+from ..networks.recurrences.recurrence import Recurrence
 from ..networks.rope import rope_tables
+from .states import show_derived, through_sequence, windows
 
 __all__ = ["WholePrompts", "forward"]
 
@@ -59,6 +64,17 @@ class WholePrompts:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
         """See `History`."""
         return attend(q, k, v, self._mask(how.window), how, layer, self._taps)
+
+    def before(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
+        """See `History`."""
+        return windows(F.pad(x, (0, 0, count, 0)), count)
+
+    def scan(self, layer: int, recurrence: Recurrence, tokens: Mapping[str, Tensor], room: str) -> Tensor:
+        """See `History`; states begin at zero."""
+        states = self._taps.of_states(layer, f"{room}_state_seq", self._length)
+        read, state = through_sequence(recurrence, tokens, None, states)
+        show_derived(layer, recurrence, tokens, state, room, self._taps)
+        return read
 
     def _mask(self, window: int | None) -> Tensor | None:
         """None where attention is plainly causal, which kernels know by themselves."""

@@ -1,16 +1,17 @@
 """Spread: tokens of many branches side by side in one row, and how they see each other.
 
-A layer is linear algebra on single tokens, and attention. For the first it does not matter which branch a
-token belongs to: all tokens of all branches lie in one row, in as large a matrix product as memory allows.
-For attention each query gathers the keys of its own branch; where the branch does not hold a position, an
-index says which ancestor's token stands for it, so that no key is ever computed or kept twice.
+A layer is linear algebra on single tokens, and attention, or a recurrence (branch_scan.py). For the first it
+does not matter which branch a token belongs to: all tokens of all branches lie in one row, in as large a
+matrix product as memory allows. For attention each query gathers the keys of its own branch; where the branch
+does not hold a position, an index says which ancestor's token stands for it, so that no key is ever computed
+or kept twice.
 
 Axes: branch, position; token = a place in the row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -20,7 +21,9 @@ from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import RopeConfig
 from ..networks.attention import attend
 from ..networks.history import Carried
+from ..networks.recurrences.recurrence import Recurrence
 from ..networks.rope import rope_tables
+from .branch_scan import scan_branches
 from .branch_taps import BranchTaps
 from .forest import AttentionGroup, Forest, Row
 
@@ -101,6 +104,19 @@ class BranchHistory:
             z[queries[own]] = mixed.transpose(1, 2)[own]
         self._taps.attention_done(layer, self._kept)
         return z.transpose(0, 1)[None]
+
+    def before(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
+        """x [1, token, width] -> the rows before each token in its branch, its own or an ancestor's,
+        [1, token, count, width]."""
+        places = self.row.position[:, None] - np.arange(count, 0, -1)
+        tokens = self.row.where[self.row.branch[:, None], np.maximum(places, 0)]
+        found = x[:, torch.from_numpy(tokens).to(self._device)]
+        outside = torch.from_numpy(places < 0).to(self._device)
+        return found.masked_fill(outside[None, :, :, None], 0)
+
+    def scan(self, layer: int, recurrence: Recurrence, tokens: Mapping[str, Tensor], room: str) -> Tensor:
+        """See `History`."""
+        return scan_branches(self._forest, self.row, self._taps, layer, recurrence, tokens, room, self._room)
 
     def _row_of(self, layer: int) -> Row:
         taking_part = (

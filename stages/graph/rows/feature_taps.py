@@ -113,6 +113,9 @@ class FeatureTaps:
         """No attention edge is cut."""
         return None
 
+    def of_states(self, layer: int, kind: str, length: int) -> None:
+        """No state is read or changed."""
+
     def _read(self, layer: int, x: Tensor) -> None:
         """Encode what is read at a layer, and prepare what its set features change further up."""
         settings, frozen = self._settings.get(layer, ()), self._frozen

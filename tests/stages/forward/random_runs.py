@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mizarr.stages.forward.architectures.points import HookPoint
+from mizarr.stages.forward.architectures.points import BY_NAME, HookPoint
 from mizarr.stages.forward.hooks.edge_interventions import Knockout, SetValue, Steer
 from mizarr.stages.forward.hooks.interventions import Add, AddAtPositions, Intervention, Replace, Scale, Zero
 from mizarr.stages.forward.hooks.spec import HookSpec
@@ -16,6 +16,7 @@ from mizarr.stages.forward.models.model import Model
 from mizarr.stages.forward.runs.run import Run
 
 SCALES = ("ln1_scale", "ln2_scale", "ln1_post_scale", "ln2_post_scale", "ln_final_scale")
+DECAYS = ("rwkv_log_decay", "rwkv_decay")
 
 
 def sizes_of(model: Model, length: int) -> dict[str, int]:
@@ -47,6 +48,8 @@ def draw_intervention(rng: random.Random, model: Model, point: HookPoint, length
         return Knockout(edges=spared or [(0, length - 1)] if length > 1 else [(0, 0)], heads=heads)
     if point.kind == "attn_scores":  # -inf where masked: numbers may only be scaled
         return Scale(rng.choice([0.5, 2.0]), **where)
+    if point.kind in DECAYS:  # no more than 1 is kept
+        return Scale(0.5, **where) if point.kind == "rwkv_decay" else Scale(rng.choice([0.5, 2.0]), **where)
     if point.kind in SCALES:
         return Scale(rng.choice([0.5, 2.0]), **where)
     if point.dims == ("batch", "position", "hidden") and rng.random() < 0.2:
@@ -70,7 +73,7 @@ def draw_run(rng: random.Random, model: Model, prompt: list[int], shared: list[A
         if shared and rng.random() < 0.4:
             point, change = rng.choice(shared)
         else:
-            point = rng.choice(model.hook_points)
+            point = rng.choice([each for each in model.hook_points if not BY_NAME[each.kind].is_derived])
             change = draw_intervention(rng, model, point, length)
             if not (isinstance(change, Knockout) and length == 1):
                 shared.append((point, change))

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from mizarr.stages.forward.architectures.families import FAMILIES, from_hf_config
-from mizarr.stages.forward.models.autoconfig import examine, family_of, report, transformer_config
+from mizarr.stages.forward.models.autoconfig import architecture_of, examine, family_of, report
 from mizarr.stages.forward.networks import weights
 from mizarr.store.errors import ConfigError
 
@@ -148,13 +148,13 @@ def test_one_error_lists_every_issue(tmp_path):
     with pytest.raises(
         ConfigError, match=r"'novel' checkpoint, an unknown family, cannot run here; \d+ things"
     ) as error:
-        transformer_config(RAW, [tmp_path / "model.safetensors"])
+        architecture_of(RAW, [tmp_path / "model.safetensors"])
     assert str(error.value).count("\n  - ") > 5
 
 
 def test_a_model_type_that_is_no_word_is_refused():
     with pytest.raises(ConfigError, match=r"expected a model_type such as 'llama', found \['llama'\]"):
-        transformer_config(RAW | {"model_type": ["llama"]}, [])
+        architecture_of(RAW | {"model_type": ["llama"]}, [])
 
 
 def test_biases_are_read_off_the_tensors():

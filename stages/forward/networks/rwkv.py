@@ -1,0 +1,305 @@
+"""RWKV 4 to 7: time mix and channel mix, as plain code over an RwkvConfig and its weights.
+
+    embed -> (layer 0: pre_norm replaces the stream)
+          -> [resid_pre -> ln1 -> time mix -> attn_out -> resid_mid
+                        -> ln2 -> channel mix -> mlp_out -> resid_post] * L -> final_norm -> logits
+
+The state is the history's: this file says what each token reads it with, writes to it, and how it decays
+(section 1 of each paper: Peng et al. 2023, 2024, 2025). Decay, state and head norm are float32 in any dtype.
+
+Axes: [batch, token, channel] outside of heads, [batch, head, token, key or value] inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....store.errors import ConfigError
+from ..architectures.rwkv import RwkvConfig
+from ..architectures.rwkv_tensors import MIXES
+from ..hooks.taps import Taps
+from ..hooks.wants import Logits
+from .history import STREAM, Carried, History
+from .norms import apply_norm, normalise
+from .products import product
+from .recurrences.linear import LinearRecurrence
+from .recurrences.recurrence import Recurrence
+from .recurrences.rwkv4 import ExponentialAverage
+from .weights import NormWeights
+
+__all__ = ["Rwkv", "RwkvWeights", "assemble"]
+
+FIRST_VALUES = "first_values"
+"""What RWKV-7 carries beside the stream: the values of layer 0, [B, token, channel]."""
+DECAY_SCALE = -0.6065306597126334
+"""-exp(-1/2): the strongest log-decay of RWKV-7."""
+
+LayerTensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class RwkvWeights:
+    """Tensors by the names of `architectures/rwkv_tensors.py`; lm_head None: the embedding is the head."""
+
+    embed: Tensor
+    layers: tuple[LayerTensors, ...]
+    final_norm: NormWeights
+    lm_head: Tensor | None = None
+
+
+def assemble(take: Callable[[str], Tensor], config: RwkvConfig) -> RwkvWeights:
+    """Weights from a function that gives a tensor by its checkpoint name."""
+    tensors, layers = config.tensors, []
+    for layer, stored in enumerate(tensors.layers):
+        found: dict[str, Tensor] = {}
+        for weight, where in stored.items():
+            tensor = take(tensors.in_layer(layer, weight))
+            if where.is_transposed:
+                tensor = tensor.T.contiguous()
+            # Vectors come as [1, 1, channel] or [channel], as the training code happened to keep them.
+            found[weight] = tensor.flatten() if where.shape[:2] == (1, 1) else tensor
+        if (mixes := found.pop("mixes", None)) is not None:
+            found |= {f"mix_{mix}": mixes[row] for row, mix in enumerate(MIXES)}
+        layers.append(found)
+    outside = {weight: stored.name for weight, stored in tensors.outside.items()}
+    bias = outside.get("final_norm.bias")
+    final = NormWeights(take(outside["final_norm"]), None if bias is None else take(bias))
+    head = None if outside["head"] == outside["embed"] else take(outside["head"])
+    return RwkvWeights(take(outside["embed"]), tuple(layers), final, head)
+
+
+class Rwkv:
+    """The network of every RWKV generation (`Network` in loop.py)."""
+
+    def __init__(self, config: RwkvConfig, weights: RwkvWeights) -> None:
+        self.config = config
+        self.weights = weights
+
+    @property
+    def embedding(self) -> Tensor:
+        """The embedding matrix [vocab, hidden]."""
+        return self.weights.embed
+
+    def embed(self, ids: Tensor) -> Carried:
+        """Token ids [B, S] -> embeddings [B, S, D]."""
+        return {STREAM: F.embedding(ids, self.weights.embed)}
+
+    def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
+        """resid_pre [B, token, D] -> resid_post [B, kept, D] of one layer, where the loop shows it."""
+        c, weights = self.config, self.weights.layers[layer]
+        x = taps("resid_pre", layer, carried[STREAM])
+        if "pre_norm" in weights:
+            x = taps("pre_norm", layer, apply_norm(x, _norm(weights, "pre_norm"), c.norm_type, c.norm_eps))
+        y = normalise(x, _norm(weights, "ln1"), c.norm_type, c.norm_eps, taps, "ln1", layer)
+        mixed, beside = self._time_mix(y, layer, carried, history, taps)
+        x = taps("resid_mid", layer, x + taps("attn_out", layer, mixed))
+        z = normalise(x, _norm(weights, "ln2"), c.norm_type, c.norm_eps, taps, "ln2", layer)
+        z = taps("mlp_pre", layer, z)
+        previous = history.before(layer, "channel mix", z, 1)[:, :, 0]
+        mixed = self._channel_mix(history.kept(z), history.kept(previous), layer, taps)
+        kept = {name: history.kept(each) for name, each in beside.items()}
+        return {**kept, STREAM: history.kept(x) + taps("mlp_out", layer, mixed)}
+
+    # -- time mix
+
+    def _time_mix(
+        self, y: Tensor, layer: int, carried: Carried, history: History, taps: Taps
+    ) -> tuple[Tensor, Carried]:
+        """Normed y [B, token, D] -> what is added to the stream, and what is carried on beside it."""
+        previous = history.before(layer, "time mix", y, 1)[:, :, 0]
+        if self.config.generation == 4:
+            return self._time_mix_4(y, previous, layer, history, taps), {}
+        if self.config.generation == 7:
+            return self._time_mix_7(y, previous, layer, carried, history, taps)
+        return self._time_mix_5_6(y, previous, layer, history, taps), {}
+
+    def _time_mix_4(self, y: Tensor, previous: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
+        """A running average by exponentials, channel by channel."""
+        w = self.weights.layers[layer]
+        mixed = {s: torch.lerp(previous, y, w[f"mix_{s}"]) for s in ("r", "k", "v")}
+        r, k, v = (taps(f"rwkv_{s}", layer, self._heads(product(mixed[s], w[s]))) for s in ("r", "k", "v"))
+        recurrence = ExponentialAverage(-torch.exp(w["decay"].float()), w["bonus"].float())
+        tokens = {"k": _channels(k)[:, None], "v": _channels(v)[:, None]}
+        read = history.scan(layer, recurrence, tokens, "rwkv")[:, 0]
+        out = _channels(taps("rwkv_wkv_out", layer, self._heads(read)))
+        return product(torch.sigmoid(_channels(r)) * out.to(y.dtype), w["o"])
+
+    def _time_mix_5_6(self, y: Tensor, previous: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
+        """A matrix per head, decayed by constants (5) or by tokens (6); readers see the state before."""
+        w, mixed = self.weights.layers[layer], self._mixed(y, previous, layer)
+        r, k, v = (taps(f"rwkv_{s}", layer, self._heads(product(mixed[s], w[s]))) for s in ("r", "k", "v"))
+        gate = None
+        if "g" in w:
+            gate = taps("rwkv_g", layer, self._heads(F.silu(product(mixed["g"], w["g"]))))
+        exponent = w["decay"]
+        if self.config.generation == 6:
+            exponent = exponent + torch.tanh(mixed["w"] @ w["decay_w1"]) @ w["decay_w2"]
+        log_decay = -torch.exp(_wide(exponent))
+        if self.config.generation == 6:
+            log_decay = self._heads(log_decay)
+        else:
+            # Taps may write into it: every token needs its own.
+            log_decay = log_decay.reshape(1, self.config.num_heads, 1, -1).expand_as(k).contiguous()
+        bonus = _wide(w["bonus"]).reshape(self.config.num_heads, -1).expand(-1, self.config.head_dim)
+        tokens = {"q": r, "k": k, "v": v, "log_decay": log_decay}
+        out = self._read(LinearRecurrence("before", bonus=bonus), tokens, layer, history, taps)
+        return self._written(self._head_norm(out, layer), gate, y.dtype, layer)
+
+    def _time_mix_7(
+        self, y: Tensor, previous: Tensor, layer: int, carried: Carried, history: History, taps: Taps
+    ) -> tuple[Tensor, Carried]:
+        """A matrix per head from which what stood under a key is removed; readers see the state behind."""
+        w, heads = self.weights.layers[layer], self._heads
+        mixed = {s: torch.lerp(y, previous, w[f"mix_{s}"]) for s in MIXES}
+        r = taps("rwkv_r", layer, heads(product(mixed["r"], w["r"])))
+        raw_k, v = product(mixed["k"], w["k"]), product(mixed["v"], w["v"])
+        kk = F.normalize(heads(raw_k * w["k_k"]), dim=-1)
+        kk = taps("rwkv_kk", layer, kk)
+        a = taps("rwkv_a", layer, heads(torch.sigmoid(_low_rank(mixed["a"], w, "a"))))
+        k = taps("rwkv_k", layer, heads(raw_k) * (1 + (a - 1) * heads(w["k_a"])))
+        first = v if layer == 0 else carried[FIRST_VALUES]
+        if layer:
+            v = torch.lerp(v, first, torch.sigmoid(_low_rank(mixed["v"], w, "v")))
+        elif taps.changes(layer, "rwkv_v"):
+            v = v.clone()  # later layers mix with the values as they were projected
+        v = taps("rwkv_v", layer, heads(v))
+        gate = taps("rwkv_g", layer, heads(product(torch.sigmoid(product(mixed["g"], w["g1"])), w["g2"])))
+        decay = _low_rank(mixed["w"], w, "w", torch.tanh)
+        tokens = {
+            "q": r,
+            "k": k,
+            "v": v,
+            "log_decay": heads(DECAY_SCALE * torch.sigmoid(_wide(decay))),
+            "alpha": -kk,
+            "beta": kk * a,
+        }
+        out = self._read(LinearRecurrence("after"), tokens, layer, history, taps)
+        out = self._head_norm(out, layer)
+        r_k = w["r_k"][None, :, None]
+        out = out + _wide((r * k * r_k).sum(-1, keepdim=True) * v)
+        return self._written(out, gate, y.dtype, layer), {FIRST_VALUES: first}
+
+    def _read(
+        self, recurrence: Recurrence, tokens: dict[str, Tensor], layer: int, history: History, taps: Taps
+    ) -> Tensor:
+        """What each head reads of the state, [B, head, token, value], past the points of decay and write."""
+        log_decay = taps("rwkv_log_decay", layer, tokens["log_decay"])
+        if taps.touches(layer, "rwkv_decay"):
+            decay = taps("rwkv_decay", layer, torch.exp(log_decay))
+            log_decay = torch.log(decay) if taps.changes(layer, "rwkv_decay") else log_decay
+        tokens["log_decay"] = log_decay
+        if taps.touches(layer, "rwkv_write"):
+            tokens["write"] = taps("rwkv_write", layer, log_decay.new_ones(*tokens["k"].shape[:3], 1))
+        return taps("rwkv_wkv_out", layer, history.scan(layer, recurrence, tokens, "rwkv"))
+
+    def _mixed(self, y: Tensor, previous: Tensor, layer: int) -> dict[str, Tensor]:
+        """What each projection of versions 5 and 6 reads: a mixture of a token and the one before."""
+        w = self.weights.layers[layer]
+        if self.config.generation == 5:
+            return {s: torch.lerp(previous, y, w[f"mix_{s}"]) for s in "rkvg" if f"mix_{s}" in w}
+        away = previous - y
+        low = torch.tanh((y + away * w["mix_x"]) @ w["mix_w1"]).unflatten(-1, (5, -1))
+        shares = torch.einsum("btsm,smh->sbth", low, w["mix_w2"])
+        # The five maps lie in this order in the checkpoint.
+        return {s: y + away * (w[f"mix_{s}"] + share) for s, share in zip("wkvrg", shares, strict=True)}
+
+    def _head_norm(self, x: Tensor, layer: int) -> Tensor:
+        """[B, head, token, value] normalised head by head."""
+        w, c = self.weights.layers[layer], self.config
+        rows = x.transpose(1, 2)
+        gain, bias = (w[name].to(x.dtype) for name in ("head_norm", "head_norm.bias"))
+        flat = F.group_norm(rows.flatten(2).flatten(0, 1), c.num_heads, gain, bias, c.head_norm_eps)
+        return flat.view(rows.shape).transpose(1, 2)
+
+    def _written(self, x: Tensor, gate: Tensor | None, dtype: torch.dtype, layer: int) -> Tensor:
+        """Heads [B, head, token, value], gated where there is a gate -> [B, token, D]."""
+        x = x if gate is None else x * gate
+        return product(_channels(x).to(dtype), self.weights.layers[layer]["o"])
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[B, token, channel] -> [B, head, token, channel of it]; a vector [channel] -> [head, 1, …]."""
+        size = self.config.head_dim
+        return x.unflatten(-1, (-1, size)).transpose(-3, -2) if x.ndim > 1 else x.view(-1, 1, size)
+
+    # -- channel mix and ends
+
+    def _channel_mix(self, z: Tensor, previous: Tensor, layer: int, taps: Taps) -> Tensor:
+        """z and the token before each [B, kept, D] -> what is added to the stream."""
+        w, generation = self.weights.layers[layer], self.config.generation
+
+        def mixed(s: str) -> Tensor:
+            one, other = (previous, z) if generation < 6 else (z, previous)
+            return torch.lerp(one, other, w[f"ffn_mix_{s}"])
+
+        inner = taps("mlp_pre_act", layer, product(mixed("k"), w["ffn_key"]))
+        inner = taps("mlp_post_act", layer, torch.relu(inner).square())
+        out = product(inner, w["ffn_value"])
+        if generation < 7:
+            out = torch.sigmoid(product(mixed("r"), w["ffn_receptance"])) * out
+        return taps("mlp_post", layer, out)
+
+    def finish(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
+        """The last residual stream [B, S, D] -> normalised, [B, wanted positions, D]."""
+        c, final = self.config, self.weights.final_norm
+        if want is not None and not taps.touches(None, "ln_final_scale", "ln_final_normalized", "final_norm"):
+            return apply_norm(want.at_positions(x), final, c.norm_type, c.norm_eps)
+        x = taps("final_norm", None, normalise(x, final, c.norm_type, c.norm_eps, taps, "ln_final", None))
+        return x if want is None else want.at_positions(x)
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        """The final norm of residual states [..., D]."""
+        return apply_norm(x, self.weights.final_norm, self.config.norm_type, self.config.norm_eps)
+
+    def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:
+        """Normalised states [..., D] -> logits [..., tokens]; there is no soft cap."""
+        return product(x, want.of_tokens(self.unembedding))
+
+    @property
+    def unembedding(self) -> Tensor:
+        """What the LM head multiplies by, [vocab, hidden]."""
+        return self.weights.embed if self.weights.lm_head is None else self.weights.lm_head
+
+    def norm_gain(self, name: str, layer: int | None, dtype: torch.dtype) -> Tensor:
+        """What a norm multiplies by [hidden]: "ln1", "ln2" of a layer; "ln_final"."""
+        gain = self.weights.final_norm.weight if layer is None else self.weights.layers[layer][name]
+        return gain.to(dtype)
+
+    def value_matrix(self, layer: int) -> Tensor:
+        """Raises ConfigError: there is no attention."""
+        raise self._no_attention()
+
+    def output_matrix(self, layer: int) -> Tensor:
+        """Raises ConfigError: there is no attention."""
+        raise self._no_attention()
+
+    def _no_attention(self) -> ConfigError:
+        return ConfigError(
+            f"expected a model with attention, found {self.config.model_type}, whose heads read a state; ask "
+            "for its hook points blocks.*.rwkv.* instead"
+        )
+
+
+def _norm(weights: LayerTensors, name: str) -> NormWeights:
+    return NormWeights(weights[name], weights.get(f"{name}.bias"))
+
+
+def _channels(x: Tensor) -> Tensor:
+    """[B, head, token, channel of it] -> [B, token, channel]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def _low_rank(
+    x: Tensor, weights: LayerTensors, name: str, between: Callable[[Tensor], Tensor] = lambda low: low
+) -> Tensor:
+    """x through a map of low rank, with its bias."""
+    return product(between(product(x, weights[f"{name}1"])), weights[f"{name}2"], weights[f"{name}0"])
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32, or float64 where the model computes in it."""
+    return x if x.dtype == torch.float64 else x.float()
