@@ -22,6 +22,7 @@ from ....store.digest import digest
 from ....store.errors import ConfigError, ModelNotFound, SourceChanged, WeightsError, nearest
 from ....store.index import file_digests
 from ....store.keys import ModelIdentity
+from ..text.library import LibraryTokenizer
 
 if TYPE_CHECKING:
     from ..architectures.architecture import Architecture
@@ -147,9 +148,8 @@ class ModelFiles:
         """The model's tokenizer; None without a tokenizer.json. Raises TokenizerError for one that cannot be
         read.
         """
-        from ..text.tokens import Tokenizer
-
-        return Tokenizer.from_directory(self.directory, self.name)
+        file = self.tokenizer_file
+        return None if file is None else LibraryTokenizer(file, name=self.name)
 
     def identity(
         self, dtype: str = "float32", attention: str = "sdpa", *, verify: bool = False
