@@ -90,12 +90,13 @@ class Subject:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Raises TokenizerError for a model without one, as workflows start from text."""
+        from ..stages.forward.text.world import WORLD
+
         found = self.files.tokenizer()
         if found is None:
             raise TokenizerError(
-                f"expected a tokenizer.json in {self.files.directory}, found none; workflows start from "
-                "text, "
-                "so add the file"
+                f"expected a tokenizer.json, or an {WORLD}, in {self.files.directory}, found neither; "
+                "workflows start from text, so add the file"
             )
         return found
 

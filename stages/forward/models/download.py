@@ -7,6 +7,7 @@ HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE mean what they mean to hugging
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import shutil
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 from ....pipeline.progress import Progress, Task, short
 from ....store.errors import DownloadError, ModelNotFound
+from ..text.world import WORLD
 from .files import CONFIG, INDEX, TOKENIZER, WEIGHTS, ModelFiles, hub_cache, resolve
 
 SMALL = (
@@ -94,10 +96,14 @@ def listed_files(name: str, revision: str | None = None) -> tuple[str, dict[str,
 
 
 def wanted_files(names: Sequence[str]) -> list[str]:
-    """The files of a repository that a forward pass reads; shards only where there is no single file."""
+    """The files of a repository that a forward pass reads; shards only where there is no single file, the
+    vocabulary of RWKV World only where there is no tokenizer.json.
+    """
     whole = WEIGHTS in names
     weights = [WEIGHTS] if whole else [name for name in names if SHARD.fullmatch(name)]
-    return [*(name for name in SMALL if name in names and not (whole and name == INDEX)), *weights]
+    beside = [name for name in names if "/" not in name]
+    words = [] if TOKENIZER in names else fnmatch.filter(beside, WORLD)
+    return [*(name for name in SMALL if name in names and not (whole and name == INDEX)), *words, *weights]
 
 
 @contextmanager

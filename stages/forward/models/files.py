@@ -19,9 +19,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....store.digest import digest
-from ....store.errors import ConfigError, ModelNotFound, SourceChanged, WeightsError, nearest
+from ....store.errors import (
+    ConfigError,
+    ModelNotFound,
+    SourceChanged,
+    TokenizerError,
+    WeightsError,
+    nearest,
+)
 from ....store.index import file_digests
 from ....store.keys import ModelIdentity
+from ..text.library import LibraryTokenizer
+from ..text.world import WORLD, WorldTokenizer
 
 if TYPE_CHECKING:
     from ..architectures.architecture import Architecture
@@ -110,9 +119,20 @@ class ModelFiles:
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """tokenizer.json, if the model has one."""
+        """tokenizer.json, else the vocabulary of RWKV World, if the model has either. Raises TokenizerError
+        for several vocabularies.
+        """
         path = self.directory / TOKENIZER
-        return path if path.is_file() else None
+        if path.is_file():
+            return path
+        vocabularies = sorted(self.directory.glob(WORLD))
+        if len(vocabularies) > 1:
+            names = ", ".join(each.name for each in vocabularies)
+            raise TokenizerError(
+                f"expected one {WORLD} in {self.directory}, found {names}; leave the one the model was "
+                "trained with"
+            )
+        return next(iter(vocabularies), None)
 
     def architecture(self) -> Architecture:
         """What the model is, by its family's row or, for an unknown family, by its config and tensors.
@@ -145,12 +165,14 @@ class ModelFiles:
         )
 
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None without a tokenizer.json. Raises TokenizerError for one that cannot be
+        """The model's tokenizer; None without a file of one. Raises TokenizerError for one that cannot be
         read.
         """
-        from ..text.tokens import Tokenizer
-
-        return Tokenizer.from_directory(self.directory, self.name)
+        file = self.tokenizer_file
+        if file is None:
+            return None
+        kind = LibraryTokenizer if file.name == TOKENIZER else WorldTokenizer
+        return kind(file, name=self.name)
 
     def identity(
         self, dtype: str = "float32", attention: str = "sdpa", *, verify: bool = False

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ....store.errors import PromptError, TokenizerError
 from ....store.runs.packed import PackedTokens
 from ..architectures.architecture import Architecture
+from .world import WORLD
 
 if TYPE_CHECKING:
     from .tokens import Encoding, Tokenizer
@@ -84,6 +85,6 @@ def check_prompts(rows: Sequence[Any], vocab_size: int, context: int, model: str
 def no_tokenizer(model: str) -> TokenizerError:
     """What to say when a model without tokenizer is given text."""
     return TokenizerError(
-        f"expected a tokenizer.json beside the weights of {model} to read text, found none; add the file, "
-        "or pass token ids"
+        f"expected a tokenizer.json, or an {WORLD}, beside the weights of {model} to read text, found "
+        "neither; add the file, or pass token ids"
     )

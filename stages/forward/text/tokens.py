@@ -1,7 +1,8 @@
 """Tokenizer: text to token ids and back, and which token stands where in the text.
 
-A thin layer over the `tokenizers` library (tokenizer.json, with tokenizer_config.json for the names of
-special tokens and the chat template). Border: text and ids; knows no model and never imports torch.
+What all tokenizers answer alike. How the tokens of a text are found is library.py (tokenizer.json) or
+world.py (the vocabulary of RWKV World); tokenizer_config.json beside either gives the names of special tokens
+and the chat template. Border: text and ids; knows no model and never imports torch.
 
 Offsets are in CHARACTERS of the prompt, half-open, as Python slices text; `byte_offsets` gives them in UTF-8
 bytes. Tokens the post-processor adds (BOS, EOS) have the offsets (0, 0) and never stand for a character. The
@@ -11,23 +12,23 @@ mapping between the two is in store/reading/characters.py.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ....store.digest import content_digest
 from ....store.errors import TokenizerError
 from ....store.reading.characters import CharacterSpans
 
-if TYPE_CHECKING:
-    import tokenizers
-
 Span = tuple[int, int] | range
 OTHER, FINAL = "other", "_final"
+NOWHERE = (0, 0)
+"""Offsets of a token that stands for no character."""
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -47,6 +48,7 @@ class Encoding:
 
     tokens: vocabulary pieces, e.g. "Ġis". offsets: per token, (start, end) in characters of `text`; (0, 0)
     for tokens that stand for no character of it. special: whether a token was added rather than read.
+    byte_spans: offsets in UTF-8 bytes, where the tokenizer knows them apart from its characters.
     """
 
     ids: list[int]
@@ -54,15 +56,27 @@ class Encoding:
     offsets: list[tuple[int, int]]
     special: list[bool]
     text: str
+    byte_spans: list[tuple[int, int]] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def byte_offsets(self) -> list[tuple[int, int]]:
-        """The offsets in bytes of the text's UTF-8 form."""
+        """The offsets in bytes of the text's UTF-8 form; without `byte_spans` those of whole characters."""
+        if self.byte_spans is not None:
+            return self.byte_spans
         at = byte_positions(self.text)
         return [(at[start], at[end]) for start, end in self.offsets]
+
+    @property
+    def splits_character(self) -> list[bool]:
+        """Whether a token begins or ends inside a character, which it then shares with its neighbour."""
+        splits = [False] * len(self)
+        for one, following in pairwise(self.spans.placed.tolist()):
+            if self.offsets[following][0] < self.offsets[one][1]:
+                splits[one] = splits[following] = True
+        return splits
 
     @property
     def tokens_with_offsets(self) -> list[tuple[str, tuple[int, int]]]:
@@ -139,51 +153,59 @@ class Encoding:
         return start, end
 
 
-class Tokenizer:
-    """Text <-> token ids, with the model's own rule for BOS and its chat template."""
+class Tokenizer(ABC):
+    """Text <-> token ids, with the model's own rule for BOS and its chat template.
+
+    What file holds the tokens, and how a text is cut into them, is known to library.py and world.py.
+    """
+
+    digest: str
+    """`sha256:…` of what decides ids and words."""
 
     def __init__(
         self, file: Path, settings: Mapping[str, Any] | None = None, *, name: str | None = None
     ) -> None:
-        """file: a tokenizer.json. settings: what tokenizer_config.json says; by default read from beside the
-        file.
+        """file: holds the tokens. settings: what tokenizer_config.json says; by default read from beside it.
 
         Raises TokenizerError if a file is missing or cannot be read.
         """
-        import tokenizers
-
-        try:
-            data = file.read_bytes()
-        except OSError as error:
-            raise TokenizerError(
-                f"expected a tokenizer at {file}, found {error.strerror}; add the file, or pass token ids "
-                "instead of text"
-            ) from error
-        try:
-            self._backend = tokenizers.Tokenizer.from_str(data.decode())
-        except Exception as error:  # the library raises bare Exception for a file it cannot parse
-            raise TokenizerError(
-                f"expected a tokenizer.json at {file}, found a file that cannot be read as one ({error}); "
-                "fetch it again, or pass token ids instead of text"
-            ) from error
-        # A training script's truncation and padding stay in the file; both would change prompts silently.
-        self._backend.no_truncation()
-        self._backend.no_padding()
         self.name = name or file.parent.name
-        self.digest = content_digest(data)
-        """`sha256:…` of tokenizer.json."""
         self._settings = dict(read_settings(file.parent) if settings is None else settings)
 
-    @classmethod
-    def from_directory(cls, directory: Path, name: str | None = None) -> Tokenizer | None:
-        """The tokenizer of a model's directory; None when it has none."""
-        file = directory / "tokenizer.json"
-        return cls(file, name=name) if file.exists() else None
-
     @property
+    @abstractmethod
     def vocab_size(self) -> int:
         """Number of tokens, added ones included; a model's embedding may have more rows."""
-        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    @abstractmethod
+    def _end(self) -> int:
+        """One more than the highest id of a token."""
+
+    @abstractmethod
+    def _id_of(self, text: str) -> int | None:
+        """Id of the token of exactly this text, or of this name for a special one; None without one."""
+
+    @abstractmethod
+    def _piece(self, token: int) -> str | None:
+        """Vocabulary piece of an id; None for an id without a token."""
+
+    @abstractmethod
+    def _encode(self, text: str, add_special: bool) -> Encoding:
+        """Tokens of a text, with what the post-processor adds if it is asked for."""
+
+    def _encode_batch(self, texts: Sequence[str], add_special: bool) -> list[Encoding]:
+        return [self._encode(text, add_special) for text in texts]
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int], *, keep_special: bool = True) -> str:
+        """Text of token ids. Raises TokenizerError for an id the tokenizer has no token for."""
+
+    @abstractmethod
+    def decode_token(self, token: int) -> str:
+        """Text of one token as it reads inside a sentence; "" for an id without a token: embeddings often
+        have more rows than there are tokens.
+        """
 
     @property
     def bos_id(self) -> int | None:
@@ -198,7 +220,7 @@ class Tokenizer:
     def special_id(self, role: str) -> int | None:
         """Id of a special token by its role, e.g. "bos_token"; None where the model has none."""
         text = self._special_texts.get(role)
-        return None if text is None else self._backend.token_to_id(text)
+        return None if text is None else self._id_of(text)
 
     def encode(self, text: str, *, add_special: bool = True, prepend_bos: bool | None = None) -> Encoding:
         """Tokens of a text.
@@ -207,9 +229,7 @@ class Tokenizer:
         StarCoder 2). prepend_bos: True to begin with BOS, False not to, whatever the post-processor does;
         None leaves it to that.
         """
-        return self._place_bos(
-            _encoding(text, self._backend.encode(text, add_special_tokens=add_special)), prepend_bos
-        )
+        return self._place_bos(self._encode(text, add_special), prepend_bos)
 
     def encode_raw(self, text: str) -> Encoding:
         """Tokens of a text and nothing else."""
@@ -218,29 +238,8 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, add_special: bool = True, prepend_bos: bool | None = None
     ) -> list[Encoding]:
-        """As `encode`, for many texts, on all cores."""
-        found = self._backend.encode_batch(list(texts), add_special_tokens=add_special)
-        return [
-            self._place_bos(_encoding(text, one), prepend_bos) for text, one in zip(texts, found, strict=True)
-        ]
-
-    def decode(self, ids: Sequence[int], *, keep_special: bool = True) -> str:
-        """Text of token ids. Raises TokenizerError for an id the tokenizer has no token for."""
-        self.pieces(ids)
-        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=not keep_special))
-
-    def decode_token(self, token: int) -> str:
-        """Text of one token as it reads inside a sentence, " Paris" where decoders alone strip the space.
-
-        "" for an id without a token: embeddings often have more rows than there are tokens.
-        """
-        if token < 0 or self._backend.id_to_token(int(token)) is None:
-            return ""
-        anchor, alone = self._anchor
-        whole = self._backend.decode([*anchor, int(token)], skip_special_tokens=False)
-        if whole.startswith(alone):
-            return str(whole[len(alone) :])
-        return str(self._backend.decode([int(token)], skip_special_tokens=False))
+        """As `encode`, for many texts at once."""
+        return [self._place_bos(found, prepend_bos) for found in self._encode_batch(texts, add_special)]
 
     def to_str_tokens(self, text: str, *, add_special: bool = True) -> list[str]:
         """A text as the texts of its tokens."""
@@ -249,14 +248,13 @@ class Tokenizer:
     @cached_property
     def vocabulary(self) -> list[str]:
         """Text of every token by id, empty where an id has none."""
-        size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        return [self.decode_token(token) for token in range(size)]
+        return [self.decode_token(token) for token in range(self._end)]
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """Vocabulary pieces of token ids, such as "Ġis". Raises TokenizerError for an id without a token."""
         found = []
         for i in ids:
-            piece = self._backend.id_to_token(int(i)) if int(i) >= 0 else None
+            piece = self._piece(int(i))
             if piece is None:
                 raise TokenizerError(
                     f"expected ids of {self.name}'s {self.vocab_size} tokens, found {i}; "
@@ -271,9 +269,10 @@ class Tokenizer:
         Raises TokenizerError, listing the pieces, for a word that is several tokens either way: its last
         piece is another word.
         """
-        tried = [self.encode_raw(text) for text in ([f" {word}", word] if word else [])]
+        tried: list[Encoding] = []
         unknown = self.special_id("unk_token")
-        for found in tried:
+        for text in [f" {word}", word] if word else []:
+            tried.append(found := self.encode_raw(text))
             if len(found) == 1 and found.ids[0] != unknown:
                 return found.ids[0]
         pieces = " or ".join(repr(found.tokens) for found in tried) or "nothing"
@@ -344,12 +343,6 @@ class Tokenizer:
                 texts[role] = text
         return texts
 
-    @cached_property
-    def _anchor(self) -> tuple[list[int], str]:
-        """Tokens to decode another behind, since decoders strip the space of the first; and their text."""
-        ids = self._backend.encode("a", add_special_tokens=False).ids
-        return ids, self._backend.decode(ids, skip_special_tokens=False)
-
     def _place_bos(self, found: Encoding, wanted: bool | None) -> Encoding:
         if wanted is None:
             return found
@@ -363,16 +356,24 @@ class Tokenizer:
             )
         has = found.ids[:1] == [bos]
         if wanted and not has:
-            return Encoding(
-                [bos, *found.ids],
-                [*self.pieces([bos]), *found.tokens],
-                [(0, 0), *found.offsets],
-                [True, *found.special],
-                found.text,
+            return replace(
+                found,
+                ids=[bos, *found.ids],
+                tokens=[*self.pieces([bos]), *found.tokens],
+                offsets=[NOWHERE, *found.offsets],
+                special=[True, *found.special],
+                byte_spans=None if found.byte_spans is None else [NOWHERE, *found.byte_spans],
             )
         # A BOS written out in the text is part of it; only one that was added is taken away.
         if not wanted and has and found.special[0]:
-            return Encoding(found.ids[1:], found.tokens[1:], found.offsets[1:], found.special[1:], found.text)
+            return replace(
+                found,
+                ids=found.ids[1:],
+                tokens=found.tokens[1:],
+                offsets=found.offsets[1:],
+                special=found.special[1:],
+                byte_spans=None if found.byte_spans is None else found.byte_spans[1:],
+            )
         return found
 
 
@@ -398,11 +399,15 @@ def byte_to_char(text: str, byte: int) -> int:
     return bisect_right(at, byte) - 1
 
 
-def _encoding(text: str, found: tokenizers.Encoding) -> Encoding:
-    offsets = [(int(start), int(end)) for start, end in found.offsets]
-    return Encoding(
-        list(found.ids), list(found.tokens), offsets, [bool(mark) for mark in found.special_tokens_mask], text
-    )
+def read_tokenizer(file: Path) -> bytes:
+    """The bytes of a tokenizer's file. Raises TokenizerError where there is none."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise TokenizerError(
+            f"expected a tokenizer at {file}, found {error.strerror}; add the file, or pass token ids "
+            "instead of text"
+        ) from error
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -16,10 +16,11 @@ from mizarr.stages.corpus.positions import (
     position_of,
     words,
 )
-from mizarr.stages.forward.text.tokens import Encoding, Tokenizer, byte_positions, byte_to_char
+from mizarr.stages.forward.text.library import LibraryTokenizer
+from mizarr.stages.forward.text.tokens import Encoding, byte_positions, byte_to_char
 from mizarr.store.errors import PromptError
 
-TOKENIZER = Tokenizer(Path(mizarr.__file__).parent / "stages/forward/specimen/tokenizer.json")
+TOKENIZER = LibraryTokenizer(Path(mizarr.__file__).parent / "stages/forward/specimen/tokenizer.json")
 TEXTS = st.text(st.sampled_from("abc The\n\té漢字🙂ßñ.,'0̈"), max_size=30)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,17 @@ def save_tokenizer(directory: Path, *, bos: bool = True) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def save_world_vocabulary(directory: Path, *tokens: str | bytes) -> Path:
+    """A vocabulary of RWKV World: the bytes from id 1 on, and these tokens from id 300 on."""
+    listed = dict(enumerate((bytes([byte]) for byte in range(256)), 1)) | dict(enumerate(tokens, 300))
+    file = directory / "rwkv_vocab_v20230424.txt"
+    file.write_bytes(world_lines(listed).encode())
+    return file
+
+
+def world_lines(tokens: Mapping[int, str | bytes]) -> str:
+    """A vocabulary of RWKV World as its file has it."""
+    sizes = {i: len(token.encode() if isinstance(token, str) else token) for i, token in tokens.items()}
+    return "".join(f"{i} {token!r} {sizes[i]}\n" for i, token in tokens.items())

@@ -19,9 +19,10 @@ from mizarr.stages.forward.generation.growing import so_far, why_read_anew
 from mizarr.stages.forward.generation.stopping import GeneratedText
 from mizarr.stages.forward.hooks.interventions import Intervention
 from mizarr.stages.forward.models.model import Model
+from mizarr.stages.forward.text.world import WorldTokenizer
 from mizarr.store.errors import ConfigError, HookPointNotFound, InterventionError, PromptError, TokenizerError
 
-from ..random_models import FAMILIES, VOCAB, draw, save_random_model
+from ..random_models import FAMILIES, VOCAB, draw, save_random_model, save_world_vocabulary
 from ..random_runs import draw_intervention
 
 pytest.importorskip("transformers")
@@ -242,6 +243,16 @@ def test_what_streams_is_the_text_and_never_half_a_character(model):
     assert halved.finish() == "\N{REPLACEMENT CHARACTER}", "and at the end it is what it is"
     started = tokenizer.encode("x🚲").ids
     assert GeneratedText(tokenizer, started[:-1]).push(started[-1]) == "🚲"
+
+
+def test_tokens_that_end_inside_a_character_stream_whole_characters(tmp_path):
+    """A vocabulary of byte strings: 日 in two tokens, 🚲 in four, then a byte that nothing completes."""
+    tokenizer = WorldTokenizer(save_world_vocabulary(tmp_path, b"\xe6\x97"))
+    ids = [*tokenizer.encode("h日🚲").ids, 0, *tokenizer.encode_bytes(b"\xe6a")]
+    text = GeneratedText(tokenizer, tokenizer.encode("日").ids[:1])
+    shown = [text.push(token) for token in ids]
+    assert shown == ["h", "", "日", "", "", "", "🚲", "", "", "\N{REPLACEMENT CHARACTER}a"]
+    assert text.finish() == "" and text.text == "".join(shown)
 
 
 def test_the_beginning_of_a_stop_string_is_held_back(model):

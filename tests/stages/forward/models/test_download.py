@@ -174,6 +174,14 @@ def test_shards_are_taken_only_without_a_single_file():
     ]
 
 
+def test_a_world_vocabulary_is_taken_only_without_a_tokenizer_json():
+    world = "rwkv_vocab_v20230424.txt"
+    others = [f"old/{world}", "rwkv_vocab/notes.txt", "hf_rwkv_tokenizer.py", "merges.txt"]
+    found = wanted_files(["config.json", world, *others, "model.safetensors"])
+    assert found == ["config.json", world, "model.safetensors"]
+    assert wanted_files(["tokenizer.json", world]) == ["tokenizer.json"]
+
+
 def test_a_repository_without_safetensors_is_refused_before_anything_is_fetched(hub):
     hub.files = {name: content for name, content in FILES.items() if not name.endswith(".safetensors")}
     with pytest.raises(

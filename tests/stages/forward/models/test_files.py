@@ -15,7 +15,7 @@ import pytest
 
 from mizarr.stages.forward.models import files
 from mizarr.stages.forward.models.files import ModelFiles, resolve
-from mizarr.store.errors import ConfigError, ModelNotFound, WeightsError
+from mizarr.store.errors import ConfigError, ModelNotFound, TokenizerError, WeightsError
 
 from .. import random_models
 
@@ -74,6 +74,20 @@ def test_a_directory_is_its_files(model):
 def test_a_model_without_a_tokenizer_has_none(model):
     (model / "tokenizer.json").unlink()
     assert resolve(model).tokenizer() is None and resolve(model).tokenizer_file is None
+
+
+def test_a_world_vocabulary_is_read_where_there_is_no_tokenizer_json(model):
+    vocabulary = random_models.save_world_vocabulary(model, "Paris")
+    assert resolve(model).tokenizer_file == model / "tokenizer.json"
+    (model / "tokenizer.json").unlink()
+    found = resolve(model)
+    assert found.tokenizer_file == vocabulary and found.tokenizer().encode("Paris!").ids == [300, 34]
+    assert found.tokenizer().name == str(model)
+    vocabulary.with_name("rwkv_vocab_v2.txt").write_text("1 'a' 1\n")
+    with pytest.raises(
+        TokenizerError, match=r"expected one rwkv_vocab\*.txt .*found rwkv_vocab_v2.txt, rwkv_vocab_v20230424"
+    ):
+        resolve(model).tokenizer()
 
 
 def test_the_identity_is_the_content_and_not_the_name(model, tmp_path):

@@ -1,214 +1,11 @@
-"""Tokens: ids, offsets and chat texts are those of the reference tokenizer; every question about a character
-has one answer.
-"""
+"""Tokens in a text: every question about a character has one answer."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from hypothesis import given, strategies as st
 
-from mizarr.stages.forward.text.tokens import Encoding, Tokenizer, byte_positions, byte_to_char
+from mizarr.stages.forward.text.tokens import Encoding, byte_positions, byte_to_char
 from mizarr.store.errors import TokenizerError
-
-from .. import random_models
-
-TEXTS = [
-    "The capital of France is Paris.",
-    "naïve 🙂 café",
-    " two  spaces\nand a line",
-    "",
-    "<s>written out</s>",
-]
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no "
-    "tools') }}"
-    "{% endif %}[{{ message.role }}] {{ message.content | tojson }}\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tokenizer")
-    random_models.save_tokenizer(directory)
-    settings = json.loads((directory / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return Tokenizer.from_directory(folder)
-
-
-@pytest.fixture(scope="module")
-def reference(folder):
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory):
-    """A tokenizer that adds nothing and knows no BOS, as Qwen's."""
-    directory = tmp_path_factory.mktemp("bare")
-    random_models.save_tokenizer(directory, bos=False)
-    (directory / "tokenizer_config.json").unlink()
-    return Tokenizer.from_directory(directory)
-
-
-@pytest.fixture(scope="module")
-def sentencepiece(tmp_path_factory):
-    """A tokenizer whose pieces carry their space as ▁, as Llama 2's and Gemma's do."""
-    from tokenizers import Tokenizer as Raw, decoders, models, normalizers
-
-    pieces = ["<unk>", "▁", "▁Paris", "Paris", "a", "P", "i", "s", "r", "▁a"]
-    raw = Raw(models.Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], unk_id=0))
-    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    directory = tmp_path_factory.mktemp("sentencepiece")
-    raw.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text('{"unk_token": "<unk>"}')
-    return Tokenizer.from_directory(directory)
-
-
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("special", [True, False])
-def test_ids_and_character_offsets_are_those_of_the_reference_tokenizer(tokenizer, reference, text, special):
-    found = tokenizer.encode(text, add_special=special)
-    expected = reference(text, add_special_tokens=special, return_offsets_mapping=True)
-    assert found.ids == expected["input_ids"]
-    assert found.offsets == [tuple(span) for span in expected["offset_mapping"]]
-    assert found.tokens == reference.convert_ids_to_tokens(found.ids)
-    assert tokenizer.decode(found.ids) == reference.decode(found.ids)
-
-
-@given(text=st.text(max_size=40))
-def test_a_text_comes_back_from_its_tokens_and_offsets_cut_it_up(tokenizer, text):
-    found = tokenizer.encode_raw(text)
-    assert tokenizer.decode(found.ids) == text
-    encoded = text.encode()
-    for (start, end), (first, last) in zip(found.offsets, found.byte_offsets, strict=True):
-        assert text[start:end].encode() == encoded[first:last]
-
-
-def test_many_texts_encode_as_each_alone(tokenizer):
-    assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
-
-
-def test_bos_is_placed_where_it_is_asked(tokenizer, bare):
-    plain = tokenizer.encode_raw("Paris").ids
-    assert tokenizer.encode("Paris").ids == [0, *plain]
-    assert tokenizer.encode("Paris", prepend_bos=False).ids == plain
-    assert tokenizer.encode("Paris", prepend_bos=True).ids == [0, *plain], "not twice"
-    raw = tokenizer.encode("Paris", add_special=False, prepend_bos=True)
-    assert raw.ids == [0, *plain] and raw.offsets[0] == (0, 0) and raw.special[0]
-    written = tokenizer.encode("<s>Paris", add_special=False, prepend_bos=False)
-    assert written.ids[0] == 0, "a BOS in the text is text"
-    assert bare.encode("Paris").ids == bare.encode("Paris", prepend_bos=False).ids
-    with pytest.raises(TokenizerError, match=r"names no BOS token in tokenizer_config.json"):
-        bare.encode("Paris", prepend_bos=True)
-
-
-def test_truncation_and_padding_saved_by_a_trainer_are_off(folder, tmp_path):
-    from tokenizers import Tokenizer as Raw
-
-    raw = Raw.from_file(str(folder / "tokenizer.json"))
-    raw.enable_truncation(3)
-    raw.enable_padding(length=50)
-    raw.save(str(tmp_path / "tokenizer.json"))
-    assert len(Tokenizer.from_directory(tmp_path).encode(TEXTS[0])) == len(
-        Raw.from_file(str(folder / "tokenizer.json")).encode(TEXTS[0]).ids
-    )
-
-
-@pytest.mark.parametrize("word", ["Paris", " Paris", "France"])
-def test_a_word_is_found_with_its_space(tokenizer, bare, word):
-    expected = f"Ġ{word.strip()}"
-    assert tokenizer.pieces([tokenizer.find_token_id(word)]) == [expected]
-    assert bare.pieces([bare.find_token_id(word)]) == [expected]
-
-
-def test_a_word_of_several_pieces_is_an_error_that_lists_them(tokenizer, bare):
-    """Its last piece would be another word: "myself" is not "self"."""
-    for one in (tokenizer, bare):
-        with pytest.raises(
-            TokenizerError, match=r"expected 'Parisian' to be one token of .*'ĠParis', 'i', 'an'"
-        ):
-            one.find_token_id("Parisian")
-    with pytest.raises(TokenizerError, match="found nothing"):
-        tokenizer.find_token_id("")
-
-
-def test_a_word_outside_the_vocabulary_is_no_unknown_token(sentencepiece):
-    with pytest.raises(TokenizerError, match="to be one token"):
-        sentencepiece.find_token_id("Z")
-
-
-def test_a_words_bare_form_is_found_where_the_tokenizer_brings_its_own_space(sentencepiece):
-    assert sentencepiece.pieces([sentencepiece.find_token_id("Paris")]) == ["▁Paris"]
-
-
-def test_a_token_reads_as_it_stands_in_a_sentence(tokenizer, sentencepiece):
-    assert tokenizer.decode_token(tokenizer.find_token_id("Paris")) == " Paris"
-    assert [sentencepiece.decode_token(i) for i in (2, 3)] == [" Paris", "Paris"]
-    assert tokenizer.to_str_tokens("is Paris") == ["<s>", "is", " Paris"]
-    assert tokenizer.decode_token(10_000) == "" and tokenizer.decode_token(-1) == ""
-
-
-def test_the_vocabulary_is_every_tokens_text_by_id(tokenizer):
-    assert len(tokenizer.vocabulary) == tokenizer.vocab_size
-    assert (
-        tokenizer.vocabulary[tokenizer.find_token_id("Paris")] == " Paris"
-        and tokenizer.vocabulary[0] == "<s>"
-    )
-
-
-def test_ids_without_a_token_are_not_dropped_in_silence(tokenizer):
-    with pytest.raises(
-        TokenizerError, match=rf"expected ids of .*'s {tokenizer.vocab_size} tokens, found 9999"
-    ):
-        tokenizer.decode([1, 9999])
-
-
-@pytest.mark.parametrize("prompt", [True, False])
-def test_a_conversation_reads_as_the_reference_renders_it(tokenizer, reference, prompt):
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 'Say "é"\n'}]
-    expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-    assert tokenizer.chat(messages, add_generation_prompt=prompt) == expected
-    assert tokenizer.chat('Say "é"\n', system="Be brief.", add_generation_prompt=prompt) == expected
-
-
-def test_a_chat_template_in_a_file_of_its_own_is_read(folder, tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
-    assert Tokenizer.from_directory(tmp_path).chat("hi") == "hi!"
-
-
-def test_templates_can_refuse_and_cannot_escape(tokenizer, bare, folder):
-    with pytest.raises(TokenizerError, match="refuses this conversation: no tools"):
-        tokenizer.chat([{"role": "tool", "content": ""}])
-    with pytest.raises(TokenizerError, match=r"has no chat template; expected one in tokenizer_config.json"):
-        bare.chat("hi")
-    evil = Tokenizer(folder / "tokenizer.json", {"chat_template": "{{ messages.__class__.__mro__ }}"})
-    with pytest.raises(TokenizerError, match="unsafe"):
-        evil.chat("hi")
-
-
-def test_a_missing_or_broken_tokenizer_says_that_ids_can_be_given(tmp_path):
-    assert Tokenizer.from_directory(tmp_path) is None
-    with pytest.raises(TokenizerError, match=r"No such file or directory; add the file, or pass token ids"):
-        Tokenizer(tmp_path / "tokenizer.json")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(TokenizerError, match=r"cannot be read as one .* or pass token ids"):
-        Tokenizer.from_directory(tmp_path)
-
-
-def test_the_digest_is_of_the_files_bytes(folder, tokenizer, bare):
-    assert tokenizer.digest == Tokenizer.from_directory(folder).digest != bare.digest
-
 
 # "ab cd" behind a BOS, by hand: a[0,1) b[1,2) ␣cd[2,5), then an EOS.
 BY_HAND = Encoding(
@@ -233,6 +30,19 @@ def test_characters_find_their_tokens_and_specials_never_compete():
 def test_the_earlier_of_two_tokens_as_near_is_taken():
     gap = Encoding([1, 2], ["a", "b"], [(0, 2), (4, 6)], [False, False], "a   b ")
     assert gap.char_to_token(3) is None and gap.char_to_token_fuzzy(3) == 0
+
+
+def test_tokens_that_share_a_character_split_it():
+    """a, then the two halves of é, then é and b in one."""
+    halves = Encoding(
+        [0, 1, 2, 3, 4],
+        ["<s>", "a", "?", "?", "éb"],
+        [(0, 0), (0, 1), (1, 2), (1, 2), (2, 4)],
+        [True] + [False] * 4,
+        "aééb",
+    )
+    assert halves.splits_character == [False, False, True, True, False]
+    assert halves.byte_offsets == [(0, 0), (0, 1), (1, 3), (1, 3), (3, 6)]
 
 
 def test_an_empty_text_has_no_nearest_token():

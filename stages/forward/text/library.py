@@ -1,0 +1,96 @@
+"""Tokenizers of the `tokenizers` library: whatever a tokenizer.json describes, and nothing else.
+
+Border: the one file that knows the library. Pieces are its own, such as "Ġis"; a token that ends inside a
+character has that character's offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ....store.digest import content_digest
+from ....store.errors import TokenizerError
+from .tokens import Encoding, Tokenizer, read_tokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+class LibraryTokenizer(Tokenizer):
+    """A tokenizer.json. Its digest is of the file's bytes."""
+
+    def __init__(
+        self, file: Path, settings: Mapping[str, Any] | None = None, *, name: str | None = None
+    ) -> None:
+        import tokenizers
+
+        data = read_tokenizer(file)
+        try:
+            self._backend = tokenizers.Tokenizer.from_str(data.decode())
+        except Exception as error:  # the library raises bare Exception for a file it cannot parse
+            raise TokenizerError(
+                f"expected a tokenizer.json at {file}, found a file that cannot be read as one ({error}); "
+                "fetch it again, or pass token ids instead of text"
+            ) from error
+        # A training script's truncation and padding stay in the file; both would change prompts silently.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        super().__init__(file, settings, name=name)
+        self.digest = content_digest(data)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; a model's embedding may have more rows."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def _end(self) -> int:
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def _id_of(self, text: str) -> int | None:
+        return self._backend.token_to_id(text)
+
+    def _piece(self, token: int) -> str | None:
+        return self._backend.id_to_token(token) if token >= 0 else None
+
+    def _encode(self, text: str, add_special: bool) -> Encoding:
+        return _encoding(text, self._backend.encode(text, add_special_tokens=add_special))
+
+    def _encode_batch(self, texts: Sequence[str], add_special: bool) -> list[Encoding]:
+        """On all cores."""
+        found = self._backend.encode_batch(list(texts), add_special_tokens=add_special)
+        return [_encoding(text, one) for text, one in zip(texts, found, strict=True)]
+
+    def decode(self, ids: Sequence[int], *, keep_special: bool = True) -> str:
+        """Text of token ids. Raises TokenizerError for an id the tokenizer has no token for."""
+        self.pieces(ids)
+        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=not keep_special))
+
+    def decode_token(self, token: int) -> str:
+        """Text of one token as it reads inside a sentence, " Paris" where decoders alone strip the space.
+
+        "" for an id without a token: embeddings often have more rows than there are tokens.
+        """
+        if self._piece(int(token)) is None:
+            return ""
+        anchor, alone = self._anchor
+        whole = self._backend.decode([*anchor, int(token)], skip_special_tokens=False)
+        if whole.startswith(alone):
+            return str(whole[len(alone) :])
+        return str(self._backend.decode([int(token)], skip_special_tokens=False))
+
+    @cached_property
+    def _anchor(self) -> tuple[list[int], str]:
+        """Tokens to decode another behind, since decoders strip the space of the first; and their text."""
+        ids = self._backend.encode("a", add_special_tokens=False).ids
+        return ids, self._backend.decode(ids, skip_special_tokens=False)
+
+
+def _encoding(text: str, found: tokenizers.Encoding) -> Encoding:
+    offsets = [(int(start), int(end)) for start, end in found.offsets]
+    return Encoding(
+        list(found.ids), list(found.tokens), offsets, [bool(mark) for mark in found.special_tokens_mask], text
+    )
