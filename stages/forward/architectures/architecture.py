@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ....store.errors import WeightsError
 from .points import BY_NAME, HookPoint
@@ -56,6 +56,8 @@ class RecurrentMixer:
     """A mixer that reads a state every token decays and writes to. recurrence: which ("rwkv7")."""
 
     kind: ClassVar[str] = "recurrence"
+    window: ClassVar[None] = None
+    """Nothing bounds how far back a state remembers."""
     recurrence: str
 
 
@@ -195,6 +197,11 @@ class Architecture(ABC):
     @abstractmethod
     def bytes_per_token(self, itemsize: int) -> int:
         """Bytes of one token while a layer is computed."""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Every field, as plain values."""
+        return asdict(self)  # type: ignore[call-overload,no-any-return]  # every kind is a dataclass
 
     @cached_property
     def known_points(self) -> frozenset[HookPoint]:

@@ -12,7 +12,7 @@ Axes: head, key (rows of the state), value (its columns).
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
@@ -88,7 +88,7 @@ class RwkvConfig(Architecture):
     @property
     def digest(self) -> str:
         """Of every field but how the checkpoint spells its tensors."""
-        return digest("rwkv-config", asdict(self) | {"spelling": None})
+        return digest("rwkv-config", self.fields | {"spelling": None})
 
     @property
     def context_length(self) -> int:
@@ -143,5 +143,5 @@ class RwkvConfig(Architecture):
         return True
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Stream, norms and shifted copies, what the recurrence reads and gives in float32, the channel mix."""
+        """Stream, norms, shifted copies, the recurrence in float32, the channel mix."""
         return itemsize * (12 * self.hidden_size + 2 * self.intermediate_size) + 4 * 10 * self.attention_size

@@ -7,7 +7,7 @@ Torch-free, so that hook points and identities can be had without loading anythi
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -135,7 +135,7 @@ class TransformerConfig(Architecture):
     @property
     def digest(self) -> str:
         """Of every field; of those that came later, where they are not as they were for all before."""
-        fields = asdict(self)
+        fields = self.fields
         if not self.rope.interleaved:
             del fields["rope"]["interleaved"]
         return digest("transformer-config", fields)
@@ -162,11 +162,13 @@ class TransformerConfig(Architecture):
         """See `Architecture`."""
         channel_mixer: Literal["MLP", "gated MLP"] = "gated MLP" if self._is_gated else "MLP"
         norms: Literal["before", "around"] = "around" if self.use_post_norms else "before"
-        mixers = (
-            AttentionMixer(self.attention_scale, window, self.attn_logit_softcapping)
-            for window in self.layer_windows
-        )
-        return tuple(Layer(mixer, channel_mixer, norms) for mixer in mixers)
+        return tuple(Layer(mixer, channel_mixer, norms) for mixer in self.mixers)
+
+    @cached_property
+    def mixers(self) -> tuple[AttentionMixer, ...]:
+        """How each layer attends."""
+        scale, cap = self.attention_scale, self.attn_logit_softcapping
+        return tuple(AttentionMixer(scale, window, cap) for window in self.layer_windows)
 
     @cached_property
     def tensors(self) -> Tensors:

@@ -34,7 +34,6 @@ from ..text.world import WORLD, WorldTokenizer
 
 if TYPE_CHECKING:
     from ..architectures.architecture import Architecture
-    from ..architectures.transformer import TransformerConfig
     from ..text.tokens import Tokenizer
     from .layout_check import LayoutCase
 
@@ -156,10 +155,12 @@ class ModelFiles:
         model_type = self.config.get("model_type")
         return isinstance(model_type, str) and (model_type in FAMILIES or model_type in RWKV)
 
-    def layout_case(self, config: TransformerConfig) -> LayoutCase:
+    def layout_case(self, config: Architecture) -> LayoutCase:
         """The question whether a layout worked out from config and tensors is the right one."""
+        from ..architectures.transformer import TransformerConfig
         from .layout_check import LayoutCase
 
+        assert isinstance(config, TransformerConfig)  # what no row names is read as one
         return LayoutCase(
             self.directory, self.weight_files, self.config, config, self.weights_digest(), config.version
         )

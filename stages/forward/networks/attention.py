@@ -49,7 +49,7 @@ def attention(
         "rot_q", layer, rotate(history.kept(q), history.kept(cos), history.kept(sin), interleaved=paired)
     )
     k = taps("rot_k", layer, rotate(k, cos, sin, interleaved=paired))
-    z = taps("z", layer, history.attend(layer, q, k, v, config.layers[layer].mixer))
+    z = taps("z", layer, history.attend(layer, q, k, v, config.mixers[layer]))
     return output(z, weights.o, layer, taps)
 
 

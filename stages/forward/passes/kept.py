@@ -176,8 +176,8 @@ class NewestPositions:
         asked = f"{room}_alpha_raw", f"{room}_effective_attn"
         if self._cache.length and self._taps.captures(layer, *asked):
             raise InterventionError(
-                f"expected no captures of 'blocks.{layer}.{room}.hook_effective_attn' while a text is read "
-                "on, as only states of earlier tokens are kept; generate first, then capture over the whole text"
+                f"expected no captures of 'blocks.{layer}.{room}.hook_effective_attn' while reading on, "
+                "as only states of earlier tokens are kept; generate first, then capture over the whole text"
             )
         states = self._taps.of_states(layer, f"{room}_state_seq", self._length)
         before = self._cache.states.get(layer)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import RopeConfig
-from ..hooks.taps import AttentionTaps, EverythingHeld, PassTaps
+from ..hooks.taps import EverythingHeld, PassTaps
 from ..hooks.wants import Logits
 from ..networks.attention import attend, causal
 from ..networks.history import Carried
@@ -41,7 +41,7 @@ def forward(network: Network, ids: Tensor, taps: PassTaps, want: Logits | None) 
 class WholePrompts:
     """The history of a plain pass (`History`): each token sees those before it in its prompt."""
 
-    def __init__(self, length: int, taps: AttentionTaps, device: torch.device) -> None:
+    def __init__(self, length: int, taps: PassTaps, device: torch.device) -> None:
         self._length, self._taps, self._device = length, taps, device
         self._rotations: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
         self._masks: dict[int, Tensor] = {}
