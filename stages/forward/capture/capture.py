@@ -22,7 +22,7 @@ from ....pipeline.context import Selection
 from ....pipeline.nodes import Estimate, Part, Ports, Status, remembered
 from ....pipeline.reasons import last_timed
 from ....store.digest import digest
-from ....store.errors import EntryNotFound, PlanError, StageError, nearest
+from ....store.errors import EntryNotFound, PlanError, ShapeError, StageError, nearest
 from ....store.keys import RunKey
 from ....store.provenance import put_provenance
 from ....store.reading.labelled import LabelledEntry
@@ -462,6 +462,11 @@ def array_spec(capture: Capture, config: Architecture, dtype: str) -> ArraySpec:
     """How a captured activation is stored: token-major, batch and positions packed, heads behind tokens, an
     axis of one dropped."""
     kind = BY_NAME[capture.point.kind]
+    if "position" not in kind.dims and "query_position" not in kind.dims:
+        raise ShapeError(
+            f"expected hook points with a value at every token, found '{capture.point}', which has one for a "
+            f"prompt; capture '{capture.point}_seq', whose row of the last token it is"
+        )
     sizes = {axis: size for axis, size in config.axis_sizes.items() if axis != "one"}
     packed = "pair" if "query_position" in kind.dims else "token"
     rest = tuple(dim for dim in kind.dims if dim in sizes)

@@ -1,14 +1,11 @@
 """Linear recurrences by chunks of tokens: matrix products over all chunks at once, then a walk from one
 chunk to the next.
 
-What a chunk reads and what it does to the state is linear in the state before it and in its values. With
-the products of pairs.py, the corrections u_t = alpha_t^T S_{t-1} of a chunk solve a unit lower triangular
-system (Yang et al., Parallelizing Linear Transformers with the Delta Rule, 2024, section 3; Peng et al.,
-RWKV-7, 2025), which leaves four matrices for each chunk,
-
-    o = reading S + mixing v        S' = transition S + writing v
-
-all of them made at once. Only S' depends on the chunk before.
+What tokens read of others of their chunk, and what a chunk leaves in the state, are products of the
+matrices of pairs.py, made for all chunks at once. With a correction every token also writes what its alpha
+reads, u_t = alpha_t^T S_{t-1}; in a chunk these solve a unit lower triangular system, so that they are
+linear in the state before it and in its values (Yang et al., Parallelizing Linear Transformers with the
+Delta Rule, 2024, section 3). Only what reads that state waits for the chunk before.
 
 Axes: as in recurrence.py; chunk = C tokens of one head of one prompt.
 """
@@ -28,28 +25,14 @@ LENGTH = 32
 """Tokens of a chunk."""
 
 
-class Map(NamedTuple):
-    """What chunks do."""
-
-    reading: Tensor
-    """[chunk, C, K]."""
-    mixing: Tensor
-    """[chunk, query, source]."""
-    transition: Tensor
-    """[chunk, K, K]; [chunk, K, 1] where it is diagonal."""
-    writing: Tensor
-    """[chunk, K, C]."""
-
-
 def by_chunks(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
     """The kernel for many tokens, of any decay (terms.Kernel)."""
     length = terms.values.shape[2]
-    values = chunked(terms.values)
-    chunks = _diagonal(terms) if terms.correction is None else _corrected(terms, terms.correction)
-    written = (chunks.writing @ values).unflatten(0, (*state.shape[:2], -1))
-    starts, state = walk(chunks.transition.unflatten(0, (*state.shape[:2], -1)), written, state)
-    read = torch.baddbmm(chunks.mixing @ values, chunks.reading, starts.flatten(0, 2))
-    return read.unflatten(0, (*state.shape[:2], -1)).flatten(2, 3)[:, :, :length], state
+    if terms.correction is None:
+        read, state = _diagonal(terms, state)
+    else:
+        read, state = _corrected(terms, *terms.correction, state)
+    return read.flatten(2, 3)[:, :, :length], state
 
 
 def chunked(x: Tensor) -> Tensor:
@@ -59,38 +42,96 @@ def chunked(x: Tensor) -> Tensor:
     return filled.reshape(-1, LENGTH, x.shape[3])
 
 
-def _diagonal(terms: Terms) -> Map:
+def _diagonal(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
+    """What is read, [B, H, chunk, C, V], and the last state."""
+    heads, values = state.shape[:2], chunked(terms.values)
     pairs = _paired((terms.queries,), (terms.keys,), terms.log_decay)
-    return Map(pairs.queries[:, 0], pairs.products[:, 0, 0], pairs.total.mT, pairs.keys[:, 0].mT)
+    written = pairs.keys[:, 0].mT @ values
+    decay, written = (x.unflatten(0, (*heads, -1)) for x in (pairs.total.mT, written))
+    starts, state = walk(decay, written, state)
+    read = torch.baddbmm(pairs.products[:, 0, 0] @ values, pairs.queries[:, 0], starts.flatten(0, 2))
+    return read.unflatten(0, (*heads, -1)), state
 
 
-def _corrected(terms: Terms, correction: tuple[Tensor, Tensor]) -> Map:
-    alpha, beta = correction
-    pairs = _paired((terms.queries, alpha), (terms.keys, beta), terms.log_decay)
-    (query_key, query_beta), (alpha_key, alpha_beta) = (row.unbind(1) for row in pairs.products.unbind(1))
-    queries, alphas = pairs.queries.unbind(1)
-    keys, betas = pairs.keys.unbind(1)
-    width = queries.shape[-1]
-    # Of the state before the chunk and of its values at once: u = solved [S; v].
-    solved = torch.linalg.solve_triangular(
-        -alpha_beta, torch.cat([alphas, alpha_key], dim=-1), upper=False, unitriangular=True
+def walk(decay: Tensor, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The state before each chunk, [B, H, chunk, K, V], and the one behind the last.
+
+    decay: of whole chunks, [B, H, chunk, K or 1, 1]; written: what each adds, [B, H, chunk, K, V].
+    """
+    starts = []
+    for left, new in zip(decay.unbind(2), written.unbind(2), strict=True):
+        starts.append(state)
+        state = torch.addcmul(new, left, state)
+    return torch.stack(starts, dim=2), state
+
+
+def _corrected(terms: Terms, alpha: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """As _diagonal. Alphas and queries, which read the same, go as rows of one matrix."""
+    heads, values = state.shape[:2], chunked(terms.values)
+    pairs = _paired((alpha, terms.queries), (beta, terms.keys), terms.log_decay)
+    of_beta, of_key = pairs.products.unbind(1)
+    (alphas, queries), (betas, keys) = pairs.queries.unbind(1), pairs.keys.unbind(1)
+    found, read = (of_key.flatten(1, 2) @ values).chunk(2, dim=1)
+    solved = _resolvent(of_beta[:, 0]) @ torch.cat([alphas, found], dim=-1)
+    alphas, found = solved.split([alphas.shape[-1], found.shape[-1]], dim=-1)
+    chunks = Chunks(
+        torch.cat([alphas, queries], dim=1),
+        torch.cat([found, read], dim=1),
+        pairs.total.mT,
+        keys.mT @ values,
+        betas.mT,
     )
-    total = torch.diag_embed(pairs.total.squeeze(1).expand(-1, width))
-    read = torch.baddbmm(torch.cat([queries, query_key], dim=-1), query_beta, solved)
-    left = torch.baddbmm(torch.cat([total, keys.mT], dim=-1), betas.mT, solved)
-    return Map(read[..., :width], read[..., width:], left[..., :width], left[..., width:])
+    # Both leading axes as one, which batched products would make of them at every step.
+    rows = state.flatten(0, 1)
+    both, last = _walk_corrected(Chunks(*(x.unflatten(0, (len(rows), -1)) for x in chunks)), rows)
+    found, read = both.flatten(0, 1).chunk(2, dim=1)
+    read = torch.baddbmm(read, of_beta[:, 1], found)
+    return read.unflatten(0, (*heads, -1)), last.unflatten(0, heads)
+
+
+class Chunks(NamedTuple):
+    """What chunks do to a state S: they read `beside + reading S`, the first half of which is u, and leave
+    `decay S + written + beta u`. Each [row of B H, chunk, ...]."""
+
+    reading: Tensor
+    """[2 C, K]."""
+    beside: Tensor
+    """[2 C, V]: what they read of their own values."""
+    decay: Tensor
+    """[K or 1, 1]."""
+    written: Tensor
+    """[K, V]."""
+    beta: Tensor
+    """[K, C]."""
+
+
+def _walk_corrected(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
+    """What each chunk reads, [row, chunk, 2 C, V], and the state behind the last, [row, K, V]."""
+    read = []
+    for reading, beside, decay, written, beta in zip(*(x.unbind(1) for x in chunks), strict=True):
+        both = torch.baddbmm(beside, reading, state)
+        read.append(both)
+        state = torch.baddbmm(torch.addcmul(written, decay, state), beta, both[:, : both.shape[1] // 2])
+    return torch.stack(read, dim=1), state
 
 
 def _paired(queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], log_decay: Tensor) -> Pairs:
-    sides = (torch.stack([chunked(x) for x in side], dim=1) for side in (queries, keys))
-    return pair(*sides, chunked(log_decay))
+    rows, columns = (torch.stack([chunked(x) for x in side], dim=1) for side in (queries, keys))
+    return pair(rows, columns, chunked(log_decay))
 
 
-def walk(transition: Tensor, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The state before each chunk, [B, H, chunk, K, V], and the one behind the last."""
-    starts = []
-    diagonal = transition.shape[-1] == 1
-    for step, new in zip(transition.unbind(2), written.unbind(2), strict=True):
-        starts.append(state)
-        state = torch.addcmul(new, step, state) if diagonal else new + step @ state
-    return torch.stack(starts, dim=2), state
+def _resolvent(below: Tensor) -> Tensor:
+    """(I - below)^-1 of [chunk, C, C] strictly below the diagonal; C a power of two.
+
+    From the inverses of blocks on the diagonal to those of twice their size. A solver of triangular systems
+    goes through chunks one by one, and a series of powers loses its digits where keys repeat.
+    """
+    length = below.shape[-1]
+    made = below.new_ones(len(below), length, 1, 1)
+    for width in (1 << n for n in range(length.bit_length() - 1)):
+        first, second = made.unflatten(1, (-1, 2)).unbind(2)
+        tiles = below.unflatten(2, (-1, 2, width)).unflatten(1, (-1, 2, width))[:, :, 1, :, :, 0]
+        corner = second @ tiles.diagonal(dim1=1, dim2=3).movedim(-1, 1) @ first
+        upper = torch.cat([first, torch.zeros_like(first)], dim=-1)
+        made = torch.cat([upper, torch.cat([corner, second], dim=-1)], dim=-2)
+    return made.squeeze(1)

@@ -79,9 +79,9 @@ class LinearRecurrence:
             if found not in known:
                 raise ConfigError(f"expected {name} to be one of {known}, found {found!r}")
         if (self.readout == "before") == (self.bonus is None):
-            found = "none" if self.bonus is None else "one"
             raise ConfigError(
-                f"expected a bonus with readout 'before' and none with 'after', found {found} with "
+                "expected a bonus with readout 'before' and none with 'after', found "
+                f"{'none' if self.bonus is None else 'one'} with "
                 f"{self.readout!r}; give zeros where no token reads itself"
             )
 
@@ -98,8 +98,8 @@ class LinearRecurrence:
         """What one token reads [B, H, 1, V] of the states before and after it, each [B, H, K, V]."""
         tokens = widened(tokens)
         if self.bonus is None:
-            return tokens["q"] @ after
-        return torch.addcmul(tokens["q"] @ before, self._own(tokens), tokens["v"])
+            return tokens["q"] @ after.to(tokens["q"].dtype)
+        return torch.addcmul(tokens["q"] @ before.to(tokens["q"].dtype), self._own(tokens), tokens["v"])
 
     def weights(self, tokens: Tokens, *, start: int = 0, stop: int | None = None) -> Tensor:
         """alpha [B, H, T, stop - start], signed (recurrence.Recurrence).

@@ -37,7 +37,7 @@ class Pairs(NamedTuple):
     total: Tensor
     """[chunk, 1, K or 1]: the decay of the whole chunk."""
     products: Tensor
-    """[chunk, I, J, query, source] within the chunk, 0 unless source < query."""
+    """[chunk, J, I, query, source] within the chunk, 0 unless source < query."""
 
 
 def pair(queries: Tensor, keys: Tensor, log_decay: Tensor) -> Pairs:
@@ -45,7 +45,7 @@ def pair(queries: Tensor, keys: Tensor, log_decay: Tensor) -> Pairs:
     if log_decay.shape[-1] == 1:
         return _by_table(queries, keys, log_decay.squeeze(-1))
     width = _safe_width(log_decay)
-    pairs = _of_blocks(*(_cut(x, width) for x in (queries, keys)), _cut(log_decay.unsqueeze(1), width))
+    pairs = _of_blocks(_cut(queries, width), _cut(keys, width), _cut(log_decay.unsqueeze(1), width))
     while pairs.queries.shape[2] < log_decay.shape[1]:
         pairs = _joined(pairs)
     return pairs
@@ -76,14 +76,15 @@ def _safe_width(log_decay: Tensor) -> int:
 
 def _cut(x: Tensor, width: int) -> Tensor:
     """[chunk, kind, C, K] -> blocks [chunk C / width, kind, width, K]."""
-    return x.unflatten(2, (-1, width)).transpose(1, 2).flatten(0, 1)
+    made: Tensor = x.unflatten(2, (-1, width)).transpose(1, 2).flatten(0, 1)
+    return made
 
 
 def _of_blocks(queries: Tensor, keys: Tensor, log_decay: Tensor) -> Pairs:
     """Blocks short enough to divide by their decays; log_decay [block, 1, width, K]."""
     decay, kinds = log_decay.exp(), (queries.shape[1], keys.shape[1])
     if decay.shape[2] == 1:
-        return Pairs(queries, keys, decay.squeeze(2), queries.new_zeros(len(queries), *kinds, 1, 1))
+        return Pairs(queries, keys, decay.squeeze(2), queries.new_zeros(len(queries), *kinds[::-1], 1, 1))
     until = decay.cumprod(2)
     total = until[:, :, -1:]
     queries = queries * torch.cat([torch.ones_like(total), until[:, :, :-1]], dim=2)
@@ -108,8 +109,8 @@ def _joined(pairs: Pairs) -> Pairs:
 
 
 def _by_kind(met: Tensor, queries: int, keys: int) -> Tensor:
-    """[chunk, I C, J C] -> [chunk, I, J, C, C]."""
-    return met.unflatten(2, (keys, -1)).unflatten(1, (queries, -1)).transpose(2, 3)
+    """[chunk, I C, J C] -> [chunk, J, I, C, C]."""
+    return met.view(len(met), queries, -1, keys, met.shape[2] // keys).permute(0, 3, 1, 2, 4)
 
 
 def _below(length: int, like: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ def two_level(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
     read, written = step_through(Terms(queries, keys, values, log_decay, None), empty)
     until = log_decay.exp().cumprod(2)
     since = torch.cat([torch.ones_like(until[:, :, :1]), until[:, :, :-1]], dim=2)
-    total = until[0, :, -1].unsqueeze(-1)
-    starts, state = walk(*(x.unflatten(0, (*heads, -1)) for x in (total, written[0])), state)
+    decay, written = (x.unflatten(0, (*heads, -1)) for x in (until[0, :, -1].unsqueeze(-1), written[0]))
+    starts, state = walk(decay, written, state)
     read = read[0] + (queries * since)[0] @ starts.flatten(0, 2)
     return read.unflatten(0, (*heads, -1)).flatten(2, 3)[:, :, :length], state
