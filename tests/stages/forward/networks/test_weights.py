@@ -207,7 +207,7 @@ def measure(path: str, raw: str) -> None:
     """Print the bytes by which loading raises the peak; run in a process of its own."""
     config = from_hf_config(json.loads(raw))
     before = peak()
-    weights.load([Path(path)], config, dtype=torch.float32, device=CPU, progress=False)
+    weights.load([Path(path)], config, weights.assemble, dtype=torch.float32, device=CPU, progress=False)
     print(peak() - before)
 
 
