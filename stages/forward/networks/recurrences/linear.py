@@ -1,0 +1,142 @@
+"""Linear recurrences with a decay and a correction of rank one: most recurrent mixers there are.
+
+    S_t = diag(exp log_decay_t) S_{t-1} + beta_t (alpha_t^T S_{t-1}) + write_t k_t v_t^T
+    o_t = q_t^T S_t                                 readout "after"
+    o_t = q_t^T S_{t-1} + (sum q_t bonus k_t) v_t   readout "before"
+
+(diagonal plus low rank: Yang et al., Gated Delta Networks, 2024; Peng et al., RWKV-7, 2025.)
+
+| mixer | log_decay | alpha, beta | readout |
+| --- | --- | --- | --- |
+| RetNet, Mamba-2 | one a head | - | after |
+| GLA | one a key channel | - | after |
+| RWKV-5, RWKV-6 | one a key channel | - | before, with bonus |
+| RWKV-7 | one a key channel | -kappa, kappa a | after |
+| DeltaNet, gated DeltaNet | one a head | k, -b d k | after |
+| Mamba-1 | one a key channel; each channel is a head with V = 1 | - | after |
+
+Ways to compute, all of the same numbers to rounding, whatever the decay:
+
+| kernel | what it is | "auto" takes it for |
+| --- | --- | --- |
+| "step" | a loop over tokens (terms.py) | up to 16 tokens |
+| "chunk" | matrix products over chunks (chunks.py), of blocks as long as decays allow (pairs.py) | more |
+| | a scan on two levels (two_level.py) | more, where V <= 4 and nothing is corrected |
+
+Computed in float32, or in float64 if a token is float64. Matrix products of a GPU must not be rounded to
+TF32.
+
+Axes: as in recurrence.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .....store.errors import ConfigError
+from .chunks import by_chunks
+from .recurrence import Tokens, widened
+from .terms import Kernel, Terms, step_through
+from .two_level import two_level
+
+Readout = Literal["after", "before"]
+Choice = Literal["auto", "step", "chunk"]
+
+_FEW = 16
+"""Tokens up to which a loop is as fast as anything."""
+_NARROW = 4
+"""Width of values up to which products of matrices are not worth making them."""
+
+
+@dataclass(frozen=True, eq=False)
+class LinearRecurrence:
+    """A linear recurrence (recurrence.Recurrence).
+
+    Its tokens, each [B, H, T, width]: "q" and "k" (K), "v" (V); "log_decay" (K, or 1 for one a head), the
+    natural logarithm of the multiplier, down to -inf; optionally "alpha" and "beta" (K), and "write" (1),
+    which scales what the token writes into the state, and nothing else.
+
+    Raises ConfigError if there is a bonus where the state is read after, or none where it is read before.
+    """
+
+    readout: Readout
+    """Whether a token reads the state after its change to it; or before, and itself by way of the bonus."""
+    bonus: Tensor | None = None
+    """[H, K]: u."""
+    kernel: Choice = "auto"
+    """How to compute it; see the table above."""
+
+    def __post_init__(self) -> None:
+        for name, found, known in (
+            ("readout", self.readout, get_args(Readout)),
+            ("kernel", self.kernel, get_args(Choice)),
+        ):
+            if found not in known:
+                raise ConfigError(f"expected {name} to be one of {known}, found {found!r}")
+        if (self.readout == "before") == (self.bonus is None):
+            raise ConfigError(
+                "expected a bonus with readout 'before' and none with 'after', found "
+                f"{'none' if self.bonus is None else 'one'} with "
+                f"{self.readout!r}; give zeros where no token reads itself"
+            )
+
+    def __call__(self, tokens: Tokens, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What is read [B, H, T, V], and the state behind the last token [B, H, K, V]."""
+        tokens = widened(tokens)
+        terms = self._terms(tokens)
+        if state is None:
+            state = terms.keys.new_zeros(*terms.keys.shape[:2], terms.keys.shape[-1], terms.values.shape[-1])
+        read, state = self._way(terms)(terms, state.to(terms.keys.dtype))
+        return torch.addcmul(read, self._own(tokens), terms.values), state
+
+    def read(self, tokens: Tokens, before: Tensor, after: Tensor) -> Tensor:
+        """What one token reads [B, H, 1, V] of the states before and after it, each [B, H, K, V]."""
+        tokens = widened(tokens)
+        if self.bonus is None:
+            return tokens["q"] @ after.to(tokens["q"].dtype)
+        return torch.addcmul(tokens["q"] @ before.to(tokens["q"].dtype), self._own(tokens), tokens["v"])
+
+    def weights(self, tokens: Tokens, *, start: int = 0, stop: int | None = None) -> Tensor:
+        """alpha [B, H, T, stop - start], signed (recurrence.Recurrence).
+
+        The writes of "write" are in it; the bonus is on the diagonal, unscaled.
+        """
+        length = tokens["k"].shape[2]
+        first, last, _ = slice(start, stop).indices(length)
+        later = {name: x[:, :, first:] for name, x in tokens.items()}
+        # A value that names its source is read by as much as that source is.
+        names = torch.eye(length - first, max(last - first, 0), device=tokens["k"].device)
+        later["v"] = names.expand(*tokens["k"].shape[:2], -1, -1).to(tokens["v"].dtype)
+        alpha, _ = self(later, None)
+        return F.pad(alpha, (0, 0, first, 0))
+
+    def _terms(self, tokens: Tokens) -> Terms:
+        """The one form that kernels know."""
+        queries, beta = tokens["q"], tokens.get("beta")
+        correction = None if beta is None else (tokens["alpha"], beta)
+        if self.bonus is None:
+            queries = queries * tokens["log_decay"].exp()
+            if correction is not None:
+                alpha, beta = correction
+                queries = torch.addcmul(queries, (tokens["q"] * beta).sum(-1, keepdim=True), alpha)
+        keys = tokens["k"] * tokens["write"] if "write" in tokens else tokens["k"]
+        return Terms(queries, keys, tokens["v"], tokens["log_decay"], correction)
+
+    def _own(self, tokens: Tokens) -> Tensor:
+        """How much each token reads of its own value, [B, H, T, 1]."""
+        if self.bonus is not None:
+            bonus = self.bonus.to(tokens["q"].dtype).unsqueeze(1)
+            return (tokens["q"] * bonus * tokens["k"]).sum(-1, keepdim=True)
+        own = (tokens["q"] * tokens["k"]).sum(-1, keepdim=True)
+        return own * tokens["write"] if "write" in tokens else own
+
+    def _way(self, terms: Terms) -> Kernel:
+        length, width = terms.values.shape[2:]
+        if self.kernel == "step" or (self.kernel == "auto" and length <= _FEW) or not length:
+            return step_through
+        return two_level if width <= _NARROW and terms.correction is None else by_chunks
