@@ -58,10 +58,11 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _by_parts(
     x: Tensor, norm: NormWeights, kind: str, eps: float, taps: Taps, name: str, layer: int | None
 ) -> Tensor:
-    wide = x.float()
+    # torch's own layer norm keeps float64; the reference's RMS norms compute in float32 whatever comes.
+    wide = x if kind == "layer" and x.dtype == torch.float64 else x.float()
     if kind == "layer":
         wide = wide - wide.mean(-1, keepdim=True)
     scale = taps(f"{name}_scale", layer, (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt().to(x.dtype))
-    unit = taps(f"{name}_normalized", layer, (wide / scale.float()).to(x.dtype))
+    unit = taps(f"{name}_normalized", layer, (wide / scale.to(wide.dtype)).to(x.dtype))
     weighted = unit * (1 + norm.weight if kind == "gemma_rms" else norm.weight)
     return weighted if norm.bias is None else weighted + norm.bias

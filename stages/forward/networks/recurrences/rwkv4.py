@@ -6,7 +6,7 @@
 for each channel by itself (Peng et al., RWKV: Reinventing RNNs for the Transformer Era, 2023). Both sums
 are kept over e^p, where p is the largest exponent met, so nothing overflows. Everything done to such a sum
 is one operation, the sum of two: a token is a sum of itself. So tokens go through all chunks at once, then
-the sums of chunks from one to the next, as in two_level.py.
+the sums of chunks from one to the next (Blelloch, Prefix Sums and Their Applications, 1990).
 
 Axes: as in recurrence.py, with one head and C channels; chunk = run of tokens of one prompt.
 """

@@ -122,6 +122,18 @@ def test_a_long_text_is_as_exact_as_a_short_one(decay: str, corrected: bool) -> 
     assert error(found, read) <= 5e-6 and error(last, after) <= 5e-6
 
 
+@pytest.mark.parametrize(("share", "bound"), [(0.5, 5e-6), (1.0, 5e-6), (2.0, 2e-5)])
+def test_a_key_that_comes_again_and_again_costs_few_digits(share: float, bound: float) -> None:
+    """As in a text of one word: powers of the triangular system grow like binomials, its inverse does not. A
+    share of 2 reflects what the key finds, and never forgets an error."""
+    tokens = drawn(0, "none", corrected=True)
+    key = tokens["k"][:, :, :1].expand_as(tokens["k"])
+    tokens |= {"k": key, "alpha": key, "beta": -share * key, "write": torch.full((2, 2, 75, 1), share)}
+    read, after = linear(tokens, None, None)
+    found, last = recurrence(None)(tokens, None)
+    assert error(found, read) <= bound and error(last, after) <= bound
+
+
 def test_one_decay_far_below_the_others_costs_no_digits() -> None:
     """Sums of logarithms would be -1000 from there on, which leaves a float four digits behind the point."""
     tokens = drawn(0, "mild")
@@ -269,13 +281,24 @@ def test_gradients_pass_by_what_is_forgotten(decay: str, width: int) -> None:
         assert error(grad, x.grad) <= 1e-12
 
 
-def test_few_tokens_are_stepped_through_and_many_are_not() -> None:
-    for length, kernel in ((16, "step"), (17, "chunk")):
-        tokens = drawn(9, sizes=(2, 2, length, 16, 12), corrected=True)
-        read, after = recurrence(None, "auto")(tokens, None)
-        for choice in KERNELS:
-            same, last = recurrence(None, choice)(tokens, None)
-            assert (torch.equal(read, same) and torch.equal(after, last)) == (choice == kernel)
+@pytest.mark.parametrize(
+    ("sizes", "kernel"),
+    [
+        ((2, 2, 16, 16, 12), "step"),
+        ((2, 2, 17, 16, 12), "chunk"),
+        ((2, 256, 17, 16, 1), "step"),
+        ((2, 255, 17, 16, 1), "chunk"),
+        ((2, 256, 17, 16, 2), "chunk"),
+    ],
+)
+def test_few_tokens_and_many_narrow_heads_are_stepped_through(
+    sizes: tuple[int, int, int, int, int], kernel: str
+) -> None:
+    tokens = drawn(9, sizes=sizes, corrected=True)
+    read, after = recurrence(None, "auto")(tokens, None)
+    for choice in KERNELS:
+        same, last = recurrence(None, choice)(tokens, None)
+        assert (torch.equal(read, same) and torch.equal(after, last)) == (choice == kernel)
 
 
 def test_half_precision_is_computed_in_single() -> None:
