@@ -24,7 +24,7 @@ LAYER = {"hf": "rwkv.blocks.{}.", "fla": "model.layers.{}.", "native": "blocks.{
 def draw_config(model_type: str, seed: int) -> dict[str, Any]:
     """A config.json of a generation."""
     rng = random.Random(f"{model_type} {seed}")
-    size, heads = rng.choice([4, 8]), rng.choice([3, 4])
+    size, heads = rng.choice([4, 8]), rng.choice([4, 6])
     hidden = size * heads
     common = {
         "model_type": model_type,
