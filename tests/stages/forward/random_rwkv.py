@@ -57,7 +57,8 @@ def draw_tensors(config: dict[str, Any], seed: int, spelling: str | None = None)
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(*shape: int) -> Tensor:
-        return 0.2 * torch.randn(*shape, generator=generator)
+        # Outputs as large as inputs, whatever the width: larger ones amplify rounding from layer to layer.
+        return 0.7 * torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
 
     def share(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator)
