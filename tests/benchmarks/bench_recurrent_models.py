@@ -3,10 +3,10 @@
     python tests/benchmarks/bench_recurrent_models.py [--rounds 7] [--threads 2]
 
 Random weights, 4 layers, hidden 512, 8 heads of 64, vocabulary 4096, float32; 1024 random tokens. Targets: a
-forward pass at least 10 times as fast as the step loop (the model read token by token from kept states; beside
-it the same pass with only its states computed so), and 5 times transformers' Mamba-2 of the same width and
-depth on its path without kernels of its own; capturing every residual stream into the store at most 1.1 of the
-plain pass; a grid of 160 residual cells (8 layers x 20 tokens) at most 0.2 of 160 passes.
+forward pass at least 10 times as fast as the step loop (the model read token by token from kept states;
+beside it the same pass with only its states computed so), and 5 times transformers' Mamba-2 of the same width
+and depth on its path without kernels of its own; capturing every residual stream into the store at most 1.1
+of the plain pass; a grid of 160 residual cells (8 layers x 20 tokens) at most 0.2 of 160 passes.
 """
 
 from __future__ import annotations

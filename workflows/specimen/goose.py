@@ -12,6 +12,8 @@ Axes: row, position, head, hidden.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from ...stages.forward.networks.rwkv import Rwkv, assemble
 from ...stages.forward.passes.plain import WholePrompts
 from .network import Shape
 
-__all__ = ["Goose"]
+__all__ = ["Goose", "read_goose"]
 
 RANKS = {"w": 16, "a": 16, "v": 16, "g": 32}
 """Of the low-rank maps: decay, removal, mixture of values, gate."""
@@ -82,6 +84,23 @@ class Goose(nn.Module):
         taps = RunTaps(spec, found.__setitem__)
         through_layers(network, ids, WholePrompts(ids.shape[1], taps, ids.device), taps)
         return found
+
+
+def read_goose(folder: Path, config: Mapping[str, Any]) -> Goose:
+    """The network stored by `write_model`, weights in float32."""
+    from safetensors.torch import load_file
+
+    shape = Shape(
+        vocabulary=config["vocab_size"],
+        hidden=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=config["num_heads"],
+        mlp=config["intermediate_size"],
+        eps=config["norm_eps"],
+    )
+    network, held = Goose(shape), load_file(folder / "model.safetensors")
+    network.load_state_dict({f"tensors.{k.replace('.', '/')}": v.float() for k, v in held.items()})
+    return network.eval()
 
 
 def hub_config(shape: Shape, dtype: str, bos: int, eos: int) -> dict[str, Any]:

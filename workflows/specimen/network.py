@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Llama", "Shape", "read_model", "rotate", "write_model"]
+__all__ = ["Llama", "Shape", "read_llama", "rotate", "write_model"]
 
 
 @dataclass(frozen=True)
@@ -215,11 +215,10 @@ def write_model(network: Trained, folder: Path, *, dtype: torch.dtype, bos: int,
     (folder / "config.json").write_text(text + "\n", "utf-8")
 
 
-def read_model(folder: Path) -> Llama:
-    """The network stored by `write_model`, weights in float32."""
+def read_llama(folder: Path, config: Mapping[str, Any]) -> Llama:
+    """The decoder stored by `write_model`, weights in float32."""
     from safetensors.torch import load_file
 
-    config = json.loads((folder / "config.json").read_text("utf-8"))
     shape = Shape(
         vocabulary=config["vocab_size"],
         hidden=config["hidden_size"],
