@@ -398,7 +398,7 @@ def test_the_trainer_computes_what_transformers_computes(tmp_path):
 
 
 def test_the_recurrent_one_is_computed_by_the_pass_that_serves_it(tmp_path):
-    """Logits, streams and the attention it amounts to, away from where it begins: there blocks add nothing."""
+    """Logits, streams and the attention it amounts to, away from its beginning, where blocks add nothing."""
     torch.manual_seed(0)
     ours = Goose(SMALL)
     with torch.no_grad():

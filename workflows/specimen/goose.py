@@ -33,6 +33,24 @@ __all__ = ["Goose", "read_goose"]
 
 RANKS = {"w": 16, "a": 16, "v": 16, "g": 32}
 """Of the low-rank maps: decay, removal, mixture of values, gate."""
+REACH = {
+    "attn.x_r": 0.2,
+    "attn.x_w": 0.9,
+    "attn.x_k": 0.7,
+    "attn.x_v": 0.7,
+    "attn.x_a": 0.9,
+    "attn.x_g": 0.2,
+    "ffn.x_k": 4.0,
+}
+"""How steeply the share of the token before falls along the channels."""
+CONSTANT = {
+    "attn.k_k": 0.85,
+    "attn.k_a": 1.0,
+    "attn.r_k": 0.0,
+    "attn.v_lora.lora.2.bias": 1.0,
+    "attn.o_proj.weight": 0.0,
+    "ffn.value.weight": 0.0,
+}
 
 
 class Goose(nn.Module):
@@ -141,34 +159,29 @@ def _architecture(raw: dict[str, Any]) -> RwkvConfig:
 
 def _beginning(name: str, size: tuple[int, ...], layers: int) -> Tensor:
     """What a parameter is before training."""
-    parts = name.split(".")
-    depth = int(parts[2]) / max(1, layers - 1) if parts[1] == "layers" else 0.0
-    width = size[-1]
-    place = torch.arange(width) / max(1, width - 1)
-    kind = ".".join(parts[3:])
-    if kind.startswith(("attn.x_", "ffn.x_")):
+    _, room, *rest = name.split(".")
+    if room != "layers":
+        is_table = len(size) == 2
+        return torch.empty(size).normal_(std=0.02) if is_table else _plain_norm(name, size)
+    depth, kind = int(rest[0]) / max(1, layers - 1), ".".join(rest[1:])
+    place = torch.arange(size[-1]) / max(1, size[-1] - 1)
+    if kind in REACH:
         # Lower layers look further at the token before than upper ones; some channels more than others.
-        power = {"x_r": 0.2, "x_w": 0.9, "x_k": 0.7, "x_v": 0.7, "x_a": 0.9, "x_g": 0.2}[parts[-1]]
-        power = 4.0 if kind.startswith("ffn") else power
-        return (1 - place ** (power * (1 - depth))).expand(size).clone()
+        return torch.pow(place, REACH[kind] * (1 - depth)).neg().add(1).expand(size).clone()
     if kind == "attn.w_lora.lora.2.bias":
-        return -6.5 + 5 * place ** (0.85 + depth**0.5)
-    if kind == "attn.v_lora.lora.2.bias":
-        return torch.ones(size)
-    if kind.endswith("lora.2.bias") or kind in ("attn.r_k", "attn.o_proj.weight", "ffn.value.weight"):
-        return torch.zeros(size)
+        return torch.pow(place, 0.85 + depth**0.5).mul(5).sub(6.5)
+    if kind in CONSTANT:
+        return torch.full(size, CONSTANT[kind])
     if kind.endswith("lora.0.weight"):
         return torch.zeros(size)
     if kind.endswith("lora.2.weight"):
-        return 0.1 * nn.init.orthogonal_(torch.empty(size))
-    if kind == "attn.k_k":
-        return torch.full(size, 0.85)
-    if kind == "attn.k_a":
-        return torch.ones(size)
-    if name.endswith("bias"):
-        return torch.zeros(size)
-    if len(size) == 1:
-        return torch.ones(size)
-    if kind:
-        return torch.empty(size).uniform_(-1, 1) * (0.05 if "k_proj" in kind else 0.5) / size[1] ** 0.5
-    return torch.empty(size).normal_(std=0.02)
+        return nn.init.orthogonal_(torch.empty(size)).mul(0.1)
+    if kind.endswith(("lora.2.bias", "norm.weight", "norm.bias")):
+        return _plain_norm(name, size)
+    bound = 0.05 if kind == "attn.k_proj.weight" else 0.5
+    return torch.empty(size).uniform_(-1, 1).mul(bound).div(size[1] ** 0.5)
+
+
+def _plain_norm(name: str, size: tuple[int, ...]) -> Tensor:
+    """Weights of one, biases of zero."""
+    return torch.zeros(size) if name.endswith("bias") else torch.ones(size)
