@@ -22,6 +22,7 @@ from mizarr.stages.forward.models.files import HELP, resolve
 from mizarr.workflows import WORKFLOWS, build, compute
 from mizarr.workflows.report.page import render
 from mizarr.workflows.specimen import card, card_training, couplets, evaluate, train
+from mizarr.workflows.specimen.card import read_model
 from mizarr.workflows.specimen.curriculum import CURRICULUM, Phase, phase_at, read_curriculum
 from mizarr.workflows.specimen.data import (
     HELD_OUT,
@@ -37,8 +38,9 @@ from mizarr.workflows.specimen.data import (
     train_tokenizer,
     wrapped_row,
 )
+from mizarr.workflows.specimen.goose import Goose
 from mizarr.workflows.specimen.muon import Muon
-from mizarr.workflows.specimen.network import Llama, Shape, read_model, write_model
+from mizarr.workflows.specimen.network import Llama, Shape, write_model
 
 SPECIMEN = Path(mizarr.__file__).parent / "stages" / "forward" / "specimen"
 SMALL = Shape(vocabulary=300, hidden=32, layers=2, heads=4, key_heads=2, mlp=48)
@@ -395,6 +397,44 @@ def test_the_trainer_computes_what_transformers_computes(tmp_path):
         assert torch.equal(read_model(tmp_path)(ids), ours(ids))
 
 
+def test_the_recurrent_one_is_computed_by_the_pass_that_serves_it(tmp_path):
+    """Logits, streams and the attention it amounts to, away from its beginning, where blocks add nothing."""
+    torch.manual_seed(0)
+    ours = Goose(SMALL)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    write_model(ours, tmp_path, dtype=torch.float32, bos=0, eos=1)
+    served, ids = mizarr.Model.from_pretrained(tmp_path), torch.randint(0, SMALL.vocabulary, (2, 90))
+    hooks = mizarr.HookSpec().capture("blocks.*.hook_resid_post", "blocks.*.rwkv.hook_effective_attn")
+    cache = served.forward(ids, hooks)
+    with torch.no_grad():
+        states, patterns = ours.states(ids), ours.patterns(ids)
+        torch.testing.assert_close(ours(ids), cache.logits, atol=1e-4, rtol=1e-4)
+        assert torch.equal(read_model(tmp_path)(ids), ours(ids))
+    assert len(states) == SMALL.layers + 1 and len(patterns) == SMALL.layers
+    for layer in range(SMALL.layers):
+        here = cache[mizarr.HookPoint.resid_post(layer)]
+        torch.testing.assert_close(states[layer + 1], here, atol=1e-4, rtol=1e-4)
+        attention = cache[mizarr.HookPoint.rwkv_effective_attn(layer)]
+        torch.testing.assert_close(patterns[layer], attention, atol=1e-3, rtol=1e-3)
+
+
+def test_every_parameter_of_the_recurrent_one_learns():
+    """What begins at zero is freed within three steps."""
+    torch.manual_seed(0)
+    network = Goose(SMALL)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+    for _ in range(4):
+        ids = torch.randint(0, SMALL.vocabulary, (4, 20))
+        loss = torch.nn.functional.cross_entropy(network(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    still = [name for name, p in network.named_weights().items() if not bool(p.grad.abs().max() > 0)]
+    assert not still
+
+
 def test_a_line_break_is_a_token_of_its_own(prose, facts):
     made = train_tokenizer([Chapter("own", (prose[:20_000],))], facts[:50], vocabulary=400, seed=0)
     assert made.get_vocab_size() == 400
@@ -411,7 +451,8 @@ def test_muon_moves_every_direction_alike():
     assert moved.max() < 1.4
 
 
-def test_training_goes_on_where_it_was_stopped(tmp_path, prose, facts):
+@pytest.mark.parametrize("family", train.FAMILIES)
+def test_training_goes_on_where_it_was_stopped(family, tmp_path, prose, facts):
     data = tmp_path / "data"
     (data / "dickens").mkdir(parents=True)
     (data / "counterfact").mkdir()
@@ -435,6 +476,7 @@ def test_training_goes_on_where_it_was_stopped(tmp_path, prose, facts):
         f"--data={data}",
         f"--curriculum={tmp_path / 'curriculum.json'}",
         "--warmup=2",
+        f"--family={family}",
         "--muon-lr=0.01",
         *sizes,
         "--every=2",

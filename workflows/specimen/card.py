@@ -27,12 +27,15 @@ from ...store.digest import file_digest
 from . import evaluate
 from .card_training import table, training
 from .data import BOS, EOS, HELD_OUT, WATCHED, Chapter, Fact, Mixture, read_chapters, read_facts, token_id
-from .network import Llama, read_model
+from .goose import Goose, read_goose
+from .network import Llama, read_llama
 
 __all__ = ["TARGETS", "card", "goals", "main", "measure", "trained_with_help", "write_card"]
 
 log = logging.getLogger(__name__)
 
+UNBOUNDED = 10**30
+"""What tokenizer settings call a context that nothing bounds."""
 TARGETS = {
     "break_recall": 0.75,
     "break_precision": 0.75,
@@ -77,7 +80,8 @@ def pack(run: Path, to: Path, held_out: Sequence[Chapter], facts: Sequence[Fact]
     to.mkdir(parents=True, exist_ok=True)
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         shutil.copyfile(run / name, to / name)
-    positions = json.loads((to / "config.json").read_text("utf-8"))["max_position_embeddings"]
+    config = json.loads((to / "config.json").read_text("utf-8"))
+    positions = config.get("max_position_embeddings", UNBOUNDED)
     _write_json(
         to / "tokenizer_config.json",
         {
@@ -89,10 +93,18 @@ def pack(run: Path, to: Path, held_out: Sequence[Chapter], facts: Sequence[Fact]
             "model_max_length": positions,
         },
     )
+    if config["model_type"] != "llama":
+        return  # it is asked about the same prose and facts
     (to / "prose.txt").write_text("\n\n".join(c.text for c in held_out) + "\n", "utf-8")
     # One fact a line: readable, and a change shows as a line.
     lines = ",\n".join(json.dumps(asdict(fact), ensure_ascii=False) for fact in facts)
     (to / "facts.json").write_text(f"[\n{lines}\n]\n", "utf-8")
+
+
+def read_model(folder: Path) -> Llama | Goose:
+    """The network stored in a folder."""
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    return (read_llama if config["model_type"] == "llama" else read_goose)(folder, config)
 
 
 def measure(
@@ -117,7 +129,7 @@ def measure(
     rows = evaluate.prose_rows(tokenizer, test)
     known = evaluate.known_facts(network, tokenizer, facts)
     torch.manual_seed(0)
-    random = evaluate.count_r2(Llama(network.shape), rows)
+    random = evaluate.count_r2(type(network)(network.shape), rows)
     r2 = evaluate.count_r2(network, rows)
     last, lowest = curve[-1]["loss"], min(point["loss"] for point in curve)
     return {
@@ -141,7 +153,7 @@ def measure(
 
 
 def _losses(
-    network: Llama, tokenizer: Tokenizer, rows: evaluate.Rows, train: Sequence[str], newline: int
+    network: Llama | Goose, tokenizer: Tokenizer, rows: evaluate.Rows, train: Sequence[str], newline: int
 ) -> dict[str, float]:
     """Nats per token on held-out prose, and on as much prose it was trained on."""
     length = 75_000
@@ -153,7 +165,7 @@ def _losses(
 
 
 def _line_breaks(
-    network: Llama,
+    network: Llama | Goose,
     tokenizer: Tokenizer,
     rows: evaluate.Rows,
     watched: Sequence[str],
@@ -208,14 +220,17 @@ def card(figures: dict[str, Any]) -> str:
     history, curve = figures["training"]["history"], figures["training"]["curve"]
     last = history[-1]["options"]
     breaks, loss, facts = figures["line_breaks"], figures["loss"], figures["facts"]
+    recurrent = last.get("family", "llama") != "llama"
+    kind = "an RWKV-7" if recurrent else "a Llama decoder"
+    heads = "heads" if recurrent else f"query and {last['key_heads']} key heads"
     size = (
-        f"a Llama decoder of {figures['parameters'] / 1e6:.2f} M parameters ({last['layers']} layers, hidden "
-        f"{last['hidden']}, {last['heads']} query and {last['key_heads']} key heads, MLP {last['mlp']}), "
+        f"{kind} of {figures['parameters'] / 1e6:.2f} M parameters ({last['layers']} layers, hidden "
+        f"{last['hidden']}, {last['heads']} {heads}, MLP {last['mlp']}), "
         f"with a byte-level BPE tokenizer of {last['vocabulary']} tokens"
     )
     widths = ", ".join(map(str, figures["widths"]))
     further = [[name, told.removeprefix("sha256:")] for name, told in figures["more_prose"].items()]
-    return f"""# The specimen
+    return f"""# {"The recurrent specimen" if recurrent else "The specimen"}
 
 A small language model that ships with `mizarr`, so that everything runs offline on a model that has really
 learned something: {size}.
@@ -258,8 +273,9 @@ a model of this shape with random weights.
 Copying: rows of BOS, a span of 20, 30, 40 or 60 random tokens, and the span again; share of the second
 occurrence, without its first {evaluate.COPY_SKIP} tokens, that is the likeliest token.
 
-The heads that look one token back, and at what followed this token's first occurrence: mean attention of the
-best head of a layer, on such rows.
+The heads that look one token back, and at what followed this token's first occurrence: mean attention{
+        " (effective attention: what a head's state amounts to)" if recurrent else ""
+    } of the best head of a layer, on such rows.
 
 {table(["layer", "previous token", "induction"], _heads(figures["heads"]))}
 

@@ -9,15 +9,16 @@ Axes: row, position, head, hidden. Weights are named as transformers names them.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Llama", "Shape", "read_model", "rotate", "write_model"]
+__all__ = ["Llama", "Shape", "read_llama", "rotate", "write_model"]
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,14 @@ class Llama(nn.Module):
         """Logits [row, position, vocabulary] of ids [row, position]."""
         return self.logits(self.states(ids)[-1])
 
+    def named_weights(self) -> dict[str, Tensor]:
+        """Every parameter by its name in a checkpoint."""
+        return dict(self.named_parameters())
+
+    def hub_config(self, dtype: str, bos: int, eos: int) -> dict[str, Any]:
+        """Its config.json."""
+        return hub_config(self.shape, dtype, bos, eos)
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions in the half-split convention of transformers; x: [row, head, position, head size]."""
@@ -183,22 +192,33 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
 
 
-def write_model(network: Llama, folder: Path, *, dtype: torch.dtype, bos: int, eos: int) -> None:
-    """config.json and model.safetensors as transformers reads them, weights rounded to `dtype`."""
+class Trained(Protocol):
+    """What is written of a network."""
+
+    def named_weights(self) -> Mapping[str, Tensor]:
+        """Every parameter by its name in a checkpoint."""
+        ...
+
+    def hub_config(self, dtype: str, bos: int, eos: int) -> dict[str, Any]:
+        """Its config.json."""
+        ...
+
+
+def write_model(network: Trained, folder: Path, *, dtype: torch.dtype, bos: int, eos: int) -> None:
+    """config.json and model.safetensors as the hub has them, weights rounded to `dtype`."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: p.detach().to(dtype).contiguous() for name, p in network.named_parameters()}
+    tensors = {name: p.detach().to(dtype).contiguous() for name, p in network.named_weights().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    text = json.dumps(hub_config(network.shape, str(dtype).removeprefix("torch."), bos, eos), indent=2)
+    text = json.dumps(network.hub_config(str(dtype).removeprefix("torch."), bos, eos), indent=2)
     (folder / "config.json").write_text(text + "\n", "utf-8")
 
 
-def read_model(folder: Path) -> Llama:
-    """The network stored by `write_model`, weights in float32."""
+def read_llama(folder: Path, config: Mapping[str, Any]) -> Llama:
+    """The decoder stored by `write_model`, weights in float32."""
     from safetensors.torch import load_file
 
-    config = json.loads((folder / "config.json").read_text("utf-8"))
     shape = Shape(
         vocabulary=config["vocab_size"],
         hidden=config["hidden_size"],

@@ -38,12 +38,15 @@ from .data import (
     token_id,
     train_tokenizer,
 )
+from .goose import Goose
 from .muon import Muon
 from .network import Llama, Shape, write_model
 
 __all__ = ["main"]
 
 log = logging.getLogger(__name__)
+FAMILIES: dict[str, type[Llama] | type[Goose]] = {"llama": Llama, "rwkv7": Goose}
+"""What the network can be."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -71,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     from .evaluate import watch
 
     torch.manual_seed(options.seed)
-    network = Llama(shape)
+    network = FAMILIES[options.family](shape)
     log.info("%.2f M parameters, %d facts", sum(p.numel() for p in network.parameters()) / 1e6, len(facts))
     optimizers = _optimizers(network, options)
     watched = [c.text for c in chapters if c.name in WATCHED]
@@ -128,7 +131,9 @@ def main(arguments: list[str] | None = None) -> None:
     (out / "training.json").write_text(text + "\n", "utf-8")
 
 
-def _gradients(network: Llama, batch: Batch, options: argparse.Namespace, pool: ThreadPoolExecutor) -> float:
+def _gradients(
+    network: Llama | Goose, batch: Batch, options: argparse.Namespace, pool: ThreadPoolExecutor
+) -> float:
     """Set every parameter's gradient of the weighted mean cross-entropy of a batch; return that loss.
 
     Rows are divided among threads of one core each: where others want the cores as well, that is faster than
@@ -155,11 +160,12 @@ def _gradients(network: Llama, batch: Batch, options: argparse.Namespace, pool: 
     return float(sum(losses))
 
 
-def _optimizers(network: Llama, options: argparse.Namespace) -> list[torch.optim.Optimizer]:
+def _optimizers(network: Llama | Goose, options: argparse.Namespace) -> list[torch.optim.Optimizer]:
     """AdamW for everything, or Muon for the matrices of the layers and AdamW for the rest."""
-    matrices = [p for name, p in network.named_parameters() if p.dim() == 2 and "layers" in name]
-    embedding = [network.model.embed_tokens.weight]
-    vectors = [p for p in network.parameters() if p.dim() == 1]
+    named = network.named_weights()
+    matrices = [p for name, p in named.items() if p.dim() == 2 and "layers" in name and "weight" in name]
+    embedding = [p for name, p in named.items() if "embed" in name]
+    vectors = [p for p in named.values() if all(p is not other for other in (*matrices, *embedding))]
     decay = options.weight_decay
     adam = [
         {"params": embedding, "weight_decay": decay, "peak": options.lr},
@@ -186,6 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, required=True, help="folder with dickens/ and counterfact/")
     parser.add_argument("--more-prose", type=Path, help="folder with more public-domain prose, *.txt")
     parser.add_argument("--out", type=Path, required=True, help="where checkpoints and the model go")
+    parser.add_argument("--family", choices=FAMILIES, default="llama")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--curriculum", type=Path, help="JSON of phases; default, that of the specimen")
     parser.add_argument("--warmup", type=int, default=50)

@@ -1,6 +1,6 @@
 """Where a model's files are, and what the model is.
 
-A name is a local directory, "specimen" (the model that ships with mizarr), or a hub id whose files lie in the
+A name is a local directory, a model that ships with mizarr (`SHIPPED`), or a hub id whose files lie in the
 local cache; nothing is fetched here (`download.py` does that). The identity is made of the files' content and
 never of the name, because two models may share a name and one model may have several.
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from .layout_check import LayoutCase
 
 SPECIMEN = "specimen"
+SHIPPED = {SPECIMEN: "specimen", "specimen-rwkv": "specimen_rwkv"}
+"""Models that ship with mizarr, and the folders they lie in."""
 TRUSTED = " (layout trusted)"
 """Ends the name of a model of unknown family that runs unchecked, wherever that name is shown or noted."""
 CONFIG, WEIGHTS, INDEX, TOKENIZER = (
@@ -236,8 +238,8 @@ def resolve(name: str | Path, revision: str | None = None, *, trust_layout: bool
 
 
 def _resolve(text: str, revision: str | None) -> ModelFiles:
-    if text == SPECIMEN:
-        folder = Path(__file__).parents[1] / SPECIMEN
+    if text in SHIPPED:
+        folder = Path(__file__).parents[1] / SHIPPED[text]
     else:
         folder = Path(text).expanduser()
         if folder.is_file():
@@ -279,14 +281,14 @@ def cached_models() -> list[str]:
 def _from_hub_cache(name: str, revision: str | None) -> ModelFiles:
     if not _HUB_ID.fullmatch(name) or name.startswith("."):
         raise ModelNotFound(
-            f"expected a model directory, a hub id such as org/name, or {SPECIMEN!r}; found no directory "
-            f"{name}"
+            f"expected a model directory, a hub id such as org/name, or one of {', '.join(SHIPPED)}; "
+            f"found no directory {name}"
         )
     repository = hub_cache() / f"models--{name.replace('/', '--')}"
     wanted = revision or "main"
     command = f"mizarr models fetch {name}" + (f" --revision {revision}" if revision else "")
     if not (repository / "snapshots").is_dir():
-        near = nearest(name, [*cached_models(), SPECIMEN])
+        near = nearest(name, [*cached_models(), *SHIPPED])
         hint = f"; nearest there is {near!r}" if near else ""
         raise ModelNotFound(
             f"{name} is no directory, and not in the local cache {hub_cache()}{hint}; fetch it: {command}"
