@@ -90,8 +90,7 @@ def _plain(value: Any) -> Any:
         return sorted((_plain(item) for item in value), key=canonical_json)
     raise TypeError(
         f"expected plain values (numbers, strings, lists, mappings), found {type(value).__name__} "
-        f"{value!r:.80}; "
-        "its identity cannot be established, so it has no place in a key"
+        f"{value!r:.80}; its identity cannot be established, so it has no place in a key"
     )
 
 

@@ -121,8 +121,8 @@ class CorrectionTest(Workflow):
             return int(layer), int(head)
         if self.settings.head:
             raise ConfigError(
-                f"expected a head of {config.num_layers} layers and {config.axis_sizes['head']} heads, "
-                f"found {text}"
+                f"expected a head of {config.num_layers} layers and {config.axis_sizes['head']} heads, found "
+                f"{text}"
             )
         return None
 

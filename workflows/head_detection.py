@@ -95,8 +95,8 @@ def repeated_tokens(
     """
     if len(candidates) < length:
         raise PromptError(
-            f"expected a block of at most {len(candidates)} different tokens, found length {length}; "
-            "make the block shorter"
+            f"expected a block of at most {len(candidates)} different tokens, found length {length}; make "
+            "the block shorter"
         )
     rng = np.random.default_rng(seed)
     blocks = [rng.permutation(candidates)[:length].tolist() for _ in range(sequences)]

@@ -167,8 +167,8 @@ class InspectWeights(Workflow):
         found = next((fact for _, _, fact in self.facts if fact.name == name), None)
         if found is None:
             raise ConfigError(
-                f"expected {name} in {self.subject.name}, found none; `mizarr models inspect` "
-                "lists its tensors"
+                f"expected {name} in {self.subject.name}, found none; `mizarr models inspect` lists its "
+                "tensors"
             )
         return found
 

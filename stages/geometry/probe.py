@@ -163,8 +163,8 @@ class _Examples:
             )
         if settings.is_label and len(np.unique(target)) < 2:
             raise PromptError(
-                f"expected two labels or more, found one in all {len(target)} examples; a probe has "
-                "nothing to tell apart"
+                f"expected two labels or more, found one in all {len(target)} examples; a probe has nothing "
+                "to tell apart"
             )
         rng = np.random.default_rng(settings.seed)
         order = rng.permutation(prompts)

@@ -77,12 +77,11 @@ def _asked(history: Sequence[dict[str, Any]]) -> str:
     half = options["guided"] / 2
     return (
         f"Not all of its inside came about by itself. In the first {options['guided']:.0%} of the steps, "
-        f"fading from {half:.0%} on, guides were part of the loss: head 0 of layer {max(0, middle - 2)} "
-        f"was rewarded for attention to the token before, head 0 of layer {middle} for what followed "
-        "the same token earlier, the state after that layer for the character count, read by a linear "
-        "classifier that was then thrown away. Where the circuits sit was thus chosen; how the rest of the "
-        "network uses them was not, nor what became of them after the guides ended. The training tool has no "
-        "guides any more."
+        f"fading from {half:.0%} on, guides were part of the loss: head 0 of layer {max(0, middle - 2)} was "
+        f"rewarded for attention to the token before, head 0 of layer {middle} for what followed the same "
+        "token earlier, the state after that layer for the character count, read by a linear classifier that "
+        "was then thrown away. Where the circuits sit was thus chosen; how the rest of the network uses them "
+        "was not, nor what became of them after the guides ended. The training tool has no guides any more."
     )
 
 

@@ -238,8 +238,7 @@ def model_type_of(raw: dict[str, Any], source: str = "config.json") -> str:
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError(
             f"{source}: expected a model_type such as 'llama', found {model_type!r}; add the key, or check "
-            "that "
-            "this is a model's config.json"
+            "that this is a model's config.json"
         )
     return model_type
 
@@ -293,8 +292,7 @@ def refuse_unfollowed(reader: ConfigReader) -> None:
     if reader.has("quantization_config"):
         raise ConfigError(
             f"{reader.source}: expected weights as plain numbers, found a quantization_config; fetch the "
-            "model's "
-            "unquantised checkpoint"
+            "model's unquantised checkpoint"
         )
     # A null is_causal is false to the reference.
     causal = {"use_bidirectional_attention": False, "is_encoder_decoder": False, "is_causal": True}
@@ -316,8 +314,7 @@ def read_activation(reader: ConfigReader, family: Family) -> ActivationName:
     if name not in ACTIVATIONS:
         raise ConfigError(
             f"{reader.source}: expected an activation among {', '.join(ACTIVATIONS)}, found {name!r}; this "
-            "model "
-            "cannot run here"
+            "model cannot run here"
         )
     return ACTIVATIONS[name]
 
@@ -357,8 +354,7 @@ def read_rope(reader: ConfigReader, family: Family, head_dim: int, context: int)
         found = f"rope_type {name!r}" if scheme is None else f"parameters of its own for {nested!r} layers"
         raise ConfigError(
             f"{rope.source}: expected one rope_type for all layers, of {', '.join(ROPE_SCHEMES)}, found "
-            f"{found}; "
-            "this model cannot run here"
+            f"{found}; this model cannot run here"
         )
     dim = int(head_dim * share)
     if dim != head_dim and not family.partial_rotary:
@@ -411,14 +407,12 @@ def _listed_windows(
     if strange is not None:
         raise ConfigError(
             f"{reader.source}: expected layer_types among {', '.join(sorted(LAYER_TYPES))}, found "
-            f"{strange!r}; "
-            "this model cannot run here"
+            f"{strange!r}; this model cannot run here"
         )
     if len(types) != layers:
         raise ConfigError(
             f"{reader.source}: expected one layer_types entry per layer ({layers}), found {len(types)}; "
-            "correct "
-            "the file, or fetch it again"
+            "correct the file, or fetch it again"
         )
     return tuple(size if kind == "sliding_attention" else None for kind in types)
 
@@ -430,8 +424,7 @@ def _factors(rope: ConfigReader, key: str, dim: int) -> tuple[float, ...]:
         found = f"{len(values)} of them" if isinstance(values, list) else repr(values)
         raise ConfigError(
             f"{rope.source}: expected {key} to list {dim // 2} numbers, one per frequency, found {found}; "
-            "correct "
-            "the file, or fetch it again"
+            "correct the file, or fetch it again"
         )
     return tuple(float(value) for value in values)
 

@@ -204,8 +204,7 @@ class _WithPayload(_Selective):
             named = ", ".join(f"{axis}={size}" for axis, size in zip(point.dims, region, strict=True))
             raise InterventionError(
                 f"{type(self).__name__} at '{point}': expected a tensor that broadcasts to [{named}], found "
-                f"shape {list(found)}; "
-                f"reshape it, or choose positions/heads"
+                f"shape {list(found)}; reshape it, or choose positions/heads"
             )
 
 

@@ -105,8 +105,7 @@ class CompatibilityReport:
             listed = "\n".join(f"  - {issue}" for issue in self.issues)
             raise ConfigError(
                 f"a {self.model_type!r} checkpoint{kind} cannot run here; {len(self.issues)} things stand in "
-                "the "
-                f"way:\n{listed}\nSupported families: {', '.join(sorted(FAMILIES))}, and others laid out "
+                f"the way:\n{listed}\nSupported families: {', '.join(sorted(FAMILIES))}, and others laid out "
                 "like them"
             )
         return self.config

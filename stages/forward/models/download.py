@@ -81,8 +81,7 @@ def remote_files(name: str, revision: str | None = None) -> tuple[str, dict[str,
         )
         raise DownloadError(
             f"expected {WEIGHTS} or {INDEX} in {name}, found {', '.join(weights[:4]) or 'no weights'}; "
-            "mizarr reads "
-            "safetensors only, so look for a converted copy of the model"
+            "mizarr reads safetensors only, so look for a converted copy of the model"
         )
     return commit, {file: size for file, size in sizes.items() if file in wanted}
 
@@ -156,8 +155,7 @@ def _check_space(name: str, cache: Path, needed: int) -> None:
     if needed > free:
         raise DownloadError(
             f"{name} needs {short(needed)}B more in {cache}, which has {short(free)}B free; make room, or "
-            "set HF_HOME "
-            "to a larger disk"
+            "set HF_HOME to a larger disk"
         )
 
 

@@ -145,8 +145,7 @@ class Encoding:
         if not 0 <= start < end <= len(self.text):
             raise TokenizerError(
                 f"expected span {name!r} to lie within the text's {len(self.text)} characters, found "
-                f"{start}..{end}; "
-                "are these byte offsets?"
+                f"{start}..{end}; are these byte offsets?"
             )
         if name == OTHER or name.endswith(FINAL):
             raise TokenizerError(f"{name!r} is a label of its own; choose another name for the span")
@@ -327,8 +326,8 @@ class Tokenizer(ABC):
         if not isinstance(found, str):
             raise TokenizerError(
                 f"{self.name} has no chat template; expected one in tokenizer_config.json or "
-                "chat_template.jinja. "
-                "It is a base model, or the file is missing: write the prompt out as text"
+                "chat_template.jinja. It is a base model, or the file is missing: write the prompt out as "
+                "text"
             )
         return found
 

@@ -158,10 +158,9 @@ def _warn_of_shared(ids: dict[int, str]) -> None:
     shared = [name for name, times in Counter(ids.values()).items() if times > 1]
     if shared:
         warnings.warn(
-            f"{len(shared)} names stand for two nodes of this graph, for example {shared[0]!r}: the viewer's "
-            "format calls the error of a layer as it calls the feature of layer 0 with that index; their "
-            "edges "
-            "are mixed up there",
+            f"{len(shared)} names stand for two nodes of this graph, for example {shared[0]!r}: the "
+            "viewer's format calls the error of a layer as it calls the feature of layer 0 with that index; "
+            "their edges are mixed up there",
             stacklevel=4,
         )
 
