@@ -53,9 +53,9 @@ class Status:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run would cost. Bytes; peak of memory; seconds, in proportion to how long
-    something like it took, None where nothing is known; work: what will be
-    computed, in words, where there is more to say than that."""
+    """What a run would cost. Bytes; peak of memory; seconds, in proportion to how long something like it
+    took, None where nothing is known; work: what will be computed, in words, where there is more to say than
+    that."""
 
     bytes_read: int = 0
     bytes_written: int = 0

@@ -142,8 +142,7 @@ class StageNode(ResultNode):
 
     def status(self, store: Store) -> Status:
         """Cached, or why it will run and how much of it stands already. Raises SourceChanged when a resource
-        is
-        no longer the one this node was made with."""
+        is no longer the one this node was made with."""
         self._confirm_resources()
         with one_look():
             if waiting := self._waiting(store):

@@ -4,8 +4,7 @@ Border: names and plain values; who writes the file, and when, is decided by the
 to.
 
 A key file says where the data lies and what its bytes digest to. It is created once, never changed, and is
-the
-only thing a reader starts from: data without a key file does not exist. Downstream keys are made of
+the only thing a reader starts from: data without a key file does not exist. Downstream keys are made of
 `content`, never of `key`, so an upstream recompute that gives the same bytes stops there (early cutoff).
 """
 

@@ -3,10 +3,9 @@
 Border: packed tokens in, files out, and back; knows nothing of activations.
 
 Token ids and row sizes are part of what was computed, so every writer writes the same bytes. Texts and
-character
-offsets are not: two writers may come with different ones, so the first to create `coordinates/labels.json`
-says which labels this entry has, and the others leave theirs out. Arrays get their `zarr.json` last: what is
-listed is complete.
+character offsets are not: two writers may come with different ones, so the first to create
+`coordinates/labels.json` says which labels this entry has, and the others leave theirs out. Arrays get their
+`zarr.json` last: what is listed is complete.
 
     token_id prompt position [token]   char_start char_end [token]   layer [layer]
     row_start row_size text pair_start [prompt_id]      CF contiguous ragged: row_size has

@@ -2,9 +2,9 @@
 
 An edge of one prompt has no counterpart in another, its kind has: a layer, and the role of the position that
 is read - the first one (BOS, where there is one), the last token of the fact's subject, the one before the
-query. Of other shipped facts, the first half says which layer and role lose most when the edge is cut
-(KL, mean); the second half, and the prompt that is shown, say what that is worth. What
-is done to edges is a cut, unless a question says otherwise (`on_fact`).
+query. Of other shipped facts, the first half says which layer and role lose most when the edge is cut (KL,
+mean); the second half, and the prompt that is shown, say what that is worth. What is done to edges is a cut,
+unless a question says otherwise (`on_fact`).
 
 Where a subject ends is said by the relation: it is the token before the longest ending, in words, that
 several shipped facts share ("is developed by").

@@ -71,8 +71,7 @@ class ModelSource:
     @contextmanager
     def just_identified(self) -> Iterator[None]:
         """Within: weights in memory are what `identity` found, and are not looked at again. For a call that
-        asks
-        and goes on at once, so that nobody else has a turn in between: a look costs 8 ms per 100 MB."""
+        asks and goes on at once, so that nobody else has a turn in between: a look costs 8 ms per 100 MB."""
         self.identity  # noqa: B018 - the look that counts
         self._looked = True
         try:
@@ -102,8 +101,7 @@ class ModelSource:
 
     def load(self) -> Model:
         """The model of `identity`, with the tokenizer of `tokenizer_digest`, loaded once. Raises
-        SourceChanged
-        when it is no longer there."""
+        SourceChanged when it is no longer there."""
         if self._model is None:
             place = (self.name, self.revision, self.dtype, self.device)
             self._model = _loaded(*place, self.identity, self.tokenizer_digest)
