@@ -68,6 +68,8 @@ REGISTRY = {
     "edge_knockout": ".causal.knockout EdgeKnockout",
     "head_knockout": ".causal.knockout HeadKnockout",
     "dose_response": ".causal.steering DoseResponse",
+    "state_knockout": ".causal.state_writes StateKnockout",
+    "state_steering": ".causal.state_writes StateSteering",
     "contrastive_vectors": ".causal.convergence ContrastiveVectors",
     "steering_convergence": ".causal.convergence PushedStates",
     "random_pushes": ".causal.random_pushes RandomPushes",
