@@ -215,9 +215,9 @@ class Architecture(ABC):
         return self._first_kind("pattern", "rwkv_effective_attn")
 
     @cached_property
-    def read_kind(self) -> str | None:
+    def read_kind(self) -> str:
         """Kind of hook point of what each head has read of other positions, before it is projected."""
-        return self._first_kind("z", "rwkv_wkv_out")
+        return self._first_kind("z") or "rwkv_wkv_out"
 
     @cached_property
     def stream_start(self) -> HookPoint:
