@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..store import Store
     from .workflow import Workflow
 
-__all__ = ["WORKFLOWS", "build", "compute"]
+__all__ = ["WORKFLOWS", "build", "compute", "kind_of"]
 
 # Name -> the module that defines it, as `<module>.WORKFLOW`.
 WORKFLOWS = {
@@ -36,6 +36,8 @@ WORKFLOWS = {
     "inspect_weights": ".inspect_weights",
     "steering_dose_response": ".steering_dose_response",
     "steering_convergence": ".steering_convergence",
+    "rwkv_inference": ".rwkv_inference",
+    "state_patching": ".state_patching",
     "token_positions": ".token_positions",
     "planning_in_poems": ".planning_in_poems",
     "attention_routing": ".attention_routing",
@@ -56,19 +58,25 @@ def build(name: str, *, trust_layout: bool = False, **settings: Any) -> Workflow
     """
     from .settings import read_settings
 
-    if name not in WORKFLOWS:
-        near = nearest(name, WORKFLOWS)
-        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(WORKFLOWS)}"
-        raise ConfigError(f"no workflow {name!r}; {hint}")
+    kind = kind_of(name)
     model = settings.get("model")
     loaded = None if model is None or isinstance(model, str) else model
     if loaded is not None:
         settings["model"] = loaded.name
     elif trust_layout:
         settings["model"] = _trusted(model, settings.get("revision"))
-    kind = importlib.import_module(WORKFLOWS[name], __name__).WORKFLOW
     workflow: Workflow = kind(read_settings(kind.settings_type, name, settings), loaded)
     return workflow
+
+
+def kind_of(name: str) -> type[Workflow]:
+    """The class of a workflow; ConfigError for an unknown one, with the nearest name."""
+    if name not in WORKFLOWS:
+        near = nearest(name, WORKFLOWS)
+        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(WORKFLOWS)}"
+        raise ConfigError(f"no workflow {name!r}; {hint}")
+    kind: type[Workflow] = importlib.import_module(WORKFLOWS[name], __name__).WORKFLOW
+    return kind
 
 
 def _trusted(model: str | None, revision: str | None) -> str:

@@ -93,12 +93,17 @@ class AblationOfEach(ModelWorkflow):
             "metrics": metrics,
         }
         return {
-            "heads": self.on_model(Ablation(kinds=("z",), over="head", **shared)),
+            "heads": self.on_model(Ablation(kinds=self._heads, over="head", **shared)),
             "layers": self.on_model(Ablation(kinds=PARTS, over="layer", **shared)),
             "facts": self.on_model(
                 self._on_facts({**shared, "references": self._references(FEW), "metrics": (KL(),)})
             ),
         }
+
+    @property
+    def _heads(self) -> tuple[str]:
+        """What stands for a head: what it has read of other positions."""
+        return (self.subject.config.read_kind,)
 
     def _on_facts(self, shared: dict[str, Any]) -> AtOnce:
         """Every head in other shipped facts, [draw = fact, layer, head]; none of them is a reference."""
@@ -106,7 +111,7 @@ class AblationOfEach(ModelWorkflow):
         tokens = (tuple(self.subject.tokenizer.encode(each["prompt"]).ids) for each in shipped_facts()[MANY:])
         fitting = (ids for ids in tokens if ids != own and (limit is None or len(ids) <= limit))
         facts = islice(dict.fromkeys(islice(fitting, 4 * self.settings.facts)), 2 * self.settings.facts)
-        heads = tuple(Ablation(kinds=("z",), over="head", **{**shared, "tokens": ids}) for ids in facts)
+        heads = tuple(Ablation(kinds=self._heads, over="head", **{**shared, "tokens": ids}) for ids in facts)
         if len(heads) < 2 * self.settings.facts:
             raise ConfigError(
                 f"expected {2 * self.settings.facts} shipped facts that fit the model, found {len(heads)}; "

@@ -12,9 +12,10 @@ answer of several tokens is refused unless `answer_piece=first` says which is me
 Told of every kind is the place that recovers most on other shipped pairs, scored on the pairs shown and more
 of them, beside states of unrelated prompts at the same place. Places are a layer and a role: the subject's
 last token, and for outputs the last token too; the state at the last token is left out, as it is the answer
-itself. A pair of one's own is scored alone.
+itself (and a recurrent one is read by nobody there). A pair of one's own is scored alone.
 
-States and outputs are patched position by position; z, q, k, v and pattern head by head, at all positions.
+States and outputs are patched position by position; z, q, k, v and pattern head by head, at all positions,
+and so is what heads of a recurrent model read, write and are asked for; its state by position.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import numpy as np
 
 from ..stages.causal.draws import AtOnce
 from ..stages.causal.grids.patching import ActivationPatching, DonorPatching, common_ends
-from ..stages.causal.grids.patching_grid import HEAD_KINDS, HIDDEN_KINDS, KINDS
+from ..stages.causal.grids.patching_grid import HEAD_KINDS, KINDS, STATE_KINDS
 from ..stages.causal.grids.patching_metrics import KL, Metric, Probability, Recovery
 from ..stages.logits.lens import format_probability, format_token
 from ..store.errors import ConfigError
@@ -66,6 +67,7 @@ CITIES = (
 )
 """candle-mi's pairs: clean prompt, its answer, corrupted prompts to choose from."""
 
+STATE = "rwkv_state_seq"
 ROLES = ("the subject's last token", "the last token")
 """Positions that other pairs have too."""
 
@@ -129,8 +131,8 @@ class ActivationPatchingTrace(ModelWorkflow):
         self.traced = [self._chosen(*each) for each in self._asked()]
         kinds = self.settings.kinds
         grids = {
-            ("pair", "position"): tuple(kind for kind in kinds if kind in HIDDEN_KINDS),
-            ("heads", "head"): tuple(kind for kind in kinds if kind in HEAD_KINDS),
+            ("pair", "position"): tuple(kind for kind in kinds if not _by_head(kind)),
+            ("heads", "head"): tuple(kind for kind in kinds if _by_head(kind)),
         }
         nodes = {
             f"{name}_{i}": self.on_model(self._experiment(each, chosen, over))
@@ -189,14 +191,14 @@ class ActivationPatchingTrace(ModelWorkflow):
         """What the best place of other pairs recovers in these, by kind."""
         given, found = self.settings, []
         grids = {name: self.result(name).load()["recovery"] for name in ("choice", "scored", "controls")}
-        for kind in (kind for kind in given.kinds if kind in HIDDEN_KINDS):
+        for kind in (kind for kind in given.kinds if not _by_head(kind)):
             choice, scored, controls = (
                 (100 * (grid.sel(kind=kind) if "kind" in grid.dims else grid))
                 .transpose("draw", "layer", "position")
                 .values
                 for grid in grids.values()
             )
-            mean = choice.mean(0)[:, : 1 if kind.startswith("resid") else 2]
+            mean = choice.mean(0)[:, : 1 if kind.startswith("resid") or kind == STATE else 2]
             layer, role = map(int, np.unravel_index(int(mean.argmax()), mean.shape))
             found.append(
                 Finding.over(
@@ -382,15 +384,15 @@ class ActivationPatchingTrace(ModelWorkflow):
 
         def place(kind: str, grid: Any, layer: int) -> Any:
             index = int(np.argmax(grid[layer]))
-            return dim(f"head {index}" if kind in HEAD_KINDS else f"{tokens[index]} ({index})")
+            return dim(f"head {index}" if _by_head(kind) else f"{tokens[index]} ({index})")
 
         columns: list[tuple[Any, ...]] = [("layer", int, "d")]
         for kind, grid in told["grids"].items():
             columns += [(kind, partial(_most, grid), "{:.1f} %".format), ("at", partial(place, kind, grid))]
         where = " and ".join(
             word
-            for word, kinds in (("position", HIDDEN_KINDS), ("head", HEAD_KINDS))
-            if told["grids"].keys() & set(kinds)
+            for word, is_named in (("position", False), ("head", True))
+            if any(_by_head(kind) == is_named for kind in told["grids"])
         )
         caption = (
             f"share of the clean prediction recovered at the best {where}; KL(clean || corrupted) "
@@ -407,6 +409,11 @@ class ActivationPatchingTrace(ModelWorkflow):
             caption=caption,
             sources=sources,
         )
+
+
+def _by_head(kind: str) -> bool:
+    """Whether a kind is patched head by head, at all positions, and not position by position."""
+    return kind in HEAD_KINDS or (kind in STATE_KINDS and kind != STATE)
 
 
 def _most(grid: list[list[float]], layer: int) -> float:

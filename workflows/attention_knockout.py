@@ -50,6 +50,7 @@ class AttentionKnockout(EdgeWorkflow):
 
     name = "attention_knockout"
     question = "What does the model no longer say when one position may not read another?"
+    needs = "attention"
     settings_type = AttentionKnockoutSettings
     settings: AttentionKnockoutSettings
 

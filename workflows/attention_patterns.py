@@ -50,6 +50,7 @@ class AttentionPatterns(ModelWorkflow):
 
     name = "attention_patterns"
     question = "Who looks where?"
+    needs = "weights"
     descriptive = "Where heads look in this prompt."
     settings_type = AttentionPatternsSettings
     settings: AttentionPatternsSettings
@@ -65,8 +66,9 @@ class AttentionPatterns(ModelWorkflow):
         self.query, self.key = (position_of(self.encoding, where) for where in (given.query, given.key))
         # Refuses an edge into the future.
         SteeringSpec.scale(1.0).edge(self.query, self.key).resolved(len(self.encoding))
-        self.captured = self.subject.capture(self.subject.pack([self.prompt]), "blocks.*.attn.hook_pattern")
-        pattern = self.captured["pattern"]
+        tokens = self.subject.pack([self.prompt])
+        self.captured = self.subject.capture_weights(tokens)
+        pattern = self.captured[self.subject.attention_kind]
         return {"flow": attention_flow.on(pattern=pattern, query=self.query, key=self.key)}
 
     @property
@@ -88,7 +90,9 @@ class AttentionPatterns(ModelWorkflow):
         yield Data(json=about | {"n_layers": len(flow["layer"]), "n_heads": edge.sizes["head"]})
         yield Data(json={"query": self.query, "key": self.key, "peak_layer": peak, "peak_weight": weight})
         if self.store is not None:
-            pattern = unpacked(self.captured.open(self.store)["pattern"]).transpose("layer", "head", ...)
+            pattern = unpacked(self.captured.open(self.store)[self.subject.attention_kind]).transpose(
+                "layer", "head", ...
+            )
             yield Attention(
                 title=f"Who looks where in {self.prompt!r}",
                 caption="Point at a token, or walk with the arrow keys. The weights of a token sum to 1 over "

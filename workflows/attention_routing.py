@@ -51,6 +51,7 @@ class AttentionRouting(Workflow):
 
     name = "attention_routing"
     question = "Which heads look elsewhere when features are exchanged where they look?"
+    needs = "attention"
     settings_type = AttentionRoutingSettings
     settings: AttentionRoutingSettings
 
@@ -61,6 +62,7 @@ class AttentionRouting(Workflow):
         super().__init__(settings)
         preset = chosen_preset(settings)
         self.planned = planned = Planned(preset, model, settings)
+        planned.subject.require(self.needs, self.name)
         self.strength = preset.strength
         self.range = [step * settings.max_strength / settings.steps for step in range(1, settings.steps + 1)]
         strengths = tuple(sorted({self.strength, *self.range}))

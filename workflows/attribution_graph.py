@@ -120,6 +120,7 @@ class AttributionGraphs(Workflow):
 
     name = "attribution_graph"
     question = "Which tokens and features bring about the next token, and by which paths?"
+    needs = "attention"
     descriptive = (
         "What each token and feature adds to the next ones while attention, norms and errors are held as the "
         "prompt made them; no feature is switched off to see whether the answer goes."
@@ -132,6 +133,7 @@ class AttributionGraphs(Workflow):
         self.subject = Subject(
             model or chosen.model, settings.dtype, revision=settings.revision, device=settings.device
         )
+        self.subject.require(self.needs, self.name)
         node = graph_node(
             self.subject.source,
             chosen.dictionary,

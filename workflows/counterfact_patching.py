@@ -48,6 +48,7 @@ class CounterFactPatches(PairWorkflow):
 
     name = "counterfact_patching"
     question = "At which place does one fact turn into another?"
+    needs = "weights"
     settings_type = CounterFactPatchesSettings
     settings: CounterFactPatchesSettings
 

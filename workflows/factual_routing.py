@@ -54,6 +54,7 @@ class Routing(PairWorkflow):
 
     name = "factual_routing"
     question = "Which heads carry a fact to the last token?"
+    needs = "weights"
     settings_type = RoutingSettings
     settings: RoutingSettings
 

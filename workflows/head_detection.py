@@ -115,6 +115,7 @@ class HeadDetection(ModelWorkflow):
 
     name = "head_detection"
     question = "Which heads copy, and which look one token back?"
+    needs = "weights"
     settings_type = HeadDetectionSettings
     settings: HeadDetectionSettings
 
@@ -124,7 +125,8 @@ class HeadDetection(ModelWorkflow):
 
         given = self.settings
         tokens, other, first_query = self._tokens()
-        captured, control = (self.subject.capture(t, "blocks.*.attn.hook_pattern") for t in (tokens, other))
+        kind = self.subject.attention_kind
+        captured, control = (self.subject.capture_weights(each)[kind] for each in (tokens, other))
         asked: dict[str, Any] = {
             "token_id": xr.DataArray(tokens.ids, dims="token", name="token_id"),
             "row_size": xr.DataArray(tokens.row_size, dims="prompt", name="row_size"),
@@ -135,13 +137,11 @@ class HeadDetection(ModelWorkflow):
         }
         behind = (1, *self._others(int(tokens.row_size.min())))
         return {
-            "scores": head_scores.on(pattern=captured["pattern"], **asked),
-            "control": head_scores.on(pattern=control["pattern"], **asked),
-            "statistics": head_statistics.on(pattern=captured["pattern"], row_size=asked["row_size"]),
-            "displaced": displaced_scores.on(pattern=captured["pattern"], displacements=behind, **asked),
-            "displaced_control": displaced_scores.on(
-                pattern=control["pattern"], displacements=behind, **asked
-            ),
+            "scores": head_scores.on(pattern=captured, **asked),
+            "control": head_scores.on(pattern=control, **asked),
+            "statistics": head_statistics.on(pattern=captured, row_size=asked["row_size"]),
+            "displaced": displaced_scores.on(pattern=captured, displacements=behind, **asked),
+            "displaced_control": displaced_scores.on(pattern=control, displacements=behind, **asked),
         }
 
     def _tokens(self) -> tuple[PackedTokens, PackedTokens, int]:

@@ -46,6 +46,8 @@ SIZES = {
     "num_attention_heads": "head",
     "num_kv_heads": "kv_head",
     "head_dim": "d_head",
+    "state_keys": "key",
+    "state_values": "value",
 }
 """What is told of a model, and the axis whose size it is."""
 
@@ -180,7 +182,7 @@ class InspectWeights(Workflow):
         by_layer: dict[int, list[dict[str, Any]]] = {OUTSIDE: []}
         for layer, _, fact in facts:
             by_layer.setdefault(layer, []).append(_fact_json(fact))
-        sizes = {name: config.axis_sizes[axis] for name, axis in SIZES.items()}
+        sizes = {name: config.axis_sizes[axis] for name, axis in SIZES.items() if axis in config.axis_sizes}
         sizes["vocab_size"] = config.vocab_size
         total = sum(fact.parameters for *_, fact in facts)
         about = {"model_id": name, "model_type": config.model_type, "n_layers": config.num_layers, **sizes}

@@ -70,6 +70,7 @@ class LayerScan(ModelWorkflow):
 
     name = "layer_scan"
     question = "In which layer does a marker look where it should?"
+    needs = "weights"
     settings_type = LayerScanSettings
     settings: LayerScanSettings
 
@@ -89,9 +90,8 @@ class LayerScan(ModelWorkflow):
         self.placed, self.condition = self._placed(groups)
         tokens = self.subject.pack([one.sample.code for one in self.placed])
         pair, sample = self._pairs(tokens)
-        hooks = [f"blocks.{layer}.attn.hook_pattern" for layer in self.layers]
         scan = layer_scan.on(
-            pattern=self.subject.capture(tokens, *hooks)["pattern"],
+            pattern=self.subject.capture_weights(tokens, self.layers)[self.subject.attention_kind],
             pair=xr.DataArray(pair, dims="target", name="pair"),
             sample=xr.DataArray(sample, dims="target", name="sample"),
             condition=xr.DataArray(self.condition, dims="sample", name="condition"),

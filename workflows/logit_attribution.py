@@ -3,7 +3,8 @@
 Captures what every layer adds to the residual stream at the last token of each prompt, and splits the logit
 of the answer, minus that of the most likely other token, into their shares (stages/logits/attribution.py,
 attribution_units.py). Shares, the biases of the readout included, sum to the difference of the logits; where
-a model soft-caps its logits, to the difference before the cap.
+a model soft-caps its logits, to the difference before the cap. Of RWKV there are shares of layers alone, as
+what its heads and neurons write goes through gates.
 
 Defaults: the facts that ship with the specimen. Prompts without answers are asked about the token the model
 itself finds most likely. An answer of several tokens is followed by its first one.
@@ -93,8 +94,12 @@ class LogitAttribution(ModelWorkflow):
             "against": pair["other_id"],
             "readout": readout,
         }
-        written = {name: states[name] for name in ("embed", "attn_out", "mlp_out")}
-        nodes: dict[str, ResultNode] = {"tokens": pair, "layers": component_attribution.on(**written, **told)}
+        start = self.subject.config.stream_start.kind
+        form = "component_attribution" if start == "embed" else f"component_attribution_{start}"
+        layers = component_attribution.form(form).on(
+            embed=states[start], attn_out=states["attn_out"], mlp_out=states["mlp_out"], **told
+        )
+        nodes: dict[str, ResultNode] = {"tokens": pair, "layers": layers}
 
         def units(stage: Any, which: Any, norm: str, **states_of: Any) -> ResultNode:
             """The units of one kind of part; where what they write is normed once more, by its scale."""
@@ -104,6 +109,8 @@ class LogitAttribution(ModelWorkflow):
             node: ResultNode = stage.on(weights=weights, **states_of, **told)
             return node
 
+        if not self._has_units:
+            return nodes | {"readout": readout}
         nodes["heads"] = units(head_attribution, "attention", "ln1", z=states["z"])
         if top_k := given.neurons:
             read = {"post_act": states["mlp_post_act"], "top_k": top_k}
@@ -114,11 +121,20 @@ class LogitAttribution(ModelWorkflow):
     def _has_post_norms(self) -> bool:
         return any(layer.norms == "around" for layer in self.subject.config.layers)
 
+    @property
+    def _has_units(self) -> bool:
+        """Whether what heads and neurons write is a sum over them: not where it goes through gates (RWKV)."""
+        return self.subject.config.read_kind == "z"
+
     def _hooks(self) -> list[str]:
         """What attribution reads of a forward pass."""
         last = self.subject.config.num_layers - 1
-        hooks = ["hook_embed", "ln_final.hook_scale", f"blocks.{last}.hook_resid_post"]
-        hooks += ["blocks.*.hook_attn_out", "blocks.*.hook_mlp_out", "blocks.*.attn.hook_z"]
+        start = str(self.subject.config.stream_start)
+        hooks = [start, "ln_final.hook_scale", f"blocks.{last}.hook_resid_post"]
+        hooks += ["blocks.*.hook_attn_out", "blocks.*.hook_mlp_out"]
+        if not self._has_units:
+            return hooks
+        hooks.append("blocks.*.attn.hook_z")
         if self._has_post_norms:
             hooks += ["blocks.*.ln1_post.hook_scale", "blocks.*.ln2_post.hook_scale"]
         return hooks + (["blocks.*.mlp.hook_post_act"] if self.settings.neurons else [])
@@ -162,7 +178,7 @@ class LogitAttribution(ModelWorkflow):
 
     def top_neurons(self, i: int) -> list[tuple[int, int, float]]:
         """(layer, neuron, share) of the neurons kept of prompt `i`, largest magnitude first."""
-        if not self.settings.neurons:
+        if "neurons" not in self.nodes:
             return []
         row = self.shares.isel(prompt=i).transpose("layer", "rank", ...)
         ids, shares = row["neuron_id"].values, row["neuron_share"].values
@@ -191,10 +207,11 @@ class LogitAttribution(ModelWorkflow):
             **{f"{word}_token": self.vocabulary[int(row[f"{word}_id"])] for word in words},
             "attributed": float(row["total"]),
             "components": [{"component": name, "share": float(share)} for name, share in parts],
-            "heads": row["head_share"].transpose("layer", "head"),
-            "attn_bias": row["attn_bias_share"],
         }
-        if self.settings.neurons:
+        if "heads" in self.nodes:
+            heads = row["head_share"].transpose("layer", "head")
+            found |= {"heads": heads, "attn_bias": row["attn_bias_share"]}
+        if "neurons" in self.nodes:
             top = [{"layer": a, "neuron": b, "share": share} for a, b, share in self.top_neurons(i)]
             found |= {"neurons": top, "mlp_bias": row["mlp_bias_share"]}
         return found
@@ -208,6 +225,8 @@ class LogitAttribution(ModelWorkflow):
         parts = [(text, shares.isel(prompt=[i])) for i, text in enumerate(self.texts[:ROWS])]
         parts = [("mean of all", shares), *parts] if count > 1 else parts
         for what, make in (("head", _heads), ("layer", _curves)):
+            if f"{what}s" not in self.nodes:
+                continue
             yield Choice(
                 title=f"What each {what} adds to the answer",
                 sources=(f"{what}s",),
@@ -223,7 +242,7 @@ class LogitAttribution(ModelWorkflow):
                 name=f"logit_attribution_{i}",
                 title=f"What makes {name} say {self.contrast(self.told(i))}",
                 caption=f"after {self.texts[i]!r}",
-                panels=(_bars(part), _heads(part, "By head"), *([_neurons(neurons)] if neurons else [])),
+                panels=(*self._parts(part), *([_neurons(neurons)] if neurons else [])),
             )
         if count > 1:
             what = "the answer rather than another word" if self.settings.difference else "the answer"
@@ -231,8 +250,12 @@ class LogitAttribution(ModelWorkflow):
                 name="logit_attribution_mean",
                 title=f"What makes {name} say {what}",
                 caption=f"mean of {count} prompts; lines: the middle 80% of them",
-                panels=(_bars(shares), _heads(shares, "By head")),
+                panels=self._parts(shares),
             )
+
+    def _parts(self, part: xr.Dataset) -> tuple[View, ...]:
+        """Layers, and heads where they have shares of their own."""
+        return (_bars(part), *([_heads(part, "By head")] if "heads" in self.nodes else []))
 
     def _prompts_table(self, told: list[dict[str, Any]]) -> Table:
         """What is attributed in each of the first prompts, and how it splits."""
@@ -262,7 +285,7 @@ class LogitAttribution(ModelWorkflow):
         """What counts most in the first prompt: layers, heads and neurons, each by itself."""
         parts = {
             "part": [(one["component"], one["share"]) for one in told["components"]],
-            "head": [(f"L{a}H{b}", float(share)) for (a, b), share in np.ndenumerate(told["heads"])],
+            "head": [(f"L{a}H{b}", float(share)) for (a, b), share in np.ndenumerate(told.get("heads", ()))],
             "neuron": [(f"L{one['layer']}N{one['neuron']}", one["share"]) for one in told.get("neurons", ())],
         }
         ranked = {name: sorted(found, key=lambda one: -abs(one[1])) for name, found in parts.items() if found}

@@ -23,6 +23,7 @@ from ..store.errors import ConfigError, nearest
 __all__ = [
     "AnswerSettings",
     "ChosenEdgeSettings",
+    "ChosenPlaceSettings",
     "ControlSettings",
     "Count",
     "EdgeSettings",
@@ -94,8 +95,17 @@ class EdgeSettings:
 
 
 @dataclass(frozen=True)
-class ChosenEdgeSettings(ControlSettings, FactSettings):
-    """A question about one edge in one layer, chosen on other facts where it is not named."""
+class ChosenPlaceSettings(ControlSettings, FactSettings):
+    """A question about one position in one layer, chosen on other facts where it is not named."""
+
+    layer: int | None = setting(None, "layer told in full; none: the one that matters most on other facts")
+    facts: Count = setting(8, "other facts the place is chosen on, and as many more it is scored on")
+    top_k: Count = setting(10, "changed tokens kept of each run")
+
+
+@dataclass(frozen=True)
+class ChosenEdgeSettings(ChosenPlaceSettings):
+    """The same of a position that another one attends to."""
 
     query: int | str = setting(
         "last", 'position that reads: an index, "first", "last", or a phrase of the prompt'
@@ -103,9 +113,6 @@ class ChosenEdgeSettings(ControlSettings, FactSettings):
     key: int | str | None = setting(
         None, "position that is read; none: the kind of position that matters most on other facts"
     )
-    layer: int | None = setting(None, "layer told in full; none: the one that matters most on other facts")
-    facts: Count = setting(8, "other facts the edge is chosen on, and as many more it is scored on")
-    top_k: Count = setting(10, "changed tokens kept of each run")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -66,11 +66,13 @@ class SteeringDoseResponse(EdgeWorkflow):
 
     name = "steering_dose_response"
     question = "How does the answer move as one position attends to another more or less?"
+    needs = "attention"
     settings_type = SteeringDoseResponseSettings
     settings: SteeringDoseResponseSettings
 
-    num_drawn: ClassVar[int] = 0
-    done: ClassVar[str] = "at the strongest dose"
+    num_drawn = 0
+    is_scored = False
+    rule = "kind of key whose edge, at the strongest dose,"
 
     def plan(self) -> Mapping[str, ResultNode]:
         """Every edge that may be told at every dose, in one layer or in each; all edges at the strongest."""

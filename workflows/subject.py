@@ -6,10 +6,10 @@ Border: never imports torch; running the model is the capture node's business.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,23 @@ if TYPE_CHECKING:
     from ..stages.forward.runs.experiment import Experiment, ExperimentNode
     from ..stages.forward.text.tokens import Tokenizer
 
-__all__ = ["Subject", "answered", "read_texts", "shipped_facts", "shipped_prose"]
+__all__ = ["Need", "Subject", "answered", "read_texts", "shipped_facts", "shipped_prose"]
 
+Need = Literal["any model", "attention", "weights", "state"]
+"""attention: queries that choose keys. weights: how much positions read of each other, by attention or what
+comes to the same. state: a recurrent one that tokens write to."""
+_NEEDS: Mapping[Need, tuple[str, Callable[[Architecture], bool]]] = {
+    "any model": ("any model", lambda config: True),
+    "attention": ("a model that attends", lambda config: config.attention_kind == "pattern"),
+    "weights": (
+        "a model that shows how much each position reads of each other one",
+        lambda config: config.attention_kind is not None,
+    ),
+    "state": (
+        "a recurrent model whose tokens write to a state of matrices (RWKV-5 to 7)",
+        lambda config: any(point.kind == "rwkv_write" for point in config.hook_points),
+    ),
+}
 SHIPPED = Path(__file__).parents[1] / "stages" / "forward" / "specimen"
 
 
@@ -87,6 +102,21 @@ class Subject:
             "hidden_size": config.hidden_size,
         }
 
+    def require(self, need: Need, question: str) -> None:
+        """ConfigError for a model of which a question cannot be asked."""
+        expected, is_met = _NEEDS[need]
+        if not is_met(self.config):
+            raise ConfigError(
+                f"{question}: expected {expected}, found {self.name} ({self.config.model_type}); name "
+                "another: model=…"
+            )
+
+    @property
+    def attention_kind(self) -> str:
+        """Variable that holds how much positions read of each other. Raises ConfigError as `require` does."""
+        self.require("weights", "attention")
+        return self.config.attention_kind or ""
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Raises TokenizerError for a model without one, as workflows start from text."""
@@ -145,6 +175,14 @@ class Subject:
             dtype=self.dtype,
             device=self.device,
         )
+
+    def capture_weights(self, tokens: PackedTokens, layers: Sequence[int] | None = None) -> CaptureNode:
+        """The node that stores how much positions read of each other, as `attention_kind`, in some layers or
+        in all."""
+        from ..stages.forward.architectures.points import BY_NAME
+
+        path, chosen = BY_NAME[self.attention_kind].path, ["*"] if layers is None else layers
+        return self.capture(tokens, *(path.format(layer) for layer in chosen))
 
     def starts(self, text: str) -> npt.NDArray[np.int64]:
         """First character of every token of a text, without special tokens."""

@@ -19,7 +19,7 @@ from .. import __version__
 from ..store.digest import digest
 from ..store.errors import ConfigError, nearest
 from .report.reported import NO_CLAIM
-from .subject import Subject
+from .subject import Need, Subject
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -45,6 +45,12 @@ class Workflow:
 
     descriptive: ClassVar[str] = ""
     """What it describes, of a question that makes no causal claim and has no `Findings`: one sentence."""
+
+    needs: ClassVar[Need] = "any model"
+    """What a model must have for the question to make sense."""
+    asks: ClassVar[tuple[str, ...]] = ()
+    """Names of the registry in its graph, of a question that cannot be asked of the default model: of all
+    others the graph itself says them."""
 
     settings: Any
     nodes: Mapping[str, ResultNode]
@@ -226,6 +232,7 @@ class ModelWorkflow(Workflow):
         super().__init__(settings)
         self.model: str | Model = model or settings.model
         self.subject = Subject(self.model, settings.dtype, revision=settings.revision, device=settings.device)
+        self.subject.require(self.needs, self.name)
         self.nodes = self.plan()
 
     def plan(self) -> Mapping[str, ResultNode]:

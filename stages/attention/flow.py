@@ -2,6 +2,9 @@
 
 Border: labelled weights, rows queries and columns keys; knows no model and never imports torch.
 
+Effective attention of a recurrence is read like a pattern; what it reads with a negative sign is not in it,
+and rows of which nothing is left are 0.
+
 A head mean hides what single heads do, and weights are no explanation by themselves (Jain and Wallace 2019,
 "Attention is not Explanation"); knockout.py asks what happens when an edge is gone.
 
@@ -80,7 +83,8 @@ def attention_flow(pattern: xr.DataArray, *, query: int = -1, key: int = 0) -> x
 def unpacked(pattern: xr.DataArray) -> xr.DataArray:
     """The pattern of one prompt as it is thought of, [..., query_position, key_position], from [..., pair].
 
-    Raises ShapeError if the pairs are not those of one prompt, whose rows sum to 1.
+    Raises ShapeError if the pairs are not those of one prompt, whose rows sum to 1, or to 0 where a
+    recurrence reads nothing with a positive sign.
     """
     import xarray as xr
 
@@ -97,9 +101,10 @@ def unpacked(pattern: xr.DataArray) -> xr.DataArray:
     rows, columns = np.tril_indices(length)
     square[..., rows, columns] = values
     sums = square.astype(np.float32).sum(-1)
-    if abs(sums - 1).max() > _ROUNDING:
+    off = np.where(sums == 0, 0, abs(sums - 1))
+    if off.max() > _ROUNDING:
         raise ShapeError(
-            f"expected rows of weights that sum to 1, found {sums.flat[abs(sums - 1).argmax()]:.3g}; are "
+            f"expected rows of weights that sum to 1, or to 0, found {sums.flat[off.argmax()]:.3g}; are "
             "these the pairs of several prompts? Select one: dataset.mi.attn(i)"
         )
     coords = {name: coord for name, coord in packed.coords.items() if "pair" not in coord.dims}

@@ -136,9 +136,10 @@ class Pairs:
             return Unpatched(np.zeros(0), np.zeros(0), Blank(self.config, len(pair.counterfactual)), None)
         if pair not in self.held:
             layers = range(self.config.num_layers)
-            states, patterns = points(["resid_post"], layers), points(["pattern"], layers)
+            states = points(["resid_post"], layers)
+            weights = weights_of(self.config) if self.with_attention else []
             asked = [
-                Run(pair.original, HookSpec().capture(*patterns) if self.with_attention else None),
+                Run(pair.original, HookSpec().capture(*weights) if weights else None),
                 Run(pair.counterfactual, HookSpec().capture(*states)),
             ]
             found = dict(stream(self.model, asked))
@@ -158,6 +159,15 @@ def patched(pair: Pair, unpatched: Unpatched, block: Sequence[int], position: in
         point = HookPoint("resid_post", layer)
         spec.intervene(point, Replace(unpatched.states[point][source], positions=(position,)))
     return spec
+
+
+def weights_of(config: Architecture) -> list[HookPoint]:
+    """Where every layer says how much positions read of each other; StageError where none does."""
+    if config.attention_kind is None:
+        raise StageError(
+            f"expected a model that shows how much positions read of each other, found {config.model_type}"
+        )
+    return points([config.attention_kind], range(config.num_layers))
 
 
 def attention_to(fact: Sequence[int], result: HookCache) -> Floats:

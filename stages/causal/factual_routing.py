@@ -28,8 +28,19 @@ from ...store.arrays import Floats
 from ...store.errors import PromptError
 from ..forward.runs.experiment import CellLabels
 from ..forward.runs.run import Run
-from .counterfact import SAID, OnPairs, Pairs, attention_to, blocks_of, cell_of, pair_of, patched, said
-from .grids.patching_grid import in_range, points
+from .counterfact import (
+    SAID,
+    OnPairs,
+    Pairs,
+    attention_to,
+    blocks_of,
+    cell_of,
+    pair_of,
+    patched,
+    said,
+    weights_of,
+)
+from .grids.patching_grid import in_range
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -63,8 +74,10 @@ class FactualRouting(OnPairs):
     }
 
     def check(self, config: Architecture) -> None:
-        """As for patching; PromptError for a pair whose subject is missing or outside its prompts."""
+        """As for patching; PromptError for a pair whose subject is missing or outside its prompts,
+        StageError for a model in which nobody attends."""
         super().check(config)
+        weights_of(config)
         for pair in self.pairs:
             if pair.subject is None:
                 raise PromptError(f"{self.name}: expected the subject's position in both prompts, found none")
@@ -84,7 +97,7 @@ class FactualRouting(OnPairs):
         """One per block, with the attention of every layer."""
         pair, config = pair_of(cell), prepared.config
         position, source = cell["subject"]
-        patterns = points(["pattern"], range(config.num_layers))
+        patterns = weights_of(config)
         return [
             Run(
                 pair.original,

@@ -15,7 +15,7 @@ the key. All positions are those of the prompt: pieces of a target that follow i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -27,75 +27,40 @@ from ..forward.hooks.edge_interventions import Edge
 from ..forward.hooks.edges import KnockoutSpec
 from ..forward.hooks.interventions import Zero
 from ..forward.hooks.spec import HookSpec
-from ..forward.runs.experiment import CellLabels, Experiment
+from ..forward.runs.experiment import CellLabels
 from ..forward.runs.run import Run
-from .effects import (
-    Baseline,
-    along_layers,
-    baseline_run,
-    check_tokens,
-    effect,
-    effects_along,
-    gather,
-    layers_of,
-    of_baseline,
-    read_logits,
-    with_target,
-)
+from .effects import Baseline, baseline_run, effects_along, gather, of_baseline
+from .layer_sweep import LayerSweep
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from ..forward.architectures.architecture import Architecture
-    from ..forward.hooks.cache import HookCache
     from ..forward.models.model import Model
 
 __all__ = ["EdgeKnockout", "HeadKnockout"]
 
 
 @dataclass(frozen=True)
-class _Knockout(Experiment):
-    """What both sweeps share: a prompt, what is followed, one cell per layer.
+class _Knockout(LayerSweep):
+    """What both sweeps share.
 
-    tokens: ids of the prompt. edges: (query, key), None for every position. layers: None for all. target: the
-    pieces of a word to follow, may be empty. top_k: how many changed tokens are kept of each run.
+    edges: (query, key), None for every position. keeps_self: whether "every position" leaves out the edge
+    from a position to itself.
     """
 
-    tokens: tuple[int, ...]
     edges: tuple[Edge, ...] = ()
-    layers: tuple[int, ...] | None = None
-    target: tuple[int, ...] = ()
-    top_k: int = 10
-    keeps_self: bool = False
-    """Whether "every position" leaves out the edge from a position to itself."""
+    keeps_self: bool = field(default=False, kw_only=True)
 
-    def params(self) -> dict[str, Any]:
-        """Which layers is said by the cells: one more layer leaves the others what they are."""
-        return {name: value for name, value in vars(self).items() if name != "layers"}
-
-    def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per layer. Raises InterventionError for what this model or prompt does not have."""
-        check_tokens(self.tokens, self.target)
+    def check(self, config: Architecture) -> None:
+        """Raise InterventionError for edges or heads that are not there."""
         for spec in self._specs():
             spec.validate(config.num_layers, config.axis_sizes["head"], len(self.tokens))
-        return [{"layer": layer} for layer in layers_of(self.layers, config.num_layers)]
 
     def prepare(self, model: Model) -> Baseline:
         """The unchanged run with its attention."""
         layers = [cell["layer"] for cell in self.cells(model.config)]
         return baseline_run(model, self.tokens, self.target, layers)
-
-    def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
-        """The runs themselves: nothing in them comes from the model."""
-        return self.runs(Baseline.sketch(config), cell)
-
-    def measure(self, prepared: Baseline, cell: CellLabels, result: HookCache) -> dict[str, Any]:
-        """What changed, and by how much."""
-        return effect(prepared.logits, read_logits(result), self.target, self.top_k)
-
-    def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """All layers."""
-        return along_layers(parts)
 
     def _specs(self) -> list[KnockoutSpec]:
         raise NotImplementedError
@@ -105,10 +70,6 @@ class _Knockout(Experiment):
         for query, key in edges:
             spec = spec.edge(query, key)
         return spec
-
-    def _run(self, hooks: HookSpec) -> Run:
-        ids, want = with_target(self.tokens, self.target)
-        return Run(ids, hooks, want)
 
 
 @dataclass(frozen=True)
@@ -129,7 +90,9 @@ class EdgeKnockout(_Knockout):
     def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
         """One per edge."""
         length = len(self.tokens)
-        return [self._run(spec.layer(cell["layer"]).hooks(prepared.config, length)) for spec in self._specs()]
+        return [
+            self.run_of(spec.layer(cell["layer"]).hooks(prepared.config, length)) for spec in self._specs()
+        ]
 
     def dataset(self, prepared: Baseline, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """The effects [layer, edge], and the weight each edge had."""
@@ -188,11 +151,11 @@ class HeadKnockout(_Knockout):
         heads = range(config.axis_sizes["head"])
         if self.edges:
             spec, length = self._spec(self.edges).layer(layer), len(self.tokens)
-            return [self._run(spec.head(head).hooks(config, length)) for head in heads]
+            return [self.run_of(spec.head(head).hooks(config, length)) for head in heads]
         places = tuple(range(len(self.tokens))) if len(self.target) > 1 else None
         point = HookPoint.z(layer)
         return [
-            self._run(HookSpec().intervene(point, Zero(heads=(head,), positions=places))) for head in heads
+            self.run_of(HookSpec().intervene(point, Zero(heads=(head,), positions=places))) for head in heads
         ]
 
     def dataset(self, prepared: Baseline, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:

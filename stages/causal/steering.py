@@ -28,23 +28,20 @@ from ...store.errors import InterventionError, StageError
 from ..forward.architectures.points import HookPoint
 from ..forward.hooks.edge_interventions import Edge
 from ..forward.hooks.edges import SteeringSpec
-from ..forward.runs.experiment import CellLabels, Experiment
+from ..forward.runs.experiment import CellLabels
 from ..forward.runs.run import Run
 from .effects import (
     Baseline,
-    along_layers,
     array,
     baseline_run,
-    check_tokens,
     edge_weight,
     effect,
     effects_along,
     gather,
-    layers_of,
     of_baseline,
     read_logits,
-    with_target,
 )
+from .layer_sweep import LayerSweep
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -71,12 +68,12 @@ _OVER = "mean over edges and steered layers"
 
 
 @dataclass(frozen=True)
-class DoseResponse(Experiment):
+class DoseResponse(LayerSweep):
     """The same edges at several doses, from each layer by itself.
 
-    tokens: ids of the prompt. edges: (query, key), None for every position. doses: factors, or weights where
-    kind is "set_value". layers: None for all. window: how many layers from there on are steered together.
-    heads: None for all. target: the pieces of a word to follow, may be empty.
+    edges: (query, key), None for every position. doses: factors, or weights where kind is "set_value".
+    window: how many layers from there on are steered together. heads: None for all. The rest: see
+    `LayerSweep`.
     """
 
     name: ClassVar[str] = "dose_response"
@@ -89,52 +86,40 @@ class DoseResponse(Experiment):
         "head_attention": Output(("layer", "dose", "head"), "1", f"attention weight after, {_OVER}"),
     }
 
-    tokens: tuple[int, ...]
     edges: tuple[Edge, ...]
     doses: tuple[float, ...] = DOSE_LEVELS
-    layers: tuple[int, ...] | None = None
     window: int = 1
     heads: tuple[int, ...] | None = None
     kind: Literal["scale", "set_value"] = "scale"
-    target: tuple[int, ...] = ()
-    top_k: int = 10
 
-    def params(self) -> dict[str, Any]:
-        """Which layers is said by the cells: one more layer leaves the others what they are."""
-        return {name: value for name, value in vars(self).items() if name != "layers"}
+    @property
+    def width(self) -> int:
+        """The window."""
+        return self.window
 
-    def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per layer. Raises InterventionError for what this model or prompt does not have."""
-        check_tokens(self.tokens, self.target)
-        if not self.doses or len(set(self.doses)) != len(self.doses):
-            found = list(self.doses) or "none"
-            raise StageError(f"expected doses, each once, found {found}; DOSE_LEVELS is a good start")
+    def check(self, config: Architecture) -> None:
+        """Raise StageError for no doses, InterventionError for edges or heads that are not there."""
+        check_doses(self.doses)
         for dose in self.doses:
             self._spec(dose).validate(config.num_layers, config.axis_sizes["head"], len(self.tokens))
-        return [{"layer": layer} for layer in layers_of(self.layers, config.num_layers, self.window)]
 
     def prepare(self, model: Model) -> Baseline:
         """The unchanged run with its attention."""
-        steered = {layer for cell in self.cells(model.config) for layer in self._steered(cell)}
+        steered = {layer for cell in self.cells(model.config) for layer in self.changed(cell)}
         return baseline_run(model, self.tokens, self.target, sorted(steered))
 
     def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
         """One per dose."""
-        ids, want = with_target(self.tokens, self.target)
-        points = [HookPoint.pattern(layer) for layer in self._steered(cell)]
+        points = [HookPoint.pattern(layer) for layer in self.changed(cell)]
         hooks = [
-            self._spec(dose).layers(self._steered(cell)).hooks(prepared.config, len(self.tokens))
+            self._spec(dose).layers(self.changed(cell)).hooks(prepared.config, len(self.tokens))
             for dose in self.doses
         ]
-        return [Run(ids, spec.capture(*points), want) for spec in hooks]
-
-    def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
-        """The runs themselves: nothing in them comes from the model."""
-        return self.runs(Baseline.sketch(config), cell)
+        return [self.run_of(spec.capture(*points)) for spec in hooks]
 
     def measure(self, prepared: Baseline, cell: CellLabels, result: HookCache) -> dict[str, Any]:
         """What changed, and the weight of the edges in the steered run, by head."""
-        patterns = [array(result[HookPoint.pattern(layer)][0]) for layer in self._steered(cell)]
+        patterns = [array(result[HookPoint.pattern(layer)][0]) for layer in self.changed(cell)]
         weight = np.mean([edge_weight(pattern, self.heads, self._resolved()) for pattern in patterns], axis=0)
         return effect(prepared.logits, read_logits(result), self.target, self.top_k) | {"weight": weight}
 
@@ -142,7 +127,7 @@ class DoseResponse(Experiment):
         """The effects [layer, dose], and the attention to the targets before and after."""
         import xarray as xr
 
-        weights = [prepared.weight(layer, self.heads, self._resolved()) for layer in self._steered(cell)]
+        weights = [prepared.weight(layer, self.heads, self._resolved()) for layer in self.changed(cell)]
         before, after = np.mean(weights, axis=0), np.array([one["weight"] for one in measured])
         heads = range(prepared.config.axis_sizes["head"]) if self.heads is None else self.heads
         attention = {
@@ -164,13 +149,6 @@ class DoseResponse(Experiment):
             },
         )
 
-    def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """All layers."""
-        return along_layers(parts)
-
-    def _steered(self, cell: CellLabels) -> range:
-        return range(cell["layer"], cell["layer"] + self.window)
-
     def _resolved(self) -> tuple[tuple[int, int], ...]:
         return self._spec(self.doses[0]).resolved(len(self.tokens))
 
@@ -181,6 +159,13 @@ class DoseResponse(Experiment):
         for query, key in self.edges:
             spec = spec.edge(query, key)
         return spec if self.heads is None else spec.heads(self.heads)
+
+
+def check_doses(doses: Sequence[float]) -> None:
+    """StageError for no doses, or one twice."""
+    if not doses or len(set(doses)) != len(doses):
+        found = list(doses) or "none"
+        raise StageError(f"expected doses, each once, found {found}; DOSE_LEVELS is a good start")
 
 
 def measure_attention_to_targets(pattern: Any, query: int, keys: Sequence[int]) -> float:

@@ -17,7 +17,7 @@ Axes: component, layer, token (any sample axes in `logit_attrs`), hidden.  Unit:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +28,7 @@ from ...store.errors import ShapeError
 from ..corpus.token_blocks import ahead, read_rows, token_ranges
 from .lens import logits
 from .logit_directions import MOST_LIKELY, NONE, Directions
-from .residual import apply_ln_to_stack
+from .residual import apply_ln_to_stack, of_one_layer
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -103,16 +103,22 @@ def _choose(table: Array, rows: Array, wanted: Array, others: Array, found: dict
     found["other_logit"][rows] = np.where(others[rows] == NONE, np.nan, table[at, others[rows]])
 
 
+_WRITTEN: Mapping[str, tuple[str, ...] | None] = {
+    "embed": ("token", "hidden"),
+    "attn_out": ("layer", "token", "hidden"),
+    "mlp_out": ("layer", "token", "hidden"),
+    "scale": ("token",),
+    "targets": ("token",),
+    "against": ("token",),
+    "readout": None,
+}
+
+
 @stage(
     version=1,
-    inputs={
-        "embed": ("token", "hidden"),
-        "attn_out": ("layer", "token", "hidden"),
-        "mlp_out": ("layer", "token", "hidden"),
-        "scale": ("token",),
-        "targets": ("token",),
-        "against": ("token",),
-        "readout": None,
+    forms={
+        "component_attribution": _WRITTEN,
+        "component_attribution_pre_norm": {**_WRITTEN, "embed": ("layer", "token", "hidden")},
     },
     outputs={
         "embed_share": Output(("token",), "logits", "share of the embedding"),
@@ -136,15 +142,17 @@ def component_attribution(
 ) -> xr.Dataset:
     """Share of every layer's attention and MLP in the logit of each token's target.
 
-    embed: [token, hidden].  attn_out, mlp_out: [layer, token, hidden], all layers, lazy or not.  scale:
-    `ln_final_scale` [token].  targets, against: token ids [token], NONE (-1) for none; with `against` the
-    shares are of the difference of the two logits.  readout: as stages/logits/readout.py describes it.
+    embed: what the stream begins with, [token, hidden]; or, where that is the norm of the embedding (RWKV),
+    `pre_norm` [layer, token, hidden] of its one layer.  attn_out, mlp_out: [layer, token, hidden], all
+    layers, lazy or not.  scale: `ln_final_scale` [token].  targets, against: token ids [token], NONE (-1) for
+    none; with `against` the shares are of the difference of the two logits.  readout: as
+    stages/logits/readout.py describes it.
     Returns float32 (constant and total float64), NaN where there is no target.
     Raises ShapeError when a layer is missing or sizes do not fit.
     """
     import xarray as xr
 
-    numbers = require_whole(attn_out, mlp_out, readout)
+    embed, numbers = of_one_layer(embed), require_whole(attn_out, mlp_out, readout)
     directions = Directions.of(readout, targets.values, against.values)
     divisor = scale.values
     n_tokens = embed.sizes["token"]

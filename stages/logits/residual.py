@@ -9,7 +9,9 @@ Idea (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"; n
 TransformerLens' ActivationCache): every block adds its attention output and its MLP output to the stream, an
 attention output is the sum of its heads' and a bias, an MLP output that of its neurons' and a bias. Where a
 family normalises the outputs before they are added (Gemma 2), the cached divisor of that norm and its weight
-are applied to every part, which keeps the sums.
+are applied to every part, which keeps the sums. In RWKV the stream begins with the *norm* of the embedding,
+`blocks.0.hook_pre_norm`, which takes its place: that, and not `hook_embed`, is what the rest is added to
+there (`Architecture.stream_start`).
 
 Axes: component (labels "embed", "0_attn_out", "L0H1", "L0N7", …), layer, ... (any sample axes), head, d_head,
 mlp, hidden.
@@ -30,6 +32,7 @@ __all__ = [
     "apply_ln_to_stack",
     "decompose_resid",
     "full_resid_decomposition",
+    "of_one_layer",
     "stack_head_results",
     "stack_neuron_results",
 ]
@@ -74,13 +77,14 @@ def decompose_resid(
 ) -> xr.DataArray:
     """Everything that was added to the residual stream, [component, ..., hidden], in order of writing.
 
-    embed: [..., hidden].  attn_out, mlp_out: [layer, ..., hidden], layers 0 to n without gaps; None leaves a
-    kind out.  layer: up to the input of this layer, None for all; mlp_input: and its attention output.
+    embed: what the stream begins with, [..., hidden], or with an axis of its one layer.  attn_out, mlp_out:
+    [layer, ..., hidden], layers 0 to n without gaps; None leaves a kind out.  layer: up to the input of this
+    layer, None for all; mlp_input: and its attention output.
     Labels "embed", "0_attn_out", "0_mlp_out", "1_attn_out", …; with all three the sum over component is
     resid_post of the last layer (resid_pre of `layer`; its resid_mid with mlp_input).
     Raises ShapeError when a layer is missing, as the sum would be of nothing in particular.
     """
-    parts = [] if embed is None else [("embed", embed)]
+    parts = [] if embed is None else [("embed", of_one_layer(embed))]
     given = [
         (name, part) for name, part in (("attn_out", attn_out), ("mlp_out", mlp_out)) if part is not None
     ]
@@ -150,6 +154,7 @@ def full_resid_decomposition(
     [layer, ...], of families with norms after attention and MLP.
     Labels: heads, then "0_mlp_out" … or neurons, "embed", "bias". The sum is resid_post of the last layer.
     """
+    embed = of_one_layer(embed)
     first, second = post_scales or (None, None)
     bias = _bias(embed, attention_weights, "b_O", "ln1_post", first)
     if mlp_weights is not None:
@@ -179,6 +184,20 @@ def apply_ln_to_stack(
     centred = stack - stack.mean("hidden") if norm == "layer" else stack
     scaled: xr.DataArray = centred / scale
     return (scaled if weight is None else scaled * weight).transpose("component", ...)
+
+
+def of_one_layer(state: xr.DataArray) -> xr.DataArray:
+    """A state [..., hidden] without the axis of the one layer it was captured in, if it has one; ShapeError
+    where there are several."""
+    own = next((str(dim) for dim in state.dims if str(dim).split("_")[0] == "layer"), None)
+    if own is None:
+        return state
+    if state.sizes[own] != 1:
+        raise ShapeError(
+            f"expected what the stream begins with in one layer, found {state.sizes[own]} layers of "
+            f"{state.name}; select layer 0"
+        )
+    return state.isel({own: 0}, drop=True)
 
 
 def _written(

@@ -1,10 +1,10 @@
-"""Which edge to tell of when nobody named one: the kind that matters most on other facts.
+"""Which place to tell of when nobody named one: the kind that matters most on other facts.
 
-An edge of one prompt has no counterpart in another, its kind has: a layer, and the role of the position that
-is read - the first one (BOS, where there is one), the last token of the fact's subject, the one before the
-query. Of other shipped facts, the first half says which layer and role lose most when the edge is cut (KL,
-mean); the second half, and the prompt that is shown, say what that is worth. What is done to edges is a cut,
-unless a question says otherwise (`on_fact`).
+A position of one prompt has no counterpart in another, its kind has: a layer, and the role of the position
+that is read - the first one (BOS, where there is one), the last token of the fact's subject, the one before
+the query. Of other shipped facts, the first half says which layer and role lose most when they are not read
+(KL, mean); the second half, and the prompt that is shown, say what that is worth. What is not read is an
+attention edge that is cut (`EdgeWorkflow`), or what a question says (`on_fact`).
 
 Where a subject ends is said by the relation: it is the token before the longest ending, in words, that
 several shipped facts share ("is developed by").
@@ -31,7 +31,7 @@ from ...stages.forward.hooks.edges import KnockoutSpec
 from ...stages.logits.lens import format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
-from ..settings import ChosenEdgeSettings
+from ..settings import ChosenEdgeSettings, ChosenPlaceSettings
 from ..subject import shipped_facts
 from ..views import Finding
 from ..workflow import ModelWorkflow
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ...stages.forward.runs.experiment import Experiment
     from ...stages.forward.text.tokens import Encoding
 
-__all__ = ["ROLES", "EdgeChoice", "EdgeWorkflow", "roles_of"]
+__all__ = ["ROLES", "EdgeWorkflow", "PlaceChoice", "PlaceWorkflow", "roles_of"]
 
 ROLES: Mapping[str, str] = {
     "first": "the first position",
@@ -58,8 +58,8 @@ TRIED = 400
 
 
 @dataclass(frozen=True)
-class EdgeChoice:
-    """A layer and a role, and what was lost by the cut on the facts it was chosen on, mean KL in nats."""
+class PlaceChoice:
+    """A layer and a role, and what was lost without it on the facts it was chosen on, mean KL in nats."""
 
     layer: int
     role: str
@@ -75,30 +75,36 @@ def roles_of(encoding: Encoding, query: int) -> dict[str, int]:
     return {role: found[role] for role in ROLES if 0 <= found.get(role, -1) <= query}
 
 
-class EdgeWorkflow(ModelWorkflow):
-    """A question about one edge of one prompt in one layer, named or chosen."""
+class PlaceWorkflow(ModelWorkflow):
+    """A question about one position that another one reads in one layer, named or chosen."""
 
-    settings: ChosenEdgeSettings
-    num_drawn: ClassVar[int] = OTHERS
-    """Keys of other facts drawn beside the roles; none where only the choice is made on them."""
-    done: ClassVar[str] = "cut"
-    """What is done to an edge, in a word."""
+    settings: ChosenPlaceSettings
+    num_drawn: ClassVar[int] = 0
+    """Keys of other facts drawn beside the roles."""
+    is_scored: ClassVar[bool] = True
+    """Whether there are as many more facts to score on what the first ones chose."""
+    rule: ClassVar[str]
+    """What loses most on other facts, in words: "kind of key whose edge, cut,"."""
+    on_others: ClassVar[str]
+    """What is done to a {role} in a {layer} of other facts, as claims name it."""
+    of_others: ClassVar[str]
+    """What else is done to them."""
 
-    def read_edge(self, window: int = 1) -> dict[str, Any]:
-        """Prompt, target, query and keys as settings name them; what experiments need of them.
+    def read_place(self, query: int | str, key: int | str | None, window: int = 1) -> dict[str, Any]:
+        """Prompt and target as settings name them, query and keys; what experiments need of them.
 
-        window: layers that must exist from the one told on. Raises ConfigError, PromptError or
-        InterventionError for what there is not.
+        key: None where it is to be chosen. window: layers that must exist from the one told on. Raises
+        ConfigError, PromptError or InterventionError for what there is not.
         """
         given, config = self.settings, self.subject.config
         self.prompt, self.target = fact(given.model, given.prompt, given.target)
         self.encoding = encoded(self.subject, self.prompt)
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
-        self.query = position_of(self.encoding, given.query)
+        self.query = position_of(self.encoding, query)
         self.roles = roles_of(self.encoding, self.query)
-        key = None if given.key is None else position_of(self.encoding, given.key)
-        self.open = {role: place for role, place in self.roles.items() if key in (None, place)}
-        self.keys = tuple(dict.fromkeys(self.open.values())) if key is None else (key,)
+        self.named = named = None if key is None else position_of(self.encoding, key)
+        self.open = {role: place for role, place in self.roles.items() if named in (None, place)}
+        self.keys = tuple(dict.fromkeys(self.open.values())) if named is None else (named,)
         for each in self.keys:
             spec = KnockoutSpec().edge(self.query, each)
             spec.validate(config.num_layers, config.axis_sizes["head"], len(self.encoding))
@@ -111,12 +117,11 @@ class EdgeWorkflow(ModelWorkflow):
 
     @property
     def is_chosen(self) -> bool:
-        """Whether other facts say which edge is told."""
-        given = self.settings
-        return bool(self.open) and (given.key is None or given.layer is None)
+        """Whether other facts say which place is told."""
+        return bool(self.open) and (self.named is None or self.settings.layer is None)
 
     def facts_node(self) -> dict[str, ResultNode]:
-        """The node on edges of other facts; none where all is named."""
+        """The node on other facts; none where all is named."""
         if not self.is_chosen:
             return {}
         self.others = self._other_facts()
@@ -130,14 +135,14 @@ class EdgeWorkflow(ModelWorkflow):
             experiments += self.on_fact(tuple(encoding.ids), edges)
         return {"facts": self.on_model(AtOnce(tuple(experiments)))}
 
-    def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> list[Experiment]:
-        """What is done to the edges of another fact, each by itself in every layer."""
-        return [EdgeKnockout(tokens, tuple(edges), top_k=1)]
+    def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> Sequence[Experiment]:
+        """What is done to each (query, key) of another fact by itself, in every layer."""
+        raise NotImplementedError
 
     def _other_facts(self) -> list[Encoding]:
         """Shipped facts in which every role is another position, no two of the same tokens: as many to choose
         on as to score on."""
-        wanted, limit = (2 if self.num_drawn else 1) * self.settings.facts, self.subject.config.context_length
+        wanted, limit = (1 + self.is_scored) * self.settings.facts, self.subject.config.context_length
         found: dict[tuple[int, ...], Encoding] = {}
         for each in shipped_facts()[:TRIED]:
             encoding = self.subject.tokenizer.encode(each["prompt"])
@@ -148,33 +153,33 @@ class EdgeWorkflow(ModelWorkflow):
             if len(found) == wanted:
                 return list(found.values())
         raise ConfigError(
-            f"expected {wanted} shipped facts to choose the edge on, found {len(found)}; name the edge: "
-            "key=… and layer=…, or ask for fewer: facts=…"
+            f"expected {wanted} shipped facts to choose the place on, found {len(found)}; name position and "
+            "layer, or ask for fewer: facts=…"
         )
 
     @cached_property
-    def chosen(self) -> EdgeChoice | None:
+    def chosen(self) -> PlaceChoice | None:
         """The layer and role that lose most on other facts, of those that settings leave open; None where
-        the edge is named."""
+        the place is named."""
         layers = range(self.last_layer + 1) if self.settings.layer is None else (self.settings.layer,)
         return self._extreme(layers, tuple(self.open), np.argmax) if self.is_chosen else None
 
     @cached_property
-    def quiet(self) -> EdgeChoice | None:
+    def quiet(self) -> PlaceChoice | None:
         """The layer and role that lose least on other facts, for comparison."""
         layers = range(self.last_layer + 1)
         return self._extreme(layers, tuple(self.roles), np.argmin) if self.is_chosen else None
 
-    def _extreme(self, layers: Sequence[int], roles: Sequence[str], pick: Any) -> EdgeChoice:
+    def _extreme(self, layers: Sequence[int], roles: Sequence[str], pick: Any) -> PlaceChoice:
         half = self.facts[: self.settings.facts].mean(axis=0)
         columns = [list(ROLES).index(role) for role in roles]
         lost = half[np.ix_(list(layers), columns)]
         row, column = np.unravel_index(int(pick(lost)), lost.shape)
-        return EdgeChoice(layers[int(row)], roles[int(column)], float(lost[row, column]))
+        return PlaceChoice(layers[int(row)], roles[int(column)], float(lost[row, column]))
 
     @cached_property
     def facts(self) -> Floats:
-        """KL on other facts, in nats: [fact, layer, edge], edges of roles first."""
+        """KL on other facts, in nats: [fact, layer, key], those of roles first."""
         kl = self.result("facts")["kl"].transpose("draw", "layer", ...).values
         # An experiment holds all edges of a fact, or one: both are laid out fact by fact.
         by_edge = kl.reshape(len(self.others), -1, *kl.shape[1:]).transpose(0, 2, 1, 3)
@@ -190,59 +195,89 @@ class EdgeWorkflow(ModelWorkflow):
 
     @cached_property
     def edge(self) -> tuple[int, int]:
-        """(query, key) of the edge told."""
-        named = self.settings.key is not None or self.chosen is None
-        return self.query, self.keys[0] if named else self.roles[self.chosen.role]  # type: ignore[union-attr]
+        """(query, key) of the place told."""
+        is_named = self.named is not None or self.chosen is None
+        return self.query, self.keys[0] if is_named else self.roles[self.chosen.role]  # type: ignore[union-attr]
 
-    def edge_told(self, edge: tuple[int, int]) -> str:
-        """An edge, as claims name it."""
-        query, key = (format_token(named(self.subject, [self.encoding.ids[place]])[0]) for place in edge)
-        return f"{query!r} ({edge[0]}) -> {key!r} ({edge[1]})"
+    def token_told(self, place: int) -> str:
+        """A position of the prompt, as claims name it."""
+        return f"{format_token(named(self.subject, [self.encoding.ids[place]])[0])!r} ({place})"
 
     def on_held_out(self) -> Finding | None:
-        """The edge chosen, cut in facts that had no part in the choice; None where it is named."""
+        """The place chosen, in facts that had no part in the choice; None where it is named."""
         if self.chosen is None:
             return None
         given, scored = self.settings, self.facts[self.settings.facts :]
-        cell = self.chosen.layer * scored.shape[2] + list(ROLES).index(self.chosen.role)
-        flat = scored.reshape(len(scored), -1)
+        layer, role = self.chosen.layer, list(ROLES).index(self.chosen.role)
+        done = self.on_others.format(role=ROLES[self.chosen.role], layer=layer)
         return Finding.over(
-            f"cutting the last token's view of {ROLES[self.chosen.role]} in layer {self.chosen.layer} "
-            "changes the next token",
-            flat[:, cell],
-            np.delete(flat, cell, axis=1),
-            "cuts of another (layer, key) in each prompt",
+            f"{done} changes the next token",
+            scored[:, layer, role],
+            self.beside_held_out(layer, role),
+            self.of_others,
             draws=given.controls,
             seed=given.seed,
             unit="nats",
             held_out=True,
         )
 
+    def beside_held_out(self, layer: int, role: int) -> Floats:
+        """What other causes do in those facts, KL in nats: [fact, cause]."""
+        raise NotImplementedError
+
     @property
     def choice_told(self) -> str:
-        """How the edge was chosen, for people."""
+        """How the place was chosen, for people."""
         if self.chosen is None:
-            return "The edge was named."
+            return "The place was named."
         count, more = self.settings.facts, len(self.others) - self.settings.facts
         scored = f", scored on {more} more" if more else ""
         return (
-            f"Layer and kind of key whose edge, {self.done}, moves {count} other facts most (mean KL "
-            f"{self.chosen.lost:.3f} nats){scored}; for comparison that of the least."
+            f"Layer and {self.rule} moves {count} other facts most (mean KL {self.chosen.lost:.3f} "
+            f"nats){scored}; for comparison that of the least."
         )
 
     def choice_json(self) -> dict[str, Any]:
-        """How the edge was chosen."""
+        """How the place was chosen."""
         if self.chosen is None:
             return {}
         return {
             "choice": {
-                "rule": f"layer and kind of key whose edge, {self.done}, moves other facts most (mean KL)",
+                "rule": f"layer and {self.rule} moves other facts most (mean KL)",
                 **vars(self.chosen),
                 "candidates": (self.last_layer + 1 if self.settings.layer is None else 1) * len(self.open),
                 "chosen_on": [each.text for each in self.others[: self.settings.facts]],
                 "scored_on": [each.text for each in self.others[self.settings.facts :]],
             }
         }
+
+
+class EdgeWorkflow(PlaceWorkflow):
+    """A question about one attention edge of one prompt."""
+
+    settings: ChosenEdgeSettings
+    num_drawn = OTHERS
+    rule = "kind of key whose edge, cut,"
+    on_others = "cutting the last token's view of {role} in layer {layer}"
+    of_others = "cuts of another (layer, key) in each prompt"
+
+    def read_edge(self, window: int = 1) -> dict[str, Any]:
+        """As `read_place`, of the edge that settings name."""
+        return self.read_place(self.settings.query, self.settings.key, window)
+
+    def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> Sequence[Experiment]:
+        """Each edge cut."""
+        return [EdgeKnockout(tokens, tuple(edges), top_k=1)]
+
+    def beside_held_out(self, layer: int, role: int) -> Floats:
+        """All other cuts."""
+        scored = self.facts[self.settings.facts :]
+        found: Floats = np.delete(scored.reshape(len(scored), -1), layer * scored.shape[2] + role, axis=1)
+        return found
+
+    def edge_told(self, edge: tuple[int, int]) -> str:
+        """An edge, as claims name it."""
+        return " -> ".join(map(self.token_told, edge))
 
 
 def _subject_end(text: str) -> int:

@@ -22,6 +22,11 @@ NAMES = {
     "k": "Keys of each key/value head",
     "v": "Values of each key/value head",
     "pattern": "Pattern of each head",
+    "rwkv_state_seq": "State behind each token",
+    "rwkv_r": "Receptance of each head",
+    "rwkv_k": "Keys that each head writes",
+    "rwkv_v": "Values that each head writes",
+    "rwkv_wkv_out": "What each head reads of its state",
 }
 """Kind of hook point -> title of a grid of it."""
 

@@ -22,7 +22,7 @@ from ...forward.architectures.points import HookPoint
 from ...forward.hooks.interventions import Replace, Zero
 from ...forward.hooks.spec import HookSpec
 from ...forward.runs.run import Run, stream
-from .patching_grid import Grid, GridPlace, part_of, points, where
+from .patching_grid import Grid, GridPlace, part_of, points, position_axis, where
 from .patching_results import PreparedGrid, as_vector, token_texts
 
 if TYPE_CHECKING:
@@ -131,14 +131,19 @@ class Ablation(Grid):
         for _, cache in stream(model, asked):
             for point in held:
                 value = cache[point][0].double()
-                part = value if self.per_position else value.sum(-2, keepdim=True)
+                part = value if self.per_position else value.sum(position_axis(point), keepdim=True)
                 sums[0, point] = sums[0, point] + part if (0, point) in sums else part
         count = len(self.references) if self.per_position else sum(map(len, self.references))
-        length = len(self.tokens)
         return {
-            place: (total / count).to(model.dtype).expand(*total.shape[:-2], length, -1)
-            for place, total in sums.items()
+            (sample, point): (total / count).to(model.dtype).expand(self._shape(total, point))
+            for (sample, point), total in sums.items()
         }
+
+    def _shape(self, total: Tensor, point: HookPoint) -> tuple[int, ...]:
+        """Of an activation of the prompt, from that of one position."""
+        shape = list(total.shape)
+        shape[position_axis(point)] = len(self.tokens)
+        return tuple(shape)
 
     def change(
         self,

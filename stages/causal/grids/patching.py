@@ -28,7 +28,18 @@ from ...forward.hooks.spec import HookSpec
 from ...forward.hooks.wants import Logits
 from ...forward.runs.experiment import CellLabels, Experiment
 from ...forward.runs.run import Run, stream
-from .patching_grid import HEAD_KINDS, Grid, GridPlace, in_range, num_heads, part_of, points, where
+from .patching_grid import (
+    HEAD_KINDS,
+    HIDDEN_KINDS,
+    Grid,
+    GridPlace,
+    in_range,
+    num_heads,
+    part_of,
+    points,
+    position_axis,
+    where,
+)
 from .patching_metrics import Metric
 from .patching_results import PreparedGrid, as_vector, metric_outputs, metrics_of, outputs_along, token_texts
 
@@ -153,7 +164,11 @@ def pair_of_runs(
     found = dict(stream(model, asked))
     acts = {("clean", point): found[2 if donor else 0][point][0] for point in held}
     if grid.align is not None:
-        acts = {key: value[..., list(align), :] for key, value in acts.items()}
+        chosen = list(align)
+        acts = {
+            (run, point): value[(slice(None),) * position_axis(point) + (chosen,)]
+            for (run, point), value in acts.items()
+        }
     if is_edges:
         acts |= {("corrupted", point): found[1][point][0] for point in held}
     texts = {
@@ -255,7 +270,7 @@ class PatchTable(Experiment):
         """One per kind and layer, with its places."""
         self.grid.check(config)
         for kind, _, position, head in self.index:
-            if head is not None and kind not in HEAD_KINDS:
+            if head is not None and kind in HIDDEN_KINDS:
                 raise StageError(f"patch_table: {kind} has no heads, found head {head}; give None")
             in_range("patch_table", "head", None if head is None else (head,), num_heads(config, kind))
             in_range(

@@ -8,7 +8,8 @@ Border: which runs and how their numbers are arranged; where payloads come from 
 tracing.py and ablation.py, how runs are computed in forward/. Planning imports no torch.
 
 Axes: kind (only where several are asked for), layer, then head (kv_head for k and v), position
-(query_position for the pattern), key_position. Cells: (kind, layer).
+(query_position for the pattern), key_position. Cells: (kind, layer). Of a state the position is the token it
+stands behind.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 from ....pipeline import Output
 from ....store.arrays import Floats
 from ....store.errors import InterventionError, StageError, nearest
-from ...forward.architectures.points import BY_NAME, HookPoint
+from ...forward.architectures.points import BY_NAME, HookPoint, require_known
 from ...forward.hooks.spec import HookSpec
 from ...forward.hooks.wants import Logits
 from ...forward.runs.experiment import CellLabels, Experiment
@@ -39,11 +40,13 @@ if TYPE_CHECKING:
     from ...forward.architectures.architecture import Architecture
     from ...forward.hooks.cache import HookCache
 
-__all__ = ["HEAD_KINDS", "KINDS", "Grid", "GridPlace", "layer_window"]
+__all__ = ["HEAD_KINDS", "HIDDEN_KINDS", "KINDS", "STATE_KINDS", "Grid", "GridPlace", "layer_window"]
 
 HIDDEN_KINDS = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 HEAD_KINDS = ("z", "q", "k", "v", "pattern")
-KINDS = (*HIDDEN_KINDS, *HEAD_KINDS)
+STATE_KINDS = ("rwkv_state_seq", "rwkv_r", "rwkv_k", "rwkv_v", "rwkv_wkv_out")
+"""Of recurrent models: they have heads and positions, and may be changed by either."""
+KINDS = (*HIDDEN_KINDS, *HEAD_KINDS, *STATE_KINDS)
 OVER: Mapping[str, tuple[str, ...]] = {
     "layer": (),
     "position": ("position",),
@@ -150,6 +153,7 @@ class Grid(Experiment):
         _not_empty(self.name, "heads", self.heads)
         for kind in self.kinds:
             self._check_kind(kind)
+            require_known([HookPoint(kind, 0)], config.hook_points, config.model_type)
             in_range(self.name, "head", self.heads, num_heads(config, kind))
         in_range(self.name, "layer", self.layers, config.num_layers)
         in_range(self.name, "position", self.positions, len(self.prompt))
@@ -163,11 +167,11 @@ class Grid(Experiment):
             near = nearest(kind, KINDS)
             hint = f"did you mean {near!r}?" if near else f"there are {', '.join(KINDS)}"
             raise StageError(f"{self.name}: cannot patch {kind!r}; {hint}")
-        allowed = ("pattern",) if self.over == "edge" else HEAD_KINDS
+        allowed = ("pattern",) if self.over == "edge" else (*HEAD_KINDS, *STATE_KINDS)
         if "head" in OVER[self.over] and kind not in allowed:
             raise StageError(
                 f"{self.name}: over={self.over!r} takes {', '.join(allowed)}, found {kind!r}; use "
-                f"over={'head_position' if kind in HEAD_KINDS else 'position'!r} for it"
+                f"over={'position' if kind in HIDDEN_KINDS else 'head_position'!r} for it"
             )
         if self.over == "edge" and self.kinds != ("pattern",):
             raise StageError(f"{self.name}: over='edge' takes kinds=('pattern',), found {self.kinds}")
@@ -292,10 +296,15 @@ def num_heads(config: Architecture, kind: str) -> int:
 
 def part_of(activation: Tensor, place: GridPlace) -> Tensor:
     """What a place holds of an activation [head, position, …] or [position, hidden], its axes kept."""
-    if activation.ndim == 3:
+    if activation.ndim > 2:
         activation = activation if place.head is None else activation[place.head : place.head + 1]
         return activation if place.position is None else activation[:, place.position : place.position + 1]
     return activation if place.position is None else activation[place.position : place.position + 1]
+
+
+def position_axis(point: HookPoint) -> int:
+    """Which axis of its activation, without the batch, counts positions."""
+    return point.dims.index("position") - 1
 
 
 def where(place: GridPlace) -> dict[str, tuple[int, ...] | None]:

@@ -208,6 +208,27 @@ class Architecture(ABC):
         """`hook_points`, to look one up."""
         return frozenset(self.hook_points)
 
+    @cached_property
+    def attention_kind(self) -> str | None:
+        """Kind of hook point that says how much a position reads of each other one: attention weights, or
+        what a recurrence amounts to. None where no point does (RWKV-4)."""
+        return self._first_kind("pattern", "rwkv_effective_attn")
+
+    @cached_property
+    def read_kind(self) -> str:
+        """Kind of hook point of what each head has read of other positions, before it is projected."""
+        return self._first_kind("z") or "rwkv_wkv_out"
+
+    @cached_property
+    def stream_start(self) -> HookPoint:
+        """What all layers add to: the embedding, or its norm where that takes its place (RWKV)."""
+        normed = HookPoint("pre_norm", 0)
+        return normed if normed in self.known_points else HookPoint("embed")
+
+    def _first_kind(self, *kinds: str) -> str | None:
+        held = {point.kind for point in self.known_points}
+        return next((kind for kind in kinds if kind in held), None)
+
     def width(self, kind: str) -> int:
         """Numbers per token at hook points of a kind, heads side by side; of attention matrices per query and
         key. Times an itemsize: the bytes a capture takes."""

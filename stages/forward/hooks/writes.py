@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self
 
 from ....store.errors import InterventionError
+from ..architectures.points import HookPoint
 from .interventions import Scale, Zero
 from .places import PlacedSpec
 from .spec import HookSpec
@@ -49,10 +50,10 @@ class _WriteSpec(PlacedSpec):
 
     def validate(self, config: Architecture, length: int) -> None:
         """Raise InterventionError unless a model has all that is chosen, for a prompt of `length` tokens."""
-        if "key" not in config.axis_sizes:
+        if HookPoint(WRITE, 0) not in config.known_points:
             raise InterventionError(
-                f"expected a model with a recurrent state, found {config.model_type}, which attends; cut "
-                "attention edges there (KnockoutSpec)"
+                f"expected a model whose tokens write to a state of matrices (RWKV-5 to 7), found "
+                f"{config.model_type}; cut attention edges where a model attends (KnockoutSpec)"
             )
         self.require_places(config.num_layers, config.axis_sizes["head"])
         if not self.chosen_positions:
@@ -64,6 +65,10 @@ class _WriteSpec(PlacedSpec):
             raise InterventionError(
                 f"expected positions in 0..{length - 1} (or negative, from the end), found {outside[0]}"
             )
+
+    def counted(self, length: int) -> tuple[int, ...]:
+        """The positions counted from the start of a prompt, whatever follows it in a run."""
+        return tuple(dict.fromkeys(place % length for place in self.chosen_positions))
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class StateKnockoutSpec(_WriteSpec):
         Raises InterventionError if the model or the prompt does not have them.
         """
         self.validate(config, length)
-        return self.at_layers(config, WRITE, Zero(positions=self.chosen_positions, heads=self.chosen_heads))
+        return self.at_layers(config, WRITE, Zero(positions=self.counted(length), heads=self.chosen_heads))
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class StateSteeringSpec(_WriteSpec):
         Raises InterventionError if the model or the prompt does not have them.
         """
         self.validate(config, length)
-        change = Scale(self.factor, positions=self.chosen_positions, heads=self.chosen_heads)
+        change = Scale(self.factor, positions=self.counted(length), heads=self.chosen_heads)
         return self.at_layers(config, WRITE, change)
 
 

@@ -1,0 +1,44 @@
+"""What does the state of a recurrent model carry? States of a clean prompt put into a corrupted one.
+
+As activation patching (activation_patching.py), of the one thing that hands a prompt on to later tokens: the
+state behind a token of the corrupted prompt is replaced by that of the clean prompt, layer by layer and
+position by position, and goes on from there. A state remembers: behind the place where two prompts differ
+it holds that difference at every later position, where a residual state holds it at one.
+
+Two things limit what a cell can bring back: the token shift hands the token before on beside the state, and
+every other layer keeps the state of the corrupted prompt. `window` puts neighbouring layers in together.
+
+Told is the layer whose state behind the subject's last token recovers most on other shipped pairs, scored on
+the pairs shown and more of them, beside states of unrelated prompts at the same place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .activation_patching import ActivationPatchingTrace, ActivationPatchingTraceSettings
+from .settings import setting
+
+__all__ = ["StatePatching", "StatePatchingSettings"]
+
+
+@dataclass(frozen=True)
+class StatePatchingSettings(ActivationPatchingTraceSettings):
+    """What `--set` can change."""
+
+    kinds: tuple[str, ...] = setting(
+        ("rwkv_state_seq",), "what is patched by position: states, or also resid_post, attn_out, mlp_out"
+    )
+
+
+class StatePatching(ActivationPatchingTrace):
+    """One grid of states per pair."""
+
+    name = "state_patching"
+    question = "What does the state of a recurrent model carry?"
+    needs = "state"
+    asks = ("activation_patching", "donor_patching")
+    settings_type = StatePatchingSettings
+
+
+WORKFLOW = StatePatching
