@@ -49,9 +49,9 @@ def families(as_json: bool) -> None:
 
     Any other decoder of this shape is configured from its tensors; `mizarr models inspect` tells how.
     """
-    from ...stages.forward.architectures.families import FAMILIES, described
+    from ...stages.forward.architectures.known import KNOWN
 
-    rows = [described(model_type) for model_type in FAMILIES]
+    rows = [dict(family.described) for family in KNOWN.values()]
     if as_json:
         print_json(rows)
         return

@@ -26,8 +26,11 @@ __all__ = [
     "Architecture",
     "AttentionMixer",
     "Layer",
+    "Mixer",
+    "NoMixer",
     "Reach",
     "RecurrentMixer",
+    "SideBySide",
     "Stored",
     "Tensors",
     "require_tied",
@@ -62,15 +65,42 @@ class RecurrentMixer:
 
 
 @dataclass(frozen=True)
+class NoMixer:
+    """In place of a mixer, where a layer only mixes channels."""
+
+    kind: ClassVar[str] = "none"
+    window: ClassVar[int] = 1
+    """A token sees itself."""
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Mixers that read the same normed stream, and whose outputs are added up."""
+
+    kind: ClassVar[str] = "side by side"
+    mixers: tuple[AttentionMixer | RecurrentMixer, ...]
+
+    @property
+    def window(self) -> int | None:
+        """The widest of theirs."""
+        windows = [mixer.window for mixer in self.mixers]
+        return None if None in windows else max(window for window in windows if window is not None)
+
+
+Mixer = AttentionMixer | RecurrentMixer | SideBySide | NoMixer
+
+
+@dataclass(frozen=True)
 class Layer:
     """Facts of one layer.
 
-    mixer: what mixes positions. channel_mixer: what does not. norms: "before" what each of them reads, or
-    "around" it, what it adds being normalised too. is_parallel: whether both read the stream that enters.
+    mixer: what mixes positions. channel_mixer: what does not; None for neither. norms: "before" what each of
+    them reads, or "around" it, what it adds being normalised too. is_parallel: whether both read the stream
+    that enters.
     """
 
-    mixer: AttentionMixer | RecurrentMixer
-    channel_mixer: Literal["MLP", "gated MLP", "token-shifted MLP"]
+    mixer: Mixer
+    channel_mixer: Literal["MLP", "gated MLP", "token-shifted MLP", "experts"] | None
     norms: Literal["before", "around"]
     is_parallel: bool = False
 
@@ -80,13 +110,16 @@ class Stored:
     """Where a checkpoint keeps a weight.
 
     name: within the layer, for weights of layers. rows: weights that lie in it one after the other, and how
-    many rows each has; empty for one alone. is_transposed: whether the weight is its transpose.
+    many rows each has; empty for one alone. is_transposed: whether the weight is its transpose. factors:
+    what a model multiplies these rows' products by, which is multiplied into the weight instead; how many
+    rows, and by what, one after the other; empty for nothing.
     """
 
     name: str
     shape: tuple[int, ...]
     rows: tuple[tuple[str, int], ...] = ()
     is_transposed: bool = False
+    factors: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)

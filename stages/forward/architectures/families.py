@@ -27,6 +27,7 @@ ACTIVATIONS: dict[str, ActivationName] = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 ROPE_SCHEMES: tuple[RopeScheme, ...] = ("default", "linear", "dynamic", "llama3", "longrope")
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -179,7 +180,13 @@ FAMILIES: dict[str, Family] = {
 }
 SUPPORTED_MODEL_TYPES = tuple(sorted(FAMILIES))
 _NORMS = {"rms": "RMS", "gemma_rms": "RMS, weight + 1", "layer": "layer norm"}
-_ACTIVATIONS = {"silu": "SiLU", "gelu": "GELU", "gelu_tanh": "tanh-GELU", "relu": "ReLU"}
+_ACTIVATIONS = {
+    "silu": "SiLU",
+    "gelu": "GELU",
+    "gelu_tanh": "tanh-GELU",
+    "relu": "ReLU",
+    "relu2": "squared ReLU",
+}
 _MLPS = {"gated_separate": "gated {}", "gated_fused": "gated {}, fused", "plain": "plain {}"}
 _WINDOWS = {
     "none": "",

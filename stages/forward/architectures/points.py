@@ -6,7 +6,9 @@ Axes, in this order everywhere: ``batch head position hidden``. Sizes: hidden = 
 width of one head, mlp = width inside the MLP, one = 1. Attention matrices are [batch, head, query_position,
 key_position]: row = query (target), column = key (source). ``kv_head`` counts key/value heads, which
 grouped-query models have fewer of. Recurrent state is [batch, head, key, value]: what was written under each
-key channel, so that reading is r^T S.
+key channel, so that reading is r^T S. Heads of state-space models have axes of their own, as a hybrid has
+others that attend: ``ssm_head``, ``ssm_key``, ``ssm_value``; ``ssm_group`` counts heads that share B and C. A
+head of Mamba-1 is one channel, of one value.
 
 Three names mean one thing to the Rust library candle-mi, whose strings these are, and another to
 TransformerLens (TL): ``mlp.hook_pre``/``mlp.hook_post`` are the MLP's input and output here, and its pre-
@@ -33,6 +35,9 @@ ATTENTION = ("batch", "head", "query_position", "key_position")
 MLP = ("batch", "position", "mlp")
 KEYS = ("batch", "head", "position", "key")
 VALUES = ("batch", "head", "position", "value")
+SSM_GROUPS = ("batch", "ssm_group", "position", "ssm_key")
+SSM_VALUES = ("batch", "ssm_head", "position", "ssm_value")
+SSM_ATTENTION = ("batch", "ssm_head", "query_position", "key_position")
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,14 @@ def _block(name: str, suffix: str, dims: tuple[str, ...], meaning: str, tl: str 
     return HookKind(name, path, dims, meaning, path if tl == "" else tl)
 
 
-def _recurrent(name: str, dims: tuple[str, ...], meaning: str, *, derived: bool = False) -> HookKind:
-    return HookKind(f"rwkv_{name}", "blocks.{}.rwkv.hook_" + name, dims, meaning, None, derived)
+def _recurrent(
+    name: str, dims: tuple[str, ...], meaning: str, *, room: str = "rwkv", derived: bool = False
+) -> HookKind:
+    return HookKind(f"{room}_{name}", f"blocks.{{}}.{room}.hook_{name}", dims, meaning, None, derived)
+
+
+def _ssm(name: str, dims: tuple[str, ...], meaning: str, *, derived: bool = False) -> HookKind:
+    return _recurrent(name, dims, meaning, room="ssm", derived=derived)
 
 
 # In execution order: planning "what runs last" is reading this table from the bottom.
@@ -128,6 +139,48 @@ KINDS: tuple[HookKind, ...] = (
     ),
     _recurrent("effective_attn", ATTENTION, "alpha_raw after ReLU, rows divided by their sum", derived=True),
     _recurrent("wkv_out", VALUES, "what each head reads of the state, before its norm"),
+    _ssm("gate", SSM_VALUES, "what multiplies what was read, after its activation"),
+    _ssm(
+        "conv",
+        ("batch", "position", "ssm_channel"),
+        "the short convolution, after its activation: x; in Mamba-2 x, B and C",
+    ),
+    _ssm("x", SSM_VALUES, "values: what is written, but for dt"),
+    _ssm(
+        "dt", ("batch", "ssm_head", "position", "one"), "step size: how much is written and forgotten, >= 0"
+    ),
+    _ssm("B", SSM_GROUPS, "keys a value is written under, shared by the heads of a group"),
+    _ssm("C", SSM_GROUPS, "what reads the state, shared by the heads of a group"),
+    _ssm("log_decay", ("batch", "ssm_head", "position", "ssm_decay"), "natural log of the decay, dt A, <= 0"),
+    _ssm(
+        "decay",
+        ("batch", "ssm_head", "position", "ssm_decay"),
+        "what a token multiplies the state by, in [0, 1]: one number per head; in Mamba-1 one per key",
+    ),
+    _ssm(
+        "write",
+        ("batch", "ssm_head", "position", "one"),
+        "what multiplies a token's write dt B x into the state, 1: 0 knocks it out, others steer",
+    ),
+    _ssm(
+        "state_seq",
+        ("batch", "ssm_head", "position", "ssm_key", "ssm_value"),
+        "the state behind each token, float32",
+    ),
+    _ssm(
+        "state",
+        ("batch", "ssm_head", "ssm_key", "ssm_value"),
+        "the state behind the last token, float32",
+        derived=True,
+    ),
+    _ssm(
+        "alpha_raw",
+        SSM_ATTENTION,
+        "what a query reads of a source's value, signed: alpha x = ssm.hook_out",
+        derived=True,
+    ),
+    _ssm("effective_attn", SSM_ATTENTION, "alpha_raw after ReLU, rows divided by their sum", derived=True),
+    _ssm("out", SSM_VALUES, "what each head reads of the state, before D x is added and the gate"),
     _block(
         "ln1_post_scale", "ln1_post.hook_scale", SCALE, "divisor of the post-attention norm (4-norm families)"
     ),
@@ -138,7 +191,7 @@ KINDS: tuple[HookKind, ...] = (
         "post-attention norm before its weight (4-norm families)",
     ),
     _block(
-        "attn_out", "hook_attn_out", HIDDEN, "what attention adds to the residual stream, after any post-norm"
+        "attn_out", "hook_attn_out", HIDDEN, "what the mixer adds to the residual stream, after any post-norm"
     ),
     _block("resid_mid", "hook_resid_mid", HIDDEN, "resid_pre + attn_out"),
     _block("ln2_scale", "ln2.hook_scale", SCALE, "divisor of the pre-MLP norm"),
@@ -186,8 +239,11 @@ KINDS: tuple[HookKind, ...] = (
     ),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
-_RECURRENT = frozenset(kind.name for kind in KINDS if ".rwkv." in kind.path) | {"pre_norm"}
+_RECURRENT = frozenset(kind.name for kind in KINDS if re.search(r"\.(rwkv|ssm)\.", kind.path)) | {"pre_norm"}
 ORDER = {kind.name: place for place, kind in enumerate(KINDS)}
+_MIXERS = {".attn.": "attention", ".rwkv.": "an RWKV mixer", ".ssm.": "a state-space mixer"}
+_LISTED = 8
+"""Layers a message lists."""
 _FIRST_AFTER_BLOCKS = ORDER["ln_final_scale"]
 _BY_PATH = {kind.path: kind for kind in KINDS}
 _BY_TRANSFORMER_LENS = {kind.transformer_lens: kind for kind in KINDS if kind.transformer_lens}
@@ -232,6 +288,11 @@ class HookPoint:
     rwkv_log_decay, rwkv_decay, rwkv_write = _At("rwkv_log_decay"), _At("rwkv_decay"), _At("rwkv_write")
     rwkv_state_seq, rwkv_wkv_out, rwkv_state = _At("rwkv_state_seq"), _At("rwkv_wkv_out"), _At("rwkv_state")
     rwkv_alpha_raw, rwkv_effective_attn = _At("rwkv_alpha_raw"), _At("rwkv_effective_attn")
+    ssm_gate, ssm_conv, ssm_x, ssm_dt = _At("ssm_gate"), _At("ssm_conv"), _At("ssm_x"), _At("ssm_dt")
+    ssm_B, ssm_C, ssm_out = _At("ssm_B"), _At("ssm_C"), _At("ssm_out")
+    ssm_log_decay, ssm_decay, ssm_write = _At("ssm_log_decay"), _At("ssm_decay"), _At("ssm_write")
+    ssm_state_seq, ssm_state = _At("ssm_state_seq"), _At("ssm_state")
+    ssm_alpha_raw, ssm_effective_attn = _At("ssm_alpha_raw"), _At("ssm_effective_attn")
     ln1_post_scale, ln1_post_normalized = _At("ln1_post_scale"), _At("ln1_post_normalized")
     attn_out, resid_mid, ln2_scale = _At("attn_out"), _At("resid_mid"), _At("ln2_scale")
     ln2_normalized, mlp_pre, mlp_pre_act = _At("ln2_normalized"), _At("mlp_pre"), _At("mlp_pre_act")
@@ -359,12 +420,26 @@ def require_known(points: Sequence[HookPoint], available: Sequence[HookPoint], m
         if point in available:
             continue
         layers = [p.layer for p in available if p.kind == point.kind and p.layer is not None]
+        if layers and point.layer is not None and any(p.layer == point.layer for p in available):
+            raise HookPointNotFound(_elsewhere(point, layers, available, model))
         if layers and point.layer is not None:
             raise HookPointNotFound(
-                f"{model} has layers 0 to {max(layers)}, found {str(point)!r}; the last one is "
-                f"{str(HookPoint(point.kind, max(layers)))!r}"
+                f"{model} has layers 0 to {max(p.layer or 0 for p in available)}, found {str(point)!r}; the "
+                f"last one is {str(HookPoint(point.kind, max(layers)))!r}"
             )
         near = nearest(str(point), [str(p) for p in available])
         raise HookPointNotFound(
             f"{model} has no hook point {str(point)!r} ({BY_NAME[point.kind].meaning}); nearest is {near!r}"
         )
+
+
+def _elsewhere(point: HookPoint, layers: Sequence[int], available: Sequence[HookPoint], model: str) -> str:
+    """That a layer has no point of a kind, as its mixer is another one; and which layers have one."""
+    here = [str(p) for p in available if p.layer == point.layer]
+    mixers = [told for room, told in _MIXERS.items() if any(room in path for path in here)]
+    listed = ", ".join(map(str, layers[:_LISTED]))
+    more = f" and {len(layers) - _LISTED} more" if len(layers) > _LISTED else ""
+    return (
+        f"layer {point.layer} of {model} has {' and '.join(mixers) or 'no mixer'}, and no hook point "
+        f"{str(point)!r}; this one is in layer{'s' if len(layers) > 1 else ''} {listed}{more}"
+    )

@@ -18,7 +18,7 @@ from .checkpoint import transformer_tensors
 from .points import ORDER, HookPoint, transformer_points
 
 Norm = Literal["rms", "gemma_rms", "layer"]
-ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 RopeScheme = Literal["default", "linear", "dynamic", "llama3", "longrope"]
 
 

@@ -19,16 +19,8 @@ from typing import Any
 
 from ....store.errors import ConfigError, WeightsError
 from ..architectures.architecture import Architecture
-from ..architectures.families import (
-    FAMILIES,
-    Family,
-    MlpLayout,
-    Windows,
-    from_hf_config,
-    model_type_of,
-    read_family,
-)
-from ..architectures.rwkv_families import RWKV, read_rwkv
+from ..architectures.families import FAMILIES, Family, MlpLayout, Windows, model_type_of, read_family
+from ..architectures.known import KNOWN, KnownFamily
 from ..architectures.transformer import ConfigReader
 from ..networks.weights import expected_tensors, read_shapes, unused_tensors
 
@@ -105,8 +97,8 @@ class CompatibilityReport:
             listed = "\n".join(f"  - {issue}" for issue in self.issues)
             raise ConfigError(
                 f"a {self.model_type!r} checkpoint{kind} cannot run here; {len(self.issues)} things stand in "
-                f"the way:\n{listed}\nSupported families: {', '.join(sorted(FAMILIES))}, and others laid out "
-                "like them"
+                f"the way:\n{listed}\nSupported families: {', '.join(sorted(KNOWN))}, and transformers laid "
+                "out as these are"
             )
         return self.config
 
@@ -116,15 +108,13 @@ def architecture_of(
 ) -> Architecture:
     """The architecture of a checkpoint; ConfigError with the whole report if it cannot run.
 
-    A known family of transformers needs no look at the tensors: loading checks them.
+    Most known families need no look at the tensors: loading checks them.
     """
-    model_type = model_type_of(raw, source)
-    if model_type in FAMILIES:
-        return from_hf_config(raw, source)
-    shapes = read_shapes(weight_files)
-    if model_type in RWKV:
-        return read_rwkv(raw, shapes, source)
-    return report(raw, shapes, source).require()
+    family = KNOWN.get(model_type_of(raw, source))
+    if family is None:
+        return report(raw, read_shapes(weight_files), source).require()
+    shapes = read_shapes(weight_files) if family.reads_tensors else {}
+    return family.read(ConfigReader(raw, source), shapes)
 
 
 def report(raw: dict[str, Any], shapes: TensorShapes, source: str = "config.json") -> CompatibilityReport:
@@ -132,14 +122,17 @@ def report(raw: dict[str, Any], shapes: TensorShapes, source: str = "config.json
     model_type.
     """
     model_type = model_type_of(raw, source)
-    if model_type in RWKV:
-        return _examine_rwkv(raw, shapes, source)
+    if model_type in KNOWN and model_type not in FAMILIES:
+        return _examine_known(KNOWN[model_type], raw, shapes, source)
     return examine(raw, shapes, FAMILIES.get(model_type), source)
 
 
-def _examine_rwkv(raw: dict[str, Any], shapes: TensorShapes, source: str) -> CompatibilityReport:
+def _examine_known(
+    family: KnownFamily, raw: dict[str, Any], shapes: TensorShapes, source: str
+) -> CompatibilityReport:
+    """Of a family that no other could be laid out like."""
     try:
-        config = read_rwkv(raw, shapes, source)
+        config = family.read(ConfigReader(raw, source), shapes)
     except (ConfigError, WeightsError) as error:
         return CompatibilityReport(raw["model_type"], True, None, [str(error)])
     issues = tensor_issues(shapes, config)

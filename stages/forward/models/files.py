@@ -150,12 +150,11 @@ class ModelFiles:
 
     @property
     def has_known_family(self) -> bool:
-        """Whether a row of the families table says how this model is computed."""
-        from ..architectures.families import FAMILIES
-        from ..architectures.rwkv_families import RWKV
+        """Whether a row of a table of families says how this model is computed."""
+        from ..architectures.known import KNOWN
 
         model_type = self.config.get("model_type")
-        return isinstance(model_type, str) and (model_type in FAMILIES or model_type in RWKV)
+        return isinstance(model_type, str) and model_type in KNOWN
 
     def layout_case(self, config: Architecture) -> LayoutCase:
         """The question whether a layout worked out from config and tensors is the right one."""

@@ -9,19 +9,55 @@ every bit.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ....store.errors import InterventionError
 from ..architectures.architecture import AttentionMixer
-from ..architectures.transformer import TransformerConfig
+from ..architectures.transformer import RopeConfig
 from ..hooks.taps import AttentionTaps, Taps
 from .history import History
 from .norms import apply_norm
 from .products import product
 from .rope import rotate
-from .weights import LayerWeights, Linear
+from .weights import AttentionWeights, Linear
+
+
+class AttentionSizes(Protocol):
+    """What attention must know of the layer it is in: heads, rope (None for none), and norms of q and k."""
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Of queries."""
+        ...
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of keys and values."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one."""
+        ...
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """How queries and keys turn."""
+        ...
+
+    @property
+    def norm_type(self) -> str:
+        """Of the norms of queries and keys, where there are any."""
+        ...
+
+    @property
+    def qk_norm_eps(self) -> float:
+        """Theirs."""
+        ...
 
 
 def linear(x: Tensor, part: Linear | None) -> Tensor:
@@ -40,33 +76,45 @@ def causal(length: int, window: int | None, device: torch.device, *, newest: int
 
 
 def attention(
-    x: Tensor, weights: LayerWeights, config: TransformerConfig, layer: int, history: History, taps: Taps
+    x: Tensor,
+    weights: AttentionWeights,
+    sizes: AttentionSizes,
+    how: AttentionMixer,
+    layer: int,
+    history: History,
+    taps: Taps,
 ) -> Tensor:
     """Normalised x [B, token, D] -> what the output projection gives [B, kept, D], before any post-norm."""
-    q, k, v = project(x, weights, config, layer, taps)
-    (cos, sin), paired = history.rotation(config.rope), config.rope.interleaved
-    q = taps(
-        "rot_q", layer, rotate(history.kept(q), history.kept(cos), history.kept(sin), interleaved=paired)
-    )
-    k = taps("rot_k", layer, rotate(k, cos, sin, interleaved=paired))
-    z = taps("z", layer, history.attend(layer, q, k, v, config.mixers[layer]))
+    q, k, v = project(x, weights, sizes, layer, taps)
+    q, k = turned(history.kept(q), k, sizes.rope, history)
+    q, k = taps("rot_q", layer, q), taps("rot_k", layer, k)
+    z = taps("z", layer, history.attend(layer, q, k, v, how))
     return output(z, weights.o, layer, taps)
 
 
 def project(
-    x: Tensor, weights: LayerWeights, config: TransformerConfig, layer: int, taps: Taps
+    x: Tensor, weights: AttentionWeights, sizes: AttentionSizes, layer: int, taps: Taps
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, H, S, dh], k and v [B, Hk, S, dh], before rope."""
     if weights.qkv is not None:
-        sizes = [config.num_attention_heads * config.head_dim, *[config.num_kv_heads * config.head_dim] * 2]
-        flat = linear(x, weights.qkv).split(sizes, dim=-1)
+        keys = sizes.num_kv_heads * sizes.head_dim
+        flat = linear(x, weights.qkv).split([sizes.num_attention_heads * sizes.head_dim, keys, keys], dim=-1)
     else:
         flat = tuple(linear(x, part) for part in (weights.q, weights.k, weights.v) if part is not None)
-    q, k, v = (part.unflatten(-1, (-1, config.head_dim)).transpose(1, 2) for part in flat)
+    q, k, v = (part.unflatten(-1, (-1, sizes.head_dim)).transpose(1, 2) for part in flat)
     if weights.q_norm is not None and weights.k_norm is not None:
-        q = apply_norm(q, weights.q_norm, config.norm_type, config.qk_norm_eps)
-        k = apply_norm(k, weights.k_norm, config.norm_type, config.qk_norm_eps)
+        q = apply_norm(q, weights.q_norm, sizes.norm_type, sizes.qk_norm_eps)
+        k = apply_norm(k, weights.k_norm, sizes.norm_type, sizes.qk_norm_eps)
     return taps("q", layer, q), taps("k", layer, k), taps("v", layer, v)
+
+
+def turned(q: Tensor, k: Tensor, rope: RopeConfig | None, history: History) -> tuple[Tensor, Tensor]:
+    """q [B, H, kept, dh] and k [B, Hk, token, dh] rotated by position; as they are where nothing turns."""
+    if rope is None:
+        return q, k
+    (cos, sin), paired = history.rotation(rope), rope.interleaved
+    q = rotate(q, history.kept(cos), history.kept(sin), interleaved=paired)
+    return q, rotate(k, cos, sin, interleaved=paired)
 
 
 def attend(

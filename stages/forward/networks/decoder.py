@@ -10,8 +10,6 @@ Knows tensors, taps and a history; knows no text, files or stores, and no loop: 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,24 +17,12 @@ from torch import Tensor
 from ..architectures.transformer import TransformerConfig
 from ..hooks.taps import Taps
 from ..hooks.wants import Logits
-from .attention import attention, linear
-from .gradients import is_recorded
+from .attention import attention
 from .history import STREAM, Carried, History
+from .mlp import mlp
 from .norms import apply_norm, normalise
 from .products import product
 from .weights import Weights
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-}
-IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": lambda x: F.silu(x, inplace=True),
-    "relu": lambda x: F.relu(x, inplace=True),
-}
-"""Same bits, no new tensor: the widest of a layer, whose fresh pages cost more than the function."""
 
 
 class Decoder:
@@ -45,7 +31,6 @@ class Decoder:
     def __init__(self, config: TransformerConfig, weights: Weights) -> None:
         self.config = config
         self.weights = weights
-        self._activation = ACTIVATIONS[config.activation]
 
     @property
     def embedding(self) -> Tensor:
@@ -65,33 +50,15 @@ class Decoder:
         c, weights = self.config, self.weights.layers[layer]
         x = taps("resid_pre", layer, carried[STREAM])
         h = normalise(x, weights.ln1, c.norm_type, c.norm_eps, taps, "ln1", layer)
-        h = attention(h, weights, c, layer, history, taps)
+        h = attention(h, weights, c, c.mixers[layer], layer, history, taps)
         if weights.ln1_post is not None:
             h = normalise(h, weights.ln1_post, c.norm_type, c.norm_eps, taps, "ln1_post", layer)
         x = taps("resid_mid", layer, history.kept(x) + taps("attn_out", layer, h))
         h = taps("mlp_pre", layer, normalise(x, weights.ln2, c.norm_type, c.norm_eps, taps, "ln2", layer))
-        h = taps("mlp_post", layer, self._mlp(h, layer, taps))
+        h = taps("mlp_post", layer, mlp(h, weights, c.activation, layer, taps))
         if weights.ln2_post is not None:
             h = normalise(h, weights.ln2_post, c.norm_type, c.norm_eps, taps, "ln2_post", layer)
         return {**carried, STREAM: x + taps("mlp_out", layer, h)}
-
-    def _mlp(self, x: Tensor, layer: int, taps: Taps) -> Tensor:
-        weights = self.weights.layers[layer]
-        gate: Tensor | None
-        if weights.gate_up is not None:
-            gate, up = linear(x, weights.gate_up).chunk(2, dim=-1)
-        else:
-            gate = None if weights.gate is None else linear(x, weights.gate)
-            up = linear(x, weights.up)
-        activated = taps("mlp_pre_act", layer, up if gate is None else gate)
-        up = up if gate is None else taps("mlp_pre_linear", layer, up)
-        act, recorded = self._activation, is_recorded(activated, up)
-        if not recorded and not taps.touches(layer, "mlp_pre_act"):
-            act = IN_PLACE.get(self.config.activation, act)
-        inner = act(activated)
-        if gate is not None:
-            inner = inner * up if recorded else inner.mul_(up)  # nobody else has seen it
-        return linear(taps("mlp_post_act", layer, inner), weights.down)
 
     def finish(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
         """The last residual stream [B, S, D] -> normalised, [B, wanted positions, D]."""

@@ -30,6 +30,7 @@ from .products import product
 from .recurrences.linear import LinearRecurrence
 from .recurrences.recurrence import Recurrence
 from .recurrences.rwkv4 import ExponentialAverage
+from .scan import scan
 from .weights import NormWeights
 
 __all__ = ["Rwkv", "RwkvWeights", "assemble"]
@@ -187,15 +188,8 @@ class Rwkv:
     def _read(
         self, recurrence: Recurrence, tokens: dict[str, Tensor], layer: int, history: History, taps: Taps
     ) -> Tensor:
-        """What each head reads of the state, [B, head, token, value], past the points of decay and write."""
-        log_decay = taps("rwkv_log_decay", layer, tokens["log_decay"])
-        if taps.touches(layer, "rwkv_decay"):
-            decay = taps("rwkv_decay", layer, torch.exp(log_decay))
-            log_decay = torch.log(decay) if taps.changes(layer, "rwkv_decay") else log_decay
-        tokens["log_decay"] = log_decay
-        if taps.touches(layer, "rwkv_write"):
-            tokens["write"] = taps("rwkv_write", layer, log_decay.new_ones(*tokens["k"].shape[:3], 1))
-        return taps("rwkv_wkv_out", layer, history.scan(layer, recurrence, tokens, "rwkv"))
+        """What each head reads of the state, [B, head, token, value], past the hook points on the way."""
+        return taps("rwkv_wkv_out", layer, scan(recurrence, tokens, layer, history, taps, "rwkv"))
 
     def _mixed(self, y: Tensor, previous: Tensor, layer: int) -> dict[str, Tensor]:
         """What each projection of versions 5 and 6 reads: a mixture of a token and the one before."""

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from ..architectures.architecture import Architecture
-from . import rwkv, weights
+from . import hybrid, rwkv, weights
 from .decoder import Decoder
+from .hybrid import Hybrid
 from .loop import Network
 from .rwkv import Rwkv
 
@@ -22,6 +23,7 @@ __all__ = ["build"]
 NETWORKS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Network]]] = {
     "transformer": (weights.assemble, Decoder),
     "rwkv": (rwkv.assemble, Rwkv),
+    "hybrid": (hybrid.assemble, Hybrid),
 }
 """Kind -> what makes its weights of tensors, and what computes with them."""
 

@@ -45,25 +45,37 @@ class NormWeights:
     bias: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class LayerWeights:
-    """One block. Either qkv or q, k, v; either gate_up, or gate and up, or up alone (plain MLP)."""
+@dataclass(frozen=True, kw_only=True)
+class AttentionWeights:
+    """What attention multiplies by: either qkv, or q, k and v."""
 
-    ln1: NormWeights
-    ln2: NormWeights
     o: Linear
-    down: Linear
     q: Linear | None = None
     k: Linear | None = None
     v: Linear | None = None
     qkv: Linear | None = None
     """Rows: queries, then keys, then values."""
+    q_norm: NormWeights | None = None
+    k_norm: NormWeights | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpWeights:
+    """What an MLP multiplies by: either gate_up, or gate and up, or up alone (plain MLP)."""
+
+    down: Linear
     gate: Linear | None = None
     up: Linear | None = None
     gate_up: Linear | None = None
     """Rows: gate, then up."""
-    q_norm: NormWeights | None = None
-    k_norm: NormWeights | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWeights(AttentionWeights, MlpWeights):
+    """One block of attention and MLP."""
+
+    ln1: NormWeights
+    ln2: NormWeights
     ln1_post: NormWeights | None = None
     ln2_post: NormWeights | None = None
 
@@ -153,17 +165,32 @@ def assemble(take: Callable[[str], Tensor], config: TransformerConfig) -> Weight
     layers = []
     for layer, fields in enumerate(tensors.layers):
         got = {field: take(tensors.in_layer(layer, field)) for field in fields}
-        parts: dict[str, Any] = {}
-        for field in fields:
-            if not field.endswith(".bias"):
-                kind = NormWeights if field.startswith("ln") or field.endswith("_norm") else Linear
-                parts[field] = kind(got[field], got.get(f"{field}.bias"))
-        layers.append(LayerWeights(**parts))
+        layers.append(LayerWeights(**parts_of(got)))
     outside = {field: stored.name for field, stored in tensors.outside.items()}
     bias = outside.get("final_norm.bias")
     final = NormWeights(take(outside["final_norm"]), None if bias is None else take(bias))
     head = None if outside["head"] == outside["embed"] else take(outside["head"])
     return Weights(take(outside["embed"]), tuple(layers), final, head)
+
+
+def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Weights with their biases, as `Linear`s and norms, by name; norms are named "ln…" or "…_norm"."""
+    parts: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(".bias"):
+            kind = NormWeights if name.startswith("ln") or name.endswith("_norm") else Linear
+            parts[name] = kind(tensor, tensors.get(f"{name}.bias"))
+    return parts
+
+
+def multiplied(tensor: Tensor, factors: Sequence[tuple[int, float]]) -> Tensor:
+    """A weight with its rows multiplied by what a model multiplies their products by (`Stored.factors`)."""
+    if not factors:
+        return tensor
+    import torch
+
+    parts = tensor.split([rows for rows, _ in factors])
+    return torch.cat([part * factor for part, (_, factor) in zip(parts, factors, strict=True)])
 
 
 def check_shapes(found: Mapping[str, tuple[int, ...]], config: Architecture) -> None:

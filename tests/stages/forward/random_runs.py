@@ -16,7 +16,7 @@ from mizarr.stages.forward.models.model import Model
 from mizarr.stages.forward.runs.run import Run
 
 SCALES = ("ln1_scale", "ln2_scale", "ln1_post_scale", "ln2_post_scale", "ln_final_scale")
-DECAYS = ("rwkv_log_decay", "rwkv_decay")
+DECAYS = ("rwkv_log_decay", "rwkv_decay", "ssm_log_decay", "ssm_decay")
 
 
 def sizes_of(model: Model, length: int) -> dict[str, int]:
@@ -32,7 +32,7 @@ def draw_intervention(rng: random.Random, model: Model, point: HookPoint, length
     positions = rng.choice([None, tuple(sorted(rng.sample(range(length), rng.randint(1, min(3, length)))))])
     if positions is not None and rng.random() < 0.3:
         positions = tuple(position - length for position in positions)
-    head_axis = next((axis for axis in point.dims if axis in ("head", "kv_head")), None)
+    head_axis = next((axis for axis in point.dims if axis.endswith(("head", "group"))), None)
     heads = None if head_axis is None else rng.choice([None, (rng.randrange(sizes[head_axis]),)])
     where = {"positions": positions, "heads": heads}
     query = rng.randrange(length)
@@ -49,7 +49,11 @@ def draw_intervention(rng: random.Random, model: Model, point: HookPoint, length
     if point.kind == "attn_scores":  # -inf where masked: numbers may only be scaled
         return Scale(rng.choice([0.5, 2.0]), **where)
     if point.kind in DECAYS:  # no more than 1 is kept
-        return Scale(0.5, **where) if point.kind == "rwkv_decay" else Scale(rng.choice([0.5, 2.0]), **where)
+        return (
+            Scale(0.5, **where)
+            if not point.kind.endswith("log_decay")
+            else Scale(rng.choice([0.5, 2.0]), **where)
+        )
     if point.kind in SCALES:
         return Scale(rng.choice([0.5, 2.0]), **where)
     if point.dims == ("batch", "position", "hidden") and rng.random() < 0.2:

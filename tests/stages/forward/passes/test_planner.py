@@ -16,6 +16,7 @@ from mizarr.stages.forward.runs.run import plan, resolve, stream
 from mizarr.stages.forward.runs.stored_runs import GROUP, stored
 from mizarr.store.errors import InterventionError, PlanError
 from tests.memory import PEAK, printed
+from tests.stages.forward.random_hybrids import HYBRIDS, save_random_hybrid
 from tests.stages.forward.random_models import FAMILIES, save_random_model
 from tests.stages.forward.random_runs import draw_runs
 from tests.stages.forward.random_rwkv import GENERATIONS, save_random_rwkv
@@ -28,8 +29,11 @@ def models(tmp_path_factory):
     def model(family: str, seed: int) -> Model:
         if (family, seed) not in made:
             folder = tmp_path_factory.mktemp(f"{family}-{seed}")
-            save = save_random_rwkv if family in GENERATIONS else save_random_model
-            save(folder, family, seed)
+            saved_by = {
+                **dict.fromkeys(GENERATIONS, save_random_rwkv),
+                **dict.fromkeys(HYBRIDS, save_random_hybrid),
+            }
+            saved_by.get(family, save_random_model)(folder, family, seed)
             made[family, seed] = Model.from_pretrained(folder)
         return made[family, seed]
 
@@ -67,7 +71,7 @@ def check(model: Model, runs: list[Run], **options) -> None:
     assert sorted(seen) == list(range(len(runs)))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *GENERATIONS])
+@pytest.mark.parametrize("family", [*FAMILIES, *GENERATIONS, *HYBRIDS])
 @given(seed=st.integers(0, 10**6), config=st.integers(0, 3))
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_planned_runs_equal_plain_forward_passes(models, family, seed, config):

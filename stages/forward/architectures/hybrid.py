@@ -1,0 +1,214 @@
+"""Hybrids: layers whose mixers differ - attention, state spaces, convolutions - as one value.
+
+    norm -> mixer, or several side by side -> +        norm -> channel mixer -> +
+
+A block is a layer's list of mixers and its channel mixer; either may be missing. A model of Mamba layers
+alone is the hybrid whose blocks have one mixer and nothing else. What a mixer is stands in mixers.py; here is
+what follows from a sequence of them: hook points that exist in some layers only, and how far a change
+reaches.
+
+Border: sizes and switches; checkpoint names are in hybrid_tensors.py. Never imports torch.
+
+Axes: as in points.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Literal
+
+from ....store.digest import digest
+from ....store.errors import ConfigError
+from .architecture import Architecture, Layer, Mixer, NoMixer, Reach, SideBySide, Tensors
+from .hybrid_tensors import Spelling, hybrid_tensors
+from .mixers import ChannelShape, MixerShape
+from .points import HookPoint
+from .rwkv import UNLIMITED
+from .transformer import RopeConfig
+
+__all__ = ["Block", "HybridConfig"]
+
+_BEFORE_MIXERS = frozenset(("resid_pre", "ln1_scale", "ln1_normalized"))
+_OUTSIDE = ("embed", "ln_final_scale", "ln_final_normalized", "final_norm")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer: mixers that read the same normed stream, and what mixes its channels behind them."""
+
+    mixers: tuple[MixerShape, ...]
+    channel_mixer: ChannelShape | None = None
+
+    def __post_init__(self) -> None:
+        if not self.mixers and self.channel_mixer is None:
+            raise ConfigError("expected a mixer or a channel mixer in every layer, found neither in one")
+
+    @property
+    def mixer(self) -> Mixer:
+        """What others are told of its mixers."""
+        facts = tuple(shape.fact for shape in self.mixers)
+        if not facts:
+            return NoMixer()
+        return facts[0] if len(facts) == 1 else SideBySide(facts)
+
+    @property
+    def facts(self) -> Layer:
+        """What others are told of it."""
+        return Layer(self.mixer, None if self.channel_mixer is None else self.channel_mixer.fact, "before")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of the hook points it has."""
+        found = ["resid_pre", "resid_post"]
+        if self.mixers:
+            found += ["ln1_scale", "ln1_normalized", "attn_out"]
+            found += [kind for shape in self.mixers for kind in shape.points]
+        if self.channel_mixer is not None:
+            found += ["ln2_scale", "ln2_normalized", "mlp_pre", "mlp_post", "mlp_out"]
+            found += self.channel_mixer.points
+        if self.mixers and self.channel_mixer is not None:
+            found.append("resid_mid")
+        return tuple(found)
+
+    @property
+    def shapes(self) -> Iterator[MixerShape | ChannelShape]:
+        """Its mixers, and its channel mixer."""
+        yield from self.mixers
+        if self.channel_mixer is not None:
+            yield self.channel_mixer
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of one token inside it."""
+        return sum(shape.bytes_per_token(itemsize) for shape in self.shapes)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """All that it is, as plain values."""
+        mixers = [_named(shape) for shape in self.mixers]
+        return {"mixers": mixers, "channel_mixer": self.channel_mixer and _named(self.channel_mixer)}
+
+
+@dataclass(frozen=True)
+class HybridConfig(Architecture):
+    """A model of such layers: everything that decides its numbers besides its weights.
+
+    max_position_embeddings: None where nothing bounds the context. logit_factor: what logits are multiplied
+    by before any soft cap. has_wide_stream: whether the stream is float32 in any dtype.
+    """
+
+    kind: ClassVar[str] = "hybrid"
+    version: ClassVar[str] = "hybrid/1"
+
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+    blocks: tuple[Block, ...]
+    spelling: Spelling
+    norm_eps: float
+    norm_type: Literal["rms", "gemma_rms", "layer"] = "rms"
+    max_position_embeddings: int | None = None
+    embedding_scale: float | None = None
+    logit_factor: float = 1.0
+    final_logit_softcapping: float | None = None
+    has_wide_stream: bool = False
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for shape in (shape for block in self.blocks for shape in block.shapes):
+            differing = {axis: n for axis, n in shape.axis_sizes.items() if self.axis_sizes[axis] != n}
+            if differing:
+                axis, size = next(iter(differing.items()))
+                raise ConfigError(
+                    f"expected {axis} to be of one size in all layers that have it, found "
+                    f"{self.axis_sizes[axis]} and {size}; such a model cannot run here"
+                )
+
+    @property
+    def num_layers(self) -> int:  # type: ignore[override]
+        """How many blocks there are."""
+        return len(self.blocks)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Every field, as plain values; of equal blocks one, and which of them each layer is."""
+        distinct = list(dict.fromkeys(self.blocks))
+        own = {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
+        return own | {
+            "spelling": asdict(self.spelling),
+            "blocks": [block.fields for block in distinct],
+            "layers": [distinct.index(block) for block in self.blocks],
+        }
+
+    @property
+    def digest(self) -> str:
+        """Of every field but how the checkpoint spells its tensors."""
+        return digest("hybrid-config", self.fields | {"spelling": None})
+
+    @property
+    def context_length(self) -> int:
+        """See `Architecture`; state spaces bound nothing."""
+        return self.max_position_embeddings or UNLIMITED
+
+    @cached_property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `Architecture`; heads of attention and of state spaces have axes of their own."""
+        found = {"hidden": self.hidden_size, "one": 1}
+        for block in reversed(self.blocks):
+            for shape in block.shapes:
+                found |= shape.axis_sizes
+        return found
+
+    @cached_property
+    def hook_points(self) -> tuple[HookPoint, ...]:
+        """See `Architecture`; those of a mixer are in the layers that have it."""
+        found = [HookPoint(kind) for kind in _OUTSIDE]
+        for layer, block in enumerate(self.blocks):
+            found += [HookPoint(kind, layer) for kind in block.kinds]
+        return tuple(sorted(found, key=lambda point: point.order))
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """See `Architecture`."""
+        return tuple(block.facts for block in self.blocks)
+
+    @cached_property
+    def tensors(self) -> Tensors:
+        """See `Architecture`."""
+        return hybrid_tensors(self)
+
+    def reach(self, point: HookPoint) -> Reach:
+        """Later positions too before a mixer, and at its points that others read."""
+        if point.kind in ("embed", "resid_post"):
+            layer = 0 if point.layer is None else point.layer + 1
+            return "later" if layer < self.num_layers and self.blocks[layer].mixers else "here"
+        if point.layer is None:
+            return "here"
+        mixers = self.blocks[point.layer].mixers
+        spreads = mixers and point.kind in _BEFORE_MIXERS
+        return "later" if spreads or any(point.kind in shape.reaches_later for shape in mixers) else "here"
+
+    @property
+    def lengths_must_match(self) -> bool:
+        """See `Architecture`."""
+        return any(rope.depends_on_length for rope in self._ropes)
+
+    def keeps_keys(self, before: int, length: int) -> bool:
+        """States are true of whatever follows; keys where rope turns them alike."""
+        return before == 0 or all(rope.turns_alike(before, length) for rope in self._ropes)
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Stream and norms, and the widest block's inside."""
+        inside = max(block.bytes_per_token(itemsize) for block in set(self.blocks))
+        return (4 if self.has_wide_stream else itemsize) * 6 * self.hidden_size + inside
+
+    @property
+    def _ropes(self) -> set[RopeConfig]:
+        shapes = (shape for block in self.blocks for shape in block.mixers)
+        return {shape.rope for shape in shapes if shape.rope is not None}
+
+
+def _named(shape: MixerShape | ChannelShape) -> dict[str, Any]:
+    """A shape as plain values, with what it is: two kinds may have the same fields."""
+    return {"kind": shape.kind} | asdict(shape)  # type: ignore[call-overload,no-any-return]  # all are dataclasses

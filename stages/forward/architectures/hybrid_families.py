@@ -1,0 +1,550 @@
+"""How the config.json of a state-space model or a hybrid is read: a function per family, and a table of them.
+
+Semantics and defaults are those of the reference implementation (transformers). What stands in several
+configs under one name is read by one helper; what a family alone has is in its function.
+
+Border: one config, and names of tensors where checkpoints of a family spell them in two ways; never imports
+torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ....store.errors import ConfigError
+from .families import ACTIVATIONS, Family, read_rope, refuse_unfollowed
+from .hybrid import Block, HybridConfig
+from .hybrid_tensors import Spelling
+from .mixers import AttentionShape, ExpertsShape, Mamba2Shape, MambaShape, MlpShape
+from .transformer import ActivationName, ConfigReader, RopeConfig
+
+__all__ = ["HYBRIDS", "HybridFamily", "read_hybrid"]
+
+TensorShapes = Mapping[str, tuple[int, ...]]
+LAYER_TYPES = {
+    "attention": "attention",
+    "full_attention": "attention",
+    "mamba": "mamba",
+    "mamba2": "mamba",
+    "linear_attention": "mamba",
+    "mlp": "mlp",
+    "moe": "moe",
+}
+"""What configs of several years call the same."""
+BACKBONE = Spelling(
+    embed="backbone.embeddings",
+    final_norm="backbone.norm_f",
+    layer="backbone.layers.{}.",
+    ln1="norm",
+    ln2="norm",
+    mixer="mixer.",
+    attention="mixer.",
+    mlp="mixer.",
+)
+
+
+@dataclass(frozen=True)
+class HybridFamily:
+    """How a family's config.json becomes a HybridConfig, and how it is described (`described` in known.py).
+
+    reads_tensors: whether its checkpoints are spelled in two ways, so that names of tensors are asked for.
+    """
+
+    read: Callable[[ConfigReader, TensorShapes], HybridConfig]
+    examples: str
+    mixers: str
+    mlp: str = "none"
+    head: str = "untied"
+    reads_tensors: bool = False
+
+
+def read_hybrid(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+    """The architecture of a hybrid. shapes: of its tensors by name; empty where its family asks for none.
+
+    Raises ConfigError for a key that is missing, of the wrong type, or asks for what is not followed.
+    """
+    refuse_unfollowed(reader)
+    return HYBRIDS[reader.raw["model_type"]].read(reader, shapes)
+
+
+# -- state spaces alone
+
+
+def _mamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+    """Mamba and Falcon-Mamba, which norms step sizes, B and C without weights."""
+    hidden = reader.integer("hidden_size")
+    _require_silu(reader, "hidden_act")
+    is_falcon = reader.raw["model_type"] == "falcon_mamba"
+    shape = MambaShape(
+        channels=_expanded(reader, "expand", hidden),
+        state_size=reader.integer("state_size", 16),
+        conv_size=reader.integer("conv_kernel", 4),
+        rank=_rank(reader, "time_step_rank", hidden),
+        has_bias=reader.flag("use_bias", False),
+        has_conv_bias=reader.flag("use_conv_bias", True),
+        norms="plain" if is_falcon else None,
+        norm_eps=reader.number("mixer_rms_eps", 1e-6) if is_falcon else 1e-6,
+    )
+    return _alone(reader, Block((shape,)), tied=True)
+
+
+def _mamba2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+    _require_silu(reader, "hidden_act")
+    bias, eps = reader.flag("use_bias", False), reader.number("layer_norm_epsilon", 1e-5)
+    shape = Mamba2Shape(
+        heads=reader.integer("num_heads", 128),
+        head_dim=reader.integer("head_dim", 64),
+        groups=reader.integer("n_groups", 8),
+        state_size=reader.integer("state_size", 128),
+        conv_size=reader.integer("conv_kernel", 4),
+        limits=_limits(reader),
+        norm_eps=eps,
+        has_bias=bias,
+        has_out_bias=bias,
+        has_conv_bias=reader.flag("use_conv_bias", True),
+    )
+    return _alone(reader, _checked(reader, Block((shape,))), tied=False)
+
+
+def _alone(reader: ConfigReader, block: Block, *, tied: bool) -> HybridConfig:
+    """A model of one kind of layer without channel mixers, as `backbone` checkpoints have it."""
+    return HybridConfig(
+        model_type=reader.raw["model_type"],
+        hidden_size=reader.integer("hidden_size"),
+        vocab_size=reader.integer("vocab_size"),
+        blocks=(block,) * reader.integer("num_hidden_layers"),
+        spelling=BACKBONE,
+        norm_eps=reader.number("layer_norm_epsilon", 1e-5),
+        has_wide_stream=reader.flag("residual_in_fp32", True),
+        tie_word_embeddings=reader.flag("tie_word_embeddings", tied),
+    )
+
+
+# -- hybrids with attention
+
+
+def _bamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+    layers, listed = reader.integer("num_hidden_layers"), reader.raw.get("attn_layer_indices") or []
+    # The reference turns half of each head, unless rope_parameters says otherwise.
+    attention = _attention(reader, rope=_rope(reader, share=0.5))
+    mamba = _mamba2_of_hybrid(reader)
+    mlp = MlpShape(reader.integer("intermediate_size"), _activation(reader), has_bias=_mlp_bias(reader))
+    blocks = tuple(Block((attention if layer in listed else mamba,), mlp) for layer in range(layers))
+    return _hybrid(reader, blocks, Spelling())
+
+
+def _jamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+    hidden, layers = reader.integer("hidden_size"), reader.integer("num_hidden_layers")
+    _require_silu(reader, "hidden_act")
+    # It has no rope, and its attention no biases.
+    attention = replace(_attention(reader, rope=None), qkv_bias=False, o_bias=False)
+    mamba = MambaShape(
+        channels=_expanded(reader, "mamba_expand", hidden),
+        state_size=reader.integer("mamba_d_state", 16),
+        conv_size=reader.integer("mamba_d_conv", 4),
+        rank=_rank(reader, "mamba_dt_rank", hidden),
+        has_bias=reader.flag("mamba_proj_bias", False),
+        has_conv_bias=reader.flag("mamba_conv_bias", True),
+        norms="weighted",
+        norm_eps=reader.number("rms_norm_eps", 1e-6),
+    )
+    inner = reader.integer("intermediate_size")
+    mlp, count = MlpShape(inner, "silu"), reader.integer("num_experts", 16)
+    experts = ExpertsShape(
+        count, reader.integer("num_experts_per_tok", 2), inner, "silu", routing="chosen of softmax"
+    )
+    attends = reader.integer("attn_layer_period", 8), reader.integer("attn_layer_offset", 4, least=0)
+    routes = reader.integer("expert_layer_period", 2), reader.integer("expert_layer_offset", 1, least=0)
+    blocks = tuple(
+        Block(
+            (attention if _is_at(layer, attends) else mamba,),
+            experts if count > 1 and _is_at(layer, routes) else mlp,
+        )
+        for layer in range(layers)
+    )
+    return _hybrid(reader, blocks, Spelling(), eps=1e-6)
+
+
+def _granite(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+    types = _layer_types(reader, "layer_types", ["mamba"] * reader.integer("num_hidden_layers"))
+    position = reader.raw.get("position_embedding_type")
+    factor = reader.number("residual_multiplier", 1.0)
+    attention = replace(
+        _attention(reader, rope=_rope(reader) if position == "rope" else None),
+        scale=reader.number("attention_multiplier", 1.0),
+        factors=(1.0, 1.0, factor),
+    )
+    mamba = replace(_mamba2_of_hybrid(reader), out_factor=factor)
+    shared, activation = reader.integer("shared_intermediate_size", 1024), _activation(reader)
+    channel_mixer: MlpShape | ExpertsShape = MlpShape(
+        shared, activation, is_fused=True, factors=(1.0, factor)
+    )
+    if count := reader.integer("num_local_experts", 8, least=0):
+        channel_mixer = ExpertsShape(
+            count,
+            reader.integer("num_experts_per_tok", 2),
+            reader.integer("intermediate_size"),
+            activation,
+            routing="softmax of chosen",
+            shared_size=shared,
+            is_listed=False,
+            factor=factor,
+        )
+    spelling = Spelling(
+        final_norm="model.norm",
+        ln2="post_attention_layernorm",
+        mlp="shared_mlp.",
+        mlp_parts=("input_linear", "output_linear"),
+        experts="block_sparse_moe.",
+        router="router.layer",
+        expert_parts=("input_linear", "output_linear"),
+        shared="shared_mlp.",
+    )
+    blocks = tuple(Block((attention if kind == "attention" else mamba,), channel_mixer) for kind in types)
+    return replace(
+        _hybrid(reader, blocks, spelling, eps=1e-6),
+        embedding_scale=_unless_one(reader.number("embedding_multiplier", 1.0)),
+        logit_factor=1 / reader.number("logits_scaling", 1.0),
+    )
+
+
+def _falcon_h1(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+    """Attention and Mamba-2 side by side in every layer."""
+    of_mlp = _numbers(reader, "mlp_multipliers", 2)
+    attention = replace(
+        _attention(reader, rope=_rope(reader)),
+        factors=(
+            reader.number("attention_in_multiplier", 1.0),
+            reader.number("key_multiplier", 1.0),
+            reader.number("attention_out_multiplier", 1.0),
+        ),
+    )
+    before_gate: Literal["before gate", "gated"] = (
+        "before gate" if reader.flag("mamba_norm_before_gate", True) else "gated"
+    )
+    mamba = replace(
+        _mamba2_of_hybrid(reader, channels=reader.optional_integer("mamba_d_ssm", 1024)),
+        norm=before_gate if reader.flag("mamba_rms_norm", False) else None,
+        has_out_bias=reader.flag("projectors_bias", False),
+        into_factor=reader.number("ssm_in_multiplier", 1.0),
+        in_factors=_numbers(reader, "ssm_multipliers", 5),
+        out_factor=reader.number("ssm_out_multiplier", 1.0),
+    )
+    mlp = MlpShape(
+        reader.integer("intermediate_size"),
+        _activation(reader),
+        has_bias=_mlp_bias(reader),
+        factors=(of_mlp[0], of_mlp[1]),
+    )
+    block = Block((attention, mamba), mlp)
+    return replace(
+        _hybrid(reader, (block,) * reader.integer("num_hidden_layers"), Spelling()),
+        embedding_scale=_unless_one(reader.number("embedding_multiplier", 1.0)),
+        logit_factor=reader.number("lm_head_multiplier", 1.0),
+    )
+
+
+def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+    """Every layer is a mixer, or a channel mixer, alone."""
+    bias, mlp_bias = reader.flag("use_bias", False), _mlp_bias(reader)
+    eps, activation = (
+        reader.number("layer_norm_epsilon", 1e-5),
+        _activation(reader, "mlp_hidden_act", "relu2"),
+    )
+    _require_silu(reader, "mamba_hidden_act")
+    heads = reader.integer("num_attention_heads", 32)
+    attention = AttentionShape(
+        heads, reader.integer("num_key_value_heads", 8), reader.integer("head_dim", 128)
+    )
+    mamba = Mamba2Shape(
+        heads=reader.integer("mamba_num_heads", 128),
+        head_dim=reader.integer("mamba_head_dim", 64),
+        groups=reader.integer("n_groups", reader.integer("mamba_n_groups", 8)),
+        state_size=reader.integer("ssm_state_size", 128),
+        conv_size=reader.integer("conv_kernel", reader.integer("mamba_d_conv", 4)),
+        # The reference computes with time_step_min as the smallest step, and reads no time_step_limit.
+        limits=(reader.number("time_step_min", reader.number("mamba_dt_min", 0.001)), None),
+        norm_eps=eps,
+        has_bias=bias,
+        has_out_bias=bias,
+        has_conv_bias=reader.flag("use_conv_bias", reader.flag("mamba_conv_bias", True)),
+    )
+    parts = ("up_proj", "down_proj")
+    mlp = MlpShape(reader.integer("intermediate_size", 21504), activation, is_gated=False, has_bias=mlp_bias)
+    experts = ExpertsShape(
+        reader.integer("n_routed_experts", 8),
+        reader.integer("num_experts_per_tok", 2),
+        reader.integer("moe_intermediate_size", 7688),
+        activation,
+        routing="sigmoid",
+        shared_size=reader.integer("moe_shared_expert_intermediate_size", 7688),
+        is_gated=False,
+        groups=reader.integer("n_group", 1),
+        chosen_groups=reader.integer("topk_group", 1),
+        sums_to_one=reader.flag("norm_topk_prob", True),
+        routed_factor=reader.number("routed_scaling_factor", 1.0),
+        latent_size=reader.optional_integer("moe_latent_size"),
+        has_bias=mlp_bias,
+    )
+    found = {
+        "attention": Block((attention,)),
+        "mamba": Block((mamba,)),
+        "mlp": Block((), mlp),
+        "moe": Block((), experts),
+    }
+    root = "backbone" if any(name.startswith("backbone.") for name in shapes) else "model"
+    spelling = replace(
+        BACKBONE,
+        embed=f"{root}.embeddings",
+        final_norm=f"{root}.norm_f",
+        layer=f"{root}.layers.{{}}.",
+        mlp_parts=parts,
+        experts="mixer.",
+        router="gate",
+        expert_parts=parts,
+        shared="mixer.shared_experts.",
+    )
+    pattern = reader.text("hybrid_override_pattern", "")
+    letters = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
+    usual = [letters.get(letter, letter) for letter in pattern]
+    types = _layer_types(reader, "layers_block_type", usual, known=tuple(found))
+    return HybridConfig(
+        model_type=reader.raw["model_type"],
+        hidden_size=reader.integer("hidden_size"),
+        vocab_size=reader.integer("vocab_size"),
+        blocks=tuple(found[kind] for kind in types),
+        spelling=spelling,
+        norm_eps=eps,
+        max_position_embeddings=reader.integer("max_position_embeddings", 4096),
+        tie_word_embeddings=reader.flag("tie_word_embeddings", False),
+    )
+
+
+def _hybrid(
+    reader: ConfigReader, blocks: tuple[Block, ...], spelling: Spelling, *, eps: float = 1e-5
+) -> HybridConfig:
+    """What hybrids of attention and state spaces have in common."""
+    return HybridConfig(
+        model_type=reader.raw["model_type"],
+        hidden_size=reader.integer("hidden_size"),
+        vocab_size=reader.integer("vocab_size"),
+        blocks=tuple(_checked(reader, block) for block in blocks),
+        spelling=spelling,
+        norm_eps=reader.number("rms_norm_eps", eps),
+        max_position_embeddings=reader.integer("max_position_embeddings", 2048),
+        tie_word_embeddings=reader.flag("tie_word_embeddings", False),
+    )
+
+
+# -- what several configs have under one name
+
+
+def _attention(reader: ConfigReader, *, rope: RopeConfig | None) -> AttentionShape:
+    heads = reader.integer("num_attention_heads")
+    bias = reader.flag("attention_bias", False)
+    return AttentionShape(
+        num_attention_heads=heads,
+        num_kv_heads=reader.integer("num_key_value_heads", heads),
+        head_dim=_head_dim(reader),
+        turning=rope,
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+
+
+def _head_dim(reader: ConfigReader) -> int:
+    return reader.integer("head_dim", reader.integer("hidden_size") // reader.integer("num_attention_heads"))
+
+
+def _rope(reader: ConfigReader, *, share: float = 1.0) -> RopeConfig:
+    """Rope of a hybrid; share: of each head that turns, where the config does not say."""
+    context = reader.integer("max_position_embeddings", 2048)
+    raw = reader.raw if share == 1 else {"partial_rotary_factor": share} | reader.raw
+    return read_rope(
+        ConfigReader(raw, reader.source), Family(partial_rotary=True), _head_dim(reader), context
+    )
+
+
+def _mamba2_of_hybrid(reader: ConfigReader, *, channels: int | None = None) -> Mamba2Shape:
+    """Mamba-2 as hybrids spell its sizes. channels: of all heads, where they are not a multiple of the
+    stream's."""
+    heads, hidden = reader.integer("mamba_n_heads", 128), reader.integer("hidden_size")
+    width = channels or _expanded(reader, "mamba_expand", hidden)
+    told = reader.raw.get("mamba_d_head", "auto")
+    bias = reader.flag("mamba_proj_bias", False)
+    _require_silu(reader, "hidden_act")
+    shape = Mamba2Shape(
+        heads=heads,
+        head_dim=width // heads if told in ("auto", None) else reader.integer("mamba_d_head"),
+        groups=reader.integer("mamba_n_groups", 1),
+        state_size=reader.integer("mamba_d_state", 256),
+        conv_size=reader.integer("mamba_d_conv", 4),
+        limits=_limits(reader),
+        norm_eps=reader.number("rms_norm_eps", 1e-5),
+        has_bias=bias,
+        has_out_bias=bias,
+        has_conv_bias=reader.flag("mamba_conv_bias", True),
+    )
+    if shape.channels != width:
+        raise ConfigError(
+            f"{reader.source}: expected mamba_n_heads * mamba_d_head to be {width}, found {heads} * "
+            f"{shape.head_dim}; correct the file, or fetch it again"
+        )
+    return shape
+
+
+def _checked(reader: ConfigReader, block: Block) -> Block:
+    """The block, unless groups do not divide the heads that share them."""
+    for shape in block.mixers:
+        sizes = shape.axis_sizes
+        for heads, groups in (("head", "kv_head"), ("ssm_head", "ssm_group")):
+            if heads in sizes and sizes[heads] % sizes[groups]:
+                raise ConfigError(
+                    f"{reader.source}: expected a number of heads that {sizes[groups]} groups divide, found "
+                    f"{sizes[heads]}; correct the file, or fetch it again"
+                )
+    return block
+
+
+def _expanded(reader: ConfigReader, key: str, hidden: int) -> int:
+    """Channels inside a mixer."""
+    return int(reader.number(key, 2.0) * hidden)
+
+
+def _rank(reader: ConfigReader, key: str, hidden: int) -> int:
+    """Of the map to step sizes; "auto" is a sixteenth of the stream's width."""
+    if reader.raw.get(key, "auto") == "auto":
+        return math.ceil(hidden / 16)
+    return reader.integer(key)
+
+
+def _limits(reader: ConfigReader) -> tuple[float, float | None]:
+    """Least and greatest step size; None for no greatest one, which JSON has no number for."""
+    told = reader.raw.get("time_step_limit")
+    reader.read.add("time_step_limit")
+    if told is None:
+        return (0.0, None)
+    if not isinstance(told, list | tuple) or len(told) != 2:
+        raise ConfigError(
+            f"{reader.source}: expected time_step_limit to be two numbers, found {told!r}; correct the file, "
+            "or fetch it again"
+        )
+    low, high = (_finite(reader, "time_step_limit", value) for value in told)
+    return (low or 0.0, high)
+
+
+def _finite(reader: ConfigReader, key: str, value: Any) -> float | None:
+    """A number, None for infinity, which is written as Infinity, "inf", or {"__float__": "Infinity"}."""
+    plain = value.get("__float__") if isinstance(value, Mapping) else value
+    try:
+        number = float(plain) if isinstance(plain, str | int | float) else None
+    except ValueError:
+        number = None
+    if number is None or isinstance(plain, bool) or math.isnan(number):
+        raise ConfigError(
+            f"{reader.source}: expected {key} to hold numbers, found {value!r}; correct the file, or fetch "
+            "it again"
+        )
+    return None if math.isinf(number) else number
+
+
+def _numbers(reader: ConfigReader, key: str, count: int) -> tuple[float, ...]:
+    """A list of so many numbers; all 1 where the key is absent."""
+    found = reader.raw.get(key)
+    reader.read.add(key)
+    if found is None:
+        return (1.0,) * count
+    fits = isinstance(found, list | tuple) and len(found) == count
+    if not fits or any(isinstance(each, bool) or not isinstance(each, int | float) for each in found):
+        raise ConfigError(
+            f"{reader.source}: expected {key} to list {count} numbers, found {found!r}; correct the file, or "
+            "fetch it again"
+        )
+    return tuple(float(each) for each in found)
+
+
+def _layer_types(
+    reader: ConfigReader, key: str, usual: list[str], known: tuple[str, ...] = ("attention", "mamba")
+) -> list[str]:
+    """What each layer is, whatever year's word says it."""
+    told = reader.strings(key) or usual
+    types = [LAYER_TYPES.get(word, word) for word in told]
+    strange = next((word for word, kind in zip(told, types, strict=True) if kind not in known), None)
+    if strange is not None or not types:
+        raise ConfigError(
+            f"{reader.source}: expected {key} to list layers of {', '.join(known)}, found "
+            f"{'none' if strange is None else repr(strange)}; this model cannot run here"
+        )
+    layers = reader.optional_integer("num_hidden_layers", len(types))
+    if layers not in (None, len(types)):
+        raise ConfigError(
+            f"{reader.source}: expected one {key} entry per layer ({layers}), found {len(types)}; correct "
+            "the file, or fetch it again"
+        )
+    return types
+
+
+def _activation(reader: ConfigReader, key: str = "hidden_act", usual: str = "silu") -> ActivationName:
+    name = reader.text(key, usual)
+    if name not in ACTIVATIONS:
+        raise ConfigError(
+            f"{reader.source}: expected an activation among {', '.join(ACTIVATIONS)}, found {name!r}; this "
+            "model cannot run here"
+        )
+    return ACTIVATIONS[name]
+
+
+def _require_silu(reader: ConfigReader, key: str) -> None:
+    """Kernels of state spaces know no other activation, and no released model has one."""
+    if (name := reader.text(key, "silu")) not in ("silu", "swish"):
+        raise ConfigError(
+            f"{reader.source}: expected {key} 'silu' in a model with state spaces, found {name!r}; this "
+            "model cannot run here"
+        )
+
+
+def _mlp_bias(reader: ConfigReader) -> bool:
+    return reader.flag("mlp_bias", False)
+
+
+def _is_at(layer: int, period_and_offset: tuple[int, int]) -> bool:
+    period, offset = period_and_offset
+    return layer % period == offset
+
+
+def _unless_one(factor: float) -> float | None:
+    return None if factor == 1 else factor
+
+
+HYBRIDS: dict[str, HybridFamily] = {
+    "mamba": HybridFamily(_mamba, "Mamba 130M to 2.8B", "Mamba-1", head="tied"),
+    "falcon_mamba": HybridFamily(_mamba, "Falcon-Mamba 7B", "Mamba-1, norms on dt, B and C", head="tied"),
+    "mamba2": HybridFamily(_mamba2, "Mamba-2, Codestral Mamba", "Mamba-2"),
+    "bamba": HybridFamily(_bamba, "Bamba 9B", "Mamba-2, some attention with half rope", "gated SiLU"),
+    "granitemoehybrid": HybridFamily(
+        _granite,
+        "Granite 4.0",
+        "Mamba-2, some attention",
+        "gated SiLU or experts",
+        "tied or not, scaled embedding and logits",
+    ),
+    "jamba": HybridFamily(_jamba, "Jamba", "Mamba-1, some attention without rope", "gated SiLU, experts"),
+    "falcon_h1": HybridFamily(
+        _falcon_h1,
+        "Falcon-H1",
+        "Mamba-2 and attention side by side",
+        "gated SiLU",
+        "scaled embedding and logits",
+    ),
+    "nemotron_h": HybridFamily(
+        _nemotron_h,
+        "Nemotron-H, Nemotron 3 Nano",
+        "Mamba-2, some attention without rope",
+        "squared ReLU or experts, in layers of their own",
+        reads_tensors=True,
+    ),
+}
+"""Every family of state-space models and hybrids, by model_type."""

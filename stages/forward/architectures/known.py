@@ -1,0 +1,70 @@
+"""Every family that is known by name: model_type -> how its config.json is read, and how it is described.
+
+The one table of families, of all kinds of architecture; which kind a family is, nobody outside asks. A family
+is listed in the table of its kind (families.py, rwkv_families.py, hybrid_families.py).
+
+Border: never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from .architecture import Architecture
+from .families import FAMILIES, described, read_family
+from .hybrid_families import HYBRIDS, HybridFamily, read_hybrid
+from .rwkv_families import RWKV, read_rwkv
+from .transformer import ConfigReader
+
+__all__ = ["KNOWN", "KnownFamily"]
+
+TensorShapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class KnownFamily:
+    """A family known by name.
+
+    read: its architecture, from a config.json and the shapes of its tensors by name. described: it in words,
+    a column each. reads_tensors: whether config.json alone does not say enough.
+    """
+
+    read: Callable[[ConfigReader, TensorShapes], Architecture]
+    described: Mapping[str, str]
+    reads_tensors: bool = False
+
+
+def _transformer(model_type: str) -> KnownFamily:
+    family = FAMILIES[model_type]
+    return KnownFamily(lambda reader, shapes: read_family(reader, model_type, family), described(model_type))
+
+
+def _rwkv(model_type: str, generation: int, examples: str) -> KnownFamily:
+    activation = "token-shifted squared ReLU"
+    return KnownFamily(
+        lambda reader, shapes: read_rwkv(reader.raw, shapes, reader.source),
+        _row(
+            model_type, examples, "layer norm", activation, f"none: the state of RWKV-{generation}", "untied"
+        ),
+        reads_tensors=True,
+    )
+
+
+def _hybrid(model_type: str, family: HybridFamily) -> KnownFamily:
+    row = _row(model_type, family.examples, "RMS", family.mlp, family.mixers, family.head)
+    return KnownFamily(read_hybrid, row, family.reads_tensors)
+
+
+def _row(model_type: str, examples: str, norm: str, mlp: str, attention: str, head: str) -> dict[str, str]:
+    """The columns of `described`."""
+    found = {"model_type": model_type, "examples": examples, "norm": norm, "mlp": mlp}
+    return found | {"attention": attention, "head": head}
+
+
+KNOWN: dict[str, KnownFamily] = {
+    **{model_type: _transformer(model_type) for model_type in FAMILIES},
+    **{model_type: _rwkv(model_type, *told) for model_type, told in RWKV.items()},
+    **{model_type: _hybrid(model_type, family) for model_type, family in HYBRIDS.items()},
+}
+"""Every family known by name."""

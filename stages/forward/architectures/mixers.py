@@ -1,0 +1,323 @@
+"""What a layer of a hybrid is made of: mixers and channel mixers, each a value of sizes and switches.
+
+A mixer says here which hook points it has, at which of them a change reaches later positions, how large its
+axes are and what a token costs; hybrid_tensors.py says which tensors it is made of, and networks/mixers/ has
+the class that computes it, by `kind`. Another mixer is a class here, a function there, and a file there.
+
+Torch-free. Axes: as in points.py.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from .architecture import AttentionMixer, RecurrentMixer
+from .transformer import ActivationName, RopeConfig
+
+__all__ = [
+    "AttentionShape",
+    "ChannelShape",
+    "ExpertsShape",
+    "Mamba2Shape",
+    "MambaShape",
+    "MixerShape",
+    "MlpShape",
+]
+
+_ATTENTION = ("q", "k", "v", "rot_q", "rot_k", "scores", "attn_scores", "pattern", "z", "result")
+_STATE_SPACE = (
+    *("ssm_gate", "ssm_conv", "ssm_x", "ssm_dt", "ssm_B", "ssm_C", "ssm_log_decay", "ssm_decay"),
+    *("ssm_write", "ssm_state_seq", "ssm_state", "ssm_alpha_raw", "ssm_effective_attn", "ssm_out"),
+)
+_WRITTEN = frozenset(
+    ("ssm_conv", "ssm_x", "ssm_dt", "ssm_B", "ssm_log_decay", "ssm_decay", "ssm_write", "ssm_state_seq")
+)
+
+
+class MixerShape(ABC):
+    """A mixer without its weights."""
+
+    kind: ClassVar[str]
+    """Which class computes it, and which tensors it has."""
+    points: ClassVar[tuple[str, ...]]
+    """Kinds of hook points inside it."""
+    reaches_later: ClassVar[frozenset[str]]
+    """Those at which a change reaches later positions."""
+
+    @property
+    @abstractmethod
+    def fact(self) -> AttentionMixer | RecurrentMixer:
+        """What others are told of it."""
+
+    @property
+    @abstractmethod
+    def axis_sizes(self) -> dict[str, int]:
+        """Sizes of the axes of its hook points."""
+
+    @abstractmethod
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of one token while it computes."""
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """How it knows positions; None where it does not, or needs none."""
+        return None
+
+
+class ChannelShape(ABC):
+    """A channel mixer without its weights."""
+
+    kind: ClassVar[str]
+    """Which class computes it, and which tensors it has."""
+
+    @property
+    @abstractmethod
+    def fact(self) -> Literal["MLP", "gated MLP", "experts"]:
+        """What others are told of it."""
+
+    @property
+    @abstractmethod
+    def points(self) -> tuple[str, ...]:
+        """Kinds of hook points inside it."""
+
+    @property
+    @abstractmethod
+    def axis_sizes(self) -> dict[str, int]:
+        """Sizes of the axes of its hook points."""
+
+    @abstractmethod
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of one token while it computes."""
+
+
+@dataclass(frozen=True)
+class AttentionShape(MixerShape):
+    """Attention with grouped queries (`AttentionSizes` in networks/attention.py).
+
+    turning: None for no positions at all. scale: what q k^T is multiplied by. factors: of what goes in, of
+    keys, and of what comes out.
+    """
+
+    kind: ClassVar[str] = "attention"
+    points: ClassVar[tuple[str, ...]] = _ATTENTION
+    reaches_later: ClassVar[frozenset[str]] = frozenset(("k", "v", "rot_k"))
+    norm_type: ClassVar[Literal["rms"]] = "rms"
+    """Of queries and keys, where they are normed."""
+
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    turning: RopeConfig | None = None
+    scale: float | None = None
+    window: int | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    use_qk_norm: bool = False
+    qk_norm_eps: float = 1e-6
+    factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
+
+    @property
+    def fact(self) -> AttentionMixer:
+        """See `MixerShape`."""
+        return AttentionMixer(self.scale or 1 / math.sqrt(self.head_dim), self.window)
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """See `MixerShape`."""
+        return self.turning
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `MixerShape`."""
+        return {"head": self.num_attention_heads, "kv_head": self.num_kv_heads, "d_head": self.head_dim}
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Projections, turned and as they were."""
+        return itemsize * 2 * (2 * self.num_attention_heads + 3 * self.num_kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True)
+class MambaShape(MixerShape):
+    """Mamba-1 (Gu and Dao, Mamba, 2023, algorithm 2): every channel has a state of its own.
+
+    rank: of the map to step sizes. norms: of step sizes, B and C before they are used: None, "plain" without
+    weights (Falcon-Mamba), "weighted" (Jamba).
+    """
+
+    kind: ClassVar[str] = "mamba"
+    points: ClassVar[tuple[str, ...]] = _STATE_SPACE
+    reaches_later: ClassVar[frozenset[str]] = _WRITTEN
+
+    channels: int
+    state_size: int
+    conv_size: int
+    rank: int
+    has_bias: bool = False
+    has_conv_bias: bool = True
+    norms: Literal["plain", "weighted"] | None = None
+    norm_eps: float = 1e-6
+
+    @property
+    def fact(self) -> RecurrentMixer:
+        """See `MixerShape`."""
+        return RecurrentMixer("mamba")
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `MixerShape`."""
+        return {
+            "ssm_head": self.channels,
+            "ssm_group": 1,
+            "ssm_key": self.state_size,
+            "ssm_value": 1,
+            "ssm_decay": self.state_size,
+            "ssm_channel": self.channels,
+        }
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Projections; keys, queries, decays and their products of every channel, in float32."""
+        return itemsize * 8 * self.channels + 4 * 6 * self.channels * self.state_size
+
+
+@dataclass(frozen=True)
+class Mamba2Shape(MixerShape):
+    """Mamba-2 (Dao and Gu, Transformers are SSMs, 2024, section 7): heads with one decay each.
+
+    groups: of heads that share B and C. limits: of step sizes; None for no upper one. norm: of what was read,
+    group by group: "gated" after the gate, "before gate", None for the gate alone. into_factor: of what goes
+    in. in_factors: of gate, x, B, C and step sizes, as they are projected. out_factor: of what comes out.
+    """
+
+    kind: ClassVar[str] = "mamba2"
+    points: ClassVar[tuple[str, ...]] = _STATE_SPACE
+    reaches_later: ClassVar[frozenset[str]] = _WRITTEN
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_size: int
+    conv_size: int
+    limits: tuple[float, float | None] = (0.0, None)
+    norm: Literal["gated", "before gate"] | None = "gated"
+    norm_eps: float = 1e-5
+    has_bias: bool = False
+    has_out_bias: bool = False
+    has_conv_bias: bool = True
+    into_factor: float = 1.0
+    in_factors: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    out_factor: float = 1.0
+
+    @property
+    def channels(self) -> int:
+        """Of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the short convolution: x, B and C."""
+        return self.channels + 2 * self.groups * self.state_size
+
+    @property
+    def fact(self) -> RecurrentMixer:
+        """See `MixerShape`."""
+        return RecurrentMixer("mamba2")
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `MixerShape`."""
+        return {
+            "ssm_head": self.heads,
+            "ssm_group": self.groups,
+            "ssm_key": self.state_size,
+            "ssm_value": self.head_dim,
+            "ssm_decay": 1,
+            "ssm_channel": self.convolved,
+        }
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Projections; keys and queries of every head, in float32."""
+        return itemsize * 6 * (self.channels + self.convolved) + 4 * 4 * self.heads * self.state_size
+
+
+@dataclass(frozen=True)
+class MlpShape(ChannelShape):
+    """An MLP, gated or plain; factors: of the gate, and of what comes out."""
+
+    kind: ClassVar[str] = "mlp"
+
+    intermediate_size: int
+    activation: ActivationName
+    is_gated: bool = True
+    is_fused: bool = False
+    """Whether gate and up projection are one tensor."""
+    has_bias: bool = False
+    factors: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def fact(self) -> Literal["MLP", "gated MLP"]:
+        """See `ChannelShape`."""
+        return "gated MLP" if self.is_gated else "MLP"
+
+    @property
+    def points(self) -> tuple[str, ...]:
+        """See `ChannelShape`."""
+        return ("mlp_pre_act", *(("mlp_pre_linear",) if self.is_gated else ()), "mlp_post_act")
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `ChannelShape`."""
+        return {"mlp": self.intermediate_size}
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Its inside."""
+        return itemsize * 4 * self.intermediate_size
+
+
+@dataclass(frozen=True)
+class ExpertsShape(ChannelShape):
+    """Experts of which every token is sent to a few, and perhaps one that all tokens go through.
+
+    routing: how the chosen are weighed, see networks/mixers/experts.py. shared_size: width of the expert of
+    all, 0 for none. is_gated: of all experts. is_listed: whether each expert has tensors of its own, not all
+    of them one. factor: of what comes out.
+    """
+
+    kind: ClassVar[str] = "experts"
+
+    count: int
+    chosen: int
+    intermediate_size: int
+    activation: ActivationName
+    routing: Literal["softmax of chosen", "chosen of softmax", "sigmoid"]
+    shared_size: int = 0
+    is_gated: bool = True
+    is_listed: bool = True
+    groups: int = 1
+    chosen_groups: int = 1
+    sums_to_one: bool = False
+    routed_factor: float = 1.0
+    latent_size: int | None = None
+    has_bias: bool = False
+    factor: float = 1.0
+
+    @property
+    def fact(self) -> Literal["experts"]:
+        """See `ChannelShape`."""
+        return "experts"
+
+    @property
+    def points(self) -> tuple[str, ...]:
+        """None: a token has the insides of its own experts only."""
+        return ()
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `ChannelShape`."""
+        return {}
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """The insides of the chosen, and of the one of all."""
+        return itemsize * 4 * (self.chosen * self.intermediate_size + self.shared_size)

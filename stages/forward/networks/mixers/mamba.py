@@ -1,0 +1,72 @@
+"""Mamba-1: a state for every channel, written to and forgotten by step sizes that tokens choose.
+
+    x, z = W_in u                   x = silu(convolution of x)
+    step, B, C = W_select x         dt = softplus(W_dt step + b)        A = -exp(A_log)
+    S_t = exp(dt A) S_{t-1} + dt B x        out = W_out ((C S_t + D x) silu(z))
+
+(Gu and Dao, Mamba, 2023, algorithm 2.) A channel is a head of one value, so that the scan is that of every
+linear recurrence: queries C, keys dt B, values x. Falcon-Mamba and Jamba norm step, B and C before they are
+used.
+
+Axes: head = channel; N keys of its state.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...architectures.mixers import MambaShape
+from ...hooks.taps import Taps
+from ..history import History
+from ..products import product
+from ..recurrences.linear import LinearRecurrence
+from ..scan import scan
+from .convolution import convolve
+from .mixer import LayerTensors, by_heads, flat, own, wide
+
+__all__ = ["Mamba"]
+
+
+class Mamba:
+    """The Mamba-1 mixer of one layer (`Mixer`)."""
+
+    def __init__(self, shape: MambaShape, tensors: LayerTensors) -> None:
+        self.shape, self.weights = shape, own(tensors, "ssm.")
+
+    def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
+        """See `Mixer`."""
+        w = self.weights
+        inner, gate = product(x, w["in"], w.get("in.bias")).chunk(2, dim=-1)
+        gate = taps("ssm_gate", layer, by_heads(F.silu(gate), 1))
+        inner = F.silu(convolve(inner, w["conv"], w.get("conv.bias"), layer, history))
+        inner = taps("ssm_conv", layer, inner)
+        selected = product(inner, w["select"])  # before taps may write into the values
+        values = taps("ssm_x", layer, by_heads(inner, 1))
+        tokens = {**self._selected(selected, layer, taps), "v": values}
+        read = taps("ssm_out", layer, scan(LinearRecurrence("after"), tokens, layer, history, taps, "ssm"))
+        read, values, gate = (history.kept(each) for each in (read, values, gate))
+        found = torch.addcmul(read, wide(values), wide(w["D"])[:, None, None]) * gate
+        return product(flat(found).to(x.dtype), w["out"], w.get("out.bias"))
+
+    def _selected(self, selected: Tensor, layer: int, taps: Taps) -> dict[str, Tensor]:
+        """Queries, keys and decays [B, channel, token, N] from projected [B, token, rank + 2 N]."""
+        w, sizes = self.weights, (self.shape.rank, self.shape.state_size, self.shape.state_size)
+        step, keys, queries = selected.split(sizes, dim=-1)
+        step, keys, queries = self._normed(step, "dt"), self._normed(keys, "b"), self._normed(queries, "c")
+        step = F.softplus(wide(product(step, w["dt"])) + wide(w["dt.bias"]))
+        step = taps("ssm_dt", layer, by_heads(step, 1))
+        keys = taps("ssm_B", layer, keys.unsqueeze(1))
+        queries = taps("ssm_C", layer, queries.unsqueeze(1))
+        decays = -torch.exp(wide(w["A_log"])).unsqueeze(1)
+        queries = queries.expand(-1, self.shape.channels, -1, -1)
+        return {"q": queries, "k": step * keys, "log_decay": step * decays}
+
+    def _normed(self, x: Tensor, name: str) -> Tensor:
+        """x over its root mean square, where the family norms it."""
+        if self.shape.norms is None:
+            return x
+        unit = wide(x) * torch.rsqrt(wide(x).pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)
+        weight = self.weights.get(f"{name}_norm")
+        return unit.to(x.dtype) if weight is None else weight * unit.to(x.dtype)

@@ -1,0 +1,32 @@
+"""The MLP as a hybrid's channel mixer: networks/mlp.py over the layer's own weights."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from torch import Tensor
+
+from ...architectures.mixers import MlpShape
+from ...hooks.taps import Taps
+from ..mlp import mlp
+from ..weights import MlpWeights, parts_of
+from .mixer import LayerTensors
+
+__all__ = ["Mlp", "mlp_weights"]
+
+
+class Mlp:
+    """The MLP of one layer (`ChannelMixer`)."""
+
+    def __init__(self, shape: MlpShape, tensors: LayerTensors) -> None:
+        self.shape, self.weights = shape, mlp_weights(tensors)
+
+    def __call__(self, x: Tensor, layer: int, taps: Taps) -> Tensor:
+        """See `ChannelMixer`."""
+        return mlp(x, self.weights, self.shape.activation, layer, taps)
+
+
+def mlp_weights(tensors: LayerTensors) -> MlpWeights:
+    """The weights of an MLP among those of a layer."""
+    parts, known = parts_of(tensors), {field.name for field in fields(MlpWeights)}
+    return MlpWeights(**{name: part for name, part in parts.items() if name in known})

@@ -1,0 +1,45 @@
+"""The MLP of one layer, gated or plain, and the hook points inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..hooks.taps import Taps
+from .attention import linear
+from .gradients import is_recorded
+from .weights import MlpWeights
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: F.silu(x, inplace=True),
+    "relu": lambda x: F.relu(x, inplace=True),
+}
+"""Same bits, no new tensor: the widest of a layer, whose fresh pages cost more than the function."""
+
+
+def mlp(x: Tensor, weights: MlpWeights, activation: str, layer: int, taps: Taps) -> Tensor:
+    """What the down projection gives of normalised x, [B, token, D], before any post-norm."""
+    gate: Tensor | None
+    if weights.gate_up is not None:
+        gate, up = linear(x, weights.gate_up).chunk(2, dim=-1)
+    else:
+        gate = None if weights.gate is None else linear(x, weights.gate)
+        up = linear(x, weights.up)
+    activated = taps("mlp_pre_act", layer, up if gate is None else gate)
+    up = up if gate is None else taps("mlp_pre_linear", layer, up)
+    act, recorded = ACTIVATIONS[activation], is_recorded(activated, up)
+    if not recorded and not taps.touches(layer, "mlp_pre_act"):
+        act = IN_PLACE.get(activation, act)
+    inner = act(activated)
+    if gate is not None:
+        inner = inner * up if recorded else inner.mul_(up)  # nobody else has seen it
+    return linear(taps("mlp_post_act", layer, inner), weights.down)

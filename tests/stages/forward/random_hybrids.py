@@ -1,0 +1,240 @@
+"""Small random state-space models and hybrids of every family, made by the reference and saved as it does.
+
+`draw` picks a configuration from a family's axes by seed; `save_random_hybrid` writes it with random tensors,
+drawn so that step sizes, decays, gates and the state all matter, and float32 is within 1e-6 of float64.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from .random_models import CONTEXT, VOCAB, save_tokenizer
+
+HYBRIDS = (
+    "mamba",
+    "falcon_mamba",
+    "mamba2",
+    "bamba",
+    "granitemoehybrid",
+    "jamba",
+    "falcon_h1",
+    "nemotron_h",
+)
+
+
+def draw(family: str, seed: int) -> dict[str, Any]:
+    """Keyword arguments of the family's reference configuration."""
+    rng = random.Random(f"{family} {seed}")
+    common = {
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": rng.random() < 0.5,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": None,
+    }
+    return common | DRAWS[family](rng)
+
+
+def _mamba(rng: random.Random) -> dict[str, Any]:
+    return {
+        "hidden_size": rng.choice([12, 16]),
+        "num_hidden_layers": rng.choice([2, 3]),
+        "state_size": rng.choice([3, 6]),
+        "conv_kernel": rng.choice([3, 4]),
+        "expand": rng.choice([1, 2]),
+        "time_step_rank": rng.choice(["auto", 3]),
+        "use_bias": rng.random() < 0.5,
+        "use_conv_bias": rng.random() < 0.7,
+        "layer_norm_epsilon": rng.choice([1e-5, 1e-6]),
+    }
+
+
+def _mamba2(rng: random.Random) -> dict[str, Any]:
+    size, groups = rng.choice([4, 6]), rng.choice([1, 2])
+    heads = groups * rng.choice([2, 4])
+    return {
+        "hidden_size": heads * size // 2,
+        "num_hidden_layers": rng.choice([2, 3]),
+        "num_heads": heads,
+        "head_dim": size,
+        "n_groups": groups,
+        "state_size": rng.choice([3, 6]),
+        "conv_kernel": rng.choice([3, 4]),
+        "use_bias": rng.random() < 0.5,
+        "use_conv_bias": rng.random() < 0.7,
+        "time_step_limit": rng.choice([(0.0, float("inf")), (0.2, 0.9)]),
+        "chunk_size": 16,
+    }
+
+
+def _sizes(rng: random.Random) -> dict[str, Any]:
+    """Of a hybrid's stream, attention and MLP."""
+    kv = rng.choice([1, 2])
+    heads = kv * rng.choice([1, 2])
+    return {
+        "hidden_size": heads * 8,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "intermediate_size": rng.choice([20, 36]),
+        "max_position_embeddings": CONTEXT,
+    }
+
+
+def _mamba2_sizes(rng: random.Random, hidden: int) -> dict[str, Any]:
+    """Of Mamba-2 in a hybrid."""
+    return {
+        "mamba_n_heads": rng.choice([2, 4]),
+        "mamba_n_groups": rng.choice([1, 2]),
+        "mamba_d_state": rng.choice([3, 6]),
+        "mamba_d_conv": rng.choice([3, 4]),
+        "mamba_expand": rng.choice([1, 2]),
+        "mamba_chunk_size": 16,
+        "mamba_conv_bias": rng.random() < 0.7,
+        "mamba_proj_bias": rng.random() < 0.5,
+        "time_step_limit": rng.choice([(0.0, float("inf")), (0.2, 0.9)]),
+    }
+
+
+def _bamba(rng: random.Random) -> dict[str, Any]:
+    sizes = _sizes(rng)
+    own = {
+        "num_hidden_layers": 3,
+        "attn_layer_indices": rng.choice([[1], [0, 2]]),
+        "rms_norm_eps": rng.choice([1e-5, 1e-6]),
+        "attention_bias": rng.random() < 0.5,
+        "mlp_bias": rng.random() < 0.5,
+    }
+    return sizes | _mamba2_sizes(rng, sizes["hidden_size"]) | own
+
+
+def _granite(rng: random.Random) -> dict[str, Any]:
+    sizes = _sizes(rng)
+    own = {
+        "num_hidden_layers": 3,
+        "layer_types": rng.choice([["mamba", "attention", "mamba"], ["attention", "mamba", "attention"]]),
+        "position_embedding_type": rng.choice(["rope", None]),
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.2,
+        "shared_intermediate_size": 24,
+        "num_local_experts": rng.choice([0, 4]),
+        "num_experts_per_tok": 2,
+    }
+    return sizes | _mamba2_sizes(rng, sizes["hidden_size"]) | own
+
+
+def _jamba(rng: random.Random) -> dict[str, Any]:
+    return _sizes(rng) | {
+        "num_hidden_layers": 3,
+        "attn_layer_period": 2,
+        "attn_layer_offset": rng.choice([0, 1]),
+        "expert_layer_period": 2,
+        "expert_layer_offset": rng.choice([0, 1]),
+        "num_experts": rng.choice([1, 4]),
+        "num_experts_per_tok": 2,
+        "mamba_d_state": rng.choice([3, 6]),
+        "mamba_d_conv": rng.choice([3, 4]),
+        "mamba_expand": rng.choice([1, 2]),
+        "mamba_dt_rank": rng.choice(["auto", 3]),
+        "mamba_conv_bias": rng.random() < 0.7,
+        "mamba_proj_bias": rng.random() < 0.5,
+    }
+
+
+def _falcon_h1(rng: random.Random) -> dict[str, Any]:
+    sizes = _sizes(rng)
+    own = {
+        "num_hidden_layers": 2,
+        "mamba_d_ssm": rng.choice([16, 24]),
+        "mamba_rms_norm": rng.random() < 0.6,
+        "mamba_norm_before_gate": rng.random() < 0.5,
+        "attention_bias": rng.random() < 0.5,
+        "mlp_bias": rng.random() < 0.5,
+        "projectors_bias": rng.random() < 0.5,
+        "embedding_multiplier": 1.5,
+        "lm_head_multiplier": 0.5,
+        "key_multiplier": 0.7,
+        "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.8,
+        "ssm_in_multiplier": 1.3,
+        "ssm_out_multiplier": 0.9,
+        "mlp_multipliers": [0.7, 1.4],
+        "ssm_multipliers": [0.5, 1.1, 0.9, 1.2, 0.8],
+        "tie_word_embeddings": False,
+    }
+    return sizes | _mamba2_sizes(rng, sizes["hidden_size"]) | own
+
+
+def _nemotron_h(rng: random.Random) -> dict[str, Any]:
+    sizes = _sizes(rng)
+    types = ["linear_attention", "mlp", "full_attention", "moe"]
+    rng.shuffle(types)
+    return sizes | {
+        "layers_block_type": types,
+        "head_dim": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": rng.choice([4, 6]),
+        "n_groups": rng.choice([1, 2]),
+        "ssm_state_size": rng.choice([3, 6]),
+        "conv_kernel": rng.choice([3, 4]),
+        "chunk_size": 16,
+        "use_bias": rng.random() < 0.5,
+        "mlp_bias": rng.random() < 0.5,
+        "use_conv_bias": rng.random() < 0.7,
+        "time_step_min": rng.choice([0.001, 0.3]),
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 12,
+        "moe_shared_expert_intermediate_size": 20,
+        "moe_latent_size": rng.choice([None, 6]),
+        "norm_topk_prob": rng.random() < 0.5,
+        "routed_scaling_factor": 1.5,
+        "tie_word_embeddings": False,
+    }
+
+
+DRAWS = {
+    "mamba": _mamba,
+    "falcon_mamba": _mamba,
+    "mamba2": _mamba2,
+    "bamba": _bamba,
+    "granitemoehybrid": _granite,
+    "jamba": _jamba,
+    "falcon_h1": _falcon_h1,
+    "nemotron_h": _nemotron_h,
+}
+
+
+def save_random_hybrid(
+    directory: Path, family: str, seed: int = 0, *, tokenizer: bool = True, **overrides: Any
+) -> Any:
+    """Write a random model of a family into `directory`; returns the reference model, eager, float32."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    described = AutoConfig.for_model(family, **(draw(family, seed) | overrides))
+    described._attn_implementation = described._experts_implementation = "eager"
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(described).float().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("A_log"):
+                weight.uniform_(-2.5, 0.5)  # decays from hardly any to nearly all
+            elif name.endswith(("dt_bias", "dt_proj.bias")):
+                weight.uniform_(-2.0, 0.5)
+            elif weight.ndim > 1:
+                weight.normal_(std=0.2)
+            else:
+                weight.normal_(mean=0.5, std=0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.2, 0.2)
+    model.save_pretrained(directory)
+    if tokenizer:
+        save_tokenizer(directory)
+    return model
