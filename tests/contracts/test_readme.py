@@ -13,10 +13,10 @@ README = (Path(mizarr.__file__).parent / "README.md").read_text()
 
 
 def test_every_hook_point_and_model_family_is_in_the_readme():
-    from mizarr.stages.forward.architectures.families import FAMILIES
+    from mizarr.stages.forward.architectures.known import KNOWN
     from mizarr.stages.forward.architectures.points import KINDS
 
-    wanted = [kind.path.replace("{}", "{i}") for kind in KINDS] + list(FAMILIES)
+    wanted = [kind.path.replace("{}", "{i}") for kind in KINDS] + list(KNOWN)
     assert not [name for name in wanted if f"| `{name}` |" not in README]
 
 
