@@ -200,9 +200,10 @@ class ActivationPatchingTrace(ModelWorkflow):
             )
             mean = choice.mean(0)[:, : 1 if kind.startswith("resid") or kind == STATE else 2]
             layer, role = map(int, np.unravel_index(int(mean.argmax()), mean.shape))
+            said = "state" if kind == STATE else kind
             found.append(
                 Finding.over(
-                    f"clean {kind} of layer {layer} at {ROLES[role]} brings the clean prediction back",
+                    f"clean {said} of layer {layer} at {ROLES[role]} brings the clean prediction back",
                     scored[:, layer, role],
                     controls[:, layer, role].reshape(len(self.scored), self.num_donors),
                     "times states of unrelated prompts as long",

@@ -5,11 +5,14 @@ what its heads read of each position (the attention their recurrence amounts to)
 write of one token is left out, in one layer at a time or in all at once, and when it is multiplied by
 several scales (stages/causal/state_writes.py): candle-mi's `rwkv_inference`, state knockout and steering.
 
-The write told stands beside writes as long with random values, taken from the state at the same place: recent
-writes are read more than old ones whatever they hold, so that other positions would be no control. Defaults:
-the layer and kind of position whose write, left out, moves other shipped facts most
-(material/edge_choice.py), beside the one that moves them least. A token has two more ways to be read, the
-token shift and other layers: a write that does nothing says nothing about them.
+The write told stands beside random values as long, written in its place and left out likewise: recent writes
+are read more than old ones whatever they hold, so that other positions would be no control. Defaults: the
+layer and kind of position where such random values matter most on other shipped facts, beside the one where
+they matter least (material/edge_choice.py). The write itself has no part in that choice: chosen for its own
+effect it would be the luckiest of many, in random weights too, as a token writes the same in every prompt.
+
+A token has two more ways to be read, the token shift and other layers: a write that does nothing says nothing
+about them.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from ..stages.causal.state_writes import WRITE_SCALES, RandomWrites, StateKnocko
 from ..stages.logits.lens import format_probability, format_token
 from ..store.arrays import Floats
 from .material.answers import named, number, target_json, top_changed_json
-from .material.edge_choice import PlaceWorkflow, roles_of
+from .material.edge_choice import ROLES, PlaceWorkflow, roles_of
 from .settings import ChosenPlaceSettings, Count, setting
 from .views import (
     Attention,
@@ -54,7 +57,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RwkvInference", "RwkvInferenceSettings"]
 
-OTHERS = "values as long in random directions, taken from the state there"
+OTHERS = "random values as long, written in its place"
 FEW = 4
 """Of these in each of the other facts."""
 
@@ -79,9 +82,7 @@ class RwkvInference(PlaceWorkflow):
     asks = ("attention_flow", "state_knockout", "state_steering", "random_writes")
     settings_type = RwkvInferenceSettings
     settings: RwkvInferenceSettings
-    rule = "kind of position whose write, left out,"
-    of_others = "times such values in random directions"
-    on_others = "leaving out what {role} writes in layer {layer}"
+    rule = "kind of position whose write, were its values random, left out,"
 
     writes = loaded("writes")
     """Every write in every layer left out, [layer, position]."""
@@ -112,19 +113,34 @@ class RwkvInference(PlaceWorkflow):
         }
 
     def _scored_node(self) -> dict[str, ResultNode]:
-        """Random values in the place of every role, in the facts on which the choice is scored."""
+        """The write of every role left out, in the facts on which the choice is scored."""
         if not self.is_chosen:
             return {}
         scored = self.others[self.settings.facts :]
-        return {"scored": self.on_model(AtOnce(tuple(self._random(each) for each in scored)))}
+        cut = (StateKnockout(tuple(each.ids), self._roles(each), top_k=1) for each in scored)
+        return {"scored": self.on_model(AtOnce(tuple(cut)))}
 
-    def _random(self, encoding: Encoding) -> RandomWrites:
-        roles = tuple(roles_of(encoding, len(encoding) - 1).values())
-        return RandomWrites(tuple(encoding.ids), positions=roles, draws=FEW, seed=self.settings.seed, top_k=1)
+    def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> list[RandomWrites]:
+        """Random values in the place of every role of another fact."""
+        places = tuple(key for _, key in edges)
+        return [RandomWrites(tokens, positions=places, draws=FEW, seed=self.settings.seed, top_k=1)]
 
-    def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> list[StateKnockout]:
-        """The writes left out that the last token of another fact may read."""
-        return [StateKnockout(tokens, tuple(key for _, key in edges), top_k=1)]
+    @staticmethod
+    def _roles(encoding: Encoding) -> tuple[int, ...]:
+        return tuple(roles_of(encoding, len(encoding) - 1).values())
+
+    @cached_property
+    def random(self) -> Floats:
+        """KL of random values on other facts, in nats: [fact, layer, role, draw]."""
+        axes = ("draw", "layer", "position", "draw_of_write")
+        found: Floats = self.result("facts")["kl"].transpose(*axes).values
+        return found
+
+    @cached_property
+    def facts(self) -> Floats:
+        """Its mean over draws, [fact, layer, role]."""
+        found: Floats = self.random.mean(-1)
+        return found
 
     @property
     def position(self) -> int:
@@ -163,10 +179,22 @@ class RwkvInference(PlaceWorkflow):
         effect, unit = float(self.writes.sel(at)[measure]), "logits" if is_logit else "nats"
         return Finding(claim, effect, null, unit, held_out=self.chosen is not None)
 
-    def beside_held_out(self, layer: int, role: int) -> Floats:
-        """Random values in place of that write."""
-        found: Floats = self.result("scored")["kl"].isel(layer=layer, position=role).values
-        return found
+    def on_held_out(self) -> Finding | None:
+        """The write of the place chosen left out, in facts that had no part in the choice."""
+        if self.chosen is None:
+            return None
+        given, layer, role = self.settings, self.chosen.layer, list(ROLES).index(self.chosen.role)
+        cut = self.result("scored")["kl"].transpose("draw", "layer", "position").values
+        return Finding.over(
+            f"leaving out what {ROLES[self.chosen.role]} writes in layer {layer} changes the next token",
+            cut[:, layer, role],
+            self.random[given.facts :, layer, role],
+            "times random values as long, written in their place",
+            draws=given.controls,
+            seed=given.seed,
+            unit="nats",
+            held_out=True,
+        )
 
     def views(self) -> Iterator[View]:
         """What is claimed; what comes next; who reads whom; the one write; every write; every scale."""
@@ -181,12 +209,12 @@ class RwkvInference(PlaceWorkflow):
         sweep = Heatmap.of(
             self.writes["kl"].transpose("layer", "position"),
             "What is lost without a write",
-            f"by one token in one layer; framed: {names[self.position]} in layer {self.layer}, told above",
+            f"by one token in one layer; framed: {names[self.position]} in layer {self.layer}, the one told",
             columns=tuple(names),
             column_name="token that writes",
             low=0.0,
             framed=((self.layer, self.position) * 2,),
-            frame_name="told above",
+            frame_name="the one told",
             sources=("writes",),
             json={"sweep": {"kl_divergence": self.writes["kl"], "logit_diff": self.writes["logit_diff"]}},
         )

@@ -3,7 +3,7 @@
 Border: labelled weights, rows queries and columns keys; knows no model and never imports torch.
 
 Effective attention of a recurrence is read like a pattern; what it reads with a negative sign is not in it,
-and rows of which nothing is left are 0.
+and rows of which little is left sum to less than 1.
 
 A head mean hides what single heads do, and weights are no explanation by themselves (Jain and Wallace 2019,
 "Attention is not Explanation"); knockout.py asks what happens when an edge is gone.
@@ -38,6 +38,8 @@ __all__ = [
 
 _ROUNDING = 0.05
 """How far from 1 a row of bfloat16 weights may sum."""
+_MAY_BE_LESS = ("rwkv_effective_attn",)
+"""Variables whose rows may sum to less."""
 
 
 @stage(
@@ -83,8 +85,8 @@ def attention_flow(pattern: xr.DataArray, *, query: int = -1, key: int = 0) -> x
 def unpacked(pattern: xr.DataArray) -> xr.DataArray:
     """The pattern of one prompt as it is thought of, [..., query_position, key_position], from [..., pair].
 
-    Raises ShapeError if the pairs are not those of one prompt, whose rows sum to 1, or to 0 where a
-    recurrence reads nothing with a positive sign.
+    Raises ShapeError if the pairs are not those of one prompt, whose rows sum to 1, or to at
+    most 1 where they are what a recurrence amounts to.
     """
     import xarray as xr
 
@@ -101,10 +103,11 @@ def unpacked(pattern: xr.DataArray) -> xr.DataArray:
     rows, columns = np.tril_indices(length)
     square[..., rows, columns] = values
     sums = square.astype(np.float32).sum(-1)
-    off = np.where(sums == 0, 0, abs(sums - 1))
+    # Effective attention may sum to less: of what is read, all may be negative, or next to nothing.
+    off = np.maximum(sums - 1, 0) if packed.name in _MAY_BE_LESS else abs(sums - 1)
     if off.max() > _ROUNDING:
         raise ShapeError(
-            f"expected rows of weights that sum to 1, or to 0, found {sums.flat[off.argmax()]:.3g}; are "
+            f"expected rows of weights that sum to 1, found {sums.flat[off.argmax()]:.3g}; are "
             "these the pairs of several prompts? Select one: dataset.mi.attn(i)"
         )
     coords = {name: coord for name, coord in packed.coords.items() if "pair" not in coord.dims}

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ...store.arrays import Floats
 from ..forward.hooks.spec import HookSpec
 from ..forward.runs.experiment import CellLabels, Experiment
 from ..forward.runs.run import Run
@@ -85,7 +86,7 @@ class LayerSweep(Experiment):
         """The runs themselves: nothing in them comes from the model."""
         return self.runs(Baseline.sketch(config), cell)
 
-    def measure(self, prepared: Baseline, cell: CellLabels, result: HookCache) -> dict[str, Any]:
+    def measure(self, prepared: Baseline, cell: CellLabels, result: HookCache) -> dict[str, Any] | Floats:
         """What changed, and by how much."""
         return effect(prepared.logits, read_logits(result), self.target, self.top_k)
 

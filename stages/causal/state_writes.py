@@ -13,8 +13,8 @@ Border: token ids and numbers; what is changed is a spec of writes (forward/hook
 their work is the planner's. Never imports torch until it runs.
 
 Not every write counts alike: a state decays, so what was written last is read most, in random weights too. A
-write left out therefore stands beside writes of equal size at the same place, whose values were drawn
-(`RandomWrites`), and not beside those of other positions.
+write left out therefore stands beside random values as long, written in its place and left out likewise
+(`RandomWrites`), and not beside writes of other positions.
 
 Axes: layer (the first that is changed), position (of the write, one run each), dose, draw, rank.
 """
@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...pipeline import Output
+from ...store.arrays import Floats
 from ...store.errors import StageError
 from ..forward.architectures.points import HookPoint
 from ..forward.hooks.interventions import Add
@@ -37,7 +38,7 @@ from ..forward.hooks.writes import StateKnockoutSpec, StateSteeringSpec
 from ..forward.runs.experiment import CellLabels
 from ..forward.runs.run import Run
 from .controls import random_directions
-from .effects import Baseline, array, effects_along, gather, of_baseline
+from .effects import Baseline, array, effect, effects_along, gather, of_baseline, read_logits
 from .layer_sweep import LayerSweep
 from .steering import check_doses
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from ..forward.architectures.architecture import Architecture
+    from ..forward.hooks.cache import HookCache
     from ..forward.models.model import Model
 
 __all__ = ["WRITE_SCALES", "RandomWrites", "StateKnockout", "StateSteering"]
@@ -162,11 +164,13 @@ class _Written(Baseline):
 
 @dataclass(frozen=True)
 class RandomWrites(_Writes):
-    """A null: something as long as each position's write, in a random direction, taken from the state.
+    """A null: random values as long as each position's own, written in its place, and then left out.
 
-    S_t - k u^T with |u| = |v| in every head, where a knockout leaves S_t - k v^T: as large, at the same
-    place, read by the same receptances, and of no meaning. positions: whose. draws: directions for each,
-    drawn by seed for each layer and position.
+    Of both kinds of write what is measured is the way from the run with it to the run without any: KL(with u
+    || without), |u| = |v| in every head, where a knockout has KL(with v || without). The two ends are alike
+    but for what v means. (To take k u^T away from the state that holds k v^T would be another thing: what is
+    read shrinks without v, and turns without u.) positions: whose. draws: directions for each, drawn by seed
+    for each layer and position.
     """
 
     name: ClassVar[str] = "random_writes"
@@ -197,23 +201,23 @@ class RandomWrites(_Writes):
         return _Written(plain.config, plain.logits, plain.pattern, keys, values)
 
     def runs(self, prepared: _Written, cell: CellLabels) -> list[Run]:
-        """One per position and draw, draws fastest."""
-        return [
-            self._run(prepared, cell, place, draw) for place in self._places for draw in range(self.draws)
-        ]
+        """Per position the one without its write, then one per draw."""
+        return [run for place in self._places for run in self._runs(prepared, cell, place)]
 
-    def _run(self, written: _Written, cell: CellLabels, place: int, draw: int) -> Run:
-        spec = HookSpec()
-        for layer in self.changed(cell):
+    def _runs(self, written: _Written, cell: CellLabels, place: int) -> list[Run]:
+        layers = self.changed(cell)
+        without = self._spec(place).layers(layers).hooks(written.config, len(self.tokens))
+        with_other = [HookSpec() for _ in range(self.draws)]
+        for layer in layers:
             key, value = (each[layer][:, place] for each in (written.keys, written.values))
             (seed,) = np.random.SeedSequence([self.seed, layer, place]).generate_state(1).tolist()
-            taken = random_directions(value, self.draws, seed=seed)[draw]
-            change = -key[:, None, :, None] * taken[:, None, None, :]
-            chosen = change if self.heads is None else change[list(self.heads)]
-            spec.intervene(
-                HookPoint("rwkv_state_seq", layer), Add(chosen, positions=(place,), heads=self.heads)
-            )
-        return self.run_of(spec)
+            for spec, other in zip(with_other, random_directions(value, self.draws, seed=seed), strict=True):
+                change = key[:, None, :, None] * (other - value)[:, None, None, :]
+                chosen = change if self.heads is None else change[list(self.heads)]
+                spec.intervene(
+                    HookPoint("rwkv_state_seq", layer), Add(chosen, positions=(place,), heads=self.heads)
+                )
+        return [self.run_of(spec) for spec in (without, *with_other)]
 
     def sketch(self, config: Architecture, cell: CellLabels) -> list[Run]:
         """The runs with other numbers: what is taken is as long as values are."""
@@ -223,10 +227,22 @@ class RandomWrites(_Writes):
         plain = Baseline.sketch(config)
         return self.runs(_Written(config, plain.logits, plain.pattern, held, held), cell)
 
+    def measure(self, prepared: Baseline, cell: CellLabels, result: HookCache) -> Floats:
+        """The logits: what they are measured against is a run of the same cell."""
+        return read_logits(result)
+
     def dataset(self, prepared: Baseline, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """The effects [layer, position, draw]."""
+        """The effects [layer, position, draw_of_write] of leaving out what was drawn."""
+        effects = []
+        for start in range(0, len(measured), self.draws + 1):
+            without, *with_other = measured[start : start + self.draws + 1]
+            effects += [effect(each, without, self.target, self.top_k) for each in with_other]
         axes = {"position": self._places, "draw_of_write": range(self.draws)}
-        return self._variables(prepared, cell, measured, axes)
+        return self._variables(prepared, cell, effects, axes)
+
+    def _spec(self, place: int) -> StateKnockoutSpec:
+        spec = StateKnockoutSpec().position(place)
+        return spec if self.heads is None else spec.heads(self.heads)
 
     @property
     def _places(self) -> list[int]:

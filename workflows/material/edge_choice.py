@@ -48,7 +48,7 @@ __all__ = ["ROLES", "EdgeWorkflow", "PlaceChoice", "PlaceWorkflow", "roles_of"]
 ROLES: Mapping[str, str] = {
     "first": "the first position",
     "subject": "the subject's last token",
-    "previous": "the position before",
+    "previous": "the last position but one",
 }
 """Kinds of position that may be read, and how they are told."""
 OTHERS = 3
@@ -85,10 +85,6 @@ class PlaceWorkflow(ModelWorkflow):
     """Whether there are as many more facts to score on what the first ones chose."""
     rule: ClassVar[str]
     """What loses most on other facts, in words: "kind of key whose edge, cut,"."""
-    on_others: ClassVar[str]
-    """What is done to a {role} in a {layer} of other facts, as claims name it."""
-    of_others: ClassVar[str]
-    """What else is done to them."""
 
     def read_place(self, query: int | str, key: int | str | None, window: int = 1) -> dict[str, Any]:
         """Prompt and target as settings name them, query and keys; what experiments need of them.
@@ -203,28 +199,6 @@ class PlaceWorkflow(ModelWorkflow):
         """A position of the prompt, as claims name it."""
         return f"{format_token(named(self.subject, [self.encoding.ids[place]])[0])!r} ({place})"
 
-    def on_held_out(self) -> Finding | None:
-        """The place chosen, in facts that had no part in the choice; None where it is named."""
-        if self.chosen is None:
-            return None
-        given, scored = self.settings, self.facts[self.settings.facts :]
-        layer, role = self.chosen.layer, list(ROLES).index(self.chosen.role)
-        done = self.on_others.format(role=ROLES[self.chosen.role], layer=layer)
-        return Finding.over(
-            f"{done} changes the next token",
-            scored[:, layer, role],
-            self.beside_held_out(layer, role),
-            self.of_others,
-            draws=given.controls,
-            seed=given.seed,
-            unit="nats",
-            held_out=True,
-        )
-
-    def beside_held_out(self, layer: int, role: int) -> Floats:
-        """What other causes do in those facts, KL in nats: [fact, cause]."""
-        raise NotImplementedError
-
     @property
     def choice_told(self) -> str:
         """How the place was chosen, for people."""
@@ -258,8 +232,6 @@ class EdgeWorkflow(PlaceWorkflow):
     settings: ChosenEdgeSettings
     num_drawn = OTHERS
     rule = "kind of key whose edge, cut,"
-    on_others = "cutting the last token's view of {role} in layer {layer}"
-    of_others = "cuts of another (layer, key) in each prompt"
 
     def read_edge(self, window: int = 1) -> dict[str, Any]:
         """As `read_place`, of the edge that settings name."""
@@ -269,11 +241,24 @@ class EdgeWorkflow(PlaceWorkflow):
         """Each edge cut."""
         return [EdgeKnockout(tokens, tuple(edges), top_k=1)]
 
-    def beside_held_out(self, layer: int, role: int) -> Floats:
-        """All other cuts."""
-        scored = self.facts[self.settings.facts :]
-        found: Floats = np.delete(scored.reshape(len(scored), -1), layer * scored.shape[2] + role, axis=1)
-        return found
+    def on_held_out(self) -> Finding | None:
+        """The edge chosen, cut in facts that had no part in the choice; None where it is named."""
+        if self.chosen is None:
+            return None
+        given, scored = self.settings, self.facts[self.settings.facts :]
+        cell = self.chosen.layer * scored.shape[2] + list(ROLES).index(self.chosen.role)
+        flat = scored.reshape(len(scored), -1)
+        return Finding.over(
+            f"cutting the last token's view of {ROLES[self.chosen.role]} in layer {self.chosen.layer} "
+            "changes the next token",
+            flat[:, cell],
+            np.delete(flat, cell, axis=1),
+            "cuts of another (layer, key) in each prompt",
+            draws=given.controls,
+            seed=given.seed,
+            unit="nats",
+            held_out=True,
+        )
 
     def edge_told(self, edge: tuple[int, int]) -> str:
         """An edge, as claims name it."""

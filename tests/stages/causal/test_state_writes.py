@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from mizarr.pipeline import run
-from mizarr.stages.causal.state_writes import StateKnockout, StateSteering
+from mizarr.stages.causal.controls import random_directions
+from mizarr.stages.causal.state_writes import RandomWrites, StateKnockout, StateSteering
 from mizarr.stages.forward.hooks.interventions import Scale
 from mizarr.stages.forward.hooks.spec import HookSpec
 from mizarr.stages.forward.models.model import Model
@@ -136,6 +137,38 @@ def test_heads_are_cut_by_themselves(rwkv7, tmp_path):
     assert abs(every["kl"].item() / found["kl"].item() - 1) > 0.01
 
 
+def test_random_writes_are_as_long_stand_where_the_write_stood_and_are_left_out(rwkv6, tmp_path):
+    """Against the recurrence gone on from S + k (u - v)^T, u as long as v in every head."""
+    model, tensors, config = rwkv6
+    found = computed(
+        RandomWrites(IDS, positions=(2, -2), draws=3, seed=5, layers=(1,), target=TARGET), model, tmp_path
+    )
+    assert dict(found["kl"].sizes) == {"layer": 1, "position": 2, "draw_of_write": 3}
+    ids = (*IDS, TARGET[0])
+    plain = forward(tensors, config, ids)
+    for place in found["position"].values.tolist():
+        key, value, state = (each[1, place] for each in (plain.keys, plain.values, plain.states))
+        (seed,) = np.random.SeedSequence([5, 1, place]).generate_state(1).tolist()
+        drawn = random_directions(value, 3, seed=seed).astype(np.float64)
+        lengths = np.linalg.norm(drawn, axis=-1), np.linalg.norm(value, axis=-1)
+        assert lengths[0] == pytest.approx(np.stack([lengths[1]] * 3))
+        without = forward(tensors, config, ids, writes={(1, place): 0.0}).logits
+        for number, other in enumerate(drawn):
+            put = {(1, place): state + key[:, :, None] * (other - value)[:, None, :]}
+            written = forward(tensors, config, ids, states=put).logits
+            agrees(found.sel(layer=1, position=place, draw_of_write=number), written, without)
+    assert found["kl"].std("draw_of_write").min() > 0, "or draws are one"
+
+
+def test_its_own_value_left_out_is_the_knockout(rwkv6, monkeypatch, tmp_path):
+    model = rwkv6[0]
+    itself = "mizarr.stages.causal.state_writes.random_directions"
+    monkeypatch.setattr(itself, lambda like, count, seed: np.stack([like] * count))
+    drawn = computed(RandomWrites(IDS, positions=(3,), draws=1), model, tmp_path / "drawn")
+    cut = computed(StateKnockout(IDS, (3,)), model, tmp_path / "cut")
+    assert drawn["kl"].values.ravel() == pytest.approx(cut["kl"].values.ravel(), rel=1e-3, abs=1e-9)
+
+
 def test_a_layer_more_leaves_the_others_stored(rwkv7, tmp_path):
     store = open_store(tmp_path)
     run(StateKnockout(IDS, layers=(0,)).on(rwkv7), store)
@@ -150,6 +183,8 @@ def test_a_layer_more_leaves_the_others_stored(rwkv7, tmp_path):
         (StateKnockout(IDS, ()), InterventionError, "at least one position"),
         (StateKnockout(IDS, heads=(40,)), InterventionError, "expected heads in 0.."),
         (StateKnockout(IDS, window=9), InterventionError, "window of 1.."),
+        (RandomWrites(IDS, positions=(0,), draws=0), StageError, "at least one draw"),
+        (RandomWrites(IDS, positions=(7,)), InterventionError, "positions in 0..6"),
         (StateSteering(IDS, (0,), ()), StageError, "expected doses"),
         (StateSteering(IDS, (0,), (2.0, 2.0)), StageError, "each once"),
         (StateSteering(IDS, (0,), (float("nan"),)), InterventionError, "finite"),

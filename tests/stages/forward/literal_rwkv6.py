@@ -17,12 +17,13 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass
 class Pass:
-    """logits [position, vocab]; states by (layer, position), [head, key, value]; the stream by its name and
-    layer, [position, hidden]."""
+    """logits [position, vocab]; by (layer, position) states [head, key, value], and keys and values as they
+    are written [head, width]."""
 
     logits: Array
     states: dict[tuple[int, int], Array] = field(default_factory=dict)
-    stream: dict[tuple[str, int], Array] = field(default_factory=dict)
+    keys: dict[tuple[int, int], Array] = field(default_factory=dict)
+    values: dict[tuple[int, int], Array] = field(default_factory=dict)
 
 
 def forward(
@@ -46,7 +47,6 @@ def forward(
     for layer in range(config["num_hidden_layers"]):
         at = f"rwkv.blocks.{layer}."
         x = norm(x, at + "pre_ln") if layer == 0 else x
-        held.stream["entering", layer] = x
         y, a = norm(x, at + "ln1"), at + "attention."
         d = _before(y) - y
         mixed = np.tanh((y + d * _flat(w[a + "time_maa_x"])) @ w[a + "time_maa_w1"]).reshape(len(y), 5, -1)
@@ -68,7 +68,7 @@ def forward(
             read[t] = np.einsum("hk,hkv->hv", r[t], bonus[:, :, None] * now + state)
             state = decay[t][:, :, None] * state + writes.get((layer, t), 1.0) * now
             state = states.get((layer, t), state)
-            held.states[layer, t] = state
+            held.states[layer, t], held.keys[layer, t], held.values[layer, t] = state, k[t], v[t]
         flat = _normed(read, eps * config["head_size_divisor"] ** 2).reshape(len(y), -1)
         flat = flat * w[a + "ln_x.weight"] + w[a + "ln_x.bias"]
         x = x + (flat * g * _logistic(g)) @ w[a + "output.weight"].T
@@ -78,7 +78,6 @@ def forward(
         gate = _logistic((z + d * _flat(w[f + "time_maa_r"])) @ w[f + "receptance.weight"].T)
         x = x + gate * (inner @ w[f + "value.weight"].T)
     head = w["rwkv.embeddings.weight" if config["tie_word_embeddings"] else "head.weight"]
-    held.stream["leaving", config["num_hidden_layers"] - 1] = x
     held.logits = norm(x, "rwkv.ln_out") @ head.T
     return held
 
