@@ -177,8 +177,8 @@ def _token_major(value: Tensor, capture: Capture) -> Tensor:
     """[batch, position, …] with heads behind positions, as stored; an axis of one is dropped."""
     dims = capture.point.dims
     if dims[-1] == "one":
-        return value.squeeze(-1)
-    return value.transpose(1, 2) if dims[1] in ("head", "kv_head") else value
+        value = value.squeeze(-1)
+    return value.transpose(1, 2) if dims[2:3] == ("position",) else value
 
 
 def _keep_rows(value: Tensor, batch: Batch, place: Tensor) -> None:
