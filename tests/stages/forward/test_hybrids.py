@@ -74,6 +74,19 @@ def test_logits_and_streams_agree_with_transformers(family, seed, tmp_path):
             assert_near(cache[HookPoint.resid_post(layer)], stream)
 
 
+@pytest.mark.parametrize("family", ["bamba", "granitemoehybrid", "jamba", "falcon_h1", "nemotron_h"])
+def test_attention_patterns_agree_with_transformers(family, tmp_path):
+    reference = save_random_hybrid(tmp_path, family, 4)
+    model, ids = Model.from_pretrained(tmp_path), draw_ids(2, 40)
+    cache = model.forward(ids, HookSpec().capture("blocks.*.attn.hook_pattern"))
+    with torch.no_grad():
+        held = reference(ids, output_attentions=True, use_cache=False).attentions
+    expected = [pattern for pattern in held if pattern is not None]
+    assert len(expected) == len(cache) >= 1
+    for point, pattern in zip(cache, expected, strict=True):
+        assert_near(cache[point], pattern, 1e-5)
+
+
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_a_prompt_gives_the_same_alone_and_in_company(family, tmp_path):
     save_random_hybrid(tmp_path, family, 3)

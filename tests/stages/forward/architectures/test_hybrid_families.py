@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mizarr.stages.forward.architectures.architecture import AttentionMixer, RecurrentMixer, SideBySide
 from mizarr.stages.forward.architectures.hybrid_families import HYBRIDS, read_hybrid
 from mizarr.stages.forward.architectures.known import KNOWN
 from mizarr.stages.forward.architectures.transformer import ConfigReader
@@ -93,6 +94,25 @@ def test_what_is_not_followed_is_one_line(family, changes, message):
     with pytest.raises(ConfigError, match=message) as raised:
         read(REQUIRED[family] | {"model_type": family} | changes)
     assert "\n" not in str(raised.value)
+
+
+def test_layers_say_what_mixes_in_them():
+    """To who asks whether all layers attend, how far back, and what else there is."""
+
+    def facts(family: str) -> list[tuple[str, int | None, str | None]]:
+        layers = read(REQUIRED[family] | {"model_type": family}).layers
+        return [(layer.mixer.kind, layer.mixer.window, layer.channel_mixer) for layer in layers]
+
+    assert facts("mamba") == [("recurrence", None, None)] * 12
+    assert facts("falcon_h1") == [("side by side", None, "gated MLP")] * 12
+    experts, mixer, attention = ("none", 1, "experts"), ("recurrence", None, None), ("attention", None, None)
+    assert facts("nemotron_h") == [mixer, experts, attention, ("none", 1, "MLP"), mixer, ("none", 1, "MLP")]
+    jamba = facts("jamba")
+    assert [layer for layer, (kind, _, _) in enumerate(jamba) if kind == "attention"] == [4]
+    assert [channel for _, _, channel in jamba] == ["gated MLP", "experts"] * 6
+    windows = AttentionMixer(1.0, 5), AttentionMixer(1.0, 9)
+    assert SideBySide(windows).window == 9
+    assert SideBySide((*windows, RecurrentMixer("mamba2"))).window is None
 
 
 def test_names_of_tensors_are_no_part_of_what_a_model_is():
