@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ...store.errors import ConfigError
-from .readout import read_tensor, rounded
+from .readout import read_weight
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -77,6 +77,7 @@ def component_weights(
 
     if part not in FIELDS:
         raise ConfigError(f"expected part 'attention' or 'mlp', found {part!r}")
+    _require_everywhere(config, part)
     names = config.tensors.layers[0]
     found: dict[str, Any] = {}
     for variable, field in FIELDS[part].items():
@@ -112,7 +113,8 @@ def _reader(
     """What gives the tensor of a layer in the shape described above."""
 
     def read(layer: int) -> npt.NDArray[np.float32]:
-        values = rounded(read_tensor(files, config.tensors.in_layer(layer, field)), dtype)
+        name, stored = config.tensors.in_layer(layer, field), config.tensors.layers[layer][field]
+        values = read_weight(files, name, stored.factors, dtype)
         if variable == "W_O":
             shape = [config.axis_sizes[axis] for axis in ("head", "d_head", "hidden")]
             return np.ascontiguousarray(values.T).reshape(shape)
@@ -123,6 +125,18 @@ def _reader(
         return values
 
     return read
+
+
+def _require_everywhere(config: Architecture, part: Component) -> None:
+    """Raise ConfigError unless every layer has the part: a stack over layers leaves none out."""
+    matrix = "z" if part == "attention" else "mlp_post_act"
+    having = {point.layer for point in config.hook_points if point.kind == matrix}
+    if len(having) < config.num_layers:
+        raise ConfigError(
+            f"expected {'attention' if part == 'attention' else 'an MLP'} in every layer of a "
+            f"{config.model_type!r} model, found it in {len(having)} of {config.num_layers}; what its heads "
+            "and neurons write with is not read"
+        )
 
 
 def _by_layer(read: Callable[[int], npt.NDArray[np.float32]], layers: int) -> Any:

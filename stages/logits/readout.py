@@ -100,7 +100,7 @@ def readout_from_files(
 
     def take(weight: str) -> Array | None:
         stored = config.tensors.outside.get(weight)
-        return None if stored is None else rounded(read_tensor(weight_files, stored.name), dtype)
+        return None if stored is None else read_weight(weight_files, stored.name, stored.factors, dtype)
 
     names = {name for path in weight_files for name in read_header(path)[0]}
     for copy, original in config.tensors.copied(names):
@@ -162,6 +162,19 @@ def read_tensor(files: Sequence[Path], name: str) -> Array:
         f"expected a tensor {name!r}, found {len(names)} others, nearest {nearest(name, names)!r}; "
         "are all files of the checkpoint there?"
     )
+
+
+def read_weight(
+    weight_files: Sequence[Path], name: str, factors: Sequence[tuple[int, float]], dtype: str
+) -> Array:
+    """A weight as the model holds it: rounded, and its rows multiplied where the family has factors for what
+    they give (`Stored.factors`)."""
+    values = rounded(read_tensor(weight_files, name), dtype)
+    if not factors:
+        return values
+    rows, by = zip(*factors, strict=True)
+    column = np.repeat(np.array(by, np.float32), rows).reshape(-1, *[1] * (values.ndim - 1))
+    return rounded(values * column, dtype)
 
 
 def rounded(values: Array, dtype: str) -> Array:

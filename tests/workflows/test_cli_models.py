@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import mizarr
-from mizarr.stages.forward.architectures.families import FAMILIES, from_hf_config
+from mizarr.stages.forward.architectures.families import from_hf_config
+from mizarr.stages.forward.architectures.known import KNOWN
 from mizarr.stages.forward.models.files import ModelFiles
 from mizarr.stages.forward.networks.weights import expected_tensors
 from mizarr.workflows.cli import run
@@ -85,13 +86,13 @@ def test_fetch_prints_where_the_model_lies(monkeypatch, capsys, tmp_path):
 def test_families_lists_every_row_of_the_table_as_the_readme_does(capsys):
     assert run(["models", "families", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [row["model_type"] for row in rows] == list(FAMILIES)
+    assert [row["model_type"] for row in rows] == list(KNOWN)
     lines = README.read_text(encoding="utf-8").splitlines()
     for model_type, *told in (row.values() for row in rows):
         assert f"| {' | '.join([f'`{model_type}`', *told])} |" in lines
     assert run(["models", "families"]) == 0
     said = capsys.readouterr().out
-    assert all(model_type in said for model_type in FAMILIES)
+    assert all(model_type in said for model_type in KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,9 @@ def test_families_lists_every_row_of_the_table_as_the_readme_does(capsys):
         ("phi3", "mlp", "gated SiLU, fused"),
         ("starcoder2", "mlp", "plain tanh-GELU"),
         ("llama", "head", "untied"),
+        ("mamba", "head", "tied"),
+        ("jamba", "attention", "Mamba-1, some attention without rope"),
+        ("rwkv7", "examples", "RWKV-7 Goose"),
     ],
 )
 def test_a_family_is_described_by_what_sets_it_apart(model_type, column, told, capsys):

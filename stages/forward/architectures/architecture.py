@@ -19,12 +19,13 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from ....store.errors import WeightsError
+from ....store.errors import ConfigError, WeightsError
 from .points import BY_NAME, HookPoint
 
 __all__ = [
     "Architecture",
     "AttentionMixer",
+    "AxisSizes",
     "Layer",
     "Mixer",
     "NoMixer",
@@ -160,6 +161,17 @@ class Tensors:
         layer, found, rest = name.removeprefix(before).partition(after)
         inside = name.startswith(before) and found and layer.isdigit()
         return (int(layer), rest) if inside else (None, name)
+
+
+class AxisSizes(dict[str, int]):
+    """Sizes by axis. Raises ConfigError for an axis no hook point of the model has: heads, where nothing
+    attends."""
+
+    def __missing__(self, axis: str) -> int:
+        raise ConfigError(
+            f"expected a model whose hook points have an axis {axis!r}, found one with "
+            f"{', '.join(name for name in self if name != 'one')}; choose a model whose layers all attend"
+        )
 
 
 class Architecture(ABC):

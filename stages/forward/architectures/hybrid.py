@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 
 from ....store.digest import digest
 from ....store.errors import ConfigError
-from .architecture import Architecture, Layer, Mixer, NoMixer, Reach, SideBySide, Tensors
+from .architecture import Architecture, AxisSizes, Layer, Mixer, NoMixer, Reach, SideBySide, Tensors
 from .hybrid_tensors import Spelling, hybrid_tensors
 from .mixers import ChannelShape, MixerShape
 from .points import HookPoint
@@ -152,12 +152,11 @@ class HybridConfig(Architecture):
         return self.max_position_embeddings or UNLIMITED
 
     @cached_property
-    def axis_sizes(self) -> dict[str, int]:
+    def axis_sizes(self) -> AxisSizes:
         """See `Architecture`; heads of attention and of state spaces have axes of their own."""
-        found = {"hidden": self.hidden_size, "one": 1}
-        for block in reversed(self.blocks):
-            for shape in block.shapes:
-                found |= shape.axis_sizes
+        found = AxisSizes(hidden=self.hidden_size, one=1)
+        for shape in (shape for block in self.blocks for shape in block.shapes):
+            found.update({axis: size for axis, size in shape.axis_sizes.items() if axis not in found})
         return found
 
     @cached_property

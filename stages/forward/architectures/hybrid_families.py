@@ -129,11 +129,11 @@ def _alone(reader: ConfigReader, block: Block, *, tied: bool) -> HybridConfig:
 def _bamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     layers, listed = reader.integer("num_hidden_layers"), reader.raw.get("attn_layer_indices") or []
     # The reference turns half of each head, unless rope_parameters says otherwise.
-    attention = _attention(reader, rope=_rope(reader, share=0.5))
+    attention = _attention(reader, rope=_rope(reader, 262144, share=0.5))
     mamba = _mamba2_of_hybrid(reader)
     mlp = MlpShape(reader.integer("intermediate_size"), _activation(reader), has_bias=_mlp_bias(reader))
     blocks = tuple(Block((attention if layer in listed else mamba,), mlp) for layer in range(layers))
-    return _hybrid(reader, blocks, Spelling())
+    return _hybrid(reader, blocks, Spelling(), context=262144)
 
 
 def _jamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
@@ -165,7 +165,7 @@ def _jamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         )
         for layer in range(layers)
     )
-    return _hybrid(reader, blocks, Spelling(), eps=1e-6)
+    return _hybrid(reader, blocks, Spelling(), context=262144, eps=1e-6)
 
 
 def _granite(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
@@ -173,11 +173,11 @@ def _granite(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     position = reader.raw.get("position_embedding_type")
     factor = reader.number("residual_multiplier", 1.0)
     attention = replace(
-        _attention(reader, rope=_rope(reader) if position == "rope" else None),
+        _attention(reader, rope=_rope(reader, 2048) if position == "rope" else None, kv_heads=None),
         scale=reader.number("attention_multiplier", 1.0),
         factors=(1.0, 1.0, factor),
     )
-    mamba = replace(_mamba2_of_hybrid(reader), out_factor=factor)
+    mamba = replace(_mamba2_of_hybrid(reader, eps=1e-6), out_factor=factor)
     shared, activation = reader.integer("shared_intermediate_size", 1024), _activation(reader)
     channel_mixer: MlpShape | ExpertsShape = MlpShape(
         shared, activation, is_fused=True, factors=(1.0, factor)
@@ -205,7 +205,7 @@ def _granite(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     )
     blocks = tuple(Block((attention if kind == "attention" else mamba,), channel_mixer) for kind in types)
     return replace(
-        _hybrid(reader, blocks, spelling, eps=1e-6),
+        _hybrid(reader, blocks, spelling, context=2048, eps=1e-6),
         embedding_scale=_unless_one(reader.number("embedding_multiplier", 1.0)),
         logit_factor=1 / reader.number("logits_scaling", 1.0),
     )
@@ -215,7 +215,7 @@ def _falcon_h1(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     """Attention and Mamba-2 side by side in every layer."""
     of_mlp = _numbers(reader, "mlp_multipliers", 2)
     attention = replace(
-        _attention(reader, rope=_rope(reader)),
+        _attention(reader, rope=_rope(reader, 8192)),
         factors=(
             reader.number("attention_in_multiplier", 1.0),
             reader.number("key_multiplier", 1.0),
@@ -241,7 +241,7 @@ def _falcon_h1(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     )
     block = Block((attention, mamba), mlp)
     return replace(
-        _hybrid(reader, (block,) * reader.integer("num_hidden_layers"), Spelling()),
+        _hybrid(reader, (block,) * reader.integer("num_hidden_layers"), Spelling(), context=8192),
         embedding_scale=_unless_one(reader.number("embedding_multiplier", 1.0)),
         logit_factor=reader.number("lm_head_multiplier", 1.0),
     )
@@ -324,9 +324,14 @@ def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
 
 
 def _hybrid(
-    reader: ConfigReader, blocks: tuple[Block, ...], spelling: Spelling, *, eps: float = 1e-5
+    reader: ConfigReader,
+    blocks: tuple[Block, ...],
+    spelling: Spelling,
+    *,
+    context: int,
+    eps: float = 1e-5,
 ) -> HybridConfig:
-    """What hybrids of attention and state spaces have in common."""
+    """What hybrids of attention and state spaces have in common. context, eps: where the config is silent."""
     return HybridConfig(
         model_type=reader.raw["model_type"],
         hidden_size=reader.integer("hidden_size"),
@@ -334,7 +339,7 @@ def _hybrid(
         blocks=tuple(_checked(reader, block) for block in blocks),
         spelling=spelling,
         norm_eps=reader.number("rms_norm_eps", eps),
-        max_position_embeddings=reader.integer("max_position_embeddings", 2048),
+        max_position_embeddings=reader.integer("max_position_embeddings", context),
         tie_word_embeddings=reader.flag("tie_word_embeddings", False),
     )
 
@@ -342,12 +347,14 @@ def _hybrid(
 # -- what several configs have under one name
 
 
-def _attention(reader: ConfigReader, *, rope: RopeConfig | None) -> AttentionShape:
+def _attention(reader: ConfigReader, *, rope: RopeConfig | None, kv_heads: int | None = 8) -> AttentionShape:
+    """kv_heads: where the key is absent, and divides the heads; one a head where it is null, or does not."""
     heads = reader.integer("num_attention_heads")
     bias = reader.flag("attention_bias", False)
+    is_told = "num_key_value_heads" in reader.raw or not kv_heads or heads % kv_heads
     return AttentionShape(
         num_attention_heads=heads,
-        num_kv_heads=reader.integer("num_key_value_heads", heads),
+        num_kv_heads=reader.integer("num_key_value_heads", heads if is_told else kv_heads),
         head_dim=_head_dim(reader),
         turning=rope,
         qkv_bias=bias,
@@ -359,18 +366,18 @@ def _head_dim(reader: ConfigReader) -> int:
     return reader.integer("head_dim", reader.integer("hidden_size") // reader.integer("num_attention_heads"))
 
 
-def _rope(reader: ConfigReader, *, share: float = 1.0) -> RopeConfig:
-    """Rope of a hybrid; share: of each head that turns, where the config does not say."""
-    context = reader.integer("max_position_embeddings", 2048)
+def _rope(reader: ConfigReader, context: int, *, share: float = 1.0) -> RopeConfig:
+    """Rope of a hybrid. context: where the config is silent; share: of each head that turns, likewise, in
+    families in which it need not be all of it."""
     raw = reader.raw if share == 1 else {"partial_rotary_factor": share} | reader.raw
-    return read_rope(
-        ConfigReader(raw, reader.source), Family(partial_rotary=True), _head_dim(reader), context
-    )
+    family = Family(partial_rotary=share != 1)
+    context = reader.integer("max_position_embeddings", context)
+    return read_rope(ConfigReader(raw, reader.source), family, _head_dim(reader), context)
 
 
-def _mamba2_of_hybrid(reader: ConfigReader, *, channels: int | None = None) -> Mamba2Shape:
+def _mamba2_of_hybrid(reader: ConfigReader, *, channels: int | None = None, eps: float = 1e-5) -> Mamba2Shape:
     """Mamba-2 as hybrids spell its sizes. channels: of all heads, where they are not a multiple of the
-    stream's."""
+    stream's. eps: of norms, where the config does not say."""
     heads, hidden = reader.integer("mamba_n_heads", 128), reader.integer("hidden_size")
     width = channels or _expanded(reader, "mamba_expand", hidden)
     told = reader.raw.get("mamba_d_head", "auto")
@@ -383,7 +390,7 @@ def _mamba2_of_hybrid(reader: ConfigReader, *, channels: int | None = None) -> M
         state_size=reader.integer("mamba_d_state", 256),
         conv_size=reader.integer("mamba_d_conv", 4),
         limits=_limits(reader),
-        norm_eps=reader.number("rms_norm_eps", 1e-5),
+        norm_eps=reader.number("rms_norm_eps", eps),
         has_bias=bias,
         has_out_bias=bias,
         has_conv_bias=reader.flag("mamba_conv_bias", True),

@@ -178,7 +178,7 @@ def _token_major(value: Tensor, capture: Capture) -> Tensor:
     dims = capture.point.dims
     if dims[-1] == "one":
         value = value.squeeze(-1)
-    return value.transpose(1, 2) if dims[1] in ("head", "kv_head") else value
+    return value.transpose(1, 2) if dims[2:3] == ("position",) else value
 
 
 def _keep_rows(value: Tensor, batch: Batch, place: Tensor) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from ....store.errors import InterventionError
 from ..architectures.points import HookPoint
-from .interventions import Scale, Zero
+from .interventions import Intervention, Scale, Zero
 from .places import PlacedSpec
 from .spec import HookSpec
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StateKnockoutSpec", "StateSteeringSpec", "state_hooks"]
 
-WRITE = "rwkv_write"
+WRITES = ("rwkv_write", "ssm_write")
+"""Points of writes; a model has one of the two."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,19 @@ class _WriteSpec(PlacedSpec):
 
     def validate(self, config: Architecture, length: int) -> None:
         """Raise InterventionError unless a model has all that is chosen, for a prompt of `length` tokens."""
-        if HookPoint(WRITE, 0) not in config.known_points:
+        points = _writes(config)
+        if not points:
             raise InterventionError(
-                f"expected a model whose tokens write to a state of matrices (RWKV-5 to 7), found "
+                "expected a model whose tokens write to a state (RWKV-5 to 7, Mamba, hybrids of them), found "
                 f"{config.model_type}; cut attention edges where a model attends (KnockoutSpec)"
             )
-        self.require_places(config.num_layers, config.axis_sizes["head"])
+        self.require_places(config.num_layers, config.axis_sizes[points[0].dims[1]])
+        without = sorted(set(self.chosen_layers or ()) - {point.layer for point in points})
+        if without:
+            raise InterventionError(
+                f"expected layers with a recurrent state, found layer {without[0]} of {config.model_type}, "
+                f"which has none; those that have one are {', '.join(str(point.layer) for point in points)}"
+            )
         if not self.chosen_positions:
             raise InterventionError(
                 "expected at least one position whose write is changed, found none; add one with .position(0)"
@@ -69,6 +77,19 @@ class _WriteSpec(PlacedSpec):
     def counted(self, length: int) -> tuple[int, ...]:
         """The positions counted from the start of a prompt, whatever follows it in a run."""
         return tuple(dict.fromkeys(place % length for place in self.chosen_positions))
+
+    def at_writes(self, config: Architecture, change: Intervention) -> HookSpec:
+        """An intervention at the write of every layer chosen that has one."""
+        spec = HookSpec()
+        for point in _writes(config):
+            if point.layer is not None and self.applies_to_layer(point.layer):
+                spec.intervene(point, change)
+        return spec
+
+
+def _writes(config: Architecture) -> list[HookPoint]:
+    """The points of a model's writes, by layer; none where everything attends."""
+    return [point for point in config.hook_points if point.kind in WRITES]
 
 
 @dataclass(frozen=True)
@@ -85,7 +106,7 @@ class StateKnockoutSpec(_WriteSpec):
         Raises InterventionError if the model or the prompt does not have them.
         """
         self.validate(config, length)
-        return self.at_layers(config, WRITE, Zero(positions=self.counted(length), heads=self.chosen_heads))
+        return self.at_writes(config, Zero(positions=self.counted(length), heads=self.chosen_heads))
 
 
 @dataclass(frozen=True)
@@ -106,7 +127,7 @@ class StateSteeringSpec(_WriteSpec):
         """
         self.validate(config, length)
         change = Scale(self.factor, positions=self.counted(length), heads=self.chosen_heads)
-        return self.at_layers(config, WRITE, change)
+        return self.at_writes(config, change)
 
 
 def state_hooks(
@@ -123,7 +144,8 @@ def state_hooks(
     is knocked out nothing is steered.
     """
     if rule == "per_layer":
-        left = [layer for layer in range(config.num_layers) if not knockout.applies_to_layer(layer)]
+        held = [point.layer for point in _writes(config) if point.layer is not None]
+        left = [layer for layer in held if not knockout.applies_to_layer(layer)]
         own = [layer for layer in left if steering.applies_to_layer(layer)]
         if not own:
             return knockout.hooks(config, length)

@@ -56,7 +56,8 @@ class Mamba:
         step, keys, queries = selected.split(sizes, dim=-1)
         step, keys, queries = self._normed(step, "dt"), self._normed(keys, "b"), self._normed(queries, "c")
         step = F.softplus(wide(product(step, w["dt"])) + wide(w["dt.bias"]))
-        step = taps("ssm_dt", layer, by_heads(step, 1))
+        # Contiguous by head, as what is made of it then is: a scan reads it in that order.
+        step = taps("ssm_dt", layer, by_heads(step, 1).contiguous())
         keys = taps("ssm_B", layer, keys.unsqueeze(1))
         queries = taps("ssm_C", layer, queries.unsqueeze(1))
         decays = -torch.exp(wide(w["A_log"])).unsqueeze(1)

@@ -12,7 +12,7 @@ import torch
 
 from mizarr.stages.forward.architectures.architecture import Reach
 from mizarr.stages.forward.architectures.families import from_hf_config
-from mizarr.stages.forward.architectures.points import HookPoint
+from mizarr.stages.forward.architectures.points import BY_NAME, HookPoint
 from mizarr.stages.forward.architectures.transformer import RopeConfig, TransformerConfig
 from mizarr.stages.forward.hooks.interventions import Add, Scale
 from mizarr.stages.forward.hooks.spec import HookSpec
@@ -22,6 +22,7 @@ from mizarr.stages.forward.networks.rope import inverse_frequencies
 from mizarr.stages.forward.networks.weights import read_shapes
 from mizarr.stages.forward.passes.branches import Branch
 
+from ..random_hybrids import HYBRIDS, save_random_hybrid
 from ..random_models import FAMILIES, VOCAB, save_random_model
 
 pytest.importorskip("transformers")
@@ -29,10 +30,10 @@ LENGTH, TOUCHED = 9, 4
 IDS = torch.randint(0, VOCAB, (1, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, *HYBRIDS])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder = tmp_path_factory.mktemp(request.param)
-    save_random_model(folder, request.param, 5)
+    (save_random_hybrid if request.param in HYBRIDS else save_random_model)(folder, request.param, 5)
     return Model.from_pretrained(folder)
 
 
@@ -43,8 +44,8 @@ def test_every_hook_point_is_met_with_the_axes_and_widths_it_is_said_to_have(mod
     sizes = architecture.axis_sizes | {"batch": 1}
     for point in model.hook_points:
         assert list(cache[point].shape) == [sizes.get(axis, LENGTH) for axis in point.dims], point
-        pairs = LENGTH if "query_position" in point.dims else 1
-        assert cache[point].numel() == LENGTH * pairs * architecture.width(point.kind), point
+        positions = LENGTH ** sum(axis.endswith("position") for axis in point.dims)
+        assert cache[point].numel() == positions * architecture.width(point.kind), point
 
 
 def test_a_change_reaches_as_far_as_it_is_said_to(model):
@@ -57,7 +58,7 @@ def test_a_change_reaches_as_far_as_it_is_said_to(model):
         return model.forward(IDS, hooks, want=None)[end][0]
 
     for point in model.hook_points:
-        if point.order >= end.order:
+        if point.order >= end.order or BY_NAME[point.kind].is_derived:
             continue
         # By one and by more: a point that is changed at all takes another road, and rounds otherwise.
         moved = (scaled(point, 1.0) - scaled(point, 1.5)).abs().amax(-1) > 0
@@ -81,6 +82,8 @@ def test_the_map_of_tensors_is_the_checkpoint(model):
 
 def test_layers_say_what_the_family_is(model):
     architecture: Any = model.config
+    if architecture.model_type in HYBRIDS:
+        pytest.skip("layers of a hybrid differ")
     (channel_mixer,) = {layer.channel_mixer for layer in architecture.layers}
     (norms,) = {layer.norms for layer in architecture.layers}
     kinds = {point.kind for point in model.hook_points}
