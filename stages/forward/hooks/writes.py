@@ -54,7 +54,7 @@ class _WriteSpec(PlacedSpec):
         points = _writes(config)
         if not points:
             raise InterventionError(
-                "expected a model whose tokens write to a state (RWKV-5 to 7, Mamba, hybrids of them), found "
+                "expected a model whose tokens write to a state (RWKV-5 to 7, Mamba, hybrids), found "
                 f"{config.model_type}; cut attention edges where a model attends (KnockoutSpec)"
             )
         self.require_places(config.num_layers, config.axis_sizes[points[0].dims[1]])

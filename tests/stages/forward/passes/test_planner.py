@@ -21,36 +21,39 @@ from tests.stages.forward.random_models import FAMILIES, save_random_model
 from tests.stages.forward.random_runs import draw_runs
 from tests.stages.forward.random_rwkv import GENERATIONS, save_random_rwkv
 
+RECURRENT = (*GENERATIONS, *HYBRIDS)
+SAVED_BY = {
+    **dict.fromkeys(FAMILIES, save_random_model),
+    **dict.fromkeys(GENERATIONS, save_random_rwkv),
+    **dict.fromkeys(HYBRIDS, save_random_hybrid),
+}
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     made = {}
 
-    def model(family: str, seed: int) -> Model:
-        if (family, seed) not in made:
+    def model(family: str, seed: int, dtype: str = "float32") -> Model:
+        if (family, seed, dtype) not in made:
             folder = tmp_path_factory.mktemp(f"{family}-{seed}")
-            saved_by = {
-                **dict.fromkeys(GENERATIONS, save_random_rwkv),
-                **dict.fromkeys(HYBRIDS, save_random_hybrid),
-            }
-            saved_by.get(family, save_random_model)(folder, family, seed)
-            made[family, seed] = Model.from_pretrained(folder)
-        return made[family, seed]
+            SAVED_BY[family](folder, family, seed)
+            made[family, seed, dtype] = Model.from_pretrained(folder, dtype=dtype)
+        return made[family, seed, dtype]
 
     return model
 
 
-def assert_same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Equal to 1e-5 of the scale of what is expected; infinities (masked scores) in the same places."""
+def assert_same(found: torch.Tensor, expected: torch.Tensor, what: str, bound: float) -> None:
+    """Equal to a share of the scale of what is expected; infinities (masked scores) in the same places."""
     assert found.shape == expected.shape, what
     finite = expected.isfinite()
     assert torch.equal(finite, found.isfinite()), what
     if finite.any():
         scale = max(float(expected[finite].abs().max()), 1.0)
-        assert float((found - expected)[finite].abs().max()) <= 1e-5 * scale, what
+        assert float((found - expected)[finite].abs().max()) <= bound * scale, what
 
 
-def check(model: Model, runs: list[Run], **options) -> None:
+def check(model: Model, runs: list[Run], bound: float = 1e-5, **options) -> None:
     seen = []
     for index, planned in stream(model, runs, **options):
         seen.append(index)
@@ -60,18 +63,17 @@ def check(model: Model, runs: list[Run], **options) -> None:
         assert planned.tokens == plain.tokens
         assert planned.has_logits == plain.has_logits
         if plain.has_logits:
-            assert_same(planned.logits, plain.logits, what)
+            assert_same(planned.logits, plain.logits, what, bound)
         assert list(planned) == list(plain)
         for point in plain:
             for when in ("after", "before"):
-                if plain.get(point, when=when) is not None:
-                    assert_same(
-                        planned.get(point, when=when), plain.get(point, when=when), f"{what} at {point}"
-                    )
+                found, expected = (cache.get(point, when=when) for cache in (planned, plain))
+                if expected is not None:
+                    assert_same(found, expected, f"{what} at {point}", bound)
     assert sorted(seen) == list(range(len(runs)))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *GENERATIONS])
+@pytest.mark.parametrize("family", FAMILIES)
 @given(seed=st.integers(0, 10**6), config=st.integers(0, 3))
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_planned_runs_equal_plain_forward_passes(models, family, seed, config):
@@ -80,13 +82,23 @@ def test_planned_runs_equal_plain_forward_passes(models, family, seed, config):
     check(model, draw_runs(rng, model, 14), memory=rng.choice([None, 600_000]))
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
-@given(seed=st.integers(0, 10**6), config=st.integers(0, 1))
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_planned_runs_of_hybrids_equal_plain_forward_passes(models, family, seed, config):
+@pytest.mark.parametrize("family", RECURRENT)
+@given(seed=st.integers(0, 10**6), config=st.integers(0, 3))
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_planned_runs_of_states_equal_plain_forward_passes(models, family, seed, config):
+    """In float64, but for RMS norms, which never leave float32: interventions may leave a recurrence so that
+    float32 alone differs from itself by more than 1e-5 (a stream of zeros, whose norm is rounding)."""
     rng = random.Random(seed)
-    model = models(family, config)
-    check(model, draw_runs(rng, model, 10), memory=rng.choice([None, 600_000]))
+    model = models(family, config, "float64")
+    check(model, draw_runs(rng, model, 14), 1e-6, memory=rng.choice([None, 1_200_000]))
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_planned_runs_of_states_in_float32(models, family):
+    """The same to 1e-5, of runs that are drawn once for all."""
+    rng, model = random.Random(5), models(family, 1)
+    for _ in range(2):
+        check(model, draw_runs(rng, model, 14))
 
 
 # What it costs
@@ -221,7 +233,7 @@ def test_runs_are_read_from_the_store_and_only_missing_ones_are_computed(models,
         assert list(one) == list(other)
         assert all(torch.equal(one[point], other[point]) for point in one)
     more = mizarr.run(model, [*runs, Run(prompt)], store=store)
-    assert_same(more[-1].logits, model.forward(prompt, want=Logits((-1,))).logits, "the appended run")
+    assert_same(more[-1].logits, model.forward(prompt, want=Logits((-1,))).logits, "the appended run", 1e-5)
 
 
 def test_results_in_bfloat16_come_back_from_the_store_as_they_were(models, tmp_path):
