@@ -33,7 +33,7 @@ from ..stages.causal.grids.tracing import CausalTracing
 from ..stages.corpus.positions import phrase_tokens
 from ..stages.logits.lens import format_probability, format_token
 from ..store.errors import ConfigError
-from .material.answers import FRANCE, SPECIMEN, answer_pieces, encoded, named, target_json
+from .material.answers import FRANCE, KNOWN, SPECIMEN, answer_pieces, encoded, named, target_json
 from .material.fact_pairs import shipped_pairs
 from .material.places import NAMES, check_kinds
 from .settings import ControlSettings, Count, FactSettings, Natural, Positive, setting
@@ -55,8 +55,6 @@ ROLES = ("the subject's last token", "the token after it", "the last token")
 """Positions that other facts have too."""
 OTHERS = 3
 """Positions of each other fact, drawn beside the roles among those the noise reaches."""
-KNOWN = 2
-"""Facts that a model must know, of those to choose on and of those to score on: one may be luck."""
 
 
 @dataclass(frozen=True)
