@@ -62,8 +62,14 @@ class StageNode(ResultNode):
         self.name = stage.name
         self.inputs = tuple(dict.fromkeys(port.node for port in ports.values()))
         self._key_params = plain_params(params)
-        for resource in self.resources.values():
-            self._key_params |= plain_params(resource.identity())
+        for name, resource in self.resources.items():
+            identity = plain_params(resource.identity())
+            if both := sorted(identity.keys() & self._key_params.keys()):
+                raise StageError(
+                    f"{self.name}: expected a parameter of another name than what identifies {name}, found "
+                    f"{', '.join(both)}; one would stand for both in the key, so rename it"
+                )
+            self._key_params |= identity
 
     def __repr__(self) -> str:
         return f"StageNode({self.name}, {self.params})"

@@ -5,9 +5,9 @@ over reference prompts, which is fairer, as nothing reads a zero in training (st
 Wang et al. 2022, "Interpretability in the Wild", section 2). KL from the run as it is says how much the
 next token hangs on it, the target's probability in which direction.
 
-Told is the head that loses most on other shipped facts, scored on more of them and in this prompt beside
-other heads drawn at random. Defaults: a shipped fact on the specimen, for other models candle-mi's France;
-means over shipped facts.
+Told is the head that loses most on other shipped facts that the model knows, scored on more of them and in
+this prompt beside other heads drawn at random. Defaults: a shipped fact on the specimen, for other models
+candle-mi's France; means over shipped facts.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from ..stages.causal.controls import Null, chosen_at_random
 from ..stages.causal.draws import AtOnce
 from ..stages.causal.grids.ablation import Ablation
-from ..stages.causal.grids.patching_metrics import KL, Metric, Probability
+from ..stages.causal.grids.patching_metrics import KL, Metric, Probability, Rank
 from ..stages.logits.lens import format_probability, format_token
 from ..store.arrays import Floats
 from ..store.errors import ConfigError
-from .material.answers import answer_pieces, encoded, fact, named, target_json
+from .material.answers import KNOWN, answer_pieces, encoded, fact, named, target_json
 from .settings import ControlSettings, Count, FactSettings, setting
 from .subject import shipped_facts
 from .views import Data, Figure, Finding, Findings, Heatmap, Table, View, points
@@ -95,9 +96,7 @@ class AblationOfEach(ModelWorkflow):
         return {
             "heads": self.on_model(Ablation(kinds=self._heads, over="head", **shared)),
             "layers": self.on_model(Ablation(kinds=PARTS, over="layer", **shared)),
-            "facts": self.on_model(
-                self._on_facts({**shared, "references": self._references(FEW), "metrics": (KL(),)})
-            ),
+            "facts": self.on_model(self._on_facts(shared | {"references": self._references(FEW)})),
         }
 
     @property
@@ -108,10 +107,11 @@ class AblationOfEach(ModelWorkflow):
     def _on_facts(self, shared: dict[str, Any]) -> AtOnce:
         """Every head in other shipped facts, [draw = fact, layer, head]; none of them is a reference."""
         limit, own = self.subject.config.context_length, shared["tokens"]
-        tokens = (tuple(self.subject.tokenizer.encode(each["prompt"]).ids) for each in shipped_facts()[MANY:])
-        fitting = (ids for ids in tokens if ids != own and (limit is None or len(ids) <= limit))
-        facts = islice(dict.fromkeys(islice(fitting, 4 * self.settings.facts)), 2 * self.settings.facts)
-        heads = tuple(Ablation(kinds=self._heads, over="head", **{**shared, "tokens": ids}) for ids in facts)
+        facts = shipped_facts()[MANY:]
+        tokens = ((tuple(self.subject.tokenizer.encode(each["prompt"]).ids), each) for each in facts)
+        fitting = ((ids, each) for ids, each in tokens if ids != own and (limit is None or len(ids) <= limit))
+        chosen = islice(dict(islice(fitting, 4 * self.settings.facts)).items(), 2 * self.settings.facts)
+        heads = tuple(self._on_fact(ids, each, shared) for ids, each in chosen)
         if len(heads) < 2 * self.settings.facts:
             raise ConfigError(
                 f"expected {2 * self.settings.facts} shipped facts that fit the model, found {len(heads)}; "
@@ -119,16 +119,37 @@ class AblationOfEach(ModelWorkflow):
             )
         return AtOnce(heads)
 
+    def _on_fact(self, tokens: tuple[int, ...], told: dict[str, Any], shared: dict[str, Any]) -> Ablation:
+        answer = self.subject.answer_id(told["prompt"], told["target"])
+        own = {"tokens": tokens, "metrics": (KL(), Rank(answer))}
+        return Ablation(kinds=self._heads, over="head", **shared | own)
+
     @cached_property
     def lost(self) -> Floats:
         """KL without each head on other facts, in nats: [fact, layer, head]."""
         found: Floats = self.result("facts")["kl"].transpose("draw", "layer", "head").values
         return found
 
+    @cached_property
+    def is_known(self) -> npt.NDArray[np.bool_]:
+        """Whether the model says the answer of each of these facts, bool [fact]."""
+        unpatched = self.result("facts")["unpatched"]
+        return np.array(unpatched.sel(run="clean", metric="rank").values == 0)
+
     def findings(self) -> Findings:
-        """The head that other facts need most, on more of them and here; and the one they need least."""
+        """The head that other facts need most, on more of them and here; and the one they need least. Where
+        the model knows too few of them nothing is claimed."""
         given, heads = self.settings, self.lost.shape[2]
-        chosen_on, scored = (part.reshape(len(part), -1) for part in np.split(self.lost, 2))
+        known = np.split(self.is_known, 2)
+        counts = [int(each.sum()) for each in known]
+        if min(counts) < KNOWN:
+            said = f"{counts[0]} and {counts[1]} of {given.facts} other facts to choose on and to score on"
+            caption = f"The model says the answer of {said}, fewer than {KNOWN}: nothing is claimed."
+            return Findings.of(caption=caption, sources=("heads", "facts"))
+        chosen_on, scored = (
+            part[rows].reshape(int(rows.sum()), -1)
+            for part, rows in zip(np.split(self.lost, 2), known, strict=True)
+        )
         mean, here = chosen_on.mean(0), self.heads["kl"].transpose("layer", "head").values.ravel()
 
         def told(cell: int) -> str:
@@ -154,9 +175,9 @@ class AblationOfEach(ModelWorkflow):
             over,
             in_prompt(most, f"in {format_token(self.prompt)!r}, {told(most)}"),
             in_prompt(least, f"for comparison, {told(least)}"),
-            caption=f"The head of the largest mean KL on {given.facts} other facts ({mean[most]:.3f} nats), "
-            f"scored on {given.facts} more; for comparison that of the least. Layers are described, not "
-            "claimed: there are too few of them to be beside.",
+            caption=f"The head of the largest mean KL ({mean[most]:.3f} nats) on other facts, of "
+            f"{given.facts} the {counts[0]} whose answer the model says, scored on {counts[1]} more; for "
+            "comparison that of the least. Layers are described, not claimed: there are too few of them.",
             sources=("heads", "facts"),
         )
 

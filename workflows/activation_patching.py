@@ -32,6 +32,7 @@ from ..stages.causal.grids.patching import ActivationPatching, DonorPatching, co
 from ..stages.causal.grids.patching_grid import HEAD_KINDS, KINDS, STATE_KINDS
 from ..stages.causal.grids.patching_metrics import KL, Metric, Probability, Recovery
 from ..stages.logits.lens import format_probability, format_token
+from ..store.arrays import Floats
 from ..store.errors import ConfigError
 from .material.answers import SPECIMEN, answer_pieces, encoded, named
 from .material.fact_pairs import shipped_pairs
@@ -188,36 +189,49 @@ class ActivationPatchingTrace(ModelWorkflow):
         }
 
     def findings(self) -> Findings:
-        """What the best place of other pairs recovers in these, by kind."""
-        given, found = self.settings, []
-        grids = {name: self.result(name).load()["recovery"] for name in ("choice", "scored", "controls")}
-        for kind in (kind for kind in given.kinds if not _by_head(kind)):
-            choice, scored, controls = (
-                (100 * (grid.sel(kind=kind) if "kind" in grid.dims else grid))
-                .transpose("draw", "layer", "position")
-                .values
-                for grid in grids.values()
-            )
-            mean = choice.mean(0)[:, : 1 if kind.startswith("resid") or kind == STATE else 2]
-            layer, role = map(int, np.unravel_index(int(mean.argmax()), mean.shape))
-            said = "state" if kind == STATE else kind
-            found.append(
-                Finding.over(
-                    f"clean {said} of layer {layer} at {ROLES[role]} brings the clean prediction back",
-                    scored[:, layer, role],
-                    controls[:, layer, role].reshape(len(self.scored), self.num_donors),
-                    "times states of unrelated prompts as long",
-                    draws=given.controls,
-                    seed=given.seed,
-                    unit="%",
-                    held_out=True,
-                )
-            )
+        """What the best place of other pairs recovers in these, by kind; and of the first kind one that
+        recovers nothing in them."""
+        kinds = [kind for kind in self.settings.kinds if not _by_head(kind)]
+        chosen_on = {kind: self._recovered("choice", kind) for kind in kinds}
+        means = {
+            kind: values.mean(0)[:, : 1 if kind.startswith("resid") or kind == STATE else 2]
+            for kind, values in chosen_on.items()
+        }
         return Findings.of(
-            *found,
-            caption=f"Of each kind the place that recovers most on {len(grids['choice'])} other pairs; "
-            f"{self.num_donors} unrelated prompts per pair.",
+            *(self._found(kind, int(mean.argmax()), mean.shape) for kind, mean in means.items()),
+            self._found(
+                kinds[0], int(np.abs(means[kinds[0]]).argmin()), means[kinds[0]].shape, is_quiet=True
+            ),
+            caption=f"Of each kind the place that recovers most on {len(chosen_on[kinds[0]])} other pairs, "
+            f"and of {kinds[0]} the one that moves them least; {self.num_donors} unrelated prompts per pair.",
             sources=("choice", "scored", "controls"),
+        )
+
+    def _recovered(self, name: str, kind: str) -> Floats:
+        """Percent recovered of one kind in one of the results on roles: [pair, layer, role]."""
+        grid = 100 * self.result(name).load()["recovery"]
+        found: Floats = (
+            (grid.sel(kind=kind) if "kind" in grid.dims else grid)
+            .transpose("draw", "layer", "position")
+            .values
+        )
+        return found
+
+    def _found(self, kind: str, cell: int, shape: tuple[int, ...], *, is_quiet: bool = False) -> Finding:
+        """What one place of a kind recovers, beside states of unrelated prompts at it. cell: the place among
+        layers and roles, [layer, role]."""
+        layer, role = map(int, np.unravel_index(cell, shape))
+        scored, controls = (self._recovered(name, kind)[:, layer, role] for name in ("scored", "controls"))
+        before, said = "for comparison, " if is_quiet else "", "state" if kind == STATE else kind
+        return Finding.over(
+            f"{before}clean {said} of layer {layer} at {ROLES[role]} brings the clean prediction back",
+            scored,
+            controls.reshape(len(self.scored), self.num_donors),
+            "times states of unrelated prompts as long",
+            draws=self.settings.controls,
+            seed=self.settings.seed,
+            unit="%",
+            held_out=True,
         )
 
     def _asked(self) -> list[tuple[str, str, tuple[str, ...]]]:

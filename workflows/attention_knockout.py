@@ -109,6 +109,8 @@ class AttentionKnockout(EdgeWorkflow):
 
     def findings(self) -> Findings:
         """The edge on other facts and in this prompt, and one that others say does nothing."""
+        if not self.is_claimed:
+            return Findings.of(caption=self.choice_told, sources=tuple(self.nodes))
 
         def cut(layer: int, key: int) -> str:
             return f"cutting {self.edge_told((self.query, key))} in layer {layer}"

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..stages.logits.lens import format_token
-from .material.exchange_views import facts_told, finding, held_out_finding, site_told
+from .material.exchange_views import facts_told, features_table, finding, held_out_finding, site_told
 from .material.feature_controls import FeatureControls
-from .material.feature_injection import Planned, feature_json
+from .material.feature_injection import Planned
+from .material.feature_labels import FeatureLabels
 from .material.feature_presets import chosen_preset
 from .settings import ControlSettings, Count, InjectionSettings, Positive, setting
 from .views import Data, Finding, Findings, Heatmap, Lines, Table, View, together
@@ -73,6 +75,11 @@ class AttentionRouting(Workflow):
         sweep = planned.sweep(planned.doses, strengths, (), **place)
         self.nodes = {"sweep": sweep, **self.controls.nodes}
 
+    @cached_property
+    def labels(self) -> FeatureLabels:
+        """What the features are called."""
+        return self.controls.labels(self.result)
+
     def views(self) -> Iterator[View]:
         """The heads that move most at the one strength, all heads, and the range of strengths."""
         import xarray as xr
@@ -85,6 +92,7 @@ class AttentionRouting(Workflow):
         layer, head = rows[0]["layer"], rows[0]["head"]
         query, key = (format_token(planned.tokens[place]) for place in (planned.last, planned.site))
         yield Findings.of(*self._findings(layer, head), caption=planned.preset.found)
+        yield features_table(self.controls, self.result)
         yield Data(json=self._about() | {"head_deltas": _by_place(rows), "top_heads": rows[:TOP]})
         yield Table.of(
             rows[:10],
@@ -94,7 +102,7 @@ class AttentionRouting(Workflow):
             ("steered", "steered_attn", ".4f"),
             ("change", "delta", "+.4f"),
             title=f"{planned.heading}: {query!r} ({planned.last}) looking at {key!r} ({planned.site}) while "
-            f"{planned.inject} is injected there, strength {strength:g}",
+            f"{self.labels.short(planned.inject)} is injected there, strength {strength:g}",
             caption=f"sum of |change| over all heads and layers: {float(moved.sel(strength=strength)):.4f}",
         )
         by_head = Heatmap.of(
@@ -121,7 +129,8 @@ class AttentionRouting(Workflow):
     def _findings(self, layer: int, head: int) -> Iterator[Finding]:
         """The head that moves most, all heads together, and that head in other facts."""
         controls, change = self.controls, _moved(self.result("controls"))
-        done = f"{self.planned.inject} injected at {site_told(controls)} moves the end's attention to it"
+        injected = self.labels.short(self.planned.inject)
+        done = f"{injected} injected at {site_told(controls)} moves the end's attention to it"
         most, total = abs(change).max(("layer", "head")).values, abs(change).sum(("layer", "head")).values
         yield finding(controls, most, f"{done}, most of all heads layer {layer} head {head}: |change|")
         yield finding(controls, total, f"{done}: sum of |change| over all heads")
@@ -139,8 +148,8 @@ class AttentionRouting(Workflow):
             "model_id": planned.subject.files.name,
             "clt_repo": planned.preset.dictionary,
             "prompt": planned.prompt,
-            "feature": feature_json(planned.inject),
-            "suppress_features": [feature_json(feature) for feature in planned.suppress],
+            "feature": self.labels.json(planned.inject),
+            "suppress_features": list(map(self.labels.json, planned.suppress)),
             "strength": self.strength,
             "planning_site": planned.site,
             "output_position": planned.last,

@@ -241,8 +241,9 @@ class CharacterCountHelix(ModelWorkflow):
                 ),
             )
         )  # fmt: skip
-        along: dict[str, Any] = {"control": "shuffled", "low": 0.0, "high": 1.0, "at": shown}
+        along: dict[str, Any] = {"control": "shuffled counts", "low": 0.0, "high": 1.0, "at": shown}
         scores = self.r2.sel(layer=layers).transpose("counts", "layer")
+        scores = scores.assign_coords(counts=[f"{counts} counts" for counts in scores["counts"].values])
         readout = Lines.of(scores, "Can the count be read off linearly?", **along)
         ratio = numbered["explained_variance_ratio"].transpose("component", "layer")
         dims = Lines.of(
@@ -272,11 +273,12 @@ class CharacterCountHelix(ModelWorkflow):
         """Share of the first components together; and of all of them with shuffled counts."""
         import xarray as xr
 
-        names = [f"PC1 to {name}" for name in ratio["component"].values]
+        first_name, *more = ratio["component"].values
+        names = [first_name, *(f"{first_name} to {name}" for name in more)]
         sums = ratio.cumsum("component").assign_coords(component=names)
         shuffled = self.control["explained_variance_ratio"].sum("component")
         first = sums[sorted({0, 1, 2, len(names) - 1} & set(range(len(names))))]
-        return xr.concat([first, shuffled.expand_dims(component=["shuffled"])], "component")
+        return xr.concat([first, shuffled.expand_dims(component=["shuffled counts"])], "component")
 
     def _curve(self, layer: int) -> Curve:
         part = self.geometry.sel(layer=layer)

@@ -23,6 +23,7 @@ from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError
 from .material.answers import encoded, fact, named
 from .material.feature_injection import is_one_token, word_id
+from .material.feature_labels import FeatureLabels, active_words, ranked_words
 from .material.feature_presets import PRESETS
 from .sae_features import dictionary_of
 from .settings import ModelSettings, setting
@@ -80,12 +81,28 @@ class CltProbe(ModelWorkflow):
         self.dictionary.require_fit(self.subject.config, self.subject.name)
         self.position = self._position()
         names = self.dictionary.name, self.dictionary.identity
-        nodes = {"activity": self.on_model(FeatureActivity(tuple(self.encoding.ids), *names))}
+        nodes: dict[str, ResultNode] = {
+            "activity": self.on_model(FeatureActivity(tuple(self.encoding.ids), *names))
+        }
         self.word = given.search or (answer if is_one_token(self.subject, answer) else "")
         if self.word:
             self.token = word_id(self.subject, self.word)
             nodes["search"] = self.on_model(DecoderSearch(self.token, *names, top_k=given.top))
-        return nodes
+            nodes["search_words"] = ranked_words(self.subject, self.dictionary, nodes["search"])
+        most = max(given.top_k, given.top)
+        return nodes | active_words(
+            self.subject, self.dictionary, nodes["activity"], most=most, position=self.position
+        )
+
+    @cached_property
+    def labels(self) -> FeatureLabels:
+        """What the strongest features here are called, and those that write the word."""
+        words = self.result("words").load() if "words" in self.nodes else None
+        found = FeatureLabels.of(self.subject, self.encoding.ids, words, self.activity)
+        if not self.word:
+            return found
+        search = self.result("search_words").load()
+        return FeatureLabels.of(self.subject, self.encoding.ids, search, self.activity) | found
 
     @property
     def tokens(self) -> list[str]:
@@ -99,7 +116,10 @@ class CltProbe(ModelWorkflow):
         here = found.isel(active=found["active_position"].values == self.position)
         order = np.lexsort((here["active_feature"], here["active_layer"], -here["activation"].values))
         columns = {"layer": "active_layer", "index": "active_feature", "activation": "activation"}
-        return _records(here.isel(active=order), columns)
+        return self._labelled(_records(here.isel(active=order), columns))
+
+    def _labelled(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [row | {"label": self.labels.label(_feature(row))} for row in rows]
 
     @property
     def candidates(self) -> list[FeatureId]:
@@ -136,17 +156,19 @@ class CltProbe(ModelWorkflow):
         yield Table.of(
             rows[:ROWS],
             ("feature", _feature, str),
+            ("", "label"),
             ("activation", "activation", ".4f"),
             title=f"{self.dictionary.name} in {self.subject.name} at {token}",
             caption=f"{len(rows)} of {len(layers) * self.dictionary.n_features} active; to suppress: "
-            f"{' '.join(map(str, self.candidates)) or 'none'}",
+            f"{self.labels.several(self.candidates) or 'none'}",
         )
         if self.word:
             columns = {"layer": "source_layer", "index": "feature", "cosine": "score"}
-            found = _records(self.result("search").load(), columns)
+            found = self._labelled(_records(self.result("search").load(), columns))
             yield Table.of(
                 found[:ROWS],
                 ("feature", _feature, str),
+                ("", "label"),
                 ("cosine", "cosine", "+.4f"),
                 title=f"Features that write {format_token(self.word)!r}",
                 caption="best cosine of what the feature writes to any layer with the word's embedding",

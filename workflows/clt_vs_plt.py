@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,9 +30,10 @@ from ..stages.features.layers.layout import FeatureId
 from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError
 from .material.answers import number
-from .material.exchange_views import exchange_findings, site_told
+from .material.exchange_views import exchange_findings, features_table, site_told
 from .material.feature_controls import FeatureControls, changes
-from .material.feature_injection import Planned, feature_json, word_id
+from .material.feature_injection import Planned, word_id
+from .material.feature_labels import FeatureLabels, ranked_words
 from .material.feature_presets import PRESETS, chosen_preset
 from .settings import ControlSettings, InjectionSettings, setting
 from .views import Data, Finding, Findings, Heatmap, Line, Lines, Table, View, together
@@ -124,12 +126,27 @@ class CltVsPlt(Workflow):
                 )
             for name, experiment in experiments.items():
                 experiment.cells(planned.subject.config)
-                self.nodes[f"{arm}_{name}"] = planned.subject.on_model(experiment)
+                node = planned.subject.on_model(experiment)
+                self.nodes[f"{arm}_{name}"] = node
+                if name != "controls":
+                    self.nodes[f"{arm}_{name}_words"] = ranked_words(planned.subject, dictionary, node)
 
     @cached_property
     def opened(self) -> dict[str, xr.Dataset]:
         """Every result, in memory."""
         return {name: self.result(name).load() for name in self.nodes}
+
+    @cached_property
+    def labels(self) -> dict[str, FeatureLabels]:
+        """What features are called: by arm, and of the preset under "preset"."""
+        subject, ids = self.planned.subject, self.planned.encoding.ids
+        found = {"preset": self.controls.labels(self.opened.__getitem__)}
+        for arm in self.arms:
+            trace = self.opened[f"{arm}_trace"]
+            words = [self.opened[f"{arm}_{name}_words"] for name in ("trace", *protocols(arm))]
+            every = [FeatureLabels.of_trace(subject, ids, each, trace) for each in words]
+            found[arm] = reduce(or_, every)
+        return found
 
     @property
     def baseline(self) -> tuple[float, float]:
@@ -141,9 +158,10 @@ class CltVsPlt(Workflow):
         """What each protocol reaches, how both kinds rank features, and where the best ones are active."""
         planned, preset = self.planned, self.planned.preset
         planning = self.opened["planning"].isel(strength=0, word=0)
-        first = self._causal("preset", planning, planned.suppress, planned.inject)
+        first = self._causal("preset", "preset", planning, planned.suppress, planned.inject)
         arms = {arm: {name: self._protocol(arm, name) for name in protocols(arm)} for arm in self.arms}
         yield Findings.of(*self._findings(), caption=preset.found)
+        yield features_table(self.controls, self.opened.__getitem__)
         yield Data(
             json={
                 "experiment": self.name,
@@ -182,7 +200,9 @@ class CltVsPlt(Workflow):
         tokens = [f"{i} {format_token(token)}" for i, token in enumerate(planned.tokens)]
         for arm in self.arms:
             grid = self.opened[f"{arm}_trace"]["trace"].drop_vars(["score", "source_layer", "feature"])
-            grid = grid.assign_coords(rank=list(map(str, self._features(f"{arm}_trace"))), position=tokens)
+            grid = grid.assign_coords(
+                rank=list(map(self.labels[arm].short, self._features(f"{arm}_trace"))), position=tokens
+            )
             yield Heatmap.of(
                 grid.rename(rank="feature", position="token"),
                 f"{arm}: the word's best features along the prompt",
@@ -209,7 +229,10 @@ class CltVsPlt(Workflow):
         for arm, trace in traces.items():
             most = trace["trace"].max("position").values + 0.0  # what is not active may be -0.0
             columns += [
-                (f"{arm} feature", self._features(f"{arm}_trace").__getitem__, str),
+                (
+                    f"{arm} feature",
+                    list(map(self.labels[arm].short, self._features(f"{arm}_trace"))).__getitem__,
+                ),
                 (f"{arm} cosine", trace["score"].values.__getitem__, "+.3f"),
                 (f"{arm} most active", most.__getitem__, ".3f"),
             ]
@@ -265,15 +288,15 @@ class CltVsPlt(Workflow):
     def _ranked_json(self, arm: str) -> dict[str, Any]:
         """The best features of an arm and what they read, in the fields of candle-mi's example."""
         trace, dictionary = self.opened[f"{arm}_trace"], self.arms[arm]
-        ids = list(map(str, self._features(f"{arm}_trace")))
+        features = self._features(f"{arm}_trace")
         return {
             "schema": dictionary.layout.format,
             "transcoder_repo": dictionary.name,
             "n_layers": len(dictionary.layers),
             "n_features_per_layer": dictionary.n_features,
             "top_20_features_same_layer": [
-                {"feature": name, "cosine": score}
-                for name, score in zip(ids, trace["score"].values.tolist(), strict=True)
+                {"feature": str(feature), "cosine": score, "label": self.labels[arm].label(feature)}
+                for feature, score in zip(features, trace["score"].values.tolist(), strict=True)
             ],
             "top_20_decoder_vectors_same_layer": trace["vector"],
             "pre_activation_histograms": {
@@ -284,7 +307,7 @@ class CltVsPlt(Workflow):
                 for layer in trace["window_layer"].values.tolist()
             },
             "activation_trace": {
-                "feature_ids": ids,
+                "feature_ids": list(map(str, features)),
                 "layer_indices": trace["source_layer"],
                 "positions": trace["position"],
                 "values": trace["trace"],
@@ -296,17 +319,17 @@ class CltVsPlt(Workflow):
         """What a sweep of an arm reaches; one that injects has the injected feature last."""
         chosen = self._features(f"{arm}_{name}")
         inject = chosen.pop() if protocols(arm)[name][1] else None
-        return self._causal(name, self.opened[f"{arm}_{name}"].isel(word=0), chosen, inject)
+        return self._causal(arm, name, self.opened[f"{arm}_{name}"].isel(word=0), chosen, inject)
 
     def _causal(
-        self, protocol: str, sweep: xr.Dataset, suppress: list[FeatureId], inject: FeatureId | None
+        self, arm: str, protocol: str, sweep: xr.Dataset, suppress: list[FeatureId], inject: FeatureId | None
     ) -> dict[str, Any]:
         probability, logit = np.exp(sweep["logprob"].values), sweep["logit"].values
-        best = int(probability.argmax())
+        best, labels = int(probability.argmax()), self.labels[arm]
         return {
             "protocol": protocol,
-            "suppress_features": [feature_json(feature) for feature in suppress],
-            "inject_feature": None if inject is None else feature_json(inject),
+            "suppress_features": list(map(labels.json, suppress)),
+            "inject_feature": None if inject is None else labels.json(inject),
             "strength": self.planned.preset.strength,
             "spike_position": best,
             "spike_token": self.planned.tokens[best],

@@ -22,9 +22,17 @@ from ..stages.features.effects.sweeps import Dose
 from ..stages.logits.lens import format_token
 from ..store.arrays import Floats
 from ..store.errors import ConfigError
-from .material.exchange_views import facts_told, finding, held_out_finding, parts_table, site_told
+from .material.exchange_views import (
+    facts_told,
+    features_table,
+    finding,
+    held_out_finding,
+    parts_table,
+    site_told,
+)
 from .material.feature_controls import FeatureControls, probabilities
-from .material.feature_injection import Planned, feature_json
+from .material.feature_injection import Planned
+from .material.feature_labels import FeatureLabels
 from .material.feature_presets import chosen_preset
 from .settings import ControlSettings, Count, InjectionSettings, Natural, NotNegative, Positive, setting
 from .views import Data, Figure, Finding, Findings, Line, Lines, Table, View
@@ -110,6 +118,11 @@ class CorrectionTest(Workflow):
         return self.result("sweep").load().isel(position=0)
 
     @cached_property
+    def labels(self) -> FeatureLabels:
+        """What the features are called."""
+        return self.controls.labels(self.result)
+
+    @cached_property
     def head(self) -> tuple[int, int] | None:
         """The head followed; None where 21:5 was meant and the model is smaller."""
         config = self.planned.subject.config
@@ -129,9 +142,10 @@ class CorrectionTest(Workflow):
     def views(self) -> Iterator[View]:
         """Both words and the attention, at every strength of the correction."""
         planned, preset, points = self.planned, self.planned.preset, self._points()
-        words = (preset.inject_word, preset.correct_word)
+        words, labels = (preset.inject_word, preset.correct_word), self.labels
         before = self._said(self.sweep, "baseline_") | {"routing_head_delta": 0.0, "total_routing_shift": 0.0}
         yield Findings.of(*self._findings(), caption=preset.found)
+        yield features_table(self.controls, self.result)
         yield parts_table(self.controls, self.result)
         yield Data(json=self._about() | {"baseline": before, "commitment_only": points[0]})
         site = f"{format_token(planned.tokens[planned.site])!r} ({planned.site})"
@@ -142,8 +156,8 @@ class CorrectionTest(Workflow):
             (f"p({format_token(words[1])})", "p_correct_word", ".3e"),
             ("most likely", lambda one: f"{format_token(one['top1_token'])!r} {one['top1_prob']:.3f}"),
             ("attention moved", "total_routing_shift", ".4f"),
-            title=f"{planned.heading}: {planned.inject} ({words[0]!r}) committed at {site}, then "
-            f"{self.correct} ({words[1]!r}) into layers from {preset.correct_from_layer} on",
+            title=f"{planned.heading}: {labels.short(planned.inject)} committed at {site}, then "
+            f"{labels.short(self.correct)} into layers from {preset.correct_from_layer} on",
             caption=f"without any injection {before['p_commit_word']:.3e} and {before['p_correct_word']:.3e}",
             json={"correction_sweep": points},
         )
@@ -181,9 +195,10 @@ class CorrectionTest(Workflow):
     def _findings(self) -> Iterator[Finding]:
         """How much likelier the correction is than with the commitment alone, here and in other facts."""
         controls, preset = self.controls, self.planned.preset
+        written = f"{self.labels.short(self.correct)} into layers from {preset.correct_from_layer} on"
         claim = (
-            f"{self.correct} into layers from {preset.correct_from_layer} on at {site_told(controls)}, "
-            f"strength {controls.strength:g}, changes P({preset.correct_word!r}) after the commitment"
+            f"{written} at {site_told(controls)}, strength {controls.strength:g}, changes "
+            f"P({preset.correct_word!r}) after the commitment"
         )
         yield finding(controls, taken_back(self.result("controls")), claim)
         if controls.held_out:
@@ -201,11 +216,11 @@ class CorrectionTest(Workflow):
             "output_position": planned.last,
             "n_layers": config.num_layers,
             "n_heads": config.axis_sizes["head"],
-            "commit_feature": feature_json(planned.inject),
+            "commit_feature": self.labels.json(planned.inject),
             "commit_word": preset.inject_word,
-            "suppress_features": [feature_json(feature) for feature in planned.suppress],
+            "suppress_features": list(map(self.labels.json, planned.suppress)),
             "commit_strength": preset.strength,
-            "correct_feature": feature_json(self.correct),
+            "correct_feature": self.labels.json(self.correct),
             "correct_word": preset.correct_word,
             "correct_from_layer": preset.correct_from_layer,
             "routing_head": self.head,

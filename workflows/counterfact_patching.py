@@ -59,26 +59,35 @@ class CounterFactPatches(PairWorkflow):
         return {"patches": self.on_model(CounterFactPatching(**self.read_pairs())), **self.control_nodes()}
 
     def findings(self) -> Findings:
-        """How often the subject's state makes the model say what the counterfactual prompt says."""
-        choice, controls = (self.result(name).load().isel(draw=0) for name in ("choice", "controls"))
+        """How often the subject's state makes the model say what the counterfactual prompt says, in the block
+        that others choose and in the one in which it does so least."""
+        choice = self.result("choice").load().isel(draw=0)
         taken = choice["token_id"] == choice["counterfactual_token_id"]
-        block = int(taken.transpose("pair", "block").values.mean(0).argmax())
+        often = taken.transpose("pair", "block").values.mean(0)
+        # Of several blocks in which nothing happens the last one: it is farthest from the first.
+        most, least = int(often.argmax()), len(often) - 1 - int(often[::-1].argmin())
+        return Findings.of(
+            self._found(most, "putting"),
+            self._found(least, "for comparison, putting"),
+            caption=f"The block in which that happens most often on {choice.sizes['pair']} other pairs, and "
+            f"the one in which it happens least; {self.settings.donors} unrelated prompts per pair.",
+        )
+
+    def _found(self, block: int, begins: str) -> Finding:
+        """The subject patched in one block, beside states of unrelated prompts."""
+        controls = self.result("controls").load().isel(draw=0)["token_id"]
         said = self.found["counterfactual_token_id"].values
         patched = [self._said(i, block) for i in range(len(self.pairs))]
-        other = self.by_donor(controls["token_id"].transpose("pair", "block").values)[:, :, block]
-        return Findings.of(
-            Finding.over(
-                "putting the counterfactual subject's last token into layers "
-                f"{layers_told(self.blocks[block])} makes the model say what that prompt does, of all pairs",
-                np.array(patched) == said,
-                other == said[:, None],
-                "times the states of unrelated prompts as long",
-                draws=self.settings.controls,
-                seed=self.settings.seed,
-                held_out=True,
-            ),
-            caption=f"The block in which that happens most often on {choice.sizes['pair']} other pairs; "
-            f"{self.settings.donors} unrelated prompts per pair.",
+        other = self.by_donor(controls.transpose("pair", "block").values)[:, :, block]
+        return Finding.over(
+            f"{begins} the counterfactual subject's last token into layers {layers_told(self.blocks[block])} "
+            "makes the model say what that prompt does, of all pairs",
+            np.array(patched) == said,
+            other == said[:, None],
+            "times the states of unrelated prompts as long",
+            draws=self.settings.controls,
+            seed=self.settings.seed,
+            held_out=True,
         )
 
     def _said(self, i: int, block: int) -> int:

@@ -72,6 +72,10 @@ class Routing(PairWorkflow):
         others = self.by_donor(sizes["controls"])
         block = int(chosen_on.sum((1, 2)).argmax())
         layer, head = map(int, np.unravel_index(int(chosen_on[block].argmax()), chosen_on.shape[1:]))
+        # Below the block nothing can move; that is no comparison.
+        above = min(self.blocks[block][0] + 1, chosen_on.shape[1] - 1)
+        reached = chosen_on[block, above:]
+        still, other = map(int, np.unravel_index(int(reached.argmin()), reached.shape))
         layers, count = layers_told(self.blocks[block]), len(sizes["choice"])
         told: dict[str, Any] = {
             "of": "times the states of unrelated prompts as long",
@@ -79,6 +83,15 @@ class Routing(PairWorkflow):
             "seed": self.settings.seed,
             "held_out": True,
         }
+
+        def of_head(layer: int, head: int, before: str = "") -> Finding:
+            return Finding.over(
+                f"{before}another subject in layers {layers} moves that of head {head} of layer {layer}",
+                own[:, block, layer, head],
+                others[:, :, block, layer, head],
+                **told,
+            )
+
         return Findings.of(
             Finding.over(
                 f"another subject in layers {layers} moves the last token's attention to the fact, sum over "
@@ -87,14 +100,10 @@ class Routing(PairWorkflow):
                 others[:, :, block].sum((2, 3)),
                 **told,
             ),
-            Finding.over(
-                f"another subject in layers {layers} moves that of head {head} of layer {layer}",
-                own[:, block, layer, head],
-                others[:, :, block, layer, head],
-                **told,
-            ),
-            caption=f"Block and head that move most on {count} other pairs; {self.settings.donors} unrelated "
-            "prompts per pair.",
+            of_head(layer, head),
+            of_head(above + still, other, "for comparison, "),
+            caption=f"Block and head that move most on {count} other pairs, and the head that moves least; "
+            f"{self.settings.donors} unrelated prompts per pair.",
         )
 
     @cached_property

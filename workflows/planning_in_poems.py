@@ -23,9 +23,9 @@ import numpy as np
 
 from ..stages.logits.lens import format_probability, format_token
 from .material.answers import named
-from .material.exchange_views import exchange_findings, parts_table
+from .material.exchange_views import exchange_findings, features_table, parts_table
 from .material.feature_controls import FeatureControls
-from .material.feature_injection import Planned, feature_json
+from .material.feature_injection import Planned
 from .material.feature_presets import chosen_preset
 from .settings import ControlSettings, InjectionSettings, setting
 from .views import Bars, Data, Figure, Findings, Line, Lines, Table, View
@@ -81,6 +81,8 @@ class PlanningInPoems(Workflow):
         """The positions that change most, in their order, and the probability at every position."""
         planned, preset, swept = self.planned, self.planned.preset, self.sweep.isel(strength=0)
         word, strength = preset.inject_word, preset.strength
+        labels = self.controls.labels(self.result)
+        injected = labels.short(planned.inject)
         probability = np.exp(swept["logprob"].transpose("position", "word").values)
         baseline = float(np.exp(swept["baseline_logprob"][0]))
         best = int(probability[:, 0].argmax())
@@ -97,6 +99,7 @@ class PlanningInPoems(Workflow):
             for place, token in enumerate(planned.tokens)
         ]
         yield Findings.of(*exchange_findings(self.controls, self.result), caption=preset.found)
+        yield features_table(self.controls, self.result)
         yield parts_table(self.controls, self.result)
         yield Data(
             json={
@@ -107,15 +110,15 @@ class PlanningInPoems(Workflow):
                 "tokens": planned.tokens,
                 "suppress_word": preset.suppress_word,
                 "inject_word": word,
-                "suppress_features": [feature_json(feature) for feature in planned.suppress],
-                "inject_feature": feature_json(planned.inject),
+                "suppress_features": list(map(labels.json, planned.suppress)),
+                "inject_feature": labels.json(planned.inject),
                 "strength": strength,
                 "baseline_prob": baseline,
                 "max_position": best,
                 "max_prob": most,
             }
         )
-        off = " ".join(map(str, planned.suppress)) or "nothing"
+        off = labels.several(planned.suppress) or "nothing"
         likely = [format_token(token) for token in named(planned.subject, swept["top_id"].values)]
         yield Table.of(
             [sweep[place] for place in sorted(np.argsort(-probability[:, 0], kind="stable")[:SHOWN])],
@@ -126,7 +129,7 @@ class PlanningInPoems(Workflow):
             ("KL", "kl_divergence", ".3f"),
             ("most likely", lambda one: likely[one["position"]]),
             ("", lambda one: _mark(one["prob"], baseline)),
-            title=f"{planned.heading}: at each position {off} suppressed and {planned.inject} ({word!r}) "
+            title=f"{planned.heading}: at each position {off} suppressed and {injected} "
             f"injected, strength {strength:g}",
             caption=f"without injection {baseline:.3e}; most at position {best}, {most:.3e}, "
             f"{most / max(baseline, SMALLEST):.3g} times as much",
@@ -140,7 +143,7 @@ class PlanningInPoems(Workflow):
             caption=f"dashed: without injection, {chance}",
             y_name=f"P({word!r})",
             lines=(
-                Line(f"{planned.inject} injected", probability[:, 0]),
+                Line(f"{injected} injected", probability[:, 0]),
                 Line("without injection", np.full(len(tokens), baseline), control=True),
             ),
             low=0.0,
@@ -160,7 +163,7 @@ class PlanningInPoems(Workflow):
         )
         yield Figure(
             name="planning_in_poems",
-            title=f"Where injecting {planned.inject} makes {planned.subject.name} end on {word!r}",
+            title=f"Where injecting {injected} makes {planned.subject.name} end on {word!r}",
             caption=f"each bar is one run; dashed: without injection, {chance}; log scale",
             panels=(bars,),
         )

@@ -117,7 +117,7 @@ class RwkvInference(PlaceWorkflow):
         if not self.is_chosen:
             return {}
         scored = self.others[self.settings.facts :]
-        cut = (StateKnockout(tuple(each.ids), self._roles(each), top_k=1) for each in scored)
+        cut = (StateKnockout(tuple(ids.ids), self._roles(ids), top_k=1) for ids, _ in scored)
         return {"scored": self.on_model(AtOnce(tuple(cut)))}
 
     def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> list[RandomWrites]:
@@ -159,6 +159,8 @@ class RwkvInference(PlaceWorkflow):
 
     def findings(self) -> Findings:
         """The write on other facts and in this prompt, and one that others say does nothing."""
+        if not self.is_claimed:
+            return Findings.of(caption=self.choice_told, sources=tuple(self.nodes))
 
         def out(layer: int, place: int) -> str:
             return f"leaving out what {self.token_told(place)} writes in layer {layer}"
@@ -185,10 +187,11 @@ class RwkvInference(PlaceWorkflow):
             return None
         given, layer, role = self.settings, self.chosen.layer, list(ROLES).index(self.chosen.role)
         cut = self.result("scored")["kl"].transpose("draw", "layer", "position").values
+        rows = self.halves[1]
         return Finding.over(
             f"leaving out what {ROLES[self.chosen.role]} writes in layer {layer} changes the next token",
-            cut[:, layer, role],
-            self.random[given.facts :, layer, role],
+            cut[rows - given.facts, layer, role],
+            self.random[rows, layer, role],
             "times random values as long, written in their place",
             draws=given.controls,
             seed=given.seed,

@@ -22,6 +22,7 @@ from ..stages.features.layers.layout import FeatureId
 from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError, PromptError
 from .material.answers import encoded, fact, named
+from .material.feature_labels import FeatureLabels, active_words
 from .settings import Count, ModelSettings, setting
 from .views import Data, Heatmap, Table, View, together
 from .workflow import ModelWorkflow
@@ -76,15 +77,21 @@ class SaeFeatures(ModelWorkflow):
                 f"are left out, found {len(self.encoding.ids)}; lengthen it, or lower zero_positions"
             )
         names = self.dictionary.name, self.dictionary.identity
-        return {
-            "activity": self.on_model(FeatureActivity(tuple(self.encoding.ids), *names, given.zero_positions))
-        }
+        activity = self.on_model(FeatureActivity(tuple(self.encoding.ids), *names, given.zero_positions))
+        words = active_words(self.subject, self.dictionary, activity, most=given.top_k)
+        return {"activity": activity, **words}
 
     @cached_property
     def activity(self) -> xr.Dataset:
         """What is active, of the one layer."""
         found = self.result("activity").load()
         return found.isel(active=found["active_layer"].values == self.layer).sel(layer=self.layer)
+
+    @cached_property
+    def labels(self) -> FeatureLabels:
+        """What the strongest features are called."""
+        words = self.result("words").load() if "words" in self.nodes else None
+        return FeatureLabels.of(self.subject, self.encoding.ids, words, self.activity)
 
     @property
     def tokens(self) -> list[str]:
@@ -98,8 +105,7 @@ class SaeFeatures(ModelWorkflow):
         order = np.lexsort((here["active_feature"].values, -value))[: self.settings.top_k]
         return [
             {
-                "layer": self.layer,
-                "index": int(here["active_feature"][i]),
+                **self.labels.json(FeatureId(self.layer, int(here["active_feature"][i]))),
                 "activation": float(value[i]),
                 "decoder_norm": float(here["decoder_norm"][i]),
             }
@@ -129,6 +135,7 @@ class SaeFeatures(ModelWorkflow):
         yield Table.of(
             told[self.position]["top"],
             ("feature", lambda one: FeatureId(one["layer"], one["index"]), str),
+            ("", "label"),
             ("activation", "activation", ".4f"),
             ("norm of decoder", "decoder_norm", ".4f"),
             title=f"{self.dictionary.name} at {self.hook} of {self.subject.name}: "
@@ -160,7 +167,9 @@ class SaeFeatures(ModelWorkflow):
         return xr.DataArray(
             values[order],
             {
-                "feature": [str(FeatureId(self.layer, feature)) for feature in features[order].tolist()],
+                "feature": [
+                    self.labels.short(FeatureId(self.layer, feature)) for feature in features[order].tolist()
+                ],
                 "token": [f"{i} {format_token(token)}" for i, token in enumerate(self.tokens)],
             },
             ("feature", "token"),

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from ..stages.causal.steering import (
     exact_factor,
 )
 from ..stages.logits.lens import format_token
+from ..store.arrays import Floats
 from ..store.errors import ConfigError, InterventionError
 from .material.answers import named, number, target_json, top_changed_json
 from .material.edge_choice import EdgeWorkflow
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from ..stages.forward.runs.experiment import Experiment
 
 __all__ = ["SteeringDoseResponseSettings", "SteeringDoseResponse"]
+
+NEAREST = 6
+"""Edges of each other fact that the one chosen is held against."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,8 @@ class SteeringDoseResponse(EdgeWorkflow):
     settings_type = SteeringDoseResponseSettings
     settings: SteeringDoseResponseSettings
 
-    num_drawn = 0
-    is_scored = False
     rule = "kind of key whose edge, at the strongest dose,"
+    beside: ClassVar[str] = "other (layer, key) edges of each prompt, nearest in attention"
 
     def plan(self) -> Mapping[str, ResultNode]:
         """Every edge that may be told at every dose, in one layer or in each; all edges at the strongest."""
@@ -123,9 +126,7 @@ class SteeringDoseResponse(EdgeWorkflow):
             for name in (measure, "baseline_attention")
         )
         own = key * self.strongest.sizes["layer"] + layer
-        # A weight of zero has no logarithm, and cannot be scaled either: the farthest of all.
-        apart = np.abs(np.log(np.maximum(weights, 1e-12)) - np.log(max(weights[own], 1e-12)))
-        apart[own] = np.inf
+        apart = unlike(weights, own)
         near = np.argsort(apart, kind="stable")[: min(self.settings.controls, len(apart) - 1)]
         low, high = weights[near].min(), weights[near].max()
         null = Null(
@@ -137,14 +138,17 @@ class SteeringDoseResponse(EdgeWorkflow):
         return Finding(claim, float(effects[own]), null, unit, held_out=self.chosen is not None)
 
     def findings(self) -> Findings:
-        """The edge told, and one that other facts say does nothing."""
+        """The edge on other facts and in this prompt, and one that others say does nothing."""
+        if not self.is_claimed:
+            return Findings.of(caption=self.choice_told, sources=tuple(self.nodes))
         dose, word = max(self.settings.doses), format_token(self.target)
 
         def scaled(layer: int, key: int) -> str:
             return f"scaling {self.edge_told((self.query, key))} in layer {layer} by {dose:g}"
 
         here = (self.layer, self.edge[1])
-        found = [self.found(*here, "kl", f"{scaled(*here)} changes the next token", "nats")]
+        found = [self.on_held_out()]
+        found.append(self.found(*here, "kl", f"{scaled(*here)} changes the next token", "nats"))
         if self.pieces:
             claim = f"{scaled(*here)} lowers the logit of {word!r}"
             found.append(self.found(*here, "logit_diff", claim, "logits"))
@@ -152,7 +156,22 @@ class SteeringDoseResponse(EdgeWorkflow):
             there = (self.quiet.layer, self.roles[self.quiet.role])
             claim = f"for comparison, {scaled(*there)} changes the next token"
             found.append(self.found(*there, "kl", claim, "nats"))
-        return Findings.of(*found, caption=self.choice_told, sources=tuple(self.nodes))
+        return Findings.of(*filter(None, found), caption=self.choice_told, sources=tuple(self.nodes))
+
+    def doing(self, query: str, key: str, layer: int) -> str:
+        """Scaling by the strongest dose."""
+        return f"scaling {query}'s view of {key} in layer {layer} by {max(self.settings.doses):g}"
+
+    def others_beside(self, cell: int) -> Floats:
+        """Of each fact the edges whose attention is most like that of the edge chosen."""
+        attention = self.laid_out(
+            self.result("facts")["baseline_attention"].transpose("draw", "layer").values
+        )
+        rows = self.halves[1]
+        apart = unlike(attention[rows].reshape(len(rows), -1), cell)
+        near = np.argsort(apart, axis=1, kind="stable")[:, :NEAREST]
+        found: Floats = np.take_along_axis(self.facts[rows].reshape(len(rows), -1), near, axis=1)
+        return found
 
     @property
     def told(self) -> xr.Dataset:
@@ -290,6 +309,15 @@ def _each(part: xr.Dataset, dim: str) -> list[xr.Dataset]:
 
 def _or(factor: float | None, otherwise: str) -> str:
     return otherwise if factor is None else f"{factor:.3g}x"
+
+
+def unlike(weights: Floats, own: int) -> Floats:
+    """How far each weight [..., edge] is from that of one edge, as |ln ratio|; that edge is the farthest."""
+    # A weight of zero has no logarithm, and cannot be scaled either: farther than all that can.
+    known = np.log(np.maximum(weights, 1e-12))
+    apart: Floats = np.abs(known - known[..., [own]])
+    apart[..., own] = np.inf
+    return apart
 
 
 WORKFLOW = SteeringDoseResponse

@@ -14,14 +14,18 @@ away: the largest d from there on is at least AWAY of the push's own distance, w
 state, at its position, right after the push. What was never away cannot come back.
 
 absorbed at layer o: the first one behind the largest d from which on d stays at most RETURNED of it, to the
-end. Being near for a layer is not enough, nor is never having been far. Of components this is called
-self-repair (McGrath et al. 2023, "The Hydra Effect", arXiv:2307.15771).
+end. Being near for a layer is not enough, nor is never having been far.
 
 attractor: pushes of all layers and strengths that were away are absorbed, and less of their distance is left
-at the end than of pushes as long in random directions. An attractor draws in what starts in its basin
-(Strogatz 1994, "Nonlinear Dynamics and Chaos", section 9.3); random pushes of equal norm are what a direction
-is held against (Heimersheim and Mendel 2024, "Activation plateaus and sensitive directions in GPT2"; Janiak
-et al. 2024, "Characterizing stable regions in the residual stream of LLMs", arXiv:2409.17113).
+at the end than of pushes as long in random directions.
+
+These definitions and both thresholds are ours. Related: later layers make up for ablated attention, called
+self-repair (McGrath et al. 2023, "The Hydra Effect", arXiv:2307.15771); small changes of a state hardly
+change the output, and random directions of the same size are what others are held against (Heimersheim and
+Mendel 2024, "Activation plateaus and sensitive directions in GPT2", a research report); regions in which the
+output stays the same, found by interpolation between states (Janiak et al. 2024, arXiv:2409.17113). The word
+is from dynamics, where an attractor draws in whatever starts near it (Strogatz 1994, "Nonlinear Dynamics and
+Chaos", section 9.3); a network of so many layers has no limit, so here it is a figure of speech.
 
 Border: cosines in, words and shares out; which pushes were made, the experiments know.
 

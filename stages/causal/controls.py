@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +29,16 @@ import numpy.typing as npt
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 
-__all__ = ["CHANCE", "Null", "Side", "chosen_at_random", "interval", "random_directions", "random_means"]
+__all__ = [
+    "CHANCE",
+    "Null",
+    "Side",
+    "chosen_at_random",
+    "interval",
+    "interval_of_mean",
+    "random_directions",
+    "random_means",
+]
 
 CHANCE = 0.05
 """Share of random causes that may do as much before an effect is told as no more than chance."""
@@ -129,6 +139,24 @@ def interval(values: Any, share: float = 0.95, seed: int = 0) -> tuple[float, fl
     drawn = np.random.default_rng(seed).integers(len(known), size=(RESAMPLES, len(known)))
     low, high = np.quantile(known[drawn].mean(axis=1), [rest, 1.0 - rest])
     return float(low), float(high)
+
+
+def interval_of_mean(
+    mean: float, deviation: float, count: int, share: float = 0.95
+) -> tuple[float, float] | None:
+    """Between which the mean of many more such values lies, where only mean and deviation of some are kept.
+
+    deviation: of `count` values, divided by count, as numpy has it. None for fewer than 3 values. Student's
+    t by its expansion in 1 / freedom (Abramowitz & Stegun 1964, eq. 26.7.5), within 4 % from 3 values on.
+    """
+    if count < 3:
+        return None
+    freedom = count - 1
+    z = NormalDist().inv_cdf(0.5 + share / 2.0)
+    t = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
+    wide = t * deviation / np.sqrt(freedom)
+    return float(mean - wide), float(mean + wide)
 
 
 def random_means(causes: Any, count: int, *, seed: int) -> Floats:

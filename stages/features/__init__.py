@@ -5,6 +5,7 @@ formats and the modules it lists          files of transcoders and autoencoders 
 single, layered, npz, names, files        what formats share
 export, download                          files written as others read them; files from the hub
 activity, injection, sweeps, alignment    features in single prompts, changed by hand, and by what they write
+words                                     the tokens that features raise and lower by themselves
 encode, sparse, statistics, examples      features of stored corpora
 training                                  dictionaries learnt from stored activations
 

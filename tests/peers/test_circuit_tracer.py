@@ -200,3 +200,16 @@ def test_generation_agrees(pair: Pair):
     assert ours.token_ids == tuple(tokens.reshape(-1).tolist())
     torch.testing.assert_close(ours.logits, logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(ours.activations, activations, rtol=1e-4, atol=1e-4)
+
+
+def test_circuit_tracer_makes_viewer_files_of_a_graph_of_the_built_in_model(tmp_path: Path):
+    """From the file alone: scan and tokenizer are found by what it says."""
+    pytest.importorskip("circuit_tracer", exc_type=ImportError)
+    from circuit_tracer.utils.create_graph_files import create_graph_files
+
+    model, clt = mizarr.Model.from_pretrained("specimen"), mizarr.Dictionary.from_pretrained("specimen/clt")
+    ours = attribution_graph(model, clt, "The mother tongue of John Calvin is")
+    create_graph_files(str(ours.to_pt(tmp_path / "graph.pt")), "graph", str(tmp_path / "theirs"))
+    told = json.loads((tmp_path / "theirs" / "graph.json").read_text())
+    assert told["metadata"]["scan"] == "specimen/clt"
+    assert told["metadata"]["prompt_tokens"] == [str(text) for text in ours.dataset["input_text"].values]

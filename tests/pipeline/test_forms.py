@@ -140,3 +140,23 @@ def test_a_resource_must_be_given_and_be_one(factor):
         scaled.on(values=LAYERS)
     with pytest.raises(StageError, match=r"expected a resource as factor, found 2.0; give what has identity"):
         scaled.on(values=LAYERS, factor=2.0)
+
+
+@dataclass(frozen=True)
+class Renamed(Factor):
+    """One that is identified under the name of a parameter."""
+
+    def identity(self) -> dict[str, float]:
+        return {"offset": self.said}
+
+
+def test_a_parameter_called_as_what_identifies_a_resource_is_refused(factor):
+    """One of them would be lost in the key."""
+
+    @stage(version=1, inputs={"values": ("token",)}, outputs={"scaled": ("token",)}, resources=("factor",))
+    def moved(values, *, factor, offset=0.0):
+        return values * factor + offset
+
+    renamed = Renamed(factor.path, factor.said)
+    with pytest.raises(StageError, match=r"another name than what identifies factor, found offset;"):
+        moved.form("moved").on(values=WEIGHTS, factor=renamed, offset=3.0)

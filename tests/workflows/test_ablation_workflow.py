@@ -14,6 +14,7 @@ import mizarr
 from mizarr import HookSpec, Replace, Zero
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
+from mizarr.workflows.ablation import AblationOfEach
 from mizarr.workflows.subject import shipped_facts
 
 PROMPT, TARGET = "it was the season of", " light"
@@ -75,8 +76,30 @@ def test_the_heads_that_count_are_listed_from_the_largest_loss(tiny_model: Path,
     assert "KL(as it is || without the head)" in capsys.readouterr().out
 
 
-def test_the_head_told_is_chosen_on_facts_and_scored_on_others(model, tiny_model: Path, tmp_path: Path):
+def test_of_facts_that_a_model_does_not_know_nothing_is_claimed(tiny_model: Path, tmp_path: Path):
+    done = ablated(tiny_model, tmp_path, facts=2)
+    (told,) = (view for view in done.shown if view.kind == "findings")
+    assert done.to_json()["findings"] == []
+    assert "of 2 other facts to choose on and to score on, fewer than 2: nothing is claimed" in told.caption
+
+
+def test_which_facts_are_known_is_what_a_plain_pass_says(tmp_path: Path):
+    done = compute("ablation", store=tmp_path, how="zero", facts=10)
+    specimen = mizarr.Model.from_pretrained("specimen")
+    said = [
+        int(specimen.forward(each["prompt"]).logits[0, -1].argmax())
+        == specimen.tokenizer.encode(f" {each['target']}", add_special=False).ids[0]
+        for each in shipped_facts()[50:70]
+    ]
+    assert done.is_known.tolist() == said
+    assert sum(said) >= 18
+
+
+def test_the_head_told_is_chosen_on_facts_and_scored_on_others(
+    model, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Choice, effects and nulls again, by plain passes over the heads of the facts and of the prompt."""
+    monkeypatch.setattr(AblationOfEach, "is_known", np.ones(4, bool))
     given = {"how": "zero", "facts": 2, "controls": 9}
     done = ablated(tiny_model, tmp_path, **given)
     document = done.to_json()

@@ -16,7 +16,7 @@ import mizarr
 from mizarr import HookSpec, Knockout
 from mizarr.store.errors import ConfigError, InterventionError, MizarrError, PromptError
 from mizarr.workflows import build, compute
-from mizarr.workflows.material.edge_choice import ROLES
+from mizarr.workflows.material.edge_choice import ROLES, EdgeWorkflow
 from mizarr.workflows.subject import shipped_facts
 
 PROMPT, TARGET = "it was the age of", "wisdom"
@@ -136,8 +136,35 @@ def test_fewer_controls_and_another_seed_draw_other_edges(knockout, tiny_model, 
     assert few["median"] != other["median"] != knockout.to_json()["findings"][0]["null"]["median"]
 
 
-def test_an_edge_that_nobody_named_is_chosen_on_facts_and_scored_on_others(tiny_model, model, tmp_path):
+@pytest.mark.parametrize("name", ["attention_knockout", "steering_dose_response"])
+def test_of_facts_that_a_model_does_not_know_nothing_is_claimed(name, tiny_model, tmp_path):
+    given = {"model": str(tiny_model), "prompt": "A spring is developed by", "sweep": False, "facts": 2}
+    done = compute(name, store=tmp_path, **given)
+    (told,) = (view for view in done.shown if view.kind == "findings")
+    assert done.to_json()["findings"] == []
+    assert "fewer than 2: nothing is claimed" in told.caption
+    assert not done.to_json()["choice"]["is_claimed"]
+
+
+def test_what_a_model_does_not_know_has_no_part_in_the_choice(tiny_model, tmp_path, monkeypatch):
+    known = np.array([True, False, True, False, True, True])
+    monkeypatch.setattr(EdgeWorkflow, "is_known", known)
+    done = compute(
+        "attention_knockout", store=tmp_path, model=str(tiny_model), facts=3, sweep=False, prompt=PROMPT
+    )
+    texts = [each.encoding.text for each in done.others]
+    choice = done.to_json()["choice"]
+    assert choice["chosen_on"] == [texts[0], texts[2]] and choice["scored_on"] == texts[4:]
+    mean = done.facts[[0, 2], :, :3].mean(axis=0)
+    assert choice["lost"] == pytest.approx(mean.max())
+    assert done.to_json()["findings"][0]["prompts"] == 2
+
+
+def test_an_edge_that_nobody_named_is_chosen_on_facts_and_scored_on_others(
+    tiny_model, model, tmp_path, monkeypatch
+):
     """The choice, the effect on held-out facts and its null, again by plain passes."""
+    monkeypatch.setattr(EdgeWorkflow, "is_known", np.ones(4, bool))
     done = compute(
         "attention_knockout",
         store=tmp_path / "s",

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
+from scipy import stats
 
 import mizarr
 from mizarr.stages.causal.grids.tracing import CausalTracing, embedding_deviation
 from mizarr.store.errors import ConfigError, PromptError
 from mizarr.workflows import build, compute
+from mizarr.workflows.material.fact_pairs import shipped_pairs
 
-GIVEN = {"prompt": "it was the season of", "target": " light", "subject": "season"}
+GIVEN = {"prompt": "it was the season of", "target": " light", "subject": "season", "facts": 2}
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +74,102 @@ def test_one_noise_has_no_spread(tiny_model: Path, tmp_path: Path):
         "causal_tracing", store=tmp_path, model=str(tiny_model), samples=1, kinds=["mlp_out"], **GIVEN
     )
     assert one.to_json()["mlp_out"]["std"] is None
-    assert list(one.nodes) == ["mlp_out"]
+    assert list(one.nodes) == ["mlp_out", "choice_mlp_out", "scored_mlp_out"]
 
 
-def test_the_specimen_recalls_a_fact_where_its_subject_was(tmp_path: Path):
-    done = compute("causal_tracing", store=tmp_path / "store", kinds=["resid_post"], samples=3)
-    document = done.to_json()
+FEW = {"facts": 2, "fact_samples": 2, "controls": 30}
+
+
+@pytest.fixture(scope="module")
+def recalled(tmp_path_factory: pytest.TempPathFactory):
+    """The specimen on its fact, and on four others."""
+    store = tmp_path_factory.mktemp("recalled") / "store"
+    return compute("causal_tracing", store=store, kinds=["resid_post", "mlp_out"], samples=3, **FEW)
+
+
+def test_the_place_chosen_restores_in_other_facts_what_plain_forwards_say(recalled):
+    document, model = recalled.to_json(), mizarr.Model.from_pretrained("specimen")
+    found = document["findings"][1]
+    site = document["choice"]["mlp_out"]
+    assert f"mlp_out of layer {site['layer']} at {site['role']}" in found["claim"]
+    names = ("the subject's last token", "the token after it", "the last token")
+    point = f"blocks.{site['layer']}.hook_mlp_out"
+    rises = []
+    for pair in [
+        pair
+        for pair in shipped_pairs(recalled.subject)
+        if (ids := model.tokenizer.encode(pair["original_prompt"]).ids) != list(recalled.tokens)
+        and len(ids) - differing(model, pair)[0] >= 6
+    ][2:4]:
+        ids, (start, end) = model.tokenizer.encode(pair["original_prompt"]).ids, differing(model, pair)
+        (answer, *_) = model.tokenizer.encode(f" {pair['gt_original_target']}", add_special=False).ids
+        place = (end - 1, end, len(ids) - 1)[names.index(site["role"])]
+        noised = tuple(range(start, end))
+        clean = model.forward([ids], mizarr.HookSpec().capture(point))[point][0, place : place + 1]
+        drawn = CausalTracing(tokens=tuple(ids), subject=noised, kinds=("mlp_out",), metrics=())
+        for sample in range(2):
+            noise = drawn.noise(sample, model.config.hidden_size) * (3.0 * embedding_deviation(model))
+            spec = mizarr.HookSpec().intervene("hook_embed", mizarr.Add(noise, positions=noised))
+            both = [model.forward([ids], spec).logits[0, -1]]
+            spec.intervene(point, mizarr.Replace(clean, positions=(place,)))
+            both.append(model.forward([ids], spec).logits[0, -1])
+            before, after = (float(each.double().softmax(-1)[answer]) for each in both)
+            rises.append(after - before)
+    assert found["effect"] == pytest.approx(np.mean(rises), abs=1e-5)
+    assert (found["prompts"], found["held_out"], found["noises"]) == (2, True, 2)
+    assert found["null"]["draws"] == 30
+
+
+def differing(model: mizarr.Model, pair: dict[str, str]) -> tuple[int, int]:
+    """First and behind the last position at which a pair's first prompt differs from its second."""
+    one, other = (
+        model.tokenizer.encode(pair[name]).ids for name in ("original_prompt", "counterfactual_prompt")
+    )
+    at = [i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
+    return at[0], at[-1] + 1
+
+
+def test_a_state_at_the_last_token_is_no_candidate_as_it_is_the_answer(recalled):
+    document = recalled.to_json()
+    assert document["choice"]["resid_post"]["role"] != "the last token"
+    held = {claim["claim"]: claim["null"] for claim in document["findings"] if claim["prompts"] == 1}
+    (state,) = (null for claim, null in held.items() if "resid_post" in claim)
+    grid = np.array(document["resid_post"]["probability"])[:, document["subject_positions"][0] : -1]
+    assert state["draws"] == min(30, grid.size - 1)
+    assert state["high_95"] <= grid.max() - document["noised_probability"] + 1e-9
+
+
+def test_what_is_found_in_the_prompt_has_the_spread_of_its_noises(recalled):
+    document = recalled.to_json()
+    found = document["findings"][-1]
+    site = document["choice"]["mlp_out"]
+    places = {
+        "the subject's last token": document["subject_positions"][-1],
+        "the token after it": document["subject_positions"][-1] + 1,
+        "the last token": len(document["tokens"]) - 1,
+    }
+    mean, deviation = (
+        document["mlp_out"][name][site["layer"]][places[site["role"]]] for name in ("probability", "std")
+    )
+    assert found["effect"] == pytest.approx(mean - document["noised_probability"], abs=1e-9)
+    half = stats.t.ppf(0.975, 2) * deviation / np.sqrt(2)
+    low, high = found["interval_95"]
+    assert (high - low) / 2 == pytest.approx(half, rel=0.04)
+    assert "(95 % over 3 noises: " in found["sentence"] and "; chosen on other prompts)" in found["sentence"]
+
+
+def test_of_facts_that_a_model_does_not_know_nothing_is_claimed(done):
+    """Random weights: what is put back moves probabilities, but of no answer that was there."""
+    (told,) = (view for view in done.shown if view.kind == "findings")
+    assert done.to_json()["findings"] == []
+    assert "choice" not in done.to_json()
+    assert re.search(r"in [01] of 2 facts to choose on, in [01] of 2 to score on, and not in", told.caption)
+
+
+def test_the_specimen_recalls_a_fact_where_its_subject_was(recalled):
+    document = recalled.to_json()
     assert document["noised_probability"] < document["clean_probability"]
-    (best,) = document["best"]
+    best, _ = document["best"]
     assert best["restored"] > 0.9
     grid = np.array(document["resid_post"]["probability"])
     early = [int(np.argmax(row)) for row in grid[:2]]
@@ -90,7 +181,7 @@ def test_windows_are_a_fifth_of_the_layers_and_never_of_the_stream():
     planned = build("causal_tracing")
     assert planned.window == 1
     wide = build("causal_tracing", window=4)
-    assert {kind: node.experiment.window for kind, node in wide.nodes.items()} == {
+    assert {kind: wide.nodes[kind].experiment.window for kind in wide.settings.kinds} == {
         "resid_post": 1,
         "attn_out": 4,
         "mlp_out": 4,

@@ -103,7 +103,7 @@ def test_a_figure_and_a_document_come_out(done, tmp_path: Path):
     assert file.read_bytes().startswith(b"\x89PNG")
     told = json.loads(json.dumps(done.to_json(), allow_nan=False))
     assert told["sanity_gates"] == {}  # of a preset that was changed nothing is expected
-    assert [table.row_count for table in done.tables()] == [3, 8, 10]
+    assert [table.row_count for table in done.tables()] == [3, 2, 8, 10]
 
 
 def test_a_preset_without_per_layer_transcoders_asks_for_them(settings: dict[str, Any]):

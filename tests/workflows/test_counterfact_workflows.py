@@ -14,7 +14,7 @@ from mizarr import HookSpec, Replace
 from mizarr.stages.causal.counterfact import position_map
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
-from mizarr.workflows.material.fact_pairs import fact_pairs, shipped_pairs
+from mizarr.workflows.material.fact_pairs import fact_pairs, layers_told, shipped_pairs
 from mizarr.workflows.subject import Subject
 
 QUESTION = "\n\nwisdom or hope?\n\nso:"
@@ -163,7 +163,7 @@ def subject_patched(model, original, place: tuple[int, int], other, block: list[
 
 def test_the_finding_of_patching_is_what_the_other_subject_makes_it_say(patching, settings):
     model = mizarr.Model.from_pretrained(settings["model"])
-    (found,) = patching.to_json()["findings"]
+    found, quiet = patching.to_json()["findings"]
     choice, controls = (patching.result(name).isel(draw=0) for name in ("choice", "controls"))
     taken = (choice["token_id"] == choice["counterfactual_token_id"]).mean("pair").values
     block = patching.blocks[int(taken.argmax())]
@@ -181,6 +181,18 @@ def test_the_finding_of_patching_is_what_the_other_subject_makes_it_say(patching
     said = np.repeat(patching.found["counterfactual_token_id"].values, 3)
     assert (ours == said).tolist() == nulls
     assert found["null"]["draws"] == 50
+    least = patching.blocks[int(np.flatnonzero(taken == taken.min())[-1])]
+    assert quiet["claim"].startswith("for comparison, ") and f"layers {layers_told(least)} " in quiet["claim"]
+    said = [
+        int(
+            subject_patched(model, pair.original, pair.subject, pair.counterfactual, least)
+            .logits[0, -1]
+            .argmax()
+        )
+        == int(model.forward(pair.counterfactual).logits[0, -1].argmax())
+        for pair in (each.pair for each in patching.pairs)
+    ]
+    assert quiet["effect"] == pytest.approx(np.mean(said))
 
 
 def controls_of(done) -> list[list[tuple[int, ...]]]:
@@ -195,13 +207,18 @@ def controls_of(done) -> list[list[tuple[int, ...]]]:
 
 def test_the_findings_of_routing_are_moved_attention_beside_unrelated_subjects(routing, settings):
     model = mizarr.Model.from_pretrained(settings["model"])
-    total, one = routing.to_json()["findings"]
+    total, one, quiet = routing.to_json()["findings"]
     choice = routing.result("choice").isel(draw=0)
     moved = np.abs(choice["attention"] - choice["baseline_attention"])
     moved = moved.transpose("pair", "block", "layer", "head").values.mean(0)
     block = int(moved.sum((1, 2)).argmax())
     layer, head = np.unravel_index(moved[block].argmax(), moved.shape[1:])
     assert f"head {head} of layer {layer}" in one["claim"]
+    above = moved[block].copy()
+    above[: routing.blocks[block][0] + 1] = np.inf
+    still = np.unravel_index(above.argmin(), above.shape)
+    assert quiet["claim"].startswith("for comparison, ")
+    assert f"head {still[1]} of layer {still[0]}" in quiet["claim"]
     effects, nulls = [], []
     for each, unrelated in zip(routing.pairs, controls_of(routing), strict=True):
         pair = each.pair
@@ -218,6 +235,7 @@ def test_the_findings_of_routing_are_moved_attention_beside_unrelated_subjects(r
     for found, own, others in (
         (total, effects.sum((1, 2)), nulls.sum((2, 3))),
         (one, effects[:, layer, head], nulls[:, :, layer, head]),
+        (quiet, effects[:, *still], nulls[:, :, *still]),
     ):
         assert found["effect"] == pytest.approx(own.mean(), rel=1e-3)
         assert found["interval_95"] == pytest.approx([own.min(), own.max()], rel=1e-3)

@@ -65,7 +65,7 @@ def test_planning_tells_the_probability_at_every_position(given, store: Path, mo
         assert point["suppress_word_prob"] == pytest.approx(float(probability[french]), rel=1e-3)
     best = max(told["sweep"], key=lambda point: point["prob"])
     assert (told["max_position"], told["max_prob"]) == (best["position"], best["prob"])
-    assert told["suppress_features"] == [{"layer": 1, "index": 3}, {"layer": 4, "index": 0}]
+    assert [(one["layer"], one["index"]) for one in told["suppress_features"]] == [(1, 3), (4, 0)]
 
 
 def test_routing_tells_how_every_head_moved(given, store: Path, model: mizarr.Model):

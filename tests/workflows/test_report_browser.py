@@ -206,6 +206,17 @@ def test_the_cursor_on_curves_tells_all_of_them(visit, done):
         assert said[name] == pytest.approx(exact, rel=1e-3, abs=1e-6)
 
 
+def test_a_curve_has_one_colour_on_the_whole_page_and_no_other_curve_has_it(visit):
+    here = visit("character_count_helix")
+    keys = here.page.locator("ul.keys li:has(i:not(.control))").evaluate_all(
+        "all => all.map(each => [each.textContent, getComputedStyle(each.querySelector('i')).borderTopColor])"
+    )
+    assert {"true counts", "PC1", "PC2", "PC1 to PC2"} <= {name for name, _ in keys}
+    assert [name for name, _ in keys].count("true counts") > 1 < [name for name, _ in keys].count("PC1")
+    pairs = set(map(tuple, keys))
+    assert len({name for name, _ in pairs}) == len({colour for _, colour in pairs}) == len(pairs)
+
+
 def test_every_token_generated_tells_its_probability(visit, done):
     here, workflow = visit("generate"), done["generate"]
     probabilities = np.exp(workflow.generation["logprob"].values[0])

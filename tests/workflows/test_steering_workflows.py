@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from mizarr.stages.causal.steering import DOSE_LEVELS
 from mizarr.store.errors import ConfigError, MizarrError, PromptError
 from mizarr.workflows import build, compute
 from mizarr.workflows.material.answers import counterpart, fact
-from mizarr.workflows.material.edge_choice import ROLES, roles_of
+from mizarr.workflows.material.edge_choice import ROLES, EdgeWorkflow, roles_of
 from mizarr.workflows.subject import Subject
 
 PROMPT, OTHER, TARGET = "it was the age of", "it was the epoch of", "wisdom"
@@ -144,29 +145,54 @@ def test_the_finding_is_the_strongest_dose_beside_edges_of_as_much_attention(dos
         assert found["null"]["as_large"] == as_large
 
 
-def test_an_edge_nobody_named_is_the_one_that_moves_other_facts_most(tiny_model, model, tmp_path):
+def test_an_edge_nobody_named_is_the_one_that_moves_other_facts_most(
+    tiny_model, model, tmp_path, monkeypatch
+):
+    """The choice, the effect on held-out facts and its null, again by plain passes over every edge drawn."""
+    monkeypatch.setattr(EdgeWorkflow, "is_known", np.ones(4, bool))
     given = {"model": str(tiny_model), "prompt": "A spring is developed by", "doses": [0.5, 3.0]}
-    done = compute("steering_dose_response", store=tmp_path / "s", facts=2, **given)
+    done = compute("steering_dose_response", store=tmp_path / "s", facts=2, controls=200, **given)
     document = done.to_json()
-    moved = np.zeros((3, 3))
-    for other in done.others:
-        query = len(other) - 1
-        plain = model.forward(other.text).logits[0, -1]
-        for role, key in enumerate(roles_of(other, query).values()):
-            for layer in range(3):
-                hooks = HookSpec().intervene(f"blocks.{layer}.attn.hook_pattern", Steer([(query, key)], 3.0))
-                moved[layer, role] += kl(plain, model.forward(other.text, hooks).logits[0, -1]) / 2
-    layer, role = np.unravel_index(moved.argmax(), moved.shape)
+    moved, weight = np.zeros((4, 3, 6)), np.zeros((4, 3, 6))
+    edges = [each.edges[0] for each in done.nodes["facts"].experiment.experiments]
+    for number, (encoding, _) in enumerate(done.others):
+        own = edges[6 * number : 6 * number + 6]
+        assert [key for _, key in own[:3]] == list(roles_of(encoding, len(encoding) - 1).values())
+        points = [f"blocks.{layer}.attn.hook_pattern" for layer in range(3)]
+        plain = model.forward(encoding.text, HookSpec().capture(*points))
+        for (layer, point), (column, edge) in product(enumerate(points), enumerate(own)):
+            hooks = HookSpec().intervene(point, Steer([edge], 3.0))
+            steered = model.forward(encoding.text, hooks).logits[0, -1]
+            moved[number, layer, column] = kl(plain.logits[0, -1], steered)
+            weight[number, layer, column] = plain[point][0, :, edge[0], edge[1]].mean()
+    chosen_on = moved[:2, :, :3].mean(0)
+    layer, role = np.unravel_index(chosen_on.argmax(), chosen_on.shape)
     assert (document["choice"]["layer"], document["choice"]["role"]) == (layer, list(ROLES)[role])
-    assert document["choice"]["lost"] == pytest.approx(moved.max(), rel=1e-3)
-    assert document["choice"]["chosen_on"] == [other.text for other in done.others]
+    assert document["choice"]["lost"] == pytest.approx(chosen_on.max(), rel=1e-3)
+    texts = [other.encoding.text for other in done.others]
+    assert (document["choice"]["chosen_on"], document["choice"]["scored_on"]) == (texts[:2], texts[2:])
     assert (document["target_layer"], done.edge[1]) == (layer, done.roles[list(ROLES)[role]])
+    held_out = document["findings"][0]
+    effects, cell = moved[2:, layer, role], np.ravel_multi_index((layer, role), (3, 6))
+    assert held_out["effect"] == pytest.approx(effects.mean(), rel=1e-3)
+    assert held_out["interval_95"] == pytest.approx([effects.min(), effects.max()], rel=1e-3)
+    causes = []
+    for one, its in zip(moved[2:], weight[2:], strict=True):
+        apart = np.abs(np.log(its.ravel() / its[layer, role]))
+        nearest = [i for i in np.argsort(apart) if i != cell][:6]
+        causes.append([*one.ravel()[nearest], one[layer, role]])
+    means = np.add.outer(*causes).ravel() / 2
+    drawn = done.findings().findings[0].null.values
+    assert len(drawn) == 200
+    nearest_mean = np.abs(np.subtract.outer(drawn, means)).argmin(1)
+    np.testing.assert_allclose(drawn, means[nearest_mean], rtol=1e-3)
+    assert len(set(nearest_mean)) > 40, "nearly all of the 49 there are"
     alone = compute(
         "steering_dose_response", store=tmp_path / "s", layer=done.layer, key=done.edge[1], **given
     )
     for one, other in zip(document["points"], alone.to_json()["points"], strict=True):
         assert one["kl_divergence"] == pytest.approx(other["kl_divergence"], rel=1e-3, abs=1e-9)
-    assert len(document["findings"]) == len(alone.to_json()["findings"]) + 1
+    assert len(document["findings"]) == len(alone.to_json()["findings"]) + 2
 
 
 def test_layers_alone_or_in_a_sweep_say_the_same(doses, tiny_model, tmp_path):

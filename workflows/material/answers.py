@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..subject import Subject
 
 __all__ = [
+    "KNOWN",
     "answer_pieces",
     "counterpart",
     "encoded",
@@ -27,6 +28,9 @@ __all__ = [
     "top_changed_json",
 ]
 
+KNOWN = 2
+"""Facts a model must know, of those to choose on and of those to score on, before anything is claimed: any
+network changes what it says when it is changed, an untrained one too, and one answer may be luck."""
 SPECIMEN = "specimen"
 FRANCE = ("The capital of France is", "Paris")
 COUNTRIES = ("Germany", "Poland", "Brazil", "Russia", "Canada")

@@ -4,7 +4,9 @@ A position of one prompt has no counterpart in another, its kind has: a layer, a
 that is read - the first one (BOS, where there is one), the last token of the fact's subject, the one before
 the query. Of other shipped facts, the first half says which layer and role lose most when they are not read
 (KL, mean); the second half, and the prompt that is shown, say what that is worth. What is not read is an
-attention edge that is cut (`EdgeWorkflow`), or what a question says (`on_fact`).
+attention edge that is cut (`EdgeWorkflow`), or what a question says (`on_fact`). Of facts count those that
+the model knows, whose answer is its likeliest next token; where it knows too few, the place is still told of,
+and nothing is claimed.
 
 Where a subject ends is said by the relation: it is the token before the longest ending, in words, that
 several shipped facts share ("is developed by").
@@ -19,9 +21,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ...stages.causal.controls import chosen_at_random
 from ...stages.causal.draws import AtOnce
@@ -35,7 +38,7 @@ from ..settings import ChosenEdgeSettings, ChosenPlaceSettings
 from ..subject import shipped_facts
 from ..views import Finding
 from ..workflow import ModelWorkflow
-from .answers import answer_pieces, encoded, fact, named
+from .answers import KNOWN, answer_pieces, encoded, fact, named
 from .relations import relation_of
 
 if TYPE_CHECKING:
@@ -66,6 +69,13 @@ class PlaceChoice:
     lost: float
 
 
+class OtherFact(NamedTuple):
+    """A shipped fact, and the first token of its answer."""
+
+    encoding: Encoding
+    answer: int
+
+
 def roles_of(encoding: Encoding, query: int) -> dict[str, int]:
     """Positions by role that this query may read; without the subject where the ending is of no relation."""
     found = {"first": 0, "previous": query - 1}
@@ -81,8 +91,6 @@ class PlaceWorkflow(ModelWorkflow):
     settings: ChosenPlaceSettings
     num_drawn: ClassVar[int] = 0
     """Keys of other facts drawn beside the roles."""
-    is_scored: ClassVar[bool] = True
-    """Whether there are as many more facts to score on what the first ones chose."""
     rule: ClassVar[str]
     """What loses most on other facts, in words: "kind of key whose edge, cut,"."""
 
@@ -122,7 +130,7 @@ class PlaceWorkflow(ModelWorkflow):
             return {}
         self.others = self._other_facts()
         experiments: list[Experiment] = []
-        for number, encoding in enumerate(self.others):
+        for number, (encoding, _) in enumerate(self.others):
             query = len(encoding) - 1
             roles = list(roles_of(encoding, query).values())
             seed = self.settings.seed + number
@@ -135,23 +143,45 @@ class PlaceWorkflow(ModelWorkflow):
         """What is done to each (query, key) of another fact by itself, in every layer."""
         raise NotImplementedError
 
-    def _other_facts(self) -> list[Encoding]:
+    def _other_facts(self) -> list[OtherFact]:
         """Shipped facts in which every role is another position, no two of the same tokens: as many to choose
         on as to score on."""
-        wanted, limit = (1 + self.is_scored) * self.settings.facts, self.subject.config.context_length
-        found: dict[tuple[int, ...], Encoding] = {}
+        wanted, limit = 2 * self.settings.facts, self.subject.config.context_length
+        found: dict[tuple[int, ...], OtherFact] = {}
         for each in shipped_facts()[:TRIED]:
             encoding = self.subject.tokenizer.encode(each["prompt"])
             roles = set(roles_of(encoding, len(encoding) - 1).values())
             fits = limit is None or len(encoding) <= limit
             if each["prompt"] != self.prompt and fits and len(roles) == len(ROLES):
-                found.setdefault(tuple(encoding.ids), encoding)
+                answer = self.subject.answer_id(each["prompt"], each["target"])
+                found.setdefault(tuple(encoding.ids), OtherFact(encoding, answer))
             if len(found) == wanted:
                 return list(found.values())
         raise ConfigError(
             f"expected {wanted} shipped facts to choose the place on, found {len(found)}; name position and "
             "layer, or ask for fewer: facts=…"
         )
+
+    @cached_property
+    def is_known(self) -> npt.NDArray[np.bool_]:
+        """Whether the answer is the likeliest next token, bool [fact]."""
+        said = self.result("facts")["baseline_id"].transpose("draw", "rank").values[:, 0]
+        return np.array(said.reshape(len(self.others), -1)[:, 0] == [each.answer for each in self.others])
+
+    @cached_property
+    def halves(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Which facts the place is chosen on, and which it is scored on; all where too few are known."""
+        known = self.is_known if self.is_claimed else np.ones(len(self.others), bool)
+        rows, half = np.flatnonzero(known), self.settings.facts
+        return rows[rows < half], rows[rows >= half]
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether the place was named, or enough facts are known to say something of one that was chosen."""
+        if not self.is_chosen:
+            return True
+        half = self.settings.facts
+        return bool(min(self.is_known[:half].sum(), self.is_known[half:].sum()) >= KNOWN)
 
     @cached_property
     def chosen(self) -> PlaceChoice | None:
@@ -167,7 +197,7 @@ class PlaceWorkflow(ModelWorkflow):
         return self._extreme(layers, tuple(self.roles), np.argmin) if self.is_chosen else None
 
     def _extreme(self, layers: Sequence[int], roles: Sequence[str], pick: Any) -> PlaceChoice:
-        half = self.facts[: self.settings.facts].mean(axis=0)
+        half = self.facts[self.halves[0]].mean(axis=0)
         columns = [list(ROLES).index(role) for role in roles]
         lost = half[np.ix_(list(layers), columns)]
         row, column = np.unravel_index(int(pick(lost)), lost.shape)
@@ -176,10 +206,13 @@ class PlaceWorkflow(ModelWorkflow):
     @cached_property
     def facts(self) -> Floats:
         """KL on other facts, in nats: [fact, layer, key], those of roles first."""
-        kl = self.result("facts")["kl"].transpose("draw", "layer", ...).values
-        # An experiment holds all edges of a fact, or one: both are laid out fact by fact.
-        by_edge = kl.reshape(len(self.others), -1, *kl.shape[1:]).transpose(0, 2, 1, 3)
-        found: Floats = by_edge.reshape(*by_edge.shape[:2], -1)
+        return self.laid_out(self.result("facts")["kl"].transpose("draw", "layer", ...).values)
+
+    def laid_out(self, values: Floats) -> Floats:
+        """What was measured on other facts, [draw, layer] or with edges too, as [fact, layer, edge]: an
+        experiment holds all edges of a fact, or one."""
+        by_edge = values.reshape(len(self.others), -1, values.shape[1], *values.shape[2:])
+        found: Floats = np.moveaxis(by_edge, 1, 2).reshape(len(self.others), values.shape[1], -1)
         return found
 
     @cached_property
@@ -204,11 +237,17 @@ class PlaceWorkflow(ModelWorkflow):
         """How the place was chosen, for people."""
         if self.chosen is None:
             return "The place was named."
-        count, more = self.settings.facts, len(self.others) - self.settings.facts
-        scored = f", scored on {more} more" if more else ""
+        asked = self.settings.facts
+        known = [int(half.sum()) for half in (self.is_known[:asked], self.is_known[asked:])]
+        how = f"{self.rule} moves other facts most (mean KL {self.chosen.lost:.3f} nats)"
+        if not self.is_claimed:
+            return (
+                f"The model says the answer of {known[0]} and {known[1]} of {asked} other facts to choose on "
+                f"and to score on, fewer than {KNOWN}: nothing is claimed. Told of is the layer and {how}."
+            )
         return (
-            f"Layer and {self.rule} moves {count} other facts most (mean KL {self.chosen.lost:.3f} "
-            f"nats){scored}; for comparison that of the least."
+            f"Layer and {how}, of {asked} the {known[0]} whose answer the model says; scored on {known[1]} "
+            "more. For comparison that of the least."
         )
 
     def choice_json(self) -> dict[str, Any]:
@@ -220,8 +259,9 @@ class PlaceWorkflow(ModelWorkflow):
                 "rule": f"layer and {self.rule} moves other facts most (mean KL)",
                 **vars(self.chosen),
                 "candidates": (self.last_layer + 1 if self.settings.layer is None else 1) * len(self.open),
-                "chosen_on": [each.text for each in self.others[: self.settings.facts]],
-                "scored_on": [each.text for each in self.others[self.settings.facts :]],
+                "chosen_on": [self.others[row].encoding.text for row in self.halves[0]],
+                "scored_on": [self.others[row].encoding.text for row in self.halves[1]],
+                "is_claimed": self.is_claimed,
             }
         }
 
@@ -232,6 +272,8 @@ class EdgeWorkflow(PlaceWorkflow):
     settings: ChosenEdgeSettings
     num_drawn = OTHERS
     rule = "kind of key whose edge, cut,"
+    beside: ClassVar[str] = "cuts of another (layer, key) in each prompt"
+    """What it is held against on other facts, in words."""
 
     def read_edge(self, window: int = 1) -> dict[str, Any]:
         """As `read_place`, of the edge that settings name."""
@@ -242,23 +284,33 @@ class EdgeWorkflow(PlaceWorkflow):
         return [EdgeKnockout(tokens, tuple(edges), top_k=1)]
 
     def on_held_out(self) -> Finding | None:
-        """The edge chosen, cut in facts that had no part in the choice; None where it is named."""
+        """The edge chosen, in facts that had no part in the choice; None where it is named."""
         if self.chosen is None:
             return None
-        given, scored = self.settings, self.facts[self.settings.facts :]
+        given, scored = self.settings, self.facts[self.halves[1]]
         cell = self.chosen.layer * scored.shape[2] + list(ROLES).index(self.chosen.role)
-        flat = scored.reshape(len(scored), -1)
+        done = self.doing("the last token", ROLES[self.chosen.role], self.chosen.layer)
         return Finding.over(
-            f"cutting the last token's view of {ROLES[self.chosen.role]} in layer {self.chosen.layer} "
-            "changes the next token",
-            flat[:, cell],
-            np.delete(flat, cell, axis=1),
-            "cuts of another (layer, key) in each prompt",
+            f"{done} changes the next token",
+            scored.reshape(len(scored), -1)[:, cell],
+            self.others_beside(cell),
+            self.beside,
             draws=given.controls,
             seed=given.seed,
             unit="nats",
             held_out=True,
         )
+
+    def doing(self, query: str, key: str, layer: int) -> str:
+        """What is done to an edge, as claims begin."""
+        return f"cutting {query}'s view of {key} in layer {layer}"
+
+    def others_beside(self, cell: int) -> Floats:
+        """KL of what the edge chosen is held against in facts it is scored on, [fact, cause]. cell: its own
+        place among layers and edges."""
+        scored = self.facts[self.halves[1]]
+        found: Floats = np.delete(scored.reshape(len(scored), -1), cell, axis=1)
+        return found
 
     def edge_told(self, edge: tuple[int, int]) -> str:
         """An edge, as claims name it."""

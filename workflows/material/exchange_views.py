@@ -11,15 +11,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...stages.causal.controls import Null, interval
+from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_probability, format_token
 from ...store.arrays import Floats
-from ..views import Finding, Table
+from ..views import Finding, Table, dash
 from .feature_controls import FeatureControls, changes, probabilities
 
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["exchange_findings", "facts_told", "finding", "held_out_finding", "parts_table", "site_told"]
+__all__ = [
+    "exchange_findings",
+    "facts_told",
+    "finding",
+    "held_out_finding",
+    "features_table",
+    "parts_table",
+    "site_told",
+]
 
 Results = Callable[[str], "xr.Dataset"]
 
@@ -27,8 +36,9 @@ Results = Callable[[str], "xr.Dataset"]
 def exchange_findings(controls: FeatureControls, result: Results) -> list[Finding]:
     """How much likelier the word becomes at the end of the prompt, and of other facts of its kind."""
     planned, word = controls.planned, controls.words[0]
-    off = f" in place of {' '.join(map(str, planned.suppress))}" if planned.suppress else ""
-    claim = f"{planned.inject}{off} at {site_told(controls)} changes P({word!r}) at the end"
+    labels = controls.labels(result)
+    off = f" in place of {labels.several(planned.suppress)}" if planned.suppress else ""
+    claim = f"{labels.short(planned.inject)}{off} at {site_told(controls)} changes P({word!r}) at the end"
     found = [finding(controls, changes(result("controls")), claim)]
     if controls.held_out:
         found.append(
@@ -67,6 +77,23 @@ def site_told(controls: FeatureControls) -> str:
     if place is None:
         return "the best position"
     return f"{format_token(controls.planned.tokens[place])!r} ({place})"
+
+
+def features_table(controls: FeatureControls, result: Results) -> Table:
+    """Every feature that is exchanged: what it is for, what it writes, and where in the prompt it fires."""
+    labels = controls.labels(result)
+    doses = {FeatureId(dose.layer, dose.index): dose for dose in controls.doses}
+    parts = (controls.company,) * (len(doses) - 1) + (controls.cause,)
+    return Table.of(
+        list(zip(doses, parts, strict=True)),
+        ("feature", lambda one: str(one[0])),
+        ("part", lambda one: one[1]),
+        ("writes", lambda one: dash(labels.writes.get(one[0]), repr)),
+        ("fires on", lambda one: dash(labels.fires.get(one[0]), repr)),
+        title="The features that are exchanged",
+        caption="the token that each one's decoder raises most, read by the unembedding, without what later "
+        "layers make of it; the token of this prompt at which it is most active, if it is active at all",
+    )
 
 
 def parts_table(controls: FeatureControls, result: Results) -> Table:

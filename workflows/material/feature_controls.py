@@ -12,7 +12,7 @@ Border: declares exchanges and reads them; what they are is stages/features/effe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -22,11 +22,13 @@ import numpy as np
 from ...stages.causal.controls import chosen_at_random
 from ...stages.features.effects.exchanges import FeatureExchanges, Place
 from ...stages.features.effects.sweeps import Dose, random_like
+from ...stages.features.layers.layout import FeatureId
 from ...store.arrays import Floats
 from ..settings import ControlSettings
 from ..subject import shipped_facts
 from .answers import encoded
 from .feature_injection import word_id
+from .feature_labels import FeatureLabels, named_nodes
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -115,7 +117,14 @@ class FeatureControls:
             found["held_out"] = self._exchanges(self.held_out, tried)
         if self.words and self.elsewhere:
             found["elsewhere"] = self._exchanges(self.elsewhere, [self.doses])
-        return found
+        features = [FeatureId(dose.layer, dose.index) for dose in self.doses]
+        return found | named_nodes(planned.subject, planned.dictionary, ids, features)
+
+    def labels(self, result: Callable[[str], xr.Dataset]) -> FeatureLabels:
+        """What the features exchanged are called; result: a result by the name of its node."""
+        planned = self.planned
+        words = result("words") if "words" in self.nodes else None
+        return FeatureLabels.of_trace(planned.subject, planned.encoding.ids, words, result("trace"))
 
     def drawn(self, found: Floats) -> Floats:
         """Of values [..., exchange] those of the random features."""

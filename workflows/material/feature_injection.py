@@ -5,13 +5,11 @@ Border: plans; the sweep itself is stages/features/effects/sweeps.py. Never impo
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...stages.features.dictionary import Dictionary
 from ...stages.features.effects.sweeps import Dose, InjectionSweep
-from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_token
 from ...store.errors import ConfigError
 from ..subject import Subject
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from ...stages.forward.runs.experiment import Experiment, ExperimentNode
     from ..settings import ModelSettings
 
-__all__ = ["Planned", "feature_json", "is_one_token", "word_id"]
+__all__ = ["Planned", "is_one_token", "word_id"]
 
 
 class Planned:
@@ -140,8 +138,3 @@ def is_one_token(subject: Subject, word: str) -> bool:
     """Whether a word is one token, with a space before it or bare."""
     texts = (f" {word.strip()}", word.strip())
     return any(len(subject.tokenizer.encode(text, add_special=False).ids) == 1 for text in texts)
-
-
-def feature_json(feature: FeatureId) -> dict[str, Any]:
-    """{"layer", "index"}."""
-    return asdict(feature)

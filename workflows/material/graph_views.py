@@ -14,6 +14,7 @@ from ...stages.features.corpus.examples import contexts
 from ...stages.graph.rows.nodes import ERROR, FEATURE
 from ..views import Graph, Table, Values
 from ..views.graph_features import StrongFeature
+from .feature_labels import FeatureLabels
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -94,6 +95,12 @@ def examples_of(
     }
 
 
+def _label(one: StrongFeature) -> str:
+    """What a feature writes, and the token it is active at."""
+    writes = {one.feature: one.raised[0]} if one.raised else {}
+    return FeatureLabels(writes, {one.feature: one.token}).label(one.feature)
+
+
 def _table(strongest: Sequence[StrongFeature], sources: tuple[str, ...]) -> Table:
     """The features with most influence, with the tokens they raise and lower where these are known."""
     is_known = any(one.raised for one in strongest)
@@ -118,6 +125,7 @@ def _table(strongest: Sequence[StrongFeature], sources: tuple[str, ...]) -> Tabl
                 {
                     "layer": one.feature.layer,
                     "index": one.feature.index,
+                    "label": _label(one),
                     "position": one.position,
                     "token": one.token,
                     "activation": one.activation,

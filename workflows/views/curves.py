@@ -247,12 +247,13 @@ class Bars(View):
         x, below = np.arange(len(self.x)), np.zeros(len(self.x))
         held = np.isfinite([line.values for line in self.lines])
         each = np.full(len(x), 0.8) if self.stacked else 0.8 / np.maximum(1, held.sum(0))
-        shades = paper.shades(len(self.lines), in_order=self.stacked)
+        own = [line for line in self.lines if not (line.control or line.strong)]
+        shades = iter(paper.shades(len(own), in_order=self.stacked and len(own) > len(paper.SHADES)))
         draw, span, end = (
             (axes.barh, axes.hlines, "left") if self.across else (axes.bar, axes.vlines, "bottom")
         )
-        for i, (line, shade) in enumerate(zip(self.lines, shades, strict=True)):
-            colour: Any = paper.CONTROL if line.control else paper.ACCENT if line.strong else shade
+        for i, line in enumerate(self.lines):
+            colour: Any = paper.CONTROL if line.control else paper.ACCENT if line.strong else next(shades)
             if self.signed:
                 colour = np.where(np.nan_to_num(line.values) < 0, paper.BELOW, paper.ABOVE)
             place = x if self.stacked else x + (held[:i].sum(0) - (held.sum(0) - 1) / 2) * each
@@ -336,7 +337,7 @@ class Curve(View):
             side.line.set_color("#c5c9d3")
             side._axinfo["grid"].update(color="#e6e8ed", linewidth=0.6)
             side.set_tick_params(length=0, width=0)
-        axes.set_box_aspect(BOX, zoom=1.1)
+        axes.set_box_aspect(BOX, zoom=0.92)  # names of the axes stand outside of it
         elevation, azimuth = best_view(self.points)
         axes.view_init(elev=elevation, azim=azimuth)
         found = axes.figure.colorbar(shades, ax=axes, fraction=0.035, pad=0.08, shrink=0.7)

@@ -32,8 +32,8 @@ class Finding:
 
     claim: what was done to what, and read where: "injecting L0:128 at ' in' raises P(' English')". effect:
     the measure, in `unit`. null: the measure under random causes of equal size. spread: interval of the
-    effect over `prompts`, where there is more than one. held_out: whether the cause was chosen on other
-    prompts than these.
+    effect over `prompts`, where there is more than one, else over `noises`. held_out: whether the cause was
+    chosen on other prompts than these. noises: of which it is the mean in each prompt.
     """
 
     claim: str
@@ -43,6 +43,7 @@ class Finding:
     spread: tuple[float, float] | None = None
     prompts: int = 1
     held_out: bool = False
+    noises: int = 1
     chance: float = CHANCE
 
     @classmethod
@@ -83,15 +84,21 @@ class Finding:
     @property
     def sentence(self) -> str:
         """The claim with its effect and its null, or that it is no more than chance."""
-        over = ""
-        if self.prompts > 1:
+        verdict = "" if self.is_beyond_chance else f", {NO_MORE}"
+        return f"{self.claim}: {self._told(self.effect)}{self._over}{verdict}. {self.beside}"
+
+    @property
+    def _over(self) -> str:
+        """Of what the effect is a mean, how far that is certain, and where the cause was chosen."""
+        told = []
+        if self.prompts > 1 or self.spread is not None:
             low, high = self.spread or (self.effect, self.effect)
             which = "held-out prompts" if self.held_out else "prompts"
-            over = f" (95 % over {self.prompts} {which}: {self._told(low)} to {self._told(high)})"
-        elif self.held_out:
-            over = " (chosen on other prompts)"
-        verdict = "" if self.is_beyond_chance else f", {NO_MORE}"
-        return f"{self.claim}: {self._told(self.effect)}{over}{verdict}. {self.beside}"
+            many = f"{self.prompts} {which}" if self.prompts > 1 else f"{self.noises} noises"
+            told.append(f"95 % over {many}: {self._told(low)} to {self._told(high)}")
+        if self.prompts == 1 and self.held_out:
+            told.append("chosen on other prompts")
+        return f" ({'; '.join(told)})" if told else ""
 
     @property
     def beside(self) -> str:
@@ -117,6 +124,7 @@ class Finding:
             "interval_95": self.spread,
             "prompts": self.prompts,
             "held_out": self.held_out,
+            "noises": self.noises,
             "chance": self.chance,
             "null": self.null.to_json(self.effect),
         }

@@ -21,7 +21,17 @@ from ....store.arrays import Floats
 from ....store.errors import PromptError, StageError
 from .. import metrics
 
-__all__ = ["KL", "Custom", "LogitDifference", "Metric", "Probability", "Recovery", "check_metrics", "wanted"]
+__all__ = [
+    "KL",
+    "Custom",
+    "LogitDifference",
+    "Metric",
+    "Probability",
+    "Rank",
+    "Recovery",
+    "check_metrics",
+    "wanted",
+]
 
 
 class Metric(ABC):
@@ -114,6 +124,21 @@ class Probability(Metric):
 
 
 @dataclass(frozen=True)
+class Rank(Metric):
+    """How many tokens are likelier than one: 0 for the likeliest."""
+
+    token: int
+    name: str = "rank"
+
+    units: str = field(default="1", init=False, repr=False)
+    long_name: str = field(default="tokens likelier than the token", init=False, repr=False)
+
+    def value(self, logits: Floats, clean: Floats) -> float:
+        """From 0 up."""
+        return float((logits > logits[self.token]).sum())
+
+
+@dataclass(frozen=True)
 class Recovery(Metric):
     """Another metric rescaled: 0 = corrupted run, 1 = clean run; not clipped.
 
@@ -203,7 +228,7 @@ def check_metrics(chosen: Sequence[Metric], vocab_size: int) -> None:
             raise StageError(f"expected metrics of different names, found {name!r} twice; give name=… to one")
     for metric in chosen:
         inner = metric.of if isinstance(metric, Recovery) else metric
-        named = (inner.token,) if isinstance(inner, Probability) else inner.tokens or ()
+        named = (inner.token,) if isinstance(inner, Probability | Rank) else inner.tokens or ()
         for token in named:
             if not 0 <= token < vocab_size:
                 raise PromptError(

@@ -3,8 +3,8 @@
 Border: declares one run; encoding is the dictionary's. The dictionary is named, and opened only to compute.
 Whole corpora are encode.py's.
 
-Axes: active = one (layer, position, feature) that is active, sorted in this order; layer, position. Units:
-activations have none; errors are means of squares of activations.
+Axes: active = one (layer, position, feature) that is active, sorted in this order; layer, position; named = a
+feature asked for. Units: activations have none; errors are means of squares of activations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ...forward.hooks.cache import HookCache
     from ...forward.models.model import Model
 
-__all__ = ["FeatureActivity", "as_rows"]
+__all__ = ["FeatureActivity", "FeatureTrace", "as_rows"]
 
 
 _ROWS = 1024  # decoder rows gathered at a time
@@ -108,6 +108,64 @@ class FeatureActivity(OfDictionary):
                 "active_position": ("active", position.astype(np.int32)),
                 "active_feature": ("active", feature.astype(np.int64)),
                 "layer": list(prepared.layers),
+                "position": np.arange(len(self.tokens)),
+            },
+        )
+
+
+@dataclass(frozen=True)
+class FeatureTrace(OfDictionary):
+    """How active some features are along a prompt; only their layers are opened.
+
+    tokens: the prompt. dictionary: its name, no part of the key; features: its identity. chosen: (layer,
+    index) of each.
+    """
+
+    name: ClassVar[str] = "feature_trace"
+    version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = {
+        "trace": Output(("named", "position"), "1", "activation"),
+    }
+
+    tokens: tuple[int, ...]
+    dictionary: str
+    features: str
+    chosen: tuple[tuple[int, int], ...]
+
+    def cells(self, config: Architecture) -> Sequence[CellLabels]:
+        """One."""
+        check_tokens(self.tokens)
+        return [{}]
+
+    def prepare(self, model: Model) -> Dictionary:
+        """The dictionary."""
+        return self.opened(model)
+
+    def runs(self, prepared: Dictionary, cell: CellLabels) -> list[Run]:
+        """The prompt, with what the features read."""
+        layers = sorted({layer for layer, _ in self.chosen})
+        return [Run(self.tokens, HookSpec().capture(*map(prepared.read_hook, layers)), None)]
+
+    def measure(self, prepared: Dictionary, cell: CellLabels, result: HookCache) -> Any:
+        """Activations [named, position]."""
+        found = np.zeros((len(self.chosen), len(self.tokens)), np.float32)
+        for layer in {layer for layer, _ in self.chosen}:
+            mine = [i for i, one in enumerate(self.chosen) if one[0] == layer]
+            dense = prepared.layer(layer).encode(as_rows(result[prepared.read_hook(layer)][0]))
+            found[mine] = array(dense[:, [self.chosen[i][1] for i in mine]]).T
+        return found
+
+    def dataset(self, prepared: Dictionary, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
+        """trace [named, position], with the features' layers and indices."""
+        import xarray as xr
+
+        (found,) = measured
+        layers, indices = np.array(self.chosen, np.int64).reshape(-1, 2).T
+        return xr.Dataset(
+            {"trace": self.outputs["trace"].variable(found)},
+            coords={
+                "source_layer": ("named", layers.astype(np.int32)),
+                "feature": ("named", indices),
                 "position": np.arange(len(self.tokens)),
             },
         )

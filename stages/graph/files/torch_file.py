@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ....store.errors import MizarrError, StageError
+from ...forward.models.files import SPECIMEN, resolve
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -95,6 +96,12 @@ def _pickler() -> type[Any]:
     return Named
 
 
+def _tokenizer_of(model: str) -> str:
+    """Where transformers finds the tokenizer, with which circuit-tracer makes the files of its viewer: the
+    built-in model has a name that only we know."""
+    return str(resolve(model).directory) if model == SPECIMEN else model
+
+
 def write(graph: WrittenGraph, path: Path, *, scan: str | Sequence[str] | None = None) -> Path:
     """Save a graph at `path`, whole or not at all; returns the path.
 
@@ -105,7 +112,7 @@ def write(graph: WrittenGraph, path: Path, *, scan: str | Sequence[str] | None =
     a = graph.dataset.attrs
     config = UnifiedConfig(
         **{name: a[name] for name in ("n_layers", "d_model", "d_head", "n_heads", "d_mlp", "d_vocab")},
-        tokenizer_name=a["model"],
+        tokenizer_name=_tokenizer_of(a["model"]),
         model_name=a["model"],
         original_architecture=_ARCHITECTURES.get(a["model_type"], a["model_type"]),
         n_key_value_heads=a["n_key_value_heads"],

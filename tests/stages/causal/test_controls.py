@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from mizarr.stages.causal.controls import (
     CHANCE,
     Null,
     chosen_at_random,
     interval,
+    interval_of_mean,
     random_directions,
 )
 from mizarr.store.errors import ConfigError
@@ -52,6 +54,20 @@ def test_chance_is_taken_for_more_no_oftener_than_stated():
 def test_draws_that_are_none_are_refused(values: list[float], said: str):
     with pytest.raises(ConfigError, match=said):
         Null(np.array(values), "heads")
+
+
+@pytest.mark.parametrize("count", [3, 4, 10, 100])
+def test_the_interval_of_a_mean_is_that_of_students_t(count: int):
+    values = np.random.default_rng(count).normal(5.0, 2.0, count)
+    found = interval_of_mean(float(values.mean()), float(values.std()), count)
+    expected = stats.t.interval(0.95, count - 1, values.mean(), stats.sem(values))
+    assert found is not None
+    assert np.diff(found) == pytest.approx(np.diff(expected), rel=0.04 if count < 5 else 0.002)
+    assert np.mean(found) == pytest.approx(np.mean(expected))
+
+
+def test_two_values_have_no_interval():
+    assert interval_of_mean(1.0, 0.5, 2) is None
 
 
 def test_an_effect_that_is_no_number_is_beyond_nothing():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import pickletools
+import zipfile
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -45,6 +47,18 @@ def test_what_is_written_is_read_as_it_was(tmp_path: Path):
     assert again.logit_tokens == graph.logit_tokens
     assert again.dataset.attrs["model_type"] == "llama"
     assert again.dataset.attrs["scan"] == graph.dataset.attrs["scan"]
+
+
+@pytest.mark.parametrize("name", ["specimen", "org/name"])
+def test_a_file_says_where_others_find_the_tokenizer(name: str, tmp_path: Path):
+    """Of the built-in model its folder: its name is ours alone."""
+    graph = graph_of("clt_p1")
+    graph.dataset.attrs["model"] = name
+    with zipfile.ZipFile(graph.to_pt(tmp_path / "graph.pt")) as held:
+        (pickled,) = (held.read(each) for each in held.namelist() if each.endswith("data.pkl"))
+    texts = [value for code, value, _ in pickletools.genops(pickled) if isinstance(value, str)]
+    told = texts[texts.index("tokenizer_name") + 1]
+    assert told == name if name != "specimen" else (Path(told) / "tokenizer.json").is_file()
 
 
 def test_the_classes_in_a_written_file_are_those_of_circuit_tracer(tmp_path: Path):

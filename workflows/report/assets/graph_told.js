@@ -22,6 +22,8 @@ function teller(graph, data, state) {
   const shades = scale(0, 1);
 
   const title = (i) => (isFeature(i) ? `L${layer[i]}:${number[i]}` : isError(i) ? `error L${layer[i]}` : graph.textOf(i));
+  // What a feature writes most, beside its number: that alone says nothing.
+  const writes = (i) => (isFeature(i) && row[i] >= 0 && tables.raised.shape[1] ? [" ", token(notes.words[tables.raised.at(row[i], 0)])] : []);
   const here = (i) => [token(data.tokens[position[i]]), ` (${position[i]})`];
   const inWords = (i) => (isToken(i) ? `token ${graph.textOf(i)}, position ${position[i]}` : isLogit(i)
     ? `output ${graph.textOf(i)}, probability ${percent(probability[i])}`
@@ -47,7 +49,7 @@ function teller(graph, data, state) {
 
   /** A node's name; in cards a button that leads there. */
   function mention(i, isCard) {
-    const parts = isToken(i) || isLogit(i) ? [token(graph.textOf(i))] : [title(i)];
+    const parts = isToken(i) || isLogit(i) ? [token(graph.textOf(i))] : [title(i), ...writes(i)];
     const where = isLogit(i) ? null : make("span", { class: "dim" }, ` (${position[i]})${isToken(i) ? "" : ` ${data.tokens[position[i]].trim()}`}`);
     return isCard ? make("button", { type: "button", class: "to-node", click: () => state.go(i) }, ...parts, where)
       : make("span", { class: "to-node" }, ...parts, where);

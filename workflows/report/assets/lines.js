@@ -2,6 +2,25 @@
 
 const MARGIN = { left: 52, right: 16, top: 10, bottom: 38 }, HEIGHT = 300, TOLD = 14;
 
+/** Name of a curve -> its colour on this page, -1 for that of a curve alone: one name, one colour, in every plot. */
+const CURVE_RANKS = new Map();
+
+/** The colours of the curves of one plot: those their names have on this page, and for new names the least used. */
+function curveRanks(names, count) {
+  const here = new Set();
+  return names.map((name) => {
+    let rank = CURVE_RANKS.get(name);
+    if (rank === undefined || here.has(rank)) {
+      const uses = Array.from({ length: count }, (_, i) => [...CURVE_RANKS.values()].filter((each) => each === i).length);
+      const free = uses.map((_, i) => i).filter((i) => !here.has(i)).sort((a, b) => uses[a] - uses[b] || a - b);
+      rank = names.length === 1 && ![...CURVE_RANKS.values()].includes(-1) ? -1 : free[0];
+      if (!CURVE_RANKS.has(name)) CURVE_RANKS.set(name, rank);
+    }
+    here.add(rank);
+    return rank;
+  });
+}
+
 /** Round numbers that divide low..high into about `count` steps. */
 function ticks(low, high, count) {
   const step = roundStep((high - low) / count), found = [];
@@ -23,11 +42,13 @@ DRAW.lines = (host, data) => {
   let cursor = null, place = { x: () => 0, y: () => 0 };
   const own = curves.filter((curve) => !curve.control), controls = curves.filter((curve) => curve.control);
   const shades = scale(-own.length / 3, own.length - 1); // many curves come in an order, such as layers: one ramp
+  const many = own.length > LINE_COLOURS.light.length;
+  const ranks = many ? own.map((_, i) => i) : curveRanks(own.map((curve) => curve.name), LINE_COLOURS.light.length);
   const colour = (i) => {
     if (curves[i].control) return getComputedStyle(host).getPropertyValue("--faint");
-    const rank = own.indexOf(curves[i]), colours = LINE_COLOURS[mode()];
-    if (own.length === 1) return ONE_COLOUR[mode()];
-    return own.length > colours.length ? shades.fill(rank) : colours[rank];
+    const rank = ranks[own.indexOf(curves[i])];
+    if (many) return shades.fill(rank);
+    return rank < 0 ? ONE_COLOUR[mode()] : LINE_COLOURS[mode()][rank];
   };
   const exact = (curve, i) => told(curve.points.values[i], data.unit, curve.points.digits);
 

@@ -27,6 +27,7 @@ from mizarr.stages.causal.grids.patching_metrics import (
     LogitDifference,
     Metric,
     Probability,
+    Rank,
     Recovery,
 )
 from mizarr.stages.forward.runs.experiment import compute_cell
@@ -255,7 +256,7 @@ def test_a_table_is_planned_without_the_model_too(folder, model, tmp_path):
 
 
 def test_metrics_are_those_of_the_logits(folder, reference, tmp_path):
-    chosen = (DIFFERENCE, KL(), Probability(CORRECT), Custom(largest))
+    chosen = (DIFFERENCE, KL(), Probability(CORRECT), Rank(CORRECT), Custom(largest))
     found = compute(grid(kinds=("resid_post",), layers=(1,), metrics=chosen), folder, tmp_path)
     clean, seen = reference.run(CLEAN)
     for position in range(LENGTH):
@@ -266,6 +267,7 @@ def test_metrics_are_those_of_the_logits(folder, reference, tmp_path):
             "logit_difference": difference(logits),
             "kl": float((p.exp() * (p - q)).sum()),
             "probability": float(q[CORRECT].exp()),
+            "rank": float(logits.argsort(descending=True).tolist().index(CORRECT)),
             "largest": float(logits.max()),
         }
         for name, value in expected.items():
@@ -382,11 +384,12 @@ def test_a_worker_with_other_metrics_refuses_its_cells(folder, tmp_path, monkeyp
 
 def test_metrics_that_ship_keep_their_place_in_keys():
     kl = {"metric": "KL", "name": "kl"}
-    shipped = (DIFFERENCE, KL(), Probability(3), Recovery(KL()), Custom(abs, 2))
+    shipped = (DIFFERENCE, KL(), Probability(3), Rank(3), Recovery(KL()), Custom(abs, 2))
     assert [metric.canonical() for metric in shipped] == [
         {"metric": "LogitDifference", "correct": CORRECT, "wrong": WRONG, "name": "logit_difference"},
         kl,
         {"metric": "Probability", "token": 3, "name": "probability"},
+        {"metric": "Rank", "token": 3, "name": "rank"},
         {"metric": "Recovery", "of": kl, "name": "recovery"},
         {"metric": "Custom", "version": 2, "name": "abs", "units": "1", "long_name": "abs"},
     ]
