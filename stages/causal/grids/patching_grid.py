@@ -153,7 +153,8 @@ class Grid(Experiment):
         _not_empty(self.name, "heads", self.heads)
         for kind in self.kinds:
             self._check_kind(kind)
-            require_known([HookPoint(kind, 0)], config.hook_points, config.model_type)
+            if all(point.kind != kind for point in config.hook_points):
+                require_known([HookPoint(kind, 0)], config.hook_points, config.model_type)
             in_range(self.name, "head", self.heads, num_heads(config, kind))
         in_range(self.name, "layer", self.layers, config.num_layers)
         in_range(self.name, "position", self.positions, len(self.prompt))
