@@ -31,10 +31,11 @@ from ..stages.causal.draws import AtOnce
 from ..stages.causal.grids.patching import ActivationPatching, DonorPatching, common_ends
 from ..stages.causal.grids.patching_grid import HEAD_KINDS, KINDS, STATE_KINDS
 from ..stages.causal.grids.patching_metrics import KL, Metric, Probability, Recovery
+from ..stages.forward.models.files import SHIPPED
 from ..stages.logits.lens import format_probability, format_token
 from ..store.arrays import Floats
 from ..store.errors import ConfigError
-from .material.answers import SPECIMEN, answer_pieces, encoded, named
+from .material.answers import answer_pieces, encoded, named
 from .material.fact_pairs import shipped_pairs
 from .material.places import NAMES, check_kinds
 from .material.unrelated import Unrelated
@@ -239,7 +240,7 @@ class ActivationPatchingTrace(ModelWorkflow):
         given = self.settings
         if given.prompt:
             return [(given.prompt, given.answer, given.corrupted)]
-        if given.model != SPECIMEN:
+        if given.model not in SHIPPED:
             return list(CITIES[: given.pairs])
         return [
             (record["original_prompt"], record["gt_original_target"], (record["counterfactual_prompt"],))

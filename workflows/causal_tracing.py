@@ -31,9 +31,10 @@ from ..stages.causal.grids.patching_grid import HIDDEN_KINDS
 from ..stages.causal.grids.patching_metrics import Probability, Rank
 from ..stages.causal.grids.tracing import CausalTracing
 from ..stages.corpus.positions import phrase_tokens
+from ..stages.forward.models.files import SHIPPED
 from ..stages.logits.lens import format_probability, format_token
 from ..store.errors import ConfigError
-from .material.answers import FRANCE, KNOWN, SPECIMEN, answer_pieces, encoded, named, target_json
+from .material.answers import FRANCE, KNOWN, answer_pieces, encoded, named, target_json
 from .material.fact_pairs import shipped_pairs
 from .material.places import NAMES, check_kinds
 from .settings import ControlSettings, Count, FactSettings, Natural, Positive, setting
@@ -171,7 +172,7 @@ class CausalTrace(ModelWorkflow):
     def _fact(self) -> tuple[str, str]:
         """Prompt and target; tokens, and positions that get noise, are kept beside."""
         given = self.settings
-        if not given.prompt and given.model == SPECIMEN:
+        if not given.prompt and given.model in SHIPPED:
             pair = shipped_pairs(self.subject)[0]
             texts = [pair["original_prompt"], pair["counterfactual_prompt"]]
             ids, others = (tuple(encoded(self.subject, text).ids) for text in texts)

@@ -24,8 +24,9 @@ from ..stages.forward.generation import continuations as generation
 from ..stages.forward.generation.stopping import end_ids
 from ..stages.forward.hooks.interventions import Zero
 from ..stages.forward.hooks.spec import HookSpec
+from ..stages.forward.models.files import SHIPPED
 from ..stages.logits.lens import format_probability, format_token
-from .material.answers import FRANCE, SPECIMEN, encoded, named
+from .material.answers import FRANCE, encoded, named
 from .settings import ModelSettings, setting
 from .subject import shipped_facts, shipped_prose
 from .views import Figure, Heatmap, Table, Text, Tokens, View, bold
@@ -235,7 +236,7 @@ class _Printer:
 def default_prompts(model: str) -> tuple[str, ...]:
     """What a model is asked to continue when nobody says: facts and wrapped prose of the specimen's, or the
     capital of France."""
-    if model != SPECIMEN:
+    if model not in SHIPPED:
         return (FRANCE[0],)
     facts = tuple(fact["prompt"] for fact in shipped_facts()[:FACTS])
     lines = wrap(shipped_prose().partition("\n")[2], LINE).split("\n")

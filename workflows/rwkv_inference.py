@@ -32,7 +32,7 @@ from ..stages.logits.lens import format_probability, format_token
 from ..store.arrays import Floats
 from .material.answers import named, number, target_json, top_changed_json
 from .material.edge_choice import ROLES, PlaceWorkflow, roles_of
-from .settings import ChosenPlaceSettings, Count, setting
+from .settings import MODEL_HELP, RECURRENT, ChosenPlaceSettings, Count, setting
 from .views import (
     Attention,
     Data,
@@ -66,6 +66,7 @@ FEW = 4
 class RwkvInferenceSettings(ChosenPlaceSettings):
     """What `--set` can change."""
 
+    model: str = setting(RECURRENT, MODEL_HELP)
     position: int | str | None = setting(
         None, "token whose write is told; none: the kind of position that matters most on other facts"
     )
@@ -79,7 +80,6 @@ class RwkvInference(PlaceWorkflow):
     name = "rwkv_inference"
     question = "What does a recurrent model no longer say when one token leaves no trace in its state?"
     needs = "state"
-    asks = ("attention_flow", "state_knockout", "state_steering", "random_writes")
     settings_type = RwkvInferenceSettings
     settings: RwkvInferenceSettings
     rule = "kind of position whose write, were its values random, left out,"

@@ -21,6 +21,8 @@ import msgspec
 from ..store.errors import ConfigError, nearest
 
 __all__ = [
+    "MODEL_HELP",
+    "RECURRENT",
     "AnswerSettings",
     "ChosenEdgeSettings",
     "ChosenPlaceSettings",
@@ -47,6 +49,11 @@ NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
+MODEL_HELP = 'hub id, directory, "specimen" or "specimen-rwkv"'
+RECURRENT = "specimen-rwkv"
+"""The model with a state that ships with mizarr."""
+
+
 def setting(default: Any, description: str) -> Any:
     """A field of a settings dataclass: its default, and one line on what it does."""
     return dataclasses.field(default=default, metadata={"help": description})
@@ -56,7 +63,7 @@ def setting(default: Any, description: str) -> Any:
 class FileSettings:
     """A question about the files of one model."""
 
-    model: str = setting("specimen", 'hub id, directory, or "specimen"')
+    model: str = setting("specimen", MODEL_HELP)
     revision: str | None = setting(None, "branch, tag or commit of a hub id; none: main")
     device: str | None = setting(None, "cpu, cuda or cuda:1, in no key; none: a GPU where there is one")
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .activation_patching import ActivationPatchingTrace, ActivationPatchingTraceSettings
-from .settings import setting
+from .settings import MODEL_HELP, RECURRENT, setting
 
 __all__ = ["StatePatching", "StatePatchingSettings"]
 
@@ -26,6 +26,7 @@ __all__ = ["StatePatching", "StatePatchingSettings"]
 class StatePatchingSettings(ActivationPatchingTraceSettings):
     """What `--set` can change."""
 
+    model: str = setting(RECURRENT, MODEL_HELP)
     kinds: tuple[str, ...] = setting(
         ("rwkv_state_seq",), "what is patched by position: states, or also resid_post, attn_out, mlp_out"
     )
@@ -37,7 +38,6 @@ class StatePatching(ActivationPatchingTrace):
     name = "state_patching"
     question = "What does the state of a recurrent model carry?"
     needs = "state"
-    asks = ("activation_patching", "donor_patching")
     settings_type = StatePatchingSettings
 
 

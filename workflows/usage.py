@@ -1,5 +1,4 @@
-"""Who uses a stage or an experiment, found by asking every workflow for its nodes at its defaults, or, where
-the default model cannot be asked, for its word (`Workflow.asks`).
+"""Who uses a stage or an experiment, found by asking every workflow for its nodes at its defaults.
 
 Border: plans graphs; computes nothing, loads no weights and never imports torch.
 """
@@ -16,7 +15,7 @@ from ..pipeline.plan import in_order
 from ..pipeline.stage_node import StageNode
 from ..stages import REGISTRY, find
 from ..stages.forward.runs.experiment import ExperimentNode
-from . import WORKFLOWS, build, kind_of
+from . import WORKFLOWS, build
 
 __all__ = ["Use", "uses"]
 
@@ -51,8 +50,7 @@ def uses() -> dict[str, Use]:
     declared = {name: find(name).declaration() for name in REGISTRY}
     having: dict[str, list[str]] = {name: [] for name in REGISTRY}
     for workflow in WORKFLOWS:
-        asks = kind_of(workflow).asks
-        for name in asks or dict.fromkeys(_asked(in_order(build(workflow).nodes.values()))):
+        for name in dict.fromkeys(_asked(in_order(build(workflow).nodes.values()))):
             having[name].append(workflow)
     used = {declared[name].home: name for name in reversed(REGISTRY) if having[name]}
     return {

@@ -48,9 +48,6 @@ class Workflow:
 
     needs: ClassVar[Need] = "any model"
     """What a model must have for the question to make sense."""
-    asks: ClassVar[tuple[str, ...]] = ()
-    """Names of the registry in its graph, of a question that cannot be asked of the default model: of all
-    others the graph itself says them."""
 
     settings: Any
     nodes: Mapping[str, ResultNode]

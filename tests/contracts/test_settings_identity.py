@@ -18,7 +18,6 @@ from mizarr.pipeline.sources import ConstantNode, SourceNode
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.store.digest import digest
 from mizarr.workflows import WORKFLOWS, build
-from tests.default_workflows import at_defaults
 
 
 def identity_of(node: Node, seen: dict[int, str]) -> str:
@@ -211,7 +210,7 @@ def settings_of_all() -> list[Any]:
         kind = importlib.import_module(f"mizarr.workflows{home}").WORKFLOW.settings_type
         for field in dataclasses.fields(kind):
             is_elsewhere = field.name in ELSEWHERE or f"{field.name} of {name}" in ELSEWHERE
-            if name not in NO_GRAPH and at_defaults(name) and not is_elsewhere:
+            if name not in NO_GRAPH and not is_elsewhere:
                 found.append(pytest.param(name, field, id=f"{name}-{field.name}"))
     return found
 

@@ -13,11 +13,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from mizarr.pipeline.plan import in_order
-from mizarr.stages import REGISTRY
 from mizarr.stages.causal.controls import CHANCE
 from mizarr.stages.forward.models.model import Model
-from mizarr.stages.forward.runs.experiment import ExperimentNode
 from mizarr.store.errors import ConfigError, MizarrError
 from mizarr.workflows import WORKFLOWS, build, compute, kind_of
 from tests.stages.forward.random_rwkv import draw_config, draw_tensors
@@ -111,14 +108,7 @@ def test_a_model_without_a_state_is_refused_in_one_line(name):
     with pytest.raises(
         ConfigError, match=r"recurrent model .*, found specimen \(llama\); name another: model="
     ):
-        build(name)
-
-
-@pytest.mark.parametrize("name", ["rwkv_inference", "state_patching"])
-def test_what_they_say_they_ask_is_in_their_graphs(name, rwkv6):
-    nodes = in_order(build(name, model=str(rwkv6), **ASKED[name][0]).nodes.values())
-    asked = {n.experiment.registered if isinstance(n, ExperimentNode) else n.name for n in nodes}
-    assert set(kind_of(name).asks) == asked & set(REGISTRY)
+        build(name, model="specimen")
 
 
 # -- claims

@@ -15,11 +15,10 @@ import pytest
 
 from mizarr.stages.attention.flow import unpacked
 from mizarr.stages.logits.lens import format_probability, format_token
-from mizarr.workflows import compute
+from mizarr.workflows import WORKFLOWS, compute
 from mizarr.workflows.views import Heatmap
 from mizarr.workflows.workflow import Workflow
 from tests.browser import Opened, chromium, opened
-from tests.default_workflows import AT_DEFAULTS
 
 pytestmark = pytest.mark.browser
 
@@ -267,7 +266,7 @@ def test_a_grid_of_hundreds_of_columns_scrolls_inside_itself(width, browser, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", AT_DEFAULTS)
+@pytest.mark.parametrize("name", WORKFLOWS)
 def test_every_workflow_as_it_comes_has_a_page_that_draws_itself(name, browser, tmp_path):
     page = compute(name, store=tmp_path / "store").report(tmp_path / "page.html")
     with opened(browser, page, width=400) as here:

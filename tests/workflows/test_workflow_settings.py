@@ -13,7 +13,6 @@ from mizarr.pipeline.nodes import Node
 from mizarr.store.errors import ConfigError, ModelNotFound
 from mizarr.workflows import WORKFLOWS, build, compute
 from mizarr.workflows.settings import Count, Share, read_settings, setting
-from tests.default_workflows import AT_DEFAULTS
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def test_every_workflow_asks_for_the_revision_it_was_given(name):
         build(name, revision="v2")
 
 
-@pytest.mark.parametrize("name", AT_DEFAULTS)
+@pytest.mark.parametrize("name", WORKFLOWS)
 def test_every_model_that_runs_does_so_on_the_device_it_was_given(name):
     sources = sources_of(build(name, device="cuda:7").nodes.values())
     assert {source.device for source in sources} <= {"cuda:7"}

@@ -62,7 +62,9 @@ def on_workflow(command: Callable[..., None]) -> Callable[..., None]:
     return with_options(
         planned,
         click.argument("workflow"),
-        click.option("--model", help='Hub id, directory or "specimen"; short for --set model=….'),
+        click.option(
+            "--model", help='Hub id, directory, "specimen" or "specimen-rwkv"; short for --set model=….'
+        ),
         trust_option,
         click.option(
             "--set",
@@ -169,9 +171,9 @@ def capture(
 ) -> None:
     """Run MODEL over PROMPTS and store activations.
 
-    MODEL is a hub id, a directory or "specimen", the model shipped with mizarr. PROMPTS are text files with
-    one per line, JSONL files with a string, {"text": …} or {"ids": […]} per line, Parquet files with such a
-    column, or - for stdin. What the store already holds is not computed again.
+    MODEL is a hub id, a directory, or "specimen" or "specimen-rwkv", shipped with mizarr. PROMPTS are text
+    files with one per line, JSONL files with a string, {"text": …} or {"ids": […]} per line, Parquet files
+    with such a column, or - for stdin. What the store already holds is not computed again.
     """
     from ...pipeline import plan, run
     from ...stages.forward.capture.capture import CaptureNode

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from ...stages.forward.models.files import SHIPPED
 from ...stages.forward.text.prompts import check_prompts
 from ...store.errors import ConfigError
 from ..subject import shipped_facts
@@ -31,20 +32,19 @@ __all__ = [
 KNOWN = 2
 """Facts a model must know, of those to choose on and of those to score on, before anything is claimed: any
 network changes what it says when it is changed, an untrained one too, and one answer may be luck."""
-SPECIMEN = "specimen"
 FRANCE = ("The capital of France is", "Paris")
 COUNTRIES = ("Germany", "Poland", "Brazil", "Russia", "Canada")
 """candle-mi's default prompt, and what takes France's place in its counterparts."""
 
 
 def fact(model: str, prompt: str, target: str) -> tuple[str, str]:
-    """The prompt and target asked for; by default the first fact the specimen was tried on, and for other
+    """The prompt and target asked for; by default the first fact the specimens were taught, and for other
     models the capital of France."""
     if prompt:
         return prompt, target
     if target:
         raise ConfigError(f"expected a prompt for the target {target!r}, found none; set both or neither")
-    if model != SPECIMEN:
+    if model not in SHIPPED:
         return FRANCE
     first = shipped_facts()[0]
     return first["prompt"], first["target"]
@@ -60,7 +60,7 @@ def counterpart(subject: Subject, model: str, prompt: str, target: str) -> str:
     if prompt == FRANCE[0]:
         tried = [prompt.replace("France", country) for country in COUNTRIES]
     else:
-        others = [f["prompt"] for f in shipped_facts() if f["target"] != target] if model == SPECIMEN else []
+        others = [f["prompt"] for f in shipped_facts() if f["target"] != target] if model in SHIPPED else []
         tried = sorted(others, key=lambda other: -_alike(prompt, other))
     for other in tried:
         if other != prompt and len(subject.tokenizer.encode(other)) == length:
