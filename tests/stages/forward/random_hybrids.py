@@ -31,6 +31,8 @@ HYBRIDS = (
     "minimax",
 )
 
+GEMMA_NORMS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "recurrent_gemma")
+
 
 def draw(family: str, seed: int) -> dict[str, Any]:
     """Keyword arguments of the family's reference configuration."""
@@ -364,6 +366,8 @@ def save_random_hybrid(
                 weight.uniform_(-2.0, 0.5)
             elif weight.ndim > 1:
                 weight.normal_(std=0.2)
+            elif "norm" in name and not name.endswith("linear_attn.norm.weight") and family in GEMMA_NORMS:
+                weight.normal_(mean=-0.5, std=0.3)  # what multiplies is 1 more
             else:
                 weight.normal_(mean=0.5, std=0.3)
         for name, buffer in model.named_buffers():
