@@ -403,7 +403,7 @@ def checked(reader: ConfigReader, block: Block) -> Block:
     for shape in block.mixers:
         sizes = shape.axis_sizes
         for heads, groups in SHARED:
-            if heads in sizes and sizes[heads] % sizes[groups]:
+            if sizes.get(heads, 0) % sizes.get(groups, 1):
                 raise ConfigError(
                     f"{reader.source}: expected a number of heads that {sizes[groups]} groups divide, found "
                     f"{sizes[heads]}; correct the file, or fetch it again"

@@ -2,9 +2,9 @@
 
 Checkpoints differ in the names of rooms (`Spelling`); inside a room a mixer's tensors have the names of the
 code it comes from. Weights are named as the classes of networks/mixers/ ask for them: those of attention and
-MLP as in a decoder, those of state spaces with "ssm." before them, of linear attention with "linear.", of
-short convolutions with "conv.", of experts with "experts.". What a model multiplies products by is told as
-factors of the weights (`Stored.factors`).
+MLP as in a decoder, those of state spaces with "ssm." before them, of latent attention with "latent.", of
+linear attention with "linear.", of short convolutions with "conv.", of experts with "experts.". What a model
+multiplies products by is told as factors of the weights (`Stored.factors`).
 
 Border: names and shapes; never imports torch.
 """
@@ -21,6 +21,7 @@ from .mixers import (
     AttentionShape,
     ExpertsShape,
     GatedAttentionShape,
+    LatentAttentionShape,
     Mamba2Shape,
     MambaShape,
     MixerShape,
@@ -155,6 +156,22 @@ def _attention(shape: AttentionShape, spelling: Spelling, hidden: int) -> Named:
         widths = (shape.head_dim,) * 2 if shape.norms == "head" else (queries, keys)
         for weight, name, width in zip(("q_norm", "k_norm"), spelling.attention_norms, widths, strict=True):
             yield weight, Stored(f"{room}{name}.weight", (width,))
+
+
+def _latent_attention(shape: LatentAttentionShape, spelling: Spelling, hidden: int) -> Named:
+    room, bias, asked = spelling.attention, shape.has_bias, shape.heads * shape.key_size
+    if shape.query_rank is None:
+        yield "latent.q", Stored(f"{room}q_proj.weight", (asked, hidden))
+    else:
+        yield from _linear("latent.q.down", f"{room}q_a_proj", (shape.query_rank, hidden), bias=bias)
+        yield "latent.q.norm", Stored(f"{room}q_a_layernorm.weight", (shape.query_rank,))
+        yield "latent.q", Stored(f"{room}q_b_proj.weight", (asked, shape.query_rank))
+    rows = shape.rank + shape.shared_size
+    yield from _linear("latent.down", f"{room}kv_a_proj_with_mqa", (rows, hidden), bias=bias)
+    yield "latent.norm", Stored(f"{room}kv_a_layernorm.weight", (shape.rank,))
+    rows = shape.heads * (shape.own_size + shape.value_size)
+    yield "latent.up", Stored(f"{room}kv_b_proj.weight", (rows, shape.rank))
+    yield from _linear("latent.out", f"{room}o_proj", (hidden, shape.heads * shape.value_size), bias=bias)
 
 
 def _convolution(room: str, channels: int, size: int, has_bias: bool) -> Named:
@@ -331,6 +348,7 @@ def _short_convolution(shape: ShortConvolutionShape, spelling: Spelling, hidden:
 MIXERS: dict[str, Callable[[Any, Spelling, int], Named]] = {
     AttentionShape.kind: _attention,
     GatedAttentionShape.kind: _attention,
+    LatentAttentionShape.kind: _latent_attention,
     GatedDeltaShape.kind: _gated_delta,
     LightningShape.kind: _lightning,
     LinearUnitShape.kind: _linear_unit,

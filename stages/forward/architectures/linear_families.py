@@ -19,7 +19,14 @@ from .hybrid import Block, HybridConfig
 from .hybrid_families import HybridFamily, TensorShapes, checked, require_silu
 from .hybrid_tensors import Spelling
 from .linear_mixers import GatedDeltaShape, LightningShape, LinearUnitShape, ShortConvolutionShape
-from .mixers import AttentionShape, ChannelShape, ExpertsShape, GatedAttentionShape, MlpShape
+from .mixers import (
+    AttentionShape,
+    ChannelShape,
+    ExpertsShape,
+    GatedAttentionShape,
+    LatentAttentionShape,
+    MlpShape,
+)
 from .transformer import ConfigReader, RopeConfig
 
 __all__ = ["LINEAR", "read_linear"]
@@ -156,6 +163,78 @@ def _turns(reader: ConfigReader) -> bool:
     parameters = reader.mapping("rope_parameters")
     held = parameters if "rope_theta" in parameters else reader.raw
     return held.get("rope_theta", 0.0) is not None
+
+
+def _kimi(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+    """Kimi Linear: gated delta nets with a decay for every key, and latent attention."""
+    require_silu(reader, "hidden_act")
+    eps, linear = reader.number("rms_norm_eps", 1e-5), reader.mapping("linear_attn_config")
+    told = ConfigReader(linear, f"{reader.source}: linear_attn_config")
+    heads = told.integer("num_heads", reader.integer("linear_num_heads", 32))
+    width = told.integer("head_dim", reader.integer("linear_head_dim", 128))
+    size = told.integer("short_conv_kernel_size", reader.integer("linear_conv_kernel_dim", 4))
+    delta = GatedDeltaShape(
+        heads, heads, width, width, size, "separate", decays="key", gate="sigmoid", norm_eps=eps
+    )
+    attention = LatentAttentionShape(
+        reader.integer("num_attention_heads", 32),
+        reader.integer("qk_nope_head_dim", 128),
+        reader.integer("qk_rope_head_dim", 64),
+        reader.integer("v_head_dim", 128),
+        reader.integer("kv_lora_rank", 512),
+        reader.optional_integer("q_lora_rank"),
+        has_bias=reader.flag("attention_bias", False),
+    )
+    layers = reader.integer("num_hidden_layers", 27)
+    attends = linear.get("full_attn_layers")  # counted from 1
+    usual = [
+        "full_attention"
+        if (i + 1 in attends if attends is not None else i and not i % 4)
+        else "linear_attention"
+        for i in range(layers)
+    ]
+    dense = reader.integer("first_k_dense_replace", 1, least=0)
+    parts = reader.strings("mlp_layer_types") or ["dense" if i < dense else "sparse" for i in range(layers)]
+    parts = _known(reader, "mlp_layer_types", parts, ("dense", "sparse"))
+    experts, mlp = _of_kimi(reader), MlpShape(reader.integer("intermediate_size", 9216), "silu")
+    blocks = tuple(
+        Block((attention if kind == "full_attention" else delta,), mlp if part == "dense" else experts)
+        for kind, part in zip(_layer_types(reader, usual), parts, strict=True)
+    )
+    # The reference writes the MLP of a dense layer into the room of experts.
+    is_moved = any(name.endswith(".block_sparse_moe.gate_proj.weight") for name in shapes)
+    spelling = replace(
+        LLAMA,
+        mixer="self_attn.",
+        mlp="block_sparse_moe." if is_moved else "mlp.",
+        experts="block_sparse_moe.",
+        expert_parts=OF_MIXTRAL,
+        shared="block_sparse_moe.shared_experts.",
+    )
+    context = _either(reader, "model_max_length", "max_position_embeddings", 1048576)
+    found = _config(reader, blocks, spelling, eps=1e-5, context=None)
+    return replace(found, max_position_embeddings=context)
+
+
+def _of_kimi(reader: ConfigReader) -> ExpertsShape:
+    inner = reader.integer("moe_intermediate_size", 1024)
+    return ExpertsShape(
+        _either(reader, "num_experts", "num_local_experts", 256),
+        _either(reader, "num_experts_per_token", "num_experts_per_tok", 8),
+        inner,
+        "silu",
+        routing="sigmoid",
+        shared_size=inner * _either(reader, "num_shared_experts", "n_shared_experts", 1),
+        groups=_either(reader, "num_expert_group", "n_group", 1),
+        chosen_groups=reader.integer("topk_group", 1),
+        sums_to_one=reader.flag("moe_renormalize", reader.flag("norm_topk_prob", True)),
+        routed_factor=reader.number("routed_scaling_factor", 2.446),
+    )
+
+
+def _either(reader: ConfigReader, key: str, other: str, usual: int) -> int:
+    """A size under either of two names."""
+    return reader.integer(key, reader.integer(other, usual))
 
 
 # -- short convolutions
@@ -426,6 +505,13 @@ LINEAR: dict[str, HybridFamily] = {
         "Olmo Hybrid",
         "gated delta nets, some attention with QK-norm and norms behind it",
         "gated SiLU",
+        reads_tensors=True,
+    ),
+    "kimi_linear": HybridFamily(
+        _kimi,
+        "Kimi Linear",
+        "gated delta nets with a decay for every key, some latent attention without rope",
+        "gated SiLU, experts",
         reads_tensors=True,
     ),
     "lfm2": HybridFamily(

@@ -22,6 +22,7 @@ __all__ = [
     "ChannelShape",
     "ExpertsShape",
     "GatedAttentionShape",
+    "LatentAttentionShape",
     "Mamba2Shape",
     "MambaShape",
     "MixerShape",
@@ -147,6 +148,55 @@ class GatedAttentionShape(AttentionShape):
 
     kind: ClassVar[str] = "gated_attention"
     points: ClassVar[tuple[str, ...]] = ("attn_gate", *_ATTENTION)
+
+
+@dataclass(frozen=True)
+class LatentAttentionShape(MixerShape):
+    """Attention whose keys and values are made of one narrow latent (DeepSeek-V2, 2024, section 2.1), without
+    positions.
+
+    own_size, shared_size: entries of a head's keys that are its own, and those that all heads share, behind
+    them. rank: of the latent; query_rank: of the map to queries, None where it has none.
+    """
+
+    kind: ClassVar[str] = "latent_attention"
+    points: ClassVar[tuple[str, ...]] = (
+        *("latent_q", "latent_c", "latent_k", "latent_v", "scores", "attn_scores", "pattern", "latent_z"),
+    )
+    reaches_later: ClassVar[frozenset[str]] = frozenset(("latent_c", "latent_k", "latent_v"))
+
+    heads: int
+    own_size: int
+    shared_size: int
+    value_size: int
+    rank: int
+    query_rank: int | None = None
+    has_bias: bool = False
+    norm_eps: float = 1e-6
+
+    @property
+    def key_size(self) -> int:
+        """Entries of a head's keys."""
+        return self.own_size + self.shared_size
+
+    @property
+    def fact(self) -> AttentionMixer:
+        """See `MixerShape`."""
+        return AttentionMixer(1 / math.sqrt(self.key_size))
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `MixerShape`."""
+        return {
+            "head": self.heads,
+            "latent": self.rank + self.shared_size,
+            "latent_key": self.key_size,
+            "latent_value": self.value_size,
+        }
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Queries, keys and values of every head, and the latent."""
+        return itemsize * (self.heads * (3 * self.key_size + 3 * self.value_size) + 2 * self.rank)
 
 
 @dataclass(frozen=True)

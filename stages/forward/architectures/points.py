@@ -10,7 +10,8 @@ channel, so that reading is r^T S. Heads of state-space models have axes of thei
 that attend: ``ssm_head``, ``ssm_key``, ``ssm_value``; ``ssm_group`` counts heads that share B and C. A head
 of Mamba-1 is one channel, of one value. So have mixers that write values under keys into a state and read it
 with queries, all of which are of one room, ``linear``: gated delta nets, lightning attention, gated linear
-units; ``linear_group`` counts heads that share queries and keys.
+units; ``linear_group`` counts heads that share queries and keys. In latent attention, keys and values of a
+head differ in width, so that it has a room of its own but for scores and pattern.
 
 Three names mean one thing to the Rust library candle-mi, whose strings these are, and another to
 TransformerLens (TL): ``mlp.hook_pre``/``mlp.hook_post`` are the MLP's input and output here, and its pre-
@@ -37,6 +38,8 @@ ATTENTION = ("batch", "head", "query_position", "key_position")
 MLP = ("batch", "position", "mlp")
 KEYS = ("batch", "head", "position", "key")
 VALUES = ("batch", "head", "position", "value")
+LATENT_KEYS = ("batch", "head", "position", "latent_key")
+LATENT_VALUES = ("batch", "head", "position", "latent_value")
 SSM_GROUPS = ("batch", "ssm_group", "position", "ssm_key")
 SSM_VALUES = ("batch", "ssm_head", "position", "ssm_value")
 SSM_ATTENTION = ("batch", "ssm_head", "query_position", "key_position")
@@ -88,6 +91,10 @@ def _linear(name: str, dims: tuple[str, ...], meaning: str, *, derived: bool = F
     return _recurrent(name, dims, meaning, room="linear", derived=derived)
 
 
+def _latent(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
+    return _recurrent(name, dims, meaning, room="latent")
+
+
 def _conv(name: str, meaning: str) -> HookKind:
     return _recurrent(name, HIDDEN, meaning, room="conv")
 
@@ -113,6 +120,14 @@ KINDS: tuple[HookKind, ...] = (
     _block("v", "attn.hook_v", KV_HEADS, "values, before they are repeated over query heads"),
     _block("rot_q", "attn.hook_rot_q", QUERY_HEADS, "queries after rope"),
     _block("rot_k", "attn.hook_rot_k", KV_HEADS, "keys after rope"),
+    _latent("q", LATENT_KEYS, "queries of latent attention, which are wider than its values"),
+    _latent(
+        "c",
+        ("batch", "position", "latent"),
+        "what keys and values are made of: a normed latent, and the part of keys that all heads share",
+    ),
+    _latent("k", LATENT_KEYS, "keys of each head, the shared part last"),
+    _latent("v", LATENT_VALUES, "values of each head"),
     _block("scores", "attn.hook_scores", ATTENTION, "scale * q k^T, before soft cap and mask", None),
     _block(
         "attn_scores",
@@ -133,6 +148,7 @@ KINDS: tuple[HookKind, ...] = (
         ("batch", "head", "position", "hidden"),
         "z W_O per head; sum over heads + bias = attention output before any post-norm",
     ),
+    _latent("z", LATENT_VALUES, "pattern-weighted values per head, before the output projection"),
     _recurrent("r", KEYS, "receptance: what reads the state"),
     _recurrent("kk", KEYS, "RWKV-7: the normalised key whose value is removed"),
     _recurrent("a", KEYS, "RWKV-7: how much of it is removed, in (0, 1)"),
@@ -310,7 +326,9 @@ KINDS: tuple[HookKind, ...] = (
     ),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
-_OF_OTHERS = frozenset(kind.name for kind in KINDS if re.search(r"\.(rwkv|ssm|linear|conv)\.", kind.path)) | {
+_OF_OTHERS = frozenset(
+    kind.name for kind in KINDS if re.search(r"\.(rwkv|ssm|linear|conv|latent)\.", kind.path)
+) | {
     "pre_norm",
     "attn_gate",
 }
@@ -322,6 +340,7 @@ _MIXERS = {
     ".ssm.": "a state-space mixer",
     ".linear.": "linear attention",
     ".conv.": "a short convolution",
+    ".latent.": "latent attention",
 }
 _LISTED = 8
 """Layers a message lists."""
@@ -381,6 +400,8 @@ class HookPoint:
     linear_write, linear_state_seq = _At("linear_write"), _At("linear_state_seq")
     linear_state, linear_out = _At("linear_state"), _At("linear_out")
     linear_alpha_raw, linear_effective_attn = _At("linear_alpha_raw"), _At("linear_effective_attn")
+    latent_q, latent_c, latent_k = _At("latent_q"), _At("latent_c"), _At("latent_k")
+    latent_v, latent_z = _At("latent_v"), _At("latent_z")
     conv_in_gate, conv_out_gate = _At("conv_in_gate"), _At("conv_out_gate")
     conv_x, conv_out = _At("conv_x"), _At("conv_out")
     ln1_post_scale, ln1_post_normalized = _At("ln1_post_scale"), _At("ln1_post_normalized")

@@ -28,6 +28,7 @@ from .history import STREAM, Carried, History
 from .mixers.attention import GatedAttention, SelfAttention
 from .mixers.experts import Experts
 from .mixers.gated_delta import GatedDelta
+from .mixers.latent_attention import LatentAttention
 from .mixers.lightning import Lightning
 from .mixers.linear_unit import LinearUnit
 from .mixers.mamba import Mamba
@@ -45,6 +46,7 @@ MIXERS: dict[str, Callable[[Any, LayerTensors], Mixer]] = {
     "attention": SelfAttention,
     "gated_attention": GatedAttention,
     "gated_delta": GatedDelta,
+    "latent_attention": LatentAttention,
     "lightning": Lightning,
     "linear_unit": LinearUnit,
     "mamba": Mamba,

@@ -25,6 +25,7 @@ HYBRIDS = (
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "olmo_hybrid",
+    "kimi_linear",
     "lfm2",
     "lfm2_moe",
     "recurrent_gemma",
@@ -269,6 +270,38 @@ def _olmo(rng: random.Random) -> dict[str, Any]:
     )
 
 
+def _kimi(rng: random.Random) -> dict[str, Any]:
+    heads = rng.choice([1, 2])
+    return {
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": CONTEXT,
+        "num_hidden_layers": 3,
+        "layer_types": _types(rng, "linear_attention"),
+        "mlp_layer_types": rng.choice([["dense", "sparse", "sparse"], ["sparse", "dense", "dense"]]),
+        "linear_num_heads": rng.choice([2, 3]),
+        "linear_head_dim": rng.choice([4, 6]),
+        "linear_conv_kernel_dim": rng.choice([3, 4]),
+        "num_experts": 8,
+        "num_experts_per_token": 2,
+        "tie_word_embeddings": False,
+        "num_shared_experts": rng.choice([1, 2]),
+        "num_expert_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 12,
+        "moe_renormalize": rng.random() < 0.5,
+        "routed_scaling_factor": 1.5,
+        "kv_lora_rank": 10,
+        "q_lora_rank": rng.choice([None, 6]),
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": rng.choice([4, 6]),
+        "v_head_dim": rng.choice([4, 8]),
+        "attention_bias": rng.random() < 0.5,
+    }
+
+
 def _lfm2(rng: random.Random) -> dict[str, Any]:
     return _sizes(rng) | {
         "num_hidden_layers": 3,
@@ -330,6 +363,7 @@ DRAWS = {
     "qwen3_5_text": _qwen,
     "qwen3_5_moe_text": _qwen_of_experts,
     "olmo_hybrid": _olmo,
+    "kimi_linear": _kimi,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "recurrent_gemma": _recurrent_gemma,

@@ -21,7 +21,7 @@ LENGTHS = (1, 2, 37, 100)
 BOUND = 1e-5
 """Of the scale of what is compared; below 3e-6 is measured, as for either against float64."""
 DELTA_FIRST = ["linear_attention", "full_attention", "linear_attention"]
-WITH_STATES = ("qwen3_next", "qwen3_5_text", "olmo_hybrid", "recurrent_gemma", "minimax")
+WITH_STATES = ("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "recurrent_gemma", "minimax")
 
 
 def draw_ids(rows: int, length: int) -> torch.Tensor:
@@ -190,3 +190,16 @@ def test_where_norms_are_on_the_stream_it_is_what_they_give_times_a_factor(tmp_p
         gain = model.network.norm_gain(norm, 1, torch.float32)
         stream = cache[HookPoint(f"{norm}_normalized", 1)] * gain * factor
         assert_near(stream + cache[HookPoint(added, 1)], cache[HookPoint(after, 1)])
+
+
+def test_heads_of_latent_attention_are_patterns_times_values(tmp_path):
+    types = ["linear_attention", "full_attention", "linear_attention"]
+    save_random_hybrid(tmp_path, "kimi_linear", 0, layer_types=types)
+    model = Model.from_pretrained(tmp_path)
+    names = ("latent.hook_*", "attn.hook_scores", "attn.hook_pattern")
+    cache = model.forward(draw_ids(2, 9), HookSpec().capture(*(f"blocks.1.{name}" for name in names)))
+    held = {point.kind.removeprefix("latent_"): cache[point] for point in cache}
+    shared = held["c"][:, None, :, -4:].expand_as(held["k"][..., -4:])
+    assert torch.equal(held["k"][..., -4:], shared)
+    assert_near(held["scores"], held["q"] @ held["k"].mT / held["k"].shape[-1] ** 0.5)
+    assert_near(held["z"], held["pattern"] @ held["v"])

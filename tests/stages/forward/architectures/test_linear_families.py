@@ -100,3 +100,31 @@ def test_the_text_model_of_a_larger_one_is_found_under_its_name(tmp_path):
     )
     assert plain.digest == nested.digest
     assert nested.tensors.prefix == "model.language_model.layers.{}."
+
+
+def test_kimi_linear_is_read_as_it_was_released():
+    """Sizes of its delta nets in a section of their own, layers counted from 1, names of its own."""
+    linear = {"head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 3, "full_attn_layers": [3, 6]}
+    released = read(
+        "kimi_linear",
+        linear_attn_config=linear | {"kda_layers": [1, 2, 4, 5]},
+        model_max_length=4096,
+        num_experts=8,
+        num_experts_per_token=2,
+        num_expert_group=2,
+        moe_renormalize=False,
+    )
+    written = read(
+        "kimi_linear",
+        layer_types=["linear_attention", "linear_attention", "full_attention"] * 2,
+        linear_head_dim=16,
+        linear_num_heads=4,
+        linear_conv_kernel_dim=3,
+        max_position_embeddings=4096,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        norm_topk_prob=False,
+    )
+    assert released.fields == written.fields
+    assert released.context_length == 4096
