@@ -76,6 +76,7 @@ class LogitAttribution(ModelWorkflow):
 
     def plan(self) -> Mapping[str, ResultNode]:
         """The tokens told apart, and what layers, heads and neurons have in their logits."""
+        self._require_sum()
         given, files, dtype = self.settings, self.subject.files, self.subject.dtype
         self.texts, self.words = answered(given.prompts, given.answers, given.limit)
         others = given.against * (len(self.texts) if len(given.against) == 1 else 1)
@@ -116,6 +117,15 @@ class LogitAttribution(ModelWorkflow):
             read = {"post_act": states["mlp_post_act"], "top_k": top_k}
             nodes["neurons"] = units(neuron_attribution, "mlp", "ln2", **read)
         return nodes | {"readout": readout}
+
+    def _require_sum(self) -> None:
+        """Raise ConfigError where norms stand on the stream, which is then not the sum of what is written."""
+        config = self.subject.config
+        if any(layer.norms == "of stream" for layer in config.layers):
+            raise ConfigError(
+                "expected a model whose residual stream is the sum of what its parts write, found "
+                f"{config.model_type}, which norms the stream itself; read its layers with the logit lens"
+            )
 
     @property
     def _has_post_norms(self) -> bool:

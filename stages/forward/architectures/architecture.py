@@ -26,6 +26,7 @@ __all__ = [
     "Architecture",
     "AttentionMixer",
     "AxisSizes",
+    "ConvolutionMixer",
     "Layer",
     "Mixer",
     "NoMixer",
@@ -66,6 +67,14 @@ class RecurrentMixer:
 
 
 @dataclass(frozen=True)
+class ConvolutionMixer:
+    """A mixer that sees a token and the few before it, by the same weights everywhere. window: how many."""
+
+    kind: ClassVar[str] = "convolution"
+    window: int
+
+
+@dataclass(frozen=True)
 class NoMixer:
     """In place of a mixer, where a layer only mixes channels."""
 
@@ -79,7 +88,7 @@ class SideBySide:
     """Mixers that read the same normed stream, and whose outputs are added up."""
 
     kind: ClassVar[str] = "side by side"
-    mixers: tuple[AttentionMixer | RecurrentMixer, ...]
+    mixers: tuple[AttentionMixer | RecurrentMixer | ConvolutionMixer, ...]
 
     @property
     def window(self) -> int | None:
@@ -88,7 +97,7 @@ class SideBySide:
         return None if None in windows else max(window for window in windows if window is not None)
 
 
-Mixer = AttentionMixer | RecurrentMixer | SideBySide | NoMixer
+Mixer = AttentionMixer | RecurrentMixer | ConvolutionMixer | SideBySide | NoMixer
 
 
 @dataclass(frozen=True)
@@ -96,13 +105,13 @@ class Layer:
     """Facts of one layer.
 
     mixer: what mixes positions. channel_mixer: what does not; None for neither. norms: "before" what each of
-    them reads, or "around" it, what it adds being normalised too. is_parallel: whether both read the stream
-    that enters.
+    them reads, "after" it, of what it adds, or "around" it, of both; "of stream" where what is normed becomes
+    the stream, too. is_parallel: whether both read the stream that enters.
     """
 
     mixer: Mixer
     channel_mixer: Literal["MLP", "gated MLP", "token-shifted MLP", "experts"] | None
-    norms: Literal["before", "around"]
+    norms: Literal["before", "after", "around", "of stream"]
     is_parallel: bool = False
 
 

@@ -2,10 +2,10 @@
 
     norm -> mixer, or several side by side -> +        norm -> channel mixer -> +
 
-A block is a layer's list of mixers and its channel mixer; either may be missing. A model of Mamba layers
-alone is the hybrid whose blocks have one mixer and nothing else. What a mixer is stands in mixers.py; here is
-what follows from a sequence of them: hook points that exist in some layers only, and how far a change
-reaches.
+Norms may stand behind what is added instead, or on the stream itself (`Block.norms`). A block is a layer's
+list of mixers and its channel mixer; either may be missing. A model of Mamba layers alone is the hybrid whose
+blocks have one mixer and nothing else. What a mixer is stands in mixers.py; here is what follows from a
+sequence of them: hook points that exist in some layers only, and how far a change reaches.
 
 Border: sizes and switches; checkpoint names are in hybrid_tensors.py. Never imports torch.
 
@@ -36,10 +36,17 @@ _OUTSIDE = ("embed", "ln_final_scale", "ln_final_normalized", "final_norm")
 
 @dataclass(frozen=True)
 class Block:
-    """One layer: mixers that read the same normed stream, and what mixes its channels behind them."""
+    """One layer: mixers that read the same normed stream, and what mixes its channels behind them.
+
+    norms: "before" what each of them reads, "after" it, of what it adds, or "of stream": what is normed is
+    read, and becomes the stream. carried: what the stream is then multiplied by where the mixers' and the
+    channel mixer's outputs are added to it.
+    """
 
     mixers: tuple[MixerShape, ...]
     channel_mixer: ChannelShape | None = None
+    norms: Literal["before", "after", "of stream"] = "before"
+    carried: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self) -> None:
         if not self.mixers and self.channel_mixer is None:
@@ -56,17 +63,18 @@ class Block:
     @property
     def facts(self) -> Layer:
         """What others are told of it."""
-        return Layer(self.mixer, None if self.channel_mixer is None else self.channel_mixer.fact, "before")
+        return Layer(self.mixer, None if self.channel_mixer is None else self.channel_mixer.fact, self.norms)
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """Of the hook points it has."""
         found = ["resid_pre", "resid_post"]
+        suffix = "_post" if self.norms == "after" else ""
         if self.mixers:
-            found += ["ln1_scale", "ln1_normalized", "attn_out"]
+            found += [f"ln1{suffix}_scale", f"ln1{suffix}_normalized", "attn_out"]
             found += [kind for shape in self.mixers for kind in shape.points]
         if self.channel_mixer is not None:
-            found += ["ln2_scale", "ln2_normalized", "mlp_pre", "mlp_post", "mlp_out"]
+            found += [f"ln2{suffix}_scale", f"ln2{suffix}_normalized", "mlp_pre", "mlp_post", "mlp_out"]
             found += self.channel_mixer.points
         if self.mixers and self.channel_mixer is not None:
             found.append("resid_mid")
@@ -87,7 +95,8 @@ class Block:
     def fields(self) -> dict[str, Any]:
         """All that it is, as plain values."""
         mixers = [_named(shape) for shape in self.mixers]
-        return {"mixers": mixers, "channel_mixer": self.channel_mixer and _named(self.channel_mixer)}
+        channel_mixer = self.channel_mixer and _named(self.channel_mixer)
+        return vars(self) | {"mixers": mixers, "channel_mixer": channel_mixer}
 
 
 @dataclass(frozen=True)

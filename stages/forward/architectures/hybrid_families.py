@@ -21,7 +21,7 @@ from .hybrid_tensors import Spelling
 from .mixers import AttentionShape, ExpertsShape, Mamba2Shape, MambaShape, MlpShape
 from .transformer import ActivationName, ConfigReader, RopeConfig
 
-__all__ = ["HYBRIDS", "HybridFamily", "read_hybrid"]
+__all__ = ["HYBRIDS", "HybridFamily", "checked", "read_hybrid", "require_silu"]
 
 TensorShapes = Mapping[str, tuple[int, ...]]
 LAYER_TYPES = {
@@ -34,6 +34,8 @@ LAYER_TYPES = {
     "moe": "moe",
 }
 """What configs of several years call the same."""
+SHARED = (("head", "kv_head"), ("ssm_head", "ssm_group"), ("linear_head", "linear_group"))
+"""Axes of heads, and of what groups of them share."""
 BACKBONE = Spelling(
     embed="backbone.embeddings",
     final_norm="backbone.norm_f",
@@ -76,7 +78,7 @@ def read_hybrid(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
 def _mamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     """Mamba and Falcon-Mamba, which norms step sizes, B and C without weights."""
     hidden = reader.integer("hidden_size")
-    _require_silu(reader, "hidden_act")
+    require_silu(reader, "hidden_act")
     is_falcon = reader.raw["model_type"] == "falcon_mamba"
     shape = MambaShape(
         channels=_expanded(reader, "expand", hidden),
@@ -92,7 +94,7 @@ def _mamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
 
 
 def _mamba2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
-    _require_silu(reader, "hidden_act")
+    require_silu(reader, "hidden_act")
     bias, eps = reader.flag("use_bias", False), reader.number("layer_norm_epsilon", 1e-5)
     shape = Mamba2Shape(
         heads=reader.integer("num_heads", 128),
@@ -106,7 +108,7 @@ def _mamba2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         has_out_bias=bias,
         has_conv_bias=reader.flag("use_conv_bias", True),
     )
-    return _alone(reader, _checked(reader, Block((shape,))), tied=False)
+    return _alone(reader, checked(reader, Block((shape,))), tied=False)
 
 
 def _alone(reader: ConfigReader, block: Block, *, tied: bool) -> HybridConfig:
@@ -138,7 +140,7 @@ def _bamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
 
 def _jamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     hidden, layers = reader.integer("hidden_size"), reader.integer("num_hidden_layers")
-    _require_silu(reader, "hidden_act")
+    require_silu(reader, "hidden_act")
     # It has no rope, and its attention no biases.
     attention = replace(_attention(reader, rope=None), qkv_bias=False, o_bias=False)
     mamba = MambaShape(
@@ -254,7 +256,7 @@ def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         reader.number("layer_norm_epsilon", 1e-5),
         _activation(reader, "mlp_hidden_act", "relu2"),
     )
-    _require_silu(reader, "mamba_hidden_act")
+    require_silu(reader, "mamba_hidden_act")
     heads = reader.integer("num_attention_heads", 32)
     attention = AttentionShape(
         heads, reader.integer("num_key_value_heads", 8), reader.integer("head_dim", 128)
@@ -336,7 +338,7 @@ def _hybrid(
         model_type=reader.raw["model_type"],
         hidden_size=reader.integer("hidden_size"),
         vocab_size=reader.integer("vocab_size"),
-        blocks=tuple(_checked(reader, block) for block in blocks),
+        blocks=tuple(checked(reader, block) for block in blocks),
         spelling=spelling,
         norm_eps=reader.number("rms_norm_eps", eps),
         max_position_embeddings=reader.integer("max_position_embeddings", context),
@@ -382,7 +384,7 @@ def _mamba2_of_hybrid(reader: ConfigReader, *, channels: int | None = None, eps:
     width = channels or _expanded(reader, "mamba_expand", hidden)
     told = reader.raw.get("mamba_d_head", "auto")
     bias = reader.flag("mamba_proj_bias", False)
-    _require_silu(reader, "hidden_act")
+    require_silu(reader, "hidden_act")
     shape = Mamba2Shape(
         heads=heads,
         head_dim=width // heads if told in ("auto", None) else reader.integer("mamba_d_head"),
@@ -403,12 +405,12 @@ def _mamba2_of_hybrid(reader: ConfigReader, *, channels: int | None = None, eps:
     return shape
 
 
-def _checked(reader: ConfigReader, block: Block) -> Block:
+def checked(reader: ConfigReader, block: Block) -> Block:
     """The block, unless groups do not divide the heads that share them."""
     for shape in block.mixers:
         sizes = shape.axis_sizes
-        for heads, groups in (("head", "kv_head"), ("ssm_head", "ssm_group")):
-            if heads in sizes and sizes[heads] % sizes[groups]:
+        for heads, groups in SHARED:
+            if sizes.get(heads, 0) % sizes.get(groups, 1):
                 raise ConfigError(
                     f"{reader.source}: expected a number of heads that {sizes[groups]} groups divide, found "
                     f"{sizes[heads]}; correct the file, or fetch it again"
@@ -504,7 +506,7 @@ def _activation(reader: ConfigReader, key: str = "hidden_act", usual: str = "sil
     return ACTIVATIONS[name]
 
 
-def _require_silu(reader: ConfigReader, key: str) -> None:
+def require_silu(reader: ConfigReader, key: str) -> None:
     """Kernels of state spaces know no other activation, and no released model has one."""
     if (name := reader.text(key, "silu")) not in ("silu", "swish"):
         raise ConfigError(

@@ -2,7 +2,8 @@
 
 Checkpoints differ in the names of rooms (`Spelling`); inside a room a mixer's tensors have the names of the
 code it comes from. Weights are named as the classes of networks/mixers/ ask for them: those of attention and
-MLP as in a decoder, those of state spaces with "ssm." before them, of experts with "experts.". What a model
+MLP as in a decoder, those of state spaces with "ssm." before them, of latent attention with "latent.", of
+linear attention with "linear.", of short convolutions with "conv.", of experts with "experts.". What a model
 multiplies products by is told as factors of the weights (`Stored.factors`).
 
 Border: names and shapes; never imports torch.
@@ -15,7 +16,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .architecture import Stored, Tensors
-from .mixers import AttentionShape, ExpertsShape, Mamba2Shape, MambaShape, MixerShape, MlpShape
+from .linear_mixers import GatedDeltaShape, LightningShape, LinearUnitShape, ShortConvolutionShape
+from .mixers import (
+    AttentionShape,
+    ExpertsShape,
+    GatedAttentionShape,
+    LatentAttentionShape,
+    Mamba2Shape,
+    MambaShape,
+    MixerShape,
+    MlpShape,
+)
 
 __all__ = ["Spelling", "hybrid_tensors"]
 
@@ -27,8 +38,10 @@ Factors = tuple[tuple[int, float], ...]
 class Spelling:
     """How a checkpoint names its rooms; each of a layer with the dot behind it.
 
-    layer: "{}" for its number. mixer: of every mixer but attention. mlp_parts: gate and up projection (or
-    both as one, or only up), and down projection.
+    layer: "{}" for its number. ln1_post, ln2_post: norms that stand behind what they norm. mixer: of every
+    mixer but attention. attention_norms, attention_out: of queries and keys; the output projection.
+    mlp_parts: gate and up projection (or both as one, or only up), and down projection. correction: of the
+    scores of experts, behind the router's name if it begins with a dot.
     """
 
     embed: str = "model.embed_tokens"
@@ -36,14 +49,20 @@ class Spelling:
     layer: str = "model.layers.{}."
     ln1: str = "input_layernorm"
     ln2: str = "pre_ff_layernorm"
+    ln1_post: str = "post_attention_layernorm"
+    ln2_post: str = "post_feedforward_layernorm"
     mixer: str = "mamba."
     attention: str = "self_attn."
+    attention_norms: tuple[str, str] = ("q_norm", "k_norm")
+    attention_out: str = "o_proj"
     mlp: str = "feed_forward."
     mlp_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     experts: str = "feed_forward."
     router: str = "router"
     expert_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    correction: str = ".e_score_correction_bias"
     shared: str = ""
+    shared_gate: str = ""
 
 
 class _Block(Protocol):
@@ -51,6 +70,8 @@ class _Block(Protocol):
     def mixers(self) -> Sequence[MixerShape]: ...
     @property
     def channel_mixer(self) -> Any: ...
+    @property
+    def norms(self) -> str: ...
 
 
 class Shapes(Protocol):
@@ -100,12 +121,13 @@ def _norm(weight: str, name: str, config: Shapes) -> dict[str, Stored]:
 
 def _block(config: Shapes, block: _Block) -> Named:
     spelling, hidden = config.spelling, config.hidden_size
+    suffix = "_post" if block.norms == "after" else ""
     if block.mixers:
-        yield from _norm("ln1", spelling.ln1, config).items()
+        yield from _norm(f"ln1{suffix}", getattr(spelling, f"ln1{suffix}"), config).items()
     for shape in block.mixers:
         yield from MIXERS[shape.kind](shape, spelling, hidden)
     if block.channel_mixer is not None:
-        yield from _norm("ln2", spelling.ln2, config).items()
+        yield from _norm(f"ln2{suffix}", getattr(spelling, f"ln2{suffix}"), config).items()
         yield from MIXERS[block.channel_mixer.kind](block.channel_mixer, spelling, hidden)
 
 
@@ -124,13 +146,32 @@ def _attention(shape: AttentionShape, spelling: Spelling, hidden: int) -> Named:
     room = spelling.attention
     into, of_keys, out = shape.factors
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    for weight, size, factor in (("q", queries, 1.0), ("k", keys, of_keys), ("v", keys, 1.0)):
+    asked = 2 * queries if isinstance(shape, GatedAttentionShape) else queries
+    for weight, size, factor in (("q", asked, 1.0), ("k", keys, of_keys), ("v", keys, 1.0)):
         factors, name = _all(size, factor), f"{room}{weight}_proj"
         yield from _linear(weight, name, (size, hidden), factors, into=into, bias=shape.qkv_bias)
-    yield from _linear("o", f"{room}o_proj", (hidden, queries), _all(hidden, out), bias=shape.o_bias)
-    if shape.use_qk_norm:
-        for weight in ("q_norm", "k_norm"):
-            yield weight, Stored(f"{room}{weight}.weight", (shape.head_dim,))
+    name = f"{room}{spelling.attention_out}"
+    yield from _linear("o", name, (hidden, queries), _all(hidden, out), bias=shape.o_bias)
+    if shape.norms is not None:
+        widths = (shape.head_dim,) * 2 if shape.norms == "head" else (queries, keys)
+        for weight, name, width in zip(("q_norm", "k_norm"), spelling.attention_norms, widths, strict=True):
+            yield weight, Stored(f"{room}{name}.weight", (width,))
+
+
+def _latent_attention(shape: LatentAttentionShape, spelling: Spelling, hidden: int) -> Named:
+    room, bias, asked = spelling.attention, shape.has_bias, shape.heads * shape.key_size
+    if shape.query_rank is None:
+        yield "latent.q", Stored(f"{room}q_proj.weight", (asked, hidden))
+    else:
+        yield from _linear("latent.q.down", f"{room}q_a_proj", (shape.query_rank, hidden), bias=bias)
+        yield "latent.q.norm", Stored(f"{room}q_a_layernorm.weight", (shape.query_rank,))
+        yield "latent.q", Stored(f"{room}q_b_proj.weight", (asked, shape.query_rank))
+    rows = shape.rank + shape.shared_size
+    yield from _linear("latent.down", f"{room}kv_a_proj_with_mqa", (rows, hidden), bias=bias)
+    yield "latent.norm", Stored(f"{room}kv_a_layernorm.weight", (shape.rank,))
+    rows = shape.heads * (shape.own_size + shape.value_size)
+    yield "latent.up", Stored(f"{room}kv_b_proj.weight", (rows, shape.rank))
+    yield from _linear("latent.out", f"{room}o_proj", (hidden, shape.heads * shape.value_size), bias=bias)
 
 
 def _convolution(room: str, channels: int, size: int, has_bias: bool) -> Named:
@@ -193,9 +234,9 @@ def _experts(shape: ExpertsShape, spelling: Spelling, hidden: int) -> Named:
     )
     width, out = shape.latent_size or hidden, shape.factor
     yield "experts.router", Stored(f"{room}{spelling.router}.weight", (shape.count, hidden))
-    if shape.routing == "sigmoid":
-        correction = f"{room}{spelling.router}.e_score_correction_bias"
-        yield "experts.correction", Stored(correction, (shape.count,))
+    if shape.routing == "sigmoid" and shape.has_correction:
+        behind = spelling.router if spelling.correction.startswith(".") else ""
+        yield "experts.correction", Stored(f"{room}{behind}{spelling.correction}", (shape.count,))
     last = 1.0 if shape.latent_size else out
     if shape.is_listed:
         words = ("gate", "up", "down") if shape.is_gated else ("up", "down")
@@ -227,10 +268,91 @@ def _experts(shape: ExpertsShape, spelling: Spelling, hidden: int) -> Named:
         )
         own = Spelling(mlp=spelling.shared, mlp_parts=spelling.mlp_parts)
         yield from ((f"experts.shared.{weight}", stored) for weight, stored in _mlp(shared, own, hidden))
+    if shape.has_shared_gate:
+        yield "experts.shared_gate", Stored(f"{room}{spelling.shared_gate}.weight", (1, hidden))
+
+
+def _gated_delta(shape: GatedDeltaShape, spelling: Spelling, hidden: int) -> Named:
+    """The projections of three layouts: by group of heads, in each of which queries, keys, values and gates
+    lie one after the other; by part, queries, keys and values as one; or each of them separate."""
+    room, (queries, keys, values) = spelling.mixer, shape.parts
+    if shape.layout == "separate":
+        yield from _separate_delta(shape, spelling, hidden)
+        return
+    convolved = queries + keys + values
+    rows = {"in_proj_qkvz": convolved + values, "in_proj_ba": 2 * shape.heads}
+    if shape.layout == "by part":
+        parts = {"qkv": convolved, "z": values, "b": shape.heads, "a": shape.heads}
+        rows = {f"in_proj_{part}": count for part, count in parts.items()}
+    for name, count in rows.items():
+        yield f"linear.{name.removeprefix('in_proj_')}", Stored(f"{room}{name}.weight", (count, hidden))
+    yield "linear.conv", Stored(f"{room}conv1d.weight", (convolved, 1, shape.conv_size))
+    for weight in ("A_log", "dt_bias"):
+        yield f"linear.{weight}", Stored(f"{room}{weight}", (shape.heads,))
+    yield "linear.norm", Stored(f"{room}norm.weight", (shape.value_size,))
+    yield "linear.out", Stored(f"{room}out_proj.weight", (hidden, values))
+
+
+def _separate_delta(shape: GatedDeltaShape, spelling: Spelling, hidden: int) -> Named:
+    """With a decay for every key, decays and gates come of maps through as few channels as a head has."""
+    room, heads = spelling.mixer, shape.heads
+    for part, width in zip("qkv", shape.parts, strict=True):
+        yield f"linear.{part}", Stored(f"{room}{part}_proj.weight", (width, hidden))
+        yield f"linear.conv.{part}", Stored(f"{room}{part}_conv1d.weight", (width, 1, shape.conv_size))
+    values, decays = shape.parts[2], heads
+    sizes = {"b_proj": (heads, hidden), "a_proj": (heads, hidden), "g_proj": (values, hidden)}
+    if shape.decays == "key":
+        decays, low = heads * shape.key_size, shape.value_size
+        sizes = {"b_proj": (heads, hidden), "f_a_proj": (low, hidden), "f_b_proj": (decays, low)}
+        sizes |= {"g_a_proj": (low, hidden), "g_b_proj": (values, low)}
+    for name, size in sizes.items():
+        yield f"linear.{name.removesuffix('_proj')}", Stored(f"{room}{name}.weight", size)
+    yield "linear.A_log", Stored(f"{room}A_log", (1, 1, heads, 1) if shape.decays == "key" else (heads,))
+    yield "linear.dt_bias", Stored(f"{room}dt_bias", (decays,))
+    yield "linear.norm", Stored(f"{room}o_norm.weight", (shape.value_size,))
+    yield "linear.out", Stored(f"{room}o_proj.weight", (hidden, values))
+
+
+def _lightning(shape: LightningShape, spelling: Spelling, hidden: int) -> Named:
+    room, width = spelling.mixer, shape.heads * shape.head_dim
+    yield "linear.qkv", Stored(f"{room}qkv_proj.weight", (3 * width, hidden))
+    yield "linear.gate", Stored(f"{room}output_gate.weight", (width, hidden))
+    yield "linear.norm", Stored(f"{room}norm.weight", (width,))
+    out = _all(hidden, shape.out_factor)
+    yield "linear.out", Stored(f"{room}out_proj.weight", (hidden, width), factors=out)
+
+
+def _linear_unit(shape: LinearUnitShape, spelling: Spelling, hidden: int) -> Named:
+    room, width = spelling.mixer, shape.channels
+    for weight, name in (("in", "linear_x"), ("gate", "linear_y")):
+        yield from _linear(f"linear.{weight}", f"{room}{name}", (width, hidden), bias=True)
+    yield "linear.conv", Stored(f"{room}conv_1d.weight", (width, 1, shape.conv_size))
+    yield "linear.conv.bias", Stored(f"{room}conv_1d.bias", (width,))
+    block = (shape.gates, width // shape.gates)
+    for weight, name in (("input", "input_gate"), ("forget", "recurrent_gate")):
+        yield f"linear.{weight}", Stored(f"{room}rg_lru.{name}_weight", (*block, block[1]))
+        yield f"linear.{weight}.bias", Stored(f"{room}rg_lru.{name}_bias", block)
+    yield "linear.decays", Stored(f"{room}rg_lru.recurrent_param", (width,))
+    yield from _linear("linear.out", f"{room}linear_out", (hidden, width), bias=True)
+
+
+def _short_convolution(shape: ShortConvolutionShape, spelling: Spelling, hidden: int) -> Named:
+    room, bias = spelling.mixer, shape.has_bias
+    yield from _linear("conv.in", f"{room}in_proj", (3 * shape.channels, hidden), bias=bias)
+    yield "conv.conv", Stored(f"{room}conv.weight", (shape.channels, 1, shape.conv_size))
+    if bias:
+        yield "conv.conv.bias", Stored(f"{room}conv.bias", (shape.channels,))
+    yield from _linear("conv.out", f"{room}out_proj", (hidden, shape.channels), bias=bias)
 
 
 MIXERS: dict[str, Callable[[Any, Spelling, int], Named]] = {
     AttentionShape.kind: _attention,
+    GatedAttentionShape.kind: _attention,
+    LatentAttentionShape.kind: _latent_attention,
+    GatedDeltaShape.kind: _gated_delta,
+    LightningShape.kind: _lightning,
+    LinearUnitShape.kind: _linear_unit,
+    ShortConvolutionShape.kind: _short_convolution,
     MambaShape.kind: _mamba,
     Mamba2Shape.kind: _mamba2,
     MlpShape.kind: _mlp,

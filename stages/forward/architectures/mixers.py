@@ -14,13 +14,15 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from .architecture import AttentionMixer, RecurrentMixer
+from .architecture import AttentionMixer, ConvolutionMixer, RecurrentMixer
 from .transformer import ActivationName, RopeConfig
 
 __all__ = [
     "AttentionShape",
     "ChannelShape",
     "ExpertsShape",
+    "GatedAttentionShape",
+    "LatentAttentionShape",
     "Mamba2Shape",
     "MambaShape",
     "MixerShape",
@@ -49,7 +51,7 @@ class MixerShape(ABC):
 
     @property
     @abstractmethod
-    def fact(self) -> AttentionMixer | RecurrentMixer:
+    def fact(self) -> AttentionMixer | RecurrentMixer | ConvolutionMixer:
         """What others are told of it."""
 
     @property
@@ -97,15 +99,14 @@ class ChannelShape(ABC):
 class AttentionShape(MixerShape):
     """Attention with grouped queries (`AttentionSizes` in networks/attention.py).
 
-    turning: None for no positions at all. scale: what q k^T is multiplied by. factors: of what goes in, of
-    keys, and of what comes out.
+    turning: None for no positions at all. scale: what q k^T is multiplied by. norms: of queries and keys,
+    over each "head" or "all" of them together, None for none; norm_type: which kind of norm. factors: of what
+    goes in, of keys, and of what comes out.
     """
 
     kind: ClassVar[str] = "attention"
     points: ClassVar[tuple[str, ...]] = _ATTENTION
     reaches_later: ClassVar[frozenset[str]] = frozenset(("k", "v", "rot_k"))
-    norm_type: ClassVar[Literal["rms"]] = "rms"
-    """Of queries and keys, where they are normed."""
 
     num_attention_heads: int
     num_kv_heads: int
@@ -115,7 +116,8 @@ class AttentionShape(MixerShape):
     window: int | None = None
     qkv_bias: bool = False
     o_bias: bool = False
-    use_qk_norm: bool = False
+    norms: Literal["head", "all"] | None = None
+    norm_type: Literal["rms", "gemma_rms"] = "rms"
     qk_norm_eps: float = 1e-6
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
@@ -137,6 +139,64 @@ class AttentionShape(MixerShape):
     def bytes_per_token(self, itemsize: int) -> int:
         """Projections, turned and as they were."""
         return itemsize * 2 * (2 * self.num_attention_heads + 3 * self.num_kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True)
+class GatedAttentionShape(AttentionShape):
+    """Attention whose heads are multiplied by a sigmoid of what entered before they are projected (Qiu et
+    al., Gated Attention, 2025): the query projection gives queries and gates, head by head."""
+
+    kind: ClassVar[str] = "gated_attention"
+    points: ClassVar[tuple[str, ...]] = ("attn_gate", *_ATTENTION)
+
+
+@dataclass(frozen=True)
+class LatentAttentionShape(MixerShape):
+    """Attention whose keys and values are made of one narrow latent (DeepSeek-V2, 2024, section 2.1), without
+    positions.
+
+    own_size, shared_size: entries of a head's keys that are its own, and those that all heads share, behind
+    them. rank: of the latent; query_rank: of the map to queries, None where it has none.
+    """
+
+    kind: ClassVar[str] = "latent_attention"
+    points: ClassVar[tuple[str, ...]] = (
+        *("latent_q", "latent_c", "latent_k", "latent_v", "scores", "attn_scores", "pattern", "latent_z"),
+    )
+    reaches_later: ClassVar[frozenset[str]] = frozenset(("latent_c", "latent_k", "latent_v"))
+
+    heads: int
+    own_size: int
+    shared_size: int
+    value_size: int
+    rank: int
+    query_rank: int | None = None
+    has_bias: bool = False
+    norm_eps: float = 1e-6
+
+    @property
+    def key_size(self) -> int:
+        """Entries of a head's keys."""
+        return self.own_size + self.shared_size
+
+    @property
+    def fact(self) -> AttentionMixer:
+        """See `MixerShape`."""
+        return AttentionMixer(1 / math.sqrt(self.key_size))
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `MixerShape`."""
+        return {
+            "head": self.heads,
+            "latent": self.rank + self.shared_size,
+            "latent_key": self.key_size,
+            "latent_value": self.value_size,
+        }
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Queries, keys and values of every head, and the latent."""
+        return itemsize * (self.heads * (3 * self.key_size + 3 * self.value_size) + 2 * self.rank)
 
 
 @dataclass(frozen=True)
@@ -281,8 +341,10 @@ class ExpertsShape(ChannelShape):
     """Experts of which every token is sent to a few, and perhaps one that all tokens go through.
 
     routing: how the chosen are weighed, see networks/mixers/experts.py. shared_size: width of the expert of
-    all, 0 for none. is_gated: of all experts. is_listed: whether each expert has tensors of its own, not all
-    of them one. factor: of what comes out.
+    all, 0 for none; has_shared_gate: whether what it adds is multiplied by a sigmoid. is_gated: of all
+    experts. is_listed: whether each expert has tensors of its own, not all of them one. has_correction,
+    sum_eps: of sigmoid routing, what is added to scores to choose by, and to their sum. factor: of what comes
+    out.
     """
 
     kind: ClassVar[str] = "experts"
@@ -293,11 +355,14 @@ class ExpertsShape(ChannelShape):
     activation: ActivationName
     routing: Literal["softmax of chosen", "chosen of softmax", "sigmoid"]
     shared_size: int = 0
+    has_shared_gate: bool = False
     is_gated: bool = True
     is_listed: bool = True
     groups: int = 1
     chosen_groups: int = 1
+    has_correction: bool = True
     sums_to_one: bool = False
+    sum_eps: float = 1e-20
     routed_factor: float = 1.0
     latent_size: int | None = None
     has_bias: bool = False

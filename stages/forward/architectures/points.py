@@ -2,13 +2,16 @@
 
 Knows names, axes and order; knows neither models nor tensors, and never imports torch.
 
-Axes, in this order everywhere: ``batch head position hidden``. Sizes: hidden = residual width, d_head =
-width of one head, mlp = width inside the MLP, one = 1. Attention matrices are [batch, head, query_position,
-key_position]: row = query (target), column = key (source). ``kv_head`` counts key/value heads, which
-grouped-query models have fewer of. Recurrent state is [batch, head, key, value]: what was written under each
-key channel, so that reading is r^T S. Heads of state-space models have axes of their own, as a hybrid has
-others that attend: ``ssm_head``, ``ssm_key``, ``ssm_value``; ``ssm_group`` counts heads that share B and C. A
-head of Mamba-1 is one channel, of one value.
+Axes, in this order everywhere: ``batch head position hidden``. Sizes: hidden = residual width, d_head = width
+of one head, mlp = width inside the MLP, one = 1. Attention matrices are [batch, head, query_position,
+key_position]: row = query (target), column = key (source). ``kv_head`` counts key/value heads, which grouped-
+query models have fewer of. Recurrent state is [batch, head, key, value]: what was written under each key
+channel, so that reading is r^T S. Heads of state-space models have axes of their own, as a hybrid has others
+that attend: ``ssm_head``, ``ssm_key``, ``ssm_value``; ``ssm_group`` counts heads that share B and C. A head
+of Mamba-1 is one channel, of one value. So have mixers that write values under keys into a state and read it
+with queries, all of which are of one room, ``linear``: gated delta nets, lightning attention, gated linear
+units; ``linear_group`` counts heads that share queries and keys. In latent attention, keys and values of a
+head differ in width, so that it has a room of its own but for scores and pattern.
 
 Three names mean one thing to the Rust library candle-mi, whose strings these are, and another to
 TransformerLens (TL): ``mlp.hook_pre``/``mlp.hook_post`` are the MLP's input and output here, and its pre-
@@ -35,9 +38,16 @@ ATTENTION = ("batch", "head", "query_position", "key_position")
 MLP = ("batch", "position", "mlp")
 KEYS = ("batch", "head", "position", "key")
 VALUES = ("batch", "head", "position", "value")
+LATENT_KEYS = ("batch", "head", "position", "latent_key")
+LATENT_VALUES = ("batch", "head", "position", "latent_value")
 SSM_GROUPS = ("batch", "ssm_group", "position", "ssm_key")
 SSM_VALUES = ("batch", "ssm_head", "position", "ssm_value")
 SSM_ATTENTION = ("batch", "ssm_head", "query_position", "key_position")
+LINEAR_GROUPS = ("batch", "linear_group", "position", "linear_key")
+LINEAR_VALUES = ("batch", "linear_head", "position", "linear_value")
+LINEAR_ONE = ("batch", "linear_head", "position", "one")
+LINEAR_DECAYS = ("batch", "linear_head", "position", "linear_decay")
+LINEAR_ATTENTION = ("batch", "linear_head", "query_position", "key_position")
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,18 @@ def _ssm(name: str, dims: tuple[str, ...], meaning: str, *, derived: bool = Fals
     return _recurrent(name, dims, meaning, room="ssm", derived=derived)
 
 
+def _linear(name: str, dims: tuple[str, ...], meaning: str, *, derived: bool = False) -> HookKind:
+    return _recurrent(name, dims, meaning, room="linear", derived=derived)
+
+
+def _latent(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
+    return _recurrent(name, dims, meaning, room="latent")
+
+
+def _conv(name: str, meaning: str) -> HookKind:
+    return _recurrent(name, HIDDEN, meaning, room="conv")
+
+
 # In execution order: planning "what runs last" is reading this table from the bottom.
 KINDS: tuple[HookKind, ...] = (
     HookKind(
@@ -92,11 +114,20 @@ KINDS: tuple[HookKind, ...] = (
     ),
     _block("ln1_scale", "ln1.hook_scale", SCALE, "divisor of the pre-attention norm, sqrt(var + eps)"),
     _block("ln1_normalized", "ln1.hook_normalized", HIDDEN, "pre-attention norm before weight and bias"),
+    _block("attn_gate", "attn.hook_gate", QUERY_HEADS, "what multiplies each head, after its sigmoid", None),
     _block("q", "attn.hook_q", QUERY_HEADS, "queries before rope (after QK-norm where the family has it)"),
     _block("k", "attn.hook_k", KV_HEADS, "keys before rope (after QK-norm where the family has it)"),
     _block("v", "attn.hook_v", KV_HEADS, "values, before they are repeated over query heads"),
     _block("rot_q", "attn.hook_rot_q", QUERY_HEADS, "queries after rope"),
     _block("rot_k", "attn.hook_rot_k", KV_HEADS, "keys after rope"),
+    _latent("q", LATENT_KEYS, "queries of latent attention, which are wider than its values"),
+    _latent(
+        "c",
+        ("batch", "position", "latent"),
+        "what keys and values are made of: a normed latent, and the part of keys that all heads share",
+    ),
+    _latent("k", LATENT_KEYS, "keys of each head, the shared part last"),
+    _latent("v", LATENT_VALUES, "values of each head"),
     _block("scores", "attn.hook_scores", ATTENTION, "scale * q k^T, before soft cap and mask", None),
     _block(
         "attn_scores",
@@ -105,13 +136,19 @@ KINDS: tuple[HookKind, ...] = (
         "scores after soft cap and mask (-inf where masked)",
     ),
     _block("pattern", "attn.hook_pattern", ATTENTION, "attention weights after softmax; rows sum to 1"),
-    _block("z", "attn.hook_z", QUERY_HEADS, "pattern-weighted values per head, before the output projection"),
+    _block(
+        "z",
+        "attn.hook_z",
+        QUERY_HEADS,
+        "pattern-weighted values per head, times the gate where there is one, before the output projection",
+    ),
     _block(
         "result",
         "attn.hook_result",
         ("batch", "head", "position", "hidden"),
         "z W_O per head; sum over heads + bias = attention output before any post-norm",
     ),
+    _latent("z", LATENT_VALUES, "pattern-weighted values per head, before the output projection"),
     _recurrent("r", KEYS, "receptance: what reads the state"),
     _recurrent("kk", KEYS, "RWKV-7: the normalised key whose value is removed"),
     _recurrent("a", KEYS, "RWKV-7: how much of it is removed, in (0, 1)"),
@@ -181,6 +218,56 @@ KINDS: tuple[HookKind, ...] = (
     ),
     _ssm("effective_attn", SSM_ATTENTION, "alpha_raw after ReLU, rows divided by their sum", derived=True),
     _ssm("out", SSM_VALUES, "what each head reads of the state, before D x is added and the gate"),
+    _linear("gate", LINEAR_VALUES, "what multiplies what was read, after its activation"),
+    _linear(
+        "conv",
+        ("batch", "position", "linear_channel"),
+        "the short convolution: what queries, keys and values are made of",
+    ),
+    _linear("q", LINEAR_GROUPS, "what reads the state, normed and scaled where the family does"),
+    _linear(
+        "k",
+        LINEAR_GROUPS,
+        "keys a value is written under, normed where the family does; of a linear unit, how much is written",
+    ),
+    _linear("v", LINEAR_VALUES, "values: what is written"),
+    _linear("beta", LINEAR_ONE, "delta rule: how much of what the state holds under a key is replaced"),
+    _linear("log_decay", LINEAR_DECAYS, "natural log of the decay, <= 0"),
+    _linear(
+        "decay",
+        LINEAR_DECAYS,
+        "what a token multiplies the state by, in [0, 1]: one number per head; in Kimi Linear one per key",
+    ),
+    _linear(
+        "write",
+        LINEAR_ONE,
+        "what multiplies a token's write beta k v^T into the state, 1: 0 knocks it out, others steer",
+    ),
+    _linear(
+        "state_seq",
+        ("batch", "linear_head", "position", "linear_key", "linear_value"),
+        "the state behind each token, float32",
+    ),
+    _linear(
+        "state",
+        ("batch", "linear_head", "linear_key", "linear_value"),
+        "the state behind the last token, float32",
+        derived=True,
+    ),
+    _linear(
+        "alpha_raw",
+        LINEAR_ATTENTION,
+        "what a query reads of a source's value, signed: alpha v = linear.hook_out",
+        derived=True,
+    ),
+    _linear(
+        "effective_attn", LINEAR_ATTENTION, "alpha_raw after ReLU, rows divided by their sum", derived=True
+    ),
+    _linear("out", LINEAR_VALUES, "what each head reads of the state, before its norm and the gate"),
+    _conv("in_gate", "what multiplies a token before it is convolved"),
+    _conv("out_gate", "what multiplies what was convolved"),
+    _conv("x", "what is convolved: in_gate times its projection"),
+    _conv("out", "the short convolution, before its gate"),
     _block(
         "ln1_post_scale", "ln1_post.hook_scale", SCALE, "divisor of the post-attention norm (4-norm families)"
     ),
@@ -239,9 +326,22 @@ KINDS: tuple[HookKind, ...] = (
     ),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
-_RECURRENT = frozenset(kind.name for kind in KINDS if re.search(r"\.(rwkv|ssm)\.", kind.path)) | {"pre_norm"}
+_OF_OTHERS = frozenset(
+    kind.name for kind in KINDS if re.search(r"\.(rwkv|ssm|linear|conv|latent)\.", kind.path)
+) | {
+    "pre_norm",
+    "attn_gate",
+}
+"""Kinds no decoder of attention and MLPs has."""
 ORDER = {kind.name: place for place, kind in enumerate(KINDS)}
-_MIXERS = {".attn.": "attention", ".rwkv.": "an RWKV mixer", ".ssm.": "a state-space mixer"}
+_MIXERS = {
+    ".attn.": "attention",
+    ".rwkv.": "an RWKV mixer",
+    ".ssm.": "a state-space mixer",
+    ".linear.": "linear attention",
+    ".conv.": "a short convolution",
+    ".latent.": "latent attention",
+}
 _LISTED = 8
 """Layers a message lists."""
 _FIRST_AFTER_BLOCKS = ORDER["ln_final_scale"]
@@ -293,6 +393,17 @@ class HookPoint:
     ssm_log_decay, ssm_decay, ssm_write = _At("ssm_log_decay"), _At("ssm_decay"), _At("ssm_write")
     ssm_state_seq, ssm_state = _At("ssm_state_seq"), _At("ssm_state")
     ssm_alpha_raw, ssm_effective_attn = _At("ssm_alpha_raw"), _At("ssm_effective_attn")
+    attn_gate, linear_gate, linear_conv = _At("attn_gate"), _At("linear_gate"), _At("linear_conv")
+    linear_q, linear_k, linear_v = _At("linear_q"), _At("linear_k"), _At("linear_v")
+    linear_beta, linear_log_decay = _At("linear_beta"), _At("linear_log_decay")
+    linear_decay = _At("linear_decay")
+    linear_write, linear_state_seq = _At("linear_write"), _At("linear_state_seq")
+    linear_state, linear_out = _At("linear_state"), _At("linear_out")
+    linear_alpha_raw, linear_effective_attn = _At("linear_alpha_raw"), _At("linear_effective_attn")
+    latent_q, latent_c, latent_k = _At("latent_q"), _At("latent_c"), _At("latent_k")
+    latent_v, latent_z = _At("latent_v"), _At("latent_z")
+    conv_in_gate, conv_out_gate = _At("conv_in_gate"), _At("conv_out_gate")
+    conv_x, conv_out = _At("conv_x"), _At("conv_out")
     ln1_post_scale, ln1_post_normalized = _At("ln1_post_scale"), _At("ln1_post_normalized")
     attn_out, resid_mid, ln2_scale = _At("attn_out"), _At("resid_mid"), _At("ln2_scale")
     ln2_normalized, mlp_pre, mlp_pre_act = _At("ln2_normalized"), _At("mlp_pre"), _At("mlp_pre_act")
@@ -391,7 +502,7 @@ def transformer_points(num_layers: int, *, post_norms: bool, gated: bool) -> tup
     post_norms: the family normalises what attention and MLP add (4 norms per block). gated: its MLP has an
     up projection beside the activated one.
     """
-    absent = set(_RECURRENT)
+    absent = set(_OF_OTHERS)
     if not post_norms:
         absent |= {"ln1_post_scale", "ln1_post_normalized", "ln2_post_scale", "ln2_post_normalized"}
     if not gated:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StateKnockoutSpec", "StateSteeringSpec", "state_hooks"]
 
-WRITES = ("rwkv_write", "ssm_write")
-"""Points of writes; a model has one of the two."""
+WRITES = ("rwkv_write", "ssm_write", "linear_write")
+"""Points of writes; a model has one of them."""
 
 
 @dataclass(frozen=True)

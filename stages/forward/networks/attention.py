@@ -23,7 +23,7 @@ from .history import History
 from .norms import apply_norm
 from .products import product
 from .rope import rotate
-from .weights import AttentionWeights, Linear
+from .weights import AttentionWeights, Linear, NormWeights
 
 
 class AttentionSizes(Protocol):
@@ -83,12 +83,17 @@ def attention(
     layer: int,
     history: History,
     taps: Taps,
+    gate: Tensor | None = None,
 ) -> Tensor:
-    """Normalised x [B, token, D] -> what the output projection gives [B, kept, D], before any post-norm."""
+    """Normalised x [B, token, D] -> what the output projection gives [B, kept, D], before any post-norm.
+
+    gate: of each head [B, H, kept, dh].
+    """
     q, k, v = project(x, weights, sizes, layer, taps)
     q, k = turned(history.kept(q), k, sizes.rope, history)
     q, k = taps("rot_q", layer, q), taps("rot_k", layer, k)
-    z = taps("z", layer, history.attend(layer, q, k, v, how))
+    z = history.attend(layer, q, k, v, how)
+    z = taps("z", layer, z if gate is None else z * gate)
     return output(z, weights.o, layer, taps)
 
 
@@ -101,11 +106,20 @@ def project(
         flat = linear(x, weights.qkv).split([sizes.num_attention_heads * sizes.head_dim, keys, keys], dim=-1)
     else:
         flat = tuple(linear(x, part) for part in (weights.q, weights.k, weights.v) if part is not None)
-    q, k, v = (part.unflatten(-1, (-1, sizes.head_dim)).transpose(1, 2) for part in flat)
-    if weights.q_norm is not None and weights.k_norm is not None:
-        q = apply_norm(q, weights.q_norm, sizes.norm_type, sizes.qk_norm_eps)
-        k = apply_norm(k, weights.k_norm, sizes.norm_type, sizes.qk_norm_eps)
+    q, k, v = (
+        _by_heads(part, norm, sizes)
+        for part, norm in zip(flat, (weights.q_norm, weights.k_norm, None), strict=True)
+    )
     return taps("q", layer, q), taps("k", layer, k), taps("v", layer, v)
+
+
+def _by_heads(x: Tensor, norm: NormWeights | None, sizes: AttentionSizes) -> Tensor:
+    """x [B, S, heads * dh] as [B, heads, S, dh]; normed over each head, or all of them at once if the norm is
+    as wide."""
+    if norm is not None and norm.weight.shape[0] != sizes.head_dim:
+        x, norm = apply_norm(x, norm, sizes.norm_type, sizes.qk_norm_eps), None
+    found = x.unflatten(-1, (-1, sizes.head_dim)).transpose(1, 2)
+    return found if norm is None else apply_norm(found, norm, sizes.norm_type, sizes.qk_norm_eps)
 
 
 def turned(q: Tensor, k: Tensor, rope: RopeConfig | None, history: History) -> tuple[Tensor, Tensor]:

@@ -4,14 +4,15 @@
                         -> ln2 -> channel mixer -> mlp_out -> resid_post] * L -> final_norm -> logits
 
 Knows which class computes which kind of mixer, and nothing of what they do. A layer without a channel mixer,
-or without a mixer, has neither its half nor resid_mid.
+or without a mixer, has neither its half nor resid_mid. Norms may stand behind what mixers give, or on the
+stream (`Block.norms`).
 
 Axes: [B, token, channel].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +25,17 @@ from ..architectures.hybrid import HybridConfig
 from ..hooks.taps import Taps
 from ..hooks.wants import Logits
 from .history import STREAM, Carried, History
-from .mixers.attention import SelfAttention
+from .mixers.attention import GatedAttention, SelfAttention
 from .mixers.experts import Experts
+from .mixers.gated_delta import GatedDelta
+from .mixers.latent_attention import LatentAttention
+from .mixers.lightning import Lightning
+from .mixers.linear_unit import LinearUnit
 from .mixers.mamba import Mamba
 from .mixers.mamba2 import Mamba2
 from .mixers.mixer import ChannelMixer, LayerTensors, Mixer
 from .mixers.mlp import Mlp
+from .mixers.short_convolution import ShortConvolution
 from .norms import apply_norm, normalise
 from .products import product
 from .weights import NormWeights, multiplied, parts_of
@@ -38,8 +44,14 @@ __all__ = ["Hybrid", "HybridWeights", "assemble"]
 
 MIXERS: dict[str, Callable[[Any, LayerTensors], Mixer]] = {
     "attention": SelfAttention,
+    "gated_attention": GatedAttention,
+    "gated_delta": GatedDelta,
+    "latent_attention": LatentAttention,
+    "lightning": Lightning,
+    "linear_unit": LinearUnit,
     "mamba": Mamba,
     "mamba2": Mamba2,
+    "short_convolution": ShortConvolution,
 }
 CHANNEL_MIXERS: dict[str, Callable[[Any, LayerTensors], ChannelMixer]] = {"mlp": Mlp, "experts": Experts}
 """Kind of a shape -> what computes it, from the shape and the tensors of a layer."""
@@ -47,12 +59,11 @@ CHANNEL_MIXERS: dict[str, Callable[[Any, LayerTensors], ChannelMixer]] = {"mlp":
 
 @dataclass(frozen=True)
 class HybridLayer:
-    """One layer's mixers and norms; a norm is None where nothing reads it."""
+    """One layer's mixers and norms; norms by their names in architectures/hybrid_tensors.py."""
 
     mixers: tuple[Mixer, ...]
     channel_mixer: ChannelMixer | None
-    ln1: NormWeights | None
-    ln2: NormWeights | None
+    norms: Mapping[str, NormWeights]
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,7 @@ def assemble(take: Callable[[str], Tensor], config: HybridConfig) -> HybridWeigh
         mixers = tuple(MIXERS[shape.kind](shape, found) for shape in block.mixers)
         channel = block.channel_mixer
         channel_mixer = None if channel is None else CHANNEL_MIXERS[channel.kind](channel, found)
-        layers.append(HybridLayer(mixers, channel_mixer, norms.get("ln1"), norms.get("ln2")))
+        layers.append(HybridLayer(mixers, channel_mixer, norms))
     outside = tensors.outside
     embed = take(outside["embed"].name)
     bias = outside.get("final_norm.bias")
@@ -113,24 +124,39 @@ class Hybrid:
         part = self.weights.layers[layer]
         x = taps("resid_pre", layer, carried[STREAM])
         if part.mixers:
-            h = self._normed(x, "ln1", layer, taps)
-            added = [mixer(h, layer, history, taps) for mixer in part.mixers]
-            x = history.kept(x) + taps("attn_out", layer, sum(added[1:], added[0]))
+            h, x = self._read(x, "ln1", layer, taps)
+            each = [mixer(h, layer, history, taps) for mixer in part.mixers]
+            added = self._added(sum(each[1:], each[0]), "ln1_post", layer, taps)
+            x = history.kept(x) + taps("attn_out", layer, added)
         else:
             x = history.kept(x)
         if part.channel_mixer is not None:
             x = taps("resid_mid", layer, x) if part.mixers else x
-            h = taps("mlp_pre", layer, self._normed(x, "ln2", layer, taps))
-            h = taps("mlp_post", layer, part.channel_mixer(h, layer, taps))
-            x = x + taps("mlp_out", layer, h)
+            h, x = self._read(x, "ln2", layer, taps)
+            h = part.channel_mixer(taps("mlp_pre", layer, h), layer, taps)
+            added = self._added(taps("mlp_post", layer, h), "ln2_post", layer, taps)
+            x = x + taps("mlp_out", layer, added)
         return {STREAM: x}
+
+    def _read(self, x: Tensor, name: str, layer: int, taps: Taps) -> tuple[Tensor, Tensor]:
+        """What mixers read of a stream x, and the stream that their output is added to."""
+        block = self.config.blocks[layer]
+        if block.norms == "after":
+            # A copy, where somebody may write over what is read, and not over the stream.
+            return self._narrow(x.clone() if name == "ln2" and taps.changes(layer, "mlp_pre") else x), x
+        normed = self._normed(x, name, layer, taps)
+        return normed, x if block.norms == "before" else normed * block.carried[name == "ln2"]
+
+    def _added(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
+        """What is added to the stream of what mixers give."""
+        return self._normed(x, name, layer, taps) if self.config.blocks[layer].norms == "after" else x
 
     def _normed(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
         c, norm = self.config, self._norm(name, layer)
         return normalise(self._narrow(x), norm, c.norm_type, c.norm_eps, taps, name, layer)
 
     def _norm(self, name: str, layer: int) -> NormWeights:
-        norm: NormWeights | None = getattr(self.weights.layers[layer], name)
+        norm = self.weights.layers[layer].norms.get(name)
         if norm is None:
             raise ConfigError(
                 f"expected {name} in layer {layer} of {self.config.model_type}, found no such norm"

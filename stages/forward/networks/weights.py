@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config", bound=Architecture)
 Made = TypeVar("Made")
-BENIGN = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
+BENIGN = (
+    *("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias"),
+    *("attn.slope_rate", "attn.query_decay", "attn.key_decay", "attn.diagonal_decay"),
+)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,18 @@ HYBRIDS = (
     "jamba",
     "falcon_h1",
     "nemotron_h",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "olmo_hybrid",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "recurrent_gemma",
+    "minimax",
 )
+
+GEMMA_NORMS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "recurrent_gemma")
 
 
 def draw(family: str, seed: int) -> dict[str, Any]:
@@ -198,7 +209,165 @@ def _nemotron_h(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def _gated_delta(rng: random.Random) -> dict[str, Any]:
+    """Sizes of a gated delta net in a hybrid."""
+    groups = rng.choice([1, 2])
+    return {
+        "linear_num_key_heads": groups,
+        "linear_num_value_heads": groups * rng.choice([1, 2]),
+        "linear_key_head_dim": rng.choice([4, 6]),
+        "linear_value_head_dim": rng.choice([4, 8]),
+        "linear_conv_kernel_dim": rng.choice([3, 4]),
+    }
+
+
+def _types(rng: random.Random, other: str) -> list[str]:
+    """Of three layers."""
+    kinds = [other, "full_attention"]
+    rng.shuffle(kinds)
+    return [*kinds, rng.choice(kinds)]
+
+
+def _qwen(rng: random.Random) -> dict[str, Any]:
+    own = {
+        "num_hidden_layers": 3,
+        "layer_types": _types(rng, "linear_attention"),
+        "head_dim": rng.choice([8, 16]),
+        "attention_bias": rng.random() < 0.5,
+        "rms_norm_eps": rng.choice([1e-5, 1e-6]),
+    }
+    return _sizes(rng) | _gated_delta(rng) | own
+
+
+def _qwen_of_experts(rng: random.Random) -> dict[str, Any]:
+    return _qwen(rng) | {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
+    }
+
+
+def _qwen_next(rng: random.Random) -> dict[str, Any]:
+    return _qwen_of_experts(rng) | {
+        "norm_topk_prob": rng.random() < 0.5,
+        "mlp_only_layers": rng.choice([[], [1]]),
+        "decoder_sparse_step": rng.choice([1, 2]),
+    }
+
+
+def _olmo(rng: random.Random) -> dict[str, Any]:
+    return (
+        _sizes(rng)
+        | _gated_delta(rng)
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": _types(rng, "linear_attention"),
+            "attention_bias": rng.random() < 0.5,
+            "linear_allow_neg_eigval": rng.random() < 0.7,
+            "rope_parameters": {"rope_type": "default", "rope_theta": rng.choice([None, 5000.0])},
+        }
+    )
+
+
+def _kimi(rng: random.Random) -> dict[str, Any]:
+    heads = rng.choice([1, 2])
+    return {
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": CONTEXT,
+        "num_hidden_layers": 3,
+        "layer_types": _types(rng, "linear_attention"),
+        "mlp_layer_types": rng.choice([["dense", "sparse", "sparse"], ["sparse", "dense", "dense"]]),
+        "linear_num_heads": rng.choice([2, 3]),
+        "linear_head_dim": rng.choice([4, 6]),
+        "linear_conv_kernel_dim": rng.choice([3, 4]),
+        "num_experts": 8,
+        "num_experts_per_token": 2,
+        "tie_word_embeddings": False,
+        "num_shared_experts": rng.choice([1, 2]),
+        "num_expert_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 12,
+        "moe_renormalize": rng.random() < 0.5,
+        "routed_scaling_factor": 1.5,
+        "kv_lora_rank": 10,
+        "q_lora_rank": rng.choice([None, 6]),
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": rng.choice([4, 6]),
+        "v_head_dim": rng.choice([4, 8]),
+        "attention_bias": rng.random() < 0.5,
+    }
+
+
+def _lfm2(rng: random.Random) -> dict[str, Any]:
+    return _sizes(rng) | {
+        "num_hidden_layers": 3,
+        "layer_types": _types(rng, "conv"),
+        "conv_L_cache": rng.choice([2, 3]),
+        "conv_bias": rng.random() < 0.5,
+        "block_multiple_of": 8,
+        "block_ffn_dim_multiplier": rng.choice([1.0, 1.3]),
+        "block_auto_adjust_ff_dim": rng.random() < 0.7,
+    }
+
+
+def _lfm2_moe(rng: random.Random) -> dict[str, Any]:
+    found = {key: value for key, value in _lfm2(rng).items() if not key.startswith("block_")}
+    return found | {
+        "num_dense_layers": rng.choice([0, 1]),
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "use_expert_bias": rng.random() < 0.7,
+        "norm_topk_prob": rng.random() < 0.5,
+        "routed_scaling_factor": 1.5,
+    }
+
+
+def _recurrent_gemma(rng: random.Random) -> dict[str, Any]:
+    sizes = _sizes(rng)
+    return sizes | {
+        "num_hidden_layers": 3,
+        "block_types": rng.choice([["recurrent", "recurrent", "attention"], ["attention", "recurrent"]]),
+        "lru_width": sizes["hidden_size"] * rng.choice([1, 2]),
+        "attention_window_size": rng.choice([5, 64]),
+        "conv1d_width": rng.choice([3, 4]),
+        "attention_bias": rng.random() < 0.5,
+        "logits_soft_cap": rng.choice([3.0, 30.0]),
+    }
+
+
+def _minimax(rng: random.Random) -> dict[str, Any]:
+    return _sizes(rng) | {
+        "num_hidden_layers": 3,
+        "layer_types": _types(rng, "linear_attention"),
+        "head_dim": rng.choice([None, 16]),
+        "block_size": 16,
+        "sliding_window": rng.choice([None, 7]),
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "full_attn_alpha_factor": 1.3,
+        "full_attn_beta_factor": 0.8,
+        "linear_attn_alpha_factor": 0.9,
+        "linear_attn_beta_factor": 1.2,
+        "mlp_alpha_factor": 1.1,
+        "mlp_beta_factor": 0.7,
+    }
+
+
 DRAWS = {
+    "qwen3_next": _qwen_next,
+    "qwen3_5_text": _qwen,
+    "qwen3_5_moe_text": _qwen_of_experts,
+    "olmo_hybrid": _olmo,
+    "kimi_linear": _kimi,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2_moe,
+    "recurrent_gemma": _recurrent_gemma,
+    "minimax": _minimax,
     "mamba": _mamba,
     "falcon_mamba": _mamba,
     "mamba2": _mamba2,
@@ -225,16 +394,40 @@ def save_random_hybrid(
         for name, weight in model.named_parameters():
             if name.endswith("A_log"):
                 weight.uniform_(-2.5, 0.5)  # decays from hardly any to nearly all
+            elif name.endswith("recurrent_param"):
+                weight.uniform_(-4.0, -1.0)  # decays of a gated linear unit from 0.3 to nearly 1
             elif name.endswith(("dt_bias", "dt_proj.bias")):
                 weight.uniform_(-2.0, 0.5)
             elif weight.ndim > 1:
                 weight.normal_(std=0.2)
+            elif "norm" in name and not name.endswith("linear_attn.norm.weight") and family in GEMMA_NORMS:
+                weight.normal_(mean=-0.5, std=0.3)  # what multiplies is 1 more
             else:
                 weight.normal_(mean=0.5, std=0.3)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.uniform_(-0.2, 0.2)
     model.save_pretrained(directory)
+    if family == "olmo_hybrid":
+        _as_released(directory / "model.safetensors", seed)
     if tokenizer:
         save_tokenizer(directory)
     return model
+
+
+def _as_released(path: Path, seed: int) -> None:
+    """Rewrite Olmo Hybrid with each convolution as wide as its projection, where the reference writes three
+    of nearly equal width; and for odd seeds with the norms of attention under their own name."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    held = load_file(path)
+    for name in [name for name in held if name.endswith("q_conv1d.weight")]:
+        names = [name.replace("q_conv1d", f"{part}_conv1d") for part in "qkv"]
+        widths = [len(held[each.replace("conv1d", "proj")]) for each in names]
+        parts = torch.cat([held[each] for each in names]).split(widths)
+        held |= {each: part.contiguous() for each, part in zip(names, parts, strict=True)}
+    for name in [name for name in held if seed % 2 and name.endswith("post_feedforward_layernorm.weight")]:
+        room = name.removesuffix("post_feedforward_layernorm.weight")
+        held[f"{room}post_attention_layernorm.weight"] = held.pop(f"{room}feedforward_layer_norm.weight")
+    save_file(held, path, {"format": "pt"})

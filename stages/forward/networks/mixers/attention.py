@@ -1,19 +1,24 @@
-"""Attention as one of a hybrid's mixers: networks/attention.py over the layer's own sizes."""
+"""Attention as one of a hybrid's mixers: networks/attention.py over the layer's own sizes.
+
+Where its heads are gated, the projection of queries has a head's gate behind its query.
+"""
 
 from __future__ import annotations
 
 from dataclasses import fields
 
+import torch
 from torch import Tensor
 
 from ...architectures.mixers import AttentionShape
 from ...hooks.taps import Taps
 from ..attention import attention
 from ..history import History
+from ..products import product
 from ..weights import AttentionWeights, parts_of
-from .mixer import LayerTensors
+from .mixer import LayerTensors, by_heads
 
-__all__ = ["SelfAttention"]
+__all__ = ["GatedAttention", "SelfAttention"]
 
 
 class SelfAttention:
@@ -27,3 +32,21 @@ class SelfAttention:
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
         """See `Mixer`."""
         return attention(x, self.weights, self.shape, self._how, layer, history, taps)
+
+
+class GatedAttention(SelfAttention):
+    """The same with gated heads (`Mixer`)."""
+
+    def __init__(self, shape: AttentionShape, tensors: LayerTensors) -> None:
+        found = dict(tensors)
+        for name in {"q", "q.bias"} & set(found):
+            both = found[name].unflatten(0, (shape.num_attention_heads, 2, shape.head_dim))
+            found[name], found[name.replace("q", "gate", 1)] = (both[:, i].flatten(0, 1) for i in range(2))
+        super().__init__(shape, found)
+        self._gate, self._gate_bias = found["gate"], found.get("gate.bias")
+
+    def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
+        """See `Mixer`."""
+        gate = torch.sigmoid(product(history.kept(x), self._gate, self._gate_bias))
+        gate = taps("attn_gate", layer, by_heads(gate, self.shape.head_dim))
+        return attention(x, self.weights, self.shape, self._how, layer, history, taps, gate)

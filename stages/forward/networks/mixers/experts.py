@@ -4,7 +4,7 @@
 | --- | --- |
 | "softmax of chosen" | softmax over the largest k scores (Granite) |
 | "chosen of softmax" | the largest k of the softmax over all scores, as they are (Jamba) |
-| "sigmoid" | sigmoids of the scores, scaled; chosen by these plus a correction, in the best groups |
+| "sigmoid" | sigmoids of the scores, scaled; chosen by these plus any correction, in the best groups |
 
 The last is Nemotron's, from DeepSeek-V3 (2024, section 2.1.2). Tokens are grouped by expert, so that each
 expert is one product over its own tokens.
@@ -53,7 +53,10 @@ class Experts:
         if self.shape.latent_size:
             found = product(found, w["from_latent"], w.get("from_latent.bias"))
         if self.shape.shared_size:
-            found = found + self._shared(rows)
+            shared = self._shared(rows)
+            if self.shape.has_shared_gate:
+                shared = shared * torch.sigmoid(product(rows, w["shared_gate"]))
+            found = found + shared
         return found.view(x.shape)
 
     def _routed(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,14 +75,15 @@ class Experts:
     def _by_sigmoid(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         s, w = self.shape, self.weights
         scores = product(rows.float(), w["router"].float()).sigmoid()
-        by_group = (scores + w["correction"].float()).unflatten(-1, (s.groups, -1))
+        by_group = scores + w["correction"].float() if s.has_correction else scores
+        by_group = by_group.unflatten(-1, (s.groups, -1))
         best = by_group.topk(2, dim=-1).values.sum(-1).topk(s.chosen_groups, dim=-1).indices
         allowed = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, best, True)
         candidates = by_group.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)
         chosen = candidates.topk(s.chosen, dim=-1).indices
         share = scores.gather(-1, chosen)
         if s.sums_to_one:
-            share = share / (share.sum(-1, keepdim=True) + 1e-20)
+            share = share / (share.sum(-1, keepdim=True) + s.sum_eps)
         return chosen, (share * s.routed_factor).to(rows.dtype)
 
     def _shared(self, rows: Tensor) -> Tensor:

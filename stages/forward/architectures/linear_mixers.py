@@ -1,0 +1,186 @@
+"""Mixers between attention and state spaces: linear attention, gated recurrences, short convolutions.
+
+As in mixers.py: hook points, how far a change at them reaches, sizes of axes and what a token costs. What
+reads a state with queries and writes to it under keys has hook points of one room, "linear", whatever it is
+called: a gated delta net, lightning attention, or the RG-LRU, whose heads are single numbers.
+
+Torch-free. Axes: as in points.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from .architecture import ConvolutionMixer, RecurrentMixer
+from .mixers import MixerShape
+from .transformer import ActivationName
+
+__all__ = ["GatedDeltaShape", "LightningShape", "LinearUnitShape", "ShortConvolutionShape"]
+
+_STATE = (
+    *("linear_v", "linear_log_decay", "linear_decay", "linear_write", "linear_state_seq", "linear_state"),
+    *("linear_alpha_raw", "linear_effective_attn", "linear_out"),
+)
+_WRITTEN = frozenset(
+    (
+        *("linear_conv", "linear_k", "linear_v", "linear_beta", "linear_log_decay", "linear_decay"),
+        *("linear_write", "linear_state_seq"),
+    )
+)
+
+
+class _LinearShape(MixerShape):
+    """A mixer with hook points of the room "linear"."""
+
+    reaches_later: ClassVar[frozenset[str]] = _WRITTEN
+
+    @property
+    def fact(self) -> RecurrentMixer:
+        """See `MixerShape`."""
+        return RecurrentMixer(self.kind)
+
+
+@dataclass(frozen=True)
+class GatedDeltaShape(_LinearShape):
+    """A gated delta net (Yang et al., Gated Delta Networks, 2024, equation 10): a token takes from the state
+    what it holds under its key before it writes there.
+
+    groups: of heads that share queries and keys. decays: one a "head", or one a "key" channel (Kimi Delta
+    Attention, 2025). beta_factor: of how much is replaced, which is a sigmoid; 2 lets the state change sign.
+    gate: activation of the gate. layout: how projections lie in a checkpoint, see hybrid_tensors.py.
+    """
+
+    kind: ClassVar[str] = "gated_delta"
+    points: ClassVar[tuple[str, ...]] = (
+        *("linear_gate", "linear_conv", "linear_q", "linear_k", "linear_beta"),
+        *_STATE,
+    )
+
+    heads: int
+    groups: int
+    key_size: int
+    value_size: int
+    conv_size: int
+    layout: Literal["by group", "by part", "separate"]
+    decays: Literal["head", "key"] = "head"
+    beta_factor: float = 1.0
+    gate: Literal["silu", "sigmoid"] = "silu"
+    norm_eps: float = 1e-6
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Channels of queries, keys and values."""
+        shared = self.groups * self.key_size
+        return (shared, shared, self.heads * self.value_size)
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `MixerShape`."""
+        return {
+            "linear_head": self.heads,
+            "linear_group": self.groups,
+            "linear_key": self.key_size,
+            "linear_value": self.value_size,
+            "linear_decay": self.key_size if self.decays == "key" else 1,
+            "linear_channel": sum(self.parts),
+        }
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Projections; queries, keys and both sides of what is replaced of every head, in float32."""
+        return itemsize * 6 * sum(self.parts) + 4 * 8 * self.heads * self.key_size
+
+
+@dataclass(frozen=True)
+class LightningShape(_LinearShape):
+    """Lightning attention (Qin et al., Various Lengths, Constant Speed, 2024; MiniMax-01, 2025, section 2.2):
+    linear attention whose decays are fixed, one a head.
+
+    slope: of the first head's decay, before the heads' own share of it; see networks/mixers/lightning.py.
+    """
+
+    kind: ClassVar[str] = "lightning"
+    points: ClassVar[tuple[str, ...]] = ("linear_gate", "linear_q", "linear_k", *_STATE)
+
+    heads: int
+    head_dim: int
+    slope: float
+    activation: ActivationName = "silu"
+    norm_eps: float = 1e-6
+    out_factor: float = 1.0
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `MixerShape`."""
+        return {
+            "linear_head": self.heads,
+            "linear_group": self.heads,
+            "linear_key": self.head_dim,
+            "linear_value": self.head_dim,
+            "linear_decay": 1,
+        }
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Projections, activated and as they were; what is read, in float32."""
+        return (itemsize * 10 + 4 * 4) * self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class LinearUnitShape(_LinearShape):
+    """A real-gated linear recurrent unit behind a short convolution (De et al., Griffin, 2024, section 2.4):
+    every channel is a head with a state of one number.
+
+    gates: how many blocks the maps to gates have.
+    """
+
+    kind: ClassVar[str] = "linear_unit"
+    points: ClassVar[tuple[str, ...]] = ("linear_gate", "linear_conv", "linear_k", *_STATE)
+
+    channels: int
+    gates: int
+    conv_size: int
+    activation: ActivationName = "gelu_tanh"
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `MixerShape`."""
+        return {
+            "linear_head": self.channels,
+            "linear_group": self.channels,
+            "linear_key": 1,
+            "linear_value": 1,
+            "linear_decay": 1,
+            "linear_channel": self.channels,
+        }
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Both branches, and gates, decays and what is read, in float32."""
+        return (itemsize * 6 + 4 * 8) * self.channels
+
+
+@dataclass(frozen=True)
+class ShortConvolutionShape(MixerShape):
+    """A short convolution between two gates (LFM2, Liquid AI, 2025): a token sees the few before it, and no
+    state is kept of others."""
+
+    kind: ClassVar[str] = "short_convolution"
+    points: ClassVar[tuple[str, ...]] = ("conv_in_gate", "conv_out_gate", "conv_x", "conv_out")
+    reaches_later: ClassVar[frozenset[str]] = frozenset(("conv_in_gate", "conv_x"))
+
+    channels: int
+    conv_size: int
+    has_bias: bool = False
+
+    @property
+    def fact(self) -> ConvolutionMixer:
+        """See `MixerShape`."""
+        return ConvolutionMixer(self.conv_size)
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `MixerShape`; it is as wide as the stream."""
+        return {"hidden": self.channels}
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Projections and their products."""
+        return itemsize * 7 * self.channels

@@ -1,0 +1,55 @@
+"""Lightning attention: linear attention with one fixed decay a head.
+
+    q, k, v = act(W u)      S_t = exp(-s) S_{t-1} + k v^T      out = W_out (sigmoid(W_z u) norm(q^T S_t))
+
+(Qin et al., Various Lengths, Constant Speed, 2024; MiniMax-01, 2025, section 2.2.) Head h of H has the slope
+s = slope 2^(-8 (h + 1) / H); the layer's share of it is the shape's. Queries are not scaled: the norm is over
+all heads.
+
+Axes: as in mixer.py; K = V, the width of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...architectures.linear_mixers import LightningShape
+from ...hooks.taps import Taps
+from ..history import History
+from ..mlp import ACTIVATIONS
+from ..norms import apply_norm
+from ..products import product
+from ..recurrences.linear import LinearRecurrence
+from ..scan import scan
+from ..weights import NormWeights
+from .mixer import LayerTensors, by_heads, flat, own, wide
+
+__all__ = ["Lightning"]
+
+
+class Lightning:
+    """The lightning attention of one layer (`Mixer`)."""
+
+    def __init__(self, shape: LightningShape, tensors: LayerTensors) -> None:
+        self.shape, self.weights = shape, own(tensors, "linear.")
+        # In a checkpoint a head's query, key and value lie one after the other.
+        by_part = self.weights["qkv"].unflatten(0, (shape.heads, 3, shape.head_dim)).transpose(0, 1)
+        self.weights["qkv"] = by_part.flatten(0, 2)
+        slopes = shape.slope * 2 ** (-8 / shape.heads * torch.arange(1, shape.heads + 1, dtype=torch.float64))
+        self._log_decay = -slopes.to(by_part.device).view(1, -1, 1, 1)
+
+    def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
+        """See `Mixer`."""
+        s, w = self.shape, self.weights
+        gate = torch.sigmoid(product(history.kept(x), w["gate"]))
+        gate = taps("linear_gate", layer, by_heads(gate, s.head_dim))
+        inner = ACTIVATIONS[s.activation](product(x, w["qkv"]))
+        q, k, v = (by_heads(part, s.head_dim) for part in inner.chunk(3, dim=-1))
+        q, k, v = taps("linear_q", layer, q), taps("linear_k", layer, k), taps("linear_v", layer, v)
+        log_decay = self._log_decay.to(wide(q).dtype).expand(len(x), -1, x.shape[1], -1).contiguous()
+        tokens = {"q": q, "k": k, "v": v, "log_decay": log_decay}
+        read = scan(LinearRecurrence("after"), tokens, layer, history, taps, "linear")
+        read = flat(history.kept(taps("linear_out", layer, read))).to(x.dtype)
+        normed = apply_norm(read, NormWeights(w["norm"]), "rms", s.norm_eps)
+        return product(flat(gate) * normed, w["out"])

@@ -1,0 +1,130 @@
+"""What a config.json of a hybrid with linear attention means: the reference's defaults, and one line for
+what nobody follows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mizarr.stages.forward.architectures.hybrid import HybridConfig
+from mizarr.stages.forward.architectures.known import KNOWN
+from mizarr.stages.forward.architectures.linear_families import LINEAR, read_linear
+from mizarr.stages.forward.architectures.transformer import ConfigReader
+from mizarr.stages.forward.models.autoconfig import report
+from mizarr.stages.forward.models.files import resolve
+from mizarr.stages.forward.networks.weights import read_shapes
+from mizarr.store.errors import ConfigError
+
+from ..random_hybrids import save_random_hybrid
+
+pytest.importorskip("transformers")
+REQUIRED = {"hidden_size": 960, "num_hidden_layers": 6, "vocab_size": 96}
+"""Keys without a default here; the reference's number of heads divides the width in every family."""
+
+
+def read(family: str, **changes: Any) -> HybridConfig:
+    return read_linear(ConfigReader(REQUIRED | {"model_type": family} | changes), {})
+
+
+@pytest.mark.parametrize("family", LINEAR)
+def test_absent_keys_mean_what_they_mean_to_the_reference(family):
+    """The config the reference makes of the required keys says all others."""
+    from transformers import AutoConfig
+
+    types = {"layer_types": ["conv", "full_attention"] * 3} if family == "lfm2_moe" else {}
+    full = AutoConfig.for_model(family, **REQUIRED, **types).to_dict()
+    assert len(full) > len(REQUIRED) + 10
+    assert read(family, **types).fields == read(family, **json.loads(json.dumps(full))).fields
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen3_next", {"hidden_act": "gelu"}, r"expected hidden_act 'silu' in a model with .*found 'gelu'"),
+        ("qwen3_next", {"layer_types": ["mamba"] * 6}, r"list layers of full_attention, .*found 'mamba'"),
+        (
+            "qwen3_next",
+            {"layer_types": ["full_attention"]},
+            r"one layer_types entry per layer \(6\), found 1",
+        ),
+        (
+            "qwen3_5_text",
+            {"linear_num_value_heads": 24},
+            r"a number of heads that 16 groups divide, found 24",
+        ),
+        ("lfm2", {"layer_types": ["linear_attention"] * 6}, r"list layers of full_attention, conv, found"),
+        ("lfm2", {"partial_rotary_factor": 0.5}, r"expected no partial_rotary_factor"),
+        ("recurrent_gemma", {"block_types": ["mlp"]}, r"block_types to list layers of recurrent, .*'mlp'"),
+        ("minimax", {"hidden_act": "snake"}, r"expected an activation among .*found 'snake'"),
+        ("minimax", {"quantization_config": {}}, r"expected weights as plain numbers"),
+    ],
+)
+def test_what_is_not_followed_is_one_line(family, changes, message):
+    with pytest.raises(ConfigError, match=message) as raised:
+        read(family, **changes)
+    assert "\n" not in str(raised.value)
+
+
+def test_layers_say_what_mixes_in_them_and_where_norms_stand():
+    def facts(family: str) -> list[tuple[str, int | None, str]]:
+        layers = read(family).layers
+        return [(layer.mixer.kind, layer.mixer.window, layer.norms) for layer in layers]
+
+    delta, attention = ("recurrence", None, "before"), ("attention", None, "before")
+    assert facts("qwen3_next") == [delta, delta, delta, attention, delta, delta]
+    assert facts("olmo_hybrid") == [delta, delta, delta, ("attention", None, "after"), delta, delta]
+    assert facts("recurrent_gemma")[1:3] == [delta, ("attention", 2048, "before")]
+    assert facts("minimax")[:2] == [("attention", None, "of stream"), ("recurrence", None, "of stream")]
+    lfm2 = read("lfm2", full_attn_idxs=[1]).layers
+    assert [layer.mixer.window for layer in lfm2] == [3, None, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("family", LINEAR)
+def test_a_checkpoint_is_known_and_complete(family, tmp_path):
+    save_random_hybrid(tmp_path, family, 0, tokenizer=False)
+    files = resolve(tmp_path)
+    assert files.has_known_family
+    found = report(files.config, read_shapes(files.weight_files))
+    assert found.known_family and found.is_compatible and not found.warnings
+    assert found.config == files.architecture()
+    assert KNOWN[family].described["model_type"] == family
+
+
+def test_the_text_model_of_a_larger_one_is_found_under_its_name(tmp_path):
+    """Names of tensors are no part of what a model is."""
+    raw = ConfigReader(REQUIRED | {"model_type": "qwen3_5_text"})
+    plain, nested = (
+        read_linear(raw, {f"model.{room}norm.weight": (960,)}) for room in ("", "language_model.")
+    )
+    assert plain.digest == nested.digest
+    assert nested.tensors.prefix == "model.language_model.layers.{}."
+
+
+def test_kimi_linear_is_read_as_it_was_released():
+    """Sizes of its delta nets in a section of their own, layers counted from 1, names of its own."""
+    linear = {"head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 3, "full_attn_layers": [3, 6]}
+    released = read(
+        "kimi_linear",
+        linear_attn_config=linear | {"kda_layers": [1, 2, 4, 5]},
+        model_max_length=4096,
+        num_experts=8,
+        num_experts_per_token=2,
+        num_expert_group=2,
+        moe_renormalize=False,
+    )
+    written = read(
+        "kimi_linear",
+        layer_types=["linear_attention", "linear_attention", "full_attention"] * 2,
+        linear_head_dim=16,
+        linear_num_heads=4,
+        linear_conv_kernel_dim=3,
+        max_position_embeddings=4096,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        norm_topk_prob=False,
+    )
+    assert released.fields == written.fields
+    assert released.context_length == 4096
