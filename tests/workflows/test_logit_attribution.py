@@ -15,6 +15,7 @@ from mizarr.workflows import build, compute
 from tests.torch_free import without_torch
 
 from ..stages.attribution_corpus import FAMILIES
+from ..stages.forward.random_hybrids import save_random_hybrid
 from ..stages.forward.random_models import save_random_model
 
 PROMPTS = ["The capital of France is", "It was the best of"]
@@ -163,3 +164,9 @@ def test_figures_name_the_results(done, tmp_path: Path):
 def test_settings_that_contradict_each_other_are_refused(wrong, message):
     with pytest.raises(ConfigError, match=message):
         build("logit_attribution", **wrong)
+
+
+def test_a_stream_that_is_normed_itself_is_no_sum_and_is_told(tmp_path: Path):
+    save_random_hybrid(tmp_path / "model", "minimax", 0)
+    with pytest.raises(ConfigError, match="the sum of what its parts write, found minimax, which norms"):
+        computed(tmp_path / "model")

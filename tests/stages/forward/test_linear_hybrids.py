@@ -203,3 +203,15 @@ def test_heads_of_latent_attention_are_patterns_times_values(tmp_path):
     assert torch.equal(held["k"][..., -4:], shared)
     assert_near(held["scores"], held["q"] @ held["k"].mT / held["k"].shape[-1] ** 0.5)
     assert_near(held["z"], held["pattern"] @ held["v"])
+
+
+@pytest.mark.parametrize("family", LINEAR)
+def test_bfloat16_is_as_near_as_the_reference_in_it(family, tmp_path):
+    """To the reference in float32, on average; everything is captured, in its dtype."""
+    reference = save_random_hybrid(tmp_path, family, 1)
+    model, ids = Model.from_pretrained(tmp_path, dtype="bfloat16"), draw_ids(2, 37)
+    with torch.no_grad():
+        exact = reference(ids, use_cache=False).logits
+        narrow = reference.bfloat16()(ids, use_cache=False).logits.float()
+    found = model.forward(ids, HookSpec().capture("*")).logits.float()
+    assert float((found - exact).abs().mean()) <= 1.5 * float((narrow - exact).abs().mean())
