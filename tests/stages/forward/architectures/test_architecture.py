@@ -61,7 +61,7 @@ def test_a_change_reaches_as_far_as_it_is_said_to(model):
         if point.order >= end.order or BY_NAME[point.kind].is_derived:
             continue
         # By one and by more: a point that is changed at all takes another road, and rounds otherwise.
-        moved = (scaled(point, 1.0) - scaled(point, 1.5)).abs().amax(-1) > 0
+        moved = (scaled(point, 1.0) - scaled(point, 1.5)).abs().amax(-1) > 1e-7
         assert not moved[:TOUCHED].any(), point
         assert bool(moved[TOUCHED + 1 :].any()) == (model.config.reach(point) == "later"), point
 
