@@ -32,13 +32,15 @@ __all__ = [
 KNOWN = 2
 """Facts a model must know, of those to choose on and of those to score on, before anything is claimed: any
 network changes what it says when it is changed, an untrained one too, and one answer may be luck."""
+FIRST_KNOWN = {"specimen": 0, "specimen-rwkv": 1}
+"""The first shipped fact that each model says (tests/workflows/test_specimen.py)."""
 FRANCE = ("The capital of France is", "Paris")
 COUNTRIES = ("Germany", "Poland", "Brazil", "Russia", "Canada")
 """candle-mi's default prompt, and what takes France's place in its counterparts."""
 
 
 def fact(model: str, prompt: str, target: str) -> tuple[str, str]:
-    """The prompt and target asked for; by default the first fact the specimens were taught, and for other
+    """The prompt and target asked for; by default the first fact that a specimen says, and for other
     models the capital of France."""
     if prompt:
         return prompt, target
@@ -46,8 +48,8 @@ def fact(model: str, prompt: str, target: str) -> tuple[str, str]:
         raise ConfigError(f"expected a prompt for the target {target!r}, found none; set both or neither")
     if model not in SHIPPED:
         return FRANCE
-    first = shipped_facts()[0]
-    return first["prompt"], first["target"]
+    told = shipped_facts()[FIRST_KNOWN[model]]
+    return told["prompt"], told["target"]
 
 
 def counterpart(subject: Subject, model: str, prompt: str, target: str) -> str:
