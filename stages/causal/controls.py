@@ -40,6 +40,8 @@ __all__ = [
     "random_means",
 ]
 
+ROUNDING = 1e-9
+"""Effects that differ by less are the same: what float64 sums of float32 logits cannot tell apart."""
 CHANCE = 0.05
 """Share of random causes that may do as much before an effect is told as no more than chance."""
 RESAMPLES = 2000
@@ -86,13 +88,14 @@ class Null:
         return float(low), float(high)
 
     def as_large(self, effect: float) -> int:
-        """How many draws do as much as `effect` or more."""
+        """How many draws do as much as `effect` or more, but for rounding: 1e-16 is not more than 0."""
+        rounding = ROUNDING * max(1.0, abs(effect))
         if self.side == "above":
-            found = self.values >= effect
+            found = self.values >= effect - rounding
         elif self.side == "below":
-            found = self.values <= effect
+            found = self.values <= effect + rounding
         else:
-            found = np.abs(self.values - self.median) >= abs(effect - self.median)
+            found = np.abs(self.values - self.median) >= abs(effect - self.median) - rounding
         return int(found.sum())
 
     def share_as_large(self, effect: float) -> float:

@@ -35,14 +35,16 @@ from mizarr.stages.causal.grids.patching_metrics import (
     LogitDifference,
     Metric,
     Probability,
+    Rank,
     Recovery,
 )
 from mizarr.stages.causal.grids.tracing import CausalTracing
 from mizarr.stages.causal.knockout import EdgeKnockout, HeadKnockout
 from mizarr.stages.causal.random_pushes import RandomPushes
+from mizarr.stages.causal.state_writes import RandomWrites, StateKnockout, StateSteering
 from mizarr.stages.causal.steering import DoseResponse
 from mizarr.stages.features.dictionary import Dictionary
-from mizarr.stages.features.effects.activity import FeatureActivity
+from mizarr.stages.features.effects.activity import FeatureActivity, FeatureTrace
 from mizarr.stages.features.effects.alignment import DecoderSearch
 from mizarr.stages.features.effects.exchanges import FeatureExchanges
 from mizarr.stages.features.effects.ranked import RankedExchanges, RankedSweep, RankedTrace
@@ -109,6 +111,7 @@ METRICS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
     LogitDifference: ({"correct": 1, "wrong": 2}, {"correct": 3, "wrong": 3, "name": "other"}),
     KL: ({}, {"name": "other"}),
     Probability: ({"token": 1}, {"token": 2, "name": "other"}),
+    Rank: ({"token": 1}, {"token": 2, "name": "other"}),
     Recovery: ({"of": KL()}, {"of": Probability(1), "name": "other"}),
     Custom: (
         {"function": first, "version": 1},
@@ -140,6 +143,15 @@ OF_WORDS = {
 SAMPLED = {"references": ((1, 2, 3), (4, 5, 6))}
 EDGES = {"tokens": (1, 2, 3), "edges": ((2, 0),)}
 OF_EDGES = {"tokens": (1, 2, 4), "edges": ((2, 1),), "layers": (0,), "target": (5,), "top_k": 3}
+OF_WRITES = {
+    "tokens": (1, 2, 4),
+    "layers": (0,),
+    "target": (5,),
+    "top_k": 3,
+    "window": 2,
+    "heads": (1,),
+    "positions": (1,),
+}
 PAIR = Pair((1, 2, 3), (1, 4, 3), (1,), (1, 1))
 EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
     ActivationPatching: (
@@ -213,6 +225,19 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
     CounterFactPatching: ({"pairs": (PAIR,)}, {"pairs": (replace(PAIR, fact=(2,)),), "block_size": 2}),
     FactualRouting: ({"pairs": (PAIR,)}, {"pairs": (replace(PAIR, fact=(2,)),), "block_size": 2}),
     FeatureActivity: ({**NAMED, "tokens": (1, 2)}, {**OF_NAMED, "tokens": (1, 3), "zero_positions": 1}),
+    FeatureTrace: (
+        {**NAMED, "tokens": (1, 2), "chosen": ((0, 1),)},
+        {**OF_NAMED, "tokens": (1, 3), "chosen": ((0, 2),)},
+    ),
+    StateKnockout: ({"tokens": (1, 2, 3)}, OF_WRITES),
+    StateSteering: (
+        {"tokens": (1, 2, 3), "positions": (0,)},
+        {**OF_WRITES, "doses": (0.0, 2.0)},
+    ),
+    RandomWrites: (
+        {"tokens": (1, 2, 3), "positions": (0,)},
+        {**OF_WRITES, "draws": 3, "seed": 1},
+    ),
     DecoderSearch: (
         {**NAMED, "token": 1},
         {**OF_NAMED, "token": 2, "target": 1, "top_k": 3, "cosine": False},
@@ -310,6 +335,8 @@ NOT_IN_A_KEY = {
     (LogitDifference, "long_name"): "constant of the class",
     (KL, "units"): "constant of the class",
     (KL, "long_name"): "constant of the class",
+    (Rank, "units"): "constant of the class",
+    (Rank, "long_name"): "constant of the class",
     (Probability, "units"): "constant of the class",
     (Probability, "long_name"): "constant of the class",
     (Recovery, "units"): "constant of the class",
@@ -326,6 +353,7 @@ NOT_IN_A_KEY = {
             RankedExchanges,
             RankedSweep,
             RankedTrace,
+            FeatureTrace,
         )
     },
     (
@@ -420,9 +448,15 @@ def specimen() -> ModelSource:
     return ModelSource("specimen")
 
 
+@pytest.fixture(scope="module")
+def recurrent() -> ModelSource:
+    return ModelSource("specimen-rwkv")
+
+
 @pytest.mark.parametrize(("kind", "field"), cases(EXPERIMENTS))
-def test_every_field_of_an_experiment_is_in_its_key(kind, field, specimen):
-    one, other = (ExperimentNode(each, specimen) for each in changed(kind, field, EXPERIMENTS))
+def test_every_field_of_an_experiment_is_in_its_key(kind, field, specimen, recurrent):
+    model = recurrent if kind in (StateKnockout, StateSteering, RandomWrites) else specimen
+    one, other = (ExperimentNode(each, model) for each in changed(kind, field, EXPERIMENTS))
     assert one.key(None).digest != other.key(None).digest
     cells = [[node.cell_key(cell).digest for cell in node.cells()] for node in (one, other)]
     assert cells[0] != cells[1], "the whole would be made of cells of another experiment"

@@ -85,6 +85,9 @@ OTHERS: dict[tuple[str, str], Any] = {
     ("generate", "zero"): ("blocks.0.hook_mlp_out",),
     ("activation_patching", "prompt"): PAIR_OF_PROMPTS,
     ("activation_patching", "kinds"): ("resid_post",),
+    ("state_patching", "prompt"): PAIR_OF_PROMPTS,
+    ("state_patching", "kinds"): ("resid_post",),
+    ("rwkv_inference", "scales"): (0.0, 2.0),
     ("causal_tracing", "prompt"): SUBJECT,
     ("causal_tracing", "target"): SUBJECT,
     ("causal_tracing", "subject"): SUBJECT,
@@ -121,6 +124,7 @@ others have to change with it."""
 
 STARTS: dict[tuple[str, str], dict[str, Any]] = {
     ("activation_patching", "prompt"): {},
+    ("state_patching", "prompt"): {},
     ("causal_tracing", "prompt"): {**SUBJECT, "prompt": SITED},
     ("causal_tracing", "target"): {**SUBJECT, "target": " four"},
     ("causal_tracing", "subject"): {**SUBJECT, "subject": "plus"},
@@ -133,6 +137,7 @@ ONLY_SHOWN = {
     ("character_count_helix", "show"): "which layer is drawn",
     ("ablation", "top"): "rows of a table",
     ("factual_routing", "top_k"): "rows of a table",
+    ("rwkv_inference", "layer"): "which of all layers, all of them computed, is told in full",
     ("attention_knockout", "layer"): "which of all layers, all of them computed, is told in full",
     ("attention_patterns", "top_k"): "rows of a table",
     ("head_detection", "top"): "rows of a table",
@@ -142,13 +147,13 @@ ONLY_SHOWN = {
     ("steering_dose_response", "layer"): "which of all layers, all of them computed, is told in full",
     ("steering_dose_response", "ratio"): "what is read off the stored curve",
     ("steering_dose_response", "sweep"): "whether other layers are shown, where the layer is not named",
-    ("steering_dose_response", "seed"): "draws among edges that are all stored",
     ("ablation", "seed"): "draws among heads that are all stored",
     **{
         (name, "controls"): "draws among what is stored"
         for name in (
             "ablation",
             "activation_patching",
+            "state_patching",
             "attention_knockout",
             "counterfact_patching",
             "factual_routing",
@@ -163,9 +168,7 @@ ONLY_SHOWN = {
     ("correction_test", "correct_looked_at"): "how many chances the null counts",
     ("correction_test", "head"): "which of all heads, all of them stored, is told",
     ("sae_features", "position"): "which of all positions, all of them stored, is told",
-    ("sae_features", "top_k"): "rows of a table",
-    ("clt_probe", "position"): "which of all positions, all of them stored, is told",
-    ("clt_probe", "word"): "which of all positions, all of them stored, is told",
+    ("causal_tracing", "controls"): "draws among what is stored",
     ("clt_probe", "top_k"): "rows of a table",
     ("attribution_graph", "top_k"): "rows of a table",
     ("attribution_graph", "graph_memory"): "memory is in no key",

@@ -178,8 +178,8 @@ def remembering(tmp_path_factory) -> Path:
 
 def test_a_state_that_carries_the_subject_brings_the_answer_back(remembering, tmp_path):
     done = compute("state_patching", store=tmp_path, model=str(remembering), seed=1, **PAIR)
-    (found,) = done.to_json()["findings"]
-    assert found["verdict"] == "beyond chance"
+    found, quiet = done.to_json()["findings"]
+    assert found["verdict"] == "beyond chance" and quiet["verdict"] == "no more than chance"
     assert found["effect"] == pytest.approx(100, abs=0.1)
     assert found["claim"].startswith("clean state of layer 0 at the subject's last token")
     (pair,) = done.to_json()["results"]

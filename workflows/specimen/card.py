@@ -274,8 +274,9 @@ Copying: rows of BOS, a span of 20, 30, 40 or 60 random tokens, and the span aga
 occurrence, without its first {evaluate.COPY_SKIP} tokens, that is the likeliest token.
 
 The heads that look one token back, and at what followed this token's first occurrence: mean attention{
-        " (effective attention: what a head's state amounts to)" if recurrent else ""
-    } of the best head of a layer, on such rows.
+        " (what its state amounts to)" if recurrent else ""
+    } of the
+best head of a layer, on such rows.
 
 {table(["layer", "previous token", "induction"], _heads(figures["heads"]))}
 

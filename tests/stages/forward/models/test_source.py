@@ -132,16 +132,16 @@ def test_files_replaced_between_plan_and_load_are_never_loaded(folder):
 
 
 def test_files_replaced_while_they_are_read_are_refused(folder, monkeypatch):
-    from mizarr.stages.forward.networks import weights
+    from mizarr.stages.forward.networks import table
 
-    read = weights.assemble
+    read, network = table.NETWORKS["transformer"]
 
     def interrupted(take, config):
         loaded = read(take, config)
         replace_weights(folder)
         return loaded
 
-    monkeypatch.setattr(weights, "assemble", interrupted)
+    monkeypatch.setitem(table.NETWORKS, "transformer", (interrupted, network))
     with pytest.raises(SourceChanged, match="replaced meanwhile"):
         Model.from_pretrained(folder)
 
