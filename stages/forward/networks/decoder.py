@@ -1,7 +1,7 @@
 """The decoder: embedding, layers, final norm and LM head, as plain code over a TransformerConfig and its
 weights.
 
-Knows tensors, taps and a history; knows no text, files or stores, and no loop: layers.py has that.
+Knows tensors, taps and a history; knows no text, files or stores, and no loop: loop.py has that.
 
     embed -> [resid_pre -> ln1 -> attention -> (ln1_post) -> attn_out -> resid_mid
                         -> ln2 -> MLP       -> (ln2_post) -> mlp_out  -> resid_post] * L -> final_norm ->
@@ -16,26 +16,16 @@ from torch import Tensor
 
 from ..architectures.transformer import TransformerConfig
 from ..hooks.taps import Taps
-from ..hooks.wants import Logits
 from .attention import attention
+from .ends import Ends
 from .history import STREAM, Carried, History
 from .mlp import mlp
-from .norms import apply_norm, normalise
-from .products import product
-from .weights import Weights
+from .norms import normalise
+from .weights import LayerWeights, NormWeights
 
 
-class Decoder:
-    """The network of every supported transformer family (`Network` in layers.py)."""
-
-    def __init__(self, config: TransformerConfig, weights: Weights) -> None:
-        self.config = config
-        self.weights = weights
-
-    @property
-    def embedding(self) -> Tensor:
-        """The embedding matrix [vocab, hidden]."""
-        return self.weights.embed
+class Decoder(Ends[TransformerConfig, LayerWeights]):
+    """The network of every supported transformer family (`Network` in loop.py)."""
 
     def embed(self, ids: Tensor) -> Carried:
         """Token ids [B, S] -> embeddings [B, S, D], scaled where the family does."""
@@ -60,36 +50,12 @@ class Decoder:
             h = normalise(h, weights.ln2_post, c.norm_type, c.norm_eps, taps, "ln2_post", layer)
         return {**carried, STREAM: x + taps("mlp_out", layer, h)}
 
-    def finish(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
-        """The last residual stream [B, S, D] -> normalised, [B, wanted positions, D]."""
-        c, final = self.config, self.weights.final_norm
-        if want is not None and not taps.touches(None, "ln_final_scale", "ln_final_normalized", "final_norm"):
-            return apply_norm(want.at_positions(x), final, c.norm_type, c.norm_eps)
-        x = taps("final_norm", None, normalise(x, final, c.norm_type, c.norm_eps, taps, "ln_final", None))
-        return x if want is None else want.at_positions(x)
-
-    def final_norm(self, x: Tensor) -> Tensor:
-        """The final norm of residual states [..., D]."""
-        return apply_norm(x, self.weights.final_norm, self.config.norm_type, self.config.norm_eps)
-
-    def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:
-        """Normalised states [..., D] -> logits [..., tokens], soft-capped as the model's output is."""
-        logits = product(x, want.of_tokens(self.unembedding))
-        cap = self.config.final_logit_softcapping
-        return cap * torch.tanh(logits / cap) if softcap and cap is not None else logits
+    def norm_of(self, name: str, layer: int) -> NormWeights:
+        """One of "ln1", "ln2", "ln1_post", "ln2_post"."""
+        norm: NormWeights = getattr(self.weights.layers[layer], name)
+        return norm
 
     # -- weights as matrices, for what is linear once attention and norms are held
-
-    @property
-    def unembedding(self) -> Tensor:
-        """What the LM head multiplies by, [vocab, hidden]."""
-        return self.weights.embed if self.weights.lm_head is None else self.weights.lm_head
-
-    def norm_gain(self, name: str, layer: int | None, dtype: torch.dtype) -> Tensor:
-        """What a norm multiplies by [hidden]: "ln1", "ln2", "ln1_post", "ln2_post" of a layer; "ln_final"."""
-        norm = self.weights.final_norm if layer is None else getattr(self.weights.layers[layer], name)
-        weight: Tensor = norm.weight.to(dtype)
-        return 1 + weight if self.config.norm_type == "gemma_rms" else weight
 
     def value_matrix(self, layer: int) -> Tensor:
         """The V projection [kv_head * d_head, hidden]."""

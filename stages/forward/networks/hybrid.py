@@ -23,7 +23,7 @@ from torch import Tensor
 from ....store.errors import ConfigError
 from ..architectures.hybrid import HybridConfig
 from ..hooks.taps import Taps
-from ..hooks.wants import Logits
+from .ends import Ends
 from .history import STREAM, Carried, History
 from .mixers.attention import GatedAttention, SelfAttention
 from .mixers.experts import Experts
@@ -36,11 +36,10 @@ from .mixers.mamba2 import Mamba2
 from .mixers.mixer import ChannelMixer, LayerTensors, Mixer
 from .mixers.mlp import Mlp
 from .mixers.short_convolution import ShortConvolution
-from .norms import apply_norm, normalise
-from .products import product
-from .weights import NormWeights, multiplied, parts_of
+from .norms import normalise
+from .weights import NormWeights, Weights, multiplied, parts_of, with_ends
 
-__all__ = ["Hybrid", "HybridWeights", "assemble"]
+__all__ = ["Hybrid", "assemble"]
 
 MIXERS: dict[str, Callable[[Any, LayerTensors], Mixer]] = {
     "attention": SelfAttention,
@@ -66,17 +65,7 @@ class HybridLayer:
     norms: Mapping[str, NormWeights]
 
 
-@dataclass(frozen=True)
-class HybridWeights:
-    """All there is of a hybrid; lm_head None: the embedding is the head."""
-
-    embed: Tensor
-    layers: tuple[HybridLayer, ...]
-    final_norm: NormWeights
-    lm_head: Tensor | None = None
-
-
-def assemble(take: Callable[[str], Tensor], config: HybridConfig) -> HybridWeights:
+def assemble(take: Callable[[str], Tensor], config: HybridConfig) -> Weights[HybridLayer]:
     """Weights from a function that gives a tensor by its checkpoint name."""
     tensors, layers = config.tensors, []
     for layer, (block, stored) in enumerate(zip(config.blocks, tensors.layers, strict=True)):
@@ -89,27 +78,11 @@ def assemble(take: Callable[[str], Tensor], config: HybridConfig) -> HybridWeigh
         channel = block.channel_mixer
         channel_mixer = None if channel is None else CHANNEL_MIXERS[channel.kind](channel, found)
         layers.append(HybridLayer(mixers, channel_mixer, norms))
-    outside = tensors.outside
-    embed = take(outside["embed"].name)
-    bias = outside.get("final_norm.bias")
-    final = NormWeights(take(outside["final_norm"].name), None if bias is None else take(bias.name))
-    if outside["head"] == outside["embed"]:
-        return HybridWeights(embed, tuple(layers), final)
-    head = embed if outside["head"].name == outside["embed"].name else take(outside["head"].name)
-    return HybridWeights(embed, tuple(layers), final, multiplied(head, outside["head"].factors))
+    return with_ends(take, config, layers)
 
 
-class Hybrid:
+class Hybrid(Ends[HybridConfig, HybridLayer]):
     """The network of every hybrid (`Network` in loop.py)."""
-
-    def __init__(self, config: HybridConfig, weights: HybridWeights) -> None:
-        self.config = config
-        self.weights = weights
-
-    @property
-    def embedding(self) -> Tensor:
-        """The embedding matrix [vocab, hidden]."""
-        return self.weights.embed
 
     def embed(self, ids: Tensor) -> Carried:
         """Token ids [B, S] -> embeddings [B, S, D], scaled where the family does."""
@@ -152,10 +125,11 @@ class Hybrid:
         return self._normed(x, name, layer, taps) if self.config.blocks[layer].norms == "after" else x
 
     def _normed(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
-        c, norm = self.config, self._norm(name, layer)
+        c, norm = self.config, self.norm_of(name, layer)
         return normalise(self._narrow(x), norm, c.norm_type, c.norm_eps, taps, name, layer)
 
-    def _norm(self, name: str, layer: int) -> NormWeights:
+    def norm_of(self, name: str, layer: int) -> NormWeights:
+        """A norm of a layer that has it; ConfigError in others."""
         norm = self.weights.layers[layer].norms.get(name)
         if norm is None:
             raise ConfigError(
@@ -167,41 +141,7 @@ class Hybrid:
     def _is_wide(self) -> bool:
         return self.config.has_wide_stream
 
-    def _narrow(self, x: Tensor) -> Tensor:
-        """The stream in the dtype of the weights."""
-        return x.to(self.weights.embed.dtype)
-
-    def finish(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
-        """The last residual stream [B, S, D] -> normalised, [B, wanted positions, D]."""
-        c, final, x = self.config, self.weights.final_norm, self._narrow(x)
-        if want is not None and not taps.touches(None, "ln_final_scale", "ln_final_normalized", "final_norm"):
-            return apply_norm(want.at_positions(x), final, c.norm_type, c.norm_eps)
-        x = taps("final_norm", None, normalise(x, final, c.norm_type, c.norm_eps, taps, "ln_final", None))
-        return x if want is None else want.at_positions(x)
-
-    def final_norm(self, x: Tensor) -> Tensor:
-        """The final norm of residual states [..., D]."""
-        c = self.config
-        return apply_norm(self._narrow(x), self.weights.final_norm, c.norm_type, c.norm_eps)
-
-    def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:
-        """Normalised states [..., D] -> logits [..., tokens], soft-capped as the model's output is."""
-        logits = product(x, want.of_tokens(self.unembedding))
-        cap = self.config.final_logit_softcapping
-        return cap * torch.tanh(logits / cap) if softcap and cap is not None else logits
-
     # -- weights as matrices
-
-    @property
-    def unembedding(self) -> Tensor:
-        """What the LM head multiplies by, [vocab, hidden]."""
-        return self.weights.embed if self.weights.lm_head is None else self.weights.lm_head
-
-    def norm_gain(self, name: str, layer: int | None, dtype: torch.dtype) -> Tensor:
-        """What a norm multiplies by [hidden]: "ln1", "ln2" of a layer that has it; "ln_final"."""
-        norm = self.weights.final_norm if layer is None else self._norm(name, layer)
-        weight = norm.weight.to(dtype)
-        return 1 + weight if self.config.norm_type == "gemma_rms" else weight
 
     def value_matrix(self, layer: int) -> Tensor:
         """The V projection [kv_head * d_head, hidden]; ConfigError in a layer that does not attend."""

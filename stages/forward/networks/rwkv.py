@@ -13,7 +13,6 @@ Axes: [batch, token, channel] outside of heads, [batch, head, token, key or valu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,7 @@ from ....store.errors import ConfigError
 from ..architectures.rwkv import RwkvConfig
 from ..architectures.rwkv_tensors import MIXES
 from ..hooks.taps import Taps
-from ..hooks.wants import Logits
+from .ends import Ends
 from .history import STREAM, Carried, History
 from .norms import apply_norm, normalise
 from .products import product
@@ -31,9 +30,9 @@ from .recurrences.linear import LinearRecurrence
 from .recurrences.recurrence import Recurrence
 from .recurrences.rwkv4 import ExponentialAverage
 from .scan import scan
-from .weights import NormWeights
+from .weights import NormWeights, Weights, with_ends
 
-__all__ = ["Rwkv", "RwkvWeights", "assemble"]
+__all__ = ["Rwkv", "assemble"]
 
 FIRST_VALUES = "first_values"
 """What RWKV-7 carries beside the stream: the values of layer 0, [B, token, channel]."""
@@ -41,19 +40,10 @@ DECAY_SCALE = -0.6065306597126334
 """-exp(-1/2): the strongest log-decay of RWKV-7."""
 
 LayerTensors = Mapping[str, Tensor]
+"""Tensors of a layer by the names of `architectures/rwkv_tensors.py`."""
 
 
-@dataclass(frozen=True)
-class RwkvWeights:
-    """Tensors by the names of `architectures/rwkv_tensors.py`; lm_head None: the embedding is the head."""
-
-    embed: Tensor
-    layers: tuple[LayerTensors, ...]
-    final_norm: NormWeights
-    lm_head: Tensor | None = None
-
-
-def assemble(take: Callable[[str], Tensor], config: RwkvConfig) -> RwkvWeights:
+def assemble(take: Callable[[str], Tensor], config: RwkvConfig) -> Weights[LayerTensors]:
     """Weights from a function that gives a tensor by its checkpoint name."""
     tensors, layers = config.tensors, []
     for layer, stored in enumerate(tensors.layers):
@@ -67,24 +57,11 @@ def assemble(take: Callable[[str], Tensor], config: RwkvConfig) -> RwkvWeights:
         if (mixes := found.pop("mixes", None)) is not None:
             found |= {f"mix_{mix}": mixes[row] for row, mix in enumerate(MIXES)}
         layers.append(found)
-    outside = {weight: stored.name for weight, stored in tensors.outside.items()}
-    bias = outside.get("final_norm.bias")
-    final = NormWeights(take(outside["final_norm"]), None if bias is None else take(bias))
-    head = None if outside["head"] == outside["embed"] else take(outside["head"])
-    return RwkvWeights(take(outside["embed"]), tuple(layers), final, head)
+    return with_ends(take, config, layers)
 
 
-class Rwkv:
+class Rwkv(Ends[RwkvConfig, LayerTensors]):
     """The network of every RWKV generation (`Network` in loop.py)."""
-
-    def __init__(self, config: RwkvConfig, weights: RwkvWeights) -> None:
-        self.config = config
-        self.weights = weights
-
-    @property
-    def embedding(self) -> Tensor:
-        """The embedding matrix [vocab, hidden]."""
-        return self.weights.embed
 
     def embed(self, ids: Tensor) -> Carried:
         """Token ids [B, S] -> embeddings [B, S, D]."""
@@ -95,11 +72,13 @@ class Rwkv:
         c, weights = self.config, self.weights.layers[layer]
         x = taps("resid_pre", layer, carried[STREAM])
         if "pre_norm" in weights:
-            x = taps("pre_norm", layer, apply_norm(x, _norm(weights, "pre_norm"), c.norm_type, c.norm_eps))
-        y = normalise(x, _norm(weights, "ln1"), c.norm_type, c.norm_eps, taps, "ln1", layer)
+            x = taps(
+                "pre_norm", layer, apply_norm(x, self.norm_of("pre_norm", layer), c.norm_type, c.norm_eps)
+            )
+        y = normalise(x, self.norm_of("ln1", layer), c.norm_type, c.norm_eps, taps, "ln1", layer)
         mixed, beside = self._time_mix(y, layer, carried, history, taps)
         x = taps("resid_mid", layer, x + taps("attn_out", layer, mixed))
-        z = normalise(x, _norm(weights, "ln2"), c.norm_type, c.norm_eps, taps, "ln2", layer)
+        z = normalise(x, self.norm_of("ln2", layer), c.norm_type, c.norm_eps, taps, "ln2", layer)
         z = taps("mlp_pre", layer, z)
         previous = history.before(layer, "channel mix", z, 1)[:, :, 0]
         mixed = self._channel_mix(history.kept(z), history.kept(previous), layer, taps)
@@ -220,7 +199,7 @@ class Rwkv:
         size = self.config.head_dim
         return x.unflatten(-1, (-1, size)).transpose(-3, -2) if x.ndim > 1 else x.view(-1, 1, size)
 
-    # -- channel mix and ends
+    # -- channel mix, and norms
 
     def _channel_mix(self, z: Tensor, previous: Tensor, layer: int, taps: Taps) -> Tensor:
         """z and the token before each [B, kept, D] -> what is added to the stream."""
@@ -237,31 +216,10 @@ class Rwkv:
             out = torch.sigmoid(product(mixed("r"), w["ffn_receptance"])) * out
         return taps("mlp_post", layer, out)
 
-    def finish(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
-        """The last residual stream [B, S, D] -> normalised, [B, wanted positions, D]."""
-        c, final = self.config, self.weights.final_norm
-        if want is not None and not taps.touches(None, "ln_final_scale", "ln_final_normalized", "final_norm"):
-            return apply_norm(want.at_positions(x), final, c.norm_type, c.norm_eps)
-        x = taps("final_norm", None, normalise(x, final, c.norm_type, c.norm_eps, taps, "ln_final", None))
-        return x if want is None else want.at_positions(x)
-
-    def final_norm(self, x: Tensor) -> Tensor:
-        """The final norm of residual states [..., D]."""
-        return apply_norm(x, self.weights.final_norm, self.config.norm_type, self.config.norm_eps)
-
-    def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:
-        """Normalised states [..., D] -> logits [..., tokens]; there is no soft cap."""
-        return product(x, want.of_tokens(self.unembedding))
-
-    @property
-    def unembedding(self) -> Tensor:
-        """What the LM head multiplies by, [vocab, hidden]."""
-        return self.weights.embed if self.weights.lm_head is None else self.weights.lm_head
-
-    def norm_gain(self, name: str, layer: int | None, dtype: torch.dtype) -> Tensor:
-        """What a norm multiplies by [hidden]: "ln1", "ln2" of a layer; "ln_final"."""
-        gain = self.weights.final_norm.weight if layer is None else self.weights.layers[layer][name]
-        return gain.to(dtype)
+    def norm_of(self, name: str, layer: int) -> NormWeights:
+        """One of "ln1", "ln2", in layer 0 "pre_norm"."""
+        weights = self.weights.layers[layer]
+        return NormWeights(weights[name], weights.get(f"{name}.bias"))
 
     def value_matrix(self, layer: int) -> Tensor:
         """Raises ConfigError: there is no attention."""
@@ -276,10 +234,6 @@ class Rwkv:
             f"expected a model with attention, found {self.config.model_type}, whose heads read a state; ask "
             "for its hook points blocks.*.rwkv.* instead"
         )
-
-
-def _norm(weights: LayerTensors, name: str) -> NormWeights:
-    return NormWeights(weights[name], weights.get(f"{name}.bias"))
 
 
 def _channels(x: Tensor) -> Tensor:

@@ -8,12 +8,12 @@ used: present, of the right shape, finite.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ....store.errors import WeightsError, nearest
 from ....store.exchange.tensors import FLOATS, read_header
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config", bound=Architecture)
 Made = TypeVar("Made")
+Layer = TypeVar("Layer")
 BENIGN = (
     *("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias"),
     *("attn.slope_rate", "attn.query_decay", "attn.key_decay", "attn.diagonal_decay"),
@@ -84,11 +85,11 @@ class LayerWeights(AttentionWeights, MlpWeights):
 
 
 @dataclass(frozen=True)
-class Weights:
-    """All of a decoder's tensors; lm_head None means the embedding serves as head."""
+class Weights(Generic[Layer]):
+    """All of a network's tensors; lm_head None means the embedding serves as head."""
 
     embed: Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[Layer, ...]
     final_norm: NormWeights
     lm_head: Tensor | None = None
 
@@ -162,18 +163,28 @@ def load(
         return assemble(take, config)
 
 
-def assemble(take: Callable[[str], Tensor], config: TransformerConfig) -> Weights:
+def assemble(take: Callable[[str], Tensor], config: TransformerConfig) -> Weights[LayerWeights]:
     """A decoder's weights from a function that gives a tensor by its checkpoint name."""
     tensors = config.tensors
     layers = []
     for layer, fields in enumerate(tensors.layers):
         got = {field: take(tensors.in_layer(layer, field)) for field in fields}
         layers.append(LayerWeights(**parts_of(got)))
-    outside = {field: stored.name for field, stored in tensors.outside.items()}
+    return with_ends(take, config, layers)
+
+
+def with_ends(take: Callable[[str], Tensor], config: Architecture, layers: Iterable[Layer]) -> Weights[Layer]:
+    """Layers with what stands outside of them: embedding, final norm, and the head where it is its own."""
+    outside = config.tensors.outside
+    embed, head = outside["embed"], outside["head"]
     bias = outside.get("final_norm.bias")
-    final = NormWeights(take(outside["final_norm"]), None if bias is None else take(bias))
-    head = None if outside["head"] == outside["embed"] else take(outside["head"])
-    return Weights(take(outside["embed"]), tuple(layers), final, head)
+    final = NormWeights(take(outside["final_norm"].name), None if bias is None else take(bias.name))
+    table = take(embed.name)
+    if head == embed:
+        return Weights(table, tuple(layers), final)
+    # A head that is the embedding's tensor, multiplied, is a matrix of its own.
+    own = table if head.name == embed.name else take(head.name)
+    return Weights(table, tuple(layers), final, multiplied(own, head.factors))
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -1,0 +1,78 @@
+"""What every network does before its layers and behind them: embedding, final norm, LM head.
+
+A network is made of these and of its own `embed`, `layer` and norms of layers (`Network` in loop.py).
+
+Border: knows no layer, and weights outside of layers alone.
+
+Axes: [B, position, hidden].
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..architectures.architecture import Architecture
+from ..hooks.taps import Taps
+from ..hooks.wants import Logits
+from .norms import apply_norm, normalise
+from .products import product
+from .weights import NormWeights, Weights
+
+__all__ = ["Ends"]
+
+Config = TypeVar("Config", bound=Architecture)
+Layer = TypeVar("Layer")
+
+
+class Ends(Generic[Config, Layer]):
+    """The part of a network that does not depend on what its layers are."""
+
+    def __init__(self, config: Config, weights: Weights[Layer]) -> None:
+        self.config = config
+        self.weights = weights
+
+    @property
+    def embedding(self) -> Tensor:
+        """The embedding matrix [vocab, hidden]."""
+        return self.weights.embed
+
+    @property
+    def unembedding(self) -> Tensor:
+        """What the LM head multiplies by, [vocab, hidden]."""
+        return self.weights.embed if self.weights.lm_head is None else self.weights.lm_head
+
+    def finish(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
+        """The last residual stream [B, S, D] -> normalised, [B, wanted positions, D]."""
+        c, final, x = self.config, self.weights.final_norm, self._narrow(x)
+        if want is not None and not taps.touches(None, "ln_final_scale", "ln_final_normalized", "final_norm"):
+            return apply_norm(want.at_positions(x), final, c.norm_type, c.norm_eps)
+        x = taps("final_norm", None, normalise(x, final, c.norm_type, c.norm_eps, taps, "ln_final", None))
+        return x if want is None else want.at_positions(x)
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        """The final norm of residual states [..., D]."""
+        c = self.config
+        return apply_norm(self._narrow(x), self.weights.final_norm, c.norm_type, c.norm_eps)
+
+    def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:
+        """Normalised states [..., D] -> logits [..., tokens], soft-capped as the model's output is."""
+        logits = product(x, want.of_tokens(self.unembedding))
+        cap = self.config.final_logit_softcapping
+        return cap * torch.tanh(logits / cap) if softcap and cap is not None else logits
+
+    def norm_gain(self, name: str, layer: int | None, dtype: torch.dtype) -> Tensor:
+        """What a norm multiplies by [hidden]: a norm of a layer by its name ("ln1"); "ln_final"."""
+        norm = self.weights.final_norm if layer is None else self.norm_of(name, layer)
+        weight = norm.weight.to(dtype)
+        return 1 + weight if self.config.norm_type == "gemma_rms" else weight
+
+    def norm_of(self, name: str, layer: int) -> NormWeights:
+        """A norm of a layer, by its name."""
+        raise NotImplementedError
+
+    def _narrow(self, x: Tensor) -> Tensor:
+        """The stream in the dtype of the weights: some models keep it wider."""
+        return x.to(self.weights.embed.dtype)
