@@ -42,12 +42,9 @@ LATENT_KEYS = ("batch", "head", "position", "latent_key")
 LATENT_VALUES = ("batch", "head", "position", "latent_value")
 SSM_GROUPS = ("batch", "ssm_group", "position", "ssm_key")
 SSM_VALUES = ("batch", "ssm_head", "position", "ssm_value")
-SSM_ATTENTION = ("batch", "ssm_head", "query_position", "key_position")
 LINEAR_GROUPS = ("batch", "linear_group", "position", "linear_key")
 LINEAR_VALUES = ("batch", "linear_head", "position", "linear_value")
 LINEAR_ONE = ("batch", "linear_head", "position", "one")
-LINEAR_DECAYS = ("batch", "linear_head", "position", "linear_decay")
-LINEAR_ATTENTION = ("batch", "linear_head", "query_position", "key_position")
 
 
 @dataclass(frozen=True)
@@ -83,12 +80,44 @@ def _recurrent(
     return HookKind(f"{room}_{name}", f"blocks.{{}}.{room}.hook_{name}", dims, meaning, None, derived)
 
 
-def _ssm(name: str, dims: tuple[str, ...], meaning: str, *, derived: bool = False) -> HookKind:
-    return _recurrent(name, dims, meaning, room="ssm", derived=derived)
+def _states(
+    room: str,
+    head: str,
+    key: str,
+    value: str,
+    decay: str,
+    *,
+    written: str,
+    read: str,
+    log: str = "",
+    per: str = "",
+) -> tuple[HookKind, ...]:
+    """What every room with a state has: how it decays, what is written, the states, and the attention it
+    amounts to. head, key, value, decay: its axes; the rest: in words what is particular to it."""
+
+    def kind(name: str, dims: tuple[str, ...], meaning: str, *, derived: bool = False) -> HookKind:
+        return _recurrent(name, ("batch", head, *dims), meaning, room=room, derived=derived)
+
+    weights = ("query_position", "key_position")
+    multiplies = f"what multiplies a token's write {written} into the state"
+    reads = f"what a query reads of a source's value, signed: alpha {read}"
+    return (
+        kind("log_decay", ("position", decay), f"natural log of the decay{log}, <= 0"),
+        kind("decay", ("position", decay), f"what a token multiplies the state by, in [0, 1]{per}"),
+        kind("write", ("position", "one"), f"{multiplies}, 1: 0 knocks it out, others steer"),
+        kind("state_seq", ("position", key, value), "the state behind each token, float32"),
+        kind("state", (key, value), "the state behind the last token, float32", derived=True),
+        kind("alpha_raw", weights, reads, derived=True),
+        kind("effective_attn", weights, "alpha_raw after ReLU, rows divided by their sum", derived=True),
+    )
 
 
-def _linear(name: str, dims: tuple[str, ...], meaning: str, *, derived: bool = False) -> HookKind:
-    return _recurrent(name, dims, meaning, room="linear", derived=derived)
+def _ssm(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
+    return _recurrent(name, dims, meaning, room="ssm")
+
+
+def _linear(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
+    return _recurrent(name, dims, meaning, room="linear")
 
 
 def _latent(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
@@ -155,26 +184,7 @@ KINDS: tuple[HookKind, ...] = (
     _recurrent("k", KEYS, "keys as they are written"),
     _recurrent("v", VALUES, "values as they are written"),
     _recurrent("g", VALUES, "gate of what was read"),
-    _recurrent("log_decay", KEYS, "natural log of the decay, <= 0"),
-    _recurrent("decay", KEYS, "what a token multiplies the state by, in [0, 1]"),
-    _recurrent(
-        "write",
-        ("batch", "head", "position", "one"),
-        "what multiplies a token's write k v^T into the state, 1: 0 knocks it out, others steer",
-    ),
-    _recurrent(
-        "state_seq", ("batch", "head", "position", "key", "value"), "the state behind each token, float32"
-    ),
-    _recurrent(
-        "state", ("batch", "head", "key", "value"), "the state behind the last token, float32", derived=True
-    ),
-    _recurrent(
-        "alpha_raw",
-        ATTENTION,
-        "what a query reads of a source's value, signed: alpha v = wkv_out",
-        derived=True,
-    ),
-    _recurrent("effective_attn", ATTENTION, "alpha_raw after ReLU, rows divided by their sum", derived=True),
+    *_states("rwkv", "head", "key", "value", "key", written="k v^T", read="v = wkv_out"),
     _recurrent("wkv_out", VALUES, "what each head reads of the state, before its norm"),
     _ssm("gate", SSM_VALUES, "what multiplies what was read, after its activation"),
     _ssm(
@@ -188,35 +198,14 @@ KINDS: tuple[HookKind, ...] = (
     ),
     _ssm("B", SSM_GROUPS, "keys a value is written under, shared by the heads of a group"),
     _ssm("C", SSM_GROUPS, "what reads the state, shared by the heads of a group"),
-    _ssm("log_decay", ("batch", "ssm_head", "position", "ssm_decay"), "natural log of the decay, dt A, <= 0"),
-    _ssm(
-        "decay",
-        ("batch", "ssm_head", "position", "ssm_decay"),
-        "what a token multiplies the state by, in [0, 1]: one number per head; in Mamba-1 one per key",
+    *_states(
+        "ssm",
+        *("ssm_head", "ssm_key", "ssm_value", "ssm_decay"),
+        log=", dt A",
+        per=": one number per head; in Mamba-1 one per key",
+        written="dt B x",
+        read="x = ssm.hook_out",
     ),
-    _ssm(
-        "write",
-        ("batch", "ssm_head", "position", "one"),
-        "what multiplies a token's write dt B x into the state, 1: 0 knocks it out, others steer",
-    ),
-    _ssm(
-        "state_seq",
-        ("batch", "ssm_head", "position", "ssm_key", "ssm_value"),
-        "the state behind each token, float32",
-    ),
-    _ssm(
-        "state",
-        ("batch", "ssm_head", "ssm_key", "ssm_value"),
-        "the state behind the last token, float32",
-        derived=True,
-    ),
-    _ssm(
-        "alpha_raw",
-        SSM_ATTENTION,
-        "what a query reads of a source's value, signed: alpha x = ssm.hook_out",
-        derived=True,
-    ),
-    _ssm("effective_attn", SSM_ATTENTION, "alpha_raw after ReLU, rows divided by their sum", derived=True),
     _ssm("out", SSM_VALUES, "what each head reads of the state, before D x is added and the gate"),
     _linear("gate", LINEAR_VALUES, "what multiplies what was read, after its activation"),
     _linear(
@@ -232,36 +221,12 @@ KINDS: tuple[HookKind, ...] = (
     ),
     _linear("v", LINEAR_VALUES, "values: what is written"),
     _linear("beta", LINEAR_ONE, "delta rule: how much of what the state holds under a key is replaced"),
-    _linear("log_decay", LINEAR_DECAYS, "natural log of the decay, <= 0"),
-    _linear(
-        "decay",
-        LINEAR_DECAYS,
-        "what a token multiplies the state by, in [0, 1]: one number per head; in Kimi Linear one per key",
-    ),
-    _linear(
-        "write",
-        LINEAR_ONE,
-        "what multiplies a token's write beta k v^T into the state, 1: 0 knocks it out, others steer",
-    ),
-    _linear(
-        "state_seq",
-        ("batch", "linear_head", "position", "linear_key", "linear_value"),
-        "the state behind each token, float32",
-    ),
-    _linear(
-        "state",
-        ("batch", "linear_head", "linear_key", "linear_value"),
-        "the state behind the last token, float32",
-        derived=True,
-    ),
-    _linear(
-        "alpha_raw",
-        LINEAR_ATTENTION,
-        "what a query reads of a source's value, signed: alpha v = linear.hook_out",
-        derived=True,
-    ),
-    _linear(
-        "effective_attn", LINEAR_ATTENTION, "alpha_raw after ReLU, rows divided by their sum", derived=True
+    *_states(
+        "linear",
+        *("linear_head", "linear_key", "linear_value", "linear_decay"),
+        per=": one number per head; in Kimi Linear one per key",
+        written="beta k v^T",
+        read="v = linear.hook_out",
     ),
     _linear("out", LINEAR_VALUES, "what each head reads of the state, before its norm and the gate"),
     _conv("in_gate", "what multiplies a token before it is convolved"),
