@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ....store.arrays import Ints
+from ..hooks.interventions import Intervention
 from ..networks.recurrences.effective import effective_attention
 from ..networks.recurrences.recurrence import Recurrence
 from .branch_taps import BranchTaps
@@ -52,8 +53,8 @@ def scan_branches(
 
     hooks: of the points on the way, "rwkv". room: bytes that states may take.
     """
-    scan = _Scan(forest, row, taps, layer, recurrence, tokens, hooks)
     stretches = _stretches(forest, row, layer)
+    scan = _Scan(forest, row, stretches, taps, layer, recurrence, tokens, hooks)
     for depth in sorted({int(forest.depth[each.branch]) for each in stretches}):
         level = [each for each in stretches if forest.depth[each.branch] == depth]
         at_once = max(1, room // scan.bytes_of_a_row)
@@ -83,6 +84,7 @@ class _Scan:
         self,
         forest: Forest,
         row: Row,
+        stretches: Sequence[Stretch],
         taps: BranchTaps,
         layer: int,
         recurrence: Recurrence,
@@ -93,13 +95,19 @@ class _Scan:
         self._recurrence, self._tokens, self._hooks = recurrence, tokens, hooks
         self._sequence, self._last = f"{hooks}_state_seq", f"{hooks}_state"
         self._device = tokens["v"].device
-        self._changes = taps.changes_of_states(layer, self._sequence)
+        self._changed_at = {
+            branch: self._positions_of(branch, changes)
+            for branch, changes in taps.changes_of_states(layer, self._sequence).items()
+        }
+        """Positions of each branch behind which somebody changes the state."""
         self._kept: dict[int, Tensor] = {}
         """State behind a token that is handed on or read, after changes."""
         self._unchanged: dict[int, Tensor] = {}
         """The same before changes, of tokens that are read."""
         self._shown = self._tokens_shown()
-        self._handed_on = self._shown | self._tokens_before_stretches()
+        self._watched = np.zeros(len(row), bool)
+        """[token], whether its state is shown, or handed on to a stretch that begins behind it."""
+        self._watched[[*self._shown, *(self._token_before(each) for each in stretches if each.start)]] = True
         self.read = tokens["v"].new_empty(0)
         """What each token reads, [token, H, V]."""
 
@@ -135,17 +143,16 @@ class _Scan:
         """Positions [begin, end) within which no stretch begins or ends and nobody asks for a state."""
         cuts: set[int] = set()
         for each in stretches:
-            places = np.arange(each.start, each.stop)
-            watched = [p for p in places if each.token + p - each.start in self._handed_on]
-            cuts.update((each.start, each.stop), (int(p) + 1 for p in watched))
-            changed = self._changed_positions(each.branch)
+            watched = self._watched[each.token : each.token + each.stop - each.start]
+            cuts.update((each.start, each.stop), (each.start + 1 + np.flatnonzero(watched)).tolist())
+            changed = self._changed_at.get(each.branch, ())
             cuts.update(p + side for p in changed if each.start <= p < each.stop for side in (0, 1))
         return pairwise(sorted(cuts))
 
-    def _changed_positions(self, branch: int) -> set[int]:
+    def _positions_of(self, branch: int, changes: Sequence[Intervention]) -> set[int]:
         length = self._forest.branches[branch].length
         found: set[int] = set()
-        for change in self._changes.get(branch, ()):
+        for change in changes:
             touched = change.touched(length)
             found.update(range(length) if touched is None else touched)
         return found
@@ -161,14 +168,14 @@ class _Scan:
         held = [states[each] for each in rows]
         before = None if begin == 0 else torch.stack([state for state in held if state is not None])
         read, after = self._recurrence(part, before)
-        if self._changes:
+        if self._changed_at:
             read, after = self._changed(rows, begin, end, part, before, read, after)
         if not self.read.numel():
             self.read = read.new_zeros(len(self._row), read.shape[1], read.shape[3])
         self.read[places] = read.transpose(1, 2)
         for number, each in enumerate(rows):
             states[each] = after[number]
-            if (token := int(first[number]) + end - begin - 1) in self._handed_on:
+            if self._watched[token := int(first[number]) + end - begin - 1]:
                 self._kept[token] = after[number]
 
     def _changed(
@@ -187,7 +194,7 @@ class _Scan:
             token = each.token + end - 1 - each.start
             if token in self._shown:
                 self._unchanged[token] = after[number]
-            if end - begin == 1 and begin in self._changed_positions(each.branch):
+            if end - begin == 1 and begin in self._changed_at.get(each.branch, ()):
                 own = self._taps.changed_state(
                     each.branch, self._layer, self._sequence, after[number : number + 1], begin
                 )
@@ -207,10 +214,6 @@ class _Scan:
         for number in self._taps.readers(self._layer, self._last):
             found.add(int(self._row.where[number, self._forest.branches[number].length - 1]))
         return found
-
-    def _tokens_before_stretches(self) -> set[int]:
-        stretches = _stretches(self._forest, self._row, self._layer)
-        return {self._token_before(each) for each in stretches if each.start}
 
     def hand_over(self) -> None:
         """Gives branches the states and attention they read."""
