@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ...stages.forward.architectures.rwkv import RwkvConfig
 from ...stages.forward.architectures.rwkv_families import read_rwkv
+from ...stages.forward.architectures.transformer import ConfigReader
 from ...stages.forward.hooks.spec import BoundSpec, Capture, HookSpec
 from ...stages.forward.hooks.taps import RunTaps
 from ...stages.forward.hooks.wants import ALL_LOGITS
@@ -154,7 +155,8 @@ def _architecture(raw: dict[str, Any]) -> RwkvConfig:
         for layer in range(raw["num_hidden_layers"])
         for name, rank in RANKS.items()
     }
-    return read_rwkv(raw, ranks | {"model.layers.0.attn.r_proj.weight": (raw["hidden_size"],) * 2})
+    first = {"model.layers.0.attn.r_proj.weight": (raw["hidden_size"],) * 2}
+    return read_rwkv(ConfigReader(raw), ranks | first)
 
 
 def _beginning(name: str, size: tuple[int, ...], layers: int) -> Tensor:

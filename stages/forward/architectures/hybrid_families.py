@@ -131,7 +131,7 @@ def _alone(reader: ConfigReader, block: Block, *, tied: bool) -> HybridConfig:
 def _bamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     layers, listed = reader.integer("num_hidden_layers"), reader.raw.get("attn_layer_indices") or []
     # The reference turns half of each head, unless rope_parameters says otherwise.
-    attention = _attention(reader, rope=_rope(reader, 262144, share=0.5))
+    attention = _attention(reader, rope=rope_of(reader, _head_dim(reader), 262144, share=0.5))
     mamba = _mamba2_of_hybrid(reader)
     mlp = MlpShape(reader.integer("intermediate_size"), _activation(reader), has_bias=_mlp_bias(reader))
     blocks = tuple(Block((attention if layer in listed else mamba,), mlp) for layer in range(layers))
@@ -175,7 +175,11 @@ def _granite(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     position = reader.raw.get("position_embedding_type")
     factor = reader.number("residual_multiplier", 1.0)
     attention = replace(
-        _attention(reader, rope=_rope(reader, 2048) if position == "rope" else None, kv_heads=None),
+        _attention(
+            reader,
+            rope=rope_of(reader, _head_dim(reader), 2048) if position == "rope" else None,
+            kv_heads=None,
+        ),
         scale=reader.number("attention_multiplier", 1.0),
         factors=(1.0, 1.0, factor),
     )
@@ -217,7 +221,7 @@ def _falcon_h1(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     """Attention and Mamba-2 side by side in every layer."""
     of_mlp = _numbers(reader, "mlp_multipliers", 2)
     attention = replace(
-        _attention(reader, rope=_rope(reader, 8192)),
+        _attention(reader, rope=rope_of(reader, _head_dim(reader), 8192)),
         factors=(
             reader.number("attention_in_multiplier", 1.0),
             reader.number("key_multiplier", 1.0),
@@ -368,13 +372,15 @@ def _head_dim(reader: ConfigReader) -> int:
     return reader.integer("head_dim", reader.integer("hidden_size") // reader.integer("num_attention_heads"))
 
 
-def _rope(reader: ConfigReader, context: int, *, share: float = 1.0) -> RopeConfig:
-    """Rope of a hybrid. context: where the config is silent; share: of each head that turns, likewise, in
-    families in which it need not be all of it."""
+def rope_of(
+    reader: ConfigReader, head_dim: int, context: int, *, share: float = 1.0, theta: float = 10000.0
+) -> RopeConfig:
+    """Rope of a hybrid. context, theta, and the share of each head that turns: where the config does not say.
+    Families in which all of it turns take no other share."""
     raw = reader.raw if share == 1 else {"partial_rotary_factor": share} | reader.raw
-    family = Family(partial_rotary=share != 1)
-    context = reader.integer("max_position_embeddings", context)
-    return read_rope(ConfigReader(raw, reader.source), family, _head_dim(reader), context)
+    family = Family(partial_rotary=share != 1, theta=theta)
+    longest = reader.integer("max_position_embeddings", context)
+    return read_rope(ConfigReader(raw, reader.source), family, head_dim, longest)
 
 
 def _mamba2_of_hybrid(reader: ConfigReader, *, channels: int | None = None, eps: float = 1e-5) -> Mamba2Shape:

@@ -44,7 +44,7 @@ def _transformer(model_type: str) -> KnownFamily:
 def _rwkv(model_type: str, generation: int, examples: str) -> KnownFamily:
     activation = "token-shifted squared ReLU"
     return KnownFamily(
-        lambda reader, shapes: read_rwkv(reader.raw, shapes, reader.source),
+        read_rwkv,
         _row(
             model_type, examples, "layer norm", activation, f"none: the state of RWKV-{generation}", "untied"
         ),

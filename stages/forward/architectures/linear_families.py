@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Literal
 
 from ....store.errors import ConfigError
-from .families import Family, read_activation, read_rope, refuse_unfollowed
+from .families import Family, read_activation, refuse_unfollowed
 from .hybrid import Block, HybridConfig
-from .hybrid_families import HybridFamily, TensorShapes, checked, require_silu
+from .hybrid_families import HybridFamily, TensorShapes, checked, require_silu, rope_of
 from .hybrid_tensors import Spelling
 from .linear_mixers import GatedDeltaShape, LightningShape, LinearUnitShape, ShortConvolutionShape
 from .mixers import (
@@ -27,7 +27,7 @@ from .mixers import (
     LatentAttentionShape,
     MlpShape,
 )
-from .transformer import ConfigReader, RopeConfig
+from .transformer import ConfigReader
 
 __all__ = ["LINEAR", "read_linear"]
 
@@ -63,7 +63,7 @@ def _qwen(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         reader.integer("num_attention_heads", 16),
         reader.integer("num_key_value_heads", 4 if model_type == "qwen3_5_text" else 2),
         head_dim,
-        turning=_rope(reader, head_dim, 32768, share=0.25),
+        turning=rope_of(reader, head_dim, 32768, share=0.25),
         qkv_bias=bias,
         o_bias=bias,
         norms="head",
@@ -121,7 +121,7 @@ def _olmo(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         heads,
         reader.integer("num_key_value_heads", heads),
         hidden // heads,
-        turning=_rope(reader, hidden // heads, 65536) if _turns(reader) else None,
+        turning=rope_of(reader, hidden // heads, 65536) if _turns(reader) else None,
         qkv_bias=bias,
         o_bias=bias,
         norms="all",
@@ -248,7 +248,7 @@ def _lfm2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         heads,
         reader.integer("num_key_value_heads", 8),
         reader.integer("head_dim", hidden // heads),
-        turning=_rope(reader, hidden // heads, 128_000, theta=1e6),
+        turning=rope_of(reader, hidden // heads, 128_000, theta=1e6),
         norms="head",
         qk_norm_eps=eps,
     )
@@ -322,7 +322,7 @@ def _recurrent_gemma(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig
         heads,
         reader.integer("num_key_value_heads", heads),
         hidden // heads,
-        turning=_rope(reader, hidden // heads, 2048, share=0.5),
+        turning=rope_of(reader, hidden // heads, 2048, share=0.5),
         window=reader.integer("attention_window_size", 2048),
         qkv_bias=reader.flag("attention_bias", False),
         o_bias=True,
@@ -374,7 +374,7 @@ def _minimax(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         heads,
         reader.integer("num_key_value_heads", 8),
         head_dim,
-        turning=_rope(reader, head_dim, 131072, theta=1e6),
+        turning=rope_of(reader, head_dim, 131072, theta=1e6),
         window=reader.optional_integer("sliding_window"),
         factors=(1.0, 1.0, beta["full_attn"]),
     )
@@ -417,17 +417,6 @@ def _gated_delta(reader: ConfigReader, layout: Literal["by group", "by part"], e
         layout,
         norm_eps=eps,
     )
-
-
-def _rope(
-    reader: ConfigReader, head_dim: int, context: int, *, share: float = 1.0, theta: float = 10000.0
-) -> RopeConfig:
-    """context, theta, and the share of each head that turns: where the config does not say. Families in which
-    all of it turns take no other share."""
-    raw = reader.raw if share == 1 else {"partial_rotary_factor": share} | reader.raw
-    family = Family(partial_rotary=share != 1, theta=theta)
-    longest = reader.integer("max_position_embeddings", context)
-    return read_rope(ConfigReader(raw, reader.source), family, head_dim, longest)
 
 
 def _every(period: int, layers: int) -> list[str]:

@@ -10,9 +10,9 @@ Border: one config and names and shapes of tensors; never imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from ....store.errors import ConfigError, WeightsError
+from .families import refuse_unfollowed
 from .rwkv import Generation, RwkvConfig
 from .rwkv_tensors import LAYER, Spelling
 from .transformer import ConfigReader
@@ -29,14 +29,14 @@ RWKV: dict[str, tuple[Generation, str]] = {
 TensorShapes = Mapping[str, tuple[int, ...]]
 
 
-def read_rwkv(raw: dict[str, Any], shapes: TensorShapes, source: str = "config.json") -> RwkvConfig:
+def read_rwkv(reader: ConfigReader, shapes: TensorShapes) -> RwkvConfig:
     """The architecture of an RWKV checkpoint. shapes: of its tensors by name.
 
     Raises ConfigError for a key that is missing, contradicts another, or asks for what is not followed;
     WeightsError for a tensor that must say a rank and is not there.
     """
-    model_type = raw["model_type"]
-    reader, generation = ConfigReader(raw, source), RWKV[model_type][0]
+    model_type, source = reader.raw["model_type"], reader.source
+    generation = RWKV[model_type][0]
     _refuse_unfollowed(reader, generation)
     hidden, layers = reader.integer("hidden_size"), reader.integer("num_hidden_layers")
     spelling = _spelling(shapes, generation, source)
@@ -76,11 +76,7 @@ def read_rwkv(raw: dict[str, Any], shapes: TensorShapes, source: str = "config.j
 
 def _refuse_unfollowed(reader: ConfigReader, generation: Generation) -> None:
     """Settings that change numbers and that nothing here follows."""
-    if reader.has("quantization_config"):
-        raise ConfigError(
-            f"{reader.source}: expected weights as plain numbers, found a quantization_config; fetch the "
-            "model's unquantised checkpoint"
-        )
+    refuse_unfollowed(reader)
     if generation == 7 and reader.has("attn"):
         raise ConfigError(
             f"{reader.source}: expected no attention layers in an RWKV-7, found attn={reader.raw['attn']!r}; "
