@@ -203,8 +203,11 @@ def test_a_room_is_no_drawer(room):
 
 MODELS_INSIDE = (
     "architectures.checkpoint",
-    "architectures.transformer",
-    *(f"networks.{name}" for name in ("attention", "decoder", "norms", "rope", "table", "weights")),
+    *(f"architectures.{name}" for name in ("transformer", "rwkv", "hybrid", "families", "mixers")),
+    *(f"architectures.{family}_{what}" for family in ("rwkv", "hybrid") for what in ("families", "tensors")),
+    *(f"architectures.linear_{what}" for what in ("families", "mixers")),
+    *(f"networks.{name}" for name in ("attention", "decoder", "rwkv", "hybrid", "mixers", "recurrences")),
+    *(f"networks.{name}" for name in ("norms", "rope", "mlp", "scan", "ends", "table", "weights")),
 )
 """Modules of the forward room that know what a family's configuration, tensors and network look like."""
 

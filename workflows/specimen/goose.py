@@ -1,9 +1,9 @@
 """The recurrent specimen while it is trained: an RWKV-7, computed by the package's own forward pass.
 
 The loop over layers runs under autograd, so that what is trained is what is served: this file holds the
-parameters under the names a checkpoint has them by, how they begin, and hands them to `networks/rwkv.py`.
-How they begin is that of the RWKV-7 training code (Peng et al. 2025, appendix E): decays spread over the
-channels of a layer, low-rank maps that add nothing yet, outputs of zero.
+parameters under the names a checkpoint has them by, how they begin, and hands them to the network of the
+package. How they begin is that of the RWKV-7 training code (Peng et al. 2025, appendix E): decays spread over
+the channels of a layer, low-rank maps that add nothing yet, outputs of zero.
 
 Border: token ids and tensors; knows no text.
 
@@ -19,14 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...stages.forward.architectures.rwkv import RwkvConfig
-from ...stages.forward.architectures.rwkv_families import read_rwkv
-from ...stages.forward.architectures.transformer import ConfigReader
+from ...stages.forward.architectures.architecture import Architecture
 from ...stages.forward.hooks.spec import BoundSpec, Capture, HookSpec
 from ...stages.forward.hooks.taps import RunTaps
 from ...stages.forward.hooks.wants import ALL_LOGITS
-from ...stages.forward.networks.loop import through_layers
-from ...stages.forward.networks.rwkv import Rwkv, assemble
+from ...stages.forward.models.trainable import architecture_to_train, network_over
+from ...stages.forward.networks.loop import Network, through_layers
 from ...stages.forward.passes.plain import WholePrompts
 from .network import Shape
 
@@ -66,9 +64,9 @@ class Goose(nn.Module):
             # ParameterDict, like every module, has no names with dots.
             self.tensors[name.replace(".", "/")] = nn.Parameter(_beginning(name, size, shape.layers))
 
-    def network(self) -> Rwkv:
+    def network(self) -> Network:
         """The network of the package over these parameters."""
-        return Rwkv(self.config, assemble(lambda name: self.tensors[name.replace(".", "/")], self.config))
+        return network_over(self.config, lambda name: self.tensors[name.replace(".", "/")])
 
     def named_weights(self) -> dict[str, Tensor]:
         """Every parameter by its name in a checkpoint."""
@@ -148,7 +146,7 @@ def hub_config(shape: Shape, dtype: str, bos: int, eos: int) -> dict[str, Any]:
     }
 
 
-def _architecture(raw: dict[str, Any]) -> RwkvConfig:
+def _architecture(raw: dict[str, Any]) -> Architecture:
     """What the config makes of a checkpoint that has the tensors it needs."""
     ranks = {
         f"model.layers.{layer}.attn.{name}_lora.lora.0.weight": (rank, raw["hidden_size"])
@@ -156,7 +154,7 @@ def _architecture(raw: dict[str, Any]) -> RwkvConfig:
         for name, rank in RANKS.items()
     }
     first = {"model.layers.0.attn.r_proj.weight": (raw["hidden_size"],) * 2}
-    return read_rwkv(ConfigReader(raw), ranks | first)
+    return architecture_to_train(raw, ranks | first)
 
 
 def _beginning(name: str, size: tuple[int, ...], layers: int) -> Tensor:

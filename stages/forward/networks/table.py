@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..architectures.architecture import Architecture
 from . import hybrid, rwkv, weights
@@ -18,7 +19,7 @@ from .hybrid import Hybrid
 from .loop import Network
 from .rwkv import Rwkv
 
-__all__ = ["build"]
+__all__ = ["build", "over"]
 
 NETWORKS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Network]]] = {
     "transformer": (weights.assemble, Decoder),
@@ -44,3 +45,9 @@ def build(
     assemble, network = NETWORKS[architecture.kind]
     held = weights.load(files, architecture, assemble, dtype=dtype, device=device, progress=progress)
     return network(architecture, held)
+
+
+def over(architecture: Architecture, take: Callable[[str], Tensor]) -> Network:
+    """The network of an architecture whose tensors a function gives by their names in a checkpoint."""
+    assemble, network = NETWORKS[architecture.kind]
+    return network(architecture, assemble(take, architecture))
