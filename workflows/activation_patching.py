@@ -10,9 +10,11 @@ several corrupted prompts, the first with as many tokens as the clean one is tak
 answer of several tokens is refused unless `answer_piece=first` says which is meant.
 
 Told of every kind is the place that recovers most on other shipped pairs, scored on the pairs shown and more
-of them, beside states of unrelated prompts at the same place. Places are a layer and a role: the subject's
-last token, and for outputs the last token too; the state at the last token is left out, as it is the answer
-itself (and a recurrent one is read by nobody there). A pair of one's own is scored alone.
+of them, beside states of unrelated prompts at the same place. Of these pairs count those that the model
+knows, whose clean answer is its likeliest next token; where it knows too few, nothing is claimed. Places are
+a layer and a role: the subject's last token, and for outputs the last token too; the state at the last token
+is left out, as it is the answer itself (and a recurrent one is read by nobody there). A pair of one's own is
+scored alone, known or not.
 
 States and outputs are patched position by position; z, q, k, v and pattern head by head, at all positions,
 and so is what heads of a recurrent model read, write and are asked for; its state by position.
@@ -23,19 +25,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from ..stages.causal.draws import AtOnce
 from ..stages.causal.grids.patching import ActivationPatching, DonorPatching, common_ends
 from ..stages.causal.grids.patching_grid import HEAD_KINDS, KINDS, STATE_KINDS
-from ..stages.causal.grids.patching_metrics import KL, Metric, Probability, Recovery
+from ..stages.causal.grids.patching_metrics import KL, Metric, Probability, Rank, Recovery
 from ..stages.forward.models.files import SHIPPED
 from ..stages.logits.lens import format_probability, format_token
 from ..store.arrays import Floats
 from ..store.errors import ConfigError
-from .material.answers import answer_pieces, encoded, named
+from .material.answers import KNOWN, answer_pieces, encoded, named
 from .material.fact_pairs import shipped_pairs
 from .material.places import NAMES, check_kinds
 from .material.unrelated import Unrelated
@@ -127,6 +130,13 @@ class ActivationPatchingTrace(ModelWorkflow):
     question = "Where does the model keep what makes two prompts differ?"
     settings_type = ActivationPatchingTraceSettings
     settings: ActivationPatchingTraceSettings
+    CONTROLS: ClassVar[tuple[str, ...]] = ("choice", "scored", "controls")
+    """Results beside the pairs shown."""
+
+    @property
+    def least_known(self) -> int:
+        """How many pairs to score on must count; a pair of one's own always does."""
+        return 1 if self.settings.prompt else KNOWN
 
     def plan(self) -> Mapping[str, ResultNode]:
         """Per pair of prompts an experiment over positions, and one over heads, as far as kinds are asked."""
@@ -152,6 +162,7 @@ class ActivationPatchingTrace(ModelWorkflow):
         targets: dict[tuple[int, ...], tuple[str, ...]] = {
             each.clean_ids: (each.answer,) for each in self.traced
         }
+        answers = {each.clean_ids: each.pieces[0] for each in self.traced if each.pieces}
         pairs, limit = list[tuple[tuple[int, ...], tuple[int, ...]]](), self.subject.config.context_length
         for record in shipped_pairs(self.subject)[: 4 * given.others + len(shown)]:
             texts = record["original_prompt"], record["counterfactual_prompt"]
@@ -159,21 +170,27 @@ class ActivationPatchingTrace(ModelWorkflow):
             if (one, other) not in shown and (limit is None or len(one) <= limit):
                 pairs.append((one, other))
                 targets[one] = (record["gt_original_target"], record["gt_counterfactual_target"])
+                answers[one] = self.subject.answer_id(texts[0], record["gt_original_target"])
         chosen_on, more = pairs[: given.others], pairs[given.others : 2 * given.others]
         if not chosen_on:
             raise ConfigError("expected shipped pairs of facts that fit the model, found none")
         self.scored = shown + ([] if given.prompt else more)
         self.num_donors = given.controls if given.prompt else given.donors
         donors = tuple(
-            DonorPatching(donor=donor, **self._roles(*pair, kinds))
+            DonorPatching(donor=donor, metrics=(Recovery(KL()),), **self._roles(*pair, kinds))
             for number, pair in enumerate(self.scored)
             for donor in unrelated.to(
                 pair[0], self.num_donors, seed=given.seed + number, targets=targets[pair[0]]
             )
         )
+
+        def patched(pair: tuple[tuple[int, ...], tuple[int, ...]]) -> ActivationPatching:
+            rank = (Rank(answers[pair[0]]),) if pair[0] in answers else ()
+            return ActivationPatching(metrics=(Recovery(KL()), *rank), **self._roles(*pair, kinds))
+
         asked: dict[str, tuple[ActivationPatching, ...]] = {
-            "choice": tuple(ActivationPatching(**self._roles(*pair, kinds)) for pair in chosen_on),
-            "scored": tuple(ActivationPatching(**self._roles(*pair, kinds)) for pair in self.scored),
+            "choice": tuple(map(patched, chosen_on)),
+            "scored": tuple(map(patched, self.scored)),
             "controls": donors,
         }
         return {name: self.on_model(AtOnce(each)) for name, each in asked.items()}
@@ -185,14 +202,19 @@ class ActivationPatchingTrace(ModelWorkflow):
             "corrupted": corrupted,
             "kinds": kinds,
             "positions": (len(clean) - end - 1, len(clean) - 1),
-            "metrics": (Recovery(KL()),),
             "window": self.settings.window,
         }
 
     def findings(self) -> Findings:
         """What the best place of other pairs recovers in these, by kind; and of the first kind one that
-        recovers nothing in them."""
-        kinds = [kind for kind in self.settings.kinds if not _by_head(kind)]
+        recovers nothing in them. Where the model knows too few pairs nothing is claimed."""
+        kinds, sources = [kind for kind in self.settings.kinds if not _by_head(kind)], tuple(self.CONTROLS)
+        counts, least = [int(self.is_known(name).sum()) for name in ("choice", "scored")], self.least_known
+        if min(counts[0] - KNOWN, counts[1] - least) < 0:
+            said = f"{counts[0]} of {len(self.is_known('choice'))} pairs to choose on"
+            said += f" and {counts[1]} of {len(self.scored)} to score on" if least > 1 else ""
+            caption = f"The model says the answer of {said}, fewer than {KNOWN}: nothing is claimed."
+            return Findings.of(caption=caption, sources=sources)
         chosen_on = {kind: self._recovered("choice", kind) for kind in kinds}
         means = {
             kind: values.mean(0)[:, : 1 if kind.startswith("resid") or kind == STATE else 2]
@@ -203,20 +225,31 @@ class ActivationPatchingTrace(ModelWorkflow):
             self._found(
                 kinds[0], int(np.abs(means[kinds[0]]).argmin()), means[kinds[0]].shape, is_quiet=True
             ),
-            caption=f"Of each kind the place that recovers most on {len(chosen_on[kinds[0]])} other pairs, "
-            f"and of {kinds[0]} the one that moves them least; {self.num_donors} unrelated prompts per pair.",
-            sources=("choice", "scored", "controls"),
+            caption=f"Of each kind the place that recovers most on {counts[0]} other pairs whose answer the "
+            f"model says, and of {kinds[0]} the one that moves them least, scored on {counts[1]}; "
+            f"{self.num_donors} unrelated prompts per pair.",
+            sources=sources,
         )
 
+    def is_known(self, name: str) -> npt.NDArray[np.bool_]:
+        """Which pairs of a result count, bool [pair]: those whose clean answer is the likeliest next token,
+        and a pair of one's own."""
+        found = self.result("choice" if name == "choice" else "scored")["unpatched"]
+        if name != "choice" and self.settings.prompt:
+            return np.ones(len(self.scored), bool)
+        return np.array(found.sel(run="clean", metric="rank").values == 0)
+
     def _recovered(self, name: str, kind: str) -> Floats:
-        """Percent recovered of one kind in one of the results on roles: [pair, layer, role]."""
+        """Percent recovered of one kind in one of the results on roles, in pairs that count: [pair, layer,
+        role], of controls [pair and donor, layer, role]."""
         grid = 100 * self.result(name).load()["recovery"]
         found: Floats = (
             (grid.sel(kind=kind) if "kind" in grid.dims else grid)
             .transpose("draw", "layer", "position")
             .values
         )
-        return found
+        known = self.is_known(name)
+        return found[known.repeat(len(found) // len(known))]
 
     def _found(self, kind: str, cell: int, shape: tuple[int, ...], *, is_quiet: bool = False) -> Finding:
         """What one place of a kind recovers, beside states of unrelated prompts at it. cell: the place among
@@ -227,7 +260,7 @@ class ActivationPatchingTrace(ModelWorkflow):
         return Finding.over(
             f"{before}clean {said} of layer {layer} at {ROLES[role]} brings the clean prediction back",
             scored,
-            controls.reshape(len(self.scored), self.num_donors),
+            controls.reshape(len(scored), self.num_donors),
             "times states of unrelated prompts as long",
             draws=self.settings.controls,
             seed=self.settings.seed,

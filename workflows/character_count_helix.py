@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["CharacterCountHelix", "CharacterCountHelixSettings", "line_corpus"]
 
 
-SHIPPED = 24_000
+CHARACTERS = 24_000
 """Characters of the shipped prose that are enough to see the helix, in seconds on a laptop."""
 
 
@@ -48,7 +48,8 @@ class CharacterCountHelixSettings(ModelSettings):
 
     text: str = setting("", "a text file, or a folder of *.txt; none: the prose shipped with mizarr")
     characters: int | None = setting(
-        None, f"of each text, how many to read; 0: all; none: {SHIPPED:,} of the shipped prose, all of others"
+        None,
+        f"of each text, how many to read; 0: all; none: {CHARACTERS:,} of the shipped prose, all of others",
     )
     widths: tuple[int, ...] = setting((30, 40, 50, 60, 70, 80), "line widths to wrap at")
     max_count: int = setting(0, "largest character count; 0 means the largest width")
@@ -104,7 +105,7 @@ class CharacterCountHelix(ModelWorkflow):
         given = self.settings
         self.max_count = given.max_count or max(given.widths)
         context = given.context or min(self.subject.config.context_length, 4096)
-        own = 0 if given.text else SHIPPED
+        own = 0 if given.text else CHARACTERS
         most = own if given.characters is None else given.characters
         texts = [text[: most or None] for text in read_texts(given.text)]
         tokens = line_corpus(self.subject, texts, given.widths, context)

@@ -43,7 +43,7 @@ _NEEDS: Mapping[Need, tuple[str, Callable[[Architecture], bool]]] = {
         lambda config: any(point.kind == "rwkv_write" for point in config.hook_points),
     ),
 }
-SHIPPED = Path(__file__).parents[1] / "stages" / "forward" / "specimen"
+SPECIMEN_FOLDER = Path(__file__).parents[1] / "stages" / "forward" / "specimen"
 
 
 class Subject:
@@ -213,7 +213,7 @@ class Subject:
 
 def shipped_facts() -> list[dict[str, Any]]:
     """Prompts and targets the specimen was tried on: [{"prompt": …, "target": …}, …]."""
-    facts: list[dict[str, Any]] = json.loads((SHIPPED / "facts.json").read_text("utf-8"))
+    facts: list[dict[str, Any]] = json.loads((SPECIMEN_FOLDER / "facts.json").read_text("utf-8"))
     return facts
 
 
@@ -229,7 +229,7 @@ def answered(
 
 def shipped_prose() -> str:
     """Prose the specimen never saw in training."""
-    return (SHIPPED / "prose.txt").read_text("utf-8")
+    return (SPECIMEN_FOLDER / "prose.txt").read_text("utf-8")
 
 
 def read_texts(path: str) -> list[str]:

@@ -27,7 +27,8 @@ from ..runs.vocabularies import CHECK, VOCABULARIES
 from ..sealed import sealed, unsealed
 from .verify import PINS, Damage, manifest_of
 
-BOOKKEEPING = ("seg/", "manifest/", "provenance/")
+RECORD_FOLDERS = ("seg/", "manifest/", "provenance/")
+"""Files of an entry that say what its arrays hold."""
 
 
 def quarantine(store: Catalog, damage: Damage) -> None:
@@ -47,9 +48,7 @@ def quarantine(store: Catalog, damage: Damage) -> None:
         stem = damage.file.removesuffix(CHECK).removesuffix(".json")
         _move(store, f"{VOCABULARIES}/{stem}.json", aside)
         _move(store, f"{VOCABULARIES}/{stem}{CHECK}", aside)
-    elif damage.file.startswith(("seg/", "manifest/", "provenance/")) or damage.data.startswith(
-        ("keys/", PINS)
-    ):
+    elif damage.file.startswith(RECORD_FOLDERS) or damage.data.startswith(("keys/", PINS)):
         # Bookkeeping: without it the data is invisible until the next run commits it again, as it is.
         _withdraw(store, [record for record in published if manifest_of(record) == damage.file])
         _move(store, f"{damage.data}/{damage.file}", aside)

@@ -155,7 +155,7 @@ def compare(folder: Path, python: str | None, rounds: int, threads: int) -> None
         folder / "clt", model, "clt-jumprelu", seed=56, features=FEATURES, density=DENSITY
     )
     clt = mizarr.Dictionary.from_pretrained(made)
-    settings = graph_node(model, clt, prompt()).settings
+    options = graph_node(model, clt, prompt()).options
 
     def stored(number: int) -> Any:
         store = mizarr.open_store(folder / f"store-{number}")
@@ -164,7 +164,7 @@ def compare(folder: Path, python: str | None, rounds: int, threads: int) -> None
     def arithmetic() -> Any:
         import numpy as np
 
-        prepared = prepare(model, clt, prompt(), settings, memory=1 << 30)
+        prepared = prepare(model, clt, prompt(), options, memory=1 << 30)
         return prepared.rows(np.arange(prepared.n_features + prepared.n_logits))
 
     peer = None if python is None else Peer(python, folder, threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import mizarr
 from mizarr.stages.forward.runs.run import Run, stream
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
+from mizarr.workflows.subject import shipped_facts
 from tests.torch_free import TORCH_BLOCKED
 
 CLEAN, CORRUPTED = "it was the age of wisdom", "it was the age of despair"
@@ -39,6 +41,15 @@ def done(tiny_model: Path, prompts, tmp_path_factory: pytest.TempPathFactory):
     given = {"prompt": prompts[0], "corrupted": [prompts[2], prompts[1]], "answer": " w"}
     given |= {"others": 2, "controls": 6}
     return compute("activation_patching", store=store, model=str(tiny_model), answer_piece="first", **given)
+
+
+@pytest.fixture(scope="module")
+def claiming(done):
+    """The same, as of a model that says the answers of both other pairs."""
+    as_known = copy.copy(done)
+    vars(as_known).pop("shown", None)
+    as_known.is_known = lambda name: np.ones(2 if name == "choice" else 1, bool)
+    return as_known
 
 
 def test_the_first_corrupted_prompt_of_as_many_tokens_is_taken(done, prompts):
@@ -78,11 +89,46 @@ def test_json_has_the_fields_of_the_original_and_the_numbers_of_the_model(done, 
     assert best["recovery"] == grid.max() == grid[best["layer"], best["position"]]
 
 
-def test_findings_are_what_a_place_of_other_pairs_recovers_beside_unrelated_states(done, tiny_model: Path):
+def test_of_pairs_that_a_model_does_not_know_nothing_is_claimed(done, tiny_model: Path, tmp_path: Path):
+    """Neither of a pair of one's own, nor of those shipped, of which none is known here."""
+    given = {"model": str(tiny_model), "kinds": ["attn_out"], "others": 2, "donors": 1}
+    given |= {"pairs": 1, "answer_piece": "first"}
+    shipped = compute("activation_patching", store=tmp_path, **given)
+    told = {"": done, " and 0 of 3 to score on": shipped}
+    for scored, answer in told.items():
+        (found,) = (view for view in answer.shown if view.kind == "findings")
+        assert answer.to_json()["findings"] == []
+        expected = f"says the answer of 0 of 2 pairs to choose on{scored}, fewer than 2: nothing is claimed"
+        assert expected in found.caption
+
+
+def test_which_pairs_are_known_is_what_a_plain_pass_says(tmp_path: Path):
+    done = compute("activation_patching", store=tmp_path, kinds=["attn_out"], others=4, donors=1)
+    specimen = mizarr.Model.from_pretrained("specimen")
+    answers = {each["prompt"]: each["target"] for each in shipped_facts()}
+    for name, count in (("choice", 4), ("scored", 6)):
+        prompts = [each.clean for each in done.nodes[name].experiment.experiments]
+        said = [
+            int(specimen.forward(list(ids)).logits[0, -1].argmax())
+            == specimen.tokenizer.encode(f" {answers[text]}", add_special=False).ids[0]
+            for ids in prompts
+            for text in answers
+            if tuple(specimen.tokenizer.encode(text).ids) == ids
+        ]
+        assert len(said) == count
+        assert done.is_known(name).tolist() == said
+        assert sum(said) >= count - 1
+    prompts = {one["prompts"] for one in done.to_json()["findings"]}
+    assert prompts == {int(done.is_known("scored").sum())}
+
+
+def test_findings_are_what_a_place_of_other_pairs_recovers_beside_unrelated_states(
+    claiming, tiny_model: Path
+):
     """Choice from the stored grids of other pairs; effect and null of this pair again, by plain passes."""
     model = mizarr.Model.from_pretrained(tiny_model)
-    traced = done.traced[0]
-    donors = [each.donor for each in done.nodes["controls"].experiment.experiments]
+    traced = claiming.traced[0]
+    donors = [each.donor for each in claiming.nodes["controls"].experiment.experiments]
     assert len(set(donors)) == 6 and {len(ids) for ids in donors} == {len(traced.clean_ids)}
     clean, corrupted = (
         model.forward(ids).logits[0, -1].double().log_softmax(-1)
@@ -98,13 +144,14 @@ def test_findings_are_what_a_place_of_other_pairs_recovers_beside_unrelated_stat
         after = model.forward(traced.corrupted_ids, spec).logits[0, -1].double().log_softmax(-1)
         return 100 * (1 - lost(after) / lost(corrupted))
 
-    findings = done.to_json()["findings"]
+    findings = claiming.to_json()["findings"]
     assert [one["claim"].startswith("for comparison, clean resid_post") for one in findings] == [
         *[False] * 3,
         True,
     ]
     for kind, found in zip(("resid_post", "attn_out", "mlp_out", "resid_post"), findings, strict=True):
-        mean = done.result("choice")["recovery"].sel(kind=kind).mean("draw").transpose("layer", "position")
+        grids = claiming.result("choice")["recovery"].sel(kind=kind)
+        mean = grids.mean("draw").transpose("layer", "position")
         mean = mean.values[:, : 1 if kind == "resid_post" else 2]
         pick = np.abs(mean).argmin() if found is findings[-1] else mean.argmax()
         layer, role = np.unravel_index(pick, mean.shape)

@@ -100,8 +100,15 @@ AT_DEFAULTS: dict[str, dict[str, Any]] = {
     "attention_knockout": {},
     "steering_dose_response": {},
     "causal_tracing": {},
+    "activation_patching": {},
 }
-ON_KNOWN_FACTS = ("ablation", "attention_knockout", "steering_dose_response", "causal_tracing")
+ON_KNOWN_FACTS = (
+    "ablation",
+    "activation_patching",
+    "attention_knockout",
+    "steering_dose_response",
+    "causal_tracing",
+)
 """Workflows that claim nothing of facts a model does not know, as these models know none."""
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["DictionaryFiles", "is_shipped", "parse_reference", "resolve"]
 
 CONFIG_YAML, CFG_JSON = "config.yaml", "cfg.json"
-SHIPPED = Path(__file__).parents[1] / SPECIMEN
+SPECIMEN_FOLDER = Path(__file__).parents[1] / SPECIMEN
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def is_shipped(name: str | Path) -> bool:
 
 
 def _shipped_folder(name: str) -> Path:
-    known = {f"{SPECIMEN}/{path.name}": path for path in sorted(SHIPPED.iterdir()) if path.is_dir()}
+    known = {f"{SPECIMEN}/{path.name}": path for path in sorted(SPECIMEN_FOLDER.iterdir()) if path.is_dir()}
     if name in known:
         return known[name]
     near = nearest(name, known)

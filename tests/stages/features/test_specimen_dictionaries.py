@@ -16,7 +16,7 @@ import torch
 import mizarr
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.download import fetch
-from mizarr.stages.features.layers.files import SHIPPED, resolve
+from mizarr.stages.features.layers.files import SPECIMEN_FOLDER, resolve
 from mizarr.stages.features.training.control import random_features
 from mizarr.stages.features.training.evaluate import measure
 from mizarr.stages.features.training.replacement import replacement_loss
@@ -36,7 +36,7 @@ def model() -> mizarr.Model:
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
     """The figures that the card is made of."""
-    found: dict[str, Any] = json.loads((SHIPPED / EVALUATION).read_text("utf-8"))
+    found: dict[str, Any] = json.loads((SPECIMEN_FOLDER / EVALUATION).read_text("utf-8"))
     return found
 
 
@@ -81,7 +81,7 @@ def control(told, blocks) -> Callable[..., dict[int, Any]]:
 
 
 def test_all_of_it_is_at_most_six_megabytes():
-    assert sum(path.stat().st_size for path in SHIPPED.rglob("*") if path.is_file()) <= 6_000_000
+    assert sum(path.stat().st_size for path in SPECIMEN_FOLDER.rglob("*") if path.is_file()) <= 6_000_000
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -90,12 +90,12 @@ def test_a_dictionary_opens_by_name_and_fits_the_specimen(name: str, model: miza
     dictionary.require_fit(model.config, model.name)
     assert (dictionary.kind, dictionary.name) == (name, f"specimen/{name}")
     assert dictionary.model_name == "specimen"
-    shutil.copytree(SHIPPED / name, tmp_path / "copy")
+    shutil.copytree(SPECIMEN_FOLDER / name, tmp_path / "copy")
     assert Dictionary.from_pretrained(tmp_path / "copy").identity == dictionary.identity
 
 
 def test_nothing_is_fetched_of_what_ships():
-    assert fetch("specimen/clt").directory == SHIPPED / "clt"
+    assert fetch("specimen/clt").directory == SPECIMEN_FOLDER / "clt"
 
 
 def test_another_name_is_told_which_there_are():
@@ -104,9 +104,9 @@ def test_another_name_is_told_which_there_are():
 
 
 def test_the_card_tells_what_was_measured(told):
-    assert (SHIPPED / "README.md").read_text("utf-8") == card(told)
+    assert (SPECIMEN_FOLDER / "README.md").read_text("utf-8") == card(told)
     for name in NAMES:
-        held = sum(path.stat().st_size for path in (SHIPPED / name).iterdir())
+        held = sum(path.stat().st_size for path in (SPECIMEN_FOLDER / name).iterdir())
         assert told[name]["bytes"] == held
 
 
