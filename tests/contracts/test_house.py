@@ -129,11 +129,10 @@ def test_tests_import_the_package_by_its_name(path):
 
 def of_the_package(path: Path) -> set[str]:
     """Modules of the package that a module imports anywhere, whoever sees it."""
-    names = {dotted(each) for each in MODULES}
     found = set()
     for name, _ in imports(path):
-        module = name if name in names else name.rpartition(".")[0]
-        if module in names:
+        module = name if name in NAMES else name.rpartition(".")[0]
+        if module in NAMES:
             found.add(module)
     return found - {dotted(path)}
 
