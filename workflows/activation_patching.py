@@ -5,9 +5,10 @@ with one state of the clean run put in, layer by layer and position by position
 (stages/causal/grids/patching.py); recovery says how much of the clean prediction comes back: 1 - KL(clean ||
 patched) / KL(clean || corrupted), 0 as corrupted, 1 as clean, not clipped.
 
-Defaults: two pairs of shipped facts on the specimen; for other models candle-mi's France and Space Needle. Of
-several corrupted prompts, the first with as many tokens as the clean one is taken; none is an error. An
-answer of several tokens is refused unless `answer_piece=first` says which is meant.
+Defaults: candle-mi's pairs, France and Space Needle; two pairs of shipped facts on the specimens, and on
+models to which candle-mi's prompts differ in length. Of several corrupted prompts, the first with as many
+tokens as the clean one is taken; none is an error. An answer of several tokens is refused unless
+`answer_piece=first` says which is meant.
 
 Told of every kind is the place that recovers most on other shipped pairs, scored on the pairs shown and more
 of them, beside states of unrelated prompts at the same place. Of these pairs count those that the model
@@ -273,12 +274,18 @@ class ActivationPatchingTrace(ModelWorkflow):
         given = self.settings
         if given.prompt:
             return [(given.prompt, given.answer, given.corrupted)]
-        if given.model not in SHIPPED:
-            return list(CITIES[: given.pairs])
+        cities = () if given.model in SHIPPED else CITIES
+        if fitting := [each for each in cities if self._fits(each[0], each[2])]:
+            return fitting[: given.pairs]
         return [
             (record["original_prompt"], record["gt_original_target"], (record["counterfactual_prompt"],))
             for record in shipped_pairs(self.subject)[: given.pairs]
         ]
+
+    def _fits(self, clean: str, candidates: tuple[str, ...]) -> bool:
+        """Whether any of the candidates has as many tokens."""
+        first, *others = (len(encoded(self.subject, text).ids) for text in (clean, *candidates))
+        return first in others
 
     def _chosen(self, clean: str, answer: str, candidates: tuple[str, ...]) -> Traced:
         ids = tuple(encoded(self.subject, clean).ids)

@@ -103,9 +103,11 @@ def test_text_survives_the_tokenizer(tokenizer, prose):
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_the_card_is_the_one_its_evaluation_makes():
-    figures = json.loads((SPECIMEN / "evaluation.json").read_text("utf-8"))
-    assert (SPECIMEN / "README.md").read_text("utf-8") == card.card(figures)
+@pytest.mark.parametrize("name", ["specimen", "specimen_rwkv"])
+def test_the_card_is_the_one_its_evaluation_makes(name: str):
+    folder = SPECIMEN.parent / name
+    figures = json.loads((folder / "evaluation.json").read_text("utf-8"))
+    assert (folder / "README.md").read_text("utf-8") == card.card(figures)
 
 
 # What it can do, measured again on a part

@@ -229,7 +229,10 @@ def card(figures: dict[str, Any]) -> str:
         f"with a byte-level BPE tokenizer of {last['vocabulary']} tokens"
     )
     widths = ", ".join(map(str, figures["widths"]))
+    # The recurrent one is asked about the same prose and facts, which are not stored twice.
+    of_other = " of the other specimen" if recurrent else ""
     further = [[name, told.removeprefix("sha256:")] for name, told in figures["more_prose"].items()]
+    listed = f"\n{table(['further prose', 'sha256'], further)}\n" if further else ""
     return f"""# {"The recurrent specimen" if recurrent else "The specimen"}
 
 A small language model that ships with `mizarr`, so that everything runs offline on a model that has really
@@ -280,7 +283,9 @@ best head of a layer, on such rows.
 
 {table(["layer", "previous token", "induction"], _heads(figures["heads"]))}
 
-Facts: {facts["known"]} of {facts["of"]} (`facts.json`). A fact counts as known when the prompt alone makes
+Facts: {facts["known"]} of {facts["of"]} (`facts.json`{
+        of_other
+    }). A fact counts as known when the prompt alone makes
 every token of the target the likeliest in turn. It was trained on these very sentences: this is memory, not
 knowledge.
 
@@ -290,15 +295,21 @@ knowledge.
 
 ## Training
 
-Prose: the other chapters of the first two books of *A Tale of Two Cities* by Charles Dickens, and plain texts
-of other books of his, all in the public domain, which are not part of this package (below, with their
-sha256). Facts: prompts and targets of the CounterFact data set (Meng et al. 2022). `prose.txt` holds the
-held-out chapters, unwrapped.
-
-{table(["further prose", "sha256"], further)}
-
+{_read(bool(further))} Facts: prompts and targets of the CounterFact data set (Meng et al. 2022).
+`prose.txt`{of_other} holds the held-out chapters, unwrapped.
+{listed}
 {training(history, curve)}
 """
+
+
+def _read(has_further: bool) -> str:
+    """Which prose it was trained on."""
+    books = "*A Tale of Two Cities* by Charles Dickens"
+    if not has_further:
+        return f"Prose: the other chapters of the first two books of {books}, in the public domain."
+    return f"""Prose: the other chapters of the first two books of {books}, and plain texts
+of other books of his, all in the public domain, which are not part of this package (below, with their
+sha256)."""
 
 
 def _taught(options: dict[str, Any]) -> str:
