@@ -40,6 +40,9 @@ def dotted(path: Path) -> str:
     return ".".join(("mizarr", *(part for part in parts if part != "__init__")))
 
 
+NAMES = {dotted(path) for path in MODULES}
+
+
 @cache
 def imports(path: Path) -> list[tuple[str, bool]]:
     """Absolute name of everything a module imports anywhere, and whether only type checkers see it."""
