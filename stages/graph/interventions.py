@@ -86,7 +86,7 @@ def feature_intervention(
     features count as 0, in what is returned and as the present value of a set feature.
     Raises InterventionError for positions or layers there are not, DictionaryError for features.
     """
-    require_attention(model)
+    require_attention(model.config, model.name)
     require_transcoders(dictionary, model.config, model.name)
     tokens = _tokens(model, prompt)
     settings = _checked(interventions, dictionary, len(tokens))
@@ -130,7 +130,7 @@ def generate_with_features(
     `feature_intervention` raises, PromptError for more tokens than the context holds, ConfigError for rope
     tables that change with the length.
     """
-    require_attention(model)
+    require_attention(model.config, model.name)
     require_transcoders(dictionary, model.config, model.name)
     tokens = _tokens(model, prompt)
     config = model.config

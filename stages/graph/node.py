@@ -25,7 +25,7 @@ from ...store.keys import ResultKey
 from ..forward.runs.experiment import tokenizer_input
 from ..forward.text.prompts import check_prompts
 from .options import GraphOptions
-from .rows.frozen import require_transcoders
+from .rows.frozen import require_attention, require_transcoders
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -63,8 +63,8 @@ class GraphNode(ResultNode):
         *,
         memory: int | str | None = None,
     ) -> None:
-        """Raises DictionaryError for a dictionary that does not fit the model, PromptError for a prompt too
-        short to have features, or too long."""
+        """Raises ConfigError for a model whose layers graphs do not follow, DictionaryError for a dictionary
+        that does not fit it, PromptError for a prompt too short to have features, or too long."""
         self.source, self.dictionary, self.options = source, dictionary, options
         self.features = dictionary.identity
         self.tokens = tuple(tokens)
@@ -81,6 +81,7 @@ class GraphNode(ResultNode):
             raise StageError(f"expected arithmetic float32 or float64, found {options.arithmetic!r}")
         if self.memory < SMALLEST:
             raise PlanError(f"expected memory of at least {SMALLEST} bytes, found {self.memory}")
+        require_attention(config, source.name)
         require_transcoders(dictionary, config, source.name)
 
     def __repr__(self) -> str:

@@ -197,10 +197,9 @@ _WINDOWS = {
 }
 
 
-def described(model_type: str) -> dict[str, str]:
+def described(model_type: str, family: Family) -> dict[str, str]:
     """A family in words: model_type, examples, norm, mlp, attention, head. What its config.json may leave out
     (windows, soft caps, biases it has a key for) is named where it may be there."""
-    family = FAMILIES[model_type]
     caps = "" if family.soft_caps is None else "soft caps"
     attention = (
         "fused projection" if family.qkv == "fused" else "",
@@ -338,7 +337,7 @@ def read_windows(reader: ConfigReader, family: Family, layers: int) -> tuple[int
         if not reader.flag("use_sliding_window", False):
             size = None
     if types is not None:
-        return _listed_windows(reader, types, size, layers)
+        return listed_windows(reader, types, size, layers)
     if family.windows == "alternating":
         return tuple(size if layer % 2 == 0 else None for layer in range(layers))
     return tuple(size if layer >= first else None for layer in range(layers))
@@ -407,9 +406,10 @@ def _kv_heads(reader: ConfigReader, family: Family, heads: int) -> int:
     return reader.integer("num_key_value_heads", heads)
 
 
-def _listed_windows(
+def listed_windows(
     reader: ConfigReader, types: list[str], size: int | None, layers: int
 ) -> tuple[int | None, ...]:
+    """Windows of layers whose types a config lists; `size` where a type has one."""
     strange = next((kind for kind in types if kind not in LAYER_TYPES), None)
     if strange is not None:
         raise ConfigError(

@@ -38,19 +38,34 @@ _OUTSIDE = ("embed", "ln_final_scale", "ln_final_normalized", "final_norm")
 class Block:
     """One layer: mixers that read the same normed stream, and what mixes its channels behind them.
 
-    norms: "before" what each of them reads, "after" it, of what it adds, or "of stream": what is normed is
-    read, and becomes the stream. carried: what the stream is then multiplied by where the mixers' and the
-    channel mixer's outputs are added to it.
+    norms: "before" what each of them reads, "after" it, of what it adds, "around" it, of both, or "of
+    stream": what is normed is read, and becomes the stream. carried: what the stream is then multiplied by
+    where the mixers' and the channel mixer's outputs are added to it. is_parallel: whether the channel mixer
+    reads what the mixers read, and both are added to the stream that enters.
     """
 
     mixers: tuple[MixerShape, ...]
     channel_mixer: ChannelShape | None = None
-    norms: Literal["before", "after", "of stream"] = "before"
+    norms: Literal["before", "after", "around", "of stream"] = "before"
     carried: tuple[float, float] = (1.0, 1.0)
+    is_parallel: bool = False
 
     def __post_init__(self) -> None:
         if not self.mixers and self.channel_mixer is None:
             raise ConfigError("expected a mixer or a channel mixer in every layer, found neither in one")
+        if self.is_parallel and (self.norms != "before" or not self.mixers or self.channel_mixer is None):
+            raise ConfigError(
+                "expected a parallel layer to have a mixer, a channel mixer and one norm before them, found "
+                f"norms {self.norms!r}"
+            )
+
+    @property
+    def norm_names(self) -> tuple[str, ...]:
+        """Of the norms it has: "ln1" and "ln2" before what they are read by, "_post" behind."""
+        suffixes = {"after": ("_post",), "around": ("", "_post")}.get(self.norms, ("",))
+        halves = ["ln1"] if self.mixers else []
+        halves += ["ln2"] if self.channel_mixer is not None and not self.is_parallel else []
+        return tuple(half + suffix for half in halves for suffix in suffixes)
 
     @property
     def mixer(self) -> Mixer:
@@ -63,20 +78,19 @@ class Block:
     @property
     def facts(self) -> Layer:
         """What others are told of it."""
-        return Layer(self.mixer, None if self.channel_mixer is None else self.channel_mixer.fact, self.norms)
+        channel_mixer = None if self.channel_mixer is None else self.channel_mixer.fact
+        return Layer(self.mixer, channel_mixer, self.norms, self.is_parallel)
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """Of the hook points it has."""
         found = ["resid_pre", "resid_post"]
-        suffix = "_post" if self.norms == "after" else ""
+        found += [f"{norm}_{part}" for norm in self.norm_names for part in ("scale", "normalized")]
         if self.mixers:
-            found += [f"ln1{suffix}_scale", f"ln1{suffix}_normalized", "attn_out"]
-            found += [kind for shape in self.mixers for kind in shape.points]
+            found += ["attn_out", *(kind for shape in self.mixers for kind in shape.points)]
         if self.channel_mixer is not None:
-            found += [f"ln2{suffix}_scale", f"ln2{suffix}_normalized", "mlp_pre", "mlp_post", "mlp_out"]
-            found += self.channel_mixer.points
-        if self.mixers and self.channel_mixer is not None:
+            found += ["mlp_pre", "mlp_post", "mlp_out", *self.channel_mixer.points]
+        if self.mixers and self.channel_mixer is not None and not self.is_parallel:
             found.append("resid_mid")
         return tuple(found)
 
@@ -104,7 +118,8 @@ class HybridConfig(Architecture):
     """A model of such layers: everything that decides its numbers besides its weights.
 
     max_position_embeddings: None where nothing bounds the context. logit_factor: what logits are multiplied
-    by before any soft cap. has_wide_stream: whether the stream is float32 in any dtype.
+    by before any soft cap. has_wide_stream: whether the stream is float32 in any dtype. has_norm_bias: of
+    layer norms. rounds_embedding_scale: whether what embeddings are multiplied by is rounded to their dtype.
     """
 
     kind: ClassVar[str] = "hybrid"
@@ -117,8 +132,10 @@ class HybridConfig(Architecture):
     spelling: Spelling
     norm_eps: float
     norm_type: Literal["rms", "gemma_rms", "layer"] = "rms"
+    has_norm_bias: bool = True
     max_position_embeddings: int | None = None
     embedding_scale: float | None = None
+    rounds_embedding_scale: bool = False
     logit_factor: float = 1.0
     final_logit_softcapping: float | None = None
     has_wide_stream: bool = False

@@ -154,16 +154,16 @@ def _jamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         norm_eps=reader.number("rms_norm_eps", 1e-6),
     )
     inner = reader.integer("intermediate_size")
-    mlp, count = MlpShape(inner, "silu"), reader.integer("num_experts", 16)
-    experts = ExpertsShape(
-        count, reader.integer("num_experts_per_tok", 2), inner, "silu", routing="chosen of softmax"
-    )
+    mlp: MlpShape | ExpertsShape = MlpShape(inner, "silu")
+    experts, count, chosen = mlp, reader.integer("num_experts", 16), reader.integer("num_experts_per_tok", 2)
+    if count > 1:
+        experts = ExpertsShape(count, chosen, inner, "silu", routing="chosen of softmax")
     attends = reader.integer("attn_layer_period", 8), reader.integer("attn_layer_offset", 4, least=0)
     routes = reader.integer("expert_layer_period", 2), reader.integer("expert_layer_offset", 1, least=0)
     blocks = tuple(
         Block(
             (attention if _is_at(layer, attends) else mamba,),
-            experts if count > 1 and _is_at(layer, routes) else mlp,
+            experts if _is_at(layer, routes) else mlp,
         )
         for layer in range(layers)
     )

@@ -71,7 +71,7 @@ class _Block(Protocol):
     @property
     def channel_mixer(self) -> Any: ...
     @property
-    def norms(self) -> str: ...
+    def norm_names(self) -> Sequence[str]: ...
 
 
 class Shapes(Protocol):
@@ -87,6 +87,8 @@ class Shapes(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def norm_type(self) -> str: ...
+    @property
+    def has_norm_bias(self) -> bool: ...
     @property
     def logit_factor(self) -> float: ...
     @property
@@ -114,20 +116,18 @@ def _all(rows: int, factor: float) -> Factors:
 
 def _norm(weight: str, name: str, config: Shapes) -> dict[str, Stored]:
     found = {weight: Stored(f"{name}.weight", (config.hidden_size,))}
-    if config.norm_type == "layer":
+    if config.norm_type == "layer" and config.has_norm_bias:
         found[f"{weight}.bias"] = Stored(f"{name}.bias", (config.hidden_size,))
     return found
 
 
 def _block(config: Shapes, block: _Block) -> Named:
     spelling, hidden = config.spelling, config.hidden_size
-    suffix = "_post" if block.norms == "after" else ""
-    if block.mixers:
-        yield from _norm(f"ln1{suffix}", getattr(spelling, f"ln1{suffix}"), config).items()
+    for name in block.norm_names:
+        yield from _norm(name, getattr(spelling, name), config).items()
     for shape in block.mixers:
         yield from MIXERS[shape.kind](shape, spelling, hidden)
     if block.channel_mixer is not None:
-        yield from _norm(f"ln2{suffix}", getattr(spelling, f"ln2{suffix}"), config).items()
         yield from MIXERS[block.channel_mixer.kind](block.channel_mixer, spelling, hidden)
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from .architecture import Architecture
+from .attending.families import ATTENDING
+from .attending.reading import described_attending, read_attending
 from .families import FAMILIES, described, read_family
 from .hybrid_families import HYBRIDS, HybridFamily, read_hybrid
 from .linear_families import LINEAR, read_linear
@@ -38,7 +40,16 @@ class KnownFamily:
 
 def _transformer(model_type: str) -> KnownFamily:
     family = FAMILIES[model_type]
-    return KnownFamily(lambda reader, shapes: read_family(reader, model_type, family), described(model_type))
+    return KnownFamily(
+        lambda reader, shapes: read_family(reader, model_type, family), described(model_type, family)
+    )
+
+
+def _attending(model_type: str) -> KnownFamily:
+    family = ATTENDING[model_type]
+    return KnownFamily(
+        lambda reader, shapes: read_attending(reader, family), described_attending(model_type, family)
+    )
 
 
 def _rwkv(model_type: str, generation: int, examples: str) -> KnownFamily:
@@ -66,6 +77,7 @@ def _row(model_type: str, examples: str, norm: str, mlp: str, attention: str, he
 
 KNOWN: dict[str, KnownFamily] = {
     **{model_type: _transformer(model_type) for model_type in FAMILIES},
+    **{model_type: _attending(model_type) for model_type in ATTENDING},
     **{model_type: _rwkv(model_type, *told) for model_type, told in RWKV.items()},
     **{model_type: _hybrid(model_type, family) for model_type, family in (HYBRIDS | LINEAR).items()},
 }

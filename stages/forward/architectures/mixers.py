@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from ....store.errors import ConfigError
 from .architecture import AttentionMixer, ConvolutionMixer, RecurrentMixer
 from .transformer import ActivationName, RopeConfig
 
@@ -367,6 +368,18 @@ class ExpertsShape(ChannelShape):
     latent_size: int | None = None
     has_bias: bool = False
     factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.chosen > self.count:
+            raise ConfigError(
+                f"expected at most {self.count} experts to be chosen, as there are, found {self.chosen}; "
+                "correct config.json, or fetch it again"
+            )
+        if self.count % self.groups or self.chosen_groups > self.groups:
+            raise ConfigError(
+                f"expected {self.groups} groups to divide {self.count} experts, and at most as many chosen, "
+                f"found {self.chosen_groups}; correct config.json, or fetch it again"
+            )
 
     @property
     def fact(self) -> Literal["experts"]:

@@ -4,8 +4,8 @@
                         -> ln2 -> channel mixer -> mlp_out -> resid_post] * L -> final_norm -> logits
 
 Knows which class computes which kind of mixer, and nothing of what they do. A layer without a channel mixer,
-or without a mixer, has neither its half nor resid_mid. Norms may stand behind what mixers give, or on the
-stream (`Block.norms`).
+or without a mixer, has neither its half nor resid_mid. Norms may stand behind what mixers give, around them,
+or on the stream (`Block.norms`); in a parallel layer both halves read the same norm.
 
 Axes: [B, token, channel].
 """
@@ -88,14 +88,17 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
         """Token ids [B, S] -> embeddings [B, S, D], scaled where the family does."""
         x = F.embedding(ids, self.weights.embed)
         if self.config.embedding_scale is not None:
-            x = x * self.config.embedding_scale
+            scale: float | Tensor = self.config.embedding_scale
+            if self.config.rounds_embedding_scale:
+                scale = torch.tensor(scale, dtype=x.dtype, device=x.device)
+            x = x * scale
         # The reference keeps the stream in float32 where it is told to, whatever the weights are in.
         return {STREAM: x.to(torch.promote_types(x.dtype, torch.float32)) if self._is_wide else x}
 
     def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
         """resid_pre [B, token, D] -> resid_post [B, kept, D] of one layer, where the loop shows it."""
-        part = self.weights.layers[layer]
-        x = taps("resid_pre", layer, carried[STREAM])
+        part, is_parallel = self.weights.layers[layer], self.config.blocks[layer].is_parallel
+        h = x = taps("resid_pre", layer, carried[STREAM])
         if part.mixers:
             h, x = self._read(x, "ln1", layer, taps)
             each = [mixer(h, layer, history, taps) for mixer in part.mixers]
@@ -104,8 +107,11 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
         else:
             x = history.kept(x)
         if part.channel_mixer is not None:
-            x = taps("resid_mid", layer, x) if part.mixers else x
-            h, x = self._read(x, "ln2", layer, taps)
+            if is_parallel:
+                h = history.kept(h)
+            else:
+                x = taps("resid_mid", layer, x) if part.mixers else x
+                h, x = self._read(x, "ln2", layer, taps)
             h = part.channel_mixer(taps("mlp_pre", layer, h), layer, taps)
             added = self._added(taps("mlp_post", layer, h), "ln2_post", layer, taps)
             x = x + taps("mlp_out", layer, added)
@@ -118,11 +124,11 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
             # A copy, where somebody may write over what is read, and not over the stream.
             return self._narrow(x.clone() if name == "ln2" and taps.changes(layer, "mlp_pre") else x), x
         normed = self._normed(x, name, layer, taps)
-        return normed, x if block.norms == "before" else normed * block.carried[name == "ln2"]
+        return normed, normed * block.carried[name == "ln2"] if block.norms == "of stream" else x
 
     def _added(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
         """What is added to the stream of what mixers give."""
-        return self._normed(x, name, layer, taps) if self.config.blocks[layer].norms == "after" else x
+        return self._normed(x, name, layer, taps) if name in self.config.blocks[layer].norm_names else x
 
     def _normed(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
         c, norm = self.config, self.norm_of(name, layer)

@@ -53,14 +53,21 @@ class FrozenPass:
         return len(self.tokens)
 
 
-def require_attention(model: Model) -> None:
-    """Raise ConfigError unless every layer mixes positions by attention."""
-    others = {layer.mixer.kind for layer in model.config.layers} - {"attention"}
+def require_attention(config: Architecture, model: str) -> None:
+    """Raise ConfigError unless every layer is attention and then an MLP, each behind a norm of its own."""
+    others = {layer.mixer.kind for layer in config.layers} - {"attention"}
     if others:
         raise ConfigError(
-            f"expected attention in every layer, found {' and '.join(sorted(others))} in {model.name}: "
+            f"expected attention in every layer, found {' and '.join(sorted(others))} in {model}: "
             "attribution graphs follow attention heads"
         )
+    for layer in config.layers:
+        if layer.is_parallel or layer.norms not in ("before", "around"):
+            found = "an MLP beside it" if layer.is_parallel else f"norms {layer.norms}"
+            raise ConfigError(
+                f"expected norms before attention and before the MLP behind it, found {found} in {model}; "
+                "attribution graphs do not follow such layers"
+            )
 
 
 def require_transcoders(dictionary: Dictionary, config: Architecture, model: str) -> None:
@@ -86,7 +93,7 @@ def frozen_pass(model: Model, dictionary: Dictionary, tokens: Sequence[int]) -> 
     Raises DictionaryError for a dictionary that does not fit the model, PromptError for states that are not
     finite.
     """
-    require_attention(model)
+    require_attention(model.config, model.name)
     require_transcoders(dictionary, model.config, model.name)
     layers = range(model.config.num_layers)
     scales = [point for point in model.hook_points if point.kind.endswith("_scale")]

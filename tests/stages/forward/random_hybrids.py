@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from . import random_attending
 from .random_models import CONTEXT, VOCAB, save_tokenizer
 
 HYBRIDS = (
@@ -32,7 +33,7 @@ HYBRIDS = (
     "minimax",
 )
 
-GEMMA_NORMS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "recurrent_gemma")
+GEMMA_NORMS = ("gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "recurrent_gemma")
 
 
 def draw(family: str, seed: int) -> dict[str, Any]:
@@ -359,6 +360,7 @@ def _minimax(rng: random.Random) -> dict[str, Any]:
 
 
 DRAWS = {
+    **random_attending.DRAWS,
     "qwen3_next": _qwen_next,
     "qwen3_5_text": _qwen,
     "qwen3_5_moe_text": _qwen_of_experts,

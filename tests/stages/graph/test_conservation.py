@@ -7,6 +7,8 @@ frozen patterns and divisors; the maps under test go backwards.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +16,29 @@ import torch.nn.functional as F
 
 import mizarr
 from mizarr.stages.forward.architectures.points import HookPoint
+from mizarr.stages.forward.networks.hybrid import HybridLayer
 from mizarr.stages.graph.options import GraphOptions
 from mizarr.stages.graph.prepare import prepare
 from mizarr.stages.graph.rows.selection import RowSelection
 from mizarr.stages.graph.rows.targets import TargetChoice
+from mizarr.store.errors import ConfigError
 
+from ..forward.random_hybrids import save_random_hybrid
 from ..forward.random_models import FAMILIES, save_random_model
 from .random_transcoders import KINDS, save_random_transcoders
 
+AS_BLOCKS = ("gemma3_text", "granite", "smollm3")
+"""Families told as blocks: norms around, what is added multiplied, layers without rope."""
 PROMPT = [0, 7, 42, 99, 5, 13, 60, 250, 33]
+
+
+def parts_of(layer: Any) -> Any:
+    """Norms, values and output projection of a layer, of either kind of network, by a decoder's names."""
+    if not isinstance(layer, HybridLayer):
+        return layer
+    norms = {name: layer.norms.get(name) for name in ("ln1", "ln2", "ln1_post", "ln2_post")}
+    attention = layer.mixers[0].weights  # type: ignore[attr-defined]
+    return SimpleNamespace(**norms, qkv=None, v=attention.v, o=attention.o)
 
 
 class Forward:
@@ -30,6 +46,8 @@ class Forward:
 
     def __init__(self, model: mizarr.Model, prepared) -> None:
         self.config, self.weights = model.config, model.network.weights
+        self.layers = [parts_of(layer) for layer in self.weights.layers]
+        self.sizes = model.config.axis_sizes
         self.frozen, self.dictionary = prepared.frozen, prepared.dictionary
         self.last: torch.Tensor
 
@@ -41,14 +59,17 @@ class Forward:
         return (x - x.mean(-1, keepdim=True)) / scale * gain + weights.bias.double()
 
     def attention(self, x: torch.Tensor, layer: int) -> torch.Tensor:
-        c, w = self.config, self.weights.layers[layer]
+        w, heads, kv_heads, d_head = (
+            self.layers[layer],
+            *(self.sizes[axis] for axis in ("head", "kv_head", "d_head")),
+        )
         if w.qkv is not None:
             v = F.linear(x, w.qkv.weight.double(), None if w.qkv.bias is None else w.qkv.bias.double())
-            v = v[:, -c.num_kv_heads * c.head_dim :]
+            v = v[:, -kv_heads * d_head :]
         else:
             v = F.linear(x, w.v.weight.double(), None if w.v.bias is None else w.v.bias.double())
-        v = v.unflatten(-1, (c.num_kv_heads, c.head_dim)).transpose(0, 1)
-        v = v.repeat_interleave(c.num_attention_heads // c.num_kv_heads, 0)
+        v = v.unflatten(-1, (kv_heads, d_head)).transpose(0, 1)
+        v = v.repeat_interleave(heads // kv_heads, 0)
         z = (self.frozen.patterns[layer].double() @ v).transpose(0, 1).flatten(1)
         return F.linear(z, w.o.weight.double(), None if w.o.bias is None else w.o.bias.double())
 
@@ -56,7 +77,7 @@ class Forward:
         """What features read at every layer, when the embedding and what is written (without skips) are
         these; at the number of layers, the final norm's output."""
         found, x = {}, embed
-        for layer, w in enumerate(self.weights.layers):
+        for layer, w in enumerate(self.layers):
             h = self.attention(self.norm(x, w.ln1, "ln1", layer), layer)
             if w.ln1_post is not None:
                 h = self.norm(h, w.ln1_post, "ln1_post", layer)
@@ -85,7 +106,7 @@ def models(tmp_path_factory: pytest.TempPathFactory):
     def model(family: str) -> mizarr.Model:
         if family not in made:
             folder = tmp_path_factory.mktemp(family)
-            save_random_model(folder, family, 5)
+            (save_random_hybrid if family in AS_BLOCKS else save_random_model)(folder, family, 5)
             made[family] = mizarr.Model.from_pretrained(folder)
         return made[family]
 
@@ -93,7 +114,7 @@ def models(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *AS_BLOCKS])
 @pytest.mark.parametrize("zero", [1, 3])
 def test_edges_sum_to_what_a_target_reads(family: str, kind: str, zero: int, models, tmp_path: Path):
     model = models(family)
@@ -165,3 +186,16 @@ def test_an_edge_is_what_a_source_adds(family: str, kind: str, models, tmp_path:
             moved = forward.reads(torch.zeros_like(embed), added)[int(active.layer.max())]
             moved = (moved - base[int(active.layer.max())])[active.position[top]]
             torch.testing.assert_close(rows[:, number], (moved * encoder).sum(1), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("family", "told"), [("cohere", "an MLP beside it"), ("olmo2", "norms after"), ("jamba", "recurrence")]
+)
+def test_layers_that_graphs_do_not_follow_are_told(family: str, told: str, tmp_path: Path, models):
+    dictionary = mizarr.Dictionary.from_pretrained(
+        save_random_transcoders(tmp_path / "clt", models("llama"), "clt-jumprelu")
+    )
+    save_random_hybrid(tmp_path / "model", family, 1)
+    model = mizarr.Model.from_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=rf"found .*{told}.* in .*attribution graphs"):
+        mizarr.attribution_graph(model, dictionary, PROMPT)

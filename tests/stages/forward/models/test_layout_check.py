@@ -28,7 +28,7 @@ from tests.torch_free import blocking, without_torch
 from .. import random_models, shrunk_models
 
 pytest.importorskip("transformers")
-AGREES, DIFFERS = "seed_oss", "glm"
+AGREES, DIFFERS = "iquestcoder", "ernie4_5"
 """Families no row names: a Llama by another name, and one whose rope turns neighbours."""
 
 
@@ -75,7 +75,7 @@ def test_a_family_that_computes_like_its_guess_runs_and_is_right(saved):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("model_type", ["glm", "ernie4_5"])
+@pytest.mark.parametrize("model_type", ["ernie4_5"])
 def test_interleaved_rope_is_found_by_its_numbers(model_type, seed, saved):
     folder, _ = saved(model_type, seed)
     raw, shapes = resolve(folder).config, read_shapes([folder / "model.safetensors"])

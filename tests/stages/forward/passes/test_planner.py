@@ -16,6 +16,7 @@ from mizarr.stages.forward.runs.run import plan, resolve, stream
 from mizarr.stages.forward.runs.stored_runs import GROUP, stored
 from mizarr.store.errors import InterventionError, PlanError
 from tests.memory import PEAK, printed
+from tests.stages.forward.random_attending import AXES
 from tests.stages.forward.random_hybrids import HYBRIDS, save_random_hybrid
 from tests.stages.forward.random_models import FAMILIES, save_random_model
 from tests.stages.forward.random_runs import draw_runs
@@ -25,7 +26,7 @@ RECURRENT = (*GENERATIONS, *HYBRIDS)
 SAVED_BY = {
     **dict.fromkeys(FAMILIES, save_random_model),
     **dict.fromkeys(GENERATIONS, save_random_rwkv),
-    **dict.fromkeys(HYBRIDS, save_random_hybrid),
+    **dict.fromkeys((*HYBRIDS, *AXES), save_random_hybrid),
 }
 
 
@@ -73,7 +74,7 @@ def check(model: Model, runs: list[Run], bound: float = 1e-5, **options) -> None
     assert sorted(seen) == list(range(len(runs)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *AXES])
 @given(seed=st.integers(0, 10**6), config=st.integers(0, 3))
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_planned_runs_equal_plain_forward_passes(models, family, seed, config):

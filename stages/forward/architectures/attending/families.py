@@ -1,0 +1,305 @@
+"""Families whose layers all attend, one row each.
+
+Border: never imports torch. How a row is read is told in reading.py; families that a decoder with all layers
+alike computes are rows of ../families.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from .....store.errors import ConfigError
+from ..linear_families import LLAMA, OF_MIXTRAL
+from ..transformer import ConfigReader
+from .experts import glm_experts, granite_experts, mixtral_experts, qwen_experts
+from .reading import Attends, Windows
+
+__all__ = ["ATTENDING"]
+
+OF_GLM = ("gate_up_proj", "down_proj")
+OF_GRANITE = replace(
+    LLAMA,
+    mlp_parts=("input_linear", "output_linear"),
+    experts="block_sparse_moe.",
+    router="router.layer",
+    expert_parts=("input_linear", "output_linear"),
+    shared="shared_mlp.",
+)
+
+
+def _but_every(default: int, key: str = "sliding_window_pattern") -> Callable[[ConfigReader, int], list[str]]:
+    """A window in all layers but every n-th. key: which says n; "" for none."""
+
+    def types(reader: ConfigReader, layers: int) -> list[str]:
+        every = reader.integer(key, default) if key else default
+        return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+
+    return types
+
+
+def _flags_of_rope(reader: ConfigReader, layers: int) -> list[bool]:
+    """SmolLM 3: no_rope_layers lists 1 where there is rope; without it, all but every n-th layer."""
+    listed = reader.raw.get("no_rope_layers")
+    reader.read |= {"no_rope_layers", "no_rope_layer_interval"}
+    if listed is None:
+        every = reader.integer("no_rope_layer_interval", 4)
+        return [bool((layer + 1) % every) for layer in range(layers)]
+    if not isinstance(listed, list) or len(listed) != layers or any(each not in (0, 1) for each in listed):
+        raise ConfigError(
+            f"{reader.source}: expected no_rope_layers to list 0 or 1 for each of {layers} layers, found "
+            f"{listed!r}; correct the file, or fetch it again"
+        )
+    return [bool(each) for each in listed]
+
+
+def _listed(reader: ConfigReader, windows: Windows) -> Sequence[bool]:
+    return _flags_of_rope(reader, len(windows))
+
+
+def _window_where_nothing_turns(reader: ConfigReader, layers: int) -> list[str]:
+    flags = _flags_of_rope(reader, layers)
+    return ["full_attention" if turns else "sliding_attention" for turns in flags]
+
+
+def _in_windows(reader: ConfigReader, windows: Windows) -> Sequence[bool]:
+    """Layers with a window turn queries and keys; those that see everything know no positions."""
+    return [window is not None for window in windows]
+
+
+def _in_windows_if_any(reader: ConfigReader, windows: Windows) -> Sequence[bool]:
+    """The same, but all layers turn in a model without windows."""
+    return _in_windows(reader, windows) if reader.raw.get("sliding_window", 4096) else [True] * len(windows)
+
+
+ATTENDING: dict[str, Attends] = {
+    "arcee": Attends(
+        examples="AFM",
+        eps=1e-5,
+        activation="relu2",
+        mlp="plain",
+        qkv_biases="attention_bias",
+        o_biases="attention_bias",
+        mlp_biases="mlp_bias",
+    ),
+    "cohere": Attends(
+        examples="Command R",
+        norm="layer",
+        has_norm_bias=False,
+        is_parallel=True,
+        eps_key="layer_norm_eps",
+        eps=1e-5,
+        interleaved_rope=True,
+        theta=500000.0,
+        qkv_biases="attention_bias",
+        o_biases="attention_bias",
+        logit_scale=0.0625,
+        tied=True,
+        max_positions=8192,
+        never=("use_qk_norm",),
+    ),
+    "cohere2": Attends(
+        examples="Command R7B and A",
+        norm="layer",
+        has_norm_bias=False,
+        is_parallel=True,
+        eps_key="layer_norm_eps",
+        eps=1e-5,
+        interleaved_rope=True,
+        qkv_biases="attention_bias",
+        o_biases="attention_bias",
+        types=_but_every(4),
+        turns=_in_windows,
+        logit_scale=0.0625,
+        tied=True,
+        max_positions=8192,
+    ),
+    "exaone4": Attends(
+        examples="EXAONE 4",
+        kv_heads=32,
+        places="after",
+        qk_norms="head",
+        eps=1e-5,
+        types=_but_every(4),
+        turns=_in_windows_if_any,
+        max_positions=2048,
+    ),
+    "gemma3_text": Attends(
+        examples="Gemma 3, text",
+        norm="gemma_rms",
+        places="around",
+        qk_norms="head",
+        activation_keys=("hidden_activation",),
+        activation="gelu_pytorch_tanh",
+        scaled_embedding=True,
+        query_scalar=256.0,
+        soft_caps=(None, None),
+        qkv_biases="attention_bias",
+        o_biases="attention_bias",
+        head_dim=256,
+        kv_heads=4,
+        theta=1000000.0,
+        local_rope=("rope_local_base_freq", 10000.0),
+        types=_but_every(6),
+        tied=True,
+        max_positions=131072,
+        never=("attn_logit_softcapping",),
+        spelling=replace(LLAMA, ln2="pre_feedforward_layernorm"),
+    ),
+    "glm": Attends(
+        examples="GLM 4, 9B",
+        mlp="gated_fused",
+        eps=1.5625e-07,
+        head_dim=128,
+        kv_heads=2,
+        share=0.5,
+        interleaved_rope=True,
+        qkv_biases=("attention_bias", True),
+        max_positions=131072,
+        spelling=replace(LLAMA, mlp_parts=OF_GLM),
+    ),
+    "glm4": Attends(
+        examples="GLM 4, 0414",
+        mlp="gated_fused",
+        places="around",
+        eps=1.5625e-07,
+        head_dim=128,
+        kv_heads=2,
+        share=0.5,
+        interleaved_rope=True,
+        qkv_biases=("attention_bias", True),
+        max_positions=131072,
+        spelling=replace(
+            LLAMA,
+            ln1_post="post_self_attn_layernorm",
+            ln2="post_attention_layernorm",
+            ln2_post="post_mlp_layernorm",
+            mlp_parts=OF_GLM,
+        ),
+    ),
+    "glm4_moe": Attends(
+        examples="GLM 4.5 and 4.6",
+        eps=1e-5,
+        kv_heads=8,
+        share=0.5,
+        qk_norms="head",
+        qk_norm_key="use_qk_norm",
+        qkv_biases="attention_bias",
+        max_positions=131072,
+        channel_mixer=glm_experts,
+        spelling=replace(LLAMA, shared="mlp.shared_experts."),
+    ),
+    "granite": Attends(
+        examples="Granite 3",
+        has_multipliers=True,
+        qkv_biases="attention_bias",
+        o_biases="attention_bias",
+        mlp_biases="mlp_bias",
+        max_positions=2048,
+    ),
+    "granitemoe": Attends(
+        examples="Granite 3 MoE",
+        has_multipliers=True,
+        qkv_biases="attention_bias",
+        o_biases="attention_bias",
+        max_positions=2048,
+        channel_mixer=granite_experts,
+        spelling=OF_GRANITE,
+    ),
+    "granitemoeshared": Attends(
+        examples="Granite 3.1 MoE with a shared expert",
+        has_multipliers=True,
+        qkv_biases="attention_bias",
+        o_biases="attention_bias",
+        max_positions=2048,
+        channel_mixer=granite_experts,
+        spelling=OF_GRANITE,
+    ),
+    "mixtral": Attends(
+        examples="Mixtral 8x7B and 8x22B",
+        eps=1e-5,
+        kv_heads=8,
+        theta=1000000.0,
+        windows="all",
+        window=None,
+        max_positions=131072,
+        channel_mixer=mixtral_experts,
+        spelling=replace(LLAMA, experts="block_sparse_moe.", expert_parts=OF_MIXTRAL),
+    ),
+    "olmo2": Attends(
+        examples="OLMo 2",
+        places="after",
+        qk_norms="all",
+        eps=1e-5,
+        qkv_biases="attention_bias",
+        o_biases="attention_bias",
+        max_positions=2048,
+    ),
+    "olmo3": Attends(
+        examples="Olmo 3",
+        places="after",
+        qk_norms="all",
+        eps=1e-5,
+        qkv_biases="attention_bias",
+        o_biases="attention_bias",
+        types=_but_every(4, ""),
+        theta=500000.0,
+        local_rope=("", 500000.0),
+        max_positions=2048,
+    ),
+    "olmoe": Attends(
+        examples="OLMoE",
+        qk_norms="all",
+        eps=1e-5,
+        qkv_biases="attention_bias",
+        o_biases="attention_bias",
+        max_positions=4096,
+        channel_mixer=qwen_experts,
+        never=("clip_qkv",),
+    ),
+    "qwen2_moe": Attends(
+        examples="Qwen 1.5 and 2 MoE",
+        qkv_biases=("qkv_bias", True),
+        kv_heads=16,
+        has_window_flag=True,
+        windows="from_max_window_layers",
+        max_positions=32768,
+        channel_mixer=qwen_experts,
+        spelling=replace(LLAMA, shared="mlp.shared_expert.", shared_gate="shared_expert_gate"),
+    ),
+    "qwen3_moe": Attends(
+        examples="Qwen 3 MoE",
+        qk_norms="head",
+        qkv_biases="attention_bias",
+        o_biases="attention_bias",
+        kv_heads=4,
+        has_window_flag=True,
+        windows="all",
+        max_positions=32768,
+        channel_mixer=qwen_experts,
+    ),
+    "seed_oss": Attends(
+        examples="Seed-OSS",
+        head_dim=128,
+        kv_heads=8,
+        qkv_biases=("attention_bias", True),
+        o_biases="attention_out_bias",
+        mlp_biases="mlp_bias",
+        max_positions=524288,
+    ),
+    "smollm3": Attends(
+        examples="SmolLM 3",
+        kv_heads=4,
+        theta=2000000.0,
+        qkv_biases="attention_bias",
+        o_biases="attention_bias",
+        mlp_biases="mlp_bias",
+        has_window_flag=True,
+        types=_window_where_nothing_turns,
+        window=None,
+        turns=_listed,
+        tied=True,
+        max_positions=32768,
+    ),
+}
+"""Every family of this kind."""

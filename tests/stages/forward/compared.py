@@ -1,0 +1,37 @@
+"""What tests of parity compare, and how: prompts, logits and streams of the reference, differences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .random_models import VOCAB
+
+LENGTHS = (1, 2, 37, 100)
+
+
+def draw_ids(rows: int, length: int) -> torch.Tensor:
+    """Prompts [row, position], the same for every model."""
+    return torch.randint(2, VOCAB, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
+    """To a share of the scale of what is expected."""
+    scale = max(1.0, float(expected.abs().max()))
+    assert float((found - expected).abs().max()) <= bound * scale
+
+
+def outputs_of(reference: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits, and what comes out of every layer, which families list in different ways."""
+    streams: list[torch.Tensor] = []
+
+    def keep(module: Any, inputs: Any, output: Any) -> None:
+        streams.append(output[0] if isinstance(output, tuple) else output)
+
+    hooks = [layer.register_forward_hook(keep) for layer in reference.base_model.layers]
+    with torch.no_grad():
+        logits = reference(ids, use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    return logits, streams

@@ -1,0 +1,182 @@
+"""Families whose layers all attend compute what the reference computes, and read its configs as it does."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from mizarr import HookPoint, HookSpec, Model
+from mizarr.stages.forward.architectures.known import KNOWN
+from mizarr.stages.forward.architectures.transformer import ConfigReader
+from mizarr.stages.forward.generation.generate import generate
+from mizarr.stages.forward.models.autoconfig import report
+from mizarr.stages.forward.models.files import resolve
+from mizarr.stages.forward.networks.weights import read_shapes
+from mizarr.store.errors import ConfigError
+
+from .compared import LENGTHS, assert_near, draw_ids, outputs_of
+from .random_attending import ATTENDING, AXES
+from .random_hybrids import draw, save_random_hybrid
+
+pytest.importorskip("transformers")
+BOUND = 1e-5
+"""Of the scale of what is compared; up to 3e-6 is measured."""
+
+
+def read(raw: dict[str, Any]) -> Any:
+    return KNOWN[raw["model_type"]].read(ConfigReader(json.loads(json.dumps(raw))), {})
+
+
+@pytest.mark.parametrize("family", ATTENDING)
+@pytest.mark.parametrize("seed", range(2))
+def test_logits_and_streams_agree_with_transformers(family, seed, tmp_path):
+    reference = save_random_hybrid(tmp_path, family, seed, tokenizer=False)
+    model = Model.from_pretrained(tmp_path)
+    for length in LENGTHS:
+        ids = draw_ids(2, length)
+        logits, streams = outputs_of(reference, ids)
+        cache = model.forward(ids, HookSpec().capture("blocks.*.hook_resid_post"))
+        assert_near(cache.logits, logits, BOUND)
+        assert len(streams) == model.config.num_layers
+        for layer, stream in enumerate(streams):
+            assert_near(cache[HookPoint.resid_post(layer)], stream, BOUND)
+    together = model.forward([[5, 9, 100], [7] * 12, list(range(2, 43))])
+    for row, prompt in enumerate(together.tokens):
+        assert_near(together.logits[row, : len(prompt)], model.forward(prompt).logits[0], BOUND)
+
+
+@pytest.mark.parametrize("family", ATTENDING)
+def test_attention_patterns_agree_with_transformers(family, tmp_path):
+    reference = save_random_hybrid(tmp_path, family, 4, tokenizer=False)
+    model, ids = Model.from_pretrained(tmp_path), draw_ids(2, 40)
+    cache = model.forward(ids, HookSpec().capture("blocks.*.attn.hook_pattern"))
+    with torch.no_grad():
+        patterns = reference(ids, output_attentions=True, use_cache=False).attentions
+    assert len(patterns) == len(cache) == model.config.num_layers
+    for point, pattern in zip(cache, patterns, strict=True):
+        assert_near(cache[point], pattern, BOUND)
+
+
+@pytest.mark.parametrize("family", ATTENDING)
+def test_the_stream_is_what_layers_add_to_it(family, tmp_path):
+    save_random_hybrid(tmp_path, family, 2, tokenizer=False)
+    model, ids = Model.from_pretrained(tmp_path), draw_ids(1, 12)
+    cache = model.forward(ids, HookSpec().capture("*"))
+    assert_near(cache.logits, model.forward(ids).logits, BOUND)
+    stream = cache[HookPoint.embed()]
+    for layer in range(model.config.num_layers):
+        stream = stream + cache[HookPoint.attn_out(layer)]
+        if (middle := HookPoint.resid_mid(layer)) in cache:
+            assert_near(stream, cache[middle], BOUND)
+        stream = stream + cache[HookPoint.mlp_out(layer)]
+        assert_near(stream, cache[HookPoint.resid_post(layer)], BOUND)
+        has_middle = not model.config.layers[layer].is_parallel
+        assert (middle in cache) == has_middle == (HookPoint("ln2_scale", layer) in cache or family in AFTER)
+
+
+AFTER = ("exaone4", "olmo2", "olmo3")
+
+
+@pytest.mark.parametrize("family", ATTENDING)
+def test_absent_keys_mean_what_they_mean_to_the_reference(family):
+    """The config the reference makes of the required keys says all others."""
+    from transformers import AutoConfig
+
+    required = {"hidden_size": 128, "num_attention_heads": 32, "num_hidden_layers": 8}
+    required |= {"intermediate_size": 96, "vocab_size": 96}
+    full = AutoConfig.for_model(family, **required).to_dict()
+    silent = required | {"model_type": family}
+    assert len(full) > len(required) + 10
+    assert read(silent).fields == read(full).fields
+    assert read(silent).digest == read(full).digest
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
+def test_two_ropes_are_read_as_older_configs_write_them(family):
+    from transformers import AutoConfig
+
+    raw = {
+        **draw(family, 0),
+        "model_type": family,
+        "rope_theta": 7e5,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        "rope_local_base_freq": 3e4,
+    }
+    del raw["rope_parameters"]
+    told = AutoConfig.for_model(**raw).to_dict()
+    assert set(told["rope_parameters"]) == {"full_attention", "sliding_attention"}
+    assert read(raw).digest == read(told).digest
+
+
+@pytest.mark.parametrize("family", ATTENDING)
+def test_a_checkpoint_is_known_and_complete(family, tmp_path):
+    save_random_hybrid(tmp_path, family, 0, tokenizer=False)
+    files = resolve(tmp_path)
+    assert files.has_known_family
+    found = report(files.config, read_shapes(files.weight_files))
+    assert found.known_family and found.is_compatible and not found.warnings
+    assert found.config == files.architecture()
+    assert KNOWN[family].described["model_type"] == family
+
+
+@pytest.mark.parametrize("family", AXES)
+def test_greedy_tokens_are_those_of_transformers_with_keys_kept_or_not(family, tmp_path):
+    reference = save_random_hybrid(tmp_path, family, 1, tokenizer=False)
+    model, prompts = Model.from_pretrained(tmp_path), draw_ids(2, 7).tolist()
+    anew, kept = (generate(model, prompts, max_tokens=20, eos=(), cache=cache) for cache in (False, True))
+    assert kept.ids == anew.ids
+    with torch.no_grad():
+        logits = reference(torch.tensor([list(each.token_ids) for each in anew]), use_cache=False).logits
+    for row, each in enumerate(anew):
+        assert list(each.generated_ids) == logits[row, 6:-1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("family", "told", "message"),
+    [
+        (
+            "cohere",
+            {"use_qk_norm": True},
+            "expected no use_qk_norm, found True, which is not followed for cohere",
+        ),
+        ("olmoe", {"clip_qkv": 8.0}, "expected no clip_qkv, found 8.0"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "expected no attn_logit_softcapping, found 50.0"),
+        (
+            "smollm3",
+            {"no_rope_layers": [1, 2, 0]},
+            r"no_rope_layers to list 0 or 1 for each of 3 layers, found \[",
+        ),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers to list 0 or 1 for each of 3 layers"),
+        (
+            "olmo3",
+            {"rope_parameters": {"rope_type": "default"}},
+            "expected rope_parameters of full_attention and",
+        ),
+        (
+            "olmo2",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            "expected one rope_type for all",
+        ),
+        (
+            "mixtral",
+            {"num_key_value_heads": 3, "num_attention_heads": 4},
+            "number of heads that 3 groups divide",
+        ),
+        ("gemma3_text", {"layer_types": ["full_attention"]}, "one layer_types entry per layer"),
+        ("glm4_moe", {"n_group": 3}, "expected 3 groups to divide 8 experts"),
+        ("mixtral", {"num_experts_per_tok": 9}, "at most 4 experts"),
+    ],
+)
+def test_what_is_not_followed_is_told(family, told, message):
+    with pytest.raises(ConfigError, match=message):
+        read({**draw(family, 0), "model_type": family, **told})
+
+
+def test_draws_differ_along_every_axis():
+    """Or the tests above would compare one configuration with itself."""
+    for family in ATTENDING:
+        drawn = {read({**draw(family, seed), "model_type": family}).digest for seed in range(12)}
+        assert len(drawn) >= 10, family
