@@ -114,7 +114,7 @@ def _reader(
 
     def read(layer: int) -> npt.NDArray[np.float32]:
         name, stored = config.tensors.in_layer(layer, field), config.tensors.layers[layer][field]
-        values = read_weight(files, name, stored.factors, dtype)
+        values = read_weight(files, name, stored, dtype)
         if variable == "W_O":
             shape = [config.axis_sizes[axis] for axis in ("head", "d_head", "hidden")]
             return np.ascontiguousarray(values.T).reshape(shape)

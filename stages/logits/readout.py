@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from ...pipeline import SourceNode
-    from ..forward.architectures.architecture import Architecture
+    from ..forward.architectures.architecture import Architecture, Stored
     from ..forward.models.files import ModelFiles
 
 __all__ = ["readout", "readout_from_files", "readout_node"]
@@ -100,7 +100,7 @@ def readout_from_files(
 
     def take(weight: str) -> Array | None:
         stored = config.tensors.outside.get(weight)
-        return None if stored is None else read_weight(weight_files, stored.name, stored.factors, dtype)
+        return None if stored is None else read_weight(weight_files, stored.name, stored, dtype)
 
     names = {name for path in weight_files for name in read_header(path)[0]}
     for copy, original in config.tensors.copied(names):
@@ -164,15 +164,15 @@ def read_tensor(files: Sequence[Path], name: str) -> Array:
     )
 
 
-def read_weight(
-    weight_files: Sequence[Path], name: str, factors: Sequence[tuple[int, float]], dtype: str
-) -> Array:
-    """A weight as the model holds it: rounded, and its rows multiplied where the family has factors for what
-    they give (`Stored.factors`)."""
+def read_weight(weight_files: Sequence[Path], name: str, stored: Stored, dtype: str) -> Array:
+    """A weight as the model holds it: rounded, [out, in], and its rows multiplied where the family has
+    factors for what they give."""
     values = rounded(read_tensor(weight_files, name), dtype)
-    if not factors:
+    if stored.is_transposed:
+        values = np.ascontiguousarray(values.T)
+    if not stored.factors:
         return values
-    rows, by = zip(*factors, strict=True)
+    rows, by = zip(*stored.factors, strict=True)
     column = np.repeat(np.array(by, np.float32), rows).reshape(-1, *[1] * (values.ndim - 1))
     return rounded(values * column, dtype)
 

@@ -150,15 +150,18 @@ class CausalTracing(Grid):
 
 
 def embedding_deviation(model: Model) -> float:
-    """Standard deviation of all entries of the embedding matrix, as they enter the first block."""
+    """Standard deviation of all entries of the embedding matrix, as they enter the first block but for
+    positions."""
     import torch
+
+    from ...forward.networks.history import STREAM
 
     size = model.config.vocab_size
     total = squares = 0.0
     with torch.no_grad():
         for start in range(0, size, ROWS):
             ids = torch.arange(start, min(size, start + ROWS), device=model.device)
-            rows = model.embed(ids[None]).double()
+            rows = model.network.embed(ids[None], None)[STREAM].double()
             total += float(rows.sum())
             squares += float(rows.square().sum())
     count = size * model.config.hidden_size

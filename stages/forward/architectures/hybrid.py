@@ -40,8 +40,8 @@ class Block:
 
     norms: "before" what each of them reads, "after" it, of what it adds, "around" it, of both, or "of
     stream": what is normed is read, and becomes the stream. carried: what the stream is then multiplied by
-    where the mixers' and the channel mixer's outputs are added to it. is_parallel: whether the channel mixer
-    reads what the mixers read, and both are added to the stream that enters.
+    where the mixers' and the channel mixer's outputs are added to it. is_parallel: whether the channel mixer,
+    too, reads the stream that enters; has_two_norms: whether each then reads it through a norm of its own.
     """
 
     mixers: tuple[MixerShape, ...]
@@ -49,13 +49,14 @@ class Block:
     norms: Literal["before", "after", "around", "of stream"] = "before"
     carried: tuple[float, float] = (1.0, 1.0)
     is_parallel: bool = False
+    has_two_norms: bool = True
 
     def __post_init__(self) -> None:
         if not self.mixers and self.channel_mixer is None:
             raise ConfigError("expected a mixer or a channel mixer in every layer, found neither in one")
         if self.is_parallel and (self.norms != "before" or not self.mixers or self.channel_mixer is None):
             raise ConfigError(
-                "expected a parallel layer to have a mixer, a channel mixer and one norm before them, found "
+                "expected a parallel layer to have a mixer, a channel mixer and norms before them, found "
                 f"norms {self.norms!r}"
             )
 
@@ -64,7 +65,8 @@ class Block:
         """Of the norms it has: "ln1" and "ln2" before what they are read by, "_post" behind."""
         suffixes = {"after": ("_post",), "around": ("", "_post")}.get(self.norms, ("",))
         halves = ["ln1"] if self.mixers else []
-        halves += ["ln2"] if self.channel_mixer is not None and not self.is_parallel else []
+        has_second = self.channel_mixer is not None and (self.has_two_norms or not self.is_parallel)
+        halves += ["ln2"] if has_second else []
         return tuple(half + suffix for half in halves for suffix in suffixes)
 
     @property
@@ -120,6 +122,7 @@ class HybridConfig(Architecture):
     max_position_embeddings: None where nothing bounds the context. logit_factor: what logits are multiplied
     by before any soft cap. has_wide_stream: whether the stream is float32 in any dtype. has_norm_bias: of
     layer norms. rounds_embedding_scale: whether what embeddings are multiplied by is rounded to their dtype.
+    position_rows: of a table of learned positions, 0 for none; first_position: the row of the first one.
     """
 
     kind: ClassVar[str] = "hybrid"
@@ -139,6 +142,8 @@ class HybridConfig(Architecture):
     logit_factor: float = 1.0
     final_logit_softcapping: float | None = None
     has_wide_stream: bool = False
+    position_rows: int = 0
+    first_position: int = 0
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:

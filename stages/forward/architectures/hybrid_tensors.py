@@ -38,13 +38,17 @@ Factors = tuple[tuple[int, float], ...]
 class Spelling:
     """How a checkpoint names its rooms; each of a layer with the dot behind it.
 
-    layer: "{}" for its number. ln1_post, ln2_post: norms that stand behind what they norm. mixer: of every
-    mixer but attention. attention_norms, attention_out: of queries and keys; the output projection.
-    mlp_parts: gate and up projection (or both as one, or only up), and down projection. correction: of the
-    scores of experts, behind the router's name if it begins with a dot.
+    head, positions: the LM head, learned positions. layer: "{}" for its number. ln1_post, ln2_post: norms
+    that stand behind what they norm. mixer: of every mixer but attention. attention_norms: of queries and
+    keys. attention_in, attention_out: queries, keys and values as one, and the output projection.
+    mlp_parts: gate and up projection (or both as one, or only up), and down projection. correction: of
+    the scores of experts, behind the router's name if it begins with a dot. is_transposed: whether
+    matrices of attention and MLP are kept as [in, out].
     """
 
     embed: str = "model.embed_tokens"
+    head: str = "lm_head"
+    positions: str = ""
     final_norm: str = "model.final_layernorm"
     layer: str = "model.layers.{}."
     ln1: str = "input_layernorm"
@@ -55,6 +59,7 @@ class Spelling:
     attention: str = "self_attn."
     attention_norms: tuple[str, str] = ("q_norm", "k_norm")
     attention_out: str = "o_proj"
+    attention_in: str = ""
     mlp: str = "feed_forward."
     mlp_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     experts: str = "feed_forward."
@@ -63,6 +68,7 @@ class Spelling:
     correction: str = ".e_score_correction_bias"
     shared: str = ""
     shared_gate: str = ""
+    is_transposed: bool = False
 
 
 class _Block(Protocol):
@@ -92,6 +98,8 @@ class Shapes(Protocol):
     @property
     def logit_factor(self) -> float: ...
     @property
+    def position_rows(self) -> int: ...
+    @property
     def tie_word_embeddings(self) -> bool: ...
 
 
@@ -102,9 +110,12 @@ def hybrid_tensors(config: Shapes) -> Tensors:
     outside = {"embed": Stored(f"{spelling.embed}.weight", table)}
     outside |= _norm("final_norm", spelling.final_norm, c)
     tied = c.tie_word_embeddings
-    head = outside["embed"].name if tied else "lm_head.weight"
+    own = f"{spelling.head}.weight"
+    head = outside["embed"].name if tied else own
     outside["head"] = Stored(head, table, factors=_all(c.vocab_size, c.logit_factor))
-    copies = {"lm_head.weight": "embed"} if tied else {}
+    if c.position_rows:
+        outside["positions"] = Stored(f"{spelling.positions}.weight", (c.position_rows, c.hidden_size))
+    copies = {own: "embed"} if tied else {}
     layers = [dict(_block(c, block)) for block in c.blocks]
     return Tensors(outside, layers, spelling.layer, copies)
 
@@ -132,12 +143,20 @@ def _block(config: Shapes, block: _Block) -> Named:
 
 
 def _linear(
-    weight: str, name: str, shape: tuple[int, int], factors: Factors = (), *, into: float = 1.0, bias: bool
+    weight: str,
+    name: str,
+    shape: tuple[int, int],
+    factors: Factors = (),
+    *,
+    into: float = 1.0,
+    bias: bool,
+    transposed: bool = False,
 ) -> Named:
     """A matrix [out, in], and its bias where there is one. factors: of what comes out; into: of what goes in,
-    which a bias does not see."""
+    which a bias does not see. transposed: whether the checkpoint has it as [in, out]."""
     of_weight = factors if into == 1 else tuple((rows, by * into) for rows, by in factors or ((shape[0], 1),))
-    yield weight, Stored(f"{name}.weight", shape, factors=of_weight)
+    held = shape[::-1] if transposed else shape
+    yield weight, Stored(f"{name}.weight", held, is_transposed=transposed, factors=of_weight)
     if bias:
         yield f"{weight}.bias", Stored(f"{name}.bias", shape[:1], factors=factors)
 
@@ -147,11 +166,18 @@ def _attention(shape: AttentionShape, spelling: Spelling, hidden: int) -> Named:
     into, of_keys, out = shape.factors
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     asked = 2 * queries if isinstance(shape, GatedAttentionShape) else queries
-    for weight, size, factor in (("q", asked, 1.0), ("k", keys, of_keys), ("v", keys, 1.0)):
-        factors, name = _all(size, factor), f"{room}{weight}_proj"
-        yield from _linear(weight, name, (size, hidden), factors, into=into, bias=shape.qkv_bias)
+    turned = spelling.is_transposed
+    parts = [("q", asked, 1.0), ("k", keys, of_keys), ("v", keys, 1.0)]
+    if shape.layout == "separate":
+        for weight, size, factor in parts:
+            factors, name = _all(size, factor), f"{room}{weight}_proj"
+            yield from _linear(weight, name, (size, hidden), factors, into=into, bias=shape.qkv_bias)
+    else:
+        name, rows = f"{room}{spelling.attention_in}", queries + 2 * keys
+        yield from _linear("qkv", name, (rows, hidden), bias=shape.qkv_bias, transposed=turned)
     name = f"{room}{spelling.attention_out}"
-    yield from _linear("o", name, (hidden, queries), _all(hidden, out), bias=shape.o_bias)
+    factors = _all(hidden, out)
+    yield from _linear("o", name, (hidden, queries), factors, bias=shape.o_bias, transposed=turned)
     if shape.norms is not None:
         widths = (shape.head_dim,) * 2 if shape.norms == "head" else (queries, keys)
         for weight, name, width in zip(("q_norm", "k_norm"), spelling.attention_norms, widths, strict=True):
@@ -220,9 +246,13 @@ def _mlp(shape: MlpShape, spelling: Spelling, hidden: int) -> Named:
     else:
         if shape.is_gated:
             yield from _linear("gate", f"{room}{parts[0]}", (inner, hidden), gate, bias=shape.has_bias)
-        yield from _linear("up", f"{room}{parts[-2]}", (inner, hidden), bias=shape.has_bias)
-    name = f"{room}{parts[-1]}"
-    yield from _linear("down", name, (hidden, inner), _all(hidden, out), bias=shape.has_bias)
+        name = f"{room}{parts[-2]}"
+        yield from _linear(
+            "up", name, (inner, hidden), bias=shape.has_bias, transposed=spelling.is_transposed
+        )
+    name, factors = f"{room}{parts[-1]}", _all(hidden, out)
+    turned = spelling.is_transposed
+    yield from _linear("down", name, (hidden, inner), factors, bias=shape.has_bias, transposed=turned)
 
 
 def _experts(shape: ExpertsShape, spelling: Spelling, hidden: int) -> Named:

@@ -48,7 +48,9 @@ def _transformer(model_type: str) -> KnownFamily:
 def _attending(model_type: str) -> KnownFamily:
     family = ATTENDING[model_type]
     return KnownFamily(
-        lambda reader, shapes: read_attending(reader, family), described_attending(model_type, family)
+        lambda reader, shapes: read_attending(reader, family, shapes),
+        described_attending(model_type, family),
+        reads_tensors=bool(family.root),
     )
 
 

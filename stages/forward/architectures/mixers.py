@@ -102,7 +102,8 @@ class AttentionShape(MixerShape):
 
     turning: None for no positions at all. scale: what q k^T is multiplied by. norms: of queries and keys,
     over each "head" or "all" of them together, None for none; norm_type: which kind of norm. factors: of what
-    goes in, of keys, and of what comes out.
+    goes in, of keys, and of what comes out. layout: whether the projections are tensors of their own, or one:
+    "by part", all queries before all keys, or "by head".
     """
 
     kind: ClassVar[str] = "attention"
@@ -121,6 +122,7 @@ class AttentionShape(MixerShape):
     norm_type: Literal["rms", "gemma_rms"] = "rms"
     qk_norm_eps: float = 1e-6
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    layout: Literal["separate", "by part", "by head"] = "separate"
 
     @property
     def fact(self) -> AttentionMixer:

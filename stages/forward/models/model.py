@@ -272,7 +272,7 @@ class Model:
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids [batch, position] -> what enters the first layer, [batch, position, hidden]."""
-        return self.network.embed(ids)[STREAM]
+        return self.network.embed(ids, torch.arange(ids.shape[1], device=ids.device))[STREAM]
 
     def embedding_vector(self, token: int | str) -> Tensor:
         """Row of the embedding matrix [hidden] for a token id or a single-token word, without the family's

@@ -27,7 +27,7 @@ from .weights import LayerWeights, NormWeights
 class Decoder(Ends[TransformerConfig, LayerWeights]):
     """The network of every supported transformer family (`Network` in loop.py)."""
 
-    def embed(self, ids: Tensor) -> Carried:
+    def embed(self, ids: Tensor, positions: Tensor | None) -> Carried:
         """Token ids [B, S] -> embeddings [B, S, D], scaled where the family does."""
         x = F.embedding(ids, self.weights.embed)
         if self.config.embedding_scale is not None:

@@ -35,6 +35,11 @@ STREAM = "stream"
 class History(Protocol):
     """Which tokens a pass computes, and how they see each other."""
 
+    @property
+    def positions(self) -> Tensor:
+        """Of the tokens that enter the first layer in their sequences, int [token]."""
+        ...
+
     def enter(self, layer: int, carried: Carried) -> Carried:
         """What is carried into a layer, of the tokens it computes; `layer` is the number of layers for what
         comes out of the last one."""

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....store.errors import ConfigError
+from ..architectures.architecture import Stored
 from ..architectures.hybrid import HybridConfig
 from ..hooks.taps import Taps
 from .ends import Ends
@@ -70,7 +71,7 @@ def assemble(take: Callable[[str], Tensor], config: HybridConfig) -> Weights[Hyb
     tensors, layers = config.tensors, []
     for layer, (block, stored) in enumerate(zip(config.blocks, tensors.layers, strict=True)):
         found = {
-            weight: multiplied(take(tensors.in_layer(layer, weight)), where.factors)
+            weight: multiplied(_as_rows(take(tensors.in_layer(layer, weight)), where), where.factors)
             for weight, where in stored.items()
         }
         norms = parts_of({name: tensor for name, tensor in found.items() if name.startswith("ln")})
@@ -81,24 +82,32 @@ def assemble(take: Callable[[str], Tensor], config: HybridConfig) -> Weights[Hyb
     return with_ends(take, config, layers)
 
 
+def _as_rows(tensor: Tensor, where: Stored) -> Tensor:
+    """A matrix [out, in], whichever way the checkpoint has it."""
+    return tensor.T.contiguous() if where.is_transposed else tensor
+
+
 class Hybrid(Ends[HybridConfig, HybridLayer]):
     """The network of every hybrid (`Network` in loop.py)."""
 
-    def embed(self, ids: Tensor) -> Carried:
-        """Token ids [B, S] -> embeddings [B, S, D], scaled where the family does."""
+    def embed(self, ids: Tensor, positions: Tensor | None) -> Carried:
+        """Token ids [B, S] -> embeddings [B, S, D], scaled where the family does, and with those of their
+        positions where these are learned."""
         x = F.embedding(ids, self.weights.embed)
         if self.config.embedding_scale is not None:
             scale: float | Tensor = self.config.embedding_scale
             if self.config.rounds_embedding_scale:
                 scale = torch.tensor(scale, dtype=x.dtype, device=x.device)
             x = x * scale
+        if positions is not None and self.weights.positions is not None:
+            x = x + F.embedding(positions + self.config.first_position, self.weights.positions)
         # The reference keeps the stream in float32 where it is told to, whatever the weights are in.
         return {STREAM: x.to(torch.promote_types(x.dtype, torch.float32)) if self._is_wide else x}
 
     def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
         """resid_pre [B, token, D] -> resid_post [B, kept, D] of one layer, where the loop shows it."""
-        part, is_parallel = self.weights.layers[layer], self.config.blocks[layer].is_parallel
-        h = x = taps("resid_pre", layer, carried[STREAM])
+        part, block = self.weights.layers[layer], self.config.blocks[layer]
+        h = x = entering = taps("resid_pre", layer, carried[STREAM])
         if part.mixers:
             h, x = self._read(x, "ln1", layer, taps)
             each = [mixer(h, layer, history, taps) for mixer in part.mixers]
@@ -107,8 +116,9 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
         else:
             x = history.kept(x)
         if part.channel_mixer is not None:
-            if is_parallel:
-                h = history.kept(h)
+            if block.is_parallel:
+                own = "ln2" in block.norm_names
+                h = history.kept(self._normed(entering, "ln2", layer, taps) if own else h)
             else:
                 x = taps("resid_mid", layer, x) if part.mixers else x
                 h, x = self._read(x, "ln2", layer, taps)

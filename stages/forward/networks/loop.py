@@ -1,6 +1,6 @@
 """The one loop over layers, whoever asks for it.
 
-    carried = network.embed(ids)
+    carried = network.embed(ids, positions)
     for each layer:     history: which tokens enter it      taps: embed, or resid_post of the layer before
                         network: what the layer makes of them, hook points shown to the taps on the way
     after the last one: history, and taps: its resid_post
@@ -46,8 +46,8 @@ class Network(Protocol):
         """The embedding matrix [vocab, hidden], on the device and in the dtype of the computation."""
         ...
 
-    def embed(self, ids: Tensor) -> Carried:
-        """Token ids [B, S] -> what enters the first layer."""
+    def embed(self, ids: Tensor, positions: Tensor | None) -> Carried:
+        """Token ids [B, S] at these positions [S] -> what enters the first layer; None for tokens alone."""
         ...
 
     def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
@@ -89,7 +89,7 @@ def through_layers(network: Network, ids: Tensor, history: History, taps: Taps) 
 
     Raises EverythingHeld, by way of the taps, where the last thing wanted is reached earlier.
     """
-    carried = network.embed(ids)
+    carried = network.embed(ids, history.positions)
     layers = network.config.num_layers
     for layer in range(layers):
         carried = _entering(layer, carried, history, taps)

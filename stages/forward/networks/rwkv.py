@@ -63,7 +63,7 @@ def assemble(take: Callable[[str], Tensor], config: RwkvConfig) -> Weights[Layer
 class Rwkv(Ends[RwkvConfig, LayerTensors]):
     """The network of every RWKV generation (`Network` in loop.py)."""
 
-    def embed(self, ids: Tensor) -> Carried:
+    def embed(self, ids: Tensor, positions: Tensor | None) -> Carried:
         """Token ids [B, S] -> embeddings [B, S, D]."""
         return {STREAM: F.embedding(ids, self.weights.embed)}
 

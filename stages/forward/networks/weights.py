@@ -29,6 +29,7 @@ Made = TypeVar("Made")
 Layer = TypeVar("Layer")
 BENIGN = (
     *("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias"),
+    *("attention.masked_bias", "attention.bias"),
     *("attn.slope_rate", "attn.query_decay", "attn.key_decay", "attn.diagonal_decay"),
 )
 
@@ -92,6 +93,8 @@ class Weights(Generic[Layer]):
     layers: tuple[Layer, ...]
     final_norm: NormWeights
     lm_head: Tensor | None = None
+    positions: Tensor | None = None
+    """[position, hidden], where they are learned."""
 
 
 def expected_tensors(config: Architecture) -> dict[str, tuple[int, ...]]:
@@ -180,11 +183,12 @@ def with_ends(take: Callable[[str], Tensor], config: Architecture, layers: Itera
     bias = outside.get("final_norm.bias")
     final = NormWeights(take(outside["final_norm"].name), None if bias is None else take(bias.name))
     table = take(embed.name)
+    positions = take(outside["positions"].name) if "positions" in outside else None
     if head == embed:
-        return Weights(table, tuple(layers), final)
+        return Weights(table, tuple(layers), final, positions=positions)
     # A head that is the embedding's tensor, multiplied, is a matrix of its own.
     own = table if head.name == embed.name else take(head.name)
-    return Weights(table, tuple(layers), final, multiplied(own, head.factors))
+    return Weights(table, tuple(layers), final, multiplied(own, head.factors), positions)
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -133,6 +133,11 @@ class NewestPositions:
         self._cache, self._length, self._taps, self._device = cache, length, taps, device
         self._rotations: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
 
+    @property
+    def positions(self) -> Tensor:
+        """Those behind what is kept."""
+        return torch.arange(self._cache.length, self._length, device=self._device)
+
     def enter(self, layer: int, carried: Carried) -> Carried:
         """As it is: the same tokens in every layer."""
         return carried

@@ -47,6 +47,11 @@ class WholePrompts:
         self._masks: dict[int, Tensor] = {}
         """Bool [query, key], True where attention may look, by window."""
 
+    @property
+    def positions(self) -> Tensor:
+        """All."""
+        return torch.arange(self._length, device=self._device)
+
     def enter(self, layer: int, carried: Carried) -> Carried:
         """As it is: the same tokens in every layer."""
         return carried

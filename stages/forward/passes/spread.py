@@ -53,6 +53,11 @@ class BranchHistory:
             tokens[number, : branch.length] = branch.tokens
         return torch.from_numpy(tokens[row.branch, row.position])[None].to(self._device)
 
+    @property
+    def positions(self) -> Tensor:
+        """See `History`."""
+        return torch.from_numpy(self.row.position).to(self._device)
+
     def enter(self, layer: int, carried: Carried) -> Carried:
         """The tokens of every branch that takes part: its own, or those of the ancestor it leaves here."""
         branches = self._forest.branches

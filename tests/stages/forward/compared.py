@@ -29,7 +29,9 @@ def outputs_of(reference: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[to
     def keep(module: Any, inputs: Any, output: Any) -> None:
         streams.append(output[0] if isinstance(output, tuple) else output)
 
-    hooks = [layer.register_forward_hook(keep) for layer in reference.base_model.layers]
+    body = getattr(reference.base_model, "decoder", reference.base_model)
+    layers = getattr(body, "h", None) or body.layers
+    hooks = [layer.register_forward_hook(keep) for layer in layers]
     with torch.no_grad():
         logits = reference(ids, use_cache=False).logits
     for hook in hooks:

@@ -17,6 +17,9 @@ ATTENDING = (
     "glm",
     "glm4",
     "glm4_moe",
+    "gpt2",
+    "gpt_neo",
+    "gpt_neox",
     "granite",
     "granitemoe",
     "granitemoeshared",
@@ -24,14 +27,16 @@ ATTENDING = (
     "olmo2",
     "olmo3",
     "olmoe",
+    "opt",
     "qwen2_moe",
     "qwen3_moe",
     "seed_oss",
     "smollm3",
+    "stablelm",
 )
-AXES = ("cohere2", "gemma3_text", "olmo3", "qwen2_moe", "smollm3")
+AXES = ("cohere2", "gemma3_text", "gpt2", "gpt_neox", "olmo3", "qwen2_moe", "smollm3")
 """Families that between them have what no decoder of all layers alike has: parallel layers, layers without
-rope, two ropes, norms around and behind, experts."""
+rope, two ropes, norms around and behind, experts, learned positions, projections as one."""
 LAYERS = 3
 
 
@@ -216,6 +221,66 @@ def _smollm(rng: random.Random) -> dict[str, Any]:
     return sizes(rng, wide_heads=False) | _rms(rng) | biases | own | {"rope_parameters": _rope(rng)}
 
 
+def _gpt2(rng: random.Random) -> dict[str, Any]:
+    heads = rng.choice([1, 2, 3])
+    return {
+        "n_embd": heads * 8,
+        "n_head": heads,
+        "n_layer": LAYERS,
+        "n_positions": CONTEXT,
+        "n_inner": rng.choice([None, 20]),
+        "activation_function": rng.choice(["gelu_new", "relu"]),
+        "layer_norm_epsilon": rng.choice([1e-5, 1e-6]),
+        "scale_attn_weights": rng.random() < 0.7,
+        "scale_attn_by_inverse_layer_idx": rng.random() < 0.5,
+    }
+
+
+def _gpt_neo(rng: random.Random) -> dict[str, Any]:
+    heads = rng.choice([1, 2, 3])
+    return {
+        "hidden_size": heads * 8,
+        "num_heads": heads,
+        "num_layers": 4,
+        "attention_types": rng.choice([[[["global", "local"], 2]], [[["local"], 1], [["global"], 3]]]),
+        "window_size": rng.choice([5, 9]),
+        "intermediate_size": rng.choice([None, 20]),
+        "max_position_embeddings": CONTEXT,
+        "activation_function": rng.choice(["gelu_new", "relu"]),
+        "layer_norm_epsilon": rng.choice([1e-5, 1e-6]),
+    }
+
+
+def _gpt_neox(rng: random.Random) -> dict[str, Any]:
+    drawn = sizes(rng, wide_heads=False)
+    del drawn["num_key_value_heads"], drawn["head_dim"]
+    return drawn | {
+        "use_parallel_residual": rng.random() < 0.6,
+        "attention_bias": rng.random() < 0.6,
+        "layer_norm_eps": rng.choice([1e-5, 1e-6]),
+        "rope_parameters": _rope(rng, rng.choice([0.25, 0.5, 1.0])),
+    }
+
+
+def _opt(rng: random.Random) -> dict[str, Any]:
+    heads = rng.choice([1, 2, 3])
+    return {
+        "hidden_size": heads * 8,
+        "word_embed_proj_dim": heads * 8,
+        "num_attention_heads": heads,
+        "num_hidden_layers": LAYERS,
+        "ffn_dim": rng.choice([20, 36]),
+        "max_position_embeddings": CONTEXT,
+        "activation_function": rng.choice(["relu", "gelu"]),
+        "enable_bias": rng.random() < 0.6,
+    }
+
+
+def _stablelm(rng: random.Random) -> dict[str, Any]:
+    own = {"layer_norm_eps": rng.choice([1e-5, 1e-6]), "rope_parameters": _rope(rng, rng.choice([0.25, 0.5]))}
+    return sizes(rng, wide_heads=False) | _bias(rng, "use_qkv_bias", "use_parallel_residual") | own
+
+
 DRAWS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "arcee": _dense("attention_bias", "mlp_bias"),
     "cohere": _cohere,
@@ -225,6 +290,9 @@ DRAWS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "glm": _glm,
     "glm4": _glm,
     "glm4_moe": _glm_of_experts,
+    "gpt2": _gpt2,
+    "gpt_neo": _gpt_neo,
+    "gpt_neox": _gpt_neox,
     "granite": _granite,
     "granitemoe": _granite_of_experts,
     "granitemoeshared": _granite_shared,
@@ -234,6 +302,8 @@ DRAWS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "olmoe": _olmoe,
     "qwen2_moe": _qwen2,
     "qwen3_moe": _qwen3,
+    "opt": _opt,
+    "stablelm": _stablelm,
     "seed_oss": _dense("attention_bias", "attention_out_bias", "mlp_bias"),
     "smollm3": _smollm,
 }

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mizarr import HookPoint, HookSpec, Model
+from mizarr.stages.forward.architectures.attending.families import ATTENDING as ROWS
 from mizarr.stages.forward.architectures.known import KNOWN
 from mizarr.stages.forward.architectures.transformer import ConfigReader
 from mizarr.stages.forward.generation.generate import generate
@@ -85,8 +88,11 @@ def test_absent_keys_mean_what_they_mean_to_the_reference(family):
     """The config the reference makes of the required keys says all others."""
     from transformers import AutoConfig
 
-    required = {"hidden_size": 128, "num_attention_heads": 32, "num_hidden_layers": 8}
-    required |= {"intermediate_size": 96, "vocab_size": 96}
+    usual = {"hidden_size": 128, "num_attention_heads": 32, "num_hidden_layers": 8, "intermediate_size": 96}
+    required = {ROWS[family].aliases.get(key, key): value for key, value in usual.items()}
+    required |= {"vocab_size": 96} | ({"word_embed_proj_dim": 128} if family == "opt" else {})
+    if family == "gpt_neo":
+        required["attention_types"] = [[["global", "local"], 4]]
     full = AutoConfig.for_model(family, **required).to_dict()
     silent = required | {"model_type": family}
     assert len(full) > len(required) + 10
@@ -109,6 +115,31 @@ def test_two_ropes_are_read_as_older_configs_write_them(family):
     told = AutoConfig.for_model(**raw).to_dict()
     assert set(told["rope_parameters"]) == {"full_attention", "sliding_attention"}
     assert read(raw).digest == read(told).digest
+
+
+def test_pythia_is_read_as_older_configs_write_it():
+    from transformers import AutoConfig
+
+    raw = {**draw("gpt_neox", 0), "model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 5000}
+    del raw["rope_parameters"]
+    assert read(raw).digest == read(AutoConfig.for_model(**raw).to_dict()).digest
+
+
+@pytest.mark.parametrize(("family", "root"), [("gpt2", "transformer."), ("gpt_neox", "gpt_neox.")])
+def test_names_may_lack_what_the_reference_writes_before_them(family, root, tmp_path):
+    save_random_hybrid(tmp_path / "whole", family, 0, tokenizer=False)
+    shutil.copytree(tmp_path / "whole", tmp_path / "bare")
+    held = load_file(tmp_path / "bare" / "model.safetensors")
+    bare = {name.removeprefix(root): tensor for name, tensor in held.items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)  # the mask, which old files hold
+    assert not any(name.startswith(root) for name in bare)
+    save_file(bare, tmp_path / "bare" / "model.safetensors")
+    whole, other = (Model.from_pretrained(tmp_path / name) for name in ("whole", "bare"))
+    ids = draw_ids(1, 20)
+    assert torch.equal(whole.forward(ids).logits, other.forward(ids).logits)
+    assert whole.config.digest == other.config.digest
+    files = resolve(tmp_path / "bare")
+    assert not report(files.config, read_shapes(files.weight_files)).warnings
 
 
 @pytest.mark.parametrize("family", ATTENDING)
@@ -166,6 +197,13 @@ def test_greedy_tokens_are_those_of_transformers_with_keys_kept_or_not(family, t
             "number of heads that 3 groups divide",
         ),
         ("gemma3_text", {"layer_types": ["full_attention"]}, "one layer_types entry per layer"),
+        ("opt", {"do_layer_norm_before": False}, "expected do_layer_norm_before to be True, found False"),
+        (
+            "gpt_neo",
+            {"attention_types": [[["global"], 1]]},
+            "attention_types to say global or local for each",
+        ),
+        ("stablelm", {"qk_layernorm": True}, "expected no qk_layernorm, found True"),
         ("glm4_moe", {"n_group": 3}, "expected 3 groups to divide 8 experts"),
         ("mixtral", {"num_experts_per_tok": 9}, "at most 4 experts"),
     ],

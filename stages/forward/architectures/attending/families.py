@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from .....store.errors import ConfigError
+from ..hybrid_tensors import Spelling
 from ..linear_families import LLAMA, OF_MIXTRAL
 from ..transformer import ConfigReader
 from .experts import glm_experts, granite_experts, mixtral_experts, qwen_experts
@@ -72,6 +73,52 @@ def _in_windows_if_any(reader: ConfigReader, windows: Windows) -> Sequence[bool]
     return _in_windows(reader, windows) if reader.raw.get("sliding_window", 4096) else [True] * len(windows)
 
 
+OF_GPT2 = Spelling(
+    embed="transformer.wte",
+    positions="transformer.wpe",
+    final_norm="transformer.ln_f",
+    layer="transformer.h.{}.",
+    ln1="ln_1",
+    ln2="ln_2",
+    attention="attn.",
+    attention_in="c_attn",
+    attention_out="c_proj",
+    mlp="mlp.",
+    mlp_parts=("c_fc", "c_proj"),
+    is_transposed=True,
+)
+KEYS_OF_GPT2 = {
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "hidden_act": "activation_function",
+}
+
+
+def _scale_of_gpt2(reader: ConfigReader, layer: int, head_dim: int) -> float:
+    """By the width of heads and the number of the layer, either of which a config may leave out."""
+    scale = head_dim**-0.5 if reader.flag("scale_attn_weights", True) else 1.0
+    return scale / (layer + 1) if reader.flag("scale_attn_by_inverse_layer_idx", False) else scale
+
+
+def _windows_of_gpt_neo(reader: ConfigReader, *, layers: int) -> Windows:
+    """attention_types lists kinds of layers, and how often to repeat them."""
+    listed = reader.raw.get("attention_types", [[["global", "local"], layers // 2]])
+    try:
+        kinds = [kind for kinds, times in listed for _ in range(times) for kind in kinds]
+    except (TypeError, ValueError):
+        kinds = []
+    if len(kinds) != layers or not set(kinds) <= {"global", "local"}:
+        raise ConfigError(
+            f"{reader.source}: expected attention_types to say global or local for each of {layers} layers, "
+            f"found {listed!r}; correct the file, or fetch it again"
+        )
+    window = reader.integer("window_size", 256)
+    return tuple(window if kind == "local" else None for kind in kinds)
+
+
 ATTENDING: dict[str, Attends] = {
     "arcee": Attends(
         examples="AFM",
@@ -86,7 +133,7 @@ ATTENDING: dict[str, Attends] = {
         examples="Command R",
         norm="layer",
         has_norm_bias=False,
-        is_parallel=True,
+        parallel=True,
         eps_key="layer_norm_eps",
         eps=1e-5,
         interleaved_rope=True,
@@ -102,7 +149,7 @@ ATTENDING: dict[str, Attends] = {
         examples="Command R7B and A",
         norm="layer",
         has_norm_bias=False,
-        is_parallel=True,
+        parallel=True,
         eps_key="layer_norm_eps",
         eps=1e-5,
         interleaved_rope=True,
@@ -189,6 +236,80 @@ ATTENDING: dict[str, Attends] = {
         channel_mixer=glm_experts,
         spelling=replace(LLAMA, shared="mlp.shared_experts."),
     ),
+    "gpt2": Attends(
+        examples="GPT-2, DistilGPT-2",
+        norm="layer",
+        eps_key="layer_norm_epsilon",
+        eps=1e-5,
+        activation="gelu_new",
+        mlp="plain",
+        layout="by part",
+        qkv_biases=True,
+        o_biases=True,
+        mlp_biases=True,
+        inner_factor=4,
+        first_position=0,
+        scale_of=_scale_of_gpt2,
+        tied=True,
+        max_positions=1024,
+        aliases=KEYS_OF_GPT2,
+        root="transformer.",
+        spelling=OF_GPT2,
+        never=("add_cross_attention",),
+    ),
+    "gpt_neo": Attends(
+        examples="GPT-Neo, TinyStories",
+        norm="layer",
+        eps_key="layer_norm_epsilon",
+        eps=1e-5,
+        activation="gelu_new",
+        mlp="plain",
+        o_biases=True,
+        mlp_biases=True,
+        inner_factor=4,
+        first_position=0,
+        scale_of=lambda reader, layer, head_dim: 1.0,
+        windows_of=_windows_of_gpt_neo,
+        tied=True,
+        max_positions=2048,
+        aliases={
+            "num_attention_heads": "num_heads",
+            "num_hidden_layers": "num_layers",
+            "hidden_act": "activation_function",
+        },
+        root="transformer.",
+        spelling=replace(OF_GPT2, attention="attn.attention.", attention_out="out_proj", is_transposed=False),
+    ),
+    "gpt_neox": Attends(
+        examples="Pythia, GPT-NeoX",
+        norm="layer",
+        eps_key="layer_norm_eps",
+        eps=1e-5,
+        activation="gelu",
+        mlp="plain",
+        layout="by head",
+        parallel=("use_parallel_residual", True),
+        has_two_norms=True,
+        qkv_biases=("attention_bias", True),
+        o_biases=("attention_bias", True),
+        mlp_biases=True,
+        share=0.25,
+        max_positions=2048,
+        aliases={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
+        root="gpt_neox.",
+        spelling=Spelling(
+            embed="gpt_neox.embed_in",
+            head="embed_out",
+            final_norm="gpt_neox.final_layer_norm",
+            layer="gpt_neox.layers.{}.",
+            ln2="post_attention_layernorm",
+            attention="attention.",
+            attention_in="query_key_value",
+            attention_out="dense",
+            mlp="mlp.",
+            mlp_parts=("dense_h_to_4h", "dense_4h_to_h"),
+        ),
+    ),
     "granite": Attends(
         examples="Granite 3",
         has_multipliers=True,
@@ -257,6 +378,38 @@ ATTENDING: dict[str, Attends] = {
         channel_mixer=qwen_experts,
         never=("clip_qkv",),
     ),
+    "opt": Attends(
+        examples="OPT, but for 350M",
+        norm="layer",
+        eps_key="layer_norm_eps",
+        eps=1e-5,
+        activation="relu",
+        mlp="plain",
+        qkv_biases=("enable_bias", True),
+        o_biases=("enable_bias", True),
+        mlp_biases=("enable_bias", True),
+        first_position=2,
+        tied=True,
+        max_positions=2048,
+        aliases={"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
+        root="model.",
+        always={
+            "do_layer_norm_before": True,
+            "_remove_final_layer_norm": False,
+            "layer_norm_elementwise_affine": True,
+        },
+        spelling=Spelling(
+            embed="model.decoder.embed_tokens",
+            positions="model.decoder.embed_positions",
+            final_norm="model.decoder.final_layer_norm",
+            layer="model.decoder.layers.{}.",
+            ln1="self_attn_layer_norm",
+            ln2="final_layer_norm",
+            attention_out="out_proj",
+            mlp="",
+            mlp_parts=("fc1", "fc2"),
+        ),
+    ),
     "qwen2_moe": Attends(
         examples="Qwen 1.5 and 2 MoE",
         qkv_biases=("qkv_bias", True),
@@ -286,6 +439,18 @@ ATTENDING: dict[str, Attends] = {
         o_biases="attention_out_bias",
         mlp_biases="mlp_bias",
         max_positions=524288,
+    ),
+    "stablelm": Attends(
+        examples="StableLM 2 and 3B",
+        norm="layer",
+        eps_key="layer_norm_eps",
+        eps=1e-5,
+        kv_heads=32,
+        share=0.25,
+        qkv_biases="use_qkv_bias",
+        parallel=("use_parallel_residual", False),
+        never=("qk_layernorm",),
+        max_positions=4096,
     ),
     "smollm3": Attends(
         examples="SmolLM 3",

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from .....store.errors import ConfigError
@@ -36,12 +37,14 @@ __all__ = ["Attends", "Bias", "Windows", "dense", "described_attending", "read_a
 Bias = bool | str | tuple[str, bool]
 """Whether there is one; or the key that says, with its default where it is not false."""
 Windows = Sequence[int | None]
+TensorShapes = Mapping[str, tuple[int, ...]]
 
 
 def dense(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
     """The MLP of every layer."""
+    usual = family.inner_factor and family.inner_factor * reader.integer("hidden_size")
     return MlpShape(
-        reader.integer("intermediate_size"),
+        reader.integer("intermediate_size", usual),
         read_activation(reader, family),
         is_gated=family.mlp != "plain",
         is_fused=family.mlp == "gated_fused",
@@ -57,38 +60,57 @@ def turning_everywhere(reader: ConfigReader, windows: Windows) -> Sequence[bool]
 
 @dataclass(frozen=True)
 class Attends(Family):
-    """A family as in the table of decoders, along more axes.
-
-    places: where norms stand, "before" mixers, "after" them, or "around". is_parallel: whether attention and
-    MLP read one norm of the stream that enters. has_norm_bias: of layer norms. qk_norms: of queries and keys,
-    over each "head" or "all" of them. share: of each head that rope turns, where the config does not say.
-    types: of layers, where the config does not list them; needs a window. has_window_flag: whether
-    use_sliding_window must be true for any. turns: which layers turn queries and keys. local_rope: key and
-    wavelength of a rope of their own for layers with a window; the key may be "". has_multipliers: of
-    embedding, attention, residuals and logits, as Granite names them. logit_scale: what logits are multiplied
-    by where the config does not say. never: keys that must be absent, null or false, as they change numbers.
-    channel_mixer: of a layer.
-    """
+    """A family as in the table of decoders, along more axes."""
 
     places: Literal["before", "after", "around"] = "before"
-    is_parallel: bool = False
+    """Where norms stand: before mixers, behind them, or both."""
+    parallel: bool | tuple[str, bool] = False
+    """Whether attention and MLP both read the stream that enters; or the key that says, with its default."""
+    has_two_norms: bool = False
+    """Whether each of them then reads it through a norm of its own."""
     has_norm_bias: bool = True
+    """Of layer norms."""
     qk_norms: Literal["head", "all"] | None = None
+    """Of queries and keys: over each head, or all of them together."""
     qk_norm_key: str = ""
     """The key that says whether there are any; "" for always."""
-    share: float = 1.0
     qkv_biases: Bias = False
     o_biases: Bias = False
     mlp_biases: Bias = False
+    layout: Literal["separate", "by part", "by head"] = "separate"
+    """Of queries, keys and values in tensors (`AttentionShape`)."""
     types: Callable[[ConfigReader, int], list[str]] | None = None
+    """Of layers, where a config does not list them: which have a window."""
     has_window_flag: bool = False
+    """Whether use_sliding_window must be true for any window."""
+    windows_of: Callable[..., Windows] | None = None
+    """Windows by layer, of families that tell them in another way."""
+    share: float = 1.0
+    """Of each head that rope turns, where the config does not say."""
     turns: Callable[[ConfigReader, Windows], Sequence[bool]] = turning_everywhere
+    """Which layers turn queries and keys."""
     local_rope: tuple[str, float] | None = None
+    """Key (or "") and wavelength of a rope of their own for layers with a window."""
+    first_position: int | None = None
+    """Row of the first of learned positions; None for rope."""
+    scale_of: Callable[[ConfigReader, int, int], float] | None = None
+    """What q k^T is multiplied by, of a layer and a width of heads."""
     has_multipliers: bool = False
+    """Of embedding, attention, residuals and logits, as Granite names them."""
     logit_scale: float | None = None
-    never: tuple[str, ...] = ()
-    spelling: Spelling = LLAMA
+    """What logits are multiplied by where the config does not say; None for families without."""
     channel_mixer: Callable[[ConfigReader, Attends, int], ChannelShape] = dense
+    inner_factor: int | None = None
+    """How much wider an MLP is than the stream, where the config does not say."""
+    never: tuple[str, ...] = ()
+    """Keys that must be absent, null or false, as they change numbers in a way that is not followed."""
+    always: Mapping[str, Any] = field(default_factory=dict)
+    """Values that keys must have, for the same reason."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """What keys are called here, by their usual names."""
+    spelling: Spelling = LLAMA
+    root: str = ""
+    """What names of tensors begin with, but not in all files."""
 
 
 def described_attending(model_type: str, family: Attends) -> dict[str, str]:
@@ -103,7 +125,8 @@ def described_attending(model_type: str, family: Attends) -> dict[str, str]:
         "a rope of their own in windows" if family.local_rope else "",
         "no rope in some layers" if family.turns is not turning_everywhere else "",
         "sliding window" if family.types or family.has_window_flag or family.windows != "none" else "",
-        "beside the MLP" if family.is_parallel else "",
+        "beside the MLP" if family.parallel else "",
+        "learned positions" if family.first_position is not None else "",
     )
     head = (
         "scaled embedding" if family.scaled_embedding or family.has_multipliers else "",
@@ -131,24 +154,19 @@ def residual_factor(reader: ConfigReader, family: Attends) -> float:
     return reader.number("residual_multiplier", 1.0) if family.has_multipliers else 1.0
 
 
-def read_attending(reader: ConfigReader, family: Attends) -> HybridConfig:
-    """The architecture of such a family.
+def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) -> HybridConfig:
+    """The architecture of such a family. shapes: of tensors by name, where their names begin in two ways.
 
     Raises ConfigError for a key that is missing, of the wrong type, or asks for what is not followed.
     """
+    reader = _renamed(reader, family)
     refuse_unfollowed(reader)
-    for key in family.never:
-        reader.read.add(key)
-        if reader.raw.get(key) not in (None, False):
-            raise ConfigError(
-                f"{reader.source}: expected no {key}, found {reader.raw[key]!r}, which is not followed for "
-                f"{reader.raw['model_type']}; this model cannot run here"
-            )
+    _refuse(reader, family)
     hidden, heads, layers = (
         reader.integer(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
     eps = reader.number(family.eps_key, family.eps)
-    windows = _windows(reader, family, layers)
+    windows = (family.windows_of or partial(_windows, family=family))(reader, layers=layers)
     head_dim = reader.integer("head_dim", family.head_dim or hidden // heads)
     ropes = _ropes(reader, family, head_dim, windows)
     has_qk_norms = not family.qk_norm_key or reader.flag(family.qk_norm_key, False)
@@ -163,26 +181,37 @@ def read_attending(reader: ConfigReader, family: Attends) -> HybridConfig:
         norm_type="gemma_rms" if family.norm == "gemma_rms" else "rms",
         qk_norm_eps=eps,
         factors=(1.0, 1.0, residual_factor(reader, family)),
+        layout=family.layout,
     )
-    blocks = tuple(
-        Block(
-            (replace(attention, turning=rope, window=window),),
+    is_parallel = reader.flag(*family.parallel) if isinstance(family.parallel, tuple) else family.parallel
+
+    def block(layer: int) -> Block:
+        own = replace(attention, turning=ropes[layer], window=windows[layer])
+        if family.scale_of is not None:
+            own = replace(own, scale=family.scale_of(reader, layer, head_dim))
+        return Block(
+            (own,),
             family.channel_mixer(reader, family, layer),
             family.places,
-            is_parallel=family.is_parallel,
+            is_parallel=is_parallel,
+            has_two_norms=family.has_two_norms or not is_parallel,
         )
-        for layer, (rope, window) in enumerate(zip(ropes, windows, strict=True))
-    )
+
+    blocks = tuple(map(block, range(layers)))
+    context = reader.integer("max_position_embeddings", family.max_positions)
+    is_learned = family.first_position is not None
     return HybridConfig(
         model_type=reader.raw["model_type"],
         hidden_size=hidden,
         vocab_size=reader.integer("vocab_size"),
         blocks=tuple(checked(reader, block) for block in blocks),
-        spelling=family.spelling,
+        spelling=_rooted(family, shapes),
         norm_eps=eps,
         norm_type=family.norm,
         has_norm_bias=family.has_norm_bias,
-        max_position_embeddings=reader.integer("max_position_embeddings", family.max_positions),
+        max_position_embeddings=context,
+        position_rows=context + (family.first_position or 0) if is_learned else 0,
+        first_position=family.first_position or 0,
         embedding_scale=_embedding_scale(reader, family, hidden),
         rounds_embedding_scale=family.scaled_embedding,
         logit_factor=_logit_factor(reader, family),
@@ -190,6 +219,33 @@ def read_attending(reader: ConfigReader, family: Attends) -> HybridConfig:
         and reader.optional_number("final_logit_softcapping", family.soft_caps[1]),
         tie_word_embeddings=reader.flag("tie_word_embeddings", family.tied),
     )
+
+
+def _renamed(reader: ConfigReader, family: Attends) -> ConfigReader:
+    """The config under the usual names of its keys."""
+    usual = {name: reader.raw[own] for name, own in family.aliases.items() if own in reader.raw}
+    return ConfigReader(usual | reader.raw, reader.source)
+
+
+def _refuse(reader: ConfigReader, family: Attends) -> None:
+    """Raise ConfigError for keys that change numbers in a way that is not followed."""
+    for key, followed in {**dict.fromkeys(family.never, None), **family.always}.items():
+        found = reader.raw.get(key, followed)
+        if found != followed and not (followed is None and found is False):
+            expected = f"no {key}" if followed is None else f"{key} to be {followed!r}"
+            raise ConfigError(
+                f"{reader.source}: expected {expected}, found {found!r}, which is not followed for "
+                f"{reader.raw['model_type']}; this model cannot run here"
+            )
+
+
+def _rooted(family: Attends, shapes: TensorShapes) -> Spelling:
+    """The names of tensors, with or without what the reference writes before them."""
+    root, spelling = family.root, family.spelling
+    if not root or not shapes or any(name.startswith(root) for name in shapes):
+        return spelling
+    names = ("embed", "final_norm", "layer", "positions")
+    return replace(spelling, **{name: getattr(spelling, name).removeprefix(root) for name in names})
 
 
 def _kv_heads(reader: ConfigReader, family: Attends, heads: int) -> int:
@@ -221,7 +277,7 @@ def _logit_factor(reader: ConfigReader, family: Attends) -> float:
     return 1.0 if family.logit_scale is None else reader.number("logit_scale", family.logit_scale)
 
 
-def _windows(reader: ConfigReader, family: Attends, layers: int) -> Windows:
+def _windows(reader: ConfigReader, *, family: Attends, layers: int) -> Windows:
     """How many keys back a query sees, by layer."""
     if family.has_window_flag and not reader.flag("use_sliding_window", False):
         reader.read |= {"sliding_window", "layer_types", "max_window_layers"}
@@ -245,6 +301,8 @@ def _ropes(
         found = read_rope(ConfigReader(held, reader.source), replace(fixed, theta=theta), head_dim, context)
         return replace(found, interleaved=family.interleaved_rope)
 
+    if family.first_position is not None:
+        return (None,) * len(windows)
     turns = family.turns(reader, windows)
     reader.read |= {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"}
     if family.local_rope is None:

@@ -25,13 +25,32 @@ class SelfAttention:
     """Grouped-query attention of one layer (`Mixer`)."""
 
     def __init__(self, shape: AttentionShape, tensors: LayerTensors) -> None:
-        parts, known = parts_of(tensors), {field.name for field in fields(AttentionWeights)}
+        parts, known = (
+            parts_of(_separated(tensors, shape)),
+            {field.name for field in fields(AttentionWeights)},
+        )
         self.shape, self._how = shape, shape.fact
         self.weights = AttentionWeights(**{name: part for name, part in parts.items() if name in known})
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
         """See `Mixer`."""
         return attention(x, self.weights, self.shape, self._how, layer, history, taps)
+
+
+def _separated(tensors: LayerTensors, shape: AttentionShape) -> LayerTensors:
+    """The projections of queries, keys and values each by itself."""
+    if shape.layout == "separate":
+        return tensors
+    found = dict(tensors)
+    counts = [shape.num_attention_heads, shape.num_kv_heads, shape.num_kv_heads]
+    for name in {"qkv", "qkv.bias"} & set(found):
+        whole = found.pop(name)
+        if shape.layout == "by head":
+            parts = [x.flatten(0, 1) for x in whole.unflatten(0, (counts[0], 3, shape.head_dim)).unbind(1)]
+        else:
+            parts = list(whole.split([count * shape.head_dim for count in counts]))
+        found |= {name.replace("qkv", part): x for part, x in zip("qkv", parts, strict=True)}
+    return found
 
 
 class GatedAttention(SelfAttention):
