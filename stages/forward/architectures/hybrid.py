@@ -15,15 +15,15 @@ Axes: as in points.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from ....store.digest import digest
 from ....store.errors import ConfigError
-from .architecture import Architecture, AxisSizes, Layer, Mixer, NoMixer, Reach, SideBySide, Tensors
+from .architecture import Architecture, AxisSizes, InTurn, Layer, Mixer, NoMixer, Reach, SideBySide, Tensors
 from .hybrid_tensors import Spelling, hybrid_tensors
-from .mixers import ChannelShape, MixerShape
+from .mixers import LATER, ChannelShape, MixerShape, SharedBlockShape, later
 from .points import HookPoint
 from .rwkv import UNLIMITED
 from .transformer import RopeConfig
@@ -40,13 +40,15 @@ class Block:
 
     norms: "before" what each of them reads, "after" it, of what it adds, or "of stream": what is normed is
     read, and becomes the stream. carried: what the stream is then multiplied by where the mixers' and the
-    channel mixer's outputs are added to it.
+    channel mixer's outputs are added to it. shared: what stands ahead of the mixers, and adds to what they
+    read.
     """
 
     mixers: tuple[MixerShape, ...]
     channel_mixer: ChannelShape | None = None
     norms: Literal["before", "after", "of stream"] = "before"
     carried: tuple[float, float] = (1.0, 1.0)
+    shared: SharedBlockShape | None = later(None)
 
     def __post_init__(self) -> None:
         if not self.mixers and self.channel_mixer is None:
@@ -58,7 +60,8 @@ class Block:
         facts = tuple(shape.fact for shape in self.mixers)
         if not facts:
             return NoMixer()
-        return facts[0] if len(facts) == 1 else SideBySide(facts)
+        own = facts[0] if len(facts) == 1 else SideBySide(facts)
+        return own if self.shared is None else InTurn((self.shared.fact, own))
 
     @property
     def facts(self) -> Layer:
@@ -78,12 +81,19 @@ class Block:
             found += self.channel_mixer.points
         if self.mixers and self.channel_mixer is not None:
             found.append("resid_mid")
+        if self.shared is not None:
+            found += self.shared.points
         return tuple(found)
 
     @property
+    def all_mixers(self) -> tuple[MixerShape, ...]:
+        """What mixes positions in it: its mixers, and what stands ahead of them."""
+        return self.mixers if self.shared is None else (self.shared, *self.mixers)
+
+    @property
     def shapes(self) -> Iterator[MixerShape | ChannelShape]:
-        """Its mixers, and its channel mixer."""
-        yield from self.mixers
+        """What mixes positions, and its channel mixer."""
+        yield from self.all_mixers
         if self.channel_mixer is not None:
             yield self.channel_mixer
 
@@ -96,7 +106,9 @@ class Block:
         """All that it is, as plain values."""
         mixers = [_named(shape) for shape in self.mixers]
         channel_mixer = self.channel_mixer and _named(self.channel_mixer)
-        return vars(self) | {"mixers": mixers, "channel_mixer": channel_mixer}
+        found = vars(self) | {"mixers": mixers, "channel_mixer": channel_mixer}
+        shared = found.pop("shared")
+        return found if shared is None else found | {"shared": _named(shared)}
 
 
 @dataclass(frozen=True)
@@ -193,7 +205,7 @@ class HybridConfig(Architecture):
             return "later" if layer < self.num_layers and self.blocks[layer].mixers else "here"
         if point.layer is None:
             return "here"
-        mixers = self.blocks[point.layer].mixers
+        mixers = self.blocks[point.layer].all_mixers
         spreads = mixers and point.kind in _BEFORE_MIXERS
         return "later" if spreads or any(point.kind in shape.reaches_later for shape in mixers) else "here"
 
@@ -213,10 +225,14 @@ class HybridConfig(Architecture):
 
     @property
     def _ropes(self) -> set[RopeConfig]:
-        shapes = (shape for block in self.blocks for shape in block.mixers)
+        shapes = (shape for block in self.blocks for shape in block.all_mixers)
         return {shape.rope for shape in shapes if shape.rope is not None}
 
 
 def _named(shape: MixerShape | ChannelShape) -> dict[str, Any]:
     """A shape as plain values, with what it is: two kinds may have the same fields."""
-    return {"kind": shape.kind} | asdict(shape)  # type: ignore[call-overload,no-any-return]  # all are dataclasses
+    found: dict[str, Any] = {"kind": shape.kind} | asdict(shape)  # type: ignore[call-overload]  # all are dataclasses
+    for field in fields(shape):  # type: ignore[arg-type]
+        if LATER in field.metadata and found[field.name] == field.default:
+            del found[field.name]
+    return found

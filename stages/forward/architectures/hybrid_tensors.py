@@ -3,8 +3,9 @@
 Checkpoints differ in the names of rooms (`Spelling`); inside a room a mixer's tensors have the names of the
 code it comes from. Weights are named as the classes of networks/mixers/ ask for them: those of attention and
 MLP as in a decoder, those of state spaces with "ssm." before them, of latent attention with "latent.", of
-linear attention with "linear.", of short convolutions with "conv.", of experts with "experts.". What a model
-multiplies products by is told as factors of the weights (`Stored.factors`).
+linear attention with "linear.", of short convolutions with "conv.", of experts with "experts.", of a block
+that layers share with "shared.". What a model multiplies products by is told as factors of the weights
+(`Stored.factors`).
 
 Border: names and shapes; never imports torch.
 """
@@ -12,7 +13,7 @@ Border: names and shapes; never imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from .architecture import Stored, Tensors
@@ -26,6 +27,7 @@ from .mixers import (
     MambaShape,
     MixerShape,
     MlpShape,
+    SharedBlockShape,
 )
 
 __all__ = ["Spelling", "hybrid_tensors"]
@@ -41,7 +43,8 @@ class Spelling:
     layer: "{}" for its number. ln1_post, ln2_post: norms that stand behind what they norm. mixer: of every
     mixer but attention. attention_norms, attention_out: of queries and keys; the output projection.
     mlp_parts: gate and up projection (or both as one, or only up), and down projection. correction: of the
-    scores of experts, behind the router's name if it begins with a dot.
+    scores of experts, behind the router's name if it begins with a dot. block, after_block: of a block that
+    layers share; of what is a layer's own behind one.
     """
 
     embed: str = "model.embed_tokens"
@@ -63,6 +66,8 @@ class Spelling:
     correction: str = ".e_score_correction_bias"
     shared: str = ""
     shared_gate: str = ""
+    block: str = "shared_transformer."
+    after_block: str = "mamba_decoder."
 
 
 class _Block(Protocol):
@@ -72,6 +77,8 @@ class _Block(Protocol):
     def channel_mixer(self) -> Any: ...
     @property
     def norms(self) -> str: ...
+    @property
+    def shared(self) -> SharedBlockShape | None: ...
 
 
 class Shapes(Protocol):
@@ -102,9 +109,28 @@ def hybrid_tensors(config: Shapes) -> Tensors:
     tied = c.tie_word_embeddings
     head = outside["embed"].name if tied else "lm_head.weight"
     outside["head"] = Stored(head, table, factors=_all(c.vocab_size, c.logit_factor))
-    copies = {"lm_head.weight": "embed"} if tied else {}
+    copies = {"lm_head.weight": head} if tied else {}
     layers = [dict(_block(c, block)) for block in c.blocks]
-    return Tensors(outside, layers, spelling.layer, copies)
+    repeated, unread = _repeated(c)
+    found = Tensors(outside, layers, spelling.layer, copies | repeated)
+    return replace(found, unread=unread - found.shapes.keys())
+
+
+def _repeated(config: Shapes) -> tuple[dict[str, str], set[str]]:
+    """Of blocks that layers share: what a checkpoint may repeat in the room of each of these layers, as copy
+    -> original; and all that may stand in the room of a layer that shares with none."""
+    copies, whole = {}, set()
+    for layer, block in enumerate(config.blocks):
+        if (shape := block.shared) is None:
+            continue
+        own, source = (config.spelling.layer.format(number) for number in (layer, shape.source))
+        for place in shape.listed:
+            for _, stored in _shared_block(replace(shape, place=place), config.spelling, config.hidden_size):
+                if stored.layer == layer:
+                    whole.add(own + stored.name)
+                elif stored.layer is not None:
+                    copies[own + stored.name] = source + stored.name
+    return copies, whole
 
 
 def _all(rows: int, factor: float) -> Factors:
@@ -122,6 +148,10 @@ def _norm(weight: str, name: str, config: Shapes) -> dict[str, Stored]:
 def _block(config: Shapes, block: _Block) -> Named:
     spelling, hidden = config.spelling, config.hidden_size
     suffix = "_post" if block.norms == "after" else ""
+    if block.shared is not None:
+        yield from _shared_block(block.shared, spelling, hidden)
+        behind = spelling.after_block
+        spelling = replace(spelling, ln1=behind + spelling.ln1, mixer=behind + spelling.mixer)
     if block.mixers:
         yield from _norm(f"ln1{suffix}", getattr(spelling, f"ln1{suffix}"), config).items()
     for shape in block.mixers:
@@ -174,6 +204,43 @@ def _latent_attention(shape: LatentAttentionShape, spelling: Spelling, hidden: i
     yield from _linear("latent.out", f"{room}o_proj", (hidden, shape.heads * shape.value_size), bias=bias)
 
 
+def _shared_block(shape: SharedBlockShape, spelling: Spelling, hidden: int) -> Named:
+    yield from (
+        (weight, replace(stored, name=f"{spelling.block}{stored.name}", layer=shape.source))
+        for weight, stored in _in_shared_block(shape, spelling, hidden)
+    )
+    yield "shared.out", Stored("linear.weight", (hidden, hidden))
+
+
+def _in_shared_block(shape: SharedBlockShape, spelling: Spelling, hidden: int) -> Named:
+    """What layers share, and the maps of low rank that stand in lists beside it, a layer each."""
+    attention, both = shape.attention, 2 * hidden
+    queries = attention.num_attention_heads * attention.head_dim
+    keys = attention.num_kv_heads * attention.head_dim
+    yield "shared.ln", Stored("input_layernorm.weight", (both,))
+    for weight, rows in (("q", queries), ("k", keys), ("v", keys)):
+        yield f"shared.{weight}", Stored(f"{spelling.attention}{weight}_proj.weight", (rows, both))
+        if shape.adapts_attention:
+            name = f"{spelling.attention}linear_{weight}_adapter_list"
+            yield from _low_rank(f"shared.{weight}", name, shape, (rows, both))
+    yield "shared.o", Stored(f"{spelling.attention}o_proj.weight", (hidden, queries))
+    yield "ln2", Stored(f"{spelling.ln2}.weight", (hidden,))
+    for weight, stored in _mlp(shape.mlp, spelling, hidden):
+        yield f"shared.{weight}", stored
+    if shape.rank is not None:
+        size = (2 * shape.mlp.intermediate_size, hidden)
+        name = f"{spelling.mlp}{spelling.mlp_parts[0]}_adapter_list"
+        yield from _low_rank("shared.gate_up", name, shape, size)
+
+
+def _low_rank(weight: str, name: str, shape: SharedBlockShape, size: tuple[int, int]) -> Named:
+    """Two maps whose product is added to a matrix of this size in one layer."""
+    assert shape.rank is not None
+    rows, into = size
+    yield f"{weight}.low_in", Stored(f"{name}.{shape.place}.0.weight", (shape.rank, into))
+    yield f"{weight}.low_out", Stored(f"{name}.{shape.place}.1.weight", (rows, shape.rank))
+
+
 def _convolution(room: str, channels: int, size: int, has_bias: bool) -> Named:
     yield "ssm.conv", Stored(f"{room}conv1d.weight", (channels, 1, size))
     if has_bias:
@@ -184,15 +251,26 @@ def _mamba(shape: MambaShape, spelling: Spelling, hidden: int) -> Named:
     room, channels, bias = spelling.mixer, shape.channels, shape.has_bias
     yield from _linear("ssm.in", f"{room}in_proj", (2 * channels, hidden), bias=bias)
     yield from _convolution(room, channels, shape.conv_size, shape.has_conv_bias)
-    rows = shape.rank + 2 * shape.state_size
-    yield "ssm.select", Stored(f"{room}x_proj.weight", (rows, channels))
-    yield from _linear("ssm.dt", f"{room}dt_proj", (channels, shape.rank), bias=True)
-    yield "ssm.A_log", Stored(f"{room}A_log", (channels, shape.state_size))
-    yield "ssm.D", Stored(f"{room}D", (channels,))
+    yield from _selection(shape, room)
     yield from _linear("ssm.out", f"{room}out_proj", (hidden, channels), bias=bias)
     if shape.norms == "weighted":
         for weight, size in (("dt", shape.rank), ("b", shape.state_size), ("c", shape.state_size)):
             yield f"ssm.{weight}_norm", Stored(f"{room}{weight}_layernorm.weight", (size,))
+
+
+def _selection(shape: MambaShape, room: str) -> Named:
+    """Maps to step sizes, B and C, and what decays are made of; where they lie by group, with an axis of
+    groups, and x and gate of a channel are neighbours in the projection."""
+    channels, rank, keys = shape.channels, shape.rank, shape.state_size
+    groups: tuple[int, ...] = ()
+    dot = "."
+    if shape.layout == "by group":
+        groups, channels, dot = (shape.groups,), channels // shape.groups, "_"
+    yield "ssm.select", Stored(f"{room}x_proj{dot}weight", (*groups, rank + 2 * keys, channels))
+    yield "ssm.dt", Stored(f"{room}dt_proj{dot}weight", (*groups, channels, rank))
+    yield "ssm.dt.bias", Stored(f"{room}dt_proj{dot}bias", (*groups, channels))
+    yield "ssm.A_log", Stored(f"{room}A_log", (*groups, channels, keys))
+    yield "ssm.D", Stored(f"{room}D", (*groups, channels))
 
 
 def _mamba2(shape: Mamba2Shape, spelling: Spelling, hidden: int) -> Named:

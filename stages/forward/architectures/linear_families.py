@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Literal
 
 from ....store.errors import ConfigError
-from .families import Family, read_activation, refuse_unfollowed
+from .families import Family, read_activation
 from .hybrid import Block, HybridConfig
 from .hybrid_families import HybridFamily, TensorShapes, checked, require_silu, rope_of
 from .hybrid_tensors import Spelling
@@ -46,8 +46,7 @@ OF_MIXTRAL = ("w1", "w3", "w2")
 
 def read_linear(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     """The architecture of such a hybrid, as `read_hybrid` in hybrid_families.py."""
-    refuse_unfollowed(reader)
-    return LINEAR[reader.raw["model_type"]].read(reader, shapes)
+    return LINEAR[reader.raw["model_type"]].config(reader, shapes)
 
 
 # -- gated delta nets

@@ -13,6 +13,9 @@ with queries, all of which are of one room, ``linear``: gated delta nets, lightn
 units; ``linear_group`` counts heads that share queries and keys. In latent attention, keys and values of a
 head differ in width, so that it has a room of its own but for scores and pattern.
 
+Where layers share a block of attention and MLP ahead of their own mixer (Zamba), its points are those of any
+attention and MLP, and ``shared``; in such a layer they are met before ln1, which is the mixer's norm.
+
 Three names mean one thing to the Rust library candle-mi, whose strings these are, and another to
 TransformerLens (TL): ``mlp.hook_pre``/``mlp.hook_post`` are the MLP's input and output here, and its pre-
 and post-*activation* in TL (here ``mlp.hook_pre_act``/``mlp.hook_post_act``); TL's
@@ -124,6 +127,10 @@ def _latent(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
     return _recurrent(name, dims, meaning, room="latent")
 
 
+def _shared(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
+    return _recurrent(name, dims, meaning, room="shared")
+
+
 def _conv(name: str, meaning: str) -> HookKind:
     return _recurrent(name, HIDDEN, meaning, room="conv")
 
@@ -143,6 +150,8 @@ KINDS: tuple[HookKind, ...] = (
     ),
     _block("ln1_scale", "ln1.hook_scale", SCALE, "divisor of the pre-attention norm, sqrt(var + eps)"),
     _block("ln1_normalized", "ln1.hook_normalized", HIDDEN, "pre-attention norm before weight and bias"),
+    _shared("scale", SCALE, "divisor of the norm of stream and embedding side by side"),
+    _shared("normalized", ("batch", "position", "shared"), "stream and embedding side by side, normed"),
     _block("attn_gate", "attn.hook_gate", QUERY_HEADS, "what multiplies each head, after its sigmoid", None),
     _block("q", "attn.hook_q", QUERY_HEADS, "queries before rope (after QK-norm where the family has it)"),
     _block("k", "attn.hook_k", KV_HEADS, "keys before rope (after QK-norm where the family has it)"),
@@ -178,6 +187,8 @@ KINDS: tuple[HookKind, ...] = (
         "z W_O per head; sum over heads + bias = attention output before any post-norm",
     ),
     _latent("z", LATENT_VALUES, "pattern-weighted values per head, before the output projection"),
+    _shared("attn_out", HIDDEN, "what attention of a shared block gives, which its MLP alone reads"),
+    _shared("out", HIDDEN, "what a shared block adds to what its layer's mixer reads, not to the stream"),
     _recurrent("r", KEYS, "receptance: what reads the state"),
     _recurrent("kk", KEYS, "RWKV-7: the normalised key whose value is removed"),
     _recurrent("a", KEYS, "RWKV-7: how much of it is removed, in (0, 1)"),
@@ -292,7 +303,7 @@ KINDS: tuple[HookKind, ...] = (
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 _OF_OTHERS = frozenset(
-    kind.name for kind in KINDS if re.search(r"\.(rwkv|ssm|linear|conv|latent)\.", kind.path)
+    kind.name for kind in KINDS if re.search(r"\.(rwkv|ssm|linear|conv|latent|shared)\.", kind.path)
 ) | {
     "pre_norm",
     "attn_gate",
@@ -369,6 +380,8 @@ class HookPoint:
     latent_v, latent_z = _At("latent_v"), _At("latent_z")
     conv_in_gate, conv_out_gate = _At("conv_in_gate"), _At("conv_out_gate")
     conv_x, conv_out = _At("conv_x"), _At("conv_out")
+    shared_scale, shared_normalized = _At("shared_scale"), _At("shared_normalized")
+    shared_attn_out, shared_out = _At("shared_attn_out"), _At("shared_out")
     ln1_post_scale, ln1_post_normalized = _At("ln1_post_scale"), _At("ln1_post_normalized")
     attn_out, resid_mid, ln2_scale = _At("attn_out"), _At("resid_mid"), _At("ln2_scale")
     ln2_normalized, mlp_pre, mlp_pre_act = _At("ln2_normalized"), _At("mlp_pre"), _At("mlp_pre_act")

@@ -30,6 +30,8 @@ HYBRIDS = (
     "lfm2_moe",
     "recurrent_gemma",
     "minimax",
+    "zamba",
+    "zamba2",
 )
 
 GEMMA_NORMS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "recurrent_gemma")
@@ -358,7 +360,59 @@ def _minimax(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def _shared_blocks(rng: random.Random) -> dict[str, Any]:
+    """Of a Zamba of five layers: which of them have a shared block, and sizes of its attention and MLP."""
+    heads, having = rng.choice([1, 2, 4]), rng.sample(range(5), rng.choice([2, 3, 4]))
+    return {
+        "hidden_size": 16,
+        "num_hidden_layers": 5,
+        "layers_block_type": ["hybrid" if i in having else "linear_attention" for i in range(5)],
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": rng.choice([20, 36]),
+        "hidden_act": rng.choice(["gelu", "silu"]),
+        "rms_norm_eps": rng.choice([1e-5, 1e-6]),
+        "max_position_embeddings": CONTEXT,
+        "mamba_d_state": rng.choice([3, 6]),
+        "mamba_d_conv": rng.choice([3, 4]),
+        "mamba_expand": rng.choice([1, 2]),
+    }
+
+
+def _zamba(rng: random.Random) -> dict[str, Any]:
+    found = _shared_blocks(rng)
+    return found | {
+        "hidden_size": 12,
+        "num_key_value_heads": rng.choice([1, found["num_attention_heads"]]),
+        "n_mamba_heads": rng.choice([1, 2, 4]),
+        "mamba_dt_rank": rng.choice(["auto", 3]),
+        "mamba_conv_bias": rng.random() < 0.7,
+        "mamba_proj_bias": rng.random() < 0.5,
+    }
+
+
+def _zamba2(rng: random.Random) -> dict[str, Any]:
+    groups = rng.choice([1, 2])
+    found, adapts = _shared_blocks(rng), rng.random() < 0.6
+    kv = found["num_attention_heads"] if adapts else rng.choice([1, found["num_attention_heads"]])
+    return found | {
+        "num_key_value_heads": kv,
+        "n_mamba_heads": groups * rng.choice([1, 2, 4]),
+        "mamba_ngroups": groups,
+        "num_mem_blocks": rng.choice([1, 2, 3]),
+        "use_shared_attention_adapter": adapts,
+        "adapter_rank": rng.choice([2, 5]),
+        "use_mem_rope": rng.random() < 0.6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rng.choice([10000.0, 500.0])},
+        "add_bias_linear": rng.random() < 0.5,
+        "time_step_min": rng.choice([0.001, 0.3]),
+        "chunk_size": 16,
+    }
+
+
 DRAWS = {
+    "zamba": _zamba,
+    "zamba2": _zamba2,
     "qwen3_next": _qwen_next,
     "qwen3_5_text": _qwen,
     "qwen3_5_moe_text": _qwen_of_experts,

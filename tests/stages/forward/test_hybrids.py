@@ -135,7 +135,7 @@ def convolved(model: Model, cache: Any, layer: int, size: int) -> np.ndarray:
 # Hook points
 
 
-@pytest.mark.parametrize("family", ["mamba", "mamba2", "jamba", "falcon_h1"])
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "jamba", "falcon_h1", "zamba", "zamba2"])
 def test_what_is_read_is_alpha_times_values_and_goes_on_from_the_states(family, tmp_path):
     save_random_hybrid(tmp_path, family, 1)
     model = Model.from_pretrained(tmp_path, dtype="float64")
