@@ -288,7 +288,7 @@ class Architecture(ABC):
     @cached_property
     def read_kind(self) -> str:
         """Kind of hook point of what each head has read of other positions, before it is projected."""
-        return self._first_kind("z", "rwkv_wkv_out", "ssm_out") or "z"
+        return self._first_kind("z", "rwkv_wkv_out", "ssm_out", "linear_out", "mlstm_out") or "z"
 
     @cached_property
     def stream_start(self) -> HookPoint:

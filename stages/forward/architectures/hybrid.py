@@ -106,9 +106,9 @@ class Block:
         """All that it is, as plain values."""
         mixers = [_named(shape) for shape in self.mixers]
         channel_mixer = self.channel_mixer and _named(self.channel_mixer)
-        found = vars(self) | {"mixers": mixers, "channel_mixer": channel_mixer}
-        shared = found.pop("shared")
-        return found if shared is None else found | {"shared": _named(shared)}
+        shared = self.shared and _named(self.shared)
+        found = vars(self) | {"mixers": mixers, "channel_mixer": channel_mixer, "shared": shared}
+        return _without_later(self, found)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ class HybridConfig(Architecture):
     """A model of such layers: everything that decides its numbers besides its weights.
 
     max_position_embeddings: None where nothing bounds the context. logit_factor: what logits are multiplied
-    by before any soft cap. has_wide_stream: whether the stream is float32 in any dtype.
+    by before any soft cap. has_wide_stream: whether the stream is float32 in any dtype. has_norm_bias:
+    whether RMS norms of layers have a bias, too.
     """
 
     kind: ClassVar[str] = "hybrid"
@@ -135,6 +136,7 @@ class HybridConfig(Architecture):
     final_logit_softcapping: float | None = None
     has_wide_stream: bool = False
     tie_word_embeddings: bool = False
+    has_norm_bias: bool = later(False)
 
     def __post_init__(self) -> None:
         for shape in (shape for block in self.blocks for shape in block.shapes):
@@ -155,8 +157,8 @@ class HybridConfig(Architecture):
     def fields(self) -> dict[str, Any]:
         """Every field, as plain values; of equal blocks one, and which of them each layer is."""
         distinct = list(dict.fromkeys(self.blocks))
-        own = {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
-        return own | {
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return _without_later(self, own) | {
             "spelling": asdict(self.spelling),
             "blocks": [block.fields for block in distinct],
             "layers": [distinct.index(block) for block in self.blocks],
@@ -231,8 +233,12 @@ class HybridConfig(Architecture):
 
 def _named(shape: MixerShape | ChannelShape) -> dict[str, Any]:
     """A shape as plain values, with what it is: two kinds may have the same fields."""
-    found: dict[str, Any] = {"kind": shape.kind} | asdict(shape)  # type: ignore[call-overload]  # all are dataclasses
-    for field in fields(shape):  # type: ignore[arg-type]
-        if LATER in field.metadata and found[field.name] == field.default:
-            del found[field.name]
-    return found
+    plain: dict[str, Any] = asdict(shape)  # type: ignore[call-overload]  # all are dataclasses
+    return {"kind": shape.kind} | _without_later(shape, plain)
+
+
+def _without_later(value: Any, plain: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a dataclass as plain values, but for those that came later and are at their default."""
+    left_out = {field.name for field in fields(value) if LATER in field.metadata}
+    usual = {field.name: field.default for field in fields(value)}
+    return {name: each for name, each in plain.items() if name not in left_out or each != usual[name]}

@@ -4,8 +4,8 @@ Checkpoints differ in the names of rooms (`Spelling`); inside a room a mixer's t
 code it comes from. Weights are named as the classes of networks/mixers/ ask for them: those of attention and
 MLP as in a decoder, those of state spaces with "ssm." before them, of latent attention with "latent.", of
 linear attention with "linear.", of short convolutions with "conv.", of experts with "experts.", of a block
-that layers share with "shared.". What a model multiplies products by is told as factors of the weights
-(`Stored.factors`).
+that layers share with "shared.", of an mLSTM with "mlstm.". What a model multiplies products by is told as
+factors of the weights (`Stored.factors`).
 
 Border: names and shapes; never imports torch.
 """
@@ -17,7 +17,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from .architecture import Stored, Tensors
-from .linear_mixers import GatedDeltaShape, LightningShape, LinearUnitShape, ShortConvolutionShape
+from .linear_mixers import (
+    GatedDeltaShape,
+    LightningShape,
+    LinearUnitShape,
+    MlstmShape,
+    ShortConvolutionShape,
+)
 from .mixers import (
     AttentionShape,
     ExpertsShape,
@@ -43,7 +49,8 @@ class Spelling:
     layer: "{}" for its number. ln1_post, ln2_post: norms that stand behind what they norm. mixer: of every
     mixer but attention. attention_norms, attention_out: of queries and keys; the output projection.
     mlp_parts: gate and up projection (or both as one, or only up), and down projection. correction: of the
-    scores of experts, behind the router's name if it begins with a dot. block, after_block: of a block that
+    scores of experts, behind the router's name if it begins with a dot. expert_ending: behind the names of
+    tensors that hold all experts. block, after_block: of a block that
     layers share; of what is a layer's own behind one.
     """
 
@@ -63,6 +70,7 @@ class Spelling:
     experts: str = "feed_forward."
     router: str = "router"
     expert_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    expert_ending: str = ".weight"
     correction: str = ".e_score_correction_bias"
     shared: str = ""
     shared_gate: str = ""
@@ -95,6 +103,8 @@ class Shapes(Protocol):
     @property
     def norm_type(self) -> str: ...
     @property
+    def has_norm_bias(self) -> bool: ...
+    @property
     def logit_factor(self) -> float: ...
     @property
     def tie_word_embeddings(self) -> bool: ...
@@ -105,7 +115,7 @@ def hybrid_tensors(config: Shapes) -> Tensors:
     c, spelling = config, config.spelling
     table = (c.vocab_size, c.hidden_size)
     outside = {"embed": Stored(f"{spelling.embed}.weight", table)}
-    outside |= _norm("final_norm", spelling.final_norm, c)
+    outside |= _norm("final_norm", spelling.final_norm, c, has_bias=c.norm_type == "layer")
     tied = c.tie_word_embeddings
     head = outside["embed"].name if tied else "lm_head.weight"
     outside["head"] = Stored(head, table, factors=_all(c.vocab_size, c.logit_factor))
@@ -138,9 +148,9 @@ def _all(rows: int, factor: float) -> Factors:
     return () if factor == 1 else ((rows, factor),)
 
 
-def _norm(weight: str, name: str, config: Shapes) -> dict[str, Stored]:
+def _norm(weight: str, name: str, config: Shapes, *, has_bias: bool) -> dict[str, Stored]:
     found = {weight: Stored(f"{name}.weight", (config.hidden_size,))}
-    if config.norm_type == "layer":
+    if has_bias:
         found[f"{weight}.bias"] = Stored(f"{name}.bias", (config.hidden_size,))
     return found
 
@@ -148,16 +158,19 @@ def _norm(weight: str, name: str, config: Shapes) -> dict[str, Stored]:
 def _block(config: Shapes, block: _Block) -> Named:
     spelling, hidden = config.spelling, config.hidden_size
     suffix = "_post" if block.norms == "after" else ""
+    biased = config.has_norm_bias or config.norm_type == "layer"
     if block.shared is not None:
         yield from _shared_block(block.shared, spelling, hidden)
         behind = spelling.after_block
         spelling = replace(spelling, ln1=behind + spelling.ln1, mixer=behind + spelling.mixer)
     if block.mixers:
-        yield from _norm(f"ln1{suffix}", getattr(spelling, f"ln1{suffix}"), config).items()
+        name = getattr(spelling, f"ln1{suffix}")
+        yield from _norm(f"ln1{suffix}", name, config, has_bias=biased).items()
     for shape in block.mixers:
         yield from MIXERS[shape.kind](shape, spelling, hidden)
     if block.channel_mixer is not None:
-        yield from _norm(f"ln2{suffix}", getattr(spelling, f"ln2{suffix}"), config).items()
+        name = getattr(spelling, f"ln2{suffix}")
+        yield from _norm(f"ln2{suffix}", name, config, has_bias=biased).items()
         yield from MIXERS[block.channel_mixer.kind](block.channel_mixer, spelling, hidden)
 
 
@@ -326,9 +339,11 @@ def _experts(shape: ExpertsShape, spelling: Spelling, hidden: int) -> Named:
                 yield f"experts.{expert}.{word}", Stored(name, size, factors=factors)
     else:
         both = 2 * inner if shape.is_gated else inner
-        yield "experts.up", Stored(f"{room}{parts[0]}.weight", (shape.count, both, width))
+        ending = spelling.expert_ending
+        yield "experts.up", Stored(f"{room}{parts[0]}{ending}", (shape.count, both, width))
         factors = _all(shape.count, last)
-        yield "experts.down", Stored(f"{room}{parts[1]}.weight", (shape.count, width, inner), factors=factors)
+        down = (shape.count, width, inner)
+        yield "experts.down", Stored(f"{room}{parts[1]}{ending}", down, factors=factors)
     if shape.latent_size:
         into = (shape.latent_size, hidden)
         yield from _linear("experts.into_latent", f"{room}fc1_latent_proj", into, bias=bias)
@@ -414,6 +429,22 @@ def _linear_unit(shape: LinearUnitShape, spelling: Spelling, hidden: int) -> Nam
     yield from _linear("linear.out", f"{room}linear_out", (hidden, width), bias=True)
 
 
+def _mlstm(shape: MlstmShape, spelling: Spelling, hidden: int) -> Named:
+    room, heads, bias, values = spelling.mixer, shape.heads, shape.has_bias, shape.parts[2]
+    if shape.is_fused:
+        yield from _linear("mlstm.qkvo", f"{room}qkv_opreact", (sum(shape.parts), hidden), bias=bias)
+        yield from _linear("mlstm.gates", f"{room}ifgate_preact", (2 * heads, hidden), bias=True)
+    else:
+        for name, width in zip(("q", "k", "v", "ogate_preact"), shape.parts, strict=True):
+            yield from _linear(f"mlstm.{name}", f"{room}{name}", (width, hidden), bias=bias)
+        for name in ("igate_preact", "fgate_preact"):
+            yield from _linear(f"mlstm.{name}", f"{room}{name}", (heads, hidden), bias=True)
+    yield "mlstm.norm", Stored(f"{room}multihead_norm.weight", (values,))
+    if bias:
+        yield "mlstm.norm.bias", Stored(f"{room}multihead_norm.bias", (values,))
+    yield from _linear("mlstm.out", f"{room}out_proj", (hidden, values), bias=bias)
+
+
 def _short_convolution(shape: ShortConvolutionShape, spelling: Spelling, hidden: int) -> Named:
     room, bias = spelling.mixer, shape.has_bias
     yield from _linear("conv.in", f"{room}in_proj", (3 * shape.channels, hidden), bias=bias)
@@ -430,6 +461,7 @@ MIXERS: dict[str, Callable[[Any, Spelling, int], Named]] = {
     GatedDeltaShape.kind: _gated_delta,
     LightningShape.kind: _lightning,
     LinearUnitShape.kind: _linear_unit,
+    MlstmShape.kind: _mlstm,
     ShortConvolutionShape.kind: _short_convolution,
     MambaShape.kind: _mamba,
     Mamba2Shape.kind: _mamba2,

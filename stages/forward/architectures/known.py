@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from .architecture import Architecture
 from .families import FAMILIES, described, read_family
 from .hybrid_families import HYBRIDS, HybridFamily
-from .linear_families import LINEAR
+from .linear_families import LINEAR, WITH_IMAGES
+from .recurrent_families import RECURRENT
 from .rwkv_families import RWKV, read_rwkv
 from .transformer import ConfigReader
 from .zamba_families import ZAMBA
@@ -64,9 +65,10 @@ def _row(model_type: str, examples: str, norm: str, mlp: str, attention: str, he
     return found | {"attention": attention, "head": head}
 
 
+OF_MIXERS = HYBRIDS | LINEAR | WITH_IMAGES | ZAMBA | RECURRENT
 KNOWN: dict[str, KnownFamily] = {
     **{model_type: _transformer(model_type) for model_type in FAMILIES},
     **{model_type: _rwkv(model_type, *told) for model_type, told in RWKV.items()},
-    **{model_type: _hybrid(model_type, family) for model_type, family in (HYBRIDS | LINEAR | ZAMBA).items()},
+    **{model_type: _hybrid(model_type, family) for model_type, family in OF_MIXERS.items()},
 }
 """Every family known by name."""

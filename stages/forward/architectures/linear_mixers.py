@@ -16,7 +16,7 @@ from .architecture import ConvolutionMixer, RecurrentMixer
 from .mixers import MixerShape
 from .transformer import ActivationName
 
-__all__ = ["GatedDeltaShape", "LightningShape", "LinearUnitShape", "ShortConvolutionShape"]
+__all__ = ["GatedDeltaShape", "LightningShape", "LinearUnitShape", "MlstmShape", "ShortConvolutionShape"]
 
 _STATE = (
     *("linear_v", "linear_log_decay", "linear_decay", "linear_write", "linear_state_seq", "linear_state"),
@@ -156,6 +156,63 @@ class LinearUnitShape(_LinearShape):
     def bytes_per_token(self, itemsize: int) -> int:
         """Both branches, and gates, decays and what is read, in float32."""
         return (itemsize * 6 + 4 * 8) * self.channels
+
+
+@dataclass(frozen=True)
+class MlstmShape(MixerShape):
+    """An mLSTM, the matrix memory of xLSTM (Beck et al., xLSTM, 2024, section 2.3; xLSTM 7B, 2025, section
+    3).
+
+    gate_cap: of both gates, c tanh(x / c). eps: added to what is divided by; norm_eps: of the norm of heads.
+    is_fused: whether queries, keys, values and output gates are one projection, and both gates another.
+    """
+
+    kind: ClassVar[str] = "mlstm"
+    points: ClassVar[tuple[str, ...]] = (
+        *("mlstm_gate", "mlstm_q", "mlstm_k", "mlstm_v", "mlstm_input", "mlstm_log_decay", "mlstm_decay"),
+        *("mlstm_write", "mlstm_state_seq", "mlstm_state", "mlstm_alpha_raw", "mlstm_effective_attn"),
+        "mlstm_out",
+    )
+    reaches_later: ClassVar[frozenset[str]] = frozenset(
+        (
+            *("mlstm_k", "mlstm_v", "mlstm_input", "mlstm_log_decay", "mlstm_decay", "mlstm_write"),
+            "mlstm_state_seq",
+        )
+    )
+
+    heads: int
+    key_size: int
+    value_size: int
+    gate_cap: float
+    eps: float
+    norm_eps: float
+    has_bias: bool = False
+    is_fused: bool = False
+
+    @property
+    def fact(self) -> RecurrentMixer:
+        """See `MixerShape`."""
+        return RecurrentMixer("mlstm")
+
+    @property
+    def parts(self) -> tuple[int, int, int, int]:
+        """Channels of queries, keys, values and output gates."""
+        keys, values = self.heads * self.key_size, self.heads * self.value_size
+        return (keys, keys, values, values)
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `MixerShape`."""
+        return {
+            "mlstm_head": self.heads,
+            "mlstm_key": self.key_size,
+            "mlstm_value": self.value_size,
+            "mlstm_cell": self.value_size + 2,
+        }
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Projections; keys, values and what is read, in float32."""
+        return (2 * itemsize + 4 * 3) * sum(self.parts)
 
 
 @dataclass(frozen=True)

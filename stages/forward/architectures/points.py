@@ -13,6 +13,9 @@ with queries, all of which are of one room, ``linear``: gated delta nets, lightn
 units; ``linear_group`` counts heads that share queries and keys. In latent attention, keys and values of a
 head differ in width, so that it has a room of its own but for scores and pattern.
 
+An mLSTM (xLSTM) has a room of its own as well, as what it keeps is wider than its values: ``mlstm_cell``
+counts the columns of values, then the normaliser, then the logarithm of what both are over, in every row.
+
 Where layers share a block of attention and MLP ahead of their own mixer (Zamba), its points are those of any
 attention and MLP, and ``shared``; in such a layer they are met before ln1, which is the mixer's norm.
 
@@ -45,6 +48,8 @@ LATENT_KEYS = ("batch", "head", "position", "latent_key")
 LATENT_VALUES = ("batch", "head", "position", "latent_value")
 SSM_GROUPS = ("batch", "ssm_group", "position", "ssm_key")
 SSM_VALUES = ("batch", "ssm_head", "position", "ssm_value")
+MLSTM_KEYS = ("batch", "mlstm_head", "position", "mlstm_key")
+MLSTM_VALUES = ("batch", "mlstm_head", "position", "mlstm_value")
 LINEAR_GROUPS = ("batch", "linear_group", "position", "linear_key")
 LINEAR_VALUES = ("batch", "linear_head", "position", "linear_value")
 LINEAR_ONE = ("batch", "linear_head", "position", "one")
@@ -121,6 +126,10 @@ def _ssm(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
 
 def _linear(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
     return _recurrent(name, dims, meaning, room="linear")
+
+
+def _mlstm(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
+    return _recurrent(name, dims, meaning, room="mlstm")
 
 
 def _latent(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
@@ -240,6 +249,22 @@ KINDS: tuple[HookKind, ...] = (
         read="v = linear.hook_out",
     ),
     _linear("out", LINEAR_VALUES, "what each head reads of the state, before its norm and the gate"),
+    _mlstm("gate", MLSTM_VALUES, "what multiplies what was read and normed, after its sigmoid"),
+    _mlstm("q", MLSTM_KEYS, "what reads the memory, scaled"),
+    _mlstm("k", MLSTM_KEYS, "keys a value is written under"),
+    _mlstm("v", MLSTM_VALUES, "values: what is written"),
+    _mlstm(
+        "input",
+        ("batch", "mlstm_head", "position", "one"),
+        "input gate i after its soft cap: natural log of how much is written",
+    ),
+    *_states(
+        "mlstm",
+        *("mlstm_head", "mlstm_key", "mlstm_cell", "one"),
+        written="e^i k [v, 1]^T",
+        read="v = mlstm.hook_out",
+    ),
+    _mlstm("out", MLSTM_VALUES, "what each head reads of the memory, over its normaliser, before its norm"),
     _conv("in_gate", "what multiplies a token before it is convolved"),
     _conv("out_gate", "what multiplies what was convolved"),
     _conv("x", "what is convolved: in_gate times its projection"),
@@ -303,7 +328,7 @@ KINDS: tuple[HookKind, ...] = (
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 _OF_OTHERS = frozenset(
-    kind.name for kind in KINDS if re.search(r"\.(rwkv|ssm|linear|conv|latent|shared)\.", kind.path)
+    kind.name for kind in KINDS if re.search(r"\.(rwkv|ssm|linear|mlstm|conv|latent|shared)\.", kind.path)
 ) | {
     "pre_norm",
     "attn_gate",
@@ -315,6 +340,7 @@ _MIXERS = {
     ".rwkv.": "an RWKV mixer",
     ".ssm.": "a state-space mixer",
     ".linear.": "linear attention",
+    ".mlstm.": "an mLSTM",
     ".conv.": "a short convolution",
     ".latent.": "latent attention",
 }
@@ -378,6 +404,11 @@ class HookPoint:
     linear_alpha_raw, linear_effective_attn = _At("linear_alpha_raw"), _At("linear_effective_attn")
     latent_q, latent_c, latent_k = _At("latent_q"), _At("latent_c"), _At("latent_k")
     latent_v, latent_z = _At("latent_v"), _At("latent_z")
+    mlstm_gate, mlstm_q, mlstm_k, mlstm_v = _At("mlstm_gate"), _At("mlstm_q"), _At("mlstm_k"), _At("mlstm_v")
+    mlstm_input, mlstm_log_decay, mlstm_decay = _At("mlstm_input"), _At("mlstm_log_decay"), _At("mlstm_decay")
+    mlstm_write, mlstm_state_seq = _At("mlstm_write"), _At("mlstm_state_seq")
+    mlstm_state, mlstm_out = _At("mlstm_state"), _At("mlstm_out")
+    mlstm_alpha_raw, mlstm_effective_attn = _At("mlstm_alpha_raw"), _At("mlstm_effective_attn")
     conv_in_gate, conv_out_gate = _At("conv_in_gate"), _At("conv_out_gate")
     conv_x, conv_out = _At("conv_x"), _At("conv_out")
     shared_scale, shared_normalized = _At("shared_scale"), _At("shared_normalized")

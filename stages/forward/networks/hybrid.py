@@ -37,6 +37,7 @@ from .mixers.mamba import Mamba
 from .mixers.mamba2 import Mamba2
 from .mixers.mixer import ChannelMixer, LayerTensors, Mixer
 from .mixers.mlp import Mlp
+from .mixers.mlstm import Mlstm
 from .mixers.shared_block import SharedBlock
 from .mixers.short_convolution import ShortConvolution
 from .norms import normalise
@@ -53,6 +54,7 @@ MIXERS: dict[str, Callable[[Any, LayerTensors], Mixer]] = {
     "linear_unit": LinearUnit,
     "mamba": Mamba,
     "mamba2": Mamba2,
+    "mlstm": Mlstm,
     "short_convolution": ShortConvolution,
 }
 CHANNEL_MIXERS: dict[str, Callable[[Any, LayerTensors], ChannelMixer]] = {"mlp": Mlp, "experts": Experts}

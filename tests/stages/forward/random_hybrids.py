@@ -32,6 +32,7 @@ HYBRIDS = (
     "minimax",
     "zamba",
     "zamba2",
+    "xlstm",
 )
 
 GEMMA_NORMS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "recurrent_gemma")
@@ -410,7 +411,29 @@ def _zamba2(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def _xlstm(rng: random.Random) -> dict[str, Any]:
+    heads = rng.choice([1, 2])
+    return {
+        "hidden_size": 16,
+        "num_hidden_layers": rng.choice([2, 3]),
+        "num_heads": heads,
+        "use_bias": rng.random() < 0.5,
+        "qk_dim_factor": rng.choice([0.5, 0.25]),
+        "v_dim_factor": rng.choice([1.0, 0.5]),
+        "ffn_proj_factor": rng.choice([2.667, 1.3]),
+        "ffn_round_up_to_multiple_of": rng.choice([4, 32]),
+        "gate_soft_cap": rng.choice([15.0, 2.0]),
+        "output_logit_soft_cap": rng.choice([30.0, 3.0]),
+        # A head that has read next to nothing is normed all the same: rounding as much as what it read.
+        "norm_eps": rng.choice([1e-3, 1e-4]),
+        "eps": rng.choice([1e-6, 1e-3]),
+        "chunk_size": rng.choice([16, 64]),
+        "use_cache": False,
+    }
+
+
 DRAWS = {
+    "xlstm": _xlstm,
     "zamba": _zamba,
     "zamba2": _zamba2,
     "qwen3_next": _qwen_next,

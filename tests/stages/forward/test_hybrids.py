@@ -51,7 +51,8 @@ def outputs_of(reference: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[to
     def keep(module: Any, inputs: Any, output: Any) -> None:
         streams.append(output[0] if isinstance(output, tuple) else output)
 
-    hooks = [layer.register_forward_hook(keep) for layer in reference.base_model.layers]
+    layers = getattr(reference.base_model, "layers", None) or reference.base_model.blocks
+    hooks = [layer.register_forward_hook(keep) for layer in layers]
     with torch.no_grad():
         logits = reference(ids, use_cache=False).logits
     for hook in hooks:
