@@ -75,7 +75,7 @@ class Block:
         suffix = "_post" if self.norms == "after" else ""
         if self.mixers:
             found += [f"ln1{suffix}_scale", f"ln1{suffix}_normalized", "attn_out"]
-            found += [kind for shape in self.mixers for kind in shape.points]
+            found += [kind for shape in self.mixers for kind in shape.held_points]
         if self.channel_mixer is not None:
             found += [f"ln2{suffix}_scale", f"ln2{suffix}_normalized", "mlp_pre", "mlp_post", "mlp_out"]
             found += self.channel_mixer.points

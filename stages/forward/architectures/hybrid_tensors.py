@@ -20,6 +20,7 @@ from .architecture import Stored, Tensors
 from .linear_mixers import (
     GatedDeltaShape,
     LightningShape,
+    LinearAttentionShape,
     LinearUnitShape,
     MlstmShape,
     ShortConvolutionShape,
@@ -47,11 +48,11 @@ class Spelling:
     """How a checkpoint names its rooms; each of a layer with the dot behind it.
 
     layer: "{}" for its number. ln1_post, ln2_post: norms that stand behind what they norm. mixer: of every
-    mixer but attention. attention_norms, attention_out: of queries and keys; the output projection.
-    mlp_parts: gate and up projection (or both as one, or only up), and down projection. correction: of the
-    scores of experts, behind the router's name if it begins with a dot. expert_ending: behind the names of
-    tensors that hold all experts. block, after_block: of a block that
-    layers share; of what is a layer's own behind one.
+    mixer but attention; mixer_norm: of what it has read. attention_norms, attention_out: of queries and keys;
+    the output projection. mlp_parts: gate and up projection (or both as one, or only up), and down
+    projection. expert_ending: behind the names of tensors that hold all experts. correction: of the scores of
+    experts, behind the router's name if it begins with a dot. block, after_block: of a block that layers
+    share; of what is a layer's own behind one.
     """
 
     embed: str = "model.embed_tokens"
@@ -62,6 +63,7 @@ class Spelling:
     ln1_post: str = "post_attention_layernorm"
     ln2_post: str = "post_feedforward_layernorm"
     mixer: str = "mamba."
+    mixer_norm: str = "norm"
     attention: str = "self_attn."
     attention_norms: tuple[str, str] = ("q_norm", "k_norm")
     attention_out: str = "o_proj"
@@ -391,18 +393,41 @@ def _separate_delta(shape: GatedDeltaShape, spelling: Spelling, hidden: int) -> 
     room, heads = spelling.mixer, shape.heads
     for part, width in zip("qkv", shape.parts, strict=True):
         yield f"linear.{part}", Stored(f"{room}{part}_proj.weight", (width, hidden))
-        yield f"linear.conv.{part}", Stored(f"{room}{part}_conv1d.weight", (width, 1, shape.conv_size))
+        if shape.conv_size:
+            yield f"linear.conv.{part}", Stored(f"{room}{part}_conv1d.weight", (width, 1, shape.conv_size))
     values, decays = shape.parts[2], heads
-    sizes = {"b_proj": (heads, hidden), "a_proj": (heads, hidden), "g_proj": (values, hidden)}
+    sizes = {"b_proj": (heads, hidden)}
+    if shape.decays is not None:
+        sizes["a_proj"] = (heads, hidden)
+    if shape.gate is not None:
+        sizes["g_proj"] = (values, hidden)
     if shape.decays == "key":
         decays, low = heads * shape.key_size, shape.value_size
         sizes = {"b_proj": (heads, hidden), "f_a_proj": (low, hidden), "f_b_proj": (decays, low)}
         sizes |= {"g_a_proj": (low, hidden), "g_b_proj": (values, low)}
     for name, size in sizes.items():
         yield f"linear.{name.removesuffix('_proj')}", Stored(f"{room}{name}.weight", size)
-    yield "linear.A_log", Stored(f"{room}A_log", (1, 1, heads, 1) if shape.decays == "key" else (heads,))
-    yield "linear.dt_bias", Stored(f"{room}dt_bias", (decays,))
+    if shape.decays is not None:
+        yield "linear.A_log", Stored(f"{room}A_log", (1, 1, heads, 1) if shape.decays == "key" else (heads,))
+        yield "linear.dt_bias", Stored(f"{room}dt_bias", (decays,))
     yield "linear.norm", Stored(f"{room}o_norm.weight", (shape.value_size,))
+    yield "linear.out", Stored(f"{room}o_proj.weight", (hidden, values))
+
+
+def _linear_attention(shape: LinearAttentionShape, spelling: Spelling, hidden: int) -> Named:
+    room, values = spelling.mixer, shape.heads * shape.value_size
+    for part, width in zip("qkv", shape.parts, strict=True):
+        yield f"linear.{part}", Stored(f"{room}{part}_proj.weight", (width, hidden))
+        if shape.conv_size:
+            yield f"linear.conv.{part}", Stored(f"{room}{part}_conv1d.weight", (width, 1, shape.conv_size))
+    if shape.decays == "key":
+        rank, keys = shape.decay_rank, shape.parts[1]
+        yield "linear.decay.down", Stored(f"{room}gk_proj.0.weight", (rank, hidden))
+        yield from _linear("linear.decay", f"{room}gk_proj.1", (keys, rank), bias=True)
+    if shape.has_gate:
+        yield "linear.gate", Stored(f"{room}g_proj.weight", (values, hidden))
+    if shape.has_norm_weight:
+        yield "linear.norm", Stored(f"{room}{spelling.mixer_norm}.weight", (shape.value_size,))
     yield "linear.out", Stored(f"{room}o_proj.weight", (hidden, values))
 
 
@@ -460,6 +485,7 @@ MIXERS: dict[str, Callable[[Any, Spelling, int], Named]] = {
     LatentAttentionShape.kind: _latent_attention,
     GatedDeltaShape.kind: _gated_delta,
     LightningShape.kind: _lightning,
+    LinearAttentionShape.kind: _linear_attention,
     LinearUnitShape.kind: _linear_unit,
     MlstmShape.kind: _mlstm,
     ShortConvolutionShape.kind: _short_convolution,

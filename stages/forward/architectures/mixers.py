@@ -61,6 +61,11 @@ class MixerShape(ABC):
     """Those at which a change reaches later positions."""
 
     @property
+    def held_points(self) -> tuple[str, ...]:
+        """`points`, but for those of parts that it does not have."""
+        return self.points
+
+    @property
     @abstractmethod
     def fact(self) -> AttentionMixer | RecurrentMixer | ConvolutionMixer:
         """What others are told of it."""

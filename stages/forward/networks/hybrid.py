@@ -32,6 +32,7 @@ from .mixers.experts import Experts
 from .mixers.gated_delta import GatedDelta
 from .mixers.latent_attention import LatentAttention
 from .mixers.lightning import Lightning
+from .mixers.linear_attention import LinearAttention
 from .mixers.linear_unit import LinearUnit
 from .mixers.mamba import Mamba
 from .mixers.mamba2 import Mamba2
@@ -51,6 +52,7 @@ MIXERS: dict[str, Callable[[Any, LayerTensors], Mixer]] = {
     "gated_delta": GatedDelta,
     "latent_attention": LatentAttention,
     "lightning": Lightning,
+    "linear_attention": LinearAttention,
     "linear_unit": LinearUnit,
     "mamba": Mamba,
     "mamba2": Mamba2,

@@ -6,10 +6,12 @@ drawn so that step sizes, decays, gates and the state all matter, and float32 is
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
+from .literal_fla import MIXERS, LiteralFla
 from .random_models import CONTEXT, VOCAB, save_tokenizer
 
 HYBRIDS = (
@@ -33,6 +35,7 @@ HYBRIDS = (
     "zamba",
     "zamba2",
     "xlstm",
+    *MIXERS,
 )
 
 GEMMA_NORMS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "recurrent_gemma")
@@ -432,7 +435,65 @@ def _xlstm(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def _of_fla(rng: random.Random) -> dict[str, Any]:
+    """What models of flash-linear-attention have in common, some of them with attention in a layer."""
+    attends = {"layers": [rng.randrange(3)], "num_heads": 2, "num_kv_heads": rng.choice([1, 2])}
+    attends |= {"qkv_bias": rng.random() < 0.5, "window_size": rng.choice([None, 5])}
+    attends |= {"rope_theta": rng.choice([10000.0, 500.0])}
+    return {
+        "hidden_size": 16,
+        "num_hidden_layers": 3,
+        "intermediate_size": rng.choice([20, 36]),
+        "norm_eps": rng.choice([1e-3, 1e-4]),  # of heads, too: as for xLSTM
+        "use_short_conv": rng.random() < 0.6,
+        "conv_size": rng.choice([3, 4]),
+        "attn": rng.choice([None, [attends]]),
+    }
+
+
+def _fading(rng: random.Random) -> dict[str, Any]:
+    """Of GLA and RetNet."""
+    heads = rng.choice([1, 2, 4])
+    return _of_fla(rng) | {
+        "num_heads": heads,
+        "num_kv_heads": rng.choice([None, 1, heads]),
+        "expand_k": rng.choice([0.5, 1.0]),
+        "expand_v": rng.choice([1.0, 2.0]),
+        "feature_map": rng.choice([None, None, "relu"]),
+        "use_output_gate": rng.random() < 0.7,
+        "fuse_norm": rng.random() < 0.5,
+        "elementwise_affine": rng.random() < 0.8,
+        "clamp_min": rng.choice([None, -0.05]),
+    }
+
+
+def _delta_net(rng: random.Random) -> dict[str, Any]:
+    return _of_fla(rng) | {
+        "num_heads": rng.choice([1, 2, 4]),
+        "expand_k": rng.choice([0.5, 1.0]),
+        "expand_v": rng.choice([1.0, 2.0]),
+        "use_gate": rng.random() < 0.5,
+        "allow_neg_eigval": rng.random() < 0.5,
+    }
+
+
+def _gated_deltanet(rng: random.Random) -> dict[str, Any]:
+    heads = rng.choice([1, 2])
+    return _of_fla(rng) | {
+        "num_heads": heads,
+        "num_v_heads": rng.choice([None, 2 * heads]),
+        "head_dim": rng.choice([4, 6]),
+        "expand_v": rng.choice([1.0, 1.5, 2.0]),
+        "use_gate": rng.random() < 0.7,
+        "allow_neg_eigval": rng.random() < 0.5,
+    }
+
+
 DRAWS = {
+    "gla": _fading,
+    "retnet": _fading,
+    "delta_net": _delta_net,
+    "gated_deltanet": _gated_deltanet,
     "xlstm": _xlstm,
     "zamba": _zamba,
     "zamba2": _zamba2,
@@ -459,14 +520,12 @@ DRAWS = {
 def save_random_hybrid(
     directory: Path, family: str, seed: int = 0, *, tokenizer: bool = True, **overrides: Any
 ) -> Any:
-    """Write a random model of a family into `directory`; returns the reference model, eager, float32."""
+    """Write a random model of a family into `directory`; returns the reference model, eager, float32. What
+    transformers does not know is written, and computed in float64, by literal_fla.py."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    described = AutoConfig.for_model(family, **(draw(family, seed) | overrides))
-    described._attn_implementation = described._experts_implementation = "eager"
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(described).float().eval()
+    told = draw(family, seed) | overrides
+    model = _literal(family, seed, told) if family in MIXERS else _of_transformers(family, seed, told)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("A_log"):
@@ -484,12 +543,41 @@ def save_random_hybrid(
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.uniform_(-0.2, 0.2)
-    model.save_pretrained(directory)
+    if family in MIXERS:
+        _save_literal(model, directory, {"model_type": family} | told)
+    else:
+        model.save_pretrained(directory)
     if family == "olmo_hybrid":
         _as_released(directory / "model.safetensors", seed)
     if tokenizer:
         save_tokenizer(directory)
-    return model
+    return model.double() if family in MIXERS else model
+
+
+def _of_transformers(family: str, seed: int, told: dict[str, Any]) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    described = AutoConfig.for_model(family, **told)
+    described._attn_implementation = described._experts_implementation = "eager"
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(described).float().eval()
+
+
+def _literal(family: str, seed: int, told: dict[str, Any]) -> Any:
+    import torch
+
+    torch.manual_seed(seed)
+    return LiteralFla({"model_type": family} | told).eval()
+
+
+def _save_literal(model: Any, directory: Path, config: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    held = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(held, directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config))
 
 
 def _as_released(path: Path, seed: int) -> None:

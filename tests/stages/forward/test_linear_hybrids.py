@@ -43,7 +43,7 @@ def test_greedy_tokens_are_those_of_transformers_with_states_kept_or_not(family,
         logprobs = reference(ids, use_cache=False).logits.log_softmax(-1)[:, 6:-1]
     for row, (one, other) in enumerate(zip(anew, kept, strict=True)):
         assert list(one.generated_ids) == logprobs[row].argmax(-1).tolist()
-        expected = logprobs[row, range(20), list(one.generated_ids)]
+        expected = logprobs[row, range(20), list(one.generated_ids)].float()
         for found in (one.logprobs, other.logprobs):
             torch.testing.assert_close(torch.as_tensor(found).float(), expected, atol=1e-4, rtol=0)
 
