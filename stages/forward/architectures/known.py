@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .architecture import Architecture
 from .families import FAMILIES, described, read_family
 from .hybrid_families import HYBRIDS, HybridFamily
-from .linear_families import LINEAR, WITH_IMAGES
+from .linear_families import KIN, LINEAR
 from .recurrent_families import RECURRENT
 from .rwkv_families import RWKV, read_rwkv
 from .transformer import ConfigReader
@@ -65,7 +65,7 @@ def _row(model_type: str, examples: str, norm: str, mlp: str, attention: str, he
     return found | {"attention": attention, "head": head}
 
 
-OF_MIXERS = HYBRIDS | LINEAR | WITH_IMAGES | ZAMBA | RECURRENT
+OF_MIXERS = HYBRIDS | LINEAR | KIN | ZAMBA | RECURRENT
 KNOWN: dict[str, KnownFamily] = {
     **{model_type: _transformer(model_type) for model_type in FAMILIES},
     **{model_type: _rwkv(model_type, *told) for model_type, told in RWKV.items()},

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Literal
 
 from ....store.errors import ConfigError
-from .families import Family, read_activation
+from .families import Family, read_activation, read_rope
 from .hybrid import Block, HybridConfig
 from .hybrid_families import HybridFamily, TensorShapes, checked, require_silu, rope_of
 from .hybrid_tensors import Spelling
@@ -29,7 +29,7 @@ from .mixers import (
 )
 from .transformer import ConfigReader
 
-__all__ = ["LINEAR", "WITH_IMAGES", "either", "read_linear"]
+__all__ = ["KIN", "LINEAR", "either", "read_linear"]
 
 LLAMA = Spelling(
     final_norm="model.norm",
@@ -422,6 +422,38 @@ def _minimax(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     return _config(reader, blocks, spelling, eps=1e-5, context=131072)
 
 
+def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+    """MiniMax-M2, which attends in every layer."""
+    heads = reader.integer("num_attention_heads", 48)
+    head_dim, eps = reader.integer("head_dim", 128), reader.number("rms_norm_eps", 1e-6)
+    context, raw = reader.integer("max_position_embeddings", 196608), reader.raw
+    if reader.has("rotary_dim"):
+        raw = {"partial_rotary_factor": reader.integer("rotary_dim") / head_dim} | raw
+    family = Family(partial_rotary=True, theta=5e6)
+    attention = AttentionShape(
+        heads,
+        reader.integer("num_key_value_heads", 8),
+        head_dim,
+        turning=read_rope(ConfigReader(raw, reader.source), family, head_dim, context),
+        norms="all",
+        qk_norm_eps=eps,
+    )
+    experts = ExpertsShape(
+        reader.integer("num_local_experts", 256),
+        reader.integer("num_experts_per_tok", 8),
+        reader.integer("intermediate_size", 1536),
+        read_activation(reader, Family()),
+        routing="sigmoid",
+        sums_to_one=True,
+        sum_eps=0.0,
+    )
+    blocks = (Block((attention,), experts),) * reader.integer("num_hidden_layers", 62)
+    spelling = replace(
+        LLAMA, experts="block_sparse_moe.", expert_parts=OF_MIXTRAL, correction="e_score_correction_bias"
+    )
+    return _config(reader, blocks, spelling, context=196608)
+
+
 def _alternating(layers: int) -> list[str]:
     return [("full_attention", "linear_attention")[layer % 2] for layer in range(layers)]
 
@@ -547,7 +579,10 @@ LINEAR: dict[str, HybridFamily] = {
     ),
 }
 """Every family of linear attention, gated linear units and short convolutions, by model_type."""
-WITH_IMAGES: dict[str, HybridFamily] = {
+KIN: dict[str, HybridFamily] = {
+    "minimax_m2": HybridFamily(
+        _minimax_m2, "MiniMax-M2", "attention with QK-norm and partial rope", "experts"
+    ),
     "qwen3_5": HybridFamily(
         _qwen_of_images,
         "Qwen3.5, of which the text model runs",
@@ -563,4 +598,5 @@ WITH_IMAGES: dict[str, HybridFamily] = {
         reads_tensors=True,
     ),
 }
-"""Those whose text model is a section of a larger one's config.json, by its model_type."""
+"""Their relatives, by model_type: a later one that attends everywhere; those whose text model is a section of
+a larger one's config.json."""

@@ -35,6 +35,7 @@ HYBRIDS = (
     "zamba",
     "zamba2",
     "xlstm",
+    "minimax_m2",
     *MIXERS,
 )
 
@@ -489,7 +490,19 @@ def _gated_deltanet(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def _minimax_m2(rng: random.Random) -> dict[str, Any]:
+    return _sizes(rng) | {
+        "num_hidden_layers": rng.choice([2, 3]),
+        "head_dim": rng.choice([8, 16]),
+        "num_local_experts": rng.choice([4, 8]),
+        "num_experts_per_tok": rng.choice([1, 2]),
+        "rms_norm_eps": rng.choice([1e-5, 1e-6]),
+        "rotary_dim": rng.choice([4, 8]),
+    }
+
+
 DRAWS = {
+    "minimax_m2": _minimax_m2,
     "gla": _fading,
     "retnet": _fading,
     "delta_net": _delta_net,
