@@ -129,8 +129,8 @@ def _reader(
 
 def _require_everywhere(config: Architecture, part: Component) -> None:
     """Raise ConfigError unless every layer has the part: a stack over layers leaves none out."""
-    matrix = "z" if part == "attention" else "mlp_post_act"
-    having = {point.layer for point in config.hook_points if point.kind == matrix}
+    matrix = "o" if part == "attention" else "down"
+    having = [weights for weights in config.tensors.layers if matrix in weights]
     if len(having) < config.num_layers:
         raise ConfigError(
             f"expected {'attention' if part == 'attention' else 'an MLP'} in every layer of a "

@@ -208,6 +208,7 @@ MODELS_INSIDE = (
     *(f"architectures.{name}" for name in ("transformer", "rwkv", "hybrid", "families", "mixers")),
     *(f"architectures.{family}_{what}" for family in ("rwkv", "hybrid") for what in ("families", "tensors")),
     *(f"architectures.linear_{what}" for what in ("families", "mixers")),
+    *(f"architectures.{name}_families" for name in ("zamba", "recurrent")),
     *(f"networks.{name}" for name in ("attention", "decoder", "rwkv", "hybrid", "mixers", "recurrences")),
     *(f"networks.{name}" for name in ("norms", "rope", "mlp", "scan", "ends", "table", "weights")),
 )

@@ -27,6 +27,7 @@ __all__ = [
     "AttentionMixer",
     "AxisSizes",
     "ConvolutionMixer",
+    "InTurn",
     "Layer",
     "Mixer",
     "NoMixer",
@@ -97,7 +98,21 @@ class SideBySide:
         return None if None in windows else max(window for window in windows if window is not None)
 
 
-Mixer = AttentionMixer | RecurrentMixer | ConvolutionMixer | SideBySide | NoMixer
+@dataclass(frozen=True)
+class InTurn:
+    """Mixers of one layer of which each reads, at every position, what the one before it gives."""
+
+    kind: ClassVar[str] = "in turn"
+    mixers: tuple[AttentionMixer | RecurrentMixer | ConvolutionMixer | SideBySide, ...]
+
+    @property
+    def window(self) -> int | None:
+        """As far as all of them see, one behind the other."""
+        windows = [mixer.window for mixer in self.mixers]
+        return None if None in windows else 1 + sum(window - 1 for window in windows if window is not None)
+
+
+Mixer = AttentionMixer | RecurrentMixer | ConvolutionMixer | SideBySide | InTurn | NoMixer
 
 
 @dataclass(frozen=True)
@@ -130,6 +145,7 @@ class Stored:
     rows: tuple[tuple[str, int], ...] = ()
     is_transposed: bool = False
     factors: tuple[tuple[int, float], ...] = ()
+    layer: int | None = None
 
 
 @dataclass(frozen=True)
@@ -138,31 +154,32 @@ class Tensors:
 
     outside: weight -> tensor; "embed", "final_norm", "final_norm.bias" and "head", which is the embedding's
     where the two are tied. layers: the same of every layer ("q", "o.bias", "ln1", …). prefix: of a layer's
-    tensors, "{}" for its number. copies: names of tensors a checkpoint may hold besides, and the weight each
-    of them must equal.
+    tensors, "{}" for its number. copies: names of tensors a checkpoint may hold besides, and the tensor each
+    of them must equal. unread: names of tensors that come with such a checkpoint, and no layer reads.
     """
 
     outside: Mapping[str, Stored]
     layers: Sequence[Mapping[str, Stored]]
     prefix: str
     copies: Mapping[str, str]
+    unread: Collection[str] = ()
 
     def in_layer(self, layer: int, weight: str) -> str:
         """Name in the checkpoint of a weight of a layer."""
-        return self.prefix.format(layer) + self.layers[layer][weight].name
+        stored = self.layers[layer][weight]
+        return self.prefix.format(layer if stored.layer is None else stored.layer) + stored.name
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor a checkpoint must have, with its shape."""
         found = {stored.name: stored.shape for stored in self.outside.values()}
         for layer, weights in enumerate(self.layers):
-            before = self.prefix.format(layer)
-            found |= {before + stored.name: stored.shape for stored in weights.values()}
+            found |= {self.in_layer(layer, weight): stored.shape for weight, stored in weights.items()}
         return found
 
     def copied(self, names: Collection[str]) -> list[tuple[str, str]]:
         """(copy, original) of the tensors of a checkpoint that must be equal."""
-        return [(name, self.outside[weight].name) for name, weight in self.copies.items() if name in names]
+        return [(copy, original) for copy, original in self.copies.items() if copy in names]
 
     def placed(self, name: str) -> tuple[int | None, str]:
         """(layer, name within it) of any tensor of a checkpoint; (None, name) outside of layers."""
@@ -271,7 +288,7 @@ class Architecture(ABC):
     @cached_property
     def read_kind(self) -> str:
         """Kind of hook point of what each head has read of other positions, before it is projected."""
-        return self._first_kind("z", "rwkv_wkv_out", "ssm_out") or "z"
+        return self._first_kind("z", "rwkv_wkv_out", "ssm_out", "linear_out", "mlstm_out") or "z"
 
     @cached_property
     def stream_start(self) -> HookPoint:
@@ -291,12 +308,16 @@ class Architecture(ABC):
 
 
 def require_tied(copy: str, original: str, same: bool) -> None:
-    """Raise WeightsError for a tied head that comes with a tensor of its own, unless that is the embedding.
+    """Raise WeightsError for a tensor that is said to be another one, unless it is: a tied head, a weight
+    that layers share.
 
     The reference computes with the tensor then, whatever the config says.
     """
     if not same:
+        if copy.startswith(("lm_head.", "head.")):
+            hint = "set tie_word_embeddings to false in config.json if the checkpoint has a head of its own"
+        else:
+            hint = "layers of this family share it, so fetch the checkpoint again"
         raise WeightsError(
-            f"expected {copy} to equal {original}, as config.json ties them, found another matrix; set "
-            "tie_word_embeddings to false in config.json if the checkpoint has a head of its own"
+            f"expected {copy} to equal {original}, as config.json ties them, found another matrix; {hint}"
         )

@@ -66,7 +66,7 @@ def transformer_tensors(config: Shapes) -> Tensors:
         outside["final_norm.bias"] = Stored(f"{FINAL_NORM}.bias", (c.hidden_size,))
     head = Stored(f"{LM_HEAD}.weight", table)
     outside["head"] = outside["embed"] if c.tie_word_embeddings else head
-    copies = {head.name: "embed"} if c.tie_word_embeddings else {}
+    copies = {head.name: outside["embed"].name} if c.tie_word_embeddings else {}
     return Tensors(outside, (_layer(c),) * c.num_layers, LAYER, copies)
 
 

@@ -15,15 +15,15 @@ Axes: as in points.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from ....store.digest import digest
 from ....store.errors import ConfigError
-from .architecture import Architecture, AxisSizes, Layer, Mixer, NoMixer, Reach, SideBySide, Tensors
+from .architecture import Architecture, AxisSizes, InTurn, Layer, Mixer, NoMixer, Reach, SideBySide, Tensors
 from .hybrid_tensors import Spelling, hybrid_tensors
-from .mixers import ChannelShape, MixerShape
+from .mixers import LATER, ChannelShape, MixerShape, SharedBlockShape, later
 from .points import HookPoint
 from .rwkv import UNLIMITED
 from .transformer import RopeConfig
@@ -42,14 +42,16 @@ class Block:
     stream": what is normed is read, and becomes the stream. carried: what the stream is then multiplied by
     where the mixers' and the channel mixer's outputs are added to it. is_parallel: whether the channel mixer,
     too, reads the stream that enters; has_two_norms: whether each then reads it through a norm of its own.
+    shared: what stands ahead of the mixers, and adds to what they read.
     """
 
     mixers: tuple[MixerShape, ...]
     channel_mixer: ChannelShape | None = None
     norms: Literal["before", "after", "around", "of stream"] = "before"
     carried: tuple[float, float] = (1.0, 1.0)
-    is_parallel: bool = False
-    has_two_norms: bool = True
+    is_parallel: bool = later(False)
+    has_two_norms: bool = later(True)
+    shared: SharedBlockShape | None = later(None)
 
     def __post_init__(self) -> None:
         if not self.mixers and self.channel_mixer is None:
@@ -75,7 +77,8 @@ class Block:
         facts = tuple(shape.fact for shape in self.mixers)
         if not facts:
             return NoMixer()
-        return facts[0] if len(facts) == 1 else SideBySide(facts)
+        own = facts[0] if len(facts) == 1 else SideBySide(facts)
+        return own if self.shared is None else InTurn((self.shared.fact, own))
 
     @property
     def facts(self) -> Layer:
@@ -89,17 +92,24 @@ class Block:
         found = ["resid_pre", "resid_post"]
         found += [f"{norm}_{part}" for norm in self.norm_names for part in ("scale", "normalized")]
         if self.mixers:
-            found += ["attn_out", *(kind for shape in self.mixers for kind in shape.points)]
+            found += ["attn_out", *(kind for shape in self.mixers for kind in shape.held_points)]
         if self.channel_mixer is not None:
             found += ["mlp_pre", "mlp_post", "mlp_out", *self.channel_mixer.points]
         if self.mixers and self.channel_mixer is not None and not self.is_parallel:
             found.append("resid_mid")
+        if self.shared is not None:
+            found += self.shared.points
         return tuple(found)
 
     @property
+    def all_mixers(self) -> tuple[MixerShape, ...]:
+        """What mixes positions in it: its mixers, and what stands ahead of them."""
+        return self.mixers if self.shared is None else (self.shared, *self.mixers)
+
+    @property
     def shapes(self) -> Iterator[MixerShape | ChannelShape]:
-        """Its mixers, and its channel mixer."""
-        yield from self.mixers
+        """What mixes positions, and its channel mixer."""
+        yield from self.all_mixers
         if self.channel_mixer is not None:
             yield self.channel_mixer
 
@@ -112,7 +122,9 @@ class Block:
         """All that it is, as plain values."""
         mixers = [_named(shape) for shape in self.mixers]
         channel_mixer = self.channel_mixer and _named(self.channel_mixer)
-        return vars(self) | {"mixers": mixers, "channel_mixer": channel_mixer}
+        shared = self.shared and _named(self.shared)
+        found = vars(self) | {"mixers": mixers, "channel_mixer": channel_mixer, "shared": shared}
+        return _without_later(self, found)
 
 
 @dataclass(frozen=True)
@@ -120,9 +132,10 @@ class HybridConfig(Architecture):
     """A model of such layers: everything that decides its numbers besides its weights.
 
     max_position_embeddings: None where nothing bounds the context. logit_factor: what logits are multiplied
-    by before any soft cap. has_wide_stream: whether the stream is float32 in any dtype. has_norm_bias: of
-    layer norms. rounds_embedding_scale: whether what embeddings are multiplied by is rounded to their dtype.
-    position_rows: of a table of learned positions, 0 for none; first_position: the row of the first one.
+    by before any soft cap. has_wide_stream: whether the stream is float32 in any dtype. norm_biases: which
+    have a bias: layer norms alone, those inside of layers whatever their kind, or none. position_rows: of a
+    table of learned positions, 0 for none; first_position: the row of the first one. rounds_embedding_scale:
+    whether what embeddings are multiplied by is rounded to their dtype.
     """
 
     kind: ClassVar[str] = "hybrid"
@@ -135,16 +148,16 @@ class HybridConfig(Architecture):
     spelling: Spelling
     norm_eps: float
     norm_type: Literal["rms", "gemma_rms", "layer"] = "rms"
-    has_norm_bias: bool = True
     max_position_embeddings: int | None = None
     embedding_scale: float | None = None
-    rounds_embedding_scale: bool = False
+    rounds_embedding_scale: bool = later(False)
     logit_factor: float = 1.0
     final_logit_softcapping: float | None = None
     has_wide_stream: bool = False
-    position_rows: int = 0
-    first_position: int = 0
+    position_rows: int = later(0)
+    first_position: int = later(0)
     tie_word_embeddings: bool = False
+    norm_biases: Literal["of layer norms", "in layers", "none"] = later("of layer norms")
 
     def __post_init__(self) -> None:
         for shape in (shape for block in self.blocks for shape in block.shapes):
@@ -165,8 +178,8 @@ class HybridConfig(Architecture):
     def fields(self) -> dict[str, Any]:
         """Every field, as plain values; of equal blocks one, and which of them each layer is."""
         distinct = list(dict.fromkeys(self.blocks))
-        own = {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
-        return own | {
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return _without_later(self, own) | {
             "spelling": asdict(self.spelling),
             "blocks": [block.fields for block in distinct],
             "layers": [distinct.index(block) for block in self.blocks],
@@ -215,7 +228,7 @@ class HybridConfig(Architecture):
             return "later" if layer < self.num_layers and self.blocks[layer].mixers else "here"
         if point.layer is None:
             return "here"
-        mixers = self.blocks[point.layer].mixers
+        mixers = self.blocks[point.layer].all_mixers
         spreads = mixers and point.kind in _BEFORE_MIXERS
         return "later" if spreads or any(point.kind in shape.reaches_later for shape in mixers) else "here"
 
@@ -235,10 +248,18 @@ class HybridConfig(Architecture):
 
     @property
     def _ropes(self) -> set[RopeConfig]:
-        shapes = (shape for block in self.blocks for shape in block.mixers)
+        shapes = (shape for block in self.blocks for shape in block.all_mixers)
         return {shape.rope for shape in shapes if shape.rope is not None}
 
 
 def _named(shape: MixerShape | ChannelShape) -> dict[str, Any]:
     """A shape as plain values, with what it is: two kinds may have the same fields."""
-    return {"kind": shape.kind} | asdict(shape)  # type: ignore[call-overload,no-any-return]  # all are dataclasses
+    plain: dict[str, Any] = asdict(shape)  # type: ignore[call-overload]  # all are dataclasses
+    return {"kind": shape.kind} | _without_later(shape, plain)
+
+
+def _without_later(value: Any, plain: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a dataclass as plain values, but for those that came later and are at their default."""
+    left_out = {field.name for field in fields(value) if LATER in field.metadata}
+    usual = {field.name: field.default for field in fields(value)}
+    return {name: each for name, each in plain.items() if name not in left_out or each != usual[name]}

@@ -21,7 +21,18 @@ from .hybrid_tensors import Spelling
 from .mixers import AttentionShape, ExpertsShape, Mamba2Shape, MambaShape, MlpShape
 from .transformer import ActivationName, ConfigReader, RopeConfig
 
-__all__ = ["HYBRIDS", "HybridFamily", "checked", "read_hybrid", "require_silu"]
+__all__ = [
+    "HYBRIDS",
+    "HybridFamily",
+    "activation_of",
+    "checked",
+    "expanded",
+    "layer_types_of",
+    "rank_of",
+    "read_hybrid",
+    "require_silu",
+    "rope_of",
+]
 
 TensorShapes = Mapping[str, tuple[int, ...]]
 LAYER_TYPES = {
@@ -62,14 +73,18 @@ class HybridFamily:
     head: str = "untied"
     reads_tensors: bool = False
 
+    def config(self, reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+        """The architecture. shapes: of its tensors by name; empty where its family asks for none.
+
+        Raises ConfigError for a key that is missing, of the wrong type, or asks for what is not followed.
+        """
+        refuse_unfollowed(reader)
+        return self.read(reader, shapes)
+
 
 def read_hybrid(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
-    """The architecture of a hybrid. shapes: of its tensors by name; empty where its family asks for none.
-
-    Raises ConfigError for a key that is missing, of the wrong type, or asks for what is not followed.
-    """
-    refuse_unfollowed(reader)
-    return HYBRIDS[reader.raw["model_type"]].read(reader, shapes)
+    """The architecture of a hybrid, by the row of its model_type."""
+    return HYBRIDS[reader.raw["model_type"]].config(reader, shapes)
 
 
 # -- state spaces alone
@@ -81,10 +96,10 @@ def _mamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     require_silu(reader, "hidden_act")
     is_falcon = reader.raw["model_type"] == "falcon_mamba"
     shape = MambaShape(
-        channels=_expanded(reader, "expand", hidden),
+        channels=expanded(reader, "expand", hidden),
         state_size=reader.integer("state_size", 16),
         conv_size=reader.integer("conv_kernel", 4),
-        rank=_rank(reader, "time_step_rank", hidden),
+        rank=rank_of(reader, "time_step_rank", hidden),
         has_bias=reader.flag("use_bias", False),
         has_conv_bias=reader.flag("use_conv_bias", True),
         norms="plain" if is_falcon else None,
@@ -133,7 +148,7 @@ def _bamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     # The reference turns half of each head, unless rope_parameters says otherwise.
     attention = _attention(reader, rope=rope_of(reader, _head_dim(reader), 262144, share=0.5))
     mamba = _mamba2_of_hybrid(reader)
-    mlp = MlpShape(reader.integer("intermediate_size"), _activation(reader), has_bias=_mlp_bias(reader))
+    mlp = MlpShape(reader.integer("intermediate_size"), activation_of(reader), has_bias=_mlp_bias(reader))
     blocks = tuple(Block((attention if layer in listed else mamba,), mlp) for layer in range(layers))
     return _hybrid(reader, blocks, Spelling(), context=262144)
 
@@ -144,10 +159,10 @@ def _jamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     # It has no rope, and its attention no biases.
     attention = replace(_attention(reader, rope=None), qkv_bias=False, o_bias=False)
     mamba = MambaShape(
-        channels=_expanded(reader, "mamba_expand", hidden),
+        channels=expanded(reader, "mamba_expand", hidden),
         state_size=reader.integer("mamba_d_state", 16),
         conv_size=reader.integer("mamba_d_conv", 4),
-        rank=_rank(reader, "mamba_dt_rank", hidden),
+        rank=rank_of(reader, "mamba_dt_rank", hidden),
         has_bias=reader.flag("mamba_proj_bias", False),
         has_conv_bias=reader.flag("mamba_conv_bias", True),
         norms="weighted",
@@ -171,7 +186,7 @@ def _jamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
 
 
 def _granite(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
-    types = _layer_types(reader, "layer_types", ["mamba"] * reader.integer("num_hidden_layers"))
+    types = layer_types_of(reader, "layer_types", ["mamba"] * reader.integer("num_hidden_layers"))
     position = reader.raw.get("position_embedding_type")
     factor = reader.number("residual_multiplier", 1.0)
     attention = replace(
@@ -184,7 +199,7 @@ def _granite(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         factors=(1.0, 1.0, factor),
     )
     mamba = replace(_mamba2_of_hybrid(reader, eps=1e-6), out_factor=factor)
-    shared, activation = reader.integer("shared_intermediate_size", 1024), _activation(reader)
+    shared, activation = reader.integer("shared_intermediate_size", 1024), activation_of(reader)
     channel_mixer: MlpShape | ExpertsShape = MlpShape(
         shared, activation, is_fused=True, factors=(1.0, factor)
     )
@@ -241,7 +256,7 @@ def _falcon_h1(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     )
     mlp = MlpShape(
         reader.integer("intermediate_size"),
-        _activation(reader),
+        activation_of(reader),
         has_bias=_mlp_bias(reader),
         factors=(of_mlp[0], of_mlp[1]),
     )
@@ -258,7 +273,7 @@ def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     bias, mlp_bias = reader.flag("use_bias", False), _mlp_bias(reader)
     eps, activation = (
         reader.number("layer_norm_epsilon", 1e-5),
-        _activation(reader, "mlp_hidden_act", "relu2"),
+        activation_of(reader, "mlp_hidden_act", "relu2"),
     )
     require_silu(reader, "mamba_hidden_act")
     heads = reader.integer("num_attention_heads", 32)
@@ -316,7 +331,7 @@ def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     pattern = reader.text("hybrid_override_pattern", "")
     letters = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
     usual = [letters.get(letter, letter) for letter in pattern]
-    types = _layer_types(reader, "layers_block_type", usual, known=tuple(found))
+    types = layer_types_of(reader, "layers_block_type", usual, known=tuple(found))
     return HybridConfig(
         model_type=reader.raw["model_type"],
         hidden_size=reader.integer("hidden_size"),
@@ -387,7 +402,7 @@ def _mamba2_of_hybrid(reader: ConfigReader, *, channels: int | None = None, eps:
     """Mamba-2 as hybrids spell its sizes. channels: of all heads, where they are not a multiple of the
     stream's. eps: of norms, where the config does not say."""
     heads, hidden = reader.integer("mamba_n_heads", 128), reader.integer("hidden_size")
-    width = channels or _expanded(reader, "mamba_expand", hidden)
+    width = channels or expanded(reader, "mamba_expand", hidden)
     told = reader.raw.get("mamba_d_head", "auto")
     bias = reader.flag("mamba_proj_bias", False)
     require_silu(reader, "hidden_act")
@@ -413,7 +428,7 @@ def _mamba2_of_hybrid(reader: ConfigReader, *, channels: int | None = None, eps:
 
 def checked(reader: ConfigReader, block: Block) -> Block:
     """The block, unless groups do not divide the heads that share them."""
-    for shape in block.mixers:
+    for shape in block.all_mixers:
         sizes = shape.axis_sizes
         for heads, groups in SHARED:
             if sizes.get(heads, 0) % sizes.get(groups, 1):
@@ -424,12 +439,12 @@ def checked(reader: ConfigReader, block: Block) -> Block:
     return block
 
 
-def _expanded(reader: ConfigReader, key: str, hidden: int) -> int:
+def expanded(reader: ConfigReader, key: str, hidden: int) -> int:
     """Channels inside a mixer."""
     return int(reader.number(key, 2.0) * hidden)
 
 
-def _rank(reader: ConfigReader, key: str, hidden: int) -> int:
+def rank_of(reader: ConfigReader, key: str, hidden: int) -> int:
     """Of the map to step sizes; "auto" is a sixteenth of the stream's width."""
     if reader.raw.get(key, "auto") == "auto":
         return math.ceil(hidden / 16)
@@ -481,7 +496,7 @@ def _numbers(reader: ConfigReader, key: str, count: int) -> tuple[float, ...]:
     return tuple(float(each) for each in found)
 
 
-def _layer_types(
+def layer_types_of(
     reader: ConfigReader, key: str, usual: list[str], known: tuple[str, ...] = ("attention", "mamba")
 ) -> list[str]:
     """What each layer is, whatever year's word says it."""
@@ -502,7 +517,8 @@ def _layer_types(
     return types
 
 
-def _activation(reader: ConfigReader, key: str = "hidden_act", usual: str = "silu") -> ActivationName:
+def activation_of(reader: ConfigReader, key: str = "hidden_act", usual: str = "silu") -> ActivationName:
+    """The activation under a key."""
     name = reader.text(key, usual)
     if name not in ACTIVATIONS:
         raise ConfigError(

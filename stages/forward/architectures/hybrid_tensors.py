@@ -3,8 +3,9 @@
 Checkpoints differ in the names of rooms (`Spelling`); inside a room a mixer's tensors have the names of the
 code it comes from. Weights are named as the classes of networks/mixers/ ask for them: those of attention and
 MLP as in a decoder, those of state spaces with "ssm." before them, of latent attention with "latent.", of
-linear attention with "linear.", of short convolutions with "conv.", of experts with "experts.". What a model
-multiplies products by is told as factors of the weights (`Stored.factors`).
+linear attention with "linear.", of short convolutions with "conv.", of experts with "experts.", of a block
+that layers share with "shared.", of an mLSTM with "mlstm.". What a model multiplies products by is told as
+factors of the weights (`Stored.factors`).
 
 Border: names and shapes; never imports torch.
 """
@@ -12,11 +13,18 @@ Border: names and shapes; never imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from .architecture import Stored, Tensors
-from .linear_mixers import GatedDeltaShape, LightningShape, LinearUnitShape, ShortConvolutionShape
+from .linear_mixers import (
+    GatedDeltaShape,
+    LightningShape,
+    LinearAttentionShape,
+    LinearUnitShape,
+    MlstmShape,
+    ShortConvolutionShape,
+)
 from .mixers import (
     AttentionShape,
     ExpertsShape,
@@ -26,6 +34,7 @@ from .mixers import (
     MambaShape,
     MixerShape,
     MlpShape,
+    SharedBlockShape,
 )
 
 __all__ = ["Spelling", "hybrid_tensors"]
@@ -39,11 +48,13 @@ class Spelling:
     """How a checkpoint names its rooms; each of a layer with the dot behind it.
 
     head, positions: the LM head, learned positions. layer: "{}" for its number. ln1_post, ln2_post: norms
-    that stand behind what they norm. mixer: of every mixer but attention. attention_norms: of queries and
-    keys. attention_in, attention_out: queries, keys and values as one, and the output projection.
-    mlp_parts: gate and up projection (or both as one, or only up), and down projection. correction: of
-    the scores of experts, behind the router's name if it begins with a dot. is_transposed: whether
-    matrices of attention and MLP are kept as [in, out].
+    that stand behind what they norm. mixer: of every mixer but attention; mixer_norm: of what it has read.
+    attention_norms: of queries and keys. attention_in, attention_out: queries, keys and values as one, and
+    the output projection. mlp_parts: gate and up projection (or both as one, or only up), and down
+    projection. expert_ending: behind the names of tensors that hold all experts. correction: of the scores of
+    experts, behind the router's name if it begins with a dot. block, after_block: of a block that layers
+    share; of what is a layer's own behind one. is_transposed: whether matrices of attention and MLP are kept
+    as [in, out].
     """
 
     embed: str = "model.embed_tokens"
@@ -56,6 +67,7 @@ class Spelling:
     ln1_post: str = "post_attention_layernorm"
     ln2_post: str = "post_feedforward_layernorm"
     mixer: str = "mamba."
+    mixer_norm: str = "norm"
     attention: str = "self_attn."
     attention_norms: tuple[str, str] = ("q_norm", "k_norm")
     attention_out: str = "o_proj"
@@ -65,10 +77,13 @@ class Spelling:
     experts: str = "feed_forward."
     router: str = "router"
     expert_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    expert_ending: str = ".weight"
     correction: str = ".e_score_correction_bias"
     shared: str = ""
     shared_gate: str = ""
     is_transposed: bool = False
+    block: str = "shared_transformer."
+    after_block: str = "mamba_decoder."
 
 
 class _Block(Protocol):
@@ -78,6 +93,8 @@ class _Block(Protocol):
     def channel_mixer(self) -> Any: ...
     @property
     def norm_names(self) -> Sequence[str]: ...
+    @property
+    def shared(self) -> SharedBlockShape | None: ...
 
 
 class Shapes(Protocol):
@@ -94,7 +111,7 @@ class Shapes(Protocol):
     @property
     def norm_type(self) -> str: ...
     @property
-    def has_norm_bias(self) -> bool: ...
+    def norm_biases(self) -> str: ...
     @property
     def logit_factor(self) -> float: ...
     @property
@@ -108,16 +125,35 @@ def hybrid_tensors(config: Shapes) -> Tensors:
     c, spelling = config, config.spelling
     table = (c.vocab_size, c.hidden_size)
     outside = {"embed": Stored(f"{spelling.embed}.weight", table)}
-    outside |= _norm("final_norm", spelling.final_norm, c)
+    outside |= _norm("final_norm", spelling.final_norm, c, has_bias=_has_biased_norms(c))
     tied = c.tie_word_embeddings
     own = f"{spelling.head}.weight"
     head = outside["embed"].name if tied else own
     outside["head"] = Stored(head, table, factors=_all(c.vocab_size, c.logit_factor))
     if c.position_rows:
         outside["positions"] = Stored(f"{spelling.positions}.weight", (c.position_rows, c.hidden_size))
-    copies = {own: "embed"} if tied else {}
+    copies = {own: head} if tied else {}
     layers = [dict(_block(c, block)) for block in c.blocks]
-    return Tensors(outside, layers, spelling.layer, copies)
+    repeated, unread = _repeated(c)
+    found = Tensors(outside, layers, spelling.layer, copies | repeated)
+    return replace(found, unread=unread - found.shapes.keys())
+
+
+def _repeated(config: Shapes) -> tuple[dict[str, str], set[str]]:
+    """Of blocks that layers share: what a checkpoint may repeat in the room of each of these layers, as copy
+    -> original; and all that may stand in the room of a layer that shares with none."""
+    copies, whole = {}, set()
+    for layer, block in enumerate(config.blocks):
+        if (shape := block.shared) is None:
+            continue
+        own, source = (config.spelling.layer.format(number) for number in (layer, shape.source))
+        for place in shape.listed:
+            for _, stored in _shared_block(replace(shape, place=place), config.spelling, config.hidden_size):
+                if stored.layer == layer:
+                    whole.add(own + stored.name)
+                elif stored.layer is not None:
+                    copies[own + stored.name] = source + stored.name
+    return copies, whole
 
 
 def _all(rows: int, factor: float) -> Factors:
@@ -125,17 +161,27 @@ def _all(rows: int, factor: float) -> Factors:
     return () if factor == 1 else ((rows, factor),)
 
 
-def _norm(weight: str, name: str, config: Shapes) -> dict[str, Stored]:
+def _has_biased_norms(config: Shapes) -> bool:
+    """Whether they are layer norms with a bias."""
+    return config.norm_type == "layer" and config.norm_biases != "none"
+
+
+def _norm(weight: str, name: str, config: Shapes, *, has_bias: bool) -> dict[str, Stored]:
     found = {weight: Stored(f"{name}.weight", (config.hidden_size,))}
-    if config.norm_type == "layer" and config.has_norm_bias:
+    if has_bias:
         found[f"{weight}.bias"] = Stored(f"{name}.bias", (config.hidden_size,))
     return found
 
 
 def _block(config: Shapes, block: _Block) -> Named:
     spelling, hidden = config.spelling, config.hidden_size
+    if block.shared is not None:
+        yield from _shared_block(block.shared, spelling, hidden)
+        behind = spelling.after_block
+        spelling = replace(spelling, ln1=behind + spelling.ln1, mixer=behind + spelling.mixer)
+    biased = config.norm_biases == "in layers" or _has_biased_norms(config)
     for name in block.norm_names:
-        yield from _norm(name, getattr(spelling, name), config).items()
+        yield from _norm(name, getattr(spelling, name), config, has_bias=biased).items()
     for shape in block.mixers:
         yield from MIXERS[shape.kind](shape, spelling, hidden)
     if block.channel_mixer is not None:
@@ -200,6 +246,43 @@ def _latent_attention(shape: LatentAttentionShape, spelling: Spelling, hidden: i
     yield from _linear("latent.out", f"{room}o_proj", (hidden, shape.heads * shape.value_size), bias=bias)
 
 
+def _shared_block(shape: SharedBlockShape, spelling: Spelling, hidden: int) -> Named:
+    yield from (
+        (weight, replace(stored, name=f"{spelling.block}{stored.name}", layer=shape.source))
+        for weight, stored in _in_shared_block(shape, spelling, hidden)
+    )
+    yield "shared.out", Stored("linear.weight", (hidden, hidden))
+
+
+def _in_shared_block(shape: SharedBlockShape, spelling: Spelling, hidden: int) -> Named:
+    """What layers share, and the maps of low rank that stand in lists beside it, a layer each."""
+    attention, both = shape.attention, 2 * hidden
+    queries = attention.num_attention_heads * attention.head_dim
+    keys = attention.num_kv_heads * attention.head_dim
+    yield "shared.ln", Stored("input_layernorm.weight", (both,))
+    for weight, rows in (("q", queries), ("k", keys), ("v", keys)):
+        yield f"shared.{weight}", Stored(f"{spelling.attention}{weight}_proj.weight", (rows, both))
+        if shape.adapts_attention:
+            name = f"{spelling.attention}linear_{weight}_adapter_list"
+            yield from _low_rank(f"shared.{weight}", name, shape, (rows, both))
+    yield "shared.o", Stored(f"{spelling.attention}o_proj.weight", (hidden, queries))
+    yield "ln2", Stored(f"{spelling.ln2}.weight", (hidden,))
+    for weight, stored in _mlp(shape.mlp, spelling, hidden):
+        yield f"shared.{weight}", stored
+    if shape.rank is not None:
+        size = (2 * shape.mlp.intermediate_size, hidden)
+        name = f"{spelling.mlp}{spelling.mlp_parts[0]}_adapter_list"
+        yield from _low_rank("shared.gate_up", name, shape, size)
+
+
+def _low_rank(weight: str, name: str, shape: SharedBlockShape, size: tuple[int, int]) -> Named:
+    """Two maps whose product is added to a matrix of this size in one layer."""
+    assert shape.rank is not None
+    rows, into = size
+    yield f"{weight}.low_in", Stored(f"{name}.{shape.place}.0.weight", (shape.rank, into))
+    yield f"{weight}.low_out", Stored(f"{name}.{shape.place}.1.weight", (rows, shape.rank))
+
+
 def _convolution(room: str, channels: int, size: int, has_bias: bool) -> Named:
     yield "ssm.conv", Stored(f"{room}conv1d.weight", (channels, 1, size))
     if has_bias:
@@ -210,15 +293,26 @@ def _mamba(shape: MambaShape, spelling: Spelling, hidden: int) -> Named:
     room, channels, bias = spelling.mixer, shape.channels, shape.has_bias
     yield from _linear("ssm.in", f"{room}in_proj", (2 * channels, hidden), bias=bias)
     yield from _convolution(room, channels, shape.conv_size, shape.has_conv_bias)
-    rows = shape.rank + 2 * shape.state_size
-    yield "ssm.select", Stored(f"{room}x_proj.weight", (rows, channels))
-    yield from _linear("ssm.dt", f"{room}dt_proj", (channels, shape.rank), bias=True)
-    yield "ssm.A_log", Stored(f"{room}A_log", (channels, shape.state_size))
-    yield "ssm.D", Stored(f"{room}D", (channels,))
+    yield from _selection(shape, room)
     yield from _linear("ssm.out", f"{room}out_proj", (hidden, channels), bias=bias)
     if shape.norms == "weighted":
         for weight, size in (("dt", shape.rank), ("b", shape.state_size), ("c", shape.state_size)):
             yield f"ssm.{weight}_norm", Stored(f"{room}{weight}_layernorm.weight", (size,))
+
+
+def _selection(shape: MambaShape, room: str) -> Named:
+    """Maps to step sizes, B and C, and what decays are made of; where they lie by group, with an axis of
+    groups, and x and gate of a channel are neighbours in the projection."""
+    channels, rank, keys = shape.channels, shape.rank, shape.state_size
+    groups: tuple[int, ...] = ()
+    dot = "."
+    if shape.layout == "by group":
+        groups, channels, dot = (shape.groups,), channels // shape.groups, "_"
+    yield "ssm.select", Stored(f"{room}x_proj{dot}weight", (*groups, rank + 2 * keys, channels))
+    yield "ssm.dt", Stored(f"{room}dt_proj{dot}weight", (*groups, channels, rank))
+    yield "ssm.dt.bias", Stored(f"{room}dt_proj{dot}bias", (*groups, channels))
+    yield "ssm.A_log", Stored(f"{room}A_log", (*groups, channels, keys))
+    yield "ssm.D", Stored(f"{room}D", (*groups, channels))
 
 
 def _mamba2(shape: Mamba2Shape, spelling: Spelling, hidden: int) -> Named:
@@ -278,9 +372,11 @@ def _experts(shape: ExpertsShape, spelling: Spelling, hidden: int) -> Named:
                 yield f"experts.{expert}.{word}", Stored(name, size, factors=factors)
     else:
         both = 2 * inner if shape.is_gated else inner
-        yield "experts.up", Stored(f"{room}{parts[0]}.weight", (shape.count, both, width))
+        ending = spelling.expert_ending
+        yield "experts.up", Stored(f"{room}{parts[0]}{ending}", (shape.count, both, width))
         factors = _all(shape.count, last)
-        yield "experts.down", Stored(f"{room}{parts[1]}.weight", (shape.count, width, inner), factors=factors)
+        down = (shape.count, width, inner)
+        yield "experts.down", Stored(f"{room}{parts[1]}{ending}", down, factors=factors)
     if shape.latent_size:
         into = (shape.latent_size, hidden)
         yield from _linear("experts.into_latent", f"{room}fc1_latent_proj", into, bias=bias)
@@ -328,18 +424,41 @@ def _separate_delta(shape: GatedDeltaShape, spelling: Spelling, hidden: int) -> 
     room, heads = spelling.mixer, shape.heads
     for part, width in zip("qkv", shape.parts, strict=True):
         yield f"linear.{part}", Stored(f"{room}{part}_proj.weight", (width, hidden))
-        yield f"linear.conv.{part}", Stored(f"{room}{part}_conv1d.weight", (width, 1, shape.conv_size))
+        if shape.conv_size:
+            yield f"linear.conv.{part}", Stored(f"{room}{part}_conv1d.weight", (width, 1, shape.conv_size))
     values, decays = shape.parts[2], heads
-    sizes = {"b_proj": (heads, hidden), "a_proj": (heads, hidden), "g_proj": (values, hidden)}
+    sizes = {"b_proj": (heads, hidden)}
+    if shape.decays is not None:
+        sizes["a_proj"] = (heads, hidden)
+    if shape.gate is not None:
+        sizes["g_proj"] = (values, hidden)
     if shape.decays == "key":
         decays, low = heads * shape.key_size, shape.value_size
         sizes = {"b_proj": (heads, hidden), "f_a_proj": (low, hidden), "f_b_proj": (decays, low)}
         sizes |= {"g_a_proj": (low, hidden), "g_b_proj": (values, low)}
     for name, size in sizes.items():
         yield f"linear.{name.removesuffix('_proj')}", Stored(f"{room}{name}.weight", size)
-    yield "linear.A_log", Stored(f"{room}A_log", (1, 1, heads, 1) if shape.decays == "key" else (heads,))
-    yield "linear.dt_bias", Stored(f"{room}dt_bias", (decays,))
+    if shape.decays is not None:
+        yield "linear.A_log", Stored(f"{room}A_log", (1, 1, heads, 1) if shape.decays == "key" else (heads,))
+        yield "linear.dt_bias", Stored(f"{room}dt_bias", (decays,))
     yield "linear.norm", Stored(f"{room}o_norm.weight", (shape.value_size,))
+    yield "linear.out", Stored(f"{room}o_proj.weight", (hidden, values))
+
+
+def _linear_attention(shape: LinearAttentionShape, spelling: Spelling, hidden: int) -> Named:
+    room, values = spelling.mixer, shape.heads * shape.value_size
+    for part, width in zip("qkv", shape.parts, strict=True):
+        yield f"linear.{part}", Stored(f"{room}{part}_proj.weight", (width, hidden))
+        if shape.conv_size:
+            yield f"linear.conv.{part}", Stored(f"{room}{part}_conv1d.weight", (width, 1, shape.conv_size))
+    if shape.decays == "key":
+        rank, keys = shape.decay_rank, shape.parts[1]
+        yield "linear.decay.down", Stored(f"{room}gk_proj.0.weight", (rank, hidden))
+        yield from _linear("linear.decay", f"{room}gk_proj.1", (keys, rank), bias=True)
+    if shape.has_gate:
+        yield "linear.gate", Stored(f"{room}g_proj.weight", (values, hidden))
+    if shape.has_norm_weight:
+        yield "linear.norm", Stored(f"{room}{spelling.mixer_norm}.weight", (shape.value_size,))
     yield "linear.out", Stored(f"{room}o_proj.weight", (hidden, values))
 
 
@@ -366,6 +485,22 @@ def _linear_unit(shape: LinearUnitShape, spelling: Spelling, hidden: int) -> Nam
     yield from _linear("linear.out", f"{room}linear_out", (hidden, width), bias=True)
 
 
+def _mlstm(shape: MlstmShape, spelling: Spelling, hidden: int) -> Named:
+    room, heads, bias, values = spelling.mixer, shape.heads, shape.has_bias, shape.parts[2]
+    if shape.is_fused:
+        yield from _linear("mlstm.qkvo", f"{room}qkv_opreact", (sum(shape.parts), hidden), bias=bias)
+        yield from _linear("mlstm.gates", f"{room}ifgate_preact", (2 * heads, hidden), bias=True)
+    else:
+        for name, width in zip(("q", "k", "v", "ogate_preact"), shape.parts, strict=True):
+            yield from _linear(f"mlstm.{name}", f"{room}{name}", (width, hidden), bias=bias)
+        for name in ("igate_preact", "fgate_preact"):
+            yield from _linear(f"mlstm.{name}", f"{room}{name}", (heads, hidden), bias=True)
+    yield "mlstm.norm", Stored(f"{room}multihead_norm.weight", (values,))
+    if bias:
+        yield "mlstm.norm.bias", Stored(f"{room}multihead_norm.bias", (values,))
+    yield from _linear("mlstm.out", f"{room}out_proj", (hidden, values), bias=bias)
+
+
 def _short_convolution(shape: ShortConvolutionShape, spelling: Spelling, hidden: int) -> Named:
     room, bias = spelling.mixer, shape.has_bias
     yield from _linear("conv.in", f"{room}in_proj", (3 * shape.channels, hidden), bias=bias)
@@ -381,7 +516,9 @@ MIXERS: dict[str, Callable[[Any, Spelling, int], Named]] = {
     LatentAttentionShape.kind: _latent_attention,
     GatedDeltaShape.kind: _gated_delta,
     LightningShape.kind: _lightning,
+    LinearAttentionShape.kind: _linear_attention,
     LinearUnitShape.kind: _linear_unit,
+    MlstmShape.kind: _mlstm,
     ShortConvolutionShape.kind: _short_convolution,
     MambaShape.kind: _mamba,
     Mamba2Shape.kind: _mamba2,

@@ -1,7 +1,7 @@
 """Every family that is known by name: model_type -> how its config.json is read, and how it is described.
 
 The one table of families, of all kinds of architecture; which kind a family is, nobody outside asks. A family
-is listed in the table of its kind (families.py, rwkv_families.py, hybrid_families.py, linear_families.py).
+is listed in the table of its kind (families.py, and the other …_families.py).
 
 Border: never imports torch.
 """
@@ -15,10 +15,12 @@ from .architecture import Architecture
 from .attending.families import ATTENDING
 from .attending.reading import described_attending, read_attending
 from .families import FAMILIES, described, read_family
-from .hybrid_families import HYBRIDS, HybridFamily, read_hybrid
-from .linear_families import LINEAR, read_linear
+from .hybrid_families import HYBRIDS, HybridFamily
+from .linear_families import KIN, LINEAR
+from .recurrent_families import RECURRENT
 from .rwkv_families import RWKV, read_rwkv
 from .transformer import ConfigReader
+from .zamba_families import ZAMBA
 
 __all__ = ["KNOWN", "KnownFamily"]
 
@@ -67,8 +69,7 @@ def _rwkv(model_type: str, generation: int, examples: str) -> KnownFamily:
 
 def _hybrid(model_type: str, family: HybridFamily) -> KnownFamily:
     row = _row(model_type, family.examples, "RMS", family.mlp, family.mixers, family.head)
-    read = read_linear if model_type in LINEAR else read_hybrid
-    return KnownFamily(read, row, family.reads_tensors)
+    return KnownFamily(family.config, row, family.reads_tensors)
 
 
 def _row(model_type: str, examples: str, norm: str, mlp: str, attention: str, head: str) -> dict[str, str]:
@@ -77,10 +78,11 @@ def _row(model_type: str, examples: str, norm: str, mlp: str, attention: str, he
     return found | {"attention": attention, "head": head}
 
 
+OF_MIXERS = HYBRIDS | LINEAR | KIN | ZAMBA | RECURRENT
 KNOWN: dict[str, KnownFamily] = {
     **{model_type: _transformer(model_type) for model_type in FAMILIES},
     **{model_type: _attending(model_type) for model_type in ATTENDING},
     **{model_type: _rwkv(model_type, *told) for model_type, told in RWKV.items()},
-    **{model_type: _hybrid(model_type, family) for model_type, family in (HYBRIDS | LINEAR).items()},
+    **{model_type: _hybrid(model_type, family) for model_type, family in OF_MIXERS.items()},
 }
 """Every family known by name."""

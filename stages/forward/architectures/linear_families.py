@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Literal
 
 from ....store.errors import ConfigError
-from .families import Family, read_activation, refuse_unfollowed
+from .families import Family, read_activation, read_rope
 from .hybrid import Block, HybridConfig
 from .hybrid_families import HybridFamily, TensorShapes, checked, require_silu, rope_of
 from .hybrid_tensors import Spelling
@@ -29,7 +29,7 @@ from .mixers import (
 )
 from .transformer import ConfigReader
 
-__all__ = ["LINEAR", "read_linear"]
+__all__ = ["KIN", "LINEAR", "either", "read_linear"]
 
 LLAMA = Spelling(
     final_norm="model.norm",
@@ -46,8 +46,7 @@ OF_MIXTRAL = ("w1", "w3", "w2")
 
 def read_linear(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     """The architecture of such a hybrid, as `read_hybrid` in hybrid_families.py."""
-    refuse_unfollowed(reader)
-    return LINEAR[reader.raw["model_type"]].read(reader, shapes)
+    return LINEAR[reader.raw["model_type"]].config(reader, shapes)
 
 
 # -- gated delta nets
@@ -73,12 +72,17 @@ def _qwen(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     delta = _gated_delta(reader, "by group" if model_type == "qwen3_next" else "by part", eps)
     layers = reader.integer("num_hidden_layers")
     types = _layer_types(reader, _every(reader.integer("full_attention_interval", 4), layers))
-    blocks = tuple(
-        Block((attention if kind == "full_attention" else delta,), _of_qwen(reader, layer))
-        for layer, kind in enumerate(types)
-    )
     nested = "model.language_model."
     root = nested if any(name.startswith(nested) for name in shapes) else "model."
+    # Released checkpoints have all experts in one tensor; transformers writes each by itself.
+    ending = ".mlp.experts.gate_up_proj"
+    is_listed = not any(name.startswith(f"{root}layers.") and name.endswith(ending) for name in shapes)
+    blocks = tuple(
+        Block(
+            (attention if kind == "full_attention" else delta,), _of_qwen(reader, layer, is_listed=is_listed)
+        )
+        for layer, kind in enumerate(types)
+    )
     spelling = replace(
         LLAMA,
         embed=f"{root}embed_tokens",
@@ -87,10 +91,27 @@ def _qwen(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         shared="mlp.shared_expert.",
         shared_gate="shared_expert_gate",
     )
+    if not is_listed:
+        parts = ("experts.gate_up_proj", "experts.down_proj")
+        spelling = replace(spelling, expert_parts=parts, expert_ending="")
     return replace(_config(reader, blocks, spelling, context=32768), norm_type="gemma_rms")
 
 
-def _of_qwen(reader: ConfigReader, layer: int) -> ChannelShape:
+def _qwen_of_images(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+    """The text model of a Qwen3.5 that reads images, too: a section of its config.json."""
+    text = reader.mapping("text_config")
+    model_type = f"{reader.raw['model_type']}_text"
+    told = [raw.get("tie_word_embeddings") for raw in (reader.raw, text)]
+    flags = {flag for flag in told if flag is not None}
+    # The reference asks the one or the other, by which of its classes reads the files.
+    tied = flags.pop() if len(flags) == 1 else bool(flags) and "lm_head.weight" not in shapes
+    section = ConfigReader(
+        text | {"model_type": model_type, "tie_word_embeddings": tied}, f"{reader.source}: text_config"
+    )
+    return _qwen(section, shapes)
+
+
+def _of_qwen(reader: ConfigReader, layer: int, *, is_listed: bool) -> ChannelShape:
     """A layer's MLP or experts."""
     usual = {"qwen3_next": 512, "qwen3_5_moe_text": 256}.get(reader.raw["model_type"], 0)
     count = reader.integer("num_experts", usual, least=0) if usual else 0
@@ -108,6 +129,7 @@ def _of_qwen(reader: ConfigReader, layer: int) -> ChannelShape:
         routing="softmax of chosen" if sums else "chosen of softmax",
         shared_size=reader.integer("shared_expert_intermediate_size", 512),
         has_shared_gate=True,
+        is_listed=is_listed,
     )
 
 
@@ -211,7 +233,7 @@ def _kimi(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         expert_parts=OF_MIXTRAL,
         shared="block_sparse_moe.shared_experts.",
     )
-    context = _either(reader, "model_max_length", "max_position_embeddings", 1048576)
+    context = either(reader, "model_max_length", "max_position_embeddings", 1048576)
     found = _config(reader, blocks, spelling, eps=1e-5, context=None)
     return replace(found, max_position_embeddings=context)
 
@@ -219,20 +241,20 @@ def _kimi(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
 def _of_kimi(reader: ConfigReader) -> ExpertsShape:
     inner = reader.integer("moe_intermediate_size", 1024)
     return ExpertsShape(
-        _either(reader, "num_experts", "num_local_experts", 256),
-        _either(reader, "num_experts_per_token", "num_experts_per_tok", 8),
+        either(reader, "num_experts", "num_local_experts", 256),
+        either(reader, "num_experts_per_token", "num_experts_per_tok", 8),
         inner,
         "silu",
         routing="sigmoid",
-        shared_size=inner * _either(reader, "num_shared_experts", "n_shared_experts", 1),
-        groups=_either(reader, "num_expert_group", "n_group", 1),
+        shared_size=inner * either(reader, "num_shared_experts", "n_shared_experts", 1),
+        groups=either(reader, "num_expert_group", "n_group", 1),
         chosen_groups=reader.integer("topk_group", 1),
         sums_to_one=reader.flag("moe_renormalize", reader.flag("norm_topk_prob", True)),
         routed_factor=reader.number("routed_scaling_factor", 2.446),
     )
 
 
-def _either(reader: ConfigReader, key: str, other: str, usual: int) -> int:
+def either(reader: ConfigReader, key: str, other: str, usual: int) -> int:
     """A size under either of two names."""
     return reader.integer(key, reader.integer(other, usual))
 
@@ -400,6 +422,38 @@ def _minimax(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     return _config(reader, blocks, spelling, eps=1e-5, context=131072)
 
 
+def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+    """MiniMax-M2, which attends in every layer."""
+    heads = reader.integer("num_attention_heads", 48)
+    head_dim, eps = reader.integer("head_dim", 128), reader.number("rms_norm_eps", 1e-6)
+    context, raw = reader.integer("max_position_embeddings", 196608), reader.raw
+    if reader.has("rotary_dim"):
+        raw = {"partial_rotary_factor": reader.integer("rotary_dim") / head_dim} | raw
+    family = Family(partial_rotary=True, theta=5e6)
+    attention = AttentionShape(
+        heads,
+        reader.integer("num_key_value_heads", 8),
+        head_dim,
+        turning=read_rope(ConfigReader(raw, reader.source), family, head_dim, context),
+        norms="all",
+        qk_norm_eps=eps,
+    )
+    experts = ExpertsShape(
+        reader.integer("num_local_experts", 256),
+        reader.integer("num_experts_per_tok", 8),
+        reader.integer("intermediate_size", 1536),
+        read_activation(reader, Family()),
+        routing="sigmoid",
+        sums_to_one=True,
+        sum_eps=0.0,
+    )
+    blocks = (Block((attention,), experts),) * reader.integer("num_hidden_layers", 62)
+    spelling = replace(
+        LLAMA, experts="block_sparse_moe.", expert_parts=OF_MIXTRAL, correction="e_score_correction_bias"
+    )
+    return _config(reader, blocks, spelling, context=196608)
+
+
 def _alternating(layers: int) -> list[str]:
     return [("full_attention", "linear_attention")[layer % 2] for layer in range(layers)]
 
@@ -525,3 +579,24 @@ LINEAR: dict[str, HybridFamily] = {
     ),
 }
 """Every family of linear attention, gated linear units and short convolutions, by model_type."""
+KIN: dict[str, HybridFamily] = {
+    "minimax_m2": HybridFamily(
+        _minimax_m2, "MiniMax-M2", "attention with QK-norm and partial rope", "experts"
+    ),
+    "qwen3_5": HybridFamily(
+        _qwen_of_images,
+        "Qwen3.5, of which the text model runs",
+        "gated delta nets, some gated attention with quarter rope",
+        "gated SiLU",
+        reads_tensors=True,
+    ),
+    "qwen3_5_moe": HybridFamily(
+        _qwen_of_images,
+        "Qwen3.5 with experts, of which the text model runs",
+        "gated delta nets, some gated attention with quarter rope",
+        "experts and a gated one of all",
+        reads_tensors=True,
+    ),
+}
+"""Their relatives, by model_type: a later one that attends everywhere; those whose text model is a section of
+a larger one's config.json."""

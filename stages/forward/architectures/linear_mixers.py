@@ -2,7 +2,8 @@
 
 As in mixers.py: hook points, how far a change at them reaches, sizes of axes and what a token costs. What
 reads a state with queries and writes to it under keys has hook points of one room, "linear", whatever it is
-called: a gated delta net, lightning attention, or the RG-LRU, whose heads are single numbers.
+called: a gated delta net, gated linear attention, retention, lightning attention, or the RG-LRU, whose heads
+are single numbers.
 
 Torch-free. Axes: as in points.py.
 """
@@ -14,9 +15,16 @@ from typing import ClassVar, Literal
 
 from .architecture import ConvolutionMixer, RecurrentMixer
 from .mixers import MixerShape
-from .transformer import ActivationName
+from .transformer import ActivationName, RopeConfig
 
-__all__ = ["GatedDeltaShape", "LightningShape", "LinearUnitShape", "ShortConvolutionShape"]
+__all__ = [
+    "GatedDeltaShape",
+    "LightningShape",
+    "LinearAttentionShape",
+    "LinearUnitShape",
+    "MlstmShape",
+    "ShortConvolutionShape",
+]
 
 _STATE = (
     *("linear_v", "linear_log_decay", "linear_decay", "linear_write", "linear_state_seq", "linear_state"),
@@ -46,9 +54,10 @@ class GatedDeltaShape(_LinearShape):
     """A gated delta net (Yang et al., Gated Delta Networks, 2024, equation 10): a token takes from the state
     what it holds under its key before it writes there.
 
-    groups: of heads that share queries and keys. decays: one a "head", or one a "key" channel (Kimi Delta
-    Attention, 2025). beta_factor: of how much is replaced, which is a sigmoid; 2 lets the state change sign.
-    gate: activation of the gate. layout: how projections lie in a checkpoint, see hybrid_tensors.py.
+    groups: of heads that share queries and keys. conv_size: 0 for no convolution. decays: one a "head", or
+    one a "key" channel (Kimi Delta Attention, 2025); None where nothing is forgotten (DeltaNet). beta_factor:
+    of how much is replaced, which is a sigmoid; 2 lets the state change sign. gate: activation of the gate,
+    None without one. layout: how projections lie in a checkpoint, see hybrid_tensors.py.
     """
 
     kind: ClassVar[str] = "gated_delta"
@@ -63,10 +72,18 @@ class GatedDeltaShape(_LinearShape):
     value_size: int
     conv_size: int
     layout: Literal["by group", "by part", "separate"]
-    decays: Literal["head", "key"] = "head"
+    decays: Literal["head", "key"] | None = "head"
     beta_factor: float = 1.0
-    gate: Literal["silu", "sigmoid"] = "silu"
+    gate: Literal["silu", "sigmoid"] | None = "silu"
     norm_eps: float = 1e-6
+
+    @property
+    def held_points(self) -> tuple[str, ...]:
+        """See `MixerShape`."""
+        absent = {"linear_gate"} if self.gate is None else set()
+        absent |= {"linear_log_decay", "linear_decay"} if self.decays is None else set()
+        absent |= set() if self.conv_size else {"linear_conv"}
+        return tuple(point for point in self.points if point not in absent)
 
     @property
     def parts(self) -> tuple[int, int, int]:
@@ -89,6 +106,69 @@ class GatedDeltaShape(_LinearShape):
     def bytes_per_token(self, itemsize: int) -> int:
         """Projections; queries, keys and both sides of what is replaced of every head, in float32."""
         return itemsize * 6 * sum(self.parts) + 4 * 8 * self.heads * self.key_size
+
+
+@dataclass(frozen=True)
+class LinearAttentionShape(_LinearShape):
+    """Linear attention whose state fades: gated linear attention (Yang et al., Gated Linear Attention, 2023,
+    section 4), whose tokens say how much of each key is left; and retention (Sun et al., Retentive Network,
+    2023, section 2.1), where it is "fixed", one number a head, and queries and keys turn.
+
+    groups: of heads that share keys, values and decays. conv_size: 0 for no convolution. activation: of
+    queries and keys, None for none. decay_rank: of the map to decays; decay_divisor: of their logarithms;
+    least_log_decay: no less, None for no bound. has_norm_weight: of the norm of what is read.
+    """
+
+    kind: ClassVar[str] = "linear_attention"
+    points: ClassVar[tuple[str, ...]] = ("linear_gate", "linear_conv", "linear_q", "linear_k", *_STATE)
+
+    heads: int
+    groups: int
+    key_size: int
+    value_size: int
+    decays: Literal["key", "fixed"]
+    conv_size: int = 0
+    turning: RopeConfig | None = None
+    activation: ActivationName | None = None
+    decay_rank: int = 16
+    decay_divisor: float = 16.0
+    least_log_decay: float | None = None
+    has_gate: bool = True
+    has_norm_weight: bool = True
+    norm_eps: float = 1e-6
+
+    @property
+    def held_points(self) -> tuple[str, ...]:
+        """See `MixerShape`."""
+        absent = set() if self.has_gate else {"linear_gate"}
+        absent |= set() if self.conv_size else {"linear_conv"}
+        return tuple(point for point in self.points if point not in absent)
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Channels of queries, keys and values."""
+        return (self.heads * self.key_size, self.groups * self.key_size, self.groups * self.value_size)
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """See `MixerShape`."""
+        return self.turning
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `MixerShape`; keys are shown as heads have them."""
+        found = {
+            "linear_head": self.heads,
+            "linear_group": self.heads,
+            "linear_key": self.key_size,
+            "linear_value": self.value_size,
+            "linear_decay": self.key_size if self.decays == "key" else 1,
+        }
+        return found | ({"linear_channel": sum(self.parts)} if self.conv_size else {})
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Projections; queries, keys, decays and what is read of every head, in float32."""
+        return (itemsize * 4 + 4 * 4) * self.heads * (self.key_size + self.value_size)
 
 
 @dataclass(frozen=True)
@@ -156,6 +236,63 @@ class LinearUnitShape(_LinearShape):
     def bytes_per_token(self, itemsize: int) -> int:
         """Both branches, and gates, decays and what is read, in float32."""
         return (itemsize * 6 + 4 * 8) * self.channels
+
+
+@dataclass(frozen=True)
+class MlstmShape(MixerShape):
+    """An mLSTM, the matrix memory of xLSTM (Beck et al., xLSTM, 2024, section 2.3; xLSTM 7B, 2025, section
+    3).
+
+    gate_cap: of both gates, c tanh(x / c). eps: added to what is divided by; norm_eps: of the norm of heads.
+    is_fused: whether queries, keys, values and output gates are one projection, and both gates another.
+    """
+
+    kind: ClassVar[str] = "mlstm"
+    points: ClassVar[tuple[str, ...]] = (
+        *("mlstm_gate", "mlstm_q", "mlstm_k", "mlstm_v", "mlstm_input", "mlstm_log_decay", "mlstm_decay"),
+        *("mlstm_write", "mlstm_state_seq", "mlstm_state", "mlstm_alpha_raw", "mlstm_effective_attn"),
+        "mlstm_out",
+    )
+    reaches_later: ClassVar[frozenset[str]] = frozenset(
+        (
+            *("mlstm_k", "mlstm_v", "mlstm_input", "mlstm_log_decay", "mlstm_decay", "mlstm_write"),
+            "mlstm_state_seq",
+        )
+    )
+
+    heads: int
+    key_size: int
+    value_size: int
+    gate_cap: float
+    eps: float
+    norm_eps: float
+    has_bias: bool = False
+    is_fused: bool = False
+
+    @property
+    def fact(self) -> RecurrentMixer:
+        """See `MixerShape`."""
+        return RecurrentMixer("mlstm")
+
+    @property
+    def parts(self) -> tuple[int, int, int, int]:
+        """Channels of queries, keys, values and output gates."""
+        keys, values = self.heads * self.key_size, self.heads * self.value_size
+        return (keys, keys, values, values)
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `MixerShape`."""
+        return {
+            "mlstm_head": self.heads,
+            "mlstm_key": self.key_size,
+            "mlstm_value": self.value_size,
+            "mlstm_cell": self.value_size + 2,
+        }
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Projections; keys, values and what is read, in float32."""
+        return (2 * itemsize + 4 * 3) * sum(self.parts)
 
 
 @dataclass(frozen=True)

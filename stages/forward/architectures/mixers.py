@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 from ....store.errors import ConfigError
 from .architecture import AttentionMixer, ConvolutionMixer, RecurrentMixer
@@ -28,6 +28,8 @@ __all__ = [
     "MambaShape",
     "MixerShape",
     "MlpShape",
+    "SharedBlockShape",
+    "later",
 ]
 
 _ATTENTION = ("q", "k", "v", "rot_q", "rot_k", "scores", "attn_scores", "pattern", "z", "result")
@@ -40,6 +42,15 @@ _WRITTEN = frozenset(
 )
 
 
+LATER = "later"
+
+
+def later(default: Any) -> Any:
+    """A field that came when configurations were stored already: it enters no digest at its default, or every
+    key would move."""
+    return field(default=default, metadata={LATER: True})
+
+
 class MixerShape(ABC):
     """A mixer without its weights."""
 
@@ -49,6 +60,11 @@ class MixerShape(ABC):
     """Kinds of hook points inside it."""
     reaches_later: ClassVar[frozenset[str]]
     """Those at which a change reaches later positions."""
+
+    @property
+    def held_points(self) -> tuple[str, ...]:
+        """`points`, but for those of parts that it does not have."""
+        return self.points
 
     @property
     @abstractmethod
@@ -207,7 +223,8 @@ class MambaShape(MixerShape):
     """Mamba-1 (Gu and Dao, Mamba, 2023, algorithm 2): every channel has a state of its own.
 
     rank: of the map to step sizes. norms: of step sizes, B and C before they are used: None, "plain" without
-    weights (Falcon-Mamba), "weighted" (Jamba).
+    weights (Falcon-Mamba), "weighted" (Jamba). groups: of channels, each of which has maps of its own to step
+    sizes, B and C (Zamba). layout: how a checkpoint holds them, see hybrid_tensors.py.
     """
 
     kind: ClassVar[str] = "mamba"
@@ -222,6 +239,8 @@ class MambaShape(MixerShape):
     has_conv_bias: bool = True
     norms: Literal["plain", "weighted"] | None = None
     norm_eps: float = 1e-6
+    groups: int = later(1)
+    layout: Literal["by part", "by group"] = later("by part")
 
     @property
     def fact(self) -> RecurrentMixer:
@@ -233,7 +252,7 @@ class MambaShape(MixerShape):
         """See `MixerShape`."""
         return {
             "ssm_head": self.channels,
-            "ssm_group": 1,
+            "ssm_group": self.groups,
             "ssm_key": self.state_size,
             "ssm_value": 1,
             "ssm_decay": self.state_size,
@@ -401,3 +420,54 @@ class ExpertsShape(ChannelShape):
     def bytes_per_token(self, itemsize: int) -> int:
         """The insides of the chosen, and of the one of all."""
         return itemsize * 4 * (self.chosen * self.intermediate_size + self.shared_size)
+
+
+@dataclass(frozen=True)
+class SharedBlockShape(MixerShape):
+    """A block of attention and MLP that several layers share, ahead of a mixer of their own (Glorioso et al.,
+    Zamba, 2024, section 2; Zamba2, 2024, section 2).
+
+    It reads the stream and the embedding side by side, and what it gives is added to what the mixer reads.
+    source: the layer among whose tensors the block is. place: which of the layers with such a block it is,
+    counted from 0; listed: places of all that are to share this one, by which maps of low rank are listed
+    beside it, one for each layer. rank: of these, None where there are none; adapts_attention: whether
+    queries, keys and values have them too, beside the MLP's gate.
+    """
+
+    kind: ClassVar[str] = "shared_block"
+    points: ClassVar[tuple[str, ...]] = (
+        *("shared_scale", "shared_normalized", *_ATTENTION, "shared_attn_out", "ln2_scale"),
+        *("ln2_normalized", "mlp_pre", "mlp_pre_act", "mlp_pre_linear", "mlp_post_act", "mlp_post"),
+        "shared_out",
+    )
+    reaches_later: ClassVar[frozenset[str]] = frozenset(points)
+
+    hidden_size: int
+    attention: AttentionShape
+    mlp: MlpShape
+    source: int
+    place: int = 0
+    listed: tuple[int, ...] = (0,)
+    rank: int | None = None
+    adapts_attention: bool = False
+    norm_eps: float = 1e-5
+
+    @property
+    def fact(self) -> AttentionMixer:
+        """See `MixerShape`."""
+        return self.attention.fact
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """See `MixerShape`."""
+        return self.attention.rope
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `MixerShape`."""
+        return {"shared": 2 * self.hidden_size} | self.attention.axis_sizes | self.mlp.axis_sizes
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """What it reads, normed and as it was, and the insides of both."""
+        inside = self.attention.bytes_per_token(itemsize) + self.mlp.bytes_per_token(itemsize)
+        return itemsize * 8 * self.hidden_size + inside

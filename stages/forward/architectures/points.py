@@ -13,6 +13,12 @@ with queries, all of which are of one room, ``linear``: gated delta nets, lightn
 units; ``linear_group`` counts heads that share queries and keys. In latent attention, keys and values of a
 head differ in width, so that it has a room of its own but for scores and pattern.
 
+An mLSTM (xLSTM) has a room of its own as well, as what it keeps is wider than its values: ``mlstm_cell``
+counts the columns of values, then the normaliser, then the logarithm of what both are over, in every row.
+
+Where layers share a block of attention and MLP ahead of their own mixer (Zamba), its points are those of any
+attention and MLP, and ``shared``; in such a layer they are met before ln1, which is the mixer's norm.
+
 Three names mean one thing to the Rust library candle-mi, whose strings these are, and another to
 TransformerLens (TL): ``mlp.hook_pre``/``mlp.hook_post`` are the MLP's input and output here, and its pre-
 and post-*activation* in TL (here ``mlp.hook_pre_act``/``mlp.hook_post_act``); TL's
@@ -42,6 +48,8 @@ LATENT_KEYS = ("batch", "head", "position", "latent_key")
 LATENT_VALUES = ("batch", "head", "position", "latent_value")
 SSM_GROUPS = ("batch", "ssm_group", "position", "ssm_key")
 SSM_VALUES = ("batch", "ssm_head", "position", "ssm_value")
+MLSTM_KEYS = ("batch", "mlstm_head", "position", "mlstm_key")
+MLSTM_VALUES = ("batch", "mlstm_head", "position", "mlstm_value")
 LINEAR_GROUPS = ("batch", "linear_group", "position", "linear_key")
 LINEAR_VALUES = ("batch", "linear_head", "position", "linear_value")
 LINEAR_ONE = ("batch", "linear_head", "position", "one")
@@ -120,8 +128,16 @@ def _linear(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
     return _recurrent(name, dims, meaning, room="linear")
 
 
+def _mlstm(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
+    return _recurrent(name, dims, meaning, room="mlstm")
+
+
 def _latent(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
     return _recurrent(name, dims, meaning, room="latent")
+
+
+def _shared(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
+    return _recurrent(name, dims, meaning, room="shared")
 
 
 def _conv(name: str, meaning: str) -> HookKind:
@@ -143,6 +159,8 @@ KINDS: tuple[HookKind, ...] = (
     ),
     _block("ln1_scale", "ln1.hook_scale", SCALE, "divisor of the pre-attention norm, sqrt(var + eps)"),
     _block("ln1_normalized", "ln1.hook_normalized", HIDDEN, "pre-attention norm before weight and bias"),
+    _shared("scale", SCALE, "divisor of the norm of stream and embedding side by side"),
+    _shared("normalized", ("batch", "position", "shared"), "stream and embedding side by side, normed"),
     _block("attn_gate", "attn.hook_gate", QUERY_HEADS, "what multiplies each head, after its sigmoid", None),
     _block("q", "attn.hook_q", QUERY_HEADS, "queries before rope (after QK-norm where the family has it)"),
     _block("k", "attn.hook_k", KV_HEADS, "keys before rope (after QK-norm where the family has it)"),
@@ -178,6 +196,8 @@ KINDS: tuple[HookKind, ...] = (
         "z W_O per head; sum over heads + bias = attention output before any post-norm",
     ),
     _latent("z", LATENT_VALUES, "pattern-weighted values per head, before the output projection"),
+    _shared("attn_out", HIDDEN, "what attention of a shared block gives, which its MLP alone reads"),
+    _shared("out", HIDDEN, "what a shared block adds to what its layer's mixer reads, not to the stream"),
     _recurrent("r", KEYS, "receptance: what reads the state"),
     _recurrent("kk", KEYS, "RWKV-7: the normalised key whose value is removed"),
     _recurrent("a", KEYS, "RWKV-7: how much of it is removed, in (0, 1)"),
@@ -229,6 +249,22 @@ KINDS: tuple[HookKind, ...] = (
         read="v = linear.hook_out",
     ),
     _linear("out", LINEAR_VALUES, "what each head reads of the state, before its norm and the gate"),
+    _mlstm("gate", MLSTM_VALUES, "what multiplies what was read and normed, after its sigmoid"),
+    _mlstm("q", MLSTM_KEYS, "what reads the memory, scaled"),
+    _mlstm("k", MLSTM_KEYS, "keys a value is written under"),
+    _mlstm("v", MLSTM_VALUES, "values: what is written"),
+    _mlstm(
+        "input",
+        ("batch", "mlstm_head", "position", "one"),
+        "input gate i after its soft cap: natural log of how much is written",
+    ),
+    *_states(
+        "mlstm",
+        *("mlstm_head", "mlstm_key", "mlstm_cell", "one"),
+        written="e^i k [v, 1]^T",
+        read="v = mlstm.hook_out",
+    ),
+    _mlstm("out", MLSTM_VALUES, "what each head reads of the memory, over its normaliser, before its norm"),
     _conv("in_gate", "what multiplies a token before it is convolved"),
     _conv("out_gate", "what multiplies what was convolved"),
     _conv("x", "what is convolved: in_gate times its projection"),
@@ -292,7 +328,7 @@ KINDS: tuple[HookKind, ...] = (
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 _OF_OTHERS = frozenset(
-    kind.name for kind in KINDS if re.search(r"\.(rwkv|ssm|linear|conv|latent)\.", kind.path)
+    kind.name for kind in KINDS if re.search(r"\.(rwkv|ssm|linear|mlstm|conv|latent|shared)\.", kind.path)
 ) | {
     "pre_norm",
     "attn_gate",
@@ -304,6 +340,7 @@ _MIXERS = {
     ".rwkv.": "an RWKV mixer",
     ".ssm.": "a state-space mixer",
     ".linear.": "linear attention",
+    ".mlstm.": "an mLSTM",
     ".conv.": "a short convolution",
     ".latent.": "latent attention",
 }
@@ -367,8 +404,15 @@ class HookPoint:
     linear_alpha_raw, linear_effective_attn = _At("linear_alpha_raw"), _At("linear_effective_attn")
     latent_q, latent_c, latent_k = _At("latent_q"), _At("latent_c"), _At("latent_k")
     latent_v, latent_z = _At("latent_v"), _At("latent_z")
+    mlstm_gate, mlstm_q, mlstm_k, mlstm_v = _At("mlstm_gate"), _At("mlstm_q"), _At("mlstm_k"), _At("mlstm_v")
+    mlstm_input, mlstm_log_decay, mlstm_decay = _At("mlstm_input"), _At("mlstm_log_decay"), _At("mlstm_decay")
+    mlstm_write, mlstm_state_seq = _At("mlstm_write"), _At("mlstm_state_seq")
+    mlstm_state, mlstm_out = _At("mlstm_state"), _At("mlstm_out")
+    mlstm_alpha_raw, mlstm_effective_attn = _At("mlstm_alpha_raw"), _At("mlstm_effective_attn")
     conv_in_gate, conv_out_gate = _At("conv_in_gate"), _At("conv_out_gate")
     conv_x, conv_out = _At("conv_x"), _At("conv_out")
+    shared_scale, shared_normalized = _At("shared_scale"), _At("shared_normalized")
+    shared_attn_out, shared_out = _At("shared_attn_out"), _At("shared_out")
     ln1_post_scale, ln1_post_normalized = _At("ln1_post_scale"), _At("ln1_post_normalized")
     attn_out, resid_mid, ln2_scale = _At("attn_out"), _At("resid_mid"), _At("ln2_scale")
     ln2_normalized, mlp_pre, mlp_pre_act = _At("ln2_normalized"), _At("mlp_pre"), _At("mlp_pre_act")

@@ -82,7 +82,7 @@ def rwkv_tensors(config: Shapes) -> Tensors:
     outside |= _norm("final_norm", final, c.hidden_size, has_bias=c.has_norm_bias)
     own = Stored(f"{head}.weight", table)
     outside["head"] = outside["embed"] if c.tie_word_embeddings else own
-    copies = {own.name: "embed"} if c.tie_word_embeddings else {}
+    copies = {own.name: outside["embed"].name} if c.tie_word_embeddings else {}
     layers = [dict(_layer(c, style, layer)) for layer in range(c.num_layers)]
     return Tensors(outside, layers, LAYER[style], copies)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _POSITION_AXES = ("position", "query_position")
-_HEAD_AXES = ("head", "kv_head", "ssm_head", "ssm_group", "linear_head", "linear_group")
+_HEAD_AXES = ("head", "kv_head", "ssm_head", "ssm_group", "linear_head", "linear_group", "mlstm_head")
 
 
 @dataclass(frozen=True)

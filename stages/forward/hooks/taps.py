@@ -114,7 +114,8 @@ class RunTaps:
         for point, change in spec.interventions:
             self._changes[point.kind, point.layer].append(change)
         self._touched = frozenset((*self._before, *self._after, *self._changes))
-        self._last = _place_of_last(spec) if stop_early and spec.captures else None
+        self._awaited = {*self._before, *self._after} if stop_early else set()
+        """Places still to be met by a pass that ends behind the last of them."""
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
         """The value to go on with at a hook point. allowed: where attention may look, for interventions on
@@ -129,8 +130,7 @@ class RunTaps:
                 x = change.apply(x, HookPoint(kind, layer), allowed, self._held)
         if place in self._after:
             self._sink(self._after[place], x)
-        if place == self._last:
-            raise EverythingHeld
+        self._met(place)
         return x
 
     def captures(self, layer: int | None, *kinds: str) -> bool:
@@ -164,6 +164,13 @@ class RunTaps:
             return reduce(or_, masks) if masks else None
         return reduce(or_, masks)[:, self._held.positions]
 
+    def _met(self, place: Place) -> None:
+        """Raise EverythingHeld if nothing is wanted any more."""
+        if place in self._awaited:
+            self._awaited.remove(place)
+            if not self._awaited:
+                raise EverythingHeld
+
     def of_states(self, layer: int, kind: str, length: int) -> StateTaps | None:
         """Taps for the states of a layer; None where nobody reads or changes them."""
         return RunStateTaps(self, kind, layer, length) if self.touches(layer, kind) else None
@@ -188,10 +195,4 @@ class RunStateTaps:
         for wanted, states in ((taps._before, before), (taps._after, after)):
             if place in wanted:
                 taps._sink(wanted[place], states)
-        if place == taps._last:
-            raise EverythingHeld
-
-
-def _place_of_last(spec: BoundSpec) -> Place:
-    last = max(spec.captures, key=lambda capture: capture.point.order).point
-    return last.kind, last.layer
+        taps._met(place)

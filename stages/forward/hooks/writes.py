@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StateKnockoutSpec", "StateSteeringSpec", "state_hooks"]
 
-WRITES = ("rwkv_write", "ssm_write", "linear_write")
+WRITES = ("rwkv_write", "ssm_write", "linear_write", "mlstm_write")
 """Points of writes; a model has one of them."""
 
 

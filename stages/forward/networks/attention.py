@@ -63,7 +63,8 @@ class AttentionSizes(Protocol):
 def linear(x: Tensor, part: Linear | None) -> Tensor:
     """x weight^T + bias. A part the layout of this family does not have is never asked for."""
     assert part is not None
-    return product(x, part.weight, part.bias)
+    made = product(x, part.weight, part.bias)
+    return made if part.low is None else made + product(product(x, part.low[0]), part.low[1])
 
 
 def causal(length: int, window: int | None, device: torch.device, *, newest: int | None = None) -> Tensor:

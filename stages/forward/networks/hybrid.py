@@ -3,6 +3,8 @@
     embed -> [resid_pre -> ln1 -> mixers -> attn_out -> resid_mid
                         -> ln2 -> channel mixer -> mlp_out -> resid_post] * L -> final_norm -> logits
 
+In layers that share a block (mixers/shared_block.py), ln1 norms what that adds to the stream as well.
+
 Knows which class computes which kind of mixer, and nothing of what they do. A layer without a channel mixer,
 or without a mixer, has neither its half nor resid_mid. Norms may stand behind what mixers give, around them,
 or on the stream (`Block.norms`); in a parallel layer both halves read the same norm.
@@ -31,11 +33,14 @@ from .mixers.experts import Experts
 from .mixers.gated_delta import GatedDelta
 from .mixers.latent_attention import LatentAttention
 from .mixers.lightning import Lightning
+from .mixers.linear_attention import LinearAttention
 from .mixers.linear_unit import LinearUnit
 from .mixers.mamba import Mamba
 from .mixers.mamba2 import Mamba2
 from .mixers.mixer import ChannelMixer, LayerTensors, Mixer
 from .mixers.mlp import Mlp
+from .mixers.mlstm import Mlstm
+from .mixers.shared_block import SharedBlock
 from .mixers.short_convolution import ShortConvolution
 from .norms import normalise
 from .weights import NormWeights, Weights, multiplied, parts_of, with_ends
@@ -48,13 +53,17 @@ MIXERS: dict[str, Callable[[Any, LayerTensors], Mixer]] = {
     "gated_delta": GatedDelta,
     "latent_attention": LatentAttention,
     "lightning": Lightning,
+    "linear_attention": LinearAttention,
     "linear_unit": LinearUnit,
     "mamba": Mamba,
     "mamba2": Mamba2,
+    "mlstm": Mlstm,
     "short_convolution": ShortConvolution,
 }
 CHANNEL_MIXERS: dict[str, Callable[[Any, LayerTensors], ChannelMixer]] = {"mlp": Mlp, "experts": Experts}
 """Kind of a shape -> what computes it, from the shape and the tensors of a layer."""
+START = "start"
+"""The embedding, carried beside the stream where layers read it again."""
 
 
 @dataclass(frozen=True)
@@ -64,21 +73,32 @@ class HybridLayer:
     mixers: tuple[Mixer, ...]
     channel_mixer: ChannelMixer | None
     norms: Mapping[str, NormWeights]
+    shared: SharedBlock | None = None
 
 
 def assemble(take: Callable[[str], Tensor], config: HybridConfig) -> Weights[HybridLayer]:
     """Weights from a function that gives a tensor by its checkpoint name."""
     tensors, layers = config.tensors, []
+    held: dict[str, Tensor] = {}
+
+    def take_once(name: str) -> Tensor:
+        """What layers share is one tensor in all of them."""
+        if name not in held:
+            held[name] = take(name)
+        return held[name]
+
     for layer, (block, stored) in enumerate(zip(config.blocks, tensors.layers, strict=True)):
-        found = {
-            weight: multiplied(_as_rows(take(tensors.in_layer(layer, weight)), where), where.factors)
-            for weight, where in stored.items()
-        }
+        found = {}
+        for weight, where in stored.items():
+            read = take if where.layer is None else take_once
+            tensor = _as_rows(read(tensors.in_layer(layer, weight)), where)
+            found[weight] = multiplied(tensor, where.factors)
         norms = parts_of({name: tensor for name, tensor in found.items() if name.startswith("ln")})
         mixers = tuple(MIXERS[shape.kind](shape, found) for shape in block.mixers)
         channel = block.channel_mixer
         channel_mixer = None if channel is None else CHANNEL_MIXERS[channel.kind](channel, found)
-        layers.append(HybridLayer(mixers, channel_mixer, norms))
+        shared = None if block.shared is None else SharedBlock(block.shared, found)
+        layers.append(HybridLayer(mixers, channel_mixer, norms, shared))
     return with_ends(take, config, layers)
 
 
@@ -107,9 +127,13 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
     def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
         """resid_pre [B, token, D] -> resid_post [B, kept, D] of one layer, where the loop shows it."""
         part, block = self.weights.layers[layer], self.config.blocks[layer]
+        beside = self._beside(carried)
         h = x = entering = taps("resid_pre", layer, carried[STREAM])
         if part.mixers:
-            h, x = self._read(x, "ln1", layer, taps)
+            ahead = None
+            if part.shared is not None:
+                ahead = part.shared(x, beside[START], layer, history, taps)
+            h, x = self._read(x, "ln1", layer, taps, ahead)
             each = [mixer(h, layer, history, taps) for mixer in part.mixers]
             added = self._added(sum(each[1:], each[0]), "ln1_post", layer, taps)
             x = history.kept(x) + taps("attn_out", layer, added)
@@ -118,22 +142,32 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
         if part.channel_mixer is not None:
             if block.is_parallel:
                 own = "ln2" in block.norm_names
-                h = history.kept(self._normed(entering, "ln2", layer, taps) if own else h)
+                h = self._normed(history.kept(entering), "ln2", layer, taps) if own else history.kept(h)
             else:
                 x = taps("resid_mid", layer, x) if part.mixers else x
                 h, x = self._read(x, "ln2", layer, taps)
             h = part.channel_mixer(taps("mlp_pre", layer, h), layer, taps)
             added = self._added(taps("mlp_post", layer, h), "ln2_post", layer, taps)
             x = x + taps("mlp_out", layer, added)
-        return {STREAM: x}
+        return {STREAM: x} | {name: history.kept(each) for name, each in beside.items()}
 
-    def _read(self, x: Tensor, name: str, layer: int, taps: Taps) -> tuple[Tensor, Tensor]:
-        """What mixers read of a stream x, and the stream that their output is added to."""
+    def _beside(self, carried: Carried) -> Carried:
+        """What is carried beside the stream: the embedding, once it has been shown, where layers read it."""
+        if not any(part.shared for part in self.weights.layers):
+            return {}
+        # A copy: somebody may write over the stream.
+        return {START: carried[START] if START in carried else carried[STREAM].clone()}
+
+    def _read(
+        self, x: Tensor, name: str, layer: int, taps: Taps, ahead: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What mixers read of a stream x, and of what stands ahead of them; and the stream that their output
+        is added to."""
         block = self.config.blocks[layer]
         if block.norms == "after":
             # A copy, where somebody may write over what is read, and not over the stream.
             return self._narrow(x.clone() if name == "ln2" and taps.changes(layer, "mlp_pre") else x), x
-        normed = self._normed(x, name, layer, taps)
+        normed = self._normed(x if ahead is None else x + ahead, name, layer, taps)
         return normed, normed * block.carried[name == "ln2"] if block.norms == "of stream" else x
 
     def _added(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
@@ -173,7 +207,7 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
         found = next((m for m in self.weights.layers[layer].mixers if isinstance(m, SelfAttention)), None)
         if found is None:
             raise ConfigError(
-                f"expected attention in layer {layer} of {self.config.model_type}, found none; ask "
-                "`model.config.layers` which layers attend"
+                f"expected attention in layer {layer} of {self.config.model_type}, found none that adds to "
+                "the stream; ask `model.config.layers` which layers attend"
             )
         return found

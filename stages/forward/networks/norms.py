@@ -38,12 +38,17 @@ def apply_norm(x: Tensor, norm: NormWeights, kind: str, eps: float) -> Tensor:
         wide = x.float()
         unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return (unit * (1 + norm.weight.float())).to(x.dtype)
+    made = _rms_of(x, norm.weight, eps)
+    return made if norm.bias is None else made + norm.bias
+
+
+def _rms_of(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype == torch.float32:
-        by_hand = x.device.type == "cpu" and not is_recorded(x, norm.weight)
-        return _rms(x, norm.weight, eps) if by_hand else F.rms_norm(x, size, norm.weight, eps)
+        by_hand = x.device.type == "cpu" and not is_recorded(x, weight)
+        return _rms(x, weight, eps) if by_hand else F.rms_norm(x, (x.shape[-1],), weight, eps)
     # Rounded to the model's dtype before the weight, as the reference implementations do.
     wide = x.float()
-    return norm.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -36,10 +36,12 @@ BENIGN = (
 
 @dataclass(frozen=True)
 class Linear:
-    """weight [out, in], bias [out] or None: y = x weight^T + bias."""
+    """weight [out, in], bias [out] or None: y = x weight^T + bias; low: [rank, in] and [out, rank], whose
+    product stands beside the weight, which other layers share."""
 
     weight: Tensor
     bias: Tensor | None = None
+    low: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -192,12 +194,18 @@ def with_ends(take: Callable[[str], Tensor], config: Architecture, layers: Itera
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Weights with their biases, as `Linear`s and norms, by name; norms are named "ln…" or "…_norm"."""
+    """Weights with their biases and maps of low rank, as `Linear`s and norms, by name; norms are named "ln…"
+    or "…_norm"."""
     parts: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        if not name.endswith(".bias"):
-            kind = NormWeights if name.startswith("ln") or name.endswith("_norm") else Linear
-            parts[name] = kind(tensor, tensors.get(f"{name}.bias"))
+        if name.endswith((".bias", ".low_in", ".low_out")):
+            continue
+        bias = tensors.get(f"{name}.bias")
+        if name.startswith("ln") or name.endswith("_norm"):
+            parts[name] = NormWeights(tensor, bias)
+        else:
+            into = tensors.get(f"{name}.low_in")
+            parts[name] = Linear(tensor, bias, None if into is None else (into, tensors[f"{name}.low_out"]))
     return parts
 
 
@@ -232,12 +240,9 @@ def check_shapes(found: Mapping[str, tuple[int, ...]], config: Architecture) -> 
 
 def unused_tensors(found: Mapping[str, Any], config: Architecture) -> list[str]:
     """Tensors of a checkpoint no part of the forward pass reads, known buffers left out."""
-    expected = expected_tensors(config)
-    return sorted(
-        name
-        for name in found
-        if name not in expected and not name.endswith(BENIGN) and name not in config.tensors.copies
-    )
+    tensors = config.tensors
+    known = {*tensors.shapes, *tensors.copies, *tensors.unread}
+    return sorted(name for name in found if name not in known and not name.endswith(BENIGN))
 
 
 def _reader(files: Sequence[Path], stack: ExitStack) -> Callable[[str], Tensor]:

@@ -6,11 +6,13 @@ drawn so that step sizes, decays, gates and the state all matter, and float32 is
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 from . import random_attending
+from .literal_fla import MIXERS, LiteralFla
 from .random_models import CONTEXT, VOCAB, save_tokenizer
 
 HYBRIDS = (
@@ -31,6 +33,11 @@ HYBRIDS = (
     "lfm2_moe",
     "recurrent_gemma",
     "minimax",
+    "zamba",
+    "zamba2",
+    "xlstm",
+    "minimax_m2",
+    *MIXERS,
 )
 
 GEMMA_NORMS = ("gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "recurrent_gemma")
@@ -359,8 +366,152 @@ def _minimax(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def _shared_blocks(rng: random.Random) -> dict[str, Any]:
+    """Of a Zamba of five layers: which of them have a shared block, and sizes of its attention and MLP."""
+    heads, having = rng.choice([1, 2, 4]), rng.sample(range(5), rng.choice([2, 3, 4]))
+    return {
+        "hidden_size": 16,
+        "num_hidden_layers": 5,
+        "layers_block_type": ["hybrid" if i in having else "linear_attention" for i in range(5)],
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": rng.choice([20, 36]),
+        "hidden_act": rng.choice(["gelu", "silu"]),
+        "rms_norm_eps": rng.choice([1e-5, 1e-6]),
+        "max_position_embeddings": CONTEXT,
+        "mamba_d_state": rng.choice([3, 6]),
+        "mamba_d_conv": rng.choice([3, 4]),
+        "mamba_expand": rng.choice([1, 2]),
+    }
+
+
+def _zamba(rng: random.Random) -> dict[str, Any]:
+    found = _shared_blocks(rng)
+    return found | {
+        "hidden_size": 12,
+        "num_key_value_heads": rng.choice([1, found["num_attention_heads"]]),
+        "n_mamba_heads": rng.choice([1, 2, 4]),
+        "mamba_dt_rank": rng.choice(["auto", 3]),
+        "mamba_conv_bias": rng.random() < 0.7,
+        "mamba_proj_bias": rng.random() < 0.5,
+    }
+
+
+def _zamba2(rng: random.Random) -> dict[str, Any]:
+    groups = rng.choice([1, 2])
+    found, adapts = _shared_blocks(rng), rng.random() < 0.6
+    kv = found["num_attention_heads"] if adapts else rng.choice([1, found["num_attention_heads"]])
+    return found | {
+        "num_key_value_heads": kv,
+        "n_mamba_heads": groups * rng.choice([1, 2, 4]),
+        "mamba_ngroups": groups,
+        "num_mem_blocks": rng.choice([1, 2, 3]),
+        "use_shared_attention_adapter": adapts,
+        "adapter_rank": rng.choice([2, 5]),
+        "use_mem_rope": rng.random() < 0.6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rng.choice([10000.0, 500.0])},
+        "add_bias_linear": rng.random() < 0.5,
+        "time_step_min": rng.choice([0.001, 0.3]),
+        "chunk_size": 16,
+    }
+
+
+def _xlstm(rng: random.Random) -> dict[str, Any]:
+    heads = rng.choice([1, 2])
+    return {
+        "hidden_size": 16,
+        "num_hidden_layers": rng.choice([2, 3]),
+        "num_heads": heads,
+        "use_bias": rng.random() < 0.5,
+        "qk_dim_factor": rng.choice([0.5, 0.25]),
+        "v_dim_factor": rng.choice([1.0, 0.5]),
+        "ffn_proj_factor": rng.choice([2.667, 1.3]),
+        "ffn_round_up_to_multiple_of": rng.choice([4, 32]),
+        "gate_soft_cap": rng.choice([15.0, 2.0]),
+        "output_logit_soft_cap": rng.choice([30.0, 3.0]),
+        # A head that has read next to nothing is normed all the same: rounding as much as what it read.
+        "norm_eps": rng.choice([1e-3, 1e-4]),
+        "eps": rng.choice([1e-6, 1e-3]),
+        "chunk_size": rng.choice([16, 64]),
+        "use_cache": False,
+    }
+
+
+def _of_fla(rng: random.Random) -> dict[str, Any]:
+    """What models of flash-linear-attention have in common, some of them with attention in a layer."""
+    attends = {"layers": [rng.randrange(3)], "num_heads": 2, "num_kv_heads": rng.choice([1, 2])}
+    attends |= {"qkv_bias": rng.random() < 0.5, "window_size": rng.choice([None, 5])}
+    attends |= {"rope_theta": rng.choice([10000.0, 500.0])}
+    return {
+        "hidden_size": 16,
+        "num_hidden_layers": 3,
+        "intermediate_size": rng.choice([20, 36]),
+        "norm_eps": rng.choice([1e-3, 1e-4]),  # of heads, too: as for xLSTM
+        "use_short_conv": rng.random() < 0.6,
+        "conv_size": rng.choice([3, 4]),
+        "attn": rng.choice([None, [attends]]),
+    }
+
+
+def _fading(rng: random.Random) -> dict[str, Any]:
+    """Of GLA and RetNet."""
+    heads = rng.choice([1, 2, 4])
+    return _of_fla(rng) | {
+        "num_heads": heads,
+        "num_kv_heads": rng.choice([None, 1, heads]),
+        "expand_k": rng.choice([0.5, 1.0]),
+        "expand_v": rng.choice([1.0, 2.0]),
+        "feature_map": rng.choice([None, None, "relu"]),
+        "use_output_gate": rng.random() < 0.7,
+        "fuse_norm": rng.random() < 0.5,
+        "elementwise_affine": rng.random() < 0.8,
+        "clamp_min": rng.choice([None, -0.05]),
+    }
+
+
+def _delta_net(rng: random.Random) -> dict[str, Any]:
+    return _of_fla(rng) | {
+        "num_heads": rng.choice([1, 2, 4]),
+        "expand_k": rng.choice([0.5, 1.0]),
+        "expand_v": rng.choice([1.0, 2.0]),
+        "use_gate": rng.random() < 0.5,
+        "allow_neg_eigval": rng.random() < 0.5,
+    }
+
+
+def _gated_deltanet(rng: random.Random) -> dict[str, Any]:
+    heads = rng.choice([1, 2])
+    return _of_fla(rng) | {
+        "num_heads": heads,
+        "num_v_heads": rng.choice([None, 2 * heads]),
+        "head_dim": rng.choice([4, 6]),
+        "expand_v": rng.choice([1.0, 1.5, 2.0]),
+        "use_gate": rng.random() < 0.7,
+        "allow_neg_eigval": rng.random() < 0.5,
+    }
+
+
+def _minimax_m2(rng: random.Random) -> dict[str, Any]:
+    return _sizes(rng) | {
+        "num_hidden_layers": rng.choice([2, 3]),
+        "head_dim": rng.choice([8, 16]),
+        "num_local_experts": rng.choice([4, 8]),
+        "num_experts_per_tok": rng.choice([1, 2]),
+        "rms_norm_eps": rng.choice([1e-5, 1e-6]),
+        "rotary_dim": rng.choice([4, 8]),
+    }
+
+
 DRAWS = {
     **random_attending.DRAWS,
+    "minimax_m2": _minimax_m2,
+    "gla": _fading,
+    "retnet": _fading,
+    "delta_net": _delta_net,
+    "gated_deltanet": _gated_deltanet,
+    "xlstm": _xlstm,
+    "zamba": _zamba,
+    "zamba2": _zamba2,
     "qwen3_next": _qwen_next,
     "qwen3_5_text": _qwen,
     "qwen3_5_moe_text": _qwen_of_experts,
@@ -384,14 +535,12 @@ DRAWS = {
 def save_random_hybrid(
     directory: Path, family: str, seed: int = 0, *, tokenizer: bool = True, **overrides: Any
 ) -> Any:
-    """Write a random model of a family into `directory`; returns the reference model, eager, float32."""
+    """Write a random model of a family into `directory`; returns the reference model, eager, float32. What
+    transformers does not know is written, and computed in float64, by literal_fla.py."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    described = AutoConfig.for_model(family, **(draw(family, seed) | overrides))
-    described._attn_implementation = described._experts_implementation = "eager"
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(described).float().eval()
+    told = draw(family, seed) | overrides
+    model = _literal(family, seed, told) if family in MIXERS else _of_transformers(family, seed, told)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("A_log"):
@@ -409,12 +558,41 @@ def save_random_hybrid(
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.uniform_(-0.2, 0.2)
-    model.save_pretrained(directory)
+    if family in MIXERS:
+        _save_literal(model, directory, {"model_type": family} | told)
+    else:
+        model.save_pretrained(directory)
     if family == "olmo_hybrid":
         _as_released(directory / "model.safetensors", seed)
     if tokenizer:
         save_tokenizer(directory)
-    return model
+    return model.double() if family in MIXERS else model
+
+
+def _of_transformers(family: str, seed: int, told: dict[str, Any]) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    described = AutoConfig.for_model(family, **told)
+    described._attn_implementation = described._experts_implementation = "eager"
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(described).float().eval()
+
+
+def _literal(family: str, seed: int, told: dict[str, Any]) -> Any:
+    import torch
+
+    torch.manual_seed(seed)
+    return LiteralFla({"model_type": family} | told).eval()
+
+
+def _save_literal(model: Any, directory: Path, config: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    held = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(held, directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config))
 
 
 def _as_released(path: Path, seed: int) -> None:

@@ -16,7 +16,9 @@ from mizarr.stages.forward.models.model import Model
 from mizarr.stages.forward.runs.run import Run
 
 SCALES = ("ln1_scale", "ln2_scale", "ln1_post_scale", "ln2_post_scale", "ln_final_scale")
-DECAYS = ("rwkv_log_decay", "rwkv_decay", "ssm_log_decay", "ssm_decay", "linear_log_decay", "linear_decay")
+DECAYS = tuple(
+    f"{room}_{name}" for room in ("rwkv", "ssm", "linear", "mlstm") for name in ("log_decay", "decay")
+)
 
 
 def sizes_of(model: Model, length: int) -> dict[str, int]:

@@ -51,7 +51,8 @@ def outputs_of(reference: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[to
     def keep(module: Any, inputs: Any, output: Any) -> None:
         streams.append(output[0] if isinstance(output, tuple) else output)
 
-    hooks = [layer.register_forward_hook(keep) for layer in reference.base_model.layers]
+    layers = getattr(reference.base_model, "layers", None) or reference.base_model.blocks
+    hooks = [layer.register_forward_hook(keep) for layer in layers]
     with torch.no_grad():
         logits = reference(ids, use_cache=False).logits
     for hook in hooks:
@@ -135,7 +136,7 @@ def convolved(model: Model, cache: Any, layer: int, size: int) -> np.ndarray:
 # Hook points
 
 
-@pytest.mark.parametrize("family", ["mamba", "mamba2", "jamba", "falcon_h1"])
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "jamba", "falcon_h1", "zamba", "zamba2"])
 def test_what_is_read_is_alpha_times_values_and_goes_on_from_the_states(family, tmp_path):
     save_random_hybrid(tmp_path, family, 1)
     model = Model.from_pretrained(tmp_path, dtype="float64")

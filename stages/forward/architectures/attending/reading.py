@@ -208,7 +208,7 @@ def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) 
         spelling=_rooted(family, shapes),
         norm_eps=eps,
         norm_type=family.norm,
-        has_norm_bias=family.has_norm_bias,
+        norm_biases="of layer norms" if family.has_norm_bias else "none",
         max_position_embeddings=context,
         position_rows=context + (family.first_position or 0) if is_learned else 0,
         first_position=family.first_position or 0,

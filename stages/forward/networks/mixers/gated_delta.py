@@ -5,7 +5,9 @@
 
 (Yang et al., Gated Delta Networks, 2024, equation 10.) The logarithm of d is -exp(A_log) softplus(W_a u + b):
 one number a head, or one a key channel (Kimi Delta Attention; Kimi Linear, 2025, section 3), then with maps
-of low rank to it and to the gate. Groups of heads share queries and keys.
+of low rank to it and to the gate. Without decays it is a delta net (Yang et al., Parallelizing Linear
+Transformers with the Delta Rule, 2024, section 2.2). Groups of heads share queries and keys; convolution and
+gate may be missing.
 
 Axes: G groups, K keys and V values of a head's state.
 """
@@ -42,24 +44,33 @@ class GatedDelta:
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
         """See `Mixer`."""
         s, w = self.shape, self.weights
-        gate = wide(self._projected(history.kept(x), "z"))
-        gate = taps(
-            "linear_gate", layer, by_heads(F.silu(gate) if s.gate == "silu" else gate.sigmoid(), s.value_size)
-        )
-        inner = F.silu(convolve(product(x, w["qkv"]), w["conv"], None, layer, history))
-        queries, keys, values = taps("linear_conv", layer, inner).split(s.parts, dim=-1)
+        gate = self._gate(history.kept(x), layer, taps)
+        inner = product(x, w["qkv"])
+        inner = F.silu(convolve(inner, w["conv"], None, layer, history) if s.conv_size else inner)
+        inner = taps("linear_conv", layer, inner) if s.conv_size else inner
+        queries, keys, values = inner.split(s.parts, dim=-1)
         queries = taps("linear_q", layer, _unit(by_heads(queries, s.key_size)) * s.key_size**-0.5)
         keys = self._of_heads(taps("linear_k", layer, _unit(by_heads(keys, s.key_size))))
         values = taps("linear_v", layer, by_heads(values, s.value_size))
         beta = taps("linear_beta", layer, by_heads(wide(product(x, w["b"])).sigmoid() * s.beta_factor, 1))
-        log_decay = shown_decay(self._log_decay(x), layer, taps, "linear")
+        log_decay = torch.zeros_like(beta)
+        if s.decays is not None:
+            log_decay = shown_decay(self._log_decay(x), layer, taps, "linear")
         replaced = beta * keys
         tokens = {"q": self._of_heads(queries), "k": replaced, "v": values, "log_decay": log_decay}
         # What is taken away is what the decayed state holds under the key.
         tokens |= {"alpha": keys * log_decay.exp(), "beta": -replaced}
         read = scan_decayed(LinearRecurrence("after"), tokens, layer, history, taps, "linear")
-        read = history.kept(taps("linear_out", layer, read))
-        return product(flat(self._normed(read, x.dtype) * gate).to(x.dtype), w["out"])
+        read = self._normed(history.kept(taps("linear_out", layer, read)), x.dtype)
+        return product(flat(read if gate is None else read * gate).to(x.dtype), w["out"])
+
+    def _gate(self, x: Tensor, layer: int, taps: Taps) -> Tensor | None:
+        """What multiplies what was read [B, head, kept, V], in float32."""
+        if self.shape.gate is None:
+            return None
+        gate = wide(self._projected(x, "z"))
+        gate = F.silu(gate) if self.shape.gate == "silu" else gate.sigmoid()
+        return taps("linear_gate", layer, by_heads(gate, self.shape.value_size))
 
     def _projected(self, x: Tensor, name: str) -> Tensor:
         """x by one map, or by two that meet in few channels."""
@@ -100,12 +111,14 @@ def _arranged(w: Mapping[str, Tensor], shape: GatedDeltaShape) -> dict[str, Tens
         b, a = _of_groups(w["ba"], [shape.heads, shape.heads], shape.groups)
         kept = {name: w[name] for name in ("conv", "A_log", "dt_bias", "norm", "out")}
         return {**kept, "qkv": torch.cat([queries, keys, values]), "z": gate, "b": b, "a": a}
-    found = {name: w[name] for name in ("A_log", "dt_bias", "norm", "out", "b")}
+    found = {name: w[name] for name in ("A_log", "dt_bias", "norm", "out", "b") if name in w}
     found["qkv"] = torch.cat([w[part] for part in "qkv"])
-    found["conv"] = torch.cat([w[f"conv.{part}"] for part in "qkv"])
-    if shape.decays == "head":
-        return {**found, "z": w["g"], "a": w["a"]}
-    return {**found, "z.down": w["g_a"], "z": w["g_b"], "a.down": w["f_a"], "a": w["f_b"]}
+    if shape.conv_size:
+        found["conv"] = torch.cat([w[f"conv.{part}"] for part in "qkv"])
+    names = {"z": "g", "a": "a", "z.down": "g_a", "a.down": "f_a"}
+    if shape.decays == "key":
+        names |= {"z": "g_b", "a": "f_b"}
+    return found | {name: w[told] for name, told in names.items() if told in w}
 
 
 def _of_groups(rows: Tensor, counts: list[int], groups: int) -> list[Tensor]:

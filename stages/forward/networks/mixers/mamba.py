@@ -6,12 +6,14 @@
 
 (Gu and Dao, Mamba, 2023, algorithm 2.) A channel is a head of one value, so that the scan is that of every
 linear recurrence: queries C, keys dt B, values x. Falcon-Mamba and Jamba norm step, B and C before they are
-used.
+used; in Zamba groups of channels have maps of their own to all three.
 
-Axes: head = channel; N keys of its state.
+Axes: head = channel; G groups of channels, N keys of a channel's state.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +35,7 @@ class Mamba:
     """The Mamba-1 mixer of one layer (`Mixer`)."""
 
     def __init__(self, shape: MambaShape, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, own(tensors, "ssm.")
+        self.shape, self.weights = shape, _arranged(own(tensors, "ssm."), shape)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
         """See `Mixer`."""
@@ -42,7 +44,7 @@ class Mamba:
         gate = taps("ssm_gate", layer, by_heads(F.silu(gate), 1))
         inner = F.silu(convolve(inner, w["conv"], w.get("conv.bias"), layer, history))
         inner = taps("ssm_conv", layer, inner)
-        selected = product(inner, w["select"])  # before taps may write into the values
+        selected = self._by_group(inner, w["select"])  # before taps may write into the values
         values = taps("ssm_x", layer, by_heads(inner, 1))
         tokens = {**self._selected(selected, layer, taps), "v": values}
         read = taps("ssm_out", layer, scan(LinearRecurrence("after"), tokens, layer, history, taps, "ssm"))
@@ -51,18 +53,29 @@ class Mamba:
         return product(flat(found).to(x.dtype), w["out"], w.get("out.bias"))
 
     def _selected(self, selected: Tensor, layer: int, taps: Taps) -> dict[str, Tensor]:
-        """Queries, keys and decays [B, channel, token, N] from projected [B, token, rank + 2 N]."""
+        """Queries, keys and decays [B, channel, token, N] from projected [B, G, token, rank + 2 N]."""
         w, sizes = self.weights, (self.shape.rank, self.shape.state_size, self.shape.state_size)
         step, keys, queries = selected.split(sizes, dim=-1)
         step, keys, queries = self._normed(step, "dt"), self._normed(keys, "b"), self._normed(queries, "c")
-        step = F.softplus(wide(product(step, w["dt"])) + wide(w["dt.bias"]))
+        steps = [product(part, to) for part, to in zip(step.unbind(1), w["dt"], strict=True)]
+        step = steps[0] if len(steps) == 1 else torch.cat(steps, dim=-1)
+        step = F.softplus(wide(step) + wide(w["dt.bias"]))
         # Contiguous by head, as what is made of it then is: a scan reads it in that order.
         step = taps("ssm_dt", layer, by_heads(step, 1).contiguous())
-        keys = taps("ssm_B", layer, keys.unsqueeze(1))
-        queries = taps("ssm_C", layer, queries.unsqueeze(1))
+        keys = self._of_channels(taps("ssm_B", layer, keys))
+        queries = self._of_channels(taps("ssm_C", layer, queries))
         decays = -torch.exp(wide(w["A_log"])).unsqueeze(1)
-        queries = queries.expand(-1, self.shape.channels, -1, -1)
         return {"q": queries, "k": step * keys, "log_decay": step * decays}
+
+    def _by_group(self, x: Tensor, weights: Tensor) -> Tensor:
+        """x [B, token, channel], each group of channels by its own map [G, out, in]: [B, G, token, out]."""
+        parts = x.chunk(self.shape.groups, dim=-1)
+        return torch.stack([product(part, to) for part, to in zip(parts, weights, strict=True)], dim=1)
+
+    def _of_channels(self, x: Tensor) -> Tensor:
+        """What groups share, [B, G, token, N], for each of their channels."""
+        each = self.shape.channels // self.shape.groups
+        return x.expand(-1, each, -1, -1) if len(x[0]) == 1 else x.repeat_interleave(each, dim=1)
 
     def _normed(self, x: Tensor, name: str) -> Tensor:
         """x over its root mean square, where the family norms it."""
@@ -71,3 +84,15 @@ class Mamba:
         unit = wide(x) * torch.rsqrt(wide(x).pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)
         weight = self.weights.get(f"{name}_norm")
         return unit.to(x.dtype) if weight is None else weight * unit.to(x.dtype)
+
+
+def _arranged(w: Mapping[str, Tensor], shape: MambaShape) -> dict[str, Tensor]:
+    """Weights of either layout: "in" with rows of x before those of the gate, "select" and "dt" by group."""
+    found = dict(w)
+    if shape.layout == "by group":
+        for name in {"in", "in.bias"} & set(found):
+            found[name] = found[name].unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+        for name in ("dt.bias", "A_log", "D"):
+            found[name] = found[name].flatten(0, 1)
+        return found
+    return found | {name: found[name].unsqueeze(0) for name in ("select", "dt")}

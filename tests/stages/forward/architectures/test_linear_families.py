@@ -4,22 +4,28 @@ what nobody follows."""
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from mizarr import Model
 from mizarr.stages.forward.architectures.hybrid import HybridConfig
 from mizarr.stages.forward.architectures.known import KNOWN
-from mizarr.stages.forward.architectures.linear_families import LINEAR, read_linear
+from mizarr.stages.forward.architectures.linear_families import KIN, LINEAR, read_linear
 from mizarr.stages.forward.architectures.transformer import ConfigReader
 from mizarr.stages.forward.models.autoconfig import report
 from mizarr.stages.forward.models.files import resolve
 from mizarr.stages.forward.networks.weights import read_shapes
 from mizarr.store.errors import ConfigError
 
-from ..random_hybrids import save_random_hybrid
+from ..random_hybrids import draw, save_random_hybrid
 
 pytest.importorskip("transformers")
+from transformers import AutoConfig, AutoModelForImageTextToText
+
 REQUIRED = {"hidden_size": 960, "num_hidden_layers": 6, "vocab_size": 96}
 """Keys without a default here; the reference's number of heads divides the width in every family."""
 
@@ -100,6 +106,73 @@ def test_the_text_model_of_a_larger_one_is_found_under_its_name(tmp_path):
     )
     assert plain.digest == nested.digest
     assert nested.tensors.prefix == "model.language_model.layers.{}."
+
+
+def save_with_images(folder: Path, family: str, seed: int) -> Any:
+    """A random model of texts and images, of which the text model is drawn as its family is."""
+    text = draw(f"{family}_text", seed)
+    tower = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
+    tower |= {"out_hidden_size": text["hidden_size"], "num_position_embeddings": 16}
+    tied = text["tie_word_embeddings"]
+    config = AutoConfig.for_model(family, text_config=text, vision_config=tower, tie_word_embeddings=tied)
+    config._attn_implementation = config.text_config._attn_implementation = "eager"
+    config.text_config._experts_implementation = "eager"
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, weight in model.model.language_model.named_parameters():
+            if weight.ndim > 1 and not name.endswith("A_log"):
+                weight.normal_(std=0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_text_model_of_one_that_reads_images_gives_its_logits(family, seed, tmp_path):
+    reference = save_with_images(tmp_path, family, seed)
+    model, ids = Model.from_pretrained(tmp_path), torch.randint(2, 320, (2, 37))
+    assert model.config.model_type == f"{family}_text"
+    with torch.no_grad():
+        expected = reference(input_ids=ids, use_cache=False).logits
+    assert float((model.forward(ids).logits - expected).abs().max()) <= 1e-5 * max(1, expected.abs().max())
+    files = resolve(tmp_path)
+    found = report(files.config, read_shapes(files.weight_files))
+    assert found.is_compatible and all("model.visual." in warning for warning in found.warnings)
+
+
+def test_experts_may_lie_in_one_tensor_as_they_were_released(tmp_path):
+    save_with_images(tmp_path, "qwen3_5_moe", 0)
+    ids, path = torch.randint(2, 320, (2, 19)), tmp_path / "model.safetensors"
+    expected, held = Model.from_pretrained(tmp_path).forward(ids).logits, load_file(path)
+    for layer in range(3):
+        room, count = f"model.language_model.layers.{layer}.mlp.experts.", 4
+        taken = {
+            part: torch.stack([held.pop(f"{room}{e}.{part}_proj.weight") for e in range(count)])
+            for part in ("gate", "up", "down")
+        }
+        held[f"{room}gate_up_proj"] = torch.cat([taken["gate"], taken["up"]], dim=1)
+        held[f"{room}down_proj"] = taken["down"]
+    save_file(held, path, {"format": "pt"})
+    torch.testing.assert_close(Model.from_pretrained(tmp_path).forward(ids).logits, expected)
+
+
+@pytest.mark.parametrize(("text", "whole", "head", "tied"), [
+    (True, None, True, True), (None, True, False, True), (False, True, True, False),
+    (False, True, False, True), (None, None, True, False),
+])  # fmt: skip
+def test_where_the_config_ties_twice_and_differently_the_checkpoint_says_which(text, whole, head, tied):
+    raw: dict[str, Any] = {"model_type": "qwen3_5", "text_config": REQUIRED | {"tie_word_embeddings": text}}
+    raw["tie_word_embeddings"] = whole
+    shapes = {"lm_head.weight": (96, 960)} if head else {}
+    assert KIN["qwen3_5"].config(ConfigReader(raw), shapes).tie_word_embeddings is tied
+
+
+def test_a_section_that_is_missing_is_one_line():
+    told = r"^config.json: text_config: expected num_hidden_layers .*found no such key"
+    with pytest.raises(ConfigError, match=told) as raised:
+        KIN["qwen3_5"].config(ConfigReader({"model_type": "qwen3_5"}), {})
+    assert "\n" not in str(raised.value)
 
 
 def test_kimi_linear_is_read_as_it_was_released():

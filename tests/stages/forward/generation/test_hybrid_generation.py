@@ -13,7 +13,9 @@ from mizarr.stages.forward.architectures.points import BY_NAME
 from mizarr.stages.forward.generation.generate import generate
 from mizarr.stages.forward.hooks.edge_interventions import Knockout
 from mizarr.stages.forward.hooks.interventions import Add, Replace
-from mizarr.stages.forward.hooks.spec import HookSpec
+from mizarr.stages.forward.hooks.spec import BoundSpec, HookSpec
+from mizarr.stages.forward.hooks.taps import RunTaps
+from mizarr.stages.forward.passes.kept import Cache, read_on
 from mizarr.store.errors import InterventionError
 
 from ..random_hybrids import HYBRIDS, save_random_hybrid
@@ -78,6 +80,24 @@ def test_steps_are_positions_of_one_pass_over_the_result(family, tmp_path):
                     found[~missing], steps[~missing], atol=1e-4, rtol=1e-3, msg=f"{point} {spec}"
                 )
                 assert not missing.any() or "key_position" in point.dims
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_thirteen_tokens_and_twenty_seven_more_are_forty_in_as_much_memory(family, tmp_path):
+    """Of what is kept, keys and values alone grow. In float64, but for RMS norms, as states that nothing
+    fades add up rounding."""
+    save_random_hybrid(tmp_path, family, 2)
+    model, rows, cache = Model.from_pretrained(tmp_path, dtype="float64"), draw_ids(3, 100), Cache()
+    attends, held = {"rot_k", "latent_k"} & {point.kind for point in model.hook_points}, []
+    for length in (13, 40, 41, 100):
+        parts = [row[:length] for row in rows]
+        with torch.no_grad():
+            found = read_on(model.network, parts, cache, RunTaps(BoundSpec(), lambda *_: None))
+        whole = model.forward(torch.tensor(parts)).logits[:, -1]
+        assert float((found - whole).abs().max()) <= 1e-6 * max(1.0, float(whole.abs().max()))
+        held.append(cache.nbytes)
+    assert (held[0] == held[1] == held[2] == held[3]) or attends
+    assert held[0] > 0
 
 
 def test_attention_to_tokens_of_which_the_state_alone_is_kept_is_refused(tmp_path):

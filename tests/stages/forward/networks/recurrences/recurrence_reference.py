@@ -129,3 +129,23 @@ def _mamba(file: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, Tenso
     }
     tokens = {**shared, "v": dt.unsqueeze(-1) * x, "log_decay": log_decay}
     return tokens, exact["D"][:, None, None] * x, after
+
+
+def matrix_memory(tokens: Mapping[str, Tensor], eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """An mLSTM from an empty state, nothing divided by anything on the way: what is read, C, n and m."""
+    exact = {name: x.double().numpy() for name, x in tokens.items()}
+    prompts, heads, length, width = exact["k"].shape
+    values = exact["v"].shape[-1]
+    read = np.zeros((prompts, heads, length, values))
+    memory, norm = np.zeros((prompts, heads, width, values)), np.zeros((prompts, heads, width))
+    top = np.zeros((prompts, heads))
+    for b, h, t in product(range(prompts), range(heads), range(length)):
+        token = {name: x[b, h, t] for name, x in exact.items()}
+        forget, enters = np.exp(token["log_decay"][0]), np.exp(token["input"][0]) * token.get("write", 1.0)
+        memory[b, h] = forget * memory[b, h] + enters * np.outer(token["k"], token["v"])
+        norm[b, h] = forget * norm[b, h] + enters * token["k"]
+        top[b, h] = max(token["log_decay"][0] + top[b, h], token["input"][0])
+        divisor = max(abs(norm[b, h] @ token["q"]), 1.0) + eps * np.exp(top[b, h])
+        read[b, h, t] = token["q"] @ memory[b, h] / divisor
+    found = (torch.from_numpy(x) for x in (read, memory, norm, top))
+    return tuple(found)  # type: ignore[return-value]

@@ -1,0 +1,221 @@
+"""How the config.json of a Zamba is read: state spaces, and ahead of some of them a block that layers share.
+
+As in hybrid_families.py, whose table of families these are part of: semantics and defaults are those of the
+reference implementation (transformers).
+
+Border: one config; never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from ....store.errors import ConfigError
+from .hybrid import Block, HybridConfig
+from .hybrid_families import (
+    HybridFamily,
+    TensorShapes,
+    activation_of,
+    checked,
+    expanded,
+    layer_types_of,
+    rank_of,
+    require_silu,
+    rope_of,
+)
+from .hybrid_tensors import Spelling
+from .mixers import AttentionShape, Mamba2Shape, MambaShape, MlpShape, SharedBlockShape
+from .transformer import ConfigReader, RopeConfig
+
+__all__ = ["ZAMBA"]
+
+LONG_CONTEXT = 16384
+"""What `use_long_context` of Zamba2 means."""
+
+
+def _zamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+    """Mamba-1 by groups of channels, and one block of attention and MLP for all layers that have one."""
+    hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads", 16)
+    require_silu(reader, "hidden_mamba_act")
+    width = reader.integer("attention_hidden_size", 2 * hidden)
+    if width != 2 * hidden:
+        raise ConfigError(
+            f"{reader.source}: expected attention_hidden_size to be {2 * hidden}, of stream and embedding "
+            f"side by side, found {width}; correct the file, or fetch it again"
+        )
+    mamba = MambaShape(
+        channels=expanded(reader, "mamba_expand", hidden),
+        state_size=reader.integer("mamba_d_state", 16),
+        conv_size=reader.integer("mamba_d_conv", 4),
+        rank=rank_of(reader, "mamba_dt_rank", hidden),
+        has_bias=reader.flag("mamba_proj_bias", False),
+        has_conv_bias=reader.flag("mamba_conv_bias", True),
+        groups=reader.integer("n_mamba_heads", 2),
+        layout="by group",
+    )
+    kv_heads, head_dim = (
+        reader.integer("num_key_value_heads", 16),
+        reader.integer("attention_head_dim", 2 * hidden // heads),
+    )
+    attention = _attention(heads, kv_heads, head_dim, rope=None)
+    mlp = MlpShape(reader.integer("intermediate_size", 14848), activation_of(reader, "hidden_act", "gelu"))
+    period, offset = reader.integer("attn_layer_period", 6), reader.integer("attn_layer_offset", 4, least=0)
+    rest = range(reader.integer("num_hidden_layers", 76) - 3)
+    usual = ["hybrid" if i % period == offset else "mamba" for i in rest]
+    types = _types(reader, ["mamba", "mamba", "hybrid", *usual])
+    eps, sharing = reader.number("rms_norm_eps", 1e-5), _Sharing.of(reader, types, count=1)
+    plain = Block((mamba,))
+    blocks = tuple(
+        replace(plain, shared=SharedBlockShape(hidden, attention, mlp, sharing.source(layer), norm_eps=eps))
+        if kind == "hybrid"
+        else plain
+        for layer, kind in enumerate(types)
+    )
+    return _config(
+        reader, blocks, Spelling(block="shared_transf."), reader.integer("max_position_embeddings", 4096)
+    )
+
+
+def _zamba2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+    """Mamba-2, and a few blocks of attention and MLP in turn, to which every layer has something of low rank
+    to add."""
+    hidden, heads = reader.integer("hidden_size", 2560), reader.integer("num_attention_heads", 32)
+    head_dim, eps = 2 * hidden // heads, reader.number("rms_norm_eps", 1e-5)
+    context = reader.integer("max_position_embeddings", 4096)
+    if reader.flag("use_long_context", False):
+        context = LONG_CONTEXT
+    rope = None
+    if reader.flag("use_mem_rope", False):
+        told = ConfigReader(reader.raw | {"max_position_embeddings": context}, reader.source)
+        rope = rope_of(told, head_dim, context)
+    attention = _attention(heads, reader.integer("num_key_value_heads", heads), head_dim, rope)
+    adapts = reader.flag("use_shared_attention_adapter", False)
+    if adapts and (attention.num_kv_heads != heads or heads * head_dim != 2 * hidden):
+        raise ConfigError(
+            f"{reader.source}: expected as many key heads as heads, {heads} of width {head_dim} that make "
+            f"{2 * hidden}, where use_shared_attention_adapter is set, found {attention.num_kv_heads} key "
+            "heads; this model cannot run here"
+        )
+    bias = reader.flag("add_bias_linear", False)
+    mlp = MlpShape(
+        reader.integer("intermediate_size", 4 * hidden),
+        activation_of(reader, "hidden_act", "gelu"),
+        is_fused=True,
+        has_bias=bias,
+    )
+    mamba, rank = _mamba2(reader, hidden, has_bias=bias), reader.integer("adapter_rank", 128)
+    types = _types(reader, _USUAL)
+    sharing = _Sharing.of(reader, types, count=reader.integer("num_mem_blocks", 1))
+
+    def block(layer: int, kind: str) -> Block:
+        if kind != "hybrid":
+            return Block((mamba,))
+        shared = SharedBlockShape(
+            hidden,
+            attention,
+            mlp,
+            sharing.source(layer),
+            sharing.layers.index(layer),
+            sharing.listed(layer),
+            rank,
+            adapts,
+            norm_eps=eps,
+        )
+        return Block((mamba,), shared=shared)
+
+    blocks = tuple(block(layer, kind) for layer, kind in enumerate(types))
+    return _config(reader, blocks, Spelling(mlp_parts=("gate_up_proj", "down_proj")), context)
+
+
+@dataclass(frozen=True)
+class _Sharing:
+    """Which layers share which block: `count` of them in turn, or none where a model ties nothing at all."""
+
+    layers: tuple[int, ...]
+    """Those with a block."""
+    count: int
+    is_tied: bool
+
+    @classmethod
+    def of(cls, reader: ConfigReader, types: list[str], *, count: int) -> _Sharing:
+        """To the reference, tie_word_embeddings says it of blocks as well."""
+        layers = tuple(layer for layer, kind in enumerate(types) if kind == "hybrid")
+        return cls(layers, count, reader.flag("tie_word_embeddings", True))
+
+    def source(self, layer: int) -> int:
+        """Among which layer's tensors its block is."""
+        return self.layers[self.layers.index(layer) % self.count] if self.is_tied else layer
+
+    def listed(self, layer: int) -> tuple[int, ...]:
+        """Places, among those with a block, of all layers that have this one."""
+        return tuple(range(self.layers.index(layer) % self.count, len(self.layers), self.count))
+
+
+def _mamba2(reader: ConfigReader, hidden: int, *, has_bias: bool) -> Mamba2Shape:
+    heads, channels = reader.integer("n_mamba_heads", 8), expanded(reader, "mamba_expand", hidden)
+    if channels % heads:
+        raise ConfigError(
+            f"{reader.source}: expected n_mamba_heads to divide {channels} channels, found {heads}; correct "
+            "the file, or fetch it again"
+        )
+    return Mamba2Shape(
+        heads=heads,
+        head_dim=channels // heads,
+        groups=reader.integer("mamba_ngroups", 1),
+        state_size=reader.integer("mamba_d_state", 64),
+        conv_size=reader.integer("mamba_d_conv", 4),
+        limits=(reader.number("time_step_min", 0.001), None),
+        norm_eps=1e-5,  # of the reference, whatever the config says
+        has_bias=has_bias,
+        has_out_bias=has_bias,
+    )
+
+
+def _attention(heads: int, kv_heads: int, head_dim: int, rope: RopeConfig | None) -> AttentionShape:
+    """Scaled as if heads were half as wide."""
+    return AttentionShape(heads, kv_heads, head_dim, rope, scale=1 / math.sqrt(head_dim / 2))
+
+
+def _types(reader: ConfigReader, usual: list[str]) -> list[str]:
+    """Of each layer, "mamba" or "hybrid", a block ahead of it."""
+    key = "layer_types" if reader.has("layer_types") else "layers_block_type"
+    return layer_types_of(reader, key, usual, ("mamba", "hybrid"))
+
+
+_USUAL = ["mamba", *(["mamba"] * 5 + ["hybrid"]) * 7]
+_USUAL += [*["mamba"] * 4, "hybrid", *["mamba"] * 3, "hybrid", *["mamba"] * 2]
+
+
+def _config(
+    reader: ConfigReader, blocks: tuple[Block, ...], spelling: Spelling, context: int
+) -> HybridConfig:
+    return HybridConfig(
+        model_type=reader.raw["model_type"],
+        hidden_size=reader.integer("hidden_size"),
+        vocab_size=reader.integer("vocab_size", 32000),
+        blocks=tuple(checked(reader, block) for block in blocks),
+        spelling=spelling,
+        norm_eps=reader.number("rms_norm_eps", 1e-5),
+        max_position_embeddings=context,
+        tie_word_embeddings=reader.flag("tie_word_embeddings", True),
+    )
+
+
+ZAMBA: dict[str, HybridFamily] = {
+    "zamba": HybridFamily(
+        _zamba,
+        "Zamba 7B",
+        "Mamba-1 by groups of channels, ahead of some a block that layers share: attention without rope",
+        "gated GELU, in the shared block",
+        head="tied",
+    ),
+    "zamba2": HybridFamily(
+        _zamba2,
+        "Zamba2 1.2B to 7B",
+        "Mamba-2, ahead of some a block that layers share: attention, and maps of low rank for each layer",
+        "gated GELU, in the shared block",
+        head="tied",
+    ),
+}
+"""Every Zamba, by model_type."""
