@@ -21,6 +21,7 @@ _HOME = {
     "HookPoint": ".stages.forward.architectures.points",
     "HookSpec": ".stages.forward.hooks.spec",
     "HookCache": ".stages.forward.hooks.cache",
+    "RecurrentPass": ".stages.forward.hooks.recurrent",
     "Replace": ".stages.forward.hooks.interventions",
     "Add": ".stages.forward.hooks.interventions",
     "AddAtPositions": ".stages.forward.hooks.interventions",
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
         Scale as Scale,
         Zero as Zero,
     )
+    from .stages.forward.hooks.recurrent import RecurrentPass as RecurrentPass
     from .stages.forward.hooks.spec import HookSpec as HookSpec
     from .stages.forward.hooks.wants import logits as logits
     from .stages.forward.models.model import Model as Model

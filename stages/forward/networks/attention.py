@@ -126,7 +126,7 @@ def turned(q: Tensor, k: Tensor, rope: RopeConfig | None, history: History) -> t
     """q [B, H, kept, dh] and k [B, Hk, token, dh] rotated by position; as they are where nothing turns."""
     if rope is None:
         return q, k
-    (cos, sin), paired = history.rotation(rope), rope.interleaved
+    (cos, sin), paired = history.rotation(rope, q.dtype), rope.interleaved
     q = rotate(q, history.kept(cos), history.kept(sin), interleaved=paired)
     return q, rotate(k, cos, sin, interleaved=paired)
 
@@ -149,7 +149,7 @@ def attend(
     cut = taps.cut(layer, q.shape[1], q.shape[2], k.shape[2], q.device)
     if cut is not None:
         seen = _spared(causal(k.shape[2], None, q.device) if seen is None else seen, cut, layer)
-    by_hand = how.soft_cap is not None or taps.changes_attention(layer)
+    by_hand = is_by_hand(q, how) or taps.changes_attention(layer)
     if by_hand or taps.captures(layer, "scores", "attn_scores", "pattern"):
         whole = causal(k.shape[2], None, q.device) if seen is None else seen
         pattern = _pattern(q, k, how, layer, whole, taps)
@@ -164,6 +164,12 @@ def attend(
         scale=how.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
+
+
+def is_by_hand(q: Tensor, how: AttentionMixer) -> bool:
+    """Whether weights are computed step by step where nobody changes them: no fused kernel caps scores, and
+    none takes the softmax in float32 where all else is float64, as the reference does."""
+    return how.soft_cap is not None or q.dtype == torch.float64
 
 
 def output(z: Tensor, projection: Linear, layer: int, taps: Taps) -> Tensor:

@@ -31,8 +31,8 @@ class Decoder(Ends[TransformerConfig, LayerWeights]):
         """Token ids [B, S] -> embeddings [B, S, D], scaled where the family does."""
         x = F.embedding(ids, self.weights.embed)
         if self.config.embedding_scale is not None:
-            # Rounded to the model's dtype first, as the reference implementations do.
-            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device=x.device)
+            # Rounded to float32, then to the model's dtype, as the reference implementations do.
+            x = x * torch.tensor(self.config.embedding_scale, device=x.device).to(x.dtype)
         return {STREAM: x}
 
     def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
