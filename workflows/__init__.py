@@ -36,6 +36,7 @@ WORKFLOWS = {
     "inspect_weights": ".inspect_weights",
     "steering_dose_response": ".steering_dose_response",
     "steering_convergence": ".steering_convergence",
+    "recurrent_feedback": ".recurrent_feedback",
     "rwkv_inference": ".rwkv_inference",
     "state_patching": ".state_patching",
     "token_positions": ".token_positions",
