@@ -35,6 +35,7 @@ _HOME = {
     "run": ".stages.forward.runs.run",
     "generate": ".stages.forward.generation.generate",
     "capture": ".stages.forward.capture.capture",
+    "memory": ".pipeline.memory",
     "Dictionary": ".stages.features.dictionary",
     "attribution_graph": ".stages.graph.graph",
     "compute": ".workflows",
@@ -47,6 +48,7 @@ _HOME = {
 __all__ = [*_HOME, "__version__"]  # noqa: PLE0604 - the table above is the list
 
 if TYPE_CHECKING:
+    from .pipeline.memory import memory as memory
     from .stages.features.dictionary import Dictionary as Dictionary
     from .stages.forward.architectures.points import HookPoint as HookPoint
     from .stages.forward.capture.capture import capture as capture

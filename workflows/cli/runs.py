@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from ...pipeline import Plan
     from ...stages.forward.capture.capture import CaptureNode
     from ...store import Store
-    from ...store.reading.labelled import LabelledEntry
     from ..workflow import Workflow
 
 NAMES = ", ".join(WORKFLOWS)
@@ -189,11 +188,14 @@ def capture(
         return
     store = open_store(store_path, durability=durability)
     run(node, store, cluster=cluster, quiet=quiet)
-    _print_captured(node, store.entry(node.run_key, node.dtype), as_json)
+    _print_captured(node, store, as_json)
 
 
-def _print_captured(node: CaptureNode, entry: LabelledEntry, as_json: bool) -> None:
-    """One line per captured variable and layer."""
+def _print_captured(node: CaptureNode, store: Store, as_json: bool) -> None:
+    """One line per captured variable and layer; for machines also what it took, when it was computed."""
+    from ...pipeline.memory import most_held
+
+    entry = store.entry(node.run_key, node.dtype)
     records = [(variable, layer, entry.record(variable, layer)) for variable, layer in node.cells]
     rows: list[dict[str, Any]] = [
         {"variable": variable, "layer": layer, "key": record.key, "content": record.content}
@@ -202,7 +204,9 @@ def _print_captured(node: CaptureNode, entry: LabelledEntry, as_json: bool) -> N
     ]
     if as_json:
         sizes = {"prompts": node.tokens.n_prompts, "tokens": node.tokens.n_tokens}
-        print_json({"run": entry.digest, "data": entry.path, **sizes, "arrays": rows})
+        notes = [note for _, _, record in records[:1] if record for note in store.provenance(record)]
+        held = {"peak_memory_bytes": most_held(notes)}
+        print_json({"run": entry.digest, "data": entry.path, **sizes, **held, "arrays": rows})
         return
     short = [
         {
