@@ -33,7 +33,7 @@ from ..passes.plain import forward
 from ..passes.sweep import Result, sweep
 from ..text.prompts import as_rows, check_prompts, no_tokenizer
 from .files import attention_in
-from .fingerprint import fingerprint, weights_digest
+from .fingerprint import fingerprint, tensor_bytes, weights_digest
 from .memory import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -146,6 +146,11 @@ class Model:
     def dtype(self) -> torch.dtype:
         """What the model computes in."""
         return self.network.embedding.dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the weights take where they are, in what they are computed in."""
+        return tensor_bytes(self.network)
 
     @property
     def hook_points(self) -> tuple[HookPoint, ...]:
