@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ..architectures.transformer import TransformerConfig
 from ..hooks.taps import Taps
-from .attention import attention
+from .attention import Source, attention
 from .ends import Ends
 from .history import STREAM, Carried, History
 from .mlp import mlp
-from .norms import normalise
+from .norms import apply_norm, normalise
 from .weights import LayerWeights, NormWeights
 
 
@@ -40,7 +40,8 @@ class Decoder(Ends[TransformerConfig, LayerWeights]):
         c, weights = self.config, self.weights.layers[layer]
         x = taps("resid_pre", layer, carried[STREAM])
         h = normalise(x, weights.ln1, c.norm_type, c.norm_eps, taps, "ln1", layer)
-        h = attention(h, weights, c, c.mixers[layer], layer, history, taps)
+        source = Source(x, lambda read: apply_norm(read, weights.ln1, c.norm_type, c.norm_eps))
+        h = attention(h, weights, c, c.mixers[layer], layer, history, taps, source=source)
         if weights.ln1_post is not None:
             h = normalise(h, weights.ln1_post, c.norm_type, c.norm_eps, taps, "ln1_post", layer)
         x = taps("resid_mid", layer, history.kept(x) + taps("attn_out", layer, h))
