@@ -21,6 +21,7 @@ _HOME = {
     "HookPoint": ".stages.forward.architectures.points",
     "HookSpec": ".stages.forward.hooks.spec",
     "HookCache": ".stages.forward.hooks.cache",
+    "RecurrentPass": ".stages.forward.hooks.recurrent",
     "Replace": ".stages.forward.hooks.interventions",
     "Add": ".stages.forward.hooks.interventions",
     "AddAtPositions": ".stages.forward.hooks.interventions",
@@ -34,6 +35,7 @@ _HOME = {
     "run": ".stages.forward.runs.run",
     "generate": ".stages.forward.generation.generate",
     "capture": ".stages.forward.capture.capture",
+    "memory": ".pipeline.memory",
     "Dictionary": ".stages.features.dictionary",
     "attribution_graph": ".stages.graph.graph",
     "compute": ".workflows",
@@ -46,6 +48,7 @@ _HOME = {
 __all__ = [*_HOME, "__version__"]  # noqa: PLE0604 - the table above is the list
 
 if TYPE_CHECKING:
+    from .pipeline.memory import memory as memory
     from .stages.features.dictionary import Dictionary as Dictionary
     from .stages.forward.architectures.points import HookPoint as HookPoint
     from .stages.forward.capture.capture import capture as capture
@@ -63,6 +66,7 @@ if TYPE_CHECKING:
         Scale as Scale,
         Zero as Zero,
     )
+    from .stages.forward.hooks.recurrent import RecurrentPass as RecurrentPass
     from .stages.forward.hooks.spec import HookSpec as HookSpec
     from .stages.forward.hooks.wants import logits as logits
     from .stages.forward.models.model import Model as Model

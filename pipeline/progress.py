@@ -1,4 +1,4 @@
-"""Progress on stderr: what is done, of how much, how fast, and how long it will take.
+"""Progress on stderr: what is done, of how much, how fast, how long it will take, and in how much memory.
 
 A bar on a terminal; a line every few seconds where stderr is a file; nothing when quiet. Border: counts and
 units; knows nothing of what is counted. rich is imported only when a bar is drawn.
@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from typing import Any
+
+from .memory import megabytes, resident
 
 _LINE_EVERY = 5.0  # seconds between plain lines
 _SIZES = ("", "k", "M", "G", "T")
@@ -38,10 +40,13 @@ class Task:
         return self.done / max(time.monotonic() - self._started, 1e-9)
 
     def describe(self) -> str:
-        """One line: label, done / total, rate, time left."""
+        """One line: label, done / total, rate, time left, memory this process holds."""
         total = f" / {short(self.total)}" if self.total else ""
         left = f", {clock((self.total - self.done) / self.rate)} left" if self.total and self.done else ""
-        return f"{self.label}: {short(self.done)}{total} {self.unit}, {short(self.rate)} {self.unit}/s{left}"
+        rate = f"{short(self.rate)} {self.unit}/s"
+        held = resident()
+        memory = "" if held is None else f", {megabytes(held)}"
+        return f"{self.label}: {short(self.done)}{total} {self.unit}, {rate}{left}{memory}"
 
 
 class Progress:

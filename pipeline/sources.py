@@ -6,7 +6,6 @@ refused, as a key that guesses returns somebody else's numbers.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from ..store.keys import ResultKey
 from .context import Selection
 from .nodes import Estimate, Node, Part, Port, Ports, ResultNode, Status, cut, status_of
 from .reasons import last_timed, why_not
+from .took import measured
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -75,10 +75,9 @@ class SourceNode(ResultNode):
 
     def run(self, store: Store, context: Context) -> None:
         """Make and publish it, in the calling thread."""
-        started = time.monotonic()
-        made = self._make()
-        took = round(time.monotonic() - started, 6)
-        note = {"seconds": took, "bytes_read": self._estimate.bytes_read}
+        with measured() as took:
+            made = self._make()
+            note = {**took(), "bytes_read": self._estimate.bytes_read}
         store.put_result(self.key(store), made, provenance=note, confirm=self._confirm)
 
 

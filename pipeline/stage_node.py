@@ -12,7 +12,6 @@ layer costs one layer. Inputs without the cut axis enter every cell whole. When 
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import deepcopy
@@ -37,6 +36,7 @@ from .nodes import (
 from .reasons import missing_cells, notes, why_not
 from .resource import Resource
 from .sources import ConstantNode
+from .took import Took, measured
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -226,23 +226,23 @@ class StageNode(ResultNode):
                 self._join(store)
 
     def _join(self, store: Store) -> None:
-        started = time.monotonic()
         key = self.key(store)
         if key is None:
             raise StageError(f"{self.name}: an input vanished from {store.path} while it ran; run again")
-        pieces = [store.open_result(cell.key) for cell in self.cells(store)]
-        self._put(store, key, self.stage.labelled(self.stage.joined(pieces)), self._parts(store, {}), started)
+        with measured() as took:
+            pieces = [store.open_result(cell.key) for cell in self.cells(store)]
+            joined = self.stage.labelled(self.stage.joined(pieces))
+            self._put(store, key, joined, self._parts(store, {}), took)
 
     def compute(self, store: Store, cell: Cell) -> None:
         """Run the stage's function on the pieces of one cell, and publish what it gives."""
-        started = time.monotonic()
-        self._require_unchanged(cell.key)
-        parts = self._parts(store, cell.selection)
-        arrays = {name: self._given(name, part.load()) for name, part in parts.items()}
-        with ExitStack() as stack:
+        with measured() as took, ExitStack() as stack:
+            self._require_unchanged(cell.key)
+            parts = self._parts(store, cell.selection)
+            arrays = {name: self._given(name, part.load()) for name, part in parts.items()}
             opened = {name: stack.enter_context(each.open()) for name, each in self.resources.items()}
             given = self.stage.compute(arrays, self.params | opened)
-            self._put(store, cell.key, given, parts, started)
+            self._put(store, cell.key, given, parts, took)
 
     def _given(self, name: str, dataset: xr.Dataset) -> Any:
         """An input as the function takes it: the whole dataset, or the one array."""
@@ -254,13 +254,13 @@ class StageNode(ResultNode):
         return dataset[variable or held[0]]
 
     def _put(
-        self, store: Store, key: ResultKey, given: xr.Dataset, parts: Mapping[str, Part], started: float
+        self, store: Store, key: ResultKey, given: xr.Dataset, parts: Mapping[str, Part], took: Took
     ) -> None:
         # A lazy result is computed while it is written; loading it here puts that into the measured time.
         given = given.load() if given.nbytes <= LOADED else given
         note = {
             "source": self.stage.source,
-            "seconds": round(time.monotonic() - started, 6),
+            **took(),
             "bytes_read": sum(part.nbytes for part in parts.values()),
             "bytes_written": int(given.nbytes),
             "parents": {name: list(part.parents) for name, part in parts.items()},

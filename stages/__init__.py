@@ -76,6 +76,7 @@ REGISTRY = {
     "steering_convergence": ".causal.convergence PushedStates",
     "random_pushes": ".causal.random_pushes RandomPushes",
     "continuation": ".causal.continuation Continuation",
+    "recurrent_continuation": ".causal.recurrence RecurrentContinuation",
     "feature_activity": ".features.effects.activity FeatureActivity",
     "feature_trace": ".features.effects.activity FeatureTrace",
     "feature_words": ".features.effects.words",

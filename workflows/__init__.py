@@ -36,6 +36,7 @@ WORKFLOWS = {
     "inspect_weights": ".inspect_weights",
     "steering_dose_response": ".steering_dose_response",
     "steering_convergence": ".steering_convergence",
+    "recurrent_feedback": ".recurrent_feedback",
     "rwkv_inference": ".rwkv_inference",
     "state_patching": ".state_patching",
     "token_positions": ".token_positions",
@@ -51,13 +52,17 @@ WORKFLOWS = {
 
 def build(name: str, *, trust_layout: bool = False, **settings: Any) -> Workflow:
     """The workflow `name` with these settings (`model` is one of them), planned but not run; loads no
-    weights.
+    weights. revision: several of them, as a list or "a,b", are asked the same (checkpoints.py).
 
     trust_layout: of the model named; see `Model.from_pretrained`. The setting `model` then says so.
     Raises ConfigError for an unknown workflow or setting, with the nearest name.
     """
+    from .checkpoints import Checkpoints, several_revisions
     from .settings import read_settings
 
+    if revisions := several_revisions(settings.get("revision")):
+        each = (build(name, trust_layout=trust_layout, **settings | {"revision": r}) for r in revisions)
+        return Checkpoints(dict(zip(revisions, each, strict=True)))
     kind = kind_of(name)
     model = settings.get("model")
     loaded = None if model is None or isinstance(model, str) else model

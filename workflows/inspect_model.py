@@ -1,24 +1,27 @@
-"""What is in a checkpoint? Its tensors with shapes and norms, without loading a model.
+"""What is in a checkpoint? Its tensors with shapes and norms, without loading a model; and what it takes to.
 
 Border: safetensors files in, plain values out; never imports torch, so that a checkpoint can be seen where it
-could not run. Tensors are read a block of rows at a time: memory stays at one block whatever their size.
+could not run - but to time a pass. Tensors are read a block of rows at a time: memory stays at one block
+whatever their size.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes  # noqa: F401 - teaches numpy the bfloat16 that safetensors hands out
 import numpy as np
 
 from ..store.errors import WeightsError
 
-__all__ = ["TensorFacts", "tensor_facts"]
+__all__ = ["PassTimes", "TensorFacts", "pass_times", "tensor_facts"]
 
+T = TypeVar("T")
 BLOCK = 1 << 22  # elements widened to float64 at a time: 32 MiB
 
 
@@ -42,6 +45,60 @@ class TensorFacts:
     def parameters(self) -> int:
         """Number of entries."""
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """What it takes to load a model and to run it.
+
+    load_seconds; first_pass_seconds, pass_seconds: over `tokens` tokens, with the logits of the last; the
+    median of several passes after the first. weight_bytes: as computed in. memory: of this process, before
+    loading, after the last pass and at most.
+    """
+
+    dtype: str
+    device: str
+    load_seconds: float
+    first_pass_seconds: float
+    pass_seconds: float
+    tokens: int
+    weight_bytes: int
+    memory: dict[str, Any]
+
+
+def pass_times(name: str, revision: str | None = None, *, tokens: int = 16, passes: int = 5) -> PassTimes:
+    """Load a model by name in float32, and time passes over its first token ids. Raises what loading does."""
+    from ..pipeline.memory import memory
+    from ..stages.forward.hooks.wants import LAST_LOGITS
+    from ..stages.forward.models.model import Model
+
+    with memory() as used:
+        model, loaded = _timed(lambda: Model.from_pretrained(name, revision=revision, progress=False))
+        size = min(tokens, model.config.context_length)
+        ids = [number % model.config.vocab_size for number in range(size)]
+
+        def one_pass() -> float:
+            # Reading a number waits for a device to be done.
+            return float(model.forward(ids, want=LAST_LOGITS).logits[0, 0, 0])
+
+        seconds = [_timed(one_pass)[1] for _ in range(1 + passes)]
+        held = model.weight_bytes
+    rest = sorted(seconds[1:])
+    return PassTimes(
+        str(model.dtype).removeprefix("torch."),
+        str(model.device),
+        round(loaded, 6),
+        round(seconds[0], 6),
+        round(rest[len(rest) // 2], 6),
+        size,
+        held,
+        used.to_json(),
+    )
+
+
+def _timed(work: Callable[[], T]) -> tuple[T, float]:
+    started = time.perf_counter()
+    return work(), time.perf_counter() - started
 
 
 def tensor_facts(

@@ -25,7 +25,7 @@ from ..stages.attention.layer_scan import CONDITIONS, UNSEEN, best_layer, layer_
 from ..stages.causal.controls import Null
 from ..store.errors import ConfigError, PromptError
 from ..store.runs.coordinates import pair_starts
-from .material.marker_samples import Conversion, Placed, Sample, place, read_samples, repeated_samples
+from .material.samples.marker_samples import Conversion, Placed, Sample, place, read_samples, repeated_samples
 from .settings import ControlSettings, ModelSettings, setting
 from .subject import shipped_prose
 from .views import Bars, Data, Finding, Findings, Line, Lines, Table, View, together

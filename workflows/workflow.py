@@ -61,6 +61,7 @@ class Workflow:
         self._results: dict[str, xr.Dataset] = {}
         self._keys: dict[str, str] = {}
         self._seconds = 0.0
+        self._memory: dict[str, int] = {}
 
     def run(self, store: Store, **options: Any) -> Self:
         """Compute what is not stored yet and open the results.
@@ -68,14 +69,16 @@ class Workflow:
         options: those of `pipeline.run` (cluster, threads, memory, quiet).
         """
         from ..pipeline import run
+        from ..pipeline.memory import most_held
 
         run(self.nodes.values(), store, **options)
         self.store = store
         self._results = {name: node.open(store) for name, node in self.nodes.items()}
         keys = {name: node.key(store) for name, node in self.nodes.items()}
         self._keys = {name: key.digest for name, key in keys.items() if key is not None}
-        told = (note for key in self._keys.values() for note in store.provenance(key))
+        told = [note for key in self._keys.values() for note in store.provenance(key)]
         self._seconds = sum(note.get("seconds", 0.0) for note in told)
+        self._memory = most_held(told)
         return self
 
     def result(self, name: str) -> xr.Dataset:
@@ -121,7 +124,7 @@ class Workflow:
 
     def header(self) -> dict[str, Any]:
         """What every JSON document starts with: question, settings, the keys of the results, and how long
-        they took when they were computed."""
+        they took when they were computed, in how much memory."""
         return {
             "workflow": self.name,
             "question": self.question,
@@ -131,6 +134,7 @@ class Workflow:
             **({"trained_with_help": self.trained_with_help} if self.trained_with_help else {}),
             "provenance": {"mizarr": __version__, "keys": self._keys},
             "total_time_secs": round(self._seconds, 3),
+            "peak_memory_bytes": self._memory,
         }
 
     def views(self) -> Iterable[View]:

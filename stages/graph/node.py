@@ -10,7 +10,6 @@ Planning imports no torch.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ import numpy as np
 from ...pipeline.nodes import Estimate, Node, ResultNode, Status, status_of
 from ...pipeline.plan import as_bytes
 from ...pipeline.reasons import last_timed, why_not
+from ...pipeline.took import measured
 from ...store.arrays import Ints
 from ...store.errors import PlanError, PromptError, StageError
 from ...store.keys import ResultKey
@@ -141,23 +141,19 @@ class GraphNode(ResultNode):
         """Compute the rows that are not stored, then the whole."""
         from .prepare import prepare
 
-        started = time.monotonic()
-        dictionary = self.dictionary.private(self.features)
-        prepared = prepare(self.source.load(), dictionary, self.tokens, self.options, memory=self.memory)
-        rows = self.options.selection.rows(prepared.n_features, prepared.n_logits)
-        cells = _Cells(self, store, prepared, rows)
-        task = context.progress.task(self.name, total=rows, unit="rows")
-        visits = self.options.selection.visits(
-            prepared.n_features, prepared.logit_weights, prepared.n_columns, lambda: cells.blocks
-        )
-        for items in visits:
-            cells.compute(items, task.advance)
-        note = {
-            **self.source.provenance(),
-            "dictionary": self.dictionary.name,
-            "seconds": round(time.monotonic() - started, 6),
-        }
-        store.put_result(self.key(store), cells.joined(), provenance=note, confirm=self.confirm)
+        with measured() as took:
+            dictionary = self.dictionary.private(self.features)
+            prepared = prepare(self.source.load(), dictionary, self.tokens, self.options, memory=self.memory)
+            rows = self.options.selection.rows(prepared.n_features, prepared.n_logits)
+            cells = _Cells(self, store, prepared, rows)
+            task = context.progress.task(self.name, total=rows, unit="rows")
+            visits = self.options.selection.visits(
+                prepared.n_features, prepared.logit_weights, prepared.n_columns, lambda: cells.blocks
+            )
+            for items in visits:
+                cells.compute(items, task.advance)
+            note = {**self.source.provenance(), "dictionary": self.dictionary.name, **took()}
+            store.put_result(self.key(store), cells.joined(), provenance=note, confirm=self.confirm)
 
     def confirm(self) -> None:
         """Raise SourceChanged when the dictionary is no longer the one this node was made for."""
@@ -190,11 +186,11 @@ class _Cells:
 
         key = self.node.cell_key(self._first, len(items))
         if self.store.lookup(key) is None:
-            started = time.monotonic()
-            found = xr.Dataset(
-                {"weights": (("target", "source"), self.prepared.rows(items)), "item": ("target", items)}
-            )
-            note = {"model": self.node.source.name, "seconds": round(time.monotonic() - started, 6)}
+            with measured() as took:
+                found = xr.Dataset(
+                    {"weights": (("target", "source"), self.prepared.rows(items)), "item": ("target", items)}
+                )
+                note = {"model": self.node.source.name, **took()}
             self.store.put_result(key, found, provenance=note, confirm=self.node.confirm)
         return self.store.open_result(key)["weights"]
 

@@ -32,6 +32,7 @@ DOSES = ("steering_dose_response", {"prompt": FRANCE, "doses": (0.5, 4.0, 6.0), 
 TRACE = ("activation_patching", {"pairs": 1, "kinds": ("resid_post",)})
 PATTERNS = ("attention_patterns", {"prompt": FRANCE})
 LENS = ("logit_lens", {"prompts": (FRANCE,), "answers": (" Paris",), "soft_cap": False})
+FEEDBACK = ("recurrent_feedback", {"preset": "anacrousis", "sweep": False, "controls": 1})
 CONVERGENCE = ("steering_convergence", {"prompt": FRANCE, "target": " Paris"})
 
 Path_ = tuple[str | int, ...]
@@ -57,6 +58,9 @@ def recovered(layer: int) -> Path_:
 
 
 CLAIMS = (
+    # Recurrent feedback, every position read anew: lines that rhyme of 15, a copied one among them
+    Claim(LLAMA, FEEDBACK, ("baseline_rhymes",), 9, 1),
+    Claim(LLAMA, FEEDBACK, ("recurrent_rhymes",), 11, 1),
     # 4.4: the edge from the last token to the first, cut in the middle layer
     Claim(LLAMA, KNOCKOUT, ("kl_divergence",), 0.0559, 0.006),
     Claim(LLAMA, KNOCKOUT, ("target_logit_diff",), 0.553, 0.03),
@@ -184,6 +188,7 @@ ON_SPECIMEN: dict[str, dict[str, Any]] = {
     "attention_patterns": {},
     "logit_lens": {"answers": (" d",)},
     "steering_convergence": {"prompt": "", "target": ""},
+    "recurrent_feedback": {"preset": "specimen", "limit": 2, "max_tokens": 4},
 }
 
 

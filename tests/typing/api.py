@@ -23,6 +23,8 @@ hooks = hooks.intervene("blocks.0.hook_mlp_out", mizarr.Scale(0.5))
 assert_type(hooks, mizarr.HookSpec)
 
 cache = model.forward("The capital of France is", hooks, want=mizarr.logits(position=-1))
+again = mizarr.RecurrentPass(2, 4, feedback=[(-1, [0.5, 1.0], 2.0)], sustained=True)
+texts: list[str | None] = mizarr.generate(model, "The capital", recurrent=again).texts
 assert_type(cache, mizarr.HookCache)
 assert_type(cache.logits, torch.Tensor)
 assert_type(cache[point], torch.Tensor)

@@ -13,7 +13,7 @@ from scipy.stats import ttest_ind
 import mizarr
 from mizarr.store.errors import ConfigError, MizarrError, PromptError
 from mizarr.workflows import build, compute
-from mizarr.workflows.material.marker_samples import (
+from mizarr.workflows.material.samples.marker_samples import (
     Conversion,
     Sample,
     place,

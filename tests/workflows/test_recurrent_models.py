@@ -50,6 +50,10 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": PROMPT, "contrastive": OTHER, "controls": 2, "strength_steps": 1},
         "",
     ),
+    "recurrent_feedback": (
+        {"limit": 2, "sweep": False, "block": "0-1", "controls": 1, "max_tokens": 3},
+        "",
+    ),
     "rwkv_inference": ({"prompt": PROMPT, "target": "French", "facts": 2, "controls": 4}, ""),
     "state_patching": (PAIR | {"others": 2, "controls": 4}, ""),
     "token_positions": ({}, ""),

@@ -1,6 +1,6 @@
-"""Commands about models: `models families`, `models fetch`, `models inspect`.
+"""Commands about models: `models ls`, `models families`, `models fetch`, `models inspect`.
 
-Neither loads one, but for the check that a model of unknown family needs once.
+None loads one, but for the check that a model of unknown family needs once, and where a pass is timed.
 """
 
 from __future__ import annotations
@@ -42,6 +42,35 @@ def fetch(repo: str, revision: str | None, as_json: bool, quiet: bool) -> None:
     print_fetched(files, as_json)
 
 
+@models.command(name="ls", epilog="Example: mizarr models ls")
+@json_option
+def list_models(as_json: bool) -> None:
+    """List the models that are here: shipped ones and the hub's cache.
+
+    Of each: family, layers, width, bytes of its weights, and what stands in the way of running it.
+    """
+    from ...pipeline.plan import human_bytes
+    from ...stages.forward.models.listing import listed_models
+
+    found = listed_models()
+    if as_json:
+        print_json([asdict(each) | {"can_run": each.can_run} for each in found])
+        return
+    rows = [
+        {
+            "MODEL": each.name,
+            "REVISION": each.revision and each.revision[:12],
+            "FAMILY": each.model_type or None,
+            "LAYERS": each.layers,
+            "HIDDEN": each.hidden_size,
+            "WEIGHTS": human_bytes(each.weight_bytes),
+            "RUNS": each.obstacle or ("yes" if each.known_family else "once checked: mizarr models inspect"),
+        }
+        for each in found
+    ]
+    print_table(["MODEL", "REVISION", "FAMILY", "LAYERS", "HIDDEN", "WEIGHTS", "RUNS"], rows)
+
+
 @models.command(epilog="Example: mizarr models families")
 @json_option
 def families(as_json: bool) -> None:
@@ -71,9 +100,12 @@ def families(as_json: bool) -> None:
 @click.argument("model")
 @revision_option
 @click.option("--shapes-only", is_flag=True, help="Read headers, not values: no norms, but at once.")
+@click.option("--time", "is_timed", is_flag=True, help="Load it, too, and time a pass; tells its memory.")
 @json_option
 @quiet_option
-def inspect(model: str, revision: str | None, shapes_only: bool, as_json: bool, quiet: bool) -> int:
+def inspect(
+    model: str, revision: str | None, shapes_only: bool, is_timed: bool, as_json: bool, quiet: bool
+) -> int:
     """Show shapes and norms, and how MODEL was understood.
 
     MODEL is a hub id, a directory or "specimen". A model of unknown family is checked against transformers,
@@ -82,7 +114,7 @@ def inspect(model: str, revision: str | None, shapes_only: bool, as_json: bool, 
     from ...pipeline.progress import Progress
     from ...stages.forward.models.autoconfig import report
     from ...stages.forward.models.files import resolve
-    from ..inspect_model import tensor_facts
+    from ..inspect_model import pass_times, tensor_facts
 
     files = resolve(model, revision)
     size = sum(path.stat().st_size for path in files.weight_files)
@@ -104,6 +136,8 @@ def inspect(model: str, revision: str | None, shapes_only: bool, as_json: bool, 
         "config": understood.config and understood.config.fields,
         "parameters": sum(fact.parameters for fact in facts),
         "bytes": size,
+        "bytes_in_float32": 4 * sum(fact.parameters for fact in facts),
+        "timed": asdict(pass_times(model, revision)) if is_timed and not issues else None,
         "tensors": [asdict(fact) for fact in facts],
     }
     if as_json:
@@ -145,7 +179,15 @@ def _print(found: dict[str, Any]) -> None:
     family = "known family" if found["known_family"] else "unknown family, configured from its tensors"
     click.echo(f"{found['name']}: {found['model_type']} ({family})")
     click.echo(f"layout: {found['layout']}")
-    click.echo(f"{found['parameters']:,} parameters, {human_bytes(found['bytes'])}")
+    wide = human_bytes(found["bytes_in_float32"])
+    click.echo(f"{found['parameters']:,} parameters, {human_bytes(found['bytes'])}, {wide} in float32")
+    if timed := found["timed"]:
+        held, most = human_bytes(timed["weight_bytes"]), timed["memory"]["resident"]["peak"]
+        click.echo(
+            f"loaded in {timed['load_seconds']:.3g} s, {held} on {timed['device']} in {timed['dtype']}; "
+            f"{timed['tokens']} tokens in {timed['pass_seconds']:.3g} s"
+            + (f"; at most {human_bytes(most)} resident" if most else "")
+        )
     for name, value in (found["config"] or {}).items():
         click.echo(f"  {name}: {value}")
     for issue in found["issues"]:

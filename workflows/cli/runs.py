@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from ...pipeline import Plan
     from ...stages.forward.capture.capture import CaptureNode
     from ...store import Store
-    from ...store.reading.labelled import LabelledEntry
     from ..workflow import Workflow
 
 NAMES = ", ".join(WORKFLOWS)
@@ -189,11 +188,14 @@ def capture(
         return
     store = open_store(store_path, durability=durability)
     run(node, store, cluster=cluster, quiet=quiet)
-    _print_captured(node, store.entry(node.run_key, node.dtype), as_json)
+    _print_captured(node, store, as_json)
 
 
-def _print_captured(node: CaptureNode, entry: LabelledEntry, as_json: bool) -> None:
-    """One line per captured variable and layer."""
+def _print_captured(node: CaptureNode, store: Store, as_json: bool) -> None:
+    """One line per captured variable and layer; for machines also what it took, when it was computed."""
+    from ...pipeline.memory import most_held
+
+    entry = store.entry(node.run_key, node.dtype)
     records = [(variable, layer, entry.record(variable, layer)) for variable, layer in node.cells]
     rows: list[dict[str, Any]] = [
         {"variable": variable, "layer": layer, "key": record.key, "content": record.content}
@@ -202,7 +204,9 @@ def _print_captured(node: CaptureNode, entry: LabelledEntry, as_json: bool) -> N
     ]
     if as_json:
         sizes = {"prompts": node.tokens.n_prompts, "tokens": node.tokens.n_tokens}
-        print_json({"run": entry.digest, "data": entry.path, **sizes, "arrays": rows})
+        notes = [note for _, _, record in records[:1] if record for note in store.provenance(record)]
+        held = {"peak_memory_bytes": most_held(notes)}
+        print_json({"run": entry.digest, "data": entry.path, **sizes, **held, "arrays": rows})
         return
     short = [
         {
@@ -233,13 +237,19 @@ def _print_plan(steps: Plan, as_json: bool) -> None:
 )
 @on_workflow
 @click.option("--figures", type=click.Path(file_okay=False, path_type=Path), help="Draw into this folder.")
+@click.option("--every-model", is_flag=True, help="Ask each model that `mizarr models ls` lists in turn.")
 @run_options
-def compute(workflow: Workflow, store_path: str, as_json: bool, figures: Path | None, **how: Any) -> None:
+def compute(
+    workflow: Workflow, store_path: str, as_json: bool, figures: Path | None, every_model: bool, **how: Any
+) -> None:
     """See `help` above."""
     from rich.console import Console
 
     from ...store import open_store
 
+    if every_model:
+        _compute_every(workflow, store_path, as_json, figures, how)
+        return
     done = workflow.run(open_store(store_path), **how)
     if as_json:
         drawn = done.draw(figures) if figures else []
@@ -247,6 +257,55 @@ def compute(workflow: Workflow, store_path: str, as_json: bool, figures: Path | 
         return
     for path in done.render(Console(), figures):
         click.echo(f"wrote {path}", err=True)
+
+
+def _compute_every(
+    workflow: Workflow, store_path: str, as_json: bool, figures: Path | None, how: Mapping[str, Any]
+) -> None:
+    """The same question to every model that is here, one after another; those it cannot be asked of are told
+    with the reason, and left out."""
+    from rich.console import Console
+
+    from ...store import open_store
+    from ...store.errors import MizarrError
+
+    given = click.get_current_context().params
+    if given["model"] or {"model", "revision"} & given["parameters"].keys():
+        raise click.UsageError(
+            "--every-model asks all of them; leave out --model, and --set model=…, revision=…"
+        )
+    store = open_store(store_path)
+    documents: list[dict[str, Any]] = []
+    for name, revision in _askable_models():
+        about = {"model": name, "revision": revision}
+        folder = figures and figures / name.replace("/", "--")
+        if not as_json:
+            click.echo(f"== {name}")
+        try:
+            asked = dataclasses.replace(workflow.settings, model=name, revision=revision)
+            done = type(workflow)(asked).run(store, **how)
+            if as_json:
+                drawn = done.draw(folder) if folder else []
+                documents.append(about | done.to_json() | {"figures": [str(path) for path in drawn]})
+            else:
+                for path in done.render(Console(), folder):
+                    click.echo(f"wrote {path}", err=True)
+        except MizarrError as error:
+            documents.append(about | {"skipped": str(error)})
+            click.echo(f"skipped {name}: {error}", err=True)
+    if as_json:
+        print_json(documents)
+
+
+def _askable_models() -> Iterator[tuple[str, str | None]]:
+    """Models that are here and may run, each once: of several revisions main, else the first."""
+    from ...stages.forward.models.listing import listed_models
+
+    chosen: dict[str, str | None] = {}
+    for each in listed_models():
+        if each.can_run and (each.name not in chosen or each.revision == "main"):
+            chosen[each.name] = each.revision
+    yield from chosen.items()
 
 
 @click.command(

@@ -40,6 +40,8 @@ HIDDEN = ("batch", "position", "hidden")
 SCALE = ("batch", "position", "one")
 QUERY_HEADS = ("batch", "head", "position", "d_head")
 KV_HEADS = ("batch", "kv_head", "position", "d_head")
+HEAD_INPUTS = ("batch", "head", "position", "hidden")
+KV_INPUTS = ("batch", "kv_head", "position", "hidden")
 ATTENTION = ("batch", "head", "query_position", "key_position")
 MLP = ("batch", "position", "mlp")
 KEYS = ("batch", "head", "position", "key")
@@ -161,6 +163,18 @@ KINDS: tuple[HookKind, ...] = (
     _block("ln1_normalized", "ln1.hook_normalized", HIDDEN, "pre-attention norm before weight and bias"),
     _shared("scale", SCALE, "divisor of the norm of stream and embedding side by side"),
     _shared("normalized", ("batch", "position", "shared"), "stream and embedding side by side, normed"),
+    _block(
+        "q_input",
+        "hook_q_input",
+        HEAD_INPUTS,
+        "resid_pre as the queries of each head read it, before the norm",
+    ),
+    _block(
+        "k_input", "hook_k_input", KV_INPUTS, "resid_pre as the keys of each head read it, before the norm"
+    ),
+    _block(
+        "v_input", "hook_v_input", KV_INPUTS, "resid_pre as the values of each head read it, before the norm"
+    ),
     _block("attn_gate", "attn.hook_gate", QUERY_HEADS, "what multiplies each head, after its sigmoid", None),
     _block("q", "attn.hook_q", QUERY_HEADS, "queries before rope (after QK-norm where the family has it)"),
     _block("k", "attn.hook_k", KV_HEADS, "keys before rope (after QK-norm where the family has it)"),
@@ -334,6 +348,8 @@ _OF_OTHERS = frozenset(
     "attn_gate",
 }
 """Kinds no decoder of attention and MLPs has."""
+SPLIT_INPUTS = ("q_input", "k_input", "v_input")
+"""Copies of resid_pre, of which a change reaches queries, keys or values of a head and nothing else."""
 ORDER = {kind.name: place for place, kind in enumerate(KINDS)}
 _MIXERS = {
     ".attn.": "attention",
@@ -382,6 +398,7 @@ class HookPoint:
 
     embed, resid_pre, ln1_scale = _At("embed"), _At("resid_pre"), _At("ln1_scale")
     pre_norm = _At("pre_norm")
+    q_input, k_input, v_input = _At("q_input"), _At("k_input"), _At("v_input")
     ln1_normalized, q, k, v = _At("ln1_normalized"), _At("q"), _At("k"), _At("v")
     rot_q, rot_k, scores = _At("rot_q"), _At("rot_k"), _At("scores")
     attn_scores, pattern, z, result = _At("attn_scores"), _At("pattern"), _At("z"), _At("result")
@@ -496,10 +513,17 @@ def is_glob(name: str) -> bool:
 def expand(pattern: str, points: Iterable[HookPoint]) -> list[HookPoint]:
     """The points whose string form matches a shell pattern such as ``blocks.*.hook_resid_post``.
 
+    Copies of the stream for each head are met by patterns alone that say ``_input``: they are resid_pre, as
+    many times as there are heads.
     Raises HookPointNotFound when nothing matches: a pattern that means nothing here is a typing error.
     """
     held = list(points)
-    found = [point for point in held if fnmatch.fnmatchcase(str(point), pattern)]
+    found = [
+        point
+        for point in held
+        if fnmatch.fnmatchcase(str(point), pattern)
+        and (point.kind not in SPLIT_INPUTS or "_input" in pattern)
+    ]
     if not found:
         raise HookPointNotFound(_unknown(pattern, [str(point) for point in held]))
     return found

@@ -62,7 +62,7 @@ class RopeConfig:
 _REACHES_LATER = frozenset(
     kind
     for kind, place in ORDER.items()
-    if ORDER["resid_pre"] <= place <= ORDER["rot_k"] and kind not in ("q", "rot_q")
+    if ORDER["resid_pre"] <= place <= ORDER["rot_k"] and kind not in ("q_input", "q", "rot_q")
 ) | {"embed", "resid_post"}
 """Points at which a change reaches later positions within its layer, through keys and values."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ....pipeline.context import Selection
 from ....pipeline.nodes import Estimate, Part, Ports, Status, remembered
 from ....pipeline.reasons import last_timed
+from ....pipeline.took import measured
 from ....store.digest import digest
 from ....store.errors import EntryNotFound, PlanError, ShapeError, StageError, nearest
 from ....store.keys import RunKey
@@ -222,9 +222,8 @@ class CaptureNode(Ports):
         model: Model | None = None
         if context.cluster is None and self.status(store).cells_cached < len(self.cells):
             model = self.source.load()  # a checkpoint that cannot be loaded must leave the store untouched
-        started = time.monotonic()
         # Making an entry waits for the disk many times: a new one is computed for meanwhile.
-        with ThreadPoolExecutor(1) as aside:
+        with measured() as took, ThreadPoolExecutor(1) as aside:
             made = aside.submit(self._made, store)
             planned = self._planned(store) if context.cluster is None else None
             total = 0
@@ -241,8 +240,8 @@ class CaptureNode(Ports):
                 context.map(harvest_segment, self._for_workers(), store, [{"segment": n} for n in missing])
             elif missing:
                 total += self._harvest(model or self.source.load(), entry, context)
-            took = {"tokens": total, "seconds": round(time.monotonic() - started, 3)}
-            noted = aside.submit(put_provenance, store.files, entry.path, self.provenance() | took)
+            note = {**self.provenance(), "tokens": total, **took()}
+            noted = aside.submit(put_provenance, store.files, entry.path, note)
             entry.publish(self.cells)
             noted.result()
 

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
@@ -165,7 +165,7 @@ def fill(
 
 def _only(spec: BoundSpec, cells: Sequence[VariableLayer]) -> BoundSpec:
     wanted = set(cells)
-    return BoundSpec(tuple(c for c in spec.captures if c.cell in wanted), spec.interventions)
+    return replace(spec, captures=tuple(c for c in spec.captures if c.cell in wanted))
 
 
 def _padded(tokens: PackedTokens, piece: Piece, length: int) -> list[int]:

@@ -29,8 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....store.errors import ModelNotFound, PromptError
+from ....store.errors import ConfigError, ModelNotFound, PromptError
 from ..hooks.interventions import Held
+from ..hooks.recurrent import RecurrentPass
 from ..hooks.spec import BoundSpec, Capture, HookSpec
 from ..hooks.taps import RunTaps, Sink
 from ..hooks.wants import LAST_LOGITS
@@ -39,7 +40,7 @@ from ..models.model import Model, Prompts
 from ..passes.kept import Cache
 from ..text.prompts import as_rows
 from .continuations import Generation, GenerationResult, GenerationSettings, Kept
-from .growing import spec_so_far, why_read_anew
+from .growing import GONE_THROUGH_AGAIN, spec_so_far, why_read_anew
 from .sampling import sample_token
 from .stopping import GeneratedText, Reason, Stop, end_ids
 
@@ -79,6 +80,7 @@ def generate(
     cache: bool | None = None,
     capture_positions: Kept = "new",
     on_token: Callable[[NewToken], None] | None = None,
+    recurrent: RecurrentPass | None = None,
 ) -> Generation:
     """Continue each prompt, token by token.
 
@@ -96,14 +98,15 @@ def generate(
     stop: token ids, and strings, which are looked for in the generated text. eos: ids that end a sequence,
     default those the model names; () for none. cache: None keeps keys and values where that gives the tokens
     of reading every position anew; True keeps them in any case, False never (see the module's first lines).
-    on_token: called with every token as it comes.
+    on_token: called with every token as it comes. recurrent: layers to go through again at every step, fed at
+    positions of each prompt; with ``cache=True`` a position is fed once, when it is new.
 
     Raises PromptError, HookPointNotFound, InterventionError, ConfigError, before anything is computed.
     """
     chosen = GenerationSettings(
         max_tokens, temperature, seed, top_k, top_p, stop, eos, cache, capture_positions
     )
-    stream = TokenStream(model, prompts, hooks, chosen)
+    stream = TokenStream(model, prompts, hooks, chosen, recurrent)
     for new in stream:
         if on_token is not None:
             on_token(new)
@@ -186,11 +189,18 @@ class TokenStream:
         prompts: Prompts,
         hooks: HookSpec | None = None,
         settings: GenerationSettings | None = None,
+        recurrent: RecurrentPass | None = None,
     ) -> None:
         self.settings = settings or GenerationSettings()
         self._model = model
-        self._spec = model.bind(hooks)
         rows = model.tokenize(prompts)
+        spec = model.bind(hooks)
+        self._captures = spec.captures
+        self._specs = {
+            length: spec if recurrent is None else recurrent.applied(spec, model.config, length, grows=True)
+            for length in map(len, rows)
+        }
+        """By length of the prompt."""
         named = end_tokens(model) if self.settings.eos is None else self.settings.eos
         self._stop = Stop.of(self.settings.stop, named)
         if self._stop.strings:
@@ -212,7 +222,7 @@ class TokenStream:
         """Everything so far, all of it once the iteration has ended."""
         return Generation(
             [self._result_of(each) for each in self._sequences],
-            self._spec.captures,
+            self._captures,
             [each.captured for each in self._sequences],
             newest_only=self.settings.capture_positions == "new",
             reading=self._reading,
@@ -234,20 +244,23 @@ class TokenStream:
 
     def _check(self) -> None:
         """Interventions must fit when the prompt is read, and when the last position that may come is."""
-        for length in {each.start for each in self._sequences}:
+        for length, spec in self._specs.items():
             last = max(each.start + each.limit - 1 for each in self._sequences if each.start == length)
-            self._model.check(self._spec, LAST_LOGITS, batch=1, length=last)
-            self._model.check(spec_so_far(self._spec, length), LAST_LOGITS, batch=1, length=length)
+            self._model.check(spec, LAST_LOGITS, batch=1, length=last)
+            self._model.check(spec_so_far(spec, length), LAST_LOGITS, batch=1, length=length)
 
-    def _reader(self) -> Reader:
+    def _reader(self, length: int) -> Reader:
         reader = CachedReader if self._reading == KEPT else Rereader
-        return reader(self._model, self._spec)
+        return reader(self._model, self._specs[length])
 
     def _how_to_read(self) -> str:
         """`KEPT`, or that every position is read anew, and why."""
+        spec = next(iter(self._specs.values()))  # they differ by positions alone
         if self.settings.cache:
+            if spec.order is not None:
+                raise ConfigError(f"expected cache=None or False, found True: {GONE_THROUGH_AGAIN}")
             return KEPT
-        why = "as asked" if self.settings.cache is False else why_read_anew(self._spec)
+        why = "as asked" if self.settings.cache is False else why_read_anew(spec)
         if why is None and self.settings.capture_positions == "every":
             why = "as every position is captured"
         return KEPT if why is None else f"every position anew: {why}"
@@ -256,7 +269,7 @@ class TokenStream:
         groups: dict[int, list[_Sequence]] = defaultdict(list)
         for sequence in self._sequences:
             groups[len(sequence.ids)].append(sequence)
-        under_way = [(members, self._reader()) for members in groups.values()]
+        under_way = [(members, self._reader(length)) for length, members in groups.items()]
         while under_way:
             still = []
             for members, reader in under_way:

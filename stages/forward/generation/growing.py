@@ -25,18 +25,22 @@ from ..hooks.edge_interventions import Edge, Knockout, SetValue, Steer
 from ..hooks.interventions import Add, AddAtPositions, Intervention, Replace, Scale, Zero
 from ..hooks.spec import BoundSpec
 
+GONE_THROUGH_AGAIN = "layers are gone through again, and one would need keys and values of each time"
 _POSITION_AXES = ("position", "query_position", "key_position")
 
 
 def spec_so_far(spec: BoundSpec, length: int) -> BoundSpec:
     """The spec as it applies to the first `length` positions of a sequence."""
     changes = [(point, so_far(point, change, length)) for point, change in spec.interventions]
-    return BoundSpec(spec.captures, tuple((point, change) for point, change in changes if change is not None))
+    kept = tuple((point, change) for point, change in changes if change is not None)
+    return replace(spec, interventions=kept)
 
 
 def why_read_anew(spec: BoundSpec) -> str | None:
     """Why keys and values that are kept would not be those of the longer sequence: the first intervention
     that is in the way, in words. None where nothing is."""
+    if spec.order is not None:
+        return GONE_THROUGH_AGAIN
     for point, change in spec.interventions:
         why = _in_the_way(point, change)
         if why is not None:

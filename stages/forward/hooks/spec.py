@@ -46,15 +46,16 @@ class Capture:
 @dataclass(frozen=True)
 class BoundSpec:
     """A spec whose globs are expanded against one model: captures in execution order, interventions in the
-    order given."""
+    order given. order: layers as they are gone through; None for each of them once."""
 
     captures: tuple[Capture, ...] = ()
     interventions: tuple[tuple[HookPoint, Intervention], ...] = ()
+    order: tuple[int, ...] | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether the pass is a plain one."""
-        return not self.captures and not self.interventions
+        return not self.captures and not self.interventions and self.order is None
 
     def canonical(self) -> dict[str, Any]:
         """Plain JSON values: captures sorted, interventions in order, payloads by digest."""
@@ -64,8 +65,9 @@ class BoundSpec:
         }
 
     def canonical_interventions(self) -> list[Any]:
-        """Plain JSON values of the interventions, in order."""
-        return [[str(point), intervention.canonical()] for point, intervention in self.interventions]
+        """Plain JSON values of the interventions, in order; an order of layers is the last of them."""
+        changes = [[str(point), intervention.canonical()] for point, intervention in self.interventions]
+        return changes if self.order is None else [*changes, ["order", list(self.order)]]
 
     @property
     def run_digest(self) -> str:

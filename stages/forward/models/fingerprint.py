@@ -87,6 +87,12 @@ def weights_digest(root: object) -> str:
     return f"sha256:{digest('weights-in-memory', found)}"
 
 
+def tensor_bytes(root: object) -> int:
+    """What the tensors below an object take, each memory once: a tied head is its embedding."""
+    held = {leaf.data_ptr(): leaf.nbytes for _, leaf in _leaves(root) if isinstance(leaf, Tensor)}
+    return sum(held.values())
+
+
 def _leaves(root: object) -> Iterator[tuple[str, Any]]:
     """(path, what is there) of everything below an object that is a tensor, a value, or has no parts."""
     waiting: list[tuple[str, Any]] = [("", root)]

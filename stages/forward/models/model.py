@@ -22,6 +22,7 @@ from ....store.keys import ModelIdentity
 from ..architectures.points import BY_NAME, HookPoint
 from ..hooks.cache import HookCache, stack_ragged
 from ..hooks.interventions import Intervention
+from ..hooks.recurrent import RecurrentPass
 from ..hooks.spec import BoundSpec, Capture, HookSpec
 from ..hooks.taps import PassTaps, RunTaps, Sink
 from ..hooks.wants import ALL_LOGITS, Logits
@@ -31,7 +32,8 @@ from ..passes.kept import Cache, read_on
 from ..passes.plain import forward
 from ..passes.sweep import Result, sweep
 from ..text.prompts import as_rows, check_prompts, no_tokenizer
-from .fingerprint import fingerprint, weights_digest
+from .files import attention_in
+from .fingerprint import fingerprint, tensor_bytes, weights_digest
 from .memory import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -125,7 +127,10 @@ class Model:
             )
         if self._loaded.first_difference(now) is None:
             return self._identity
-        return replace(self._identity, weights=weights_digest(self.network), dtype=dtype_name(self.dtype))
+        dtype = dtype_name(self.dtype)
+        return replace(
+            self._identity, weights=weights_digest(self.network), dtype=dtype, attention=attention_in(dtype)
+        )
 
     @property
     def config(self) -> Architecture:
@@ -141,6 +146,11 @@ class Model:
     def dtype(self) -> torch.dtype:
         """What the model computes in."""
         return self.network.embedding.dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the weights take where they are, in what they are computed in."""
+        return tensor_bytes(self.network)
 
     @property
     def hook_points(self) -> tuple[HookPoint, ...]:
@@ -171,14 +181,20 @@ class Model:
         return rows
 
     def forward(
-        self, prompts: Prompts, hooks: HookSpec | None = None, *, want: Logits | None = ALL_LOGITS
+        self,
+        prompts: Prompts,
+        hooks: HookSpec | None = None,
+        *,
+        want: Logits | None = ALL_LOGITS,
+        recurrent: RecurrentPass | None = None,
     ) -> HookCache:
         """One forward pass over each prompt.
 
         prompts: a text, several texts, or token ids ([position] or [batch, position]). hooks: what to
         capture and change. want: which logits, default all; None runs no LM head, and no layer above the
-        last capture. Prompts of different length are run apart, never padded; what lies past the end of a
-        prompt is NaN in the result.
+        last capture. recurrent: layers to go through again; captures are then those of the last time, and
+        changes are made each time. Prompts of different length are run apart, never padded; what lies past
+        the end of a prompt is NaN in the result.
         """
         rows = self.tokenize(prompts)
         spec = self.bind(hooks)
@@ -187,8 +203,13 @@ class Model:
             groups[len(ids)].append(row)
         for _, change in spec.interventions:
             _refuse_batched_payload(change, groups)
+        specs = {
+            length: spec if recurrent is None else recurrent.applied(spec, self.config, length)
+            for length in groups
+        }
         parts = [
-            (chosen, *self.run_batch([rows[row] for row in chosen], spec, want)) for chosen in groups.values()
+            (chosen, *self.run_batch([rows[row] for row in chosen], specs[length], want))
+            for length, chosen in groups.items()
         ]
         if len(parts) == 1:
             _, logits, captured = parts[0]
@@ -215,15 +236,24 @@ class Model:
         self, rows: Sequence[Sequence[int]], spec: BoundSpec, want: Logits | None, sink: Sink
     ) -> Tensor | None:
         """As `run_batch`, each captured activation handed to `sink` the moment it exists, so that none has
-        to be kept."""
+        to be kept; where layers are gone through again, when it is known which is the last."""
         ids = torch.tensor(rows, dtype=torch.long, device=self.device)
         self.check(spec, want, batch=ids.shape[0], length=ids.shape[1])
-        return self.tapped(ids, RunTaps(spec, sink, stop_early=want is None), want)
+        if spec.order is None:
+            return self.tapped(ids, RunTaps(spec, sink, stop_early=want is None), want)
+        last: dict[Capture, Tensor] = {}
+        logits = self.tapped(ids, RunTaps(spec, last.__setitem__), want, spec.order)
+        for capture, value in last.items():
+            sink(capture, value)
+        return logits
 
     @torch.no_grad()
-    def tapped(self, ids: Tensor, taps: PassTaps, want: Logits | None) -> Tensor | None:
-        """One pass over token ids [batch, position] with taps that are no spec's: the logits wanted."""
-        return forward(self.network, ids, taps, want)
+    def tapped(
+        self, ids: Tensor, taps: PassTaps, want: Logits | None, order: Sequence[int] | None = None
+    ) -> Tensor | None:
+        """One pass over token ids [batch, position] with taps that are no spec's: the logits wanted. order:
+        see `through_layers`."""
+        return forward(self.network, ids, taps, want, order)
 
     @torch.no_grad()
     def read_on(self, rows: Sequence[Sequence[int]], cache: Cache, taps: PassTaps) -> Tensor:

@@ -9,6 +9,8 @@ every bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from ....store.errors import InterventionError
 from ..architectures.architecture import AttentionMixer
+from ..architectures.points import SPLIT_INPUTS
 from ..architectures.transformer import RopeConfig
 from ..hooks.taps import AttentionTaps, Taps
 from .history import History
@@ -85,12 +88,13 @@ def attention(
     history: History,
     taps: Taps,
     gate: Tensor | None = None,
+    source: Source | None = None,
 ) -> Tensor:
     """Normalised x [B, token, D] -> what the output projection gives [B, kept, D], before any post-norm.
 
-    gate: of each head [B, H, kept, dh].
+    gate: of each head [B, H, kept, dh]. source: what x is the norm of, where heads can be shown another one.
     """
-    q, k, v = project(x, weights, sizes, layer, taps)
+    q, k, v = project(x, weights, sizes, layer, taps, source)
     q, k = turned(history.kept(q), k, sizes.rope, history)
     q, k = taps("rot_q", layer, q), taps("rot_k", layer, k)
     z = history.attend(layer, q, k, v, how)
@@ -98,8 +102,21 @@ def attention(
     return output(z, weights.o, layer, taps)
 
 
+@dataclass(frozen=True)
+class Source:
+    """The stream [B, token, D] that attention reads, and the norm it is read through."""
+
+    stream: Tensor
+    norm: Callable[[Tensor], Tensor]
+
+
 def project(
-    x: Tensor, weights: AttentionWeights, sizes: AttentionSizes, layer: int, taps: Taps
+    x: Tensor,
+    weights: AttentionWeights,
+    sizes: AttentionSizes,
+    layer: int,
+    taps: Taps,
+    source: Source | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, H, S, dh], k and v [B, Hk, S, dh], before rope."""
     if weights.qkv is not None:
@@ -107,11 +124,55 @@ def project(
         flat = linear(x, weights.qkv).split([sizes.num_attention_heads * sizes.head_dim, keys, keys], dim=-1)
     else:
         flat = tuple(linear(x, part) for part in (weights.q, weights.k, weights.v) if part is not None)
+    if source is not None and taps.touches(layer, *SPLIT_INPUTS):
+        flat = _from_inputs(flat, source, weights, sizes, layer, taps)
     q, k, v = (
         _by_heads(part, norm, sizes)
         for part, norm in zip(flat, (weights.q_norm, weights.k_norm, None), strict=True)
     )
     return taps("q", layer, q), taps("k", layer, k), taps("v", layer, v)
+
+
+def _from_inputs(
+    flat: Sequence[Tensor],
+    source: Source,
+    weights: AttentionWeights,
+    sizes: AttentionSizes,
+    layer: int,
+    taps: Taps,
+) -> tuple[Tensor, ...]:
+    """Projections [B, S, heads * dh], anew where the stream that a head reads for one of them is changed."""
+    heads = (sizes.num_attention_heads, sizes.num_kv_heads, sizes.num_kv_heads)
+    found = []
+    for kind, count, made, part in zip(SPLIT_INPUTS, heads, flat, _apart(weights, sizes), strict=True):
+        if not taps.touches(layer, kind):
+            found.append(made)
+            continue
+        copies = source.stream.unsqueeze(1).expand(-1, count, -1, -1)
+        if not taps.changes(layer, kind):
+            taps(kind, layer, copies)
+            found.append(made)
+            continue
+        # Taps may write into it, and one head's copy would be the stream itself.
+        own = copies.clone(memory_format=torch.contiguous_format)
+        read = source.norm(taps(kind, layer, own))
+        rows = part.weight.unflatten(0, (count, -1))
+        anew = torch.matmul(read, rows.transpose(1, 2)).transpose(1, 2).flatten(2)
+        found.append(anew if part.bias is None else anew + part.bias)
+    return tuple(found)
+
+
+def _apart(weights: AttentionWeights, sizes: AttentionSizes) -> Iterator[Linear]:
+    """The projections of queries, keys and values, of a layout that fuses them too."""
+    if weights.qkv is None:
+        yield from (part for part in (weights.q, weights.k, weights.v) if part is not None)
+        return
+    keys = sizes.num_kv_heads * sizes.head_dim
+    rows = [sizes.num_attention_heads * sizes.head_dim, keys, keys]
+    bias = weights.qkv.bias
+    biases = [None] * 3 if bias is None else bias.split(rows)
+    for weight, own in zip(weights.qkv.weight.split(rows), biases, strict=True):
+        yield Linear(weight, own)
 
 
 def _by_heads(x: Tensor, norm: NormWeights | None, sizes: AttentionSizes) -> Tensor:
@@ -127,7 +188,7 @@ def turned(q: Tensor, k: Tensor, rope: RopeConfig | None, history: History) -> t
     """q [B, H, kept, dh] and k [B, Hk, token, dh] rotated by position; as they are where nothing turns."""
     if rope is None:
         return q, k
-    (cos, sin), paired = history.rotation(rope), rope.interleaved
+    (cos, sin), paired = history.rotation(rope, q.dtype), rope.interleaved
     q = rotate(q, history.kept(cos), history.kept(sin), interleaved=paired)
     return q, rotate(k, cos, sin, interleaved=paired)
 
@@ -150,7 +211,7 @@ def attend(
     cut = taps.cut(layer, q.shape[1], q.shape[2], k.shape[2], q.device)
     if cut is not None:
         seen = _spared(causal(k.shape[2], None, q.device) if seen is None else seen, cut, layer)
-    by_hand = how.soft_cap is not None or taps.changes_attention(layer)
+    by_hand = is_by_hand(q, how) or taps.changes_attention(layer)
     if by_hand or taps.captures(layer, "scores", "attn_scores", "pattern"):
         whole = causal(k.shape[2], None, q.device) if seen is None else seen
         pattern = _pattern(q, k, how, layer, whole, taps)
@@ -165,6 +226,12 @@ def attend(
         scale=how.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
+
+
+def is_by_hand(q: Tensor, how: AttentionMixer) -> bool:
+    """Whether weights are computed step by step where nobody changes them: no fused kernel caps scores, and
+    none takes the softmax in float32 where all else is float64, as the reference does."""
+    return how.soft_cap is not None or q.dtype == torch.float64
 
 
 def output(z: Tensor, projection: Linear, layer: int, taps: Taps) -> Tensor:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ..architectures.transformer import TransformerConfig
 from ..hooks.taps import Taps
-from .attention import attention
+from .attention import Source, attention
 from .ends import Ends
 from .history import STREAM, Carried, History
 from .mlp import mlp
-from .norms import normalise
+from .norms import apply_norm, normalise
 from .weights import LayerWeights, NormWeights
 
 
@@ -31,8 +31,8 @@ class Decoder(Ends[TransformerConfig, LayerWeights]):
         """Token ids [B, S] -> embeddings [B, S, D], scaled where the family does."""
         x = F.embedding(ids, self.weights.embed)
         if self.config.embedding_scale is not None:
-            # Rounded to the model's dtype first, as the reference implementations do.
-            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device=x.device)
+            # Rounded to float32, then to the model's dtype, as the reference implementations do.
+            x = x * torch.tensor(self.config.embedding_scale, device=x.device).to(x.dtype)
         return {STREAM: x}
 
     def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
@@ -40,7 +40,8 @@ class Decoder(Ends[TransformerConfig, LayerWeights]):
         c, weights = self.config, self.weights.layers[layer]
         x = taps("resid_pre", layer, carried[STREAM])
         h = normalise(x, weights.ln1, c.norm_type, c.norm_eps, taps, "ln1", layer)
-        h = attention(h, weights, c, c.mixers[layer], layer, history, taps)
+        source = Source(x, lambda read: apply_norm(read, weights.ln1, c.norm_type, c.norm_eps))
+        h = attention(h, weights, c, c.mixers[layer], layer, history, taps, source=source)
         if weights.ln1_post is not None:
             h = normalise(h, weights.ln1_post, c.norm_type, c.norm_eps, taps, "ln1_post", layer)
         x = taps("resid_mid", layer, history.kept(x) + taps("attn_out", layer, h))

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
+    import torch
+
     from ..architectures.architecture import AttentionMixer
     from ..architectures.transformer import RopeConfig
     from .recurrences.recurrence import Recurrence
@@ -49,8 +51,8 @@ class History(Protocol):
         """x [..., token, width] at those tokens whose output of this layer anyone needs."""
         ...
 
-    def rotation(self, rope: RopeConfig) -> tuple[Tensor, Tensor]:
-        """cos, sin of the tokens' positions, each float32 [token, rope.dim / 2]."""
+    def rotation(self, rope: RopeConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos, sin of the tokens' positions, each float32 [token, rope.dim / 2], for heads of this dtype."""
         ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:

@@ -17,6 +17,7 @@ Border: knows neither families nor hook points by name, but for the two at which
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -84,21 +85,26 @@ class Network(Protocol):
         ...
 
 
-def through_layers(network: Network, ids: Tensor, history: History, taps: Taps) -> Tensor:
+def through_layers(
+    network: Network, ids: Tensor, history: History, taps: Taps, order: Sequence[int] | None = None
+) -> Tensor:
     """Token ids [B, S] -> the residual stream [B, token, D] behind the last layer.
 
+    order: layers as they are gone through, where some are more than once (hooks/recurrent.py); only a history
+    that keeps nothing of a layer can say what that means.
     Raises EverythingHeld, by way of the taps, where the last thing wanted is reached earlier.
     """
-    carried = network.embed(ids, history.positions)
+    carried, left = network.embed(ids, history.positions), None
     layers = network.config.num_layers
-    for layer in range(layers):
-        carried = _entering(layer, carried, history, taps)
-        carried = network.layer(layer, carried, history, taps)
-    return _entering(layers, carried, history, taps)[STREAM]
+    for layer in range(layers) if order is None else order:
+        carried = _entering(layer, left, carried, history, taps)
+        carried, left = network.layer(layer, carried, history, taps), layer
+    return _entering(layers, left, carried, history, taps)[STREAM]
 
 
-def _entering(layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
-    """What enters a layer, the stream read and changed at the hook point it comes from."""
+def _entering(layer: int, left: int | None, carried: Carried, history: History, taps: Taps) -> Carried:
+    """What enters a layer, the stream read and changed at the hook point it comes from: of the layer that was
+    left, or the embedding."""
     carried = history.enter(layer, carried)
-    kind, where = ("embed", None) if layer == 0 else ("resid_post", layer - 1)
-    return {**carried, STREAM: taps(kind, where, carried[STREAM])}
+    kind = "embed" if left is None else "resid_post"
+    return {**carried, STREAM: taps(kind, left, carried[STREAM])}

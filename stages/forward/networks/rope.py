@@ -3,7 +3,8 @@
 Knows one RopeConfig and a sequence length; knows no layers. The first ``rope.dim`` entries of a head turn (Su
 et al. 2021, RoFormer, eq. 15): halves with each other, or neighbours where it is interleaved. Frequencies are
 computed in float64 and tables in float32 whatever the model's dtype, because a bfloat16 cannot tell position
-257 from 256.
+257 from 256. In float64, which is there to be compared, frequencies are rounded as the reference rounds them:
+to float32, step by step.
 """
 
 from __future__ import annotations
@@ -17,32 +18,35 @@ from ..architectures.transformer import RopeConfig
 from .gradients import is_recorded
 
 
-def rope_tables(rope: RopeConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos, sin, each float32 [length, rope.dim / 2], for positions 0 … length-1.
+def rope_tables(
+    rope: RopeConfig, length: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos, sin, each float32 [length, rope.dim / 2], for positions 0 … length-1. dtype: of what is turned.
 
     Schemes "dynamic" (NTK: the base grows with the sequence) and "longrope" (Phi-3: short or long factors)
     depend on the length of the whole sequence, so tables of a longer one cannot be cut down to a shorter
     one.
     """
-    positions = torch.arange(length, dtype=torch.float64)
-    angles = torch.outer(positions, inverse_frequencies(rope, length)).float()
+    computed_in = torch.float32 if dtype == torch.float64 else torch.float64
+    positions = torch.arange(length, dtype=computed_in)
+    angles = torch.outer(positions, inverse_frequencies(rope, length, computed_in)).float()
     magnitude = attention_factor(rope)
     return (angles.cos() * magnitude).to(device), (angles.sin() * magnitude).to(device)
 
 
-def inverse_frequencies(rope: RopeConfig, length: int) -> Tensor:
-    """Radians per position, float64 [rope.dim / 2]."""
-    exponent = torch.arange(0, rope.dim, 2, dtype=torch.float64) / rope.dim
-    plain: Tensor = rope.theta**-exponent
+def inverse_frequencies(rope: RopeConfig, length: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Radians per position [rope.dim / 2], computed in `dtype`, each step as the reference takes it."""
+    exponent = torch.arange(0, rope.dim, 2, dtype=dtype) / rope.dim
+    plain: Tensor = 1 / rope.theta**exponent
     if rope.scheme == "linear":
         return plain / rope.factor
     if rope.scheme == "dynamic":
-        return _ntk_base(rope, length) ** -exponent
+        return 1 / _ntk_base(rope, length) ** exponent
     if rope.scheme == "llama3":
         return _llama3(rope, plain)
     if rope.scheme == "longrope":
         factors = rope.long_factor if length > _original(rope) else rope.short_factor
-        return plain / torch.tensor(factors, dtype=torch.float64)
+        return 1 / (torch.tensor(factors, dtype=dtype) * rope.theta**exponent)
     return plain
 
 
@@ -109,5 +113,5 @@ def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
     original = _original(rope)
     wavelength = 2 * math.pi / plain
     blend = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    blend = blend.clamp(0, 1)
-    return plain * ((1 - blend) / rope.factor + blend)
+    between = (1 - blend) * plain / rope.factor + blend * plain
+    return torch.where(blend <= 0, plain / rope.factor, torch.where(blend >= 1, plain, between))

@@ -23,7 +23,7 @@ from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import RopeConfig
 from ..hooks.taps import PassTaps
 from ..hooks.wants import LAST_LOGITS
-from ..networks.attention import attend, causal
+from ..networks.attention import attend, causal, is_by_hand
 from ..networks.history import Carried
 from ..networks.loop import Network, through_layers
 from ..networks.recurrences.recurrence import Recurrence
@@ -90,13 +90,15 @@ class Cache:
         self._rows[layer, name] = whole[:, -count:].clone()
         return whole
 
-    def rotation(self, rope: RopeConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def rotation(
+        self, rope: RopeConfig, length: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Rope tables of at least `length` positions; of more, where longer ones hold for shorter ones."""
         if rope.depends_on_length:
-            return rope_tables(rope, length, device)
+            return rope_tables(rope, length, device, dtype)
         found = self._rotations.get(rope)
         if found is None or len(found[0]) < length:
-            found = self._rotations[rope] = rope_tables(rope, max(_SMALLEST, 2 * length), device)
+            found = self._rotations[rope] = rope_tables(rope, max(_SMALLEST, 2 * length), device, dtype)
         return found
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -146,11 +148,11 @@ class NewestPositions:
         """All of them."""
         return x
 
-    def rotation(self, rope: RopeConfig) -> tuple[Tensor, Tensor]:
+    def rotation(self, rope: RopeConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """See `History`."""
         if rope not in self._rotations:
             new = slice(self._cache.length, self._length)
-            cos, sin = self._cache.rotation(rope, self._length, self._device)
+            cos, sin = self._cache.rotation(rope, self._length, self._device, dtype)
             self._rotations[rope] = cos[new], sin[new]
         return self._rotations[rope]
 
@@ -159,7 +161,7 @@ class NewestPositions:
         keys, values = self._cache.append(layer, k, v)
         new, total = q.shape[2], keys.shape[2]
         window = None if how.window is None or how.window >= total else how.window
-        by_hand = how.soft_cap is not None or self._taps.touches(layer, "scores", "attn_scores", "pattern")
+        by_hand = is_by_hand(q, how) or self._taps.touches(layer, "scores", "attn_scores", "pattern")
         if new == 1 and not by_hand:
             # One query sees all that its window holds: no mask.
             seen = slice(None) if window is None else slice(-window, None)

@@ -5,7 +5,7 @@ Border: token ids, taps and tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +25,20 @@ from .states import show_derived, through_sequence, windows
 __all__ = ["WholePrompts", "forward"]
 
 
-def forward(network: Network, ids: Tensor, taps: PassTaps, want: Logits | None) -> Tensor | None:
-    """ids: int [B, S]. Returns the logits wanted, [B, positions, tokens], or None if none are.
+def forward(
+    network: Network,
+    ids: Tensor,
+    taps: PassTaps,
+    want: Logits | None,
+    order: Sequence[int] | None = None,
+) -> Tensor | None:
+    """ids: int [B, S]. order: see `through_layers`. Returns the logits wanted, [B, positions, tokens], or
+    None if none are.
 
     Taps made with ``stop_early`` end the pass at the last wanted hook point.
     """
     try:
-        x = through_layers(network, ids, WholePrompts(ids.shape[1], taps, ids.device), taps)
+        x = through_layers(network, ids, WholePrompts(ids.shape[1], taps, ids.device), taps, order)
         x = network.finish(x, taps, want)
         return None if want is None else network.unembed(x, want)
     except EverythingHeld:
@@ -60,10 +67,10 @@ class WholePrompts:
         """All of them."""
         return x
 
-    def rotation(self, rope: RopeConfig) -> tuple[Tensor, Tensor]:
+    def rotation(self, rope: RopeConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """See `History`."""
         if rope not in self._rotations:
-            self._rotations[rope] = rope_tables(rope, self._length, self._device)
+            self._rotations[rope] = rope_tables(rope, self._length, self._device, dtype)
         return self._rotations[rope]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:

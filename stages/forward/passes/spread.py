@@ -84,10 +84,10 @@ class BranchHistory:
         """x [..., token, width] at the tokens whose output is needed."""
         return x if self._chosen is None else x.index_select(-2, self._chosen)
 
-    def rotation(self, rope: RopeConfig) -> tuple[Tensor, Tensor]:
+    def rotation(self, rope: RopeConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """See `History`."""
         if rope not in self._rotations:
-            self._rotations[rope] = _tables(rope, self._forest, self.row, self._device)
+            self._rotations[rope] = _tables(rope, self._forest, self.row, self._device, dtype)
         return self._rotations[rope]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
@@ -177,14 +177,16 @@ class BranchHistory:
         return AttentionGroup(branches, counts, queries, self._kept.position[queries], keys, lengths)
 
 
-def _tables(rope: RopeConfig, forest: Forest, row: Row, device: torch.device) -> tuple[Tensor, Tensor]:
+def _tables(
+    rope: RopeConfig, forest: Forest, row: Row, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """cos, sin [token, half head]; each token's by the length of its own prompt where that matters."""
     position = torch.from_numpy(row.position).to(device)
     if not rope.depends_on_length:
-        cos, sin = rope_tables(rope, forest.longest, device)
+        cos, sin = rope_tables(rope, forest.longest, device, dtype)
         return cos[position], sin[position]
     lengths = np.array([branch.length for branch in forest.branches])[row.branch]
-    parts = {length: rope_tables(rope, int(length), device) for length in np.unique(lengths)}
+    parts = {length: rope_tables(rope, int(length), device, dtype) for length in np.unique(lengths)}
     first = next(iter(parts.values()))[0]
     cos, sin = first.new_empty(len(row), first.shape[1]), first.new_empty(len(row), first.shape[1])
     for length, tables in parts.items():

@@ -13,7 +13,6 @@ between runs is in planner.py. Planning imports no torch.
 from __future__ import annotations
 
 import json
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -25,6 +24,7 @@ from ....pipeline.declaration import REQUIRED, Declaration, Output, require_decl
 from ....pipeline.nodes import Estimate, Node, ResultNode, Status, one_look, remembered, status_of
 from ....pipeline.plan import as_bytes
 from ....pipeline.reasons import last_timed, missing_cells, why_not
+from ....pipeline.took import Took, measured
 from ....store.errors import SourceChanged
 from ....store.keys import ResultKey
 from ....store.runs.shards import DTYPES
@@ -261,23 +261,24 @@ class ExperimentNode(ResultNode):
 
     def run(self, store: Store, context: Context) -> None:
         """Runs of the missing cells; each cell published when its last run is measured; then the whole."""
-        started, runs = time.monotonic(), 0
-        with one_look():
-            whole, missing = self.key(store), list(self.missing(store))
-        if missing and context.cluster is not None:
-            self.source.for_workers()
-            context.map(partial(compute_cell, expected=whole.digest), self, store, missing)
-        elif missing:
-            task = context.progress.task(self.name, total=len(missing), unit="cells")
-            runs = self.compute(store, missing, task.advance)
-        with one_look():
-            self.require_unchanged(store, whole.digest)
-            parts = [store.open_result(self.cell_key(cell)).load() for cell in self.cells()]
-            joined = self.experiment.joined(parts)
-            declared = self.experiment.outputs_on(self.source.config)
-            require_declared(f"experiment {self.name!r}", declared, joined)
-            took = {"runs": runs, "cells": len(missing)}
-            self._put(store, whole, joined, started, lambda: self.key(store), took)
+        with measured() as took:
+            runs = 0
+            with one_look():
+                whole, missing = self.key(store), list(self.missing(store))
+            if missing and context.cluster is not None:
+                self.source.for_workers()
+                context.map(partial(compute_cell, expected=whole.digest), self, store, missing)
+            elif missing:
+                task = context.progress.task(self.name, total=len(missing), unit="cells")
+                runs = self.compute(store, missing, task.advance)
+            with one_look():
+                self.require_unchanged(store, whole.digest)
+                parts = [store.open_result(self.cell_key(cell)).load() for cell in self.cells()]
+                joined = self.experiment.joined(parts)
+                declared = self.experiment.outputs_on(self.source.config)
+                require_declared(f"experiment {self.name!r}", declared, joined)
+                did = {"runs": runs, "cells": len(missing)}
+                self._put(store, whole, joined, took, lambda: self.key(store), did)
 
     def compute(self, store: Store, cells: Sequence[CellLabels], advance: Any = lambda: None) -> int:
         """Compute and publish some cells, as many together as make `TOGETHER` runs; returns how many."""
@@ -307,27 +308,28 @@ class ExperimentNode(ResultNode):
         advance: Any,
     ) -> None:
         """Compute the runs of some cells together, and publish each under its key when it is complete."""
-        started, experiment = time.monotonic(), self.experiment
+        experiment = self.experiment
         place = [(number, i) for number, runs in enumerate(listed) for i in range(len(runs))]
-        measured: list[dict[int, Any]] = [{} for _ in cells]
+        found: list[dict[int, Any]] = [{} for _ in cells]
 
         def finish(number: int) -> None:
-            kept = [measured[number][i] for i in range(len(listed[number]))]
-            measured[number].clear()
+            kept = [found[number][i] for i in range(len(listed[number]))]
+            found[number].clear()
             cell, key = cells[number]
             given = experiment.dataset(prepared, cell, kept)
-            self._put(store, key, given, started, lambda: self.cell_key(cell))
+            self._put(store, key, given, took, lambda: self.cell_key(cell))
             advance()
 
-        for number, runs in enumerate(listed):
-            if not runs:
-                finish(number)
-        every = [run for runs in listed for run in runs]
-        for index, result in stream(model, every, memory=self.memory):
-            number, i = place[index]
-            measured[number][i] = experiment.measure_run(prepared, cells[number][0], i, result)
-            if len(measured[number]) == len(listed[number]):
-                finish(number)
+        with measured() as took:
+            for number, runs in enumerate(listed):
+                if not runs:
+                    finish(number)
+            every = [run for runs in listed for run in runs]
+            for index, result in stream(model, every, memory=self.memory):
+                number, i = place[index]
+                found[number][i] = experiment.measure_run(prepared, cells[number][0], i, result)
+                if len(found[number]) == len(listed[number]):
+                    finish(number)
 
     def require_unchanged(self, store: Store, expected: str) -> None:
         """SourceChanged unless the code of its metrics is still, and here, what the key was made of."""
@@ -338,14 +340,14 @@ class ExperimentNode(ResultNode):
         store: Store,
         key: ResultKey,
         given: xr.Dataset,
-        started: float,
+        took: Took,
         again: Callable[[], ResultKey],
-        took: Mapping[str, int] | None = None,
+        did: Mapping[str, int] | None = None,
     ) -> None:
         note = {
             **self.source.provenance(),
-            **(took or {}),
-            "seconds": round(time.monotonic() - started, 6),
+            **(did or {}),
+            **took(),
             "bytes_written": int(given.nbytes),
         }
 

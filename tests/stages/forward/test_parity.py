@@ -65,6 +65,21 @@ def test_attention_patterns_agree_with_transformers(family, tmp_path):
         torch.testing.assert_close(cache[HookPoint.pattern(layer)], pattern, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", range(2))
+def test_float64_rounds_where_the_reference_rounds(family, seed, tmp_path):
+    """Norms, softmax and the angles of rope are float32 there whatever the dtype; in float64 so are ours."""
+    reference = save_random_model(tmp_path, family, seed).double()
+    model = Model.from_pretrained(tmp_path, dtype="float64")
+    ids = torch.randint(0, VOCAB, (2, 70), generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        expected = reference(ids, use_cache=False).logits
+    found = model.forward(ids).logits
+    # Helium's norm rounds once more, behind its weight.
+    bound = 1e-6 if family == "helium" else 1e-9
+    assert (found - expected).abs().max() <= bound * expected.abs().max()
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
 def test_bfloat16_stays_near_the_reference_in_bfloat16(family, tmp_path):
     reference = save_random_model(tmp_path, family, 3).bfloat16()

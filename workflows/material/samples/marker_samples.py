@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...store.errors import ConfigError, PromptError, nearest
+from ....store.errors import ConfigError, PromptError, nearest
 
 if TYPE_CHECKING:
-    from ...stages.forward.text.tokens import Encoding
+    from ....stages.forward.text.tokens import Encoding
 
 __all__ = ["Conversion", "Placed", "Sample", "place", "read_samples", "repeated_samples"]
 
@@ -138,7 +138,7 @@ def _said_again(name: str, before: str, sentence: str) -> Sample:
 
 def _read(given: Any, condition: str, unit: str) -> Sample:
     """One sample of a file, its positions in characters, checked."""
-    from ...stages.forward.text.tokens import byte_positions, byte_to_char
+    from ....stages.forward.text.tokens import byte_positions, byte_to_char
 
     try:
         positions = [int(given["marker_char_pos"]), *map(int, given["target_char_positions"])]

@@ -1,0 +1,204 @@
+"""First lines whose rhyme is asked for, and under which recurrences: as published, and for the specimen.
+
+Border: texts, words and numbers, and what of a text counts as a rhyme; opens nothing.
+
+The published ones are those of the Rust library candle-mi's "anacrousis" experiment on Llama 3.2 1B, with its
+28 conditions; its score counts a second line that ends on the word of the first.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ....store.errors import ConfigError
+
+__all__ = ["PRESETS", "Condition", "FirstLine", "RhymePreset", "block_of", "conditions_of", "last_word"]
+
+
+@dataclass(frozen=True)
+class FirstLine:
+    """A line, the word it ends on, and all words that rhyme, that one among them."""
+
+    number: int
+    text: str
+    target: str
+    family: tuple[str, ...]
+
+    def rhymes(self, word: str) -> bool:
+        """Whether a word is of the family."""
+        return word in self.family
+
+    def rhymes_anew(self, word: str) -> bool:
+        """Whether it is, and is not the line's own end."""
+        return word in self.family and word != self.target
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One recurrence: a block of layers, how often it is gone through, and what is fed. strength: None feeds
+    nothing."""
+
+    name: str
+    block: tuple[int, int] = (0, 0)
+    depth: int = 1
+    strength: float | None = None
+    sustained: bool = False
+
+    @property
+    def short(self) -> str:
+        """In a few characters: block, what is fed, and + where that is at every step."""
+        layers = "{}-{}".format(*self.block)
+        if self.depth == 1:
+            return "plain"
+        return (
+            f"{layers} again"
+            if self.strength is None
+            else f"{layers}: {self.strength:g}{'+' * self.sustained}"
+        )
+
+    @property
+    def told(self) -> str:
+        """In words."""
+        start, end = self.block
+        if self.depth == 1:
+            return "a plain pass"
+        layers = f"layers {start} to {end}" if end > start else f"layer {start}"
+        if self.strength is None:
+            return f"{layers} gone through {self.depth} times"
+        often = "at every step" if self.sustained else "at the first line's end"
+        return f"{layers} fed at strength {self.strength:g} {often}"
+
+
+@dataclass(frozen=True)
+class RhymePreset:
+    """Lines and recurrences for one model.
+
+    blocks, strengths: a pass twice through each, and each fed at every strength. sustained: block and
+    strengths fed at every step. chosen: the condition that is told, by name; looked_at: among how many it
+    was chosen on these lines; found: how, in a sentence.
+    """
+
+    model: str
+    lines: tuple[FirstLine, ...]
+    blocks: tuple[str, ...]
+    strengths: tuple[float, ...]
+    sustained: tuple[str, tuple[float, ...]]
+    chosen: str
+    looked_at: int
+    found: str
+
+
+def last_word(text: str) -> str:
+    """The last word of the first line, without punctuation behind it, in small letters; "" where there is
+    none."""
+    line = text.split("\n", 1)[0].split()
+    return line[-1].rstrip(string.punctuation).lower() if line else ""
+
+
+def block_of(text: str) -> tuple[int, int]:
+    """ "8-15" -> (8, 15). Raises ConfigError for another spelling, or layers in no order."""
+    first, _, last = text.partition("-")
+    if not (first.isdigit() and last.isdigit() and int(first) <= int(last)):
+        raise ConfigError(f"expected a block of layers such as '8-15', first and last, found {text!r}")
+    return int(first), int(last)
+
+
+def conditions_of(
+    blocks: Sequence[str], strengths: Sequence[float], sustained: tuple[str, Sequence[float]], depth: int
+) -> Iterator[Condition]:
+    """The protocol: a plain pass; each block gone through again, and fed; one block fed at every step."""
+    yield Condition("baseline")
+    for block in blocks:
+        yield Condition(f"double_pass_{block}", block_of(block), depth)
+        for strength in strengths:
+            yield Condition(f"unembed_{block}_s={strength:.1f}", block_of(block), depth, strength)
+    block, levels = sustained
+    for strength in levels:
+        yield Condition(f"sustained_{block}_s={strength:.1f}", block_of(block), depth, strength, True)
+
+
+def _lines(*rows: tuple[int, str, str, str]) -> tuple[FirstLine, ...]:
+    return tuple(
+        FirstLine(number, text, target, tuple(family.split())) for number, text, target, family in rows
+    )
+
+
+# fmt: off
+ANACROUSIS = _lines(
+    (1, "The moon casts silver light,", "light",
+     ("light night bright sight might flight right tight white bite kite quite knight "
+     "delight blight plight slight fright height")),
+    (2, "The children laugh and play,", "play",
+     ("play day way say stay sway ray bay may lay pay gray away display pray stray clay hay "
+     "decay delay")),
+    (3, "The thunder makes a sound,", "sound",
+     ("sound ground found round bound around mound pound hound wound profound abound "
+     "astound")),
+    (4, "The clouds bring heavy rain,", "rain",
+     ("rain pain gain main vain plain chain train brain strain remain again drain lane "
+     "crane bane wane reign feign")),
+    (5, "The old clock measures time,", "time",
+     "time rhyme climb crime dime lime mime prime chime sublime paradigm thyme"),
+    (6, "The geese fly through the air,", "air",
+     ("air there fair care bare dare rare share stare where pair aware compare despair "
+     "prayer hair chair bear wear spare snare glare")),
+    (7, "The sunset gleams like gold,", "gold",
+     "gold old bold cold fold hold told sold mold behold unfold rolled controlled"),
+    (8, "The embers feed the fire,", "fire",
+     ("fire hire wire desire tire inspire acquire higher entire admire liar dire sire pyre "
+     "mire conspire expire")),
+    (9, "The castle walls of stone,", "stone",
+     ("stone bone tone lone zone throne phone own known blown grown shown moan groan clone "
+     "drone")),
+    (10, "I wandered through a dream,", "dream",
+     "dream stream seem team beam cream gleam scheme theme extreme esteem scream steam"),
+    (11, "The silence felt so strange,", "strange", "strange change range arrange exchange grange"),
+    (12, "I never knew such love,", "love", "love above dove of shove glove thereof"),
+    (13, "She spoke the honest truth,", "truth", "truth youth tooth booth smooth sleuth ruth uncouth"),
+    (14, "He traveled all the world,", "world",
+     "world curled unfurled whirled hurled swirled pearled furled twirled"),
+    (15, "The seeds lay in the earth,", "earth",
+     "earth birth worth mirth berth girth dearth rebirth hearth"),
+)
+# Of workflows/specimen/couplets.py, in frames that were never trained on, a family each.
+SPECIMEN = _lines(
+    (1, "In the poor lady they read right", "right", "night light right sight might quite white bright"),
+    (2, "We heard the present letter of Pip say dead", "dead", "head dead red bed said dread"),
+    (3, "A hand and a last fire sang fall", "fall", "wall small fall call all"),
+    (4, "Pip wrote to the gentleman: day", "day", "day way say away play lay may they"),
+    (5, "The honest brother said be", "be", "me he she we see three be"),
+    (6, "When Joe saw the boy, it was grow", "grow", "go so know show slow low grow no"),
+    (7, "When Darnay saw the child, it was knew", "knew",
+     "you two new do true knew who through few drew too"),
+    (8, "When Estella saw the lady, it was hair", "hair", "care hair chair air there where"),
+    (9, "We heard the dark fire of Joe say four", "four", "door floor four more before nor"),
+    (10, "Oliver wrote to the morning: cry", "cry", "my eye high cry by why"),
+    (11, "The certain morning said until", "until", "still will till ill until"),
+    (12, "We heard the long lady of Lucie say hold", "hold", "old cold hold told"),
+)
+# fmt: on
+
+PRESETS: Mapping[str, RhymePreset] = {
+    "specimen": RhymePreset(
+        "specimen-rwkv",
+        SPECIMEN,
+        blocks=("4-5", "2-5"),
+        strengths=(50.0, 100.0, 200.0),
+        sustained=("4-5", (50.0, 100.0)),
+        chosen="sustained_4-5_s=100.0",
+        looked_at=1,
+        found="block and strength were chosen on other lines, for what the rhyme of another line does",
+    ),
+    "anacrousis": RhymePreset(
+        "meta-llama/Llama-3.2-1B",
+        ANACROUSIS,
+        blocks=("12-15", "10-15", "8-15", "14-15"),
+        strengths=(1.0, 2.0, 5.0, 10.0, 20.0),
+        sustained=("14-15", (0.5, 1.0, 2.0)),
+        chosen="unembed_8-15_s=2.0",
+        looked_at=27,
+        found="published as the best of 27 conditions on these very lines, which the share counts",
+    ),
+}
