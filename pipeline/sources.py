@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, Any
 from ..store.errors import StageError
 from ..store.keys import ResultKey
 from .context import Selection
-from .nodes import Estimate, Node, Part, Port, Ports, ResultNode, Status, cut, status_of
+from .nodes import (
+    Estimate,
+    Node,
+    Part,
+    Port,
+    Ports,
+    ResultNode,
+    Status,
+    cut,
+    indices_along,
+    status_of,
+)
 from .reasons import last_timed, why_not
 
 if TYPE_CHECKING:
@@ -120,11 +131,11 @@ class ConstantNode(Ports):
         return NOTHING
 
     def labels(self, store: Store, axis: str) -> list[Any]:
-        """Its layers; all tokens are one segment."""
+        """Its layers or blocks; all tokens are one segment."""
         dataset = self._held(store)
-        if axis == "layer" and "layer" in dataset.dims:
-            return [int(layer) for layer in dataset["layer"].values]
-        return [(0, dataset.sizes["token"])] if axis == "segment" and "token" in dataset.dims else []
+        if axis != "segment":
+            return indices_along(dataset, axis)
+        return [(0, dataset.sizes["token"])] if "token" in dataset.dims else []
 
     def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
         """A piece of it."""
