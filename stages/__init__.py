@@ -96,6 +96,8 @@ REGISTRY = {
     "linear_regions": ".algzoo.analysis.regions",
     "neuron_roles": ".algzoo.analysis.probing",
     "gaussian_accuracy": ".algzoo.analysis.cones",
+    "surprise_accounting": ".algzoo.analysis.surprise",
+    "compute_curve": ".algzoo.analysis.compute_curve",
 }
 
 
