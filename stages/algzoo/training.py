@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from torch import Tensor, nn
 
-__all__ = ["ZooSettings", "file_name", "save_trained", "train", "trained_rnn"]
+__all__ = ["ZooTraining", "file_name", "save_trained", "train", "trained_rnn"]
 
 WARM_UP = 2**14 / 2**20
 """Share of the zoo's steps in which its rate rises."""
@@ -43,7 +43,7 @@ RATE, DECAY, LEAST = 0.04, 1e-3, 0.01
 
 
 @dataclass(frozen=True)
-class ZooSettings:
+class ZooTraining:
     """One training.
 
     sequences: drawn in all. batch: drawn in a step. layers, heads: of a transformer. end_token: of integers,
@@ -93,7 +93,7 @@ class ZooSettings:
 
 
 def train(
-    settings: ZooSettings, advance: Callable[[int], None] = lambda steps: None
+    settings: ZooTraining, advance: Callable[[int], None] = lambda steps: None
 ) -> tuple[dict[str, Array], Array]:
     """Tensors of a trained network, and its mean losses [step]: nats of a class, or squared error.
 
@@ -139,8 +139,8 @@ def train(
 def trained_rnn(
     *, task: str, hidden: int, sequence: int, seed: int = 0, sequences: int = 2**22, batch: int = 1024
 ) -> xr.Dataset:
-    """A trained RNN as labelled weights, and its losses; see `ZooSettings`."""
-    settings = ZooSettings(task, hidden, sequence, seed, sequences, batch)
+    """A trained RNN as labelled weights, and its losses; see `ZooTraining`."""
+    settings = ZooTraining(task, hidden, sequence, seed, sequences, batch)
     if not isinstance(settings.shape, RnnShape):
         raise ConfigError(
             f"expected a task of numbers for an RNN, found {task}; use train() for a transformer"
@@ -149,13 +149,13 @@ def trained_rnn(
     return labelled(tensors, settings.shape).assign(loss=("step", losses))
 
 
-def file_name(settings: ZooSettings, ending: str = ".safetensors") -> str:
+def file_name(settings: ZooTraining, ending: str = ".safetensors") -> str:
     """As the zoo names its files: task, width, length, sequences of training, seed."""
     trained = settings.steps * settings.batch
     return f"{settings.task}_{settings.hidden}_{settings.sequence}_{trained}_{settings.seed}{ending}"
 
 
-def save_trained(settings: ZooSettings, tensors: dict[str, Array], path: Path) -> Path:
+def save_trained(settings: ZooTraining, tensors: dict[str, Array], path: Path) -> Path:
     """Write a trained network; a `.safetensors` says of itself what its name says."""
     said: dict[str, str | int] = {
         "task": settings.task,
@@ -166,7 +166,7 @@ def save_trained(settings: ZooSettings, tensors: dict[str, Array], path: Path) -
     return write_tensors(path, tensors, said)
 
 
-def _module(settings: ZooSettings) -> nn.Module:
+def _module(settings: ZooTraining) -> nn.Module:
     """The network as torch trains it; its state dict has the names of a checkpoint."""
     from torch import nn
 
@@ -211,7 +211,7 @@ def _share_of_rate(step: int, steps: int) -> float:
     return min(step / warm, 1.0) * float(max(LEAST ** (2 * step / max(steps, 1)), LEAST))
 
 
-def _drawn(task: Task, settings: ZooSettings) -> Tensor:
+def _drawn(task: Task, settings: ZooTraining) -> Tensor:
     import torch
 
     many, length = settings.batch, settings.sequence

@@ -88,24 +88,30 @@ def neuron_ablation(weights: xr.Dataset, samples: xr.Dataset) -> xr.Dataset:
 @stage(
     version=1,
     inputs={"weights": None, "samples": None},
-    outputs={"delta": Output(("draw",), "1", "change of the score without a random direction")},
+    outputs={
+        "delta": Output(
+            ("draw", "direction"), "1", "change of the score without a direction of a random basis"
+        )
+    },
 )
 def random_ablation(
     weights: xr.Dataset, samples: xr.Dataset, *, draws: int = 50, seed: int = 0
 ) -> xr.DataArray:
-    """Change of the score when a random direction is taken out of the state after every ReLU: the null of one
-    neuron, which is such a direction along an axis.
+    """Change of the score when one direction of a random orthonormal basis is taken out of the state after
+    every ReLU: the null of neurons, which are such a basis.
 
-    Directions are uniform on the sphere of neurons; the state becomes (1 - v v') h.
+    The state becomes (1 - v v') h. The most harmful of a basis is what the most harmful neuron is beside:
+    both were chosen among as many.
     """
     import xarray as xr
 
     rnn = require_rnn(weights, "ablation")
     x, target = samples["x"].values, samples["target"].values
-    baseline = score(rnn, x, target)
-    directions = np.random.default_rng(seed).standard_normal((draws, rnn.hidden))
-    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+    baseline, whole = score(rnn, x, target), np.eye(rnn.hidden)
+    drawn = np.random.default_rng(seed).standard_normal((draws, rnn.hidden, rnn.hidden))
+    bases = np.linalg.qr(drawn)[0]
     found = [
-        score(rnn.projected(np.eye(rnn.hidden) - np.outer(v, v)), x, target) - baseline for v in directions
+        [score(rnn.projected(whole - np.outer(v, v)), x, target) - baseline for v in basis.T]
+        for basis in bases
     ]
-    return xr.DataArray(np.array(found), dims="draw", name="delta")
+    return xr.DataArray(np.array(found), dims=("draw", "direction"), name="delta")

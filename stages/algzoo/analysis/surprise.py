@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SIGMAS", "bits_per_number", "noisy", "residual_bits", "surprise_accounting"]
 
+TINY = 1e-9
+"""Bits of an answer below which it counts as said."""
 SIGMAS = (0.01, 0.05, 0.1)
 """Noise of the research protocol, in standard deviations of a matrix."""
 
@@ -82,6 +84,7 @@ def noisy(rnn: RnnWeights, sigma: float, rng: np.random.Generator) -> RnnWeights
         "residual_surprise": Output(("estimator", "sigma"), "bits", "what it leaves unsaid"),
         "bound_satisfied": Output(("estimator", "sigma"), "1", "whether both are at most the selection"),
         "tightness": Output(("estimator", "sigma"), "1", "their sum over the selection"),
+        "covered": Output(("estimator", "sigma"), "samples", "answers up to which the bound would hold"),
     },
 )
 def surprise_accounting(
@@ -145,6 +148,10 @@ def surprise_accounting(
             "residual_surprise": (both, residual),
             "bound_satisfied": (both, explanation + residual <= selection),
             "tightness": (both, (explanation + residual) / selection),
+            "covered": (
+                both,
+                np.floor(np.maximum(selection - explanation, 0.0) / np.maximum(residual / many, TINY)),
+            ),
         },
         coords={"estimator": np.array(ESTIMATORS, object), "sigma": np.array(sigmas)},
         attrs={"samples": many, "param_count": rnn.parameters},

@@ -120,11 +120,20 @@ def test_a_random_direction_along_an_axis_would_be_a_neuron(monkeypatch):
 
     class Axes:
         def standard_normal(self, shape):
-            return np.eye(4)[: shape[0]]
+            return np.broadcast_to(np.eye(4), shape)
 
     monkeypatch.setattr(np.random, "default_rng", lambda seed: Axes())
-    found = random_ablation(weights, samples, draws=4)
-    np.testing.assert_allclose(found, neuron_ablation(weights, samples)["delta"])
+    found = random_ablation(weights, samples, draws=2)
+    for row in found.values:
+        np.testing.assert_allclose(row, neuron_ablation(weights, samples)["delta"])
+
+
+def test_random_directions_are_bases_and_follow_the_seed():
+    weights = weights_of(1, 3, 3)
+    samples = algzoo_samples(task="argmax", sequence=3, samples=200, seed=0)
+    first, again, other = (random_ablation(weights, samples, draws=3, seed=seed) for seed in (0, 0, 1))
+    assert first.dims == ("draw", "direction") and first.shape == (3, 3)
+    assert first.equals(again) and not first.equals(other)
 
 
 # -- regions
@@ -139,7 +148,7 @@ def test_regions_are_the_reference(name):
     assert found["count"].values[:20].tolist() == expected["regions_lcg1000"]["counts_sorted"]
     if "active_fraction" in expected:
         assert float(found["active_fraction"]) == pytest.approx(expected["active_fraction"], abs=1e-12)
-    first = int(found["region"][0])
+    first = int(found["region_id"][0])
     linear = expected["region_linear_map_of_input0"]
     np.testing.assert_allclose(found["map"][first], linear["A"], atol=1e-9)
     steps, hidden = np.array(linear["gates"]).shape
@@ -152,14 +161,14 @@ def test_the_map_of_a_region_is_what_the_network_says_there(hidden, sequence, se
     weights = weights_of(seed, hidden, sequence)
     samples = algzoo_samples(task="argmax", sequence=sequence, samples=3000, seed=seed)
     found, rnn, x = linear_regions(weights, samples), require_rnn(weights, ""), samples["x"].values
-    said = np.einsum("sot,st->so", found["map"].values[found["region"].values], x)
+    said = np.einsum("sot,st->so", found["map"].values[found["region_id"].values], x)
     np.testing.assert_allclose(said, rnn.outputs(x), rtol=1e-9, atol=1e-9)
     assert int(found["count"].sum()) == 3000
     assert (np.diff(found["count"]) <= 0).all()
-    own = found["region"].values[found["representative"].values]
+    own = found["region_id"].values[found["representative"].values]
     assert own.tolist() == list(range(found.sizes["region"]))
     gates = gates_of(rnn, x)
-    np.testing.assert_array_equal(found["active"][found["region"]], gates.sum((1, 2)))
+    np.testing.assert_array_equal(found["active"][found["region_id"]], gates.sum((1, 2)))
     np.testing.assert_allclose(found["active_by_time"], gates.mean((0, 2)))
 
 
