@@ -429,11 +429,11 @@ class StoicheiaAnalysis(AlgZooWorkflow):
     def _curve(self, curve: xr.Dataset) -> Iterator[View]:
         x = tuple(f"{budget:,}" for budget in curve["samples"].values.tolist())
         lines = [
-            Line("samples, expected", curve["baseline_expected"].values, control=True),
-            Line("samples, measured", curve["baseline_mse"].values, strong=True),
+            Line("samples, expected", _log(curve["baseline_expected"]), control=True),
+            Line("samples, measured", _log(curve["baseline_mse"]), strong=True),
         ]
         lines += [
-            Line(str(name), np.maximum(curve["estimator_mse"].sel(estimator=name).values, 1e-16))
+            Line(str(name), _log(curve["estimator_mse"].sel(estimator=name)))
             for name in curve["estimator"].values
             if str(name) != "piecewise"  # which samples as the network does
         ]
@@ -443,8 +443,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             x=x,
             lines=tuple(lines),
             x_name="samples",
-            y_name="mean squared error",
-            log=True,
+            y_name="mean squared error, power of ten",
             sources=("curve",),
             json={
                 "baseline_mse_vs_compute": _curve_json(curve, "baseline"),
@@ -459,6 +458,11 @@ class StoicheiaAnalysis(AlgZooWorkflow):
 
 def _neurons(many: int) -> list[str]:
     return list(map(str, range(many)))
+
+
+def _log(errors: xr.DataArray) -> Any:
+    """Logarithms to ten; NaN of no error, which has none."""
+    return np.log10(errors.where(errors > 0).values)
 
 
 def _strongest(row: Any, own: int, sign: int) -> str:
