@@ -166,6 +166,7 @@ class StoicheiaInference(AlgZooWorkflow):
                     row_name="right",
                     column_name="says",
                     value_name="share",
+                    unit="",
                     low=0.0,
                     high=1.0,
                     numbers=".2f",

@@ -66,7 +66,7 @@ class Cones(View):
                     *outline.T,
                     facecolor=paper.ACCENT if is_marked else shades[place],
                     alpha=0.95 if is_marked else 0.38,
-                    edgecolor="white",
+                    edgecolor=paper.ACCENT if is_marked else "white",  # so that slivers are seen
                     linewidth=0.7,
                 )
         for axis, name in enumerate(self.axes_names):
@@ -75,7 +75,7 @@ class Cones(View):
                 (place,) = [point] if self.is_flat else _seen(point)
                 told = f"{name} {'>' if sign > 0 else '<'} 0"
                 axes.plot(*place, "o", color=paper.INK, ms=2.5)
-                axes.annotate(told, place * 1.0, xytext=(4, 4), textcoords="offset points", fontsize=7)
+                axes.annotate(told, place, xytext=(4, 4), textcoords="offset points", fontsize=7)
         axes.set_aspect("equal")
         axes.set_axis_off()
         legend = [
@@ -83,7 +83,7 @@ class Cones(View):
         ]
         if self.marked.any():
             legend.append(Patch(facecolor=paper.ACCENT, label=self.mark_name))
-        axes.legend(handles=legend, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
+        axes.legend(handles=legend, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.1, 0.5))
 
 
 def _sector(rays: Array) -> list[Array]:

@@ -13,6 +13,7 @@ import torch
 
 import mizarr
 from mizarr import Add, HookSpec, Knockout, Replace, Scale, Zero
+from mizarr.pipeline import run
 from mizarr.stages.algzoo.capture import capture, run_key
 from mizarr.stages.algzoo.files import said_by_name, write_tensors
 from mizarr.stages.algzoo.handcrafted import handcrafted_2nd_argmax
@@ -26,8 +27,10 @@ from mizarr.store.errors import (
     MizarrError,
     ModelNotFound,
     ShapeError,
+    SourceChanged,
     WeightsError,
 )
+from tests.torch_free import without_torch
 
 from .reference import (
     CLASSES,
@@ -275,6 +278,35 @@ def test_a_run_is_keyed_by_content_not_by_format_or_name(rnn, tmp_path):
         run_key(rnn, X, plain, "float32"),
     }
     assert len(keys) == 5
+
+
+def test_a_file_that_was_replaced_after_it_was_planned_stores_nothing(rnn, tmp_path):
+    store = mizarr.open_store(tmp_path / "store")
+    node = rnn.weights_node()
+    write_tensors(Path(rnn.name), random_rnn(8, 5, 3))
+    with pytest.raises(SourceChanged, match="found other weights"):
+        run(node, store)
+    Path(rnn.name).unlink()
+    with pytest.raises(SourceChanged, match="changed since it was read"):
+        run(node, store)
+    assert not list(store.records())
+
+
+def test_weights_lie_in_the_store_for_whoever_has_no_torch(rnn, tmp_path):
+    store = mizarr.open_store(tmp_path / "store")
+    node = rnn.weights_node()
+    run(node, store)
+    program = """
+import mizarr
+store = mizarr.open_store(sys.argv[1], mode="r")
+(record,) = store.records()
+weights = store.open_result(record)
+from mizarr.stages.algzoo.rnn import require_rnn
+import numpy as np
+print(json.dumps(require_rnn(weights, "here").outputs(np.array(json.loads(sys.argv[2]))).tolist()))
+"""
+    found = without_torch(program, tmp_path / "store", json.dumps(X.tolist()))
+    np.testing.assert_allclose(found, rnn.outputs(X), rtol=1e-12)
 
 
 # -- files
