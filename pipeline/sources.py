@@ -61,8 +61,8 @@ class SourceNode(ResultNode):
         return f"SourceNode({self.name}, {self.params})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker reads; what these hold on to stays here.
-        return {**self.__dict__, "_make": None, "_confirm": None}
+        # A worker reads; what these hold on to stays here, where the source was confirmed.
+        return {**self.__dict__, "_make": None, "_confirm": _confirmed}
 
     def key(self, store: Store) -> ResultKey:
         """Made of the parameters alone."""
@@ -91,6 +91,10 @@ class SourceNode(ResultNode):
         took = round(time.monotonic() - started, 6)
         note = {"seconds": took, "bytes_read": self._estimate.bytes_read}
         store.put_result(self.key(store), made, provenance=note, confirm=self._confirm)
+
+
+def _confirmed() -> None:
+    """What a worker asks of a source: a stage of a stage looks at it for the key of the one between."""
 
 
 class ConstantNode(Ports):
