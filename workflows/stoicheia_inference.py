@@ -43,6 +43,7 @@ class StoicheiaInferenceSettings(AlgZooSettings):
     source: Literal["task", "lcg"] = setting(
         "task", "where the inputs shown come from: what the task is trained on, or candle-mi's generator"
     )
+    end_token: bool = setting(False, "of integers: the last one ends the sequence, and no other one does")
     shown: Natural = setting(0, "the input whose states or attention are drawn")
     dtype: Literal["float32", "float64"] = setting("float32", "what accuracy is counted in")
 
@@ -65,6 +66,8 @@ class StoicheiaInference(AlgZooWorkflow):
         """A pass over the inputs shown, with everything captured, and the count."""
         network, settings = self.network, self.settings
         task, sequence = network.task, network.sequence
+        if settings.end_token and network.is_rnn:
+            raise ConfigError(f"expected a transformer for end_token, found the RNN {network.title}")
         if settings.source == "lcg" and not network.is_rnn:
             raise ConfigError(
                 "expected source=task for a transformer, whose inputs are integers, found 'lcg'"
@@ -72,7 +75,7 @@ class StoicheiaInference(AlgZooWorkflow):
         x = (
             lcg(settings.inputs, sequence, SURPRISE_STATE + settings.seed)
             if settings.source == "lcg"
-            else drawn(task, sequence, settings.inputs, seed=settings.seed)
+            else drawn(task, sequence, settings.inputs, seed=settings.seed, end_token=settings.end_token)
         )
         return {
             "states": capture_node(network, x, HookSpec().capture("*")),
@@ -82,6 +85,7 @@ class StoicheiaInference(AlgZooWorkflow):
                 sequence=sequence,
                 samples=settings.samples,
                 seed=settings.seed,
+                end_token=settings.end_token,
                 exhaustive=self.is_exhaustive,
                 dtype=settings.dtype,
             ),
@@ -90,7 +94,9 @@ class StoicheiaInference(AlgZooWorkflow):
     @property
     def is_exhaustive(self) -> bool:
         """Whether every input there is was counted."""
-        return not self.network.is_rnn and self.network.sequence**self.network.sequence <= ENUMERATED
+        network = self.network
+        is_small = network.sequence**network.sequence <= ENUMERATED
+        return not network.is_rnn and is_small and not self.settings.end_token
 
     def views(self) -> Iterator[View]:
         """Accuracy, answers, mistakes, states."""

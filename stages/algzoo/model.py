@@ -170,6 +170,8 @@ def load_model(
     else:
         tensors, said = read_tensors(_path_of(text))
     shape = shape_of(tensors, text, heads)
+    if heads != 1 and isinstance(shape, RnnShape):
+        raise ConfigError(f"{text}: expected no heads of an RNN, found heads={heads}; leave it out")
     chosen = _task_of(text, task or said.task)
     if said.hidden is not None and said.hidden != shape.hidden:
         raise WeightsError(

@@ -119,6 +119,7 @@ OTHERS: dict[tuple[str, str], Any] = {
     ("attribution_graph", "graph_memory"): "2GiB",
     ("attribution_graph", "arithmetic"): "float64",
     ("stoicheia_inference", "source"): "lcg",
+    ("stoicheia_inference", "end_token"): {"model": "specimen-longest-cycle-4", "end_token": True},
     ("stoicheia_analysis", "sigmas"): (0.2,),
     ("stoicheia_analysis", "budgets"): (2000,),
     ("stoicheia_sweep", "hidden"): (3,),

@@ -72,6 +72,15 @@ def test_a_network_whose_answer_is_a_number_has_an_error(store, tmp_path):
     assert done.report(tmp_path / "page.html").stat().st_size > 10_000
 
 
+def test_with_an_end_token_every_input_shown_and_counted_has_one(store):
+    about = {"store": store, "model": "specimen-longest-cycle-4", "samples": 500}
+    done = compute("stoicheia_inference", end_token=True, **about)
+    assert (done.held["x"][:, -1] == 3).all() and (done.held["x"][:, :-1] < 3).all()
+    assert not done.is_exhaustive and int(done.counted["samples"].sum()) == 500
+    with pytest.raises(ConfigError, match="expected a transformer for end_token"):
+        build("stoicheia_inference", end_token=True)
+
+
 # -- analysis
 
 
@@ -132,6 +141,7 @@ print(json.dumps(done.to_json()))
         ({"task": "argmedian_"}, "did you mean 'argmedian'"),
         ({"task": "longest_cycle"}, "expected a transformer for longest_cycle"),
         ({"sequence": 4}, "expected sequences of 3, as the tensors say, found 4 asked for"),
+        ({"heads": 2}, "expected no heads of an RNN, found heads=2"),
         ({"budgets": [1500]}, "multiples of 1000"),
         ({"sigmas": [0.0]}, "expected sigmas above 0"),
         ({"samples": 0}, "expected samples to be int of at least 1"),
