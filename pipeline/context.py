@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..store.keys import ResultKey
 
 Selection = Mapping[str, Any]
-"""Part of a node: "layer" -> index, "segment" -> (first token, end)."""
+"""Part of a node: "layer", "block" -> index, "segment" -> (first token, end)."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from .declaration import Declaration, Dims, Output
 if TYPE_CHECKING:
     import xarray as xr
 
-AXES: Mapping[str, tuple[str, ...]] = {"layer": ("layer",), "segment": ("token", "pair")}
-"""Axes a stage may be cut along, and the dims each of them cuts: a segment is a range of tokens."""
+AXES: Mapping[str, tuple[str, ...]] = {"layer": ("layer",), "segment": ("token", "pair"), "block": ("block",)}
+"""Axes a stage may be cut along, and the dims each of them cuts: a segment is a range of tokens, a block a
+number of samples that are drawn, not stored."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -117,7 +117,7 @@ class Node(Protocol):
         ...
 
     def labels(self, store: Store, axis: str) -> list[Any]:
-        """Labels along a cell axis ("layer": indices; "segment": (start, stop) token ranges).
+        """Labels along a cell axis ("layer", "block": indices; "segment": (start, stop) token ranges).
 
         Empty if the node has no such axis, or does not know it yet.
         """
@@ -242,11 +242,10 @@ class ResultNode(Ports, ABC):
         """See `Node`."""
 
     def labels(self, store: Store, axis: str) -> list[Any]:
-        """Layers of the stored result; a result has no segments of its own."""
-        if axis != "layer" or self.record(store) is None:
+        """Layers or blocks of the stored result; a result has no segments of its own."""
+        if axis == "segment" or self.record(store) is None:
             return []
-        dataset = self.open(store)
-        return [int(layer) for layer in dataset["layer"].values] if "layer" in dataset.dims else []
+        return indices_along(self.open(store), axis)
 
     @remembered
     def record(self, store: Store) -> Record | None:
@@ -294,8 +293,10 @@ def cut(
                 hint = f"; nearest is {near!r}" if near else ""
                 raise StageError(f"expected a variable {variable!r}, found {', '.join(held)}{hint}")
             dataset = dataset[[variable]]
-        if "layer" in selection and "layer" in dataset.dims:
-            dataset = dataset.isel(layer=[_index(dataset["layer"].values.tolist(), selection["layer"])])
+        for axis in ("layer", "block"):
+            if axis in selection and axis in dataset.dims:
+                place = _index(axis, dataset[axis].values.tolist(), selection[axis])
+                dataset = dataset.isel({axis: [place]})
         if "segment" in selection and "token" in dataset.dims:
             dataset = dataset.isel(token=slice(*selection["segment"]))
         return dataset
@@ -325,7 +326,12 @@ def cut(
     return part
 
 
-def _index(held: list[int], layer: int) -> int:
-    if layer not in held:
-        raise StageError(f"expected layer {layer}, found layers {', '.join(map(str, held))}")
-    return held.index(layer)
+def indices_along(dataset: xr.Dataset, axis: str) -> list[int]:
+    """Labels of the layers, or blocks, of a dataset; empty where it has none."""
+    return [int(label) for label in dataset[axis].values] if axis in dataset.dims else []
+
+
+def _index(axis: str, held: list[int], wanted: int) -> int:
+    if wanted not in held:
+        raise StageError(f"expected {axis} {wanted}, found {axis}s {', '.join(map(str, held))}")
+    return held.index(wanted)

@@ -55,13 +55,14 @@ def _shown(params: Mapping[str, Any], name: str) -> str:
 
 
 def missing_cells(missing: Sequence[Selection], total: int) -> str:
-    """Cells for people: "layers 6-11 missing", "3 of 40 segments missing"."""
+    """Cells for people: "layers 6-11 missing", "3 of 40 segments missing", "2 of 100 blocks missing"."""
     layers = {cell.get("layer") for cell in missing}
     segments = {cell.get("segment") for cell in missing}
     numbers = [layer for layer in layers if layer is not None]
     if numbers and len(missing) == len(layers) * len(segments) and len(segments) == 1:
         return f"layer{'s' if len(numbers) > 1 else ''} {spans(numbers)} missing"
-    what = "segments" if not numbers and None not in segments else "cells"
+    axes = {axis for cell in missing for axis in cell}
+    what = f"{axes.pop()}s" if axes in ({"segment"}, {"block"}) else "cells"
     of = f" (layers {spans(numbers)})" if numbers else ""
     return f"{len(missing)} of {total} {what} missing{of}"
 

@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Any
 from ..store.errors import StageError
 from ..store.keys import ResultKey
 from .context import Selection
-from .nodes import Estimate, Node, Part, Port, Ports, ResultNode, Status, cut, status_of
+from .nodes import (
+    Estimate,
+    Node,
+    Part,
+    Port,
+    Ports,
+    ResultNode,
+    Status,
+    cut,
+    indices_along,
+    status_of,
+)
 from .reasons import last_timed, why_not
 from .took import measured
 
@@ -50,8 +61,8 @@ class SourceNode(ResultNode):
         return f"SourceNode({self.name}, {self.params})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker reads; what these hold on to stays here.
-        return {**self.__dict__, "_make": None, "_confirm": None}
+        # A worker reads; what these hold on to stays here, where the source was confirmed.
+        return {**self.__dict__, "_make": None, "_confirm": _confirmed}
 
     def key(self, store: Store) -> ResultKey:
         """Made of the parameters alone."""
@@ -79,6 +90,10 @@ class SourceNode(ResultNode):
             made = self._make()
             note = {**took(), "bytes_read": self._estimate.bytes_read}
         store.put_result(self.key(store), made, provenance=note, confirm=self._confirm)
+
+
+def _confirmed() -> None:
+    """What a worker asks of a source: a stage of a stage looks at it for the key of the one between."""
 
 
 class ConstantNode(Ports):
@@ -119,11 +134,11 @@ class ConstantNode(Ports):
         return NOTHING
 
     def labels(self, store: Store, axis: str) -> list[Any]:
-        """Its layers; all tokens are one segment."""
+        """Its layers or blocks; all tokens are one segment."""
         dataset = self._held(store)
-        if axis == "layer" and "layer" in dataset.dims:
-            return [int(layer) for layer in dataset["layer"].values]
-        return [(0, dataset.sizes["token"])] if axis == "segment" and "token" in dataset.dims else []
+        if axis != "segment":
+            return indices_along(dataset, axis)
+        return [(0, dataset.sizes["token"])] if "token" in dataset.dims else []
 
     def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
         """A piece of it."""

@@ -114,10 +114,10 @@ def stage(
     out is an optional parameter of the function.  outputs: `Output` (or just the dims) of each. version:
     moves when numbers move. Without one the key holds the code of the function, and everything that code
     reads, at each moment of use (DESIGN.md, "Functions without a version"). cells: axes along which the work
-    is cut, each cell cached by itself: "layer", "segment" or both. combine: makes one dataset of the cells'
-    (needed for segments; layers are stacked without it). memory: the most a cell needs, as a multiple of the
-    bytes it reads: 2 for the inputs and as much again for work, less for a function that reads block by
-    block. resources: parameters that are resources; the function gets each opened.
+    is cut, each cell cached by itself: "layer", "segment", "block". combine: makes one dataset of the cells'
+    (needed for segments and blocks; layers are stacked without it). memory: the most a cell needs, as a
+    multiple of the bytes it reads: 2 for the inputs and as much again for work, less for a function that
+    reads block by block. resources: parameters that are resources; the function gets each opened.
     """
     axes = (cells,) if isinstance(cells, str) else tuple(cells or ())
     if (inputs is None) == (forms is None):
@@ -169,8 +169,11 @@ def _check(
             raise StageError(f"stage {label!r}: expected cells among {', '.join(AXES)}, found {axis!r}")
         if not any(dim in AXES[axis] for dims in inputs.values() for dim in dims or ()):
             raise StageError(f"stage {label!r} is cut by {axis}, but no input has that axis")
-    if "segment" in axes and combine is None:
-        raise StageError(f"stage {label!r} is cut by segment; give combine=… to make one result of the parts")
+    for axis in ("segment", "block"):
+        if axis in axes and combine is None:
+            raise StageError(
+                f"stage {label!r} is cut by {axis}; give combine=… to make one result of the parts"
+            )
     for name in inputs:
         if name not in found:
             raise StageError(f"stage {label!r} declares an input {name!r} its function does not take")

@@ -88,6 +88,17 @@ REGISTRY = {
     "ranked_sweep": ".features.effects.ranked RankedSweep",
     "ranked_trace": ".features.effects.ranked RankedTrace",
     "decoder_search": ".features.effects.alignment DecoderSearch",
+    "algzoo_samples": ".algzoo.samples",
+    "sampled_accuracy": ".algzoo.accuracy",
+    "trained_rnn": ".algzoo.training",
+    "standardized_rnn": ".algzoo.analysis.standardized",
+    "neuron_ablation": ".algzoo.analysis.ablation",
+    "random_ablation": ".algzoo.analysis.ablation",
+    "linear_regions": ".algzoo.analysis.regions",
+    "neuron_roles": ".algzoo.analysis.probing",
+    "gaussian_accuracy": ".algzoo.analysis.cones",
+    "surprise_accounting": ".algzoo.analysis.surprise",
+    "compute_curve": ".algzoo.analysis.compute_curve",
 }
 
 

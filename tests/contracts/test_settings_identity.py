@@ -123,6 +123,15 @@ OTHERS: dict[tuple[str, str], Any] = {
     ("attribution_graph", "corpus_tokens"): 64,
     ("attribution_graph", "graph_memory"): "2GiB",
     ("attribution_graph", "arithmetic"): "float64",
+    ("stoicheia_inference", "source"): "lcg",
+    ("stoicheia_inference", "end_token"): {"model": "specimen-longest-cycle-4", "end_token": True},
+    ("stoicheia_analysis", "sigmas"): (0.2,),
+    ("stoicheia_analysis", "budgets"): (2000,),
+    ("stoicheia_sweep", "hidden"): (3,),
+    ("stoicheia_sweep", "sequences"): (4,),
+    ("stoicheia_sweep", "seeds"): (3,),
+    ("stoicheia_sweep", "task"): "argmax",
+    ("stoicheia_sweep", "trained"): 2**19,
 }
 """(workflow or "*", setting) -> another value, where adding one to the default makes none; a mapping where
 others have to change with it."""
@@ -177,6 +186,8 @@ ONLY_SHOWN = {
     ("clt_probe", "top_k"): "rows of a table",
     ("attribution_graph", "top_k"): "rows of a table",
     ("attribution_graph", "graph_memory"): "memory is in no key",
+    ("stoicheia_inference", "shown"): "which of the stored inputs is drawn",
+    ("stoicheia_analysis", "top"): "rows of a table",
 }
 """(workflow, setting) -> why another value computes nothing else; that it computes nothing else is tested."""
 
@@ -204,6 +215,11 @@ ELSEWHERE = {
     "error_measure": "a parameter of a stage: test_identity.py",
     "kind of probe": "of a file of labels",
     "layer of sae_features": "the specimen's autoencoder reads one layer",
+    "task of stoicheia_inference": "has to fit the network: test_model.py",
+    "task of stoicheia_analysis": "has to fit the network: test_model.py",
+    "sequence": "has to fit the network: test_model.py",
+    "heads": "of a transformer: test_model.py",
+    "zoo": "a folder of files: identity by content: test_stoicheia.py",
     "site": "goes with a prompt of one's own; positions of an experiment: test_identity.py",
 }
 """Settings that need more than another value, and where what they become is tested."""

@@ -282,6 +282,13 @@ def test_an_array_in_hand_travels_as_a_key_not_as_bytes(store):
     assert store.lineage(constant.content)["label"] == "constant/1"
 
 
+def test_a_worker_finds_the_key_of_a_stage_whose_source_it_cannot_make(store):
+    """Of a stage of a stage it looks up the one between, down to the source."""
+    run(chain(), store)
+    sent = pickle.loads(pickle.dumps(chain()))
+    assert sent.key(store) == chain().key(store) is not None
+
+
 def test_no_more_cells_run_at_once_than_fit_the_budget(store):
     running, most = [], []
 

@@ -28,6 +28,7 @@ PAIR = {"prompt": PROMPT, "corrupted": [OTHER], "answer": "French", "answer_piec
 FEW_PAIRS = {"limit": 2, "others": 2}
 ATTENDS = r"expected a model that attends, found \w+ \(rwkv6\)"
 MADE_FOR = "has features of layer 5, rwkv6 has layers 0 to 1; it was made for specimen"
+NO_FILE = "expected a file of AlgZoo, .safetensors or .pth, found a folder"
 NO_DICTIONARY = "expected a dictionary for .*rwkv6, found none"
 ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "logit_lens": ({"prompts": [PROMPT]}, ""),
@@ -64,6 +65,9 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "clt_probe": ({}, NO_DICTIONARY),
     "clt_vs_plt": ({}, MADE_FOR),
     "attribution_graph": ({}, "expected transcoders made for .*rwkv6, found none"),
+    "stoicheia_inference": ({}, NO_FILE),
+    "stoicheia_analysis": ({}, NO_FILE),
+    "stoicheia_sweep": ({}, "stoicheia_sweep' has no setting 'model'"),
 }
 """Settings of every workflow, and what it says where it refuses."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ import torch
 
 from mizarr.pipeline.nodes import Node
 from mizarr.store.errors import ConfigError, ModelNotFound
-from mizarr.workflows import WORKFLOWS, build, compute
+from mizarr.workflows import WORKFLOWS, build, compute, kind_of
 from mizarr.workflows.settings import Count, Share, read_settings, setting
 
 
@@ -115,13 +115,30 @@ def sources_of(nodes: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", WORKFLOWS)
+OF_HUB_MODELS = [
+    name
+    for name in WORKFLOWS
+    if {"revision", "device"} <= {field.name for field in fields(kind_of(name).settings_type)}
+]
+"""Workflows about a model of the hub: those of AlgZoo are files, which have no revisions and need no
+device."""
+
+
+def test_only_questions_about_files_of_their_own_know_no_revision():
+    assert set(WORKFLOWS) - set(OF_HUB_MODELS) == {
+        "stoicheia_inference",
+        "stoicheia_analysis",
+        "stoicheia_sweep",
+    }
+
+
+@pytest.mark.parametrize("name", OF_HUB_MODELS)
 def test_every_workflow_asks_for_the_revision_it_was_given(name):
     with pytest.raises(ModelNotFound, match=r"expected no revision for .* specimen(-rwkv)?, found 'v2'"):
         build(name, revision="v2")
 
 
-@pytest.mark.parametrize("name", WORKFLOWS)
+@pytest.mark.parametrize("name", OF_HUB_MODELS)
 def test_every_model_that_runs_does_so_on_the_device_it_was_given(name):
     sources = sources_of(build(name, device="cuda:7").nodes.values())
     assert {source.device for source in sources} <= {"cuda:7"}

@@ -28,6 +28,7 @@ from .runs import capture, compute, demo, explain
 from .stages import stages
 from .store import gc, ls, pin, show, verify
 from .train import train
+from .zoo import train_zoo
 
 __all__ = ["cli", "main", "run"]
 
@@ -48,7 +49,7 @@ def cli() -> None:
     """
 
 
-RUNNING = (demo, capture, compute, report, train, explain, stages)
+RUNNING = (demo, capture, compute, report, train, train_zoo, explain, stages)
 STORED = (ls, show, export, import_, verify, pin, gc)
 for command in (*RUNNING, *STORED, models, features):
     cli.add_command(command)

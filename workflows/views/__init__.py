@@ -9,6 +9,7 @@ See workflows/DESIGN.md for how a workflow is written with them.
 from __future__ import annotations
 
 from .attention import Attention
+from .cones import Cones
 from .curves import Bars, Curve, Line, Lines
 from .figure import Figure, together
 from .findings import Finding, Findings
@@ -23,6 +24,7 @@ __all__ = [
     "Attention",
     "Bars",
     "Choice",
+    "Cones",
     "Column",
     "Curve",
     "Data",

@@ -19,6 +19,9 @@ counts the columns of values, then the normaliser, then the logarithm of what bo
 Where layers share a block of attention and MLP ahead of their own mixer (Zamba), its points are those of any
 attention and MLP, and ``shared``; in such a layer they are met before ln1, which is the mixer's norm.
 
+A recurrent network over numbers (stages/algzoo) has no layers but time steps, whose points are counted alike:
+`HookPoint("rnn_hidden", 3)` is ``rnn.hook_hidden.3``. Its axes are [batch, neuron] and [batch, output].
+
 Three names mean one thing to the Rust library candle-mi, whose strings these are, and another to
 TransformerLens (TL): ``mlp.hook_pre``/``mlp.hook_post`` are the MLP's input and output here, and its pre-
 and post-*activation* in TL (here ``mlp.hook_pre_act``/``mlp.hook_post_act``); TL's
@@ -55,6 +58,7 @@ MLSTM_VALUES = ("batch", "mlstm_head", "position", "mlstm_value")
 LINEAR_GROUPS = ("batch", "linear_group", "position", "linear_key")
 LINEAR_VALUES = ("batch", "linear_head", "position", "linear_value")
 LINEAR_ONE = ("batch", "linear_head", "position", "one")
+NEURONS = ("batch", "neuron")
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class HookKind:
     name: str
     """Short name, also the variable's name in a store: ``resid_post``."""
     path: str
-    """String form; ``{}`` stands for the layer: ``blocks.{}.hook_resid_post``."""
+    """String form; ``{}`` stands for the layer, or the time step: ``blocks.{}.hook_resid_post``."""
     dims: tuple[str, ...]
     meaning: str
     transformer_lens: str | None = None
@@ -75,8 +79,13 @@ class HookKind:
 
     @property
     def per_layer(self) -> bool:
-        """Whether there is one per layer."""
+        """Whether there is one per layer, or per time step."""
         return "{}" in self.path
+
+    @property
+    def counted(self) -> str:
+        """What its number counts."""
+        return "time" if self.path.startswith("rnn.") else "layer"
 
 
 def _block(name: str, suffix: str, dims: tuple[str, ...], meaning: str, tl: str | None = "") -> HookKind:
@@ -327,6 +336,13 @@ KINDS: tuple[HookKind, ...] = (
     ),
     _block("resid_post", "hook_resid_post", HIDDEN, "resid_mid + mlp_out"),
     HookKind(
+        "rnn_pre_activation",
+        "rnn.hook_pre_activation.{}",
+        NEURONS,
+        "RNN of AlgZoo, a time step: what input and last state add up to, before the ReLU",
+    ),
+    HookKind("rnn_hidden", "rnn.hook_hidden.{}", NEURONS, "the state behind a time step, after the ReLU"),
+    HookKind(
         "ln_final_scale", "ln_final.hook_scale", SCALE, "divisor of the final norm", "ln_final.hook_scale"
     ),
     HookKind(
@@ -339,10 +355,12 @@ KINDS: tuple[HookKind, ...] = (
     HookKind(
         "final_norm", "hook_final_norm", HIDDEN, "final norm with weight and bias: what the LM head reads"
     ),
+    HookKind("rnn_final_state", "rnn.hook_final_state", NEURONS, "the last state: what the readout reads"),
+    HookKind("rnn_output", "rnn.hook_output", ("batch", "output"), "what the network says: the readout"),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 _OF_OTHERS = frozenset(
-    kind.name for kind in KINDS if re.search(r"\.(rwkv|ssm|linear|mlstm|conv|latent|shared)\.", kind.path)
+    kind.name for kind in KINDS if re.search(r"\b(rwkv|ssm|linear|mlstm|conv|latent|shared|rnn)\.", kind.path)
 ) | {
     "pre_norm",
     "attn_gate",
@@ -365,7 +383,7 @@ _LISTED = 8
 _FIRST_AFTER_BLOCKS = ORDER["ln_final_scale"]
 _BY_PATH = {kind.path: kind for kind in KINDS}
 _BY_TRANSFORMER_LENS = {kind.transformer_lens: kind for kind in KINDS if kind.transformer_lens}
-_LAYER = re.compile(r"^blocks\.(\d+)\.")
+_NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 
 
 class _At:
@@ -438,6 +456,8 @@ class HookPoint:
     mlp_out, resid_post = _At("mlp_out"), _At("resid_post")
     ln_final_scale, ln_final_normalized = _At("ln_final_scale"), _At("ln_final_normalized")
     final_norm = _At("final_norm")
+    rnn_pre_activation, rnn_hidden = _At("rnn_pre_activation"), _At("rnn_hidden")
+    rnn_final_state, rnn_output = _At("rnn_final_state"), _At("rnn_output")
 
     def __post_init__(self) -> None:
         if self.kind not in BY_NAME:
@@ -466,9 +486,9 @@ class HookPoint:
 
     @classmethod
     def _from_path(cls, name: str, table: dict[str, HookKind]) -> HookPoint:
-        found = _LAYER.match(name)
+        found = _NUMBER.search(name)
         layer = int(found.group(1)) if found else None
-        path = _LAYER.sub("blocks.{}.", name)
+        path = _NUMBER.sub(".{}", name, count=1)
         if path not in table:
             places = [known.replace("{}", str(layer or 0)) for known in table]
             raise HookPointNotFound(_unknown(name, places))
@@ -567,9 +587,10 @@ def require_known(points: Sequence[HookPoint], available: Sequence[HookPoint], m
         if layers and point.layer is not None and any(p.layer == point.layer for p in available):
             raise HookPointNotFound(_elsewhere(point, layers, available, model))
         if layers and point.layer is not None:
+            counted = {"layer": "layers", "time": "time steps"}[BY_NAME[point.kind].counted]
             raise HookPointNotFound(
-                f"{model} has layers 0 to {max(p.layer or 0 for p in available)}, found {str(point)!r}; the "
-                f"last one is {str(HookPoint(point.kind, max(layers)))!r}"
+                f"{model} has {counted} 0 to {max(p.layer or 0 for p in available)}, found {str(point)!r}; "
+                f"the last one is {str(HookPoint(point.kind, max(layers)))!r}"
             )
         near = nearest(str(point), [str(p) for p in available])
         raise HookPointNotFound(

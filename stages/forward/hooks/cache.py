@@ -127,8 +127,8 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
         return html.shown("HookCache", html.table(columns, rows), told)
 
     def to_xarray(self) -> xarray.Dataset:
-        """Captures as one labelled dataset: a variable per kind, layers stacked on a ``layer`` axis,
-        bfloat16 as float32.
+        """Captures as one labelled dataset: a variable per kind, layers stacked on a ``layer`` axis (time
+        steps on a ``time`` axis), half precision as float32.
 
         Layers a kind was not captured at are NaN where another kind has them.
         """
@@ -151,12 +151,17 @@ def _labelled(variable: str, layers: Mapping[int | None, Tensor]) -> xarray.Data
 
     kind = variable.removesuffix("__pre")
     if None in layers:
-        return xr.DataArray(layers[None].float().cpu().numpy(), dims=HookPoint(kind).dims, name=variable)
+        return xr.DataArray(_numbers(layers[None]), dims=HookPoint(kind).dims, name=variable)
     chosen = sorted(layer for layer in layers if layer is not None)
-    stacked = np.stack([layers[layer].float().cpu().numpy() for layer in chosen])
+    stacked = np.stack([_numbers(layers[layer]) for layer in chosen])
+    counted = BY_NAME[kind].counted
     return xr.DataArray(
-        stacked, dims=("layer", *HookPoint(kind, 0).dims), coords={"layer": chosen}, name=variable
+        stacked, dims=(counted, *HookPoint(kind, 0).dims), coords={counted: chosen}, name=variable
     )
+
+
+def _numbers(value: Tensor) -> Any:
+    return (value if value.dtype.itemsize == 8 else value.float()).cpu().numpy()
 
 
 def stack_ragged(

@@ -6,8 +6,8 @@ into the key of what it produces. Importing this module does not import torch; p
 tensors, numpy arrays or lists of floats.
 
 Payloads must be real floating point and finite; they are cast to the dtype of the activation they meet.
-``positions`` and ``heads`` narrow an intervention to part of the tensor; negative positions count from the
-end. Those on attention edges are in edge_interventions.py.
+``positions``, ``heads`` and ``neurons`` narrow an intervention to part of the tensor; negative positions
+count from the end. Those on attention edges are in edge_interventions.py.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _POSITION_AXES = ("position", "query_position")
 _HEAD_AXES = ("head", "kv_head", "ssm_head", "ssm_group", "linear_head", "linear_group", "mlstm_head")
+_NEURON_AXES = ("neuron", "mlp")
 
 
 @dataclass(frozen=True)
@@ -99,15 +100,20 @@ class Intervention:
         return hash(canonical_json(self.canonical()))
 
 
+_CHOICES = {"positions": _POSITION_AXES, "heads": _HEAD_AXES, "neurons": _NEURON_AXES}
+"""What can be chosen of an activation, and the axes that have it."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Selective(Intervention):
-    """An intervention on all of an activation, or on some positions and heads of it."""
+    """An intervention on all of an activation, or on some positions, heads or neurons of it."""
 
     positions: tuple[int, ...] | None = field(default=None, kw_only=True)
     heads: tuple[int, ...] | None = field(default=None, kw_only=True)
+    neurons: tuple[int, ...] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("positions", "heads"):
+        for name in _CHOICES:
             chosen = getattr(self, name)
             if chosen is not None:
                 chosen = (chosen,) if isinstance(chosen, int) else tuple(int(index) for index in chosen)
@@ -121,34 +127,34 @@ class _Selective(Intervention):
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
         """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
         super().check(point, sizes)
-        for name, chosen, axes in (
-            ("positions", self.positions, _POSITION_AXES),
-            ("heads", self.heads, _HEAD_AXES),
-        ):
-            if chosen is not None:
-                check_indices(
-                    f"{type(self).__name__} at '{point}'", name, chosen, sizes.get(axis_of(point, axes, name))
-                )
+        for axis, name, chosen in self._chosen(point, self.positions):
+            check_indices(f"{type(self).__name__} at '{point}'", name, chosen, sizes.get(axis))
 
     def region(self, point: HookPoint, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of the part of the activation that is touched."""
         shape = {axis: sizes[axis] for axis in point.dims}
-        if self.positions is not None:
-            shape[axis_of(point, _POSITION_AXES, "positions")] = len(self.positions)
-        if self.heads is not None:
-            shape[axis_of(point, _HEAD_AXES, "heads")] = len(self.heads)
+        shape |= {axis: len(chosen) for axis, _, chosen in self._chosen(point, self.positions)}
         return tuple(shape.values())
 
+    def _chosen(
+        self, point: HookPoint, positions: tuple[int, ...] | None
+    ) -> list[tuple[str, str, tuple[int, ...]]]:
+        """(axis of the point, what is chosen there, which) in the order of its axes."""
+        named = {"positions": positions, "heads": self.heads, "neurons": self.neurons}
+        found = [
+            (axis_of(point, _CHOICES[name], name), name, chosen)
+            for name, chosen in named.items()
+            if chosen is not None
+        ]
+        return sorted(found, key=lambda each: point.dims.index(each[0]))
+
     def _where(self, point: HookPoint, positions: tuple[int, ...] | None) -> tuple[Any, ...]:
-        """Index of the touched part: heads and positions are neighbouring axes, so their indices broadcast
-        as an outer product."""
+        """Index of the touched part: heads, positions and neurons are neighbouring axes, so their indices
+        broadcast as an outer product."""
         index: list[Any] = [slice(None)] * len(point.dims)
-        both = positions is not None and self.heads is not None
-        if positions is not None:
-            index[point.dims.index(axis_of(point, _POSITION_AXES, "positions"))] = np.asarray(positions)
-        if self.heads is not None:
-            heads = np.asarray(self.heads)
-            index[point.dims.index(axis_of(point, _HEAD_AXES, "heads"))] = heads[:, None] if both else heads
+        found = self._chosen(point, positions)
+        for (axis, *_), places in zip(found, np.ix_(*(chosen for *_, chosen in found)), strict=True):
+            index[point.dims.index(axis)] = places
         return tuple(index)
 
     def touched(self, length: int) -> tuple[int, ...] | None:
@@ -169,7 +175,7 @@ class _Selective(Intervention):
                 if not places:
                     return x
                 positions, chosen = tuple(places), (axis, among)
-        if positions is None and self.heads is None:
+        if positions is None and self.heads is None and self.neurons is None:
             return self.change(x, chosen)
         where = self._where(point, positions)
         changed = x.clone()

@@ -71,7 +71,7 @@ class LinearAttention:
         if s.activation is not None:
             queries, keys = (ACTIVATIONS[s.activation](part) for part in (queries, keys))
         if s.turning is not None:
-            cos, sin = history.rotation(s.turning)
+            cos, sin = history.rotation(s.turning, x.dtype)
             queries, keys = (rotate(part.contiguous(), cos, sin) for part in (queries, keys))
         return queries, keys, values
 

@@ -53,6 +53,28 @@ def test_heads_and_positions_select_their_crossing():
     assert torch.equal(changed, expected)
 
 
+@pytest.mark.parametrize("positions", [None, (1, 3)])
+def test_neurons_are_chosen_beside_positions(positions):
+    point = HookPoint.mlp_post_act(0)
+    x = torch.arange(2 * 4 * 6.0).reshape(2, 4, 6) + 1
+    changed = Scale(-1.0, neurons=(0, -1), positions=positions).apply(x, point)
+    expected = x.clone()
+    for position in range(4) if positions is None else positions:
+        expected[:, position, [0, 5]] *= -1
+    assert torch.equal(changed, expected)
+    sizes = SIZES | {"mlp": 6}
+    Replace(np.zeros((2, 2)), neurons=(0, 5), positions=(1, 3)).check(point, sizes)
+    with pytest.raises(InterventionError, match=r"expected neurons in 0\.\.5"):
+        Zero(neurons=(6,)).check(point, sizes)
+    with pytest.raises(InterventionError, match="it has no neurons to choose"):
+        Zero(neurons=(0,)).check(RESID, sizes)
+
+
+def test_an_intervention_that_names_no_neurons_keeps_its_key():
+    assert "neurons" not in Zero(positions=(0,)).canonical()
+    assert Zero(neurons=(1,)) != Zero()
+
+
 def test_replace_of_one_cell_takes_the_region_of_the_value():
     x = torch.zeros(1, 2, 4, 5)
     value = torch.arange(10.0).reshape(1, 2, 1, 5)

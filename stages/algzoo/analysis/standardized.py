@@ -1,0 +1,74 @@
+"""The RNN with inputs of size one: what every neuron adds up, in units of its own input weight.
+
+A ReLU does not mind a positive factor, so that neuron j may be divided by s_j = |ih_j| where it is written
+and multiplied by it where it is read; the network says the same.
+
+Border: labelled weights in, labelled weights out.
+
+Axes: neuron, neuron_, output.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ....pipeline import Output, stage
+from ....store.errors import WeightsError
+from ..rnn import require_rnn
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+__all__ = ["SMALLEST", "is_standardizable", "quality", "standardized_rnn"]
+
+SMALLEST = 1.19e-7
+"""Input weight below which a neuron has no unit of its own: the rounding of float32."""
+
+
+def is_standardizable(weights: xr.Dataset) -> bool:
+    """Whether every neuron of an RNN reads the input."""
+    return bool((np.abs(require_rnn(weights, "standardisation").ih) >= SMALLEST).all())
+
+
+@stage(
+    version=1,
+    inputs={"weights": None},
+    outputs={
+        "scale": Output(("neuron",), "1", "what the state of a neuron was divided by"),
+        "weight_ih": Output(("neuron", "input"), "1", "input weights, 1 or -1"),
+        "weight_hh": Output(("neuron", "neuron_"), "1", "recurrent weights in units of the input"),
+        "weight_oh": Output(("output", "neuron"), "1", "readout of states in units of the input"),
+    },
+)
+def standardized_rnn(weights: xr.Dataset) -> xr.Dataset:
+    """Weights of the same function whose input weights are 1 or -1; float64, and themselves weights for
+    stages.
+
+    ih_j / s_j, hh_jk s_k / s_j, oh_oj s_j. Raises WeightsError for a neuron whose input weight is below
+    1.19e-7.
+    """
+    import xarray as xr
+
+    rnn = require_rnn(weights, "standardisation")
+    scale = np.abs(rnn.ih)
+    if (scale < SMALLEST).any():
+        raise WeightsError(
+            f"standardisation: expected input weights of at least {SMALLEST}, found {scale.min():.3g} at "
+            f"neuron {int(scale.argmin())}, which does not read the input; analyse the network as it is"
+        )
+    return xr.Dataset(
+        {
+            "scale": ("neuron", scale),
+            "weight_ih": (("neuron", "input"), (rnn.ih / scale)[:, None]),
+            "weight_hh": (("neuron", "neuron_"), rnn.hh * scale / scale[:, None]),
+            "weight_oh": (("output", "neuron"), rnn.oh * scale),
+        },
+        attrs={"network": "rnn", "heads": 1},
+    )
+
+
+def quality(weights: xr.Dataset) -> float:
+    """How far input weights are from 1 and -1: the largest ||ih_j| - 1|; 0 of a standardised network."""
+    return float(np.abs(np.abs(require_rnn(weights, "standardisation").ih) - 1.0).max())

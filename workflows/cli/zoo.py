@@ -1,0 +1,74 @@
+"""`mizarr train-zoo`: a network of AlgZoo from a seed; parse, call, print."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import click
+
+from .options import json_option, print_json, quiet_option
+
+__all__ = ["train_zoo"]
+
+
+@click.command(
+    "train-zoo", epilog="Example: mizarr train-zoo 2nd_argmax --hidden 4 --sequence 3 --seed 0 --out zoo"
+)
+@click.argument("task")
+@click.option("--hidden", type=int, required=True, help="Width.")
+@click.option("--sequence", type=int, required=True, help="How many numbers it reads.")
+@click.option("--seed", "seeds", type=int, multiple=True, default=(0,), show_default=True, help="Repeatable.")
+@click.option("--sequences", type=int, default=2**22, show_default=True, help="Drawn in training.")
+@click.option("--batch", type=int, default=1024, show_default=True, help="Drawn in a step.")
+@click.option("--layers", type=int, default=2, show_default=True, help="Of a transformer.")
+@click.option("--heads", type=int, default=1, show_default=True, help="Of a transformer.")
+@click.option("--end-token", is_flag=True, help="Of integers: the last one ends the sequence.")
+@click.option("--pth", is_flag=True, help="Write a .pth as the zoo does, not a .safetensors.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("zoo"), show_default=True, help="Folder."
+)
+@json_option
+@quiet_option
+def train_zoo(
+    task: str,
+    hidden: int,
+    sequence: int,
+    seeds: tuple[int, ...],
+    sequences: int,
+    batch: int,
+    layers: int,
+    heads: int,
+    end_token: bool,
+    pth: bool,
+    out: Path,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Train networks of AlgZoo for TASK, one per seed, into files named as the zoo names them."""
+    from ...pipeline.progress import Progress
+    from ...stages.algzoo.training import ZooTraining, file_name, save_trained, train
+
+    settings = [
+        ZooTraining(task, hidden, sequence, seed, sequences, batch, layers, heads, end_token)
+        for seed in seeds
+    ]
+    written = []
+    with Progress(quiet) as progress:
+        for each in settings:
+            bar = progress.task(f"train seed {each.seed}", total=each.steps, unit="steps")
+            tensors, losses = train(each, bar.advance)
+            path = save_trained(each, tensors, out / file_name(each, ".pth" if pth else ".safetensors"))
+            written.append({"file": str(path), "seed": each.seed, "loss": _last(losses.tolist())})
+            click.echo(f"wrote {path}", err=True)
+    if as_json:
+        print_json({"trained": written})
+        return
+    for told in written:
+        loss = "" if told["loss"] is None else f"  last loss {told['loss']:.5g}"
+        click.echo(f"{told['file']}{loss}")
+
+
+def _last(losses: list[float]) -> float | None:
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return finite[-1] if finite else None

@@ -1,0 +1,527 @@
+"""How does a tiny RNN do its task? Every analysis there is of three matrices, and how much they explain.
+
+Told are its weights in units of the input, what its neurons are worth alone and in pairs, which functions of
+the input they go with, the cones in which it is linear, its accuracy - exact for two and three numbers - and,
+for each of several explanations, the bits it takes, those it leaves unsaid, and the error of an accuracy
+worked out from it (stages/algzoo/analysis). candle-mi's `stoicheia_analysis`.
+
+The neuron told is the one it needs most on other samples, beside the direction it needs most of a random
+basis of the state: such a basis has as many directions to choose among as there are neurons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..stages.algzoo.accuracy import CHUNK, accuracy_of, rmse_of, sampled_accuracy_node
+from ..stages.algzoo.analysis.ablation import neuron_ablation, random_ablation
+from ..stages.algzoo.analysis.compute_curve import compute_curve
+from ..stages.algzoo.analysis.cones import DIMENSIONS, gaussian_accuracy
+from ..stages.algzoo.analysis.probing import THRESHOLD, UNKNOWN, neuron_roles
+from ..stages.algzoo.analysis.regions import linear_regions
+from ..stages.algzoo.analysis.standardized import is_standardizable, standardized_rnn
+from ..stages.algzoo.analysis.surprise import SIGMAS, surprise_accounting
+from ..stages.algzoo.samples import algzoo_samples
+from ..stages.causal.controls import Null
+from ..store.errors import ConfigError
+from .algzoo import AlgZooSettings, AlgZooWorkflow
+from .settings import Count, setting
+from .views import (
+    Bars,
+    Cones,
+    Data,
+    Figure,
+    Finding,
+    Findings,
+    Heatmap,
+    Line,
+    Lines,
+    Table,
+    Values,
+    View,
+    together,
+)
+from .workflow import loaded
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ..pipeline.nodes import ResultNode
+
+__all__ = ["StoicheiaAnalysis", "StoicheiaAnalysisSettings"]
+
+FITTED = 1
+"""Added to the seed: of samples that something is chosen or fitted on, and nothing is scored on."""
+
+
+@dataclass(frozen=True)
+class StoicheiaAnalysisSettings(AlgZooSettings):
+    """What `--set` can change."""
+
+    analysed: Count = setting(2000, "samples that ablations, roles, regions and explanations are scored on")
+    controls: Count = setting(50, "random bases of the state that the neurons are held against")
+    sigmas: tuple[float, ...] = setting(SIGMAS, "noise on the weights, in standard deviations of a matrix")
+    realisations: Count = setting(10, "noisy networks of each")
+    regions: Count = setting(16, "regions that the explanation by regions tells")
+    budgets: tuple[Count, ...] = setting(
+        (1000, 10_000, 100_000, 1_000_000, 10_000_000), "samples an accuracy may be estimated from"
+    )
+    top: Count = setting(10, "rows of the table of regions")
+
+    def __post_init__(self) -> None:
+        if any(budget % CHUNK for budget in self.budgets) or not self.budgets:
+            raise ConfigError(f"expected budgets that are multiples of {CHUNK}, found {list(self.budgets)}")
+        if not self.sigmas or min(self.sigmas) <= 0:
+            raise ConfigError(f"expected sigmas above 0, found {list(self.sigmas)}")
+
+
+class StoicheiaAnalysis(AlgZooWorkflow):
+    """Everything about one RNN."""
+
+    name = "stoicheia_analysis"
+    question = "How does a tiny RNN do its task, and how much of it is explained?"
+    settings_type = StoicheiaAnalysisSettings
+    settings: StoicheiaAnalysisSettings
+    ablation, null = loaded("ablation"), loaded("controls")
+    roles, regions, counted = loaded("roles"), loaded("regions"), loaded("accuracy")
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """The analyses, of the samples of two seeds."""
+        network, settings = self.network, self.settings
+        if not network.is_rnn:
+            raise ConfigError(
+                f"{self.name}: expected an RNN, whose states are pieces of linear maps, found the "
+                f"transformer {network.title}; mizarr compute stoicheia_inference shows what it does"
+            )
+        weights = network.weights_node()
+        about: dict[str, Any] = {"task": network.task.name, "sequence": network.sequence}
+        samples, fitted = (
+            algzoo_samples.on(**about, samples=settings.analysed, seed=seed)
+            for seed in (settings.seed, settings.seed + FITTED)
+        )
+        on = {"weights": weights, "samples": samples}
+        nodes: dict[str, ResultNode] = {
+            "accuracy": sampled_accuracy_node(weights, **about, samples=settings.samples, seed=settings.seed),
+            "chosen": neuron_ablation.on(weights=weights, samples=fitted),
+            "ablation": neuron_ablation.on(**on),
+            "controls": random_ablation.on(**on, draws=settings.controls, seed=settings.seed),
+            "roles": neuron_roles.on(**on),
+            "regions": linear_regions.on(**on),
+        }
+        if is_standardizable(network.weights):
+            nodes["standardized"] = standardized_rnn.on(weights=weights)
+        if network.sequence in DIMENSIONS:
+            nodes["exact"] = gaussian_accuracy.on(weights=weights, **about)
+        if not network.task.is_scalar:
+            nodes["surprise"] = surprise_accounting.on(
+                **on,
+                fitted=fitted,
+                task=network.task.name,
+                sigmas=settings.sigmas,
+                realisations=settings.realisations,
+                regions=settings.regions,
+                seed=settings.seed,
+            )
+            nodes["curve"] = compute_curve.on(
+                counted=nodes["accuracy"], surprise=nodes["surprise"], budgets=settings.budgets
+            )
+        return nodes
+
+    # -- what is told
+
+    @cached_property
+    def neuron(self) -> int:
+        """The neuron it needs most on the samples nothing is scored on."""
+        return int(self.result("chosen")["order"][0])
+
+    @property
+    def measure(self) -> str:
+        """What scores are."""
+        return str(self.ablation.attrs["measure"])
+
+    @cached_property
+    def cards(self) -> list[dict[str, Any]]:
+        """What is known of each neuron."""
+        network, roles = self.network, self.roles
+        ih, hh = network.weights["weight_ih"].values[:, 0], network.weights["weight_hh"].values
+        return [
+            {
+                "neuron": j,
+                "role": str(roles["role"][j].values),
+                "best": str(roles["best"][j].values),
+                "correlation": float(roles["correlation"][j]),
+                "delta": float(self.ablation["delta"][j]),
+                "input": float(ih[j]),
+                "self": float(hh[j, j]),
+                "driven_by": _strongest(hh[j], j, +1),
+                "held_by": _strongest(hh[j], j, -1),
+            }
+            for j in range(network.shape.hidden)
+        ]
+
+    def views(self) -> Iterator[View]:
+        """The claim, accuracy, weights, neurons, regions, explanations."""
+        yield self._claim()
+        yield from self._accuracy()
+        yield from self._weights()
+        yield from self._neurons()
+        yield from self._regions()
+        if "surprise" in self.nodes:
+            yield from self._surprise()
+
+    def _claim(self) -> Findings:
+        hidden = self.network.shape.hidden
+        unit = "of accuracy" if self.measure == "accuracy" else "of RMSE"
+        null = Null(
+            -self.null["delta"].min("direction").values,
+            f"random bases of the state, of each the direction of {hidden} that is needed most",
+        )
+        effect = -float(self.ablation["delta"][self.neuron])
+        claim = (
+            f"without neuron {self.neuron}, the one needed most on other samples, {self.network.title} loses"
+        )
+        return Findings.of(Finding(claim, effect, null, unit=unit))
+
+    def _accuracy(self) -> Iterator[View]:
+        counted, network = self.counted, self.network
+        many = int(counted["samples"].sum())
+        if network.task.is_scalar:
+            found = rmse_of(counted)
+            pairs = [("root mean squared error", f"{found:.5g} on {many:,} samples")]
+            told: dict[str, Any] = {"rmse": found}
+        else:
+            found = accuracy_of(counted)
+            spread = float(np.sqrt(found * (1 - found) / many))
+            pairs = [("accuracy", f"{100 * found:.4f} % ± {100 * spread:.2g} on {many:,} samples")]
+            pairs.append(("a guess", f"{100 * network.task.chance(network.sequence):.1f} %"))
+            told = {"accuracy": found, "accuracy_error": spread}
+        told["samples"] = many
+        if "exact" in self.nodes:
+            exact = self.result("exact")
+            name = "rmse" if network.task.is_scalar else "accuracy"
+            value = float(exact[name])
+            shown = f"{value:.6g}" if network.task.is_scalar else f"{100 * value:.5f} %"
+            pairs.append((f"exact, from {exact.sizes['cone']} cones", shown))
+            told[f"exact_{name}"] = value
+        yield Values(pairs=tuple(pairs), title=f"{network.title}: {network.task.name}", caption=self.told)
+        yield Data(json={**self.about, **told})
+
+    def _weights(self) -> Iterator[View]:
+        if "standardized" not in self.nodes:
+            return
+        found = self.result("standardized").load()
+        labels = _neurons(found.sizes["neuron"])
+        signs = [f"{j}{'+' if ih > 0 else '−'}" for j, ih in enumerate(found["weight_ih"].values[:, 0])]
+        recurrent = found["weight_hh"].assign_coords(neuron=signs, neuron_=labels)
+        readout = found["weight_oh"].assign_coords(neuron=labels, output=_neurons(found.sizes["output"]))
+        panels = [
+            Heatmap.of(
+                array,
+                title,
+                caption,
+                row_name=row,
+                column_name="read from neuron",
+                diverging=True,
+                numbers=".2f",
+                value_name="weight",
+                sources=("standardized",),
+            )
+            for array, title, caption, row in (
+                (
+                    recurrent,
+                    "From state to state",
+                    "in units of each neuron's input; the sign is that of its input weight",
+                    "to neuron",
+                ),
+                (readout, "Readout", "rows are outputs", "output"),
+            )
+        ]
+        yield Data(
+            json={
+                "standardized": {
+                    name: found[name] for name in ("scale", "weight_ih", "weight_hh", "weight_oh")
+                }
+            }
+        )
+        yield from together("stoicheia_weights", f"Standardised weights of {self.network.title}", *panels)
+
+    def _neurons(self) -> Iterator[View]:
+        found, network, cards = self.ablation, self.network, self.cards
+        labels = _neurons(network.shape.hidden)
+        yield Table.of(
+            cards,
+            ("neuron", "neuron", "d"),
+            ("role", lambda card: card["role"] if card["role"] != UNKNOWN else "–"),
+            ("goes with", "best"),
+            ("correlation", "correlation", ".3f"),
+            (f"{self.measure} without it", "delta", "+.4f"),
+            ("input", "input", "+.3f"),
+            ("itself", "self", "+.3f"),
+            ("driven by", "driven_by"),
+            ("held down by", "held_by"),
+            strong=lambda card: card["neuron"] == self.neuron,
+            title="Role cards",
+            caption=f"roles from a correlation of {THRESHOLD} on; which says that states go along, not why",
+            sources=("roles", "ablation"),
+            json={"neurons": cards, "baseline": float(found["baseline"])},
+        )
+        pair = found["interaction"].assign_coords(neuron=labels, neuron_=labels)
+        both = found["pair_delta"].assign_coords(neuron=labels, neuron_=labels)
+        told = {"row_name": "neuron", "column_name": "and neuron", "diverging": True, "numbers": ".2f"}
+        alone = Bars(
+            title="Without one neuron",
+            x=tuple(labels),
+            lines=(Line("delta", found["delta"].values),),
+            x_name="neuron",
+            y_name=f"change of {self.measure}",
+            signed=True,
+            levels=((float(np.median(self.null["delta"].min("direction"))), "random bases"),),
+            sources=("ablation", "controls"),
+        )
+        maps = (
+            Heatmap.of(both, "Without two", f"change of {self.measure}", **told, sources=("ablation",)),
+            Heatmap.of(
+                pair,
+                "Interaction",
+                "what two lose together less what each loses alone; below 0 they stand in for each other",
+                **told,
+                sources=("ablation",),
+            ),
+        )
+        yield from maps
+        yield Figure(name="stoicheia_ablation", title=f"Ablations of {network.title}", panels=(alone, *maps))
+        by_time = (
+            self.roles["by_time"]
+            .isel(time=-1)
+            .transpose("neuron", "role_")
+            .drop_vars("time", errors="ignore")
+        )
+        by_time = by_time.assign_coords(neuron=labels)
+        cards_view = Heatmap.of(
+            by_time,
+            "What last states go with",
+            "absolute correlation with the best function of each kind",
+            row_name="neuron",
+            column_name="role",
+            value_name="correlation",
+            low=0.0,
+            high=1.0,
+            numbers=".2f",
+            sources=("roles",),
+        )
+        yield from together("stoicheia_roles", f"Roles of the neurons of {network.title}", cards_view)
+        yield Data(json={"pairs": _pairs(found)})
+
+    def _regions(self) -> Iterator[View]:
+        found, network = self.regions, self.network
+        many = int(found["count"].sum())
+        rows = [
+            {
+                "region": place,
+                "share": float(found["count"][place]) / many,
+                "active": int(found["active"][place]),
+                "map": found["map"][place].values.tolist(),
+            }
+            for place in range(min(self.settings.top, found.sizes["region"]))
+        ]
+        gates = network.shape.hidden * network.sequence
+        yield Table.of(
+            rows,
+            ("region", "region", "d"),
+            ("share", "share", ".2%"),
+            ("open gates", lambda row: f"{row['active']} of {gates}"),
+            ("the matrix it is there, a row per output", lambda row: _matrix(row["map"])),
+            title=f"{found.sizes['region']} linear regions in {many:,} samples",
+            caption=f"of at most 2^{gates}; {100 * float(found['active_fraction']):.1f} % of gates are open",
+            sources=("regions",),
+            json={
+                "regions": {
+                    "distinct": found.sizes["region"],
+                    "samples": many,
+                    "counts": found["count"],
+                    "active_fraction": float(found["active_fraction"]),
+                    "active_by_time": found["active_by_time"],
+                    "most_log2": gates,
+                    "top": rows,
+                }
+            },
+        )
+        if "exact" in self.nodes:
+            yield self._map()
+
+    def _map(self) -> View:
+        """The cones, by what the network says there; of a number, by how many ReLUs are open."""
+        exact, network = self.result("exact").load(), self.network
+        if network.task.is_scalar:
+            open_ones = np.unpackbits(exact["pattern"].values, axis=1).sum(axis=1)
+            levels, classes = np.unique(open_ones, return_inverse=True)
+            names = tuple(f"{level} open gates" for level in levels.tolist())
+            marked = np.zeros(len(classes), bool)
+        else:
+            classes = exact["said"].values
+            names = tuple(f"says {i}" for i in range(network.shape.outputs))
+            marked = classes != exact["target"].values
+        cones = Cones(
+            rays=exact["rays"].values,
+            classes=classes,
+            marked=marked,
+            names=names,
+            mark_name="wrong there",
+            axes_names=tuple(f"x{i}" for i in range(network.sequence)),
+            sources=("exact",),
+        )
+        seen = "" if network.sequence == 2 else ", seen along x0 = x1 = x2 from both sides"
+        told = f"white lines part regions in which the network is one matrix; areas are probabilities{seen}"
+        return Figure(
+            name="stoicheia_regions",
+            title=f"Where {network.title} says what",
+            caption=told,
+            panels=(cones,),
+        )
+
+    def _surprise(self) -> Iterator[View]:
+        found, curve = self.result("surprise").load(), self.result("curve").load()
+        rows = [
+            {
+                "estimator": str(name) if not place else "",
+                "description": str(each["description"].values) if not place else "",
+                "agreement": float(each["agreement_rate"]) if not place else None,
+                "sigma": float(sigma),
+                "explanation_bits": float(here["explanation_bits"]),
+                "residual_surprise": float(here["residual_surprise"]),
+                "selection_bits": float(here["selection_bits"]),
+                "bound_satisfied": bool(here["bound_satisfied"]),
+                "tightness": float(here["tightness"]),
+                "covered": float(here["covered"]),
+            }
+            for name in found["estimator"].values
+            for each in [found.sel(estimator=name)]
+            for place, sigma in enumerate(found["sigma"].values)
+            for here in [each.sel(sigma=sigma)]
+        ]
+        many = int(found.attrs["samples"])
+        yield Table.of(
+            rows,
+            ("explanation", "estimator"),
+            ("what is written down", "description"),
+            ("agrees", "agreement", lambda share: f"{100 * share:.1f} %"),
+            ("noise", "sigma", "g"),
+            ("bits told", "explanation_bits", ".0f"),
+            ("bits left", "residual_surprise", ".0f"),
+            ("selected", "selection_bits", ".0f"),
+            ("bound", lambda row: "holds" if row["bound_satisfied"] else "fails"),
+            ("of it", "tightness", ".2f"),
+            ("holds up to", "covered", ",.0f"),
+            title="Surprise accounting",
+            caption=f"bits left code the answers to {many:,} samples given the explanation, and grow "
+            "with them; the bound holds where told and left are at most what was selected: up to so many "
+            "answers",
+            sources=("surprise",),
+            json={"surprise": _account(found)},
+        )
+        yield from self._curve(curve)
+
+    def _curve(self, curve: xr.Dataset) -> Iterator[View]:
+        x = tuple(f"{budget:,}" for budget in curve["samples"].values.tolist())
+        lines = [
+            Line("samples, expected", _log(curve["baseline_expected"]), control=True),
+            Line("samples, measured", _log(curve["baseline_mse"]), strong=True),
+        ]
+        lines += [
+            Line(str(name), _log(curve["estimator_mse"].sel(estimator=name)))
+            for name in curve["estimator"].values
+            if str(name) != "piecewise"  # which samples as the network does
+        ]
+        view = Lines(
+            title="Error of an accuracy estimated from samples",
+            caption="of the network, and of explanations put in its place, which end at their bias",
+            x=x,
+            lines=tuple(lines),
+            x_name="samples",
+            y_name="mean squared error, power of ten",
+            sources=("curve",),
+            json={
+                "baseline_mse_vs_compute": _curve_json(curve, "baseline"),
+                "estimator_mse_vs_compute": {
+                    str(name): _curve_json(curve.sel(estimator=name), "estimator")
+                    for name in curve["estimator"].values
+                },
+            },
+        )
+        yield from together("stoicheia_compute", f"Estimating the accuracy of {self.network.title}", view)
+
+
+def _neurons(many: int) -> list[str]:
+    return list(map(str, range(many)))
+
+
+def _log(errors: xr.DataArray) -> Any:
+    """Logarithms to ten; NaN of no error, which has none."""
+    return np.log10(errors.where(errors > 0).values)
+
+
+def _strongest(row: Any, own: int, sign: int) -> str:
+    """The two neurons that a row of recurrent weights reads most, of one sign."""
+    order = [int(k) for k in np.argsort(-sign * row) if k != own and sign * row[k] > 0]
+    return ", ".join(f"{k} ({row[k]:+.2f})" for k in order[:2]) or "–"
+
+
+def _matrix(rows: list[list[float]]) -> str:
+    shown = [
+        "(" + " ".join(f"{value:+.3g}" for value in row[:4]) + (" …" if len(row) > 4 else "") + ")"
+        for row in rows
+    ]
+    return " ".join(shown[:4]) + (" …" if len(shown) > 4 else "")
+
+
+def _pairs(found: xr.Dataset) -> list[dict[str, Any]]:
+    many = found.sizes["neuron"]
+    return [
+        {
+            "a": a,
+            "b": b,
+            "ablated": float(found["pair_ablated"][a, b]),
+            "delta": float(found["pair_delta"][a, b]),
+            "interaction": float(found["interaction"][a, b]),
+        }
+        for a in range(many)
+        for b in range(a + 1, many)
+    ]
+
+
+def _account(found: xr.Dataset) -> dict[str, Any]:
+    each = ("estimate_accuracy", "agreement_rate", "disagreement_rate", "operations", "description")
+    by_sigma = ("explanation_bits", "residual_surprise", "bound_satisfied", "tightness", "covered")
+    return {
+        "n_samples": int(found.attrs["samples"]),
+        "param_count": int(found.attrs["param_count"]),
+        "model_accuracy": float(found["model_accuracy"]),
+        "chance_accuracy": float(found["chance_accuracy"]),
+        "sigmas": found["sigma"],
+        "selection_bits": found["selection_bits"],
+        "noisy_accuracy": found["noisy_accuracy"],
+        "estimators": {
+            str(name): {key: here[key].values.tolist() for key in (*each, "noisy_agreement", *by_sigma)}
+            for name in found["estimator"].values
+            for here in [found.sel(estimator=name)]
+        },
+    }
+
+
+def _curve_json(curve: xr.Dataset, of: str) -> list[dict[str, Any]]:
+    columns = [f"{of}_mse", f"{of}_operations"] + (
+        ["baseline_expected", "groups"] if of == "baseline" else []
+    )
+    return [
+        {"samples": int(budget)} | {name: float(here[name]) for name in columns}
+        for budget in curve["samples"].values.tolist()
+        for here in [curve.sel(samples=budget)]
+    ]
+
+
+WORKFLOW = StoicheiaAnalysis
