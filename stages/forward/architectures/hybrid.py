@@ -53,6 +53,10 @@ class Block:
     def __post_init__(self) -> None:
         if not self.mixers and self.channel_mixer is None:
             raise ConfigError("expected a mixer or a channel mixer in every layer, found neither in one")
+        if self.shared is not None and (not self.mixers or self.norms != "before"):
+            raise ConfigError(
+                "expected a shared block ahead of a mixer whose norm stands before it, found none"
+            )
 
     @property
     def mixer(self) -> Mixer:
