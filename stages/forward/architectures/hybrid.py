@@ -61,6 +61,10 @@ class Block:
                 "expected a parallel layer to have a mixer, a channel mixer and norms before them, found "
                 f"norms {self.norms!r}"
             )
+        if self.shared is not None and (not self.mixers or self.norms != "before" or self.is_parallel):
+            raise ConfigError(
+                "expected a shared block ahead of a mixer whose norm stands before it, found none"
+            )
 
     @property
     def norm_names(self) -> tuple[str, ...]:

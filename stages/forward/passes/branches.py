@@ -126,9 +126,7 @@ class Branch:
     def kept(self, slot: int) -> Positions:
         """Those of `held` whose output of the layer somebody needs; the others give keys and values."""
         positions = self._reach[slot]
-        if slot != self.n_layers - 1 or self.architecture.layers[slot].mixer.kind == "in turn":
-            return positions  # or a mixer would miss what the one before it gives
-        return self._wanted_of(positions)
+        return self._wanted_of(positions) if slot == self.n_layers - 1 else positions
 
     def hold_all(self, slot: int) -> None:
         """Compute every position in a slot, whether or not it can differ."""

@@ -70,6 +70,8 @@ class BranchHistory:
             carried = {name: x.index_select(1, source) for name, x in carried.items()}
         inside = {n: branches[n].kept(layer) for n in row.held if branches[n].is_needed(layer, inside=True)}
         is_behind = layer == branches[0].n_layers
+        if inside and not is_behind and branches[0].architecture.layers[layer].mixer.kind == "in turn":
+            inside = row.held  # A mixer reads at every token what the one before it gives.
         self.row, self._kept = row, row if is_behind else Row(self._forest, inside)
         self._taps.begin(self.row, self._kept, is_last=not inside)
         self._chosen = None

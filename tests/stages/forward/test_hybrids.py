@@ -314,3 +314,15 @@ def test_writes_are_knocked_out_in_the_layers_that_have_a_state(tmp_path):
         StateKnockoutSpec().position(0).layer(1).hooks(model.config, 9)
     with pytest.raises(InterventionError, match=r"expected heads in 0\.\.3, found 4"):
         StateKnockoutSpec().position(0).head(4).hooks(model.config, 9)
+
+
+@pytest.mark.parametrize(("family", "room"), [("xlstm", "mlstm"), ("gla", "linear"), ("zamba2", "ssm")])
+def test_writes_are_knocked_out_whatever_their_room(family, room, tmp_path):
+    told = {"layers_block_type": ["hybrid"] * 5} if family == "zamba2" else {"attn": None}
+    save_random_hybrid(tmp_path, family, 1, **({} if family == "xlstm" else told))
+    model, ids = Model.from_pretrained(tmp_path), draw_ids(1, 9)
+    by_hand = HookSpec().intervene(f"blocks.1.{room}.hook_write", Zero(positions=(2, 5)))
+    spec = StateKnockoutSpec().positions([2, 5]).layer(1).hooks(model.config, 9)
+    found, plain = model.forward(ids, spec).logits, model.forward(ids).logits
+    assert torch.equal(found, model.forward(ids, by_hand).logits)
+    assert torch.equal(found[:, :2], plain[:, :2]) and not torch.equal(found[:, 2], plain[:, 2])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mizarr import HookSpec, Model, Replace
+from mizarr import HookPoint, HookSpec, Model, Replace
 from mizarr.stages.forward.architectures.known import KNOWN
 from mizarr.stages.forward.architectures.transformer import ConfigReader
 from mizarr.stages.forward.hooks.wants import Logits
@@ -149,6 +149,20 @@ def test_a_branch_computes_every_position_of_a_last_layer_whose_mixer_stands_beh
     for index, found in stream(model, runs):
         plain = model.forward(ids, runs[index].hooks, want=runs[index].want)
         assert_near(found.logits, plain.logits)
+
+
+@pytest.mark.parametrize("family", ZAMBA)
+def test_a_branch_that_ends_where_a_shared_block_begins_stands_beside_those_that_go_on(family, tmp_path):
+    save_random_hybrid(tmp_path, family, 2, layers_block_type=TYPES)
+    model, (ids,) = Model.from_pretrained(tmp_path), draw_ids(1, 12).tolist()
+    change, end = Replace(torch.ones(model.config.hidden_size), positions=(5,)), HookPoint.resid_pre(2)
+    runs = [Run(ids), Run(ids, HookSpec().intervene("blocks.0.hook_resid_pre", change).capture(end), None)]
+    for index, found in stream(model, runs):
+        plain = model.forward(ids, runs[index].hooks, want=runs[index].want)
+        if found.has_logits:
+            assert_near(found.logits, plain.logits)
+        else:
+            assert_near(found[end], plain[end])
 
 
 # Configurations

@@ -51,7 +51,7 @@ def test_every_hook_point_is_met_with_the_axes_and_widths_it_is_said_to_have(mod
 
 def test_a_change_reaches_as_far_as_it_is_said_to(model):
     """Of a change at one position: nothing earlier differs, and later ones differ within the layer only where
-    the reach says so. In float64, as tokens that meet others in an expert than before round otherwise."""
+    the reach says so. In float64: tokens that meet in an expert with others than before round otherwise."""
     end, wide = HookPoint.resid_post(0), Model.from_pretrained(model.name, dtype="float64")
 
     def scaled(point: HookPoint, factor: float) -> torch.Tensor:
