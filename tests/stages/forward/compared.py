@@ -9,6 +9,8 @@ import torch
 from .random_models import VOCAB
 
 LENGTHS = (1, 2, 37, 100)
+BOUND = 1e-5
+"""Of the scale of what is compared; 1e-7 to 3e-6 is measured, as for float32 against float64."""
 
 
 def draw_ids(rows: int, length: int) -> torch.Tensor:
@@ -16,7 +18,7 @@ def draw_ids(rows: int, length: int) -> torch.Tensor:
     return torch.randint(2, VOCAB, (rows, length), generator=torch.Generator().manual_seed(length))
 
 
-def assert_near(found: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
+def assert_near(found: torch.Tensor, expected: torch.Tensor, bound: float = BOUND) -> None:
     """To a share of the scale of what is expected."""
     scale = max(1.0, float(expected.abs().max()))
     assert float((found - expected).abs().max()) <= bound * scale
@@ -30,7 +32,7 @@ def outputs_of(reference: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[to
         streams.append(output[0] if isinstance(output, tuple) else output)
 
     body = getattr(reference.base_model, "decoder", reference.base_model)
-    layers = getattr(body, "h", None) or body.layers
+    layers = next(getattr(body, name) for name in ("layers", "h", "blocks") if hasattr(body, name))
     hooks = [layer.register_forward_hook(keep) for layer in layers]
     with torch.no_grad():
         logits = reference(ids, use_cache=False).logits

@@ -25,8 +25,6 @@ from .random_attending import ATTENDING, AXES
 from .random_hybrids import draw, save_random_hybrid
 
 pytest.importorskip("transformers")
-BOUND = 1e-5
-"""Of the scale of what is compared; up to 3e-6 is measured."""
 
 
 def read(raw: dict[str, Any]) -> Any:
@@ -42,13 +40,13 @@ def test_logits_and_streams_agree_with_transformers(family, seed, tmp_path):
         ids = draw_ids(2, length)
         logits, streams = outputs_of(reference, ids)
         cache = model.forward(ids, HookSpec().capture("blocks.*.hook_resid_post"))
-        assert_near(cache.logits, logits, BOUND)
+        assert_near(cache.logits, logits)
         assert len(streams) == model.config.num_layers
         for layer, stream in enumerate(streams):
-            assert_near(cache[HookPoint.resid_post(layer)], stream, BOUND)
+            assert_near(cache[HookPoint.resid_post(layer)], stream)
     together = model.forward([[5, 9, 100], [7] * 12, list(range(2, 43))])
     for row, prompt in enumerate(together.tokens):
-        assert_near(together.logits[row, : len(prompt)], model.forward(prompt).logits[0], BOUND)
+        assert_near(together.logits[row, : len(prompt)], model.forward(prompt).logits[0])
 
 
 @pytest.mark.parametrize("family", ATTENDING)
@@ -60,7 +58,7 @@ def test_attention_patterns_agree_with_transformers(family, tmp_path):
         patterns = reference(ids, output_attentions=True, use_cache=False).attentions
     assert len(patterns) == len(cache) == model.config.num_layers
     for point, pattern in zip(cache, patterns, strict=True):
-        assert_near(cache[point], pattern, BOUND)
+        assert_near(cache[point], pattern)
 
 
 @pytest.mark.parametrize("family", ATTENDING)
@@ -68,14 +66,14 @@ def test_the_stream_is_what_layers_add_to_it(family, tmp_path):
     save_random_hybrid(tmp_path, family, 2, tokenizer=False)
     model, ids = Model.from_pretrained(tmp_path), draw_ids(1, 12)
     cache = model.forward(ids, HookSpec().capture("*"))
-    assert_near(cache.logits, model.forward(ids).logits, BOUND)
+    assert_near(cache.logits, model.forward(ids).logits)
     stream = cache[HookPoint.embed()]
     for layer in range(model.config.num_layers):
         stream = stream + cache[HookPoint.attn_out(layer)]
         if (middle := HookPoint.resid_mid(layer)) in cache:
-            assert_near(stream, cache[middle], BOUND)
+            assert_near(stream, cache[middle])
         stream = stream + cache[HookPoint.mlp_out(layer)]
-        assert_near(stream, cache[HookPoint.resid_post(layer)], BOUND)
+        assert_near(stream, cache[HookPoint.resid_post(layer)])
         has_middle = not model.config.layers[layer].is_parallel
         assert (middle in cache) == has_middle == (HookPoint("ln2_scale", layer) in cache or family in AFTER)
 

@@ -25,39 +25,11 @@ from mizarr.stages.logits.component_weights import component_weights
 from mizarr.stages.logits.readout import readout_from_files
 from mizarr.store.errors import ConfigError, HookPointNotFound, InterventionError
 
+from .compared import LENGTHS, assert_near, draw_ids, outputs_of
 from .random_hybrids import HYBRIDS, save_random_hybrid
-from .random_models import VOCAB
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).resolve().parents[3].parent / "shared" / "reference" / "recurrent"
-LENGTHS = (1, 2, 37, 100)
-BOUND = 1e-5
-"""Of the scale of what is compared; 1e-7 to 1e-6 is measured, as for float32 against float64."""
-
-
-def draw_ids(rows: int, length: int) -> torch.Tensor:
-    return torch.randint(2, VOCAB, (rows, length), generator=torch.Generator().manual_seed(length))
-
-
-def assert_near(found: torch.Tensor, expected: torch.Tensor, bound: float = BOUND) -> None:
-    scale = max(1.0, float(expected.abs().max()))
-    assert float((found - expected).abs().max()) <= bound * scale
-
-
-def outputs_of(reference: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits, and what comes out of every layer, which families list in different ways."""
-    streams: list[torch.Tensor] = []
-
-    def keep(module: Any, inputs: Any, output: Any) -> None:
-        streams.append(output[0] if isinstance(output, tuple) else output)
-
-    layers = getattr(reference.base_model, "layers", None) or reference.base_model.blocks
-    hooks = [layer.register_forward_hook(keep) for layer in layers]
-    with torch.no_grad():
-        logits = reference(ids, use_cache=False).logits
-    for hook in hooks:
-        hook.remove()
-    return logits, streams
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

@@ -12,24 +12,13 @@ import torch
 from mizarr import HookPoint, HookSpec, Model, Scale, Zero
 from mizarr.stages.forward.generation.generate import generate
 
+from .compared import assert_near, draw_ids
 from .random_hybrids import HYBRIDS, save_random_hybrid
-from .random_models import VOCAB
 
 pytest.importorskip("transformers")
 LINEAR = HYBRIDS[HYBRIDS.index("qwen3_next") :]
-BOUND = 1e-5
-"""Of the scale of what is compared; below 3e-6 is measured, as for either against float64."""
 DELTA_FIRST = ["linear_attention", "full_attention", "linear_attention"]
 WITH_STATES = ("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "recurrent_gemma", "minimax")
-
-
-def draw_ids(rows: int, length: int) -> torch.Tensor:
-    return torch.randint(2, VOCAB, (rows, length), generator=torch.Generator().manual_seed(length))
-
-
-def assert_near(found: torch.Tensor, expected: torch.Tensor, bound: float = BOUND) -> None:
-    scale = max(1.0, float(expected.abs().max()))
-    assert float((found - expected).abs().max()) <= bound * scale
 
 
 @pytest.mark.parametrize("family", LINEAR)

@@ -23,9 +23,9 @@ from mizarr.stages.forward.runs.run import Run, stream
 from mizarr.stages.logits.component_weights import component_weights
 from mizarr.store.errors import ConfigError, WeightsError
 
+from .compared import assert_near, draw_ids, outputs_of
 from .random_hybrids import draw, save_random_hybrid
 from .random_models import VOCAB
-from .test_hybrids import assert_near, draw_ids, outputs_of
 
 pytest.importorskip("transformers")
 ZAMBA = ("zamba", "zamba2")
