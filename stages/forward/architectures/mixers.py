@@ -138,7 +138,7 @@ class AttentionShape(MixerShape):
     norm_type: Literal["rms", "gemma_rms"] = "rms"
     qk_norm_eps: float = 1e-6
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    layout: Literal["separate", "by part", "by head"] = "separate"
+    layout: Literal["separate", "by part", "by head"] = later("separate")
 
     @property
     def fact(self) -> AttentionMixer:

@@ -158,7 +158,11 @@ def _conv(name: str, meaning: str) -> HookKind:
 # In execution order: planning "what runs last" is reading this table from the bottom.
 KINDS: tuple[HookKind, ...] = (
     HookKind(
-        "embed", "hook_embed", HIDDEN, "token embedding, after the family's embedding scale", "hook_embed"
+        "embed",
+        "hook_embed",
+        HIDDEN,
+        "token embedding, after the family's embedding scale, with learned positions",
+        "hook_embed",
     ),
     _block("resid_pre", "hook_resid_pre", HIDDEN, "residual stream entering the block"),
     _block(
