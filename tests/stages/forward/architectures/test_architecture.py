@@ -12,7 +12,7 @@ import torch
 
 from mizarr.stages.forward.architectures.architecture import Reach
 from mizarr.stages.forward.architectures.families import from_hf_config
-from mizarr.stages.forward.architectures.points import BY_NAME, HookPoint
+from mizarr.stages.forward.architectures.points import BY_NAME, SPLIT_INPUTS, HookPoint
 from mizarr.stages.forward.architectures.transformer import RopeConfig, TransformerConfig
 from mizarr.stages.forward.hooks.interventions import Add, Scale
 from mizarr.stages.forward.hooks.spec import HookSpec
@@ -54,7 +54,10 @@ def test_a_change_reaches_as_far_as_it_is_said_to(model):
     end = HookPoint.resid_post(0)
 
     def scaled(point: HookPoint, factor: float) -> torch.Tensor:
-        hooks = HookSpec().intervene(point, Scale(factor, positions=(TOUCHED,))).capture(end)
+        change: Any = Scale(factor, positions=(TOUCHED,))
+        if point.kind in SPLIT_INPUTS:  # a norm stands behind them, which no factor gets through
+            change = Add(factor * torch.arange(model.config.hidden_size).float(), positions=(TOUCHED,))
+        hooks = HookSpec().intervene(point, change).capture(end)
         return model.forward(IDS, hooks, want=None)[end][0]
 
     for point in model.hook_points:
