@@ -22,6 +22,7 @@ from ..architectures.architecture import AttentionMixer
 from ..architectures.points import SPLIT_INPUTS
 from ..architectures.transformer import RopeConfig
 from ..hooks.taps import AttentionTaps, Taps
+from .gradients import is_recorded
 from .history import History
 from .norms import apply_norm
 from .products import product
@@ -154,11 +155,16 @@ def _from_inputs(
             found.append(made)
             continue
         # Taps may write into it, and one head's copy would be the stream itself.
-        own = copies.clone(memory_format=torch.contiguous_format)
-        read = source.norm(taps(kind, layer, own))
+        given = taps(kind, layer, copies.clone(memory_format=torch.contiguous_format))
         rows = part.weight.unflatten(0, (count, -1))
-        anew = torch.matmul(read, rows.transpose(1, 2)).transpose(1, 2).flatten(2)
-        found.append(anew if part.bias is None else anew + part.bias)
+        anew = torch.matmul(source.norm(given), rows.transpose(1, 2))
+        if part.bias is not None:
+            anew = anew + part.bias.view(count, 1, -1)
+        if not is_recorded(given):
+            # What was left alone keeps its projection, with whatever was done to the norm that it is made of.
+            kept = made.unflatten(-1, (count, -1)).transpose(1, 2)
+            anew = torch.where((given != copies).any(-1, keepdim=True), anew, kept)
+        found.append(anew.transpose(1, 2).flatten(2))
     return tuple(found)
 
 

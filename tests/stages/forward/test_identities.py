@@ -31,7 +31,7 @@ def ids():
 
 @pytest.fixture(scope="module")
 def everything(model, ids):
-    return model.forward(ids, HookSpec().capture("*"))
+    return model.forward(ids, HookSpec().capture("*", "blocks.*_input"))
 
 
 def close(found, expected, atol=1e-5):

@@ -80,6 +80,23 @@ def test_reading_changes_no_bit_and_gives_the_stream_for_each_head(model):
         assert all(torch.equal(found[point][:, head], stream) for head in range(heads))
 
 
+def test_what_is_left_alone_keeps_what_was_done_to_its_norm(model):
+    """Bit for bit where the input is put back as it was, and beside runs that do change theirs."""
+    ids, stream = draw(model)
+    halved = HookPoint("ln1_scale", LAYER), mizarr.Scale(2.0, positions=(3,))
+    norm = HookSpec().intervene(*halved)
+    point = HookPoint.q_input(LAYER)
+    expected = model.forward(ids, norm)
+    own = model.forward(ids, HookSpec().capture(point))[point][0]
+    assert torch.equal(
+        model.forward(ids, HookSpec().intervene(*halved).intervene(point, Replace(own))).logits,
+        expected.logits,
+    )
+    other = HookSpec().intervene(point, Replace(stream))
+    one, _ = mizarr.run(model, [Run(ids, norm, want=mizarr.logits()), Run(ids, other, want=mizarr.logits())])
+    near(one.logits, expected.logits)
+
+
 def test_planned_runs_and_kept_keys_give_the_same(model):
     ids, stream = draw(model)
     specs = [
