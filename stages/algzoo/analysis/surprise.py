@@ -11,7 +11,7 @@ to explain. A number then holds b = log2(1 + 1 / sigma^2) / 2 bits (capacity of 
 selection_bits are b times the number of parameters, and numbers of an explanation are told to b bits too.
 With disagreement q between the explanation and the noisy networks, O classes and n samples, residual_surprise
 = n (h(q) + q log2(O - 1)), h the binary entropy: the answers of the network, coded given the explanation. It
-grows with n: a bound that holds says so for the n told.
+grows with n: a bound that holds says so for the n told, and `covered` is the largest n it would hold for.
 
 Source: Hilton, "Formal verification, heuristic explanations and surprise accounting" (Alignment Research
 Center, 2024); the readings of its quantities above are ours.
