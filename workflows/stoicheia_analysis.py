@@ -416,7 +416,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             ("selected", "selection_bits", ".0f"),
             ("bound", lambda row: "holds" if row["bound_satisfied"] else "fails"),
             ("of it", "tightness", ".2f"),
-            ("holds up to", "covered", ",.0f"),
+            ("holds up to", "covered", lambda many: f"{many:,.0f}" if np.isfinite(many) else "any number"),
             title="Surprise accounting",
             caption=f"bits left code the answers to {many:,} samples given the explanation, and grow "
             "with them; the bound holds where told and left are at most what was selected: up to so many "

@@ -62,8 +62,13 @@ def slices(
 ) -> Iterator[Array]:
     """The first `count` inputs of a block, [sample, time] float32 or int64, a few thousand at a time.
 
-    end_token: of integers: n - 1 of them in 0..n-2, and then n - 1, from which the answer is read.
+    end_token: of integers: n - 1 of them in 0..n-2, and then n - 1, from which the answer is read. Raises
+    ConfigError for what only a task of integers has.
     """
+    if task.draws != "integers" and (end_token or draw == "all"):
+        raise ConfigError(f"expected a task of integers to end or enumerate, found {task.name}")
+    if end_token and draw == "all":
+        raise ConfigError("expected all inputs, or samples with an end token, found both; draw samples")
     rng = np.random.default_rng([seed, block])
     for first in range(0, count, SLICE):
         rows = min(SLICE, count - first)

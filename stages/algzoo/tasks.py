@@ -138,7 +138,7 @@ TASKS = {
         Task("argmax", "normal", False, _argmax, "index of the largest number"),
         Task("argmedian", "normal", False, _argmedian, "index of the number at ascending rank n // 2"),
         Task("median", "normal", True, _median, "the median; of an even number, the mean of the middle two"),
-        Task("argoutlier", "normal", False, _argoutlier, "index of the number farthest from the mean"),
+        Task("argoutlier", "normal", False, _argoutlier, "index of the number farthest from the mean", 3),
         Task("longest_cycle", "integers", False, _longest_cycle, "length of the longest cycle, less one"),
     )
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import binom
 
 from mizarr.stages.algzoo.files import write_tensors
 from mizarr.stages.algzoo.model import SHIPPED, load_model
@@ -18,6 +19,7 @@ from mizarr.stages.algzoo.networks import labelled, shape_of
 from mizarr.stages.algzoo.rnn import require_rnn
 from mizarr.stages.algzoo.samples import drawn
 from mizarr.stages.algzoo.training import ZooTraining, train
+from mizarr.stages.causal.controls import CHANCE
 from mizarr.store.errors import ConfigError, MizarrError
 from mizarr.workflows import build, compute
 from mizarr.workflows.cli import run
@@ -261,3 +263,29 @@ def test_a_training_that_makes_no_network_is_one_line(words, match, capsys, tmp_
     said = capsys.readouterr().err
     assert match in said and said.count("\n") == 1
     assert not (tmp_path / "zoo").exists()
+
+
+# -- chance
+
+
+def claimed(folder: Path, store: Path, seeds: range) -> int:
+    """How many random networks are said to need a neuron more than a direction of a random basis."""
+    found = 0
+    for seed in seeds:
+        path = write_tensors(folder / f"argmax_6_4_0_{seed}.pth", random_rnn(seed, 6, 4))
+        about = QUICK | {"controls": 40, "seed": seed}
+        (finding,) = compute("stoicheia_analysis", store=store, model=str(path), **about).to_json()[
+            "findings"
+        ]
+        found += finding["verdict"] == "beyond chance"
+    return found
+
+
+def test_random_weights_are_said_to_need_no_neuron_more_than_chance(store, tmp_path):
+    assert claimed(tmp_path, store, range(3)) <= binom.ppf(0.999, 3, CHANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_many_random_weights_are_said_to_need_none_either(store, tmp_path):
+    assert claimed(tmp_path, store, range(3, 27)) <= binom.ppf(0.999, 24, CHANCE)

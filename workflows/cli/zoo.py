@@ -45,7 +45,10 @@ def train_zoo(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Train networks of AlgZoo for TASK, one per seed, into files named as the zoo names them."""
+    """Train tiny networks of AlgZoo.
+
+    One of TASK per seed, from fresh samples in every step, into files named as the zoo names them.
+    """
     from ...pipeline.progress import Progress
     from ...stages.algzoo.training import ZooTraining, file_name, save_trained, train
 

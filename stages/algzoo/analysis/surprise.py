@@ -11,7 +11,7 @@ to explain. A number then holds b = log2(1 + 1 / sigma^2) / 2 bits (capacity of 
 selection_bits are b times the number of parameters, and numbers of an explanation are told to b bits too.
 With disagreement q between the explanation and the noisy networks, O classes and n samples, residual_surprise
 = n (h(q) + q log2(O - 1)), h the binary entropy: the answers of the network, coded given the explanation. It
-grows with n: a bound that holds says so for the n told.
+grows with n: a bound that holds says so for the n told, and `covered` is the largest n it would hold for.
 
 Source: Hilton, "Formal verification, heuristic explanations and surprise accounting" (Alignment Research
 Center, 2024); the readings of its quantities above are ours.
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ....pipeline import Output, stage
+from ....store.arrays import Array
 from ....store.errors import ConfigError
 from ..rnn import RnnWeights, require_rnn
 from ..tasks import task_named
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SIGMAS", "bits_per_number", "noisy", "residual_bits", "surprise_accounting"]
 
-TINY = 1e-9
-"""Bits of an answer below which it counts as said."""
 SIGMAS = (0.01, 0.05, 0.1)
 """Noise of the research protocol, in standard deviations of a matrix."""
 
@@ -56,6 +55,12 @@ def residual_bits(disagreement: float, classes: int, samples: int) -> float:
     q = min(max(disagreement, 0.0), 1.0)
     entropy = -sum(share * math.log2(share) for share in (q, 1.0 - q) if share > 0)
     return samples * (entropy + q * math.log2(max(classes - 1, 1)))
+
+
+def covered(spare: Array, per_answer: Array) -> Array:
+    """How many answers may be coded with the bits to spare; infinitely many where they take none."""
+    free = np.where(spare >= 0, np.inf, 0.0)
+    return np.floor(np.divide(np.maximum(spare, 0.0), per_answer, out=free, where=per_answer > 0))
 
 
 def noisy(rnn: RnnWeights, sigma: float, rng: np.random.Generator) -> RnnWeights:
@@ -148,10 +153,7 @@ def surprise_accounting(
             "residual_surprise": (both, residual),
             "bound_satisfied": (both, explanation + residual <= selection),
             "tightness": (both, (explanation + residual) / selection),
-            "covered": (
-                both,
-                np.floor(np.maximum(selection - explanation, 0.0) / np.maximum(residual / many, TINY)),
-            ),
+            "covered": (both, covered(selection - explanation, residual / many)),
         },
         coords={"estimator": np.array(ESTIMATORS, object), "sigma": np.array(sigmas)},
         attrs={"samples": many, "param_count": rnn.parameters},

@@ -14,6 +14,7 @@ from mizarr.stages.algzoo.files import write_tensors
 from mizarr.stages.algzoo.model import load_model
 from mizarr.stages.algzoo.samples import drawn
 from mizarr.store.errors import ConfigError, ShapeError, StageError
+from tests.memory import PEAK, printed
 
 from .reference import CLASSES, file_of, needs_reference, random_rnn, told
 
@@ -133,3 +134,26 @@ def test_what_does_not_fit_is_one_clear_line(tmp_path):
     node = sampled_accuracy_node(model.weights_node(), **ABOUT, samples=10, dtype="float16")
     with pytest.raises((ConfigError, StageError), match="expected dtype float32 or float64, found 'float16'"):
         run(node, mizarr.open_store(tmp_path))
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_samples(tmp_path):
+    """Of 12 million samples of 16 neurons and ten numbers, against one: the numbers alone would be 480 MB
+    more."""
+    path = write_tensors(tmp_path / "2nd_argmax_16_10.safetensors", random_rnn(0, 16, 10))
+    script = f"""
+import sys
+import mizarr
+from mizarr.pipeline import run
+from mizarr.stages.algzoo.accuracy import sampled_accuracy_node
+from mizarr.stages.algzoo.model import load_model
+model = load_model(sys.argv[1])
+many = int(sys.argv[2])
+node = sampled_accuracy_node(model.weights_node(), task="2nd_argmax", sequence=10, samples=many)
+run(node, mizarr.open_store(sys.argv[3] + sys.argv[2]), threads=2)
+print({PEAK})
+"""
+    few, many = (
+        printed(script, str(path), str(count), str(tmp_path / "store")) for count in (10**6, 12 * 10**6)
+    )
+    assert many < few + 80_000_000

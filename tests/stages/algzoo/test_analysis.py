@@ -14,7 +14,7 @@ from mizarr.stages.algzoo.analysis.cones import gaussian_accuracy, measure, seco
 from mizarr.stages.algzoo.analysis.probing import absolute_correlation, neuron_roles, references
 from mizarr.stages.algzoo.analysis.regions import gates_of, linear_maps, linear_regions, most_regions
 from mizarr.stages.algzoo.analysis.standardized import quality, standardized_rnn
-from mizarr.stages.algzoo.model import load_model
+from mizarr.stages.algzoo.model import FOLDER, SHIPPED, load_model
 from mizarr.stages.algzoo.networks import labelled, shape_of
 from mizarr.stages.algzoo.rnn import require_rnn
 from mizarr.stages.algzoo.samples import PROBE_STATE, SURPRISE_STATE, algzoo_samples, drawn
@@ -299,3 +299,16 @@ def test_a_transformer_is_no_piecewise_linear_rnn():
     weights = load_model("specimen-longest-cycle-4").weights
     with pytest.raises(WeightsError, match="expected an RNN, found a transformer"):
         linear_regions(weights, xr.Dataset())
+
+
+def test_networks_that_ship_are_as_right_as_their_card_says():
+    card = (FOLDER / "README.md").read_text()
+    for name in SHIPPED:
+        model = load_model(name)
+        assert f"| {model.parameters} |" in card.partition(f"`{name}`")[2].splitlines()[0]
+        if model.is_rnn:
+            found = gaussian_accuracy(model.weights, task=model.task.name, sequence=model.sequence)
+            assert f"{100 * float(found['accuracy']):.3f} %, exact" in card
+        else:
+            x = np.array(list(itertools.product(range(4), repeat=4)))
+            assert (model.outputs(x).argmax(1) == model.task.targets(x)).all()

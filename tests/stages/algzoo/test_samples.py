@@ -69,6 +69,14 @@ def test_with_an_end_token_the_last_integer_is_that_and_no_other_is():
     assert set(np.unique(x[:, :-1])) == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize(("task", "told"), [("argmax", {"end_token": True}), ("median", {"draw": "all"})])
+def test_numbers_have_no_end_and_are_not_enumerated(task, told):
+    with pytest.raises(ConfigError, match="expected a task of integers"):
+        next(slices(TASKS[task], 3, 0, 10, **told))
+    with pytest.raises(ConfigError, match="found both"):
+        next(slices(TASKS["longest_cycle"], 3, 0, 10, end_token=True, draw="all"))
+
+
 def test_the_stage_gives_inputs_with_their_answers():
     found = algzoo_samples(task="median", sequence=4, samples=50, seed=2)
     np.testing.assert_allclose(found["target"], np.median(found["x"].values.astype(float), axis=1))
