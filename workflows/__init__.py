@@ -47,9 +47,9 @@ WORKFLOWS = {
     "clt_probe": ".clt_probe",
     "clt_vs_plt": ".clt_vs_plt",
     "attribution_graph": ".attribution_graph",
-    "stoicheia_inference": ".stoicheia_inference",
-    "stoicheia_analysis": ".stoicheia_analysis",
-    "stoicheia_sweep": ".stoicheia_sweep",
+    "stoicheia_inference": ".algzoo.inference",
+    "stoicheia_analysis": ".algzoo.analysis",
+    "stoicheia_sweep": ".algzoo.sweep",
 }
 
 

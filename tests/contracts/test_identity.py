@@ -41,6 +41,7 @@ from mizarr.stages.causal.grids.patching_metrics import (
 from mizarr.stages.causal.grids.tracing import CausalTracing
 from mizarr.stages.causal.knockout import EdgeKnockout, HeadKnockout
 from mizarr.stages.causal.random_pushes import RandomPushes
+from mizarr.stages.causal.recurrence import RecurrentContinuation, Trial
 from mizarr.stages.causal.state_writes import RandomWrites, StateKnockout, StateSteering
 from mizarr.stages.causal.steering import DoseResponse
 from mizarr.stages.features.dictionary import Dictionary
@@ -85,10 +86,10 @@ class Pairwise:
 
 # An example of each class, and another value of each of its fields.
 INTERVENTIONS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
-    Replace: ({"value": VECTOR}, {"value": VECTOR + 1, "positions": (0,), "heads": (1,)}),
-    Add: ({"value": VECTOR}, {"value": VECTOR + 1, "positions": (0,), "heads": (1,)}),
-    Scale: ({"factor": 2.0}, {"factor": 3.0, "positions": (0,), "heads": (1,)}),
-    Zero: ({}, {"positions": (0,), "heads": (1,)}),
+    Replace: ({"value": VECTOR}, {"value": VECTOR + 1, "positions": (0,), "heads": (1,), "neurons": (0,)}),
+    Add: ({"value": VECTOR}, {"value": VECTOR + 1, "positions": (0,), "heads": (1,), "neurons": (0,)}),
+    Scale: ({"factor": 2.0}, {"factor": 3.0, "positions": (0,), "heads": (1,), "neurons": (0,)}),
+    Zero: ({}, {"positions": (0,), "heads": (1,), "neurons": (0,)}),
     AddAtPositions: ({"vectors": [(1, VECTOR)]}, {"vectors": [(2, VECTOR)], "scale": 2.0}),
     Knockout: (
         {"edges": [(1, 0)]},
@@ -196,6 +197,10 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
             "align": (0, 0),
             "at": -2,
         },
+    ),
+    RecurrentContinuation: (
+        {"groups": ((Trial((1, 2), (3,)),),), "settings": GenerationSettings(max_tokens=2, eos=(1,))},
+        {"groups": ((Trial((1, 2), (4,)),),), "settings": GenerationSettings(max_tokens=3, eos=(1,))},
     ),
     Continuation: (
         {"prompts": ((1, 2),), "settings": GenerationSettings(max_tokens=2, eos=())},

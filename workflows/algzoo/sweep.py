@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.algzoo.accuracy import accuracy_of, rmse_of, sampled_accuracy_node
-from ..stages.algzoo.files import FORMATS, said_by_name
-from ..stages.algzoo.model import load_model
-from ..stages.algzoo.tasks import task_named
-from ..stages.algzoo.training import ZooTraining, trained_rnn
-from ..store.errors import ConfigError
-from .settings import Count, Natural, setting
-from .views import Data, Heatmap, Line, Lines, Table, View, together
-from .workflow import Workflow
+from ...stages.algzoo.accuracy import accuracy_of, rmse_of, sampled_accuracy_node
+from ...stages.algzoo.files import FORMATS, said_by_name
+from ...stages.algzoo.model import load_model
+from ...stages.algzoo.tasks import task_named
+from ...stages.algzoo.training import ZooTraining, trained_rnn
+from ...store.errors import ConfigError
+from ..settings import Count, Natural, setting
+from ..views import Data, Heatmap, Line, Lines, Table, View, together
+from ..workflow import Workflow
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ..pipeline.nodes import ResultNode
+    from ...pipeline.nodes import ResultNode
 
 __all__ = ["StoicheiaSweep", "StoicheiaSweepSettings"]
 

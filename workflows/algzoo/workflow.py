@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..stages.algzoo.model import SHIPPED, AlgZooModel, load_model
-from .settings import Count, Natural, setting
-from .workflow import Workflow
+from ...stages.algzoo.model import SHIPPED, AlgZooModel, load_model
+from ..settings import Count, Natural, setting
+from ..workflow import Workflow
 
 if TYPE_CHECKING:
-    from ..pipeline.nodes import ResultNode
+    from ...pipeline.nodes import ResultNode
 
 __all__ = ["AlgZooSettings", "AlgZooWorkflow"]
 

@@ -18,20 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.algzoo.accuracy import CHUNK, accuracy_of, rmse_of, sampled_accuracy_node
-from ..stages.algzoo.analysis.ablation import neuron_ablation, random_ablation
-from ..stages.algzoo.analysis.compute_curve import compute_curve
-from ..stages.algzoo.analysis.cones import DIMENSIONS, gaussian_accuracy
-from ..stages.algzoo.analysis.probing import THRESHOLD, UNKNOWN, neuron_roles
-from ..stages.algzoo.analysis.regions import linear_regions
-from ..stages.algzoo.analysis.standardized import is_standardizable, standardized_rnn
-from ..stages.algzoo.analysis.surprise import SIGMAS, surprise_accounting
-from ..stages.algzoo.samples import algzoo_samples
-from ..stages.causal.controls import Null
-from ..store.errors import ConfigError
-from .algzoo import AlgZooSettings, AlgZooWorkflow
-from .settings import Count, setting
-from .views import (
+from ...stages.algzoo.accuracy import CHUNK, accuracy_of, rmse_of, sampled_accuracy_node
+from ...stages.algzoo.analysis.ablation import neuron_ablation, random_ablation
+from ...stages.algzoo.analysis.compute_curve import compute_curve
+from ...stages.algzoo.analysis.cones import DIMENSIONS, gaussian_accuracy
+from ...stages.algzoo.analysis.probing import THRESHOLD, UNKNOWN, neuron_roles
+from ...stages.algzoo.analysis.regions import linear_regions
+from ...stages.algzoo.analysis.standardized import is_standardizable, standardized_rnn
+from ...stages.algzoo.analysis.surprise import SIGMAS, surprise_accounting
+from ...stages.algzoo.samples import algzoo_samples
+from ...stages.causal.controls import Null
+from ...store.errors import ConfigError
+from ..settings import Count, setting
+from ..views import (
     Bars,
     Cones,
     Data,
@@ -46,12 +45,13 @@ from .views import (
     View,
     together,
 )
-from .workflow import loaded
+from ..workflow import loaded
+from .workflow import AlgZooSettings, AlgZooWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ..pipeline.nodes import ResultNode
+    from ...pipeline.nodes import ResultNode
 
 __all__ = ["StoicheiaAnalysis", "StoicheiaAnalysisSettings"]
 

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..stages.algzoo.accuracy import accuracy_of, rmse_of, sampled_accuracy_node
-from ..stages.algzoo.analysis.ablation import classes_or_numbers
-from ..stages.algzoo.capture import capture_node
-from ..stages.algzoo.samples import SURPRISE_STATE, drawn, lcg
-from ..stages.forward.hooks.spec import HookSpec
-from ..store.errors import ConfigError
-from .algzoo import AlgZooSettings, AlgZooWorkflow
-from .settings import Count, Natural, setting
-from .views import Data, Heatmap, Table, Values, View, together
-from .workflow import loaded
+from ...stages.algzoo.accuracy import accuracy_of, rmse_of, sampled_accuracy_node
+from ...stages.algzoo.analysis.ablation import classes_or_numbers
+from ...stages.algzoo.capture import capture_node
+from ...stages.algzoo.samples import SURPRISE_STATE, drawn, lcg
+from ...stages.forward.hooks.spec import HookSpec
+from ...store.errors import ConfigError
+from ..settings import Count, Natural, setting
+from ..views import Data, Heatmap, Table, Values, View, together
+from ..workflow import loaded
+from .workflow import AlgZooSettings, AlgZooWorkflow
 
 if TYPE_CHECKING:
-    from ..pipeline.nodes import ResultNode
+    from ...pipeline.nodes import ResultNode
 
 __all__ = ["StoicheiaInference", "StoicheiaInferenceSettings"]
 
