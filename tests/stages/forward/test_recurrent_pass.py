@@ -98,7 +98,7 @@ def literal(model: Model, ids: Sequence[int], asked: RecurrentPass, sustained: b
 
     block = range(asked.loop_start, asked.loop_end + 1)
     with torch.no_grad():
-        entered = through(network.embed(given), range(asked.loop_start))
+        entered = through(network.embed(given, history.positions), range(asked.loop_start))
         carried = through(entered, block)
         for _ in range(asked.depth - 1):
             if asked.feedback:
