@@ -23,6 +23,7 @@ from .exchange import export, import_
 from .features import features
 from .models import models
 from .options import SuggestingGroup
+from .replicate import replicate
 from .report import report
 from .runs import capture, compute, demo, explain
 from .stages import stages
@@ -49,7 +50,7 @@ def cli() -> None:
     """
 
 
-RUNNING = (demo, capture, compute, report, train, train_zoo, explain, stages)
+RUNNING = (demo, capture, compute, report, replicate, train, train_zoo, explain, stages)
 STORED = (ls, show, export, import_, verify, pin, gc)
 for command in (*RUNNING, *STORED, models, features):
     cli.add_command(command)

@@ -44,7 +44,7 @@ cluster_option = click.option(
 )
 
 
-def on_workflow(command: Callable[..., None]) -> Callable[..., None]:
+def on_workflow(command: Callable[..., int | None]) -> Callable[..., None]:
     """What commands on a workflow share: which one, its settings, where its results lie; they are called with
     the workflow, planned."""
 
@@ -78,7 +78,7 @@ def on_workflow(command: Callable[..., None]) -> Callable[..., None]:
     )
 
 
-def run_options(command: Callable[..., None]) -> Callable[..., None]:
+def run_options(command: Callable[..., int | None]) -> Callable[..., int | None]:
     """How a workflow is run, as `Workflow.run` takes it."""
     return with_options(
         command,

@@ -1,0 +1,291 @@
+"""Published results, and how each is asked for again: `mizarr replicate NAME`.
+
+A replication is a workflow with the settings of who published, on the models they used; where it has numbers
+that were printed, they stand beside ours with how far off ours may be. Offline the same protocol is run on a
+shipped model: that it runs, not that it replicates.
+
+Source of what no other is named for: the Rust library candle-mi, version 0.1.10, its examples' documents and
+README tables. Llama 3.2 was run there without its rope scaling, which moves logits of short prompts by up to
+1e-2: its numbers have two to three digits. Gemma 2 is computed with its soft caps; the published lens left
+the last one out. The commits of the repositories were not published: branch `main` is asked for, and the
+commit that was met is told.
+
+Border: names, settings and numbers; opens nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["REPLICATIONS", "Claim", "Replication", "value_at"]
+
+LLAMA, GEMMA, STARCODER = "meta-llama/Llama-3.2-1B", "google/gemma-2-2b", "bigcode/starcoder2-3b"
+RWKV7, RWKV6 = "RWKV/RWKV7-Goose-World3-1.5B-HF", "RWKV/v6-Finch-1B6-HF"
+FRANCE = "The capital of France is"
+LINDSEY = "Lindsey et al. 2025, On the Biology of a Large Language Model"
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A number that was printed: for which model, where it stands in the workflow's document, and how far off
+    ours may be."""
+
+    model: str
+    path: Path
+    value: float | str
+    tolerance: float = 0.0
+
+    @property
+    def place(self) -> str:
+        """For people: layers.3.kl."""
+        return ".".join(map(str, self.path))
+
+    def agrees(self, found: Any) -> bool:
+        """Whether a value found is the printed one."""
+        if isinstance(self.value, str) or not isinstance(found, int | float):
+            return bool(found == self.value)
+        return abs(found - self.value) <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Replication:
+    """A published result.
+
+    title: what it shows. source: who published it. settings: of the workflow, as it was run; models: on
+    which, the first one told. dictionary: what is fetched besides. offline: settings in which the run on a
+    shipped model differs. revision: of models.
+    """
+
+    title: str
+    source: str
+    workflow: str
+    models: tuple[str, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    offline: Mapping[str, Any] = field(default_factory=dict)
+    dictionary: str = ""
+    claims: tuple[Claim, ...] = ()
+    revision: str = "main"
+
+    def asked(self, model: str) -> dict[str, Any]:
+        """Settings on a published model."""
+        return {**self.settings, "model": model, "revision": self.revision}
+
+    @property
+    def here(self) -> dict[str, Any]:
+        """Settings of the same protocol on a shipped model; what is None falls back to the workflow's own."""
+        found = {**self.settings, **self.offline}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def value_at(document: Any, path: Path) -> Any:
+    """The value at a path of names and places; None where there is none."""
+    for step in path:
+        try:
+            document = document[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return document
+
+
+def recovered(layer: int) -> Path:
+    """Per cent recovered at the subject's first position."""
+    return ("results", 0, "subject_recovery", layer)
+
+
+CANDLE = "candle-mi 0.1.10, examples"
+REPLICATIONS: dict[str, Replication] = {
+    "activation-patching": Replication(
+        "a fact passes from its subject to the last token in the middle layers",
+        f"{CANDLE}; after Meng et al. 2022",
+        "activation_patching",
+        (LLAMA, GEMMA, STARCODER),
+        {"pairs": 1, "kinds": ("resid_post",)},
+        claims=(
+            Claim(LLAMA, ("results", 0, "subject_pos"), 4),
+            Claim(LLAMA, ("results", 0, "corrupted_kl"), 3.78, 0.1),
+            Claim(LLAMA, recovered(8), 99.5, 0.6),
+            Claim(LLAMA, recovered(11), 72, 5),
+            Claim(LLAMA, recovered(15), 0, 3),
+            Claim(GEMMA, ("results", 0, "subject_pos"), 4),
+            Claim(GEMMA, ("results", 0, "corrupted_kl"), 0.50, 0.01),
+            Claim(GEMMA, recovered(25), 0, 2),
+            Claim(STARCODER, ("results", 0, "subject_pos"), 3),
+            Claim(STARCODER, ("results", 0, "corrupted_kl"), 4.16, 0.05),
+            Claim(STARCODER, recovered(21), 5, 1),
+        ),
+    ),
+    "algzoo": Replication(
+        "a written network of ten numbers finds the second largest 99 times of 100",
+        "Alignment Research Center, AlgZoo (arc-ml-public/alg/zoo)",
+        "stoicheia_inference",
+        (),
+        offline={"model": "handcrafted-2nd-argmax-10", "samples": 100_000},
+    ),
+    "attention-knockout": Replication(
+        "without its view of the first token, the last one says Paris less often",
+        CANDLE,
+        "attention_knockout",
+        (LLAMA, GEMMA, STARCODER),
+        {"prompt": FRANCE, "target": " Paris", "sweep": False},
+        {"prompt": None, "target": None},
+        claims=(
+            Claim(LLAMA, ("kl_divergence",), 0.0559, 0.006),
+            Claim(LLAMA, ("target_logit_diff",), 0.553, 0.03),
+            Claim(LLAMA, ("baseline_p_target",), 0.393, 0.01),
+            Claim(LLAMA, ("ablated_p_target",), 0.260, 0.01),
+            Claim(GEMMA, ("kl_divergence",), 0.01705, 5e-4),
+            Claim(GEMMA, ("target_logit_diff",), -0.3310, 5e-3),
+            Claim(GEMMA, ("baseline_p_target",), 0.03878, 1e-3),
+            Claim(GEMMA, ("ablated_p_target",), 0.06650, 1e-3),
+        ),
+    ),
+    "attention-patterns": Replication(
+        "the last token looks at the first one",
+        CANDLE,
+        "attention_patterns",
+        (LLAMA, GEMMA, STARCODER),
+        {"prompt": FRANCE},
+        claims=(
+            Claim(LLAMA, ("peak_layer",), 2),
+            Claim(LLAMA, ("peak_weight",), 0.847, 5e-3),
+            Claim(GEMMA, ("peak_layer",), 22),
+            Claim(GEMMA, ("peak_weight",), 0.845, 2e-3),
+            Claim(STARCODER, ("peak_layer",), 26),
+            Claim(STARCODER, ("peak_weight",), 0.866, 2e-3),
+        ),
+    ),
+    "attention-routing": Replication(
+        "attention carries a planned word to the end of the line",
+        f"{CANDLE}; after {LINDSEY}",
+        "attention_routing",
+        (GEMMA,),
+        {"preset": "gemma2-2b-426k"},
+        {"preset": "specimen"},
+        dictionary="mntss/clt-gemma-2-2b-426k",
+    ),
+    "character-count": Replication(
+        "counts of characters lie on a helix in a few dimensions",
+        "Gurnee et al. 2025, When Models Manipulate Manifolds",
+        "character_count_helix",
+        (GEMMA,),
+    ),
+    "counterfact": Replication(
+        "which layers carry a fact's subject, over many facts",
+        f"{CANDLE}; facts: Meng et al. 2022",
+        "counterfact_patching",
+        (LLAMA, GEMMA),
+    ),
+    "dose-response": Replication(
+        "the attention of the last token to the first one, scaled",
+        CANDLE,
+        "steering_dose_response",
+        (LLAMA, GEMMA, STARCODER),
+        {"prompt": FRANCE, "doses": (0.5, 4.0, 6.0), "sweep": False},
+        {"prompt": None},
+        claims=(
+            Claim(LLAMA, ("baseline_attention",), 0.630, 0.01),
+            Claim(LLAMA, ("points", 0, "kl_divergence"), 0.006, 2e-3),
+            Claim(LLAMA, ("points", 1, "kl_divergence"), 0.029, 5e-3),
+            Claim(LLAMA, ("points", 2, "kl_divergence"), 0.043, 5e-3),
+            Claim(GEMMA, ("baseline_attention",), 0.589, 2e-3),
+            Claim(GEMMA, ("points", 1, "kl_divergence"), 0.002, 1e-3),
+            Claim(STARCODER, ("baseline_attention",), 0.673, 2e-3),
+            Claim(STARCODER, ("points", 1, "kl_divergence"), 0.004, 1e-3),
+        ),
+    ),
+    "factual-routing": Replication(
+        "heads that carry a fact from its subject",
+        f"{CANDLE}; facts: Meng et al. 2022",
+        "factual_routing",
+        (LLAMA, GEMMA),
+    ),
+    "figure13": Replication(
+        "features of another rhyme, put in at the end of a line, change the word the next one ends on",
+        f"{LINDSEY}, figure 13; {CANDLE}",
+        "planning_in_poems",
+        (LLAMA,),
+        {"preset": "llama3.2-1b-524k"},
+        {"preset": "specimen"},
+        dictionary="mntss/clt-llama-3.2-1b-524k",
+    ),
+    "figure13-gemma": Replication(
+        "the same in Gemma 2",
+        f"{LINDSEY}, figure 13; {CANDLE}",
+        "planning_in_poems",
+        (GEMMA,),
+        {"preset": "gemma2-2b-426k"},
+        {"preset": "specimen"},
+        dictionary="mntss/clt-gemma-2-2b-426k",
+    ),
+    "logit-lens": Replication(
+        "in which layer the answer is first among the likely tokens",
+        f"{CANDLE}; after nostalgebraist 2020",
+        "logit_lens",
+        (GEMMA, STARCODER, LLAMA),
+        {"prompts": (FRANCE,), "answers": (" Paris",), "soft_cap": False},
+        {"prompts": None, "answers": None},
+        claims=(
+            Claim(GEMMA, ("results", 0, "answer_first_top10"), 25),
+            Claim(GEMMA, ("results", 0, "layers", 25, "predictions", 0, "token"), " a"),
+            Claim(GEMMA, ("results", 0, "layers", 25, "predictions", 0, "probability"), 0.9956, 2e-3),
+            Claim(STARCODER, ("results", 0, "layers", 22, "predictions", 0, "token"), " Par"),
+            Claim(STARCODER, ("results", 0, "layers", 29, "predictions", 0, "probability"), 0.4093, 2e-3),
+        ),
+    ),
+    "recurrent-feedback": Replication(
+        "the rhyme fed back at the end of a line rescues couplets",
+        f"{CANDLE}: anacrousis",
+        "recurrent_feedback",
+        (LLAMA,),
+        {"preset": "anacrousis", "sweep": False, "controls": 1},
+        {"preset": "specimen"},
+        claims=(
+            Claim(LLAMA, ("baseline_rhymes",), 9, 1),
+            Claim(LLAMA, ("recurrent_rhymes",), 11, 1),
+        ),
+    ),
+    "rwkv": Replication(
+        "what a token leaves in a recurrent state",
+        CANDLE,
+        "rwkv_inference",
+        (RWKV7, RWKV6),
+    ),
+    "sae": Replication(
+        "features of a sparse autoencoder at one token",
+        f"{CANDLE}; autoencoders: Lieberum et al. 2024, Gemma Scope",
+        "sae_features",
+        (GEMMA,),
+        {"dictionary": "google/gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82"},
+        {"dictionary": None},
+        dictionary="google/gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82",
+    ),
+    "steering-convergence": Replication(
+        "states that were pushed stay away from those that were not",
+        CANDLE,
+        "steering_convergence",
+        (LLAMA, GEMMA),
+        {"prompt": FRANCE, "target": " Paris"},
+        {"prompt": None, "target": None},
+        claims=(
+            Claim(LLAMA, ("baseline_p_target",), 0.393, 0.01),
+            Claim(LLAMA, ("best_injection_layer",), 12),
+            Claim(LLAMA, ("layer_summaries", 8, "p_target"), 0.266, 0.01),
+            Claim(LLAMA, ("layer_summaries", 15, "p_target"), 0.903, 0.01),
+            Claim(LLAMA, ("layer_summaries", 15, "kl_divergence"), 1.507, 0.05),
+            Claim(LLAMA, ("convergence_matrix", 8, 15), 0.9974, 2e-3),
+            Claim(LLAMA, ("convergence_matrix", 14, 15), 0.9037, 5e-3),
+            Claim(LLAMA, ("strength_sweep", 0, "kl_divergence"), 0.0707, 5e-3),
+            Claim(GEMMA, ("best_injection_layer",), 23),
+            Claim(GEMMA, ("layer_summaries", 25, "p_target"), 0.3680, 5e-3),
+            Claim(GEMMA, ("layer_summaries", 25, "kl_divergence"), 0.6982, 1e-2),
+            Claim(GEMMA, ("convergence_matrix", 13, 25), 0.9867, 1e-3),
+            Claim(GEMMA, ("convergence_matrix", 24, 25), 0.8994, 2e-3),
+            Claim(GEMMA, ("strength_sweep", 0, "kl_divergence"), 0.0139, 1e-3),
+        ),
+    ),
+}
+"""Every one, by name."""
