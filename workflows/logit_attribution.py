@@ -77,6 +77,7 @@ class LogitAttribution(ModelWorkflow):
     def plan(self) -> Mapping[str, ResultNode]:
         """The tokens told apart, and what layers, heads and neurons have in their logits."""
         self._require_sum()
+        self._require_neurons()
         given, files, dtype = self.settings, self.subject.files, self.subject.dtype
         self.texts, self.words = answered(given.prompts, given.answers, given.limit)
         others = given.against * (len(self.texts) if len(given.against) == 1 else 1)
@@ -127,9 +128,19 @@ class LogitAttribution(ModelWorkflow):
                 f"{config.model_type}, which norms the stream itself; read its layers with the logit lens"
             )
 
+    def _require_neurons(self) -> None:
+        """Raise ConfigError where neurons are asked for and some layer has no MLP of its own."""
+        config = self.subject.config
+        having = {point.layer for point in config.hook_points if point.kind == "mlp_post_act"}
+        if self.settings.neurons and self._has_units and len(having) < config.num_layers:
+            raise ConfigError(
+                f"expected an MLP in every layer to tell neurons apart, found one in {len(having)} of "
+                f"{config.num_layers} of {config.model_type}; leave neurons out: neurons=0"
+            )
+
     @property
     def _has_post_norms(self) -> bool:
-        return any(layer.norms == "around" for layer in self.subject.config.layers)
+        return any(layer.norms in ("around", "after") for layer in self.subject.config.layers)
 
     @property
     def _has_units(self) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import mizarr
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
 from tests.torch_free import without_torch
@@ -170,3 +171,30 @@ def test_a_stream_that_is_normed_itself_is_no_sum_and_is_told(tmp_path: Path):
     save_random_hybrid(tmp_path / "model", "minimax", 0)
     with pytest.raises(ConfigError, match="the sum of what its parts write, found minimax, which norms"):
         computed(tmp_path / "model")
+
+
+@pytest.mark.parametrize("family", ["cohere2", "gemma3_text", "gpt2", "gpt_neox", "granite", "olmo2"])
+def test_shares_sum_where_layers_differ(family: str, tmp_path: Path):
+    """Parallel layers, norms around and behind, learned positions, multipliers, fused projections."""
+    caps = {"final_logit_softcapping": None} if family == "gemma3_text" else {}
+    save_random_hybrid(tmp_path / "model", family, 1, **caps)
+    found = computed(tmp_path / "model", neurons=1000)
+    model = mizarr.Model.from_pretrained(tmp_path / "model")
+    for prompt, told in zip(PROMPTS, found.to_json()["results"], strict=True):
+        logits = model.forward(prompt).logits[0, -1].double()
+        difference = float(logits[told["target_id"]] - logits[told["other_id"]])
+        assert told["attributed"] == pytest.approx(difference, abs=1e-4)
+        assert sum(part["share"] for part in told["components"]) == pytest.approx(difference, abs=1e-4)
+        shares = {part["component"]: part["share"] for part in told["components"]}
+        for layer, heads in enumerate(told["heads"]):
+            whole = sum(heads) + told["attn_bias"][layer]
+            assert whole == pytest.approx(shares[f"{layer}_attn_out"], abs=1e-4)
+    whole = found.shares["neuron_share"].sum("rank") + found.shares["mlp_bias_share"]
+    np.testing.assert_allclose(whole, found.shares["mlp_share"], atol=1e-4)
+
+
+def test_neurons_of_experts_are_told_to_be_left_out(tmp_path: Path):
+    save_random_hybrid(tmp_path / "model", "mixtral", 1)
+    with pytest.raises(ConfigError, match="found one in 0 of 3 of mixtral; leave neurons out: neurons=0"):
+        computed(tmp_path / "model")
+    assert computed(tmp_path / "model", neurons=0).to_json()["results"]

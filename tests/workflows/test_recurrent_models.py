@@ -186,6 +186,10 @@ def remembering(tmp_path_factory) -> Path:
 
 def test_a_state_that_carries_the_subject_brings_the_answer_back(remembering, tmp_path):
     done = compute("state_patching", store=tmp_path, model=str(remembering), seed=1, **PAIR)
+    # It knows none of the shipped facts that the place is chosen on; claims are tried as if it did.
+    pairs = {name: done.result(name).sizes["draw"] for name in ("choice", "scored")}
+    assert not done.is_known("choice").any()
+    done.is_known = lambda name: np.ones(pairs["choice" if name == "choice" else "scored"], bool)
     found, quiet = done.to_json()["findings"]
     assert found["verdict"] == "beyond chance" and quiet["verdict"] == "no more than chance"
     assert found["effect"] == pytest.approx(100, abs=0.1)
