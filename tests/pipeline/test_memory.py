@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 import threading
 import time
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 import mizarr
@@ -18,6 +18,14 @@ from mizarr.pipeline.progress import Progress
 from tests.memory import PEAK
 
 MB = 1 << 20
+
+
+def mapped(size: int) -> mmap.mmap:
+    """Memory that nobody held before: what an allocator hands out may be resident from an earlier test."""
+    block = mmap.mmap(-1, size)
+    block.write(b"x" * size)
+    return block
+
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -86,11 +94,11 @@ def test_one_thread_looks_for_all_and_ends_with_the_last():
         with memory() as inner:
             assert len(looking()) == 1
         assert len(looking()) == 1
-        block = np.ones(30 * MB, np.uint8)
+        block = mapped(30 * MB)
         time.sleep(3 * module.EVERY)
         assert outer.peak.resident is not None and inner.peak.resident is not None
         assert outer.peak.resident - inner.peak.resident > 25 * MB, "the inner one had ended"
-        del block
+        block.close()
     assert ended()
     with pytest.raises(ZeroDivisionError), memory():
         raise ZeroDivisionError
@@ -102,9 +110,9 @@ def test_many_at_once_are_told_apart():
 
     def work(size: int) -> None:
         with memory() as used:
-            block = np.ones(size * MB, np.uint8)
+            block = mapped(size * MB)
             time.sleep(0.1)
-            del block
+            block.close()
         found.append(used)
 
     threads = [threading.Thread(target=work, args=(size,)) for size in (5, 10, 20)]
@@ -193,9 +201,9 @@ def test_every_computed_thing_notes_its_memory_and_no_key_or_content_knows(tmp_p
         return store
 
     one = computed("one")
-    ballast = np.ones(100 * MB, np.uint8)  # another peak
+    ballast = mapped(100 * MB)  # another peak
     other = computed("other")
-    del ballast
+    ballast.close()
     for store in (one, other):
         noted = [note for note in notes_of(store) if "seconds" in note]
         assert noted

@@ -31,8 +31,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 assert "torch" not in sys.modules
 """
 )
-READING_DICTIONARIES = (".features.", ".graph.")
-"""Stages over features and graphs, whose inputs come from a dictionary; they have tests of their own."""
+READING_OTHERS = (".features.", ".graph.", ".algzoo.")
+"""Stages over features and graphs, whose inputs come from a dictionary, and over networks of AlgZoo; they
+have tests of their own."""
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])
@@ -59,7 +60,7 @@ def test_every_stage_over_stored_activations_is_studied():
     assert studied_here == {
         name
         for name, module in REGISTRY.items()
-        if isinstance(find(name), Stage) and not module.startswith(READING_DICTIONARIES)
+        if isinstance(find(name), Stage) and not module.startswith(READING_OTHERS)
     }
 
 

@@ -29,7 +29,7 @@ AGAIN = (
 import pathlib
 import mizarr
 from mizarr.workflows import demo, subject
-subject.SHIPPED = pathlib.Path(sys.argv[1])
+subject.SPECIMEN_FOLDER = pathlib.Path(sys.argv[1])
 demo.DEMO = json.loads(sys.argv[2])
 done = demo.run(mizarr.open_store(sys.argv[3]), pathlib.Path(sys.argv[4]), model=sys.argv[5], quiet=True)
 assert done.ran == [], done.ran
@@ -44,7 +44,7 @@ def shipped(prose_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     folder.mkdir()
     (folder / "prose.txt").write_text(prose_file.read_text())
     (folder / "facts.json").write_text(json.dumps(FACTS))
-    monkeypatch.setattr(subject, "SHIPPED", folder)
+    monkeypatch.setattr(subject, "SPECIMEN_FOLDER", folder)
     monkeypatch.setattr(
         demo,
         "DEMO",

@@ -85,7 +85,7 @@ def test_planned_runs_equal_plain_forward_passes(models, family, seed, config):
 
 @pytest.mark.parametrize("family", RECURRENT)
 @given(seed=st.integers(0, 10**6), config=st.integers(0, 3))
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_planned_runs_of_states_equal_plain_forward_passes(models, family, seed, config):
     """In float64, but for RMS norms, which never leave float32: interventions may leave a recurrence so that
     float32 alone differs from itself by more than 1e-5 (a stream of zeros, whose norm is rounding)."""
