@@ -95,7 +95,7 @@ def test_version_is_that_of_the_package(capsys):
     [
         (["captur"], "did you mean 'capture'?"),
         (["models", "inspekt", "x"], "did you mean 'inspect'?"),
-        (["frobnicate"], "there are demo, capture"),
+        (["xyzzy"], "there are demo, capture"),
         (["ls", "--jsn"], "--json"),
         (["capture", "specimen"], "(see mizarr capture --help)"),
         (["capture", "specimen", "a", "--text", "--hooks", "x", "--dtype", "int4"], "bfloat16"),
