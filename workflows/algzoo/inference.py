@@ -199,7 +199,7 @@ class StoicheiaInference(AlgZooWorkflow):
             )
         else:
             tokens = [f"{position}: {value}" for position, value in enumerate(x)]
-            for layer in range(network.shape.layers if not network.is_rnn else 0):  # type: ignore[union-attr]
+            for layer in range(held.sizes["layer"]):
                 for head in range(held.sizes["head"]):
                     pattern = held["pattern"].isel(sample=place, head=head, layer=layer)
                     panels.append(

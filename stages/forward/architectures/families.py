@@ -15,6 +15,8 @@ from ....store.errors import ConfigError, nearest
 from .transformer import ActivationName, ConfigReader, Norm, RopeConfig, RopeScheme, TransformerConfig
 
 Windows = Literal["none", "all", "listed", "alternating", "from_max_window_layers"]
+Bias = bool | str | tuple[str, bool]
+"""Whether there is one; or the key that says, with its default where that is not false."""
 MlpLayout = Literal["gated_separate", "gated_fused", "plain"]
 
 ACTIVATIONS: dict[str, ActivationName] = {
@@ -37,8 +39,7 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 class Family:
     """How a family's config.json is read, and what its architecture fixes.
 
-    A bias is True, False, or the key that says, with `bias_default` where that key is absent. examples: what
-    people know the family by.
+    examples: what people know the family by. Of biases, see `Bias`.
     """
 
     examples: str = ""
@@ -51,10 +52,9 @@ class Family:
     """Legacy configs write "gelu" and mean the tanh approximation (Gemma 1)."""
     qkv: Literal["separate", "fused"] = "separate"
     mlp: MlpLayout = "gated_separate"
-    qkv_bias: bool | str = False
-    o_bias: bool | str = False
-    mlp_bias: bool | str = False
-    bias_default: bool = False
+    qkv_bias: Bias = False
+    o_bias: Bias = False
+    mlp_bias: Bias = False
     scaled_embedding: bool = False
     tied: bool = False
     max_positions: int = 4096
@@ -169,10 +169,9 @@ FAMILIES: dict[str, Family] = {
         activation="gelu_pytorch_tanh",
         mlp="plain",
         kv_heads=2,
-        qkv_bias="use_bias",
-        o_bias="use_bias",
-        mlp_bias="use_bias",
-        bias_default=True,
+        qkv_bias=("use_bias", True),
+        o_bias=("use_bias", True),
+        mlp_bias=("use_bias", True),
         tied=True,
         windows="all",
         window=None,
@@ -264,7 +263,7 @@ def read_family(reader: ConfigReader, model_type: str, family: Family) -> Transf
         hidden_size=hidden,
         num_layers=layers,
         num_attention_heads=heads,
-        num_kv_heads=_kv_heads(reader, family, heads),
+        num_kv_heads=kv_heads_of(reader, family, heads),
         head_dim=head_dim,
         intermediate_size=reader.integer("intermediate_size"),
         vocab_size=reader.integer("vocab_size"),
@@ -276,9 +275,9 @@ def read_family(reader: ConfigReader, model_type: str, family: Family) -> Transf
         activation=read_activation(reader, family),
         qkv_layout=family.qkv,
         mlp_layout=family.mlp,
-        qkv_bias=_bias(reader, family, family.qkv_bias),
-        o_proj_bias=_bias(reader, family, family.o_bias),
-        mlp_bias=_bias(reader, family, family.mlp_bias),
+        qkv_bias=has_bias(reader, family.qkv_bias),
+        o_proj_bias=has_bias(reader, family.o_bias),
+        mlp_bias=has_bias(reader, family.mlp_bias),
         embedding_scale=math.sqrt(hidden) if family.scaled_embedding else None,
         tie_word_embeddings=reader.flag("tie_word_embeddings", family.tied),
         attn_logit_softcapping=caps and reader.optional_number("attn_logit_softcapping", caps[0]),
@@ -396,7 +395,7 @@ def read_rope(reader: ConfigReader, family: Family, head_dim: int, context: int)
     return made
 
 
-def _kv_heads(reader: ConfigReader, family: Family, heads: int) -> int:
+def kv_heads_of(reader: ConfigReader, family: Family, heads: int) -> int:
     """Key/value heads; a family's default counts where it can hold, and one per query head elsewhere.
 
     Either way the shapes of the weights have the last word.
@@ -436,5 +435,8 @@ def _factors(rope: ConfigReader, key: str, dim: int) -> tuple[float, ...]:
     return tuple(float(value) for value in values)
 
 
-def _bias(reader: ConfigReader, family: Family, rule: bool | str) -> bool:
-    return reader.flag(rule, family.bias_default) if isinstance(rule, str) else rule
+def has_bias(reader: ConfigReader, rule: Bias) -> bool:
+    """Whether there is a bias."""
+    if isinstance(rule, bool):
+        return rule
+    return reader.flag(*rule) if isinstance(rule, tuple) else reader.flag(rule, False)

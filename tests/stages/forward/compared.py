@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from mizarr import HookPoint, HookSpec, Model
+
 from .random_models import VOCAB
 
 LENGTHS = (1, 2, 37, 100)
@@ -39,3 +41,15 @@ def outputs_of(reference: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[to
     for hook in hooks:
         hook.remove()
     return logits, streams
+
+
+def assert_parity(model: Model, reference: Any) -> None:
+    """Logits, and what comes out of every layer, at every length."""
+    for length in LENGTHS:
+        ids = draw_ids(2, length)
+        logits, streams = outputs_of(reference, ids)
+        cache = model.forward(ids, HookSpec().capture("blocks.*.hook_resid_post"))
+        assert_near(cache.logits, logits)
+        assert len(streams) == model.config.num_layers
+        for layer, stream in enumerate(streams):
+            assert_near(cache[HookPoint.resid_post(layer)], stream)

@@ -20,7 +20,7 @@ from mizarr.stages.forward.models.files import resolve
 from mizarr.stages.forward.networks.weights import read_shapes
 from mizarr.store.errors import ConfigError
 
-from .compared import LENGTHS, assert_near, draw_ids, outputs_of
+from .compared import assert_near, assert_parity, draw_ids
 from .random_attending import ATTENDING, AXES
 from .random_hybrids import draw, save_random_hybrid
 
@@ -36,14 +36,7 @@ def read(raw: dict[str, Any]) -> Any:
 def test_logits_and_streams_agree_with_transformers(family, seed, tmp_path):
     reference = save_random_hybrid(tmp_path, family, seed, tokenizer=False)
     model = Model.from_pretrained(tmp_path)
-    for length in LENGTHS:
-        ids = draw_ids(2, length)
-        logits, streams = outputs_of(reference, ids)
-        cache = model.forward(ids, HookSpec().capture("blocks.*.hook_resid_post"))
-        assert_near(cache.logits, logits)
-        assert len(streams) == model.config.num_layers
-        for layer, stream in enumerate(streams):
-            assert_near(cache[HookPoint.resid_post(layer)], stream)
+    assert_parity(model, reference)
     together = model.forward([[5, 9, 100], [7] * 12, list(range(2, 43))])
     for row, prompt in enumerate(together.tokens):
         assert_near(together.logits[row, : len(prompt)], model.forward(prompt).logits[0])

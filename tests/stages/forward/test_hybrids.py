@@ -25,7 +25,7 @@ from mizarr.stages.logits.component_weights import component_weights
 from mizarr.stages.logits.readout import readout_from_files
 from mizarr.store.errors import ConfigError, HookPointNotFound, InterventionError
 
-from .compared import LENGTHS, assert_near, draw_ids, outputs_of
+from .compared import assert_near, assert_parity, draw_ids
 from .random_hybrids import HYBRIDS, save_random_hybrid
 
 pytest.importorskip("transformers")
@@ -37,14 +37,7 @@ ROOT = Path(__file__).resolve().parents[3].parent / "shared" / "reference" / "re
 def test_logits_and_streams_agree_with_transformers(family, seed, tmp_path):
     reference = save_random_hybrid(tmp_path, family, seed)
     model = Model.from_pretrained(tmp_path)
-    for length in LENGTHS:
-        ids = draw_ids(2, length)
-        logits, streams = outputs_of(reference, ids)
-        cache = model.forward(ids, HookSpec().capture("blocks.*.hook_resid_post"))
-        assert_near(cache.logits, logits)
-        assert len(streams) == model.config.num_layers
-        for layer, stream in enumerate(streams):
-            assert_near(cache[HookPoint.resid_post(layer)], stream)
+    assert_parity(model, reference)
 
 
 @pytest.mark.parametrize("family", ["bamba", "granitemoehybrid", "jamba", "falcon_h1", "nemotron_h"])

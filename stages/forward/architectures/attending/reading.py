@@ -19,6 +19,8 @@ from .....store.errors import ConfigError
 from ..families import (
     Family,
     described,
+    has_bias,
+    kv_heads_of,
     listed_windows,
     read_activation,
     read_rope,
@@ -32,10 +34,8 @@ from ..linear_families import LLAMA
 from ..mixers import AttentionShape, ChannelShape, MlpShape
 from ..transformer import ConfigReader, RopeConfig
 
-__all__ = ["Attends", "Bias", "Windows", "dense", "described_attending", "read_attending", "residual_factor"]
+__all__ = ["Attends", "Windows", "dense", "described_attending", "read_attending", "residual_factor"]
 
-Bias = bool | str | tuple[str, bool]
-"""Whether there is one; or the key that says, with its default where it is not false."""
 Windows = Sequence[int | None]
 TensorShapes = Mapping[str, tuple[int, ...]]
 
@@ -48,7 +48,7 @@ def dense(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
         read_activation(reader, family),
         is_gated=family.mlp != "plain",
         is_fused=family.mlp == "gated_fused",
-        has_bias=told(reader, family.mlp_biases),
+        has_bias=has_bias(reader, family.mlp_bias),
         factors=(1.0, residual_factor(reader, family)),
     )
 
@@ -74,9 +74,6 @@ class Attends(Family):
     """Of queries and keys: over each head, or all of them together."""
     qk_norm_key: str = ""
     """The key that says whether there are any; "" for always."""
-    qkv_biases: Bias = False
-    o_biases: Bias = False
-    mlp_biases: Bias = False
     layout: Literal["separate", "by part", "by head"] = "separate"
     """Of queries, keys and values in tensors (`AttentionShape`)."""
     types: Callable[[ConfigReader, int], list[str]] | None = None
@@ -119,7 +116,7 @@ def described_attending(model_type: str, family: Attends) -> dict[str, str]:
     places = {"before": "", "after": "behind what is added", "around": "four per block"}[family.places]
     attention = (
         "norms on q and k" if family.qk_norms else "",
-        "biases" if family.qkv_biases else "",
+        "biases" if family.qkv_bias else "",
         "rope turns neighbours" if family.interleaved_rope else "",
         f"rope turns {family.share:g} of a head" if family.share != 1 else "",
         "a rope of their own in windows" if family.local_rope else "",
@@ -140,13 +137,6 @@ def described_attending(model_type: str, family: Attends) -> dict[str, str]:
         "attention": ", ".join(filter(None, attention)) or "plain",
         "head": ", ".join(filter(None, head)) or "untied",
     }
-
-
-def told(reader: ConfigReader, rule: Bias) -> bool:
-    """Whether there is a bias."""
-    if isinstance(rule, bool):
-        return rule
-    return reader.flag(*rule) if isinstance(rule, tuple) else reader.flag(rule, False)
 
 
 def residual_factor(reader: ConfigReader, family: Attends) -> float:
@@ -172,11 +162,11 @@ def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) 
     has_qk_norms = not family.qk_norm_key or reader.flag(family.qk_norm_key, False)
     attention = AttentionShape(
         num_attention_heads=heads,
-        num_kv_heads=_kv_heads(reader, family, heads),
+        num_kv_heads=kv_heads_of(reader, family, heads),
         head_dim=head_dim,
         scale=_scale(reader, family),
-        qkv_bias=told(reader, family.qkv_biases),
-        o_bias=told(reader, family.o_biases),
+        qkv_bias=has_bias(reader, family.qkv_bias),
+        o_bias=has_bias(reader, family.o_bias),
         norms=family.qk_norms if has_qk_norms else None,
         norm_type="gemma_rms" if family.norm == "gemma_rms" else "rms",
         qk_norm_eps=eps,
@@ -246,13 +236,6 @@ def _rooted(family: Attends, shapes: TensorShapes) -> Spelling:
         return spelling
     names = ("embed", "final_norm", "layer", "positions")
     return replace(spelling, **{name: getattr(spelling, name).removeprefix(root) for name in names})
-
-
-def _kv_heads(reader: ConfigReader, family: Attends, heads: int) -> int:
-    """As the config says; where the key is absent the family's, if that divides the heads; where it is null,
-    one per head."""
-    absent = family.kv_heads if "num_key_value_heads" not in reader.raw else None
-    return reader.integer("num_key_value_heads", absent if absent and heads % absent == 0 else heads)
 
 
 def _scale(reader: ConfigReader, family: Attends) -> float | None:
