@@ -72,16 +72,17 @@ class StageFunction:
     def compute(self, inputs: Mapping[str, Any], params: Mapping[str, Any]) -> xr.Dataset:
         """Run the function on labelled inputs and check what it gives against the declaration.
 
-        Inputs are told apart by name, so any order of dims will do; the function gets the declared one.
+        Inputs are told apart by name, so any order of dims will do; the function gets the declared one, and
+        of a dim with several names ("head|ssm_head") the first.
         Raises ShapeError for dims that are missing or too many, StageError for activations of different
         models and for undeclared outputs.
         """
         require_same_model(**inputs)
         ready = {}
         for name, dims in self.inputs.items():
-            if dims is not None and set(inputs[name].dims) != set(dims):
-                raise _wrong_dims(f"input {name!r} of stage {self.name!r}", inputs[name], dims)
-            ready[name] = inputs[name] if dims is None else inputs[name].transpose(*dims)
+            ready[name] = inputs[name]
+            if dims is not None:
+                ready[name] = _as_declared(inputs[name], dims, f"input {name!r} of stage {self.name!r}")
         return self.labelled(self.function(**ready, **params))
 
     def labelled(self, given: Any) -> xr.Dataset:
@@ -166,6 +167,16 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return value.item() if hasattr(value, "item") else getattr(value, "name", value)  # numpy scalars, dtypes
+
+
+def _as_declared(array: Any, dims: Dims, what: str) -> Any:
+    """An array with its dims named, and in the order, as declared."""
+    names = [dim.split("|") for dim in dims]
+    called = {name: either[0] for either in names for name in either if name in array.dims}
+    first = [either[0] for either in names]
+    if sorted(called.values()) != sorted(first) or set(called) != set(array.dims):
+        raise _wrong_dims(what, array, dims)
+    return array.rename({name: own for name, own in called.items() if name != own}).transpose(*first)
 
 
 def _wrong_dims(what: str, array: Any, dims: Dims) -> ShapeError:

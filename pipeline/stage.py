@@ -109,7 +109,8 @@ def stage(
 ) -> Callable[[Callable[..., Any]], Stage]:
     """Declare a function on labelled arrays as a stage; the parameters of the stage are its other parameters.
 
-    inputs: dims of each, in order, None for a whole dataset.  forms: instead, where there are several sets of
+    inputs: dims of each, in order, None for a whole dataset; "head|ssm_head" for a dim that has one name or
+    another, of which the function gets the first.  forms: instead, where there are several sets of
     inputs: name of the form, which is that of the stage in keys, -> its inputs; an input that a form leaves
     out is an optional parameter of the function.  outputs: `Output` (or just the dims) of each. version:
     moves when numbers move. Without one the key holds the code of the function, and everything that code

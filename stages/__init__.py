@@ -47,6 +47,7 @@ REGISTRY = {
     "contrasted_tokens": ".logits.attribution",
     "component_attribution": ".logits.attribution",
     "component_attribution_pre_norm": ".logits.attribution component_attribution",
+    "component_attribution_of_mixers": ".logits.attribution component_attribution",
     "head_attribution": ".logits.attribution_units",
     "head_attribution_post_norm": ".logits.attribution_units head_attribution",
     "neuron_attribution": ".logits.attribution_units",

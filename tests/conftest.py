@@ -16,6 +16,12 @@ settings.register_profile("repeat", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
+# Workers of pytest-xdist share the cores: with as many threads each as there are cores, they wait for each
+# other, and small products take twice the time. Set before torch is imported, so for what tests start, too.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    threads = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+
 LOOPBACK = ("127.", "localhost", "::1")
 
 

@@ -29,6 +29,7 @@ from ..stages.logits.lens import format_probability, format_token
 from ..store.arrays import Floats
 from ..store.errors import ConfigError
 from .material.answers import KNOWN, answer_pieces, encoded, fact, named, target_json
+from .material.places import in_every_layer
 from .settings import ControlSettings, Count, FactSettings, setting
 from .subject import shipped_facts
 from .views import Data, Figure, Finding, Findings, Heatmap, Table, View, points
@@ -94,15 +95,23 @@ class AblationOfEach(ModelWorkflow):
             "metrics": metrics,
         }
         return {
-            "heads": self.on_model(Ablation(kinds=self._heads, over="head", **shared)),
-            "layers": self.on_model(Ablation(kinds=PARTS, over="layer", **shared)),
+            "heads": self.on_model(Ablation(**self._heads, **shared)),
+            "layers": self.on_model(
+                Ablation(kinds=in_every_layer(self.subject.config, PARTS), over="layer", **shared)
+            ),
             "facts": self.on_model(self._on_facts(shared | {"references": self._references(FEW)})),
         }
 
     @property
-    def _heads(self) -> tuple[str]:
-        """What stands for a head: what it has read of other positions."""
-        return (self.subject.config.read_kind,)
+    def _heads(self) -> dict[str, Any]:
+        """What stands for a head, what it has read of other positions, and in which layers."""
+        config = self.subject.config
+        layers = config.layers_with(config.read_kind)
+        return {
+            "kinds": (config.read_kind,),
+            "over": "head",
+            "layers": None if len(layers) == config.num_layers else tuple(layers),
+        }
 
     def _on_facts(self, shared: dict[str, Any]) -> AtOnce:
         """Every head in other shipped facts, [draw = fact, layer, head]; none of them is a reference."""
@@ -122,7 +131,7 @@ class AblationOfEach(ModelWorkflow):
     def _on_fact(self, tokens: tuple[int, ...], told: dict[str, Any], shared: dict[str, Any]) -> Ablation:
         answer = self.subject.answer_id(told["prompt"], told["target"])
         own = {"tokens": tokens, "metrics": (KL(), Rank(answer))}
-        return Ablation(kinds=self._heads, over="head", **shared | own)
+        return Ablation(**self._heads, **shared | own)
 
     @cached_property
     def lost(self) -> Floats:
@@ -151,9 +160,10 @@ class AblationOfEach(ModelWorkflow):
             for part, rows in zip(np.split(self.lost, 2), known, strict=True)
         )
         mean, here = chosen_on.mean(0), self.heads["kl"].transpose("layer", "head").values.ravel()
+        layers = self.heads["layer"].values
 
         def told(cell: int) -> str:
-            return f"taking head {cell % heads} of layer {cell // heads} away changes the next token"
+            return f"taking head {cell % heads} of layer {layers[cell // heads]} away changes the next token"
 
         def in_prompt(cell: int, claim: str) -> Finding:
             drawn = chosen_at_random(range(len(here)), given.controls, seed=given.seed, without=[cell])
@@ -189,7 +199,9 @@ class AblationOfEach(ModelWorkflow):
 
     def views(self) -> Iterator[View]:
         """What is lost by head and by layer, how the target's probability moves, and the heads that count."""
-        layers = self.layers.assign_coords(kind=["attention", "MLP"]).transpose("layer", "kind", ...)
+        layers = self.layers if "kind" in self.layers.dims else self.layers.expand_dims("kind")
+        names = ["attention", "MLP"][: layers.sizes["kind"]]
+        layers = layers.assign_coords(kind=names).transpose("layer", "kind", ...)
         findings = self.findings()
         yield findings
         yield Data(json=self._about())

@@ -41,7 +41,7 @@ from ..store.arrays import Floats
 from ..store.errors import ConfigError
 from .material.answers import KNOWN, answer_pieces, encoded, named
 from .material.fact_pairs import shipped_pairs
-from .material.places import NAMES, check_kinds
+from .material.places import NAMES, USUAL, check_kinds, in_every_layer
 from .material.unrelated import Unrelated
 from .settings import ControlSettings, Count, ModelSettings, setting
 from .views import Choice, Data, Figure, Finding, Findings, Heatmap, Table, View, dim
@@ -73,7 +73,6 @@ CITIES = (
 )
 """candle-mi's pairs: clean prompt, its answer, corrupted prompts to choose from."""
 
-STATE = "rwkv_state_seq"
 ROLES = ("the subject's last token", "the last token")
 """Positions that other pairs have too."""
 
@@ -86,7 +85,7 @@ class ActivationPatchingTraceSettings(ControlSettings, ModelSettings):
     answer: str = setting("", "what comes next in the clean prompt; may be empty")
     corrupted: tuple[str, ...] = setting((), "corrupted prompts; the first of as many tokens is taken")
     kinds: tuple[str, ...] = setting(
-        ("resid_post", "attn_out", "mlp_out"), "what is patched; z, q, k, v, pattern: by head"
+        (), "what is patched; none: resid_post, attn_out and mlp_out; z, q, k, v, pattern: by head"
     )
     window: int = setting(1, "neighbouring layers patched together")
     pairs: int = setting(2, "how many of the default pairs")
@@ -135,6 +134,11 @@ class ActivationPatchingTrace(ModelWorkflow):
     """Results beside the pairs shown."""
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """What is patched: as asked, or what all layers of the model have of the usual."""
+        return self.settings.kinds or in_every_layer(self.subject.config, USUAL)
+
+    @property
     def least_known(self) -> int:
         """How many pairs to score on must count; a pair of one's own always does."""
         return 1 if self.settings.prompt else KNOWN
@@ -142,7 +146,7 @@ class ActivationPatchingTrace(ModelWorkflow):
     def plan(self) -> Mapping[str, ResultNode]:
         """Per pair of prompts an experiment over positions, and one over heads, as far as kinds are asked."""
         self.traced = [self._chosen(*each) for each in self._asked()]
-        kinds = self.settings.kinds
+        kinds = self.kinds
         grids = {
             ("pair", "position"): tuple(kind for kind in kinds if not _by_head(kind)),
             ("heads", "head"): tuple(kind for kind in kinds if _by_head(kind)),
@@ -209,7 +213,7 @@ class ActivationPatchingTrace(ModelWorkflow):
     def findings(self) -> Findings:
         """What the best place of other pairs recovers in these, by kind; and of the first kind one that
         recovers nothing in them. Where the model knows too few pairs nothing is claimed."""
-        kinds, sources = [kind for kind in self.settings.kinds if not _by_head(kind)], tuple(self.CONTROLS)
+        kinds, sources = [kind for kind in self.kinds if not _by_head(kind)], tuple(self.CONTROLS)
         counts, least = [int(self.is_known(name).sum()) for name in ("choice", "scored")], self.least_known
         if min(counts[0] - KNOWN, counts[1] - least) < 0:
             said = f"{counts[0]} of {len(self.is_known('choice'))} pairs to choose on"
@@ -218,7 +222,7 @@ class ActivationPatchingTrace(ModelWorkflow):
             return Findings.of(caption=caption, sources=sources)
         chosen_on = {kind: self._recovered("choice", kind) for kind in kinds}
         means = {
-            kind: values.mean(0)[:, : 1 if kind.startswith("resid") or kind == STATE else 2]
+            kind: values.mean(0)[:, : 1 if kind.startswith("resid") or _is_memory(kind) else 2]
             for kind, values in chosen_on.items()
         }
         return Findings.of(
@@ -257,7 +261,7 @@ class ActivationPatchingTrace(ModelWorkflow):
         layers and roles, [layer, role]."""
         layer, role = map(int, np.unravel_index(cell, shape))
         scored, controls = (self._recovered(name, kind)[:, layer, role] for name in ("scored", "controls"))
-        before, said = "for comparison, " if is_quiet else "", "state" if kind == STATE else kind
+        before, said = "for comparison, " if is_quiet else "", "state" if _is_memory(kind) else kind
         return Finding.over(
             f"{before}clean {said} of layer {layer} at {ROLES[role]} brings the clean prediction back",
             scored,
@@ -337,7 +341,7 @@ class ActivationPatchingTrace(ModelWorkflow):
                 if "kv_head" in grid.dims:
                     grid = grid.rename(kv_head="head")
                 found[kind] = grid.dropna("head", subset=["kl"]) if "head" in grid.dims else grid
-        return {kind: found[kind] for kind in self.settings.kinds}
+        return {kind: found[kind] for kind in self.kinds}
 
     def told(self, i: int) -> dict[str, Any]:
         """Pair `i` in the fields of candle-mi's example, and the grids of every kind."""
@@ -467,9 +471,14 @@ class ActivationPatchingTrace(ModelWorkflow):
         )
 
 
+def _is_memory(kind: str) -> bool:
+    """Whether a kind is what a recurrence remembers."""
+    return kind.endswith("state_seq")
+
+
 def _by_head(kind: str) -> bool:
     """Whether a kind is patched head by head, at all positions, and not position by position."""
-    return kind in HEAD_KINDS or (kind in STATE_KINDS and kind != STATE)
+    return kind in HEAD_KINDS or (kind in STATE_KINDS and not _is_memory(kind))
 
 
 def _most(grid: list[list[float]], layer: int) -> float:

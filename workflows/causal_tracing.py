@@ -36,7 +36,7 @@ from ..stages.logits.lens import format_probability, format_token
 from ..store.errors import ConfigError
 from .material.answers import FRANCE, KNOWN, answer_pieces, encoded, named, target_json
 from .material.fact_pairs import shipped_pairs
-from .material.places import NAMES, check_kinds
+from .material.places import NAMES, USUAL, check_kinds, in_every_layer
 from .settings import ControlSettings, Count, FactSettings, Natural, Positive, setting
 from .views import Data, Figure, Finding, Findings, Heatmap, Table, View
 from .workflow import ModelWorkflow
@@ -63,7 +63,7 @@ class CausalTraceSettings(ControlSettings, FactSettings):
     """What `--set` can change."""
 
     subject: str = setting("", "phrase of the prompt that gets noise; none: that of the default prompt")
-    kinds: tuple[str, ...] = setting(("resid_post", "attn_out", "mlp_out"), "what is put back")
+    kinds: tuple[str, ...] = setting((), "what is put back; none: resid_post, attn_out and mlp_out")
     window: Natural = setting(0, "layers of attention or MLP put back together; 0: a fifth of them")
     multiplier: Positive = setting(3.0, "noise, in standard deviations of the embeddings")
     samples: Count = setting(10, "noises tried")
@@ -118,15 +118,20 @@ class CausalTrace(ModelWorkflow):
         others, own = self._other_facts(), Recalled(self.tokens, self.noised, self.pieces[0])
         halves = {"choice": others[: chosen.facts], "scored": others[chosen.facts :]}
         grids: dict[str, ResultNode] = {
-            kind: self.on_model(self._tracing(own, kind, chosen.samples)) for kind in chosen.kinds
+            kind: self.on_model(self._tracing(own, kind, chosen.samples)) for kind in self.kinds
         }
         return grids | {
             f"{name}_{kind}": self.on_model(
                 AtOnce(tuple(self._tracing(each, kind, chosen.fact_samples) for each in facts))
             )
-            for kind in chosen.kinds
+            for kind in self.kinds
             for name, facts in halves.items()
         }
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What is put back: as asked, or what all layers of the model have of the usual."""
+        return self.settings.kinds or in_every_layer(self.subject.config, USUAL)
 
     def _tracing(self, fact: Recalled, kind: str, samples: int) -> CausalTracing:
         """The experiment on one fact."""
@@ -189,15 +194,13 @@ class CausalTrace(ModelWorkflow):
     @cached_property
     def found(self) -> dict[str, xr.Dataset]:
         """The grid of each kind, in memory."""
-        return {kind: self.result(kind).load() for kind in self.settings.kinds}
+        return {kind: self.result(kind).load() for kind in self.kinds}
 
     @cached_property
     def risen(self) -> dict[str, tuple[Floats, Floats]]:
         """By kind the rise in the answer's probability on the facts that the model knows: those to choose on
         and those to score on, each [fact, layer, position], roles first."""
-        return {
-            kind: (self._rise(f"choice_{kind}"), self._rise(f"scored_{kind}")) for kind in self.settings.kinds
-        }
+        return {kind: (self._rise(f"choice_{kind}"), self._rise(f"scored_{kind}")) for kind in self.kinds}
 
     def _rise(self, name: str) -> Floats:
         """Of one result, [fact, layer, position]."""

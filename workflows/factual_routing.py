@@ -207,7 +207,7 @@ class Routing(PairWorkflow):
             f"pairs; subject: {rule}, in the first pair {token!r}",
             json={
                 **self.about,
-                "n_heads": self.subject.config.axis_sizes["head"],
+                "n_heads": self.subject.config.attention_heads,
                 "subject_rule": rule,
                 "results": lambda: [self.told(i) for i in range(pairs)],
                 "aggregate": {"head_frequency": heads, "avg_routing_by_block": moved},

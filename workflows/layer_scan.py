@@ -99,7 +99,8 @@ class LayerScan(ModelWorkflow):
         return {"scan": scan}
 
     def _layers(self) -> list[int]:
-        last, chosen = self.subject.config.num_layers - 1, self.settings
+        config, chosen = self.subject.config, self.settings
+        held, last = config.layers_with(self.subject.attention_kind), config.num_layers - 1
         start = (last + 1) // 3 if chosen.start_layer == -1 else chosen.start_layer
         end = last if chosen.end_layer == -1 else chosen.end_layer
         if not 0 <= start <= end <= last:
@@ -107,7 +108,13 @@ class LayerScan(ModelWorkflow):
                 f"expected layers in 0..{last}, the first before the last, found {start} to {end}; set "
                 "start_layer and end_layer"
             )
-        return list(range(start, end + 1))
+        chosen_layers = [layer for layer in held if start <= layer <= end]
+        if not chosen_layers:
+            raise ConfigError(
+                f"expected a layer that attends in {start}..{end}, found them at {held}; set start_layer and "
+                "end_layer"
+            )
+        return chosen_layers
 
     def _samples(self) -> tuple[str, list[list[Sample]]]:
         """The version of the corpus' format, and the samples of A and B."""

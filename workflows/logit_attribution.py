@@ -45,7 +45,7 @@ __all__ = ["LogitAttribution", "LogitAttributionSettings"]
 
 ROWS = 12
 """Prompts, and parts of a prompt, listed in the tables."""
-PARTS = (("attn", "attention"), ("mlp", "MLP"))
+PARTS = (("attn_share", "attention"), ("mlp_share", "MLP"))
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class LogitAttribution(ModelWorkflow):
     def plan(self) -> Mapping[str, ResultNode]:
         """The tokens told apart, and what layers, heads and neurons have in their logits."""
         self._require_sum()
+        self._require_parts()
         self._require_neurons()
         given, files, dtype = self.settings, self.subject.files, self.subject.dtype
         self.texts, self.words = answered(given.prompts, given.answers, given.limit)
@@ -97,9 +98,11 @@ class LogitAttribution(ModelWorkflow):
             "readout": readout,
         }
         start = self.subject.config.stream_start.kind
-        form = "component_attribution" if start == "embed" else f"component_attribution_{start}"
-        layers = component_attribution.form(form).on(
-            embed=states[start], attn_out=states["attn_out"], mlp_out=states["mlp_out"], **told
+        form = "" if start == "embed" else f"_{start}"
+        form = form if self._has_mlps else "_of_mixers"
+        written = {name: states[name] for name in self._written}
+        layers = component_attribution.form(f"component_attribution{form}").on(
+            embed=states[start], **written, **told
         )
         nodes: dict[str, ResultNode] = {"tokens": pair, "layers": layers}
 
@@ -128,6 +131,16 @@ class LogitAttribution(ModelWorkflow):
                 f"{config.model_type}, which norms the stream itself; read its layers with the logit lens"
             )
 
+    def _require_parts(self) -> None:
+        """Raise ConfigError where layers do not all write alike."""
+        config = self.subject.config
+        for name in self._written:
+            if len(held := config.layers_with(name)) < config.num_layers:
+                raise ConfigError(
+                    f"expected {name} in every layer, found it in {len(held)} of {config.num_layers} of "
+                    f"{config.model_type}; read its layers with the logit lens"
+                )
+
     def _require_neurons(self) -> None:
         """Raise ConfigError where neurons are asked for and some layer has no MLP of its own."""
         config = self.subject.config
@@ -144,15 +157,26 @@ class LogitAttribution(ModelWorkflow):
 
     @property
     def _has_units(self) -> bool:
-        """Whether what heads and neurons write is a sum over them: not where it goes through gates (RWKV)."""
-        return self.subject.config.read_kind == "z"
+        """Whether what heads and neurons write is a sum over them, in every layer: not where it goes through
+        gates (RWKV), or some layers have no heads that attend (hybrids)."""
+        config = self.subject.config
+        return config.read_kind == "z" and len(config.layers_with("z")) == config.num_layers
+
+    @property
+    def _has_mlps(self) -> bool:
+        return bool(self.subject.config.layers_with("mlp_out"))
+
+    @property
+    def _written(self) -> tuple[str, ...]:
+        """What every layer adds to the stream."""
+        return ("attn_out", "mlp_out") if self._has_mlps else ("attn_out",)
 
     def _hooks(self) -> list[str]:
         """What attribution reads of a forward pass."""
         last = self.subject.config.num_layers - 1
         start = str(self.subject.config.stream_start)
         hooks = [start, "ln_final.hook_scale", f"blocks.{last}.hook_resid_post"]
-        hooks += ["blocks.*.hook_attn_out", "blocks.*.hook_mlp_out"]
+        hooks += [f"blocks.*.hook_{name}" for name in self._written]
         if not self._has_units:
             return hooks
         hooks.append("blocks.*.attn.hook_z")
@@ -214,9 +238,9 @@ class LogitAttribution(ModelWorkflow):
         row = self.shares.isel(prompt=i)
         words = ("target",) if int(row["other_id"]) == NONE else ("target", "other")
         written = [
-            (f"{int(part['layer'])}_{name}_out", part[f"{name}_share"])
+            (f"{int(part['layer'])}_{name}", part[f"{name.removesuffix('_out')}_share"])
             for part in (row.sel(layer=layer) for layer in row["layer"])
-            for name in ("attn", "mlp")
+            for name in self._written
         ]
         parts = [("embed", row["embed_share"]), *written, ("constant", row["constant"])]
         found: dict[str, Any] = {
@@ -331,7 +355,7 @@ def _word(token: str) -> str:
 
 def _curves(part: xr.Dataset) -> Lines:
     """Shares of attention and MLPs by layer, mean of some prompts."""
-    lines = (Line(name, part[f"{key}_share"].mean("prompt").values) for key, name in PARTS)
+    lines = (Line(name, part[key].mean("prompt").values) for key, name in PARTS if key in part)
     layers = tuple(part["layer"].values.tolist())
     return Lines(x=layers, x_name="layer", y_name="share", unit="logits", lines=tuple(lines))
 
@@ -358,7 +382,7 @@ def _bars(part: xr.Dataset) -> Bars:
     after = {"biases": part["constant"].values} if np.abs(part["constant"]).max() > 0 else {}
     after["sum"] = part["total"].values
     none = np.full((1, part.sizes["prompt"]), np.nan)
-    written = [(name, part[f"{key}_share"].transpose("layer", "prompt")) for key, name in PARTS]
+    written = [(name, part[key].transpose("layer", "prompt")) for key, name in PARTS if key in part]
     series = [(name, np.concatenate([none, values, *[none] * len(after)])) for name, values in written]
     rest = np.stack([part["embed_share"].values, *[none[0]] * len(layers), *after.values()])
 

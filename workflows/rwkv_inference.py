@@ -79,7 +79,7 @@ class RwkvInference(PlaceWorkflow):
 
     name = "rwkv_inference"
     question = "What does a recurrent model no longer say when one token leaves no trace in its state?"
-    needs = "state"
+    needs = "state of RWKV"
     settings_type = RwkvInferenceSettings
     settings: RwkvInferenceSettings
     rule = "kind of position whose write, were its values random, left out,"

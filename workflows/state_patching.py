@@ -17,9 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .activation_patching import ActivationPatchingTrace, ActivationPatchingTraceSettings
+from .material.places import in_every_layer
 from .settings import MODEL_HELP, RECURRENT, setting
 
 __all__ = ["StatePatching", "StatePatchingSettings"]
+
+MEMORIES = ("rwkv_state_seq", "ssm_state_seq", "linear_state_seq", "mlstm_state_seq")
+"""What recurrences remember, behind each token."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class StatePatchingSettings(ActivationPatchingTraceSettings):
 
     model: str = setting(RECURRENT, MODEL_HELP)
     kinds: tuple[str, ...] = setting(
-        ("rwkv_state_seq",), "what is patched by position: states, or also resid_post, attn_out, mlp_out"
+        (), "what is patched by position; none: states; also resid_post, attn_out, mlp_out"
     )
 
 
@@ -37,8 +41,13 @@ class StatePatching(ActivationPatchingTrace):
 
     name = "state_patching"
     question = "What does the state of a recurrent model carry?"
-    needs = "state"
+    needs = "states"
     settings_type = StatePatchingSettings
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What is patched: as asked, or the states that all layers have."""
+        return self.settings.kinds or in_every_layer(self.subject.config, MEMORIES)
 
 
 WORKFLOW = StatePatching

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Need", "Subject", "answered", "read_texts", "shipped_facts", "shipped_prose"]
 
-Need = Literal["any model", "attention", "weights", "state"]
+Need = Literal["any model", "attention", "weights", "states", "state of RWKV"]
 """attention: queries that choose keys. weights: how much positions read of each other, by attention or what
-comes to the same. state: a recurrent one that tokens write to."""
+comes to the same. states: in every layer one that tokens write to."""
 _NEEDS: Mapping[Need, tuple[str, Callable[[Architecture], bool]]] = {
     "any model": ("any model", lambda config: True),
     "attention": ("a model that attends", lambda config: config.attention_kind == "pattern"),
@@ -38,7 +38,14 @@ _NEEDS: Mapping[Need, tuple[str, Callable[[Architecture], bool]]] = {
         "a model that shows how much each position reads of each other one",
         lambda config: config.attention_kind is not None,
     ),
-    "state": (
+    "states": (
+        "a recurrent model whose tokens write to a state in every layer",
+        lambda config: any(
+            len(config.layers_with(f"{room}_write")) == config.num_layers
+            for room in ("rwkv", "ssm", "linear", "mlstm")
+        ),
+    ),
+    "state of RWKV": (
         "a recurrent model whose tokens write to a state of matrices (RWKV-5 to 7)",
         lambda config: any(point.kind == "rwkv_write" for point in config.hook_points),
     ),
@@ -98,7 +105,7 @@ class Subject:
         return {
             "model_id": self.name,
             "n_layers": config.num_layers,
-            "n_heads": config.axis_sizes["head"],
+            "n_heads": config.attention_heads,
             "hidden_size": config.hidden_size,
         }
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from ...pipeline import Output, stage
 from ...store.errors import PromptError, ShapeError, StageError
+from .rows import HEAD, HEAD_AXES
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -38,13 +39,13 @@ __all__ = [
 
 _ROUNDING = 0.05
 """How far from 1 a row of bfloat16 weights may sum."""
-_MAY_BE_LESS = ("rwkv_effective_attn",)
-"""Variables whose rows may sum to less."""
+_MAY_BE_LESS = "_effective_attn"
+"""End of the names of variables whose rows may sum to less."""
 
 
 @stage(
     version=1,
-    inputs={"pattern": ("layer", "head", "pair")},
+    inputs={"pattern": ("layer", HEAD, "pair")},
     outputs={
         "mean_pattern": Output(
             ("layer", "query_position", "key_position"), "1", "attention weight, mean over heads"
@@ -83,14 +84,16 @@ def attention_flow(pattern: xr.DataArray, *, query: int = -1, key: int = 0) -> x
 
 
 def unpacked(pattern: xr.DataArray) -> xr.DataArray:
-    """The pattern of one prompt as it is thought of, [..., query_position, key_position], from [..., pair].
+    """The pattern of one prompt as it is thought of, [..., query_position, key_position], from [..., pair];
+    heads of any kind are on the axis "head".
 
     Raises ShapeError if the pairs are not those of one prompt, whose rows sum to 1, or to at
     most 1 where they are what a recurrence amounts to.
     """
     import xarray as xr
 
-    packed = pattern.transpose(..., "pair")
+    own = {axis: "head" for axis in HEAD_AXES if axis != "head" and axis in pattern.dims}
+    packed = pattern.rename(own).transpose(..., "pair")
     pairs = packed.sizes["pair"]
     length = (math.isqrt(8 * pairs + 1) - 1) // 2
     if length * (length + 1) // 2 != pairs:
@@ -104,7 +107,7 @@ def unpacked(pattern: xr.DataArray) -> xr.DataArray:
     square[..., rows, columns] = values
     sums = square.astype(np.float32).sum(-1)
     # Effective attention may sum to less: of what is read, all may be negative, or next to nothing.
-    off = np.maximum(sums - 1, 0) if packed.name in _MAY_BE_LESS else abs(sums - 1)
+    off = np.maximum(sums - 1, 0) if str(packed.name).endswith(_MAY_BE_LESS) else abs(sums - 1)
     if off.max() > _ROUNDING:
         raise ShapeError(
             f"expected rows of weights that sum to 1, found {sums.flat[off.argmax()]:.3g}; are "

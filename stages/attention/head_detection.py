@@ -32,7 +32,7 @@ import numpy as np
 from ...pipeline import Output, stage
 from ...store.arrays import Array
 from ...store.errors import ConfigError, EntryNotFound, ShapeError, nearest
-from .rows import PatternRows, RowBlock, by_layer, head_coords
+from .rows import HEAD, PatternRows, RowBlock, by_layer, head_coords
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -117,7 +117,7 @@ def detection_pattern(kind: str, token_id: Sequence[int] | Array) -> Array:
 
 @stage(
     version=1,
-    inputs={"pattern": ("layer", "pair", "head"), "token_id": ("token",), "row_size": ("prompt",)},
+    inputs={"pattern": ("layer", "pair", HEAD), "token_id": ("token",), "row_size": ("prompt",)},
     outputs={
         "score": Output(
             ("kind", "layer", "head"), "1", "match with the detection pattern, mean over prompts"
@@ -166,7 +166,7 @@ def head_scores(
 
 @stage(
     version=1,
-    inputs={"pattern": ("layer", "pair", "head"), "token_id": ("token",), "row_size": ("prompt",)},
+    inputs={"pattern": ("layer", "pair", HEAD), "token_id": ("token",), "row_size": ("prompt",)},
     outputs={
         "score": Output(
             ("displacement", "layer", "head"), "1", "match with looking so far behind an earlier occurrence"
@@ -209,7 +209,7 @@ def displaced_scores(
 @stage(
     version=1,
     inputs={
-        "pattern": ("layer", "pair", "head"),
+        "pattern": ("layer", "pair", HEAD),
         "detection_pattern": ("query_position", "key_position"),
         "row_size": ("prompt",),
     },

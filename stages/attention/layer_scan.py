@@ -21,6 +21,7 @@ import numpy as np
 from ...pipeline import Output, stage
 from ...store.arrays import Array
 from ...store.errors import MissingExtra, ShapeError
+from .rows import HEAD
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -55,7 +56,7 @@ class Welch(NamedTuple):
 @stage(
     version=1,
     inputs={
-        "pattern": ("layer", "pair", "head"),
+        "pattern": ("layer", "pair", HEAD),
         "pair": ("target",),
         "sample": ("target",),
         "condition": ("sample",),

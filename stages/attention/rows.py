@@ -25,8 +25,13 @@ from ..corpus.token_blocks import read_here
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["PatternRows", "RowBlock", "by_layer", "head_coords"]
+__all__ = ["HEAD", "HEAD_AXES", "PatternRows", "RowBlock", "by_layer", "head_coords"]
 
+HEAD_AXES = ("head", "ssm_head", "linear_head", "mlstm_head")
+"""Axes of hook points that say how much positions read of each other: attention weights, or what recurrences
+amount to. A hybrid has several, so they have names of their own; questions about weights are the same."""
+HEAD = "|".join(HEAD_AXES)
+"""The axis of heads, as an input of a stage."""
 
 BLOCK = 1 << 22
 """Weights of one layer in memory at a time."""

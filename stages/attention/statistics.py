@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...pipeline import Output, stage
-from .rows import PatternRows, head_coords
+from .rows import HEAD, PatternRows, head_coords
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -25,7 +25,7 @@ __all__ = ["head_statistics"]
 
 @stage(
     version=1,
-    inputs={"pattern": ("layer", "pair", "head"), "row_size": ("prompt",)},
+    inputs={"pattern": ("layer", "pair", HEAD), "row_size": ("prompt",)},
     outputs={
         "entropy": Output(("layer", "head"), "nats", "entropy of a query's weights"),
         "bos_share": Output(("layer", "head"), "1", "weight on the first position, often a BOS"),

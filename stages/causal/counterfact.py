@@ -167,7 +167,7 @@ def weights_of(config: Architecture) -> list[HookPoint]:
         raise StageError(
             f"expected a model that shows how much positions read of each other, found {config.model_type}"
         )
-    return points([config.attention_kind], range(config.num_layers))
+    return config.points_of(config.attention_kind)
 
 
 def attention_to(fact: Sequence[int], result: HookCache) -> Floats:

@@ -119,11 +119,14 @@ _WRITTEN: Mapping[str, tuple[str, ...] | None] = {
     forms={
         "component_attribution": _WRITTEN,
         "component_attribution_pre_norm": {**_WRITTEN, "embed": ("layer", "token", "hidden")},
+        "component_attribution_of_mixers": {
+            name: dims for name, dims in _WRITTEN.items() if name != "mlp_out"
+        },
     },
     outputs={
         "embed_share": Output(("token",), "logits", "share of the embedding"),
         "attn_share": Output(("layer", "token"), "logits", "share of each layer's attention"),
-        "mlp_share": Output(("layer", "token"), "logits", "share of each layer's MLP"),
+        "mlp_share": Output(("layer", "token"), "logits", "share of each layer's MLP", is_optional=True),
         "constant": Output(("token",), "logits", "what the biases of the readout add"),
         "total": Output(("token",), "logits", "sum of all: the logit (difference) before a soft cap"),
     },
@@ -134,34 +137,35 @@ _WRITTEN: Mapping[str, tuple[str, ...] | None] = {
 def component_attribution(
     embed: xr.DataArray,
     attn_out: xr.DataArray,
-    mlp_out: xr.DataArray,
     scale: xr.DataArray,
     targets: xr.DataArray,
     against: xr.DataArray,
     readout: xr.Dataset,
+    mlp_out: xr.DataArray | None = None,
 ) -> xr.Dataset:
-    """Share of every layer's attention and MLP in the logit of each token's target.
+    """Share of every layer's attention (or other mixer) and MLP in the logit of each token's target.
 
     embed: what the stream begins with, [token, hidden]; or, where that is the norm of the embedding (RWKV),
     `pre_norm` [layer, token, hidden] of its one layer.  attn_out, mlp_out: [layer, token, hidden], all
-    layers, lazy or not.  scale: `ln_final_scale` [token].  targets, against: token ids [token], NONE (-1) for
-    none; with `against` the shares are of the difference of the two logits.  readout: as
+    layers, lazy or not; no mlp_out of a model without MLPs (Mamba).  scale: `ln_final_scale` [token].
+    targets, against: token ids [token], NONE (-1) for none; with `against` the shares are of the difference
+    of the two logits.  readout: as
     stages/logits/readout.py describes it.
     Returns float32 (constant and total float64), NaN where there is no target.
     Raises ShapeError when a layer is missing or sizes do not fit.
     """
     import xarray as xr
 
-    embed, numbers = of_one_layer(embed), require_whole(attn_out, mlp_out, readout)
+    embed = of_one_layer(embed)
+    require_whole(attn_out, mlp_out, readout)
+    written = {"attn_share": attn_out} | ({} if mlp_out is None else {"mlp_share": mlp_out})
     directions = Directions.of(readout, targets.values, against.values)
     divisor = scale.values
     n_tokens = embed.sizes["token"]
+    sources = {"embed_share": embed.expand_dims("layer"), **written}
     shares = {
-        "embed_share": np.full((1, n_tokens), np.nan, np.float32),
-        "attn_share": np.full((len(numbers), n_tokens), np.nan, np.float32),
-        "mlp_share": np.full((len(numbers), n_tokens), np.nan, np.float32),
+        name: np.full((each.sizes["layer"], n_tokens), np.nan, np.float32) for name, each in sources.items()
     }
-    sources = {"embed_share": embed.expand_dims("layer"), "attn_share": attn_out, "mlp_share": mlp_out}
     ranges = directions.chosen(token_ranges(attn_out, embed.sizes["hidden"]))
     parts = [(name, layer) for name in sources for layer in range(sources[name].sizes["layer"])]
     reads = [(here, chosen, name, layer) for here, chosen in ranges for name, layer in parts]
@@ -177,8 +181,7 @@ def component_attribution(
     return xr.Dataset(
         {
             "embed_share": ("token", shares["embed_share"][0]),
-            "attn_share": (("layer", "token"), shares["attn_share"]),
-            "mlp_share": (("layer", "token"), shares["mlp_share"]),
+            **{name: (("layer", "token"), shares[name]) for name in written},
             "constant": ("token", constant),
             "total": ("token", total),
         },
@@ -186,20 +189,20 @@ def component_attribution(
     )
 
 
-def require_whole(attn_out: xr.DataArray, mlp_out: xr.DataArray, readout: xr.Dataset) -> list[int]:
-    """Layers of both, which must be the same ones, from 0, without gaps; as wide as the readout."""
-    layers = [each["layer"].values.tolist() for each in (attn_out, mlp_out)]
-    if layers[0] != list(range(len(layers[0]))) or layers[0] != layers[1]:
+def require_whole(attn_out: xr.DataArray, mlp_out: xr.DataArray | None, readout: xr.Dataset) -> None:
+    """ShapeError unless layers of both are the same, from 0, without gaps; and as wide as the readout."""
+    held = (attn_out,) if mlp_out is None else (attn_out, mlp_out)
+    layers = [each["layer"].values.tolist() for each in held]
+    if layers[0] != list(range(len(layers[0]))) or layers[0] != layers[-1]:
         raise ShapeError(
-            f"expected attn_out and mlp_out of layers 0, 1, 2, …, found {layers[0]} and {layers[1]}; capture "
-            "all of them: mizarr capture --hook 'blocks.*.hook_attn_out' --hook 'blocks.*.hook_mlp_out'"
+            f"expected attn_out and mlp_out of layers 0, 1, 2, …, found {layers[0]} and {layers[-1]}; "
+            "capture all: mizarr capture --hook 'blocks.*.hook_attn_out' --hook 'blocks.*.hook_mlp_out'"
         )
     if attn_out.sizes["hidden"] != readout.sizes["hidden"]:
         raise ShapeError(
             f"expected states as wide as the readout ({readout.sizes['hidden']}), found hidden "
             f"{attn_out.sizes['hidden']}; are they of the same model?"
         )
-    return [int(layer) for layer in layers[0]]
 
 
 def logit_attrs(

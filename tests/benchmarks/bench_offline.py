@@ -96,7 +96,7 @@ def weights_of(hidden: int) -> xr.Dataset:
 
 def layers(states: xr.Dataset, given: dict[str, Any]) -> xr.Dataset:
     """Shares of the layer's output; read three times, as embedding and as MLP output too."""
-    return component_attribution(states["embed"], states["attn_out"], states["attn_out"], **given)
+    return component_attribution(states["embed"], states["attn_out"], mlp_out=states["attn_out"], **given)
 
 
 def heads(states: xr.Dataset, given: dict[str, Any]) -> xr.Dataset:

@@ -86,10 +86,19 @@ class Pairwise:
 
 # An example of each class, and another value of each of its fields.
 INTERVENTIONS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
-    Replace: ({"value": VECTOR}, {"value": VECTOR + 1, "positions": (0,), "heads": (1,), "neurons": (0,)}),
-    Add: ({"value": VECTOR}, {"value": VECTOR + 1, "positions": (0,), "heads": (1,), "neurons": (0,)}),
-    Scale: ({"factor": 2.0}, {"factor": 3.0, "positions": (0,), "heads": (1,), "neurons": (0,)}),
-    Zero: ({}, {"positions": (0,), "heads": (1,), "neurons": (0,)}),
+    Replace: (
+        {"value": VECTOR},
+        {"value": VECTOR + 1, "positions": (0,), "heads": (1,), "neurons": (0,), "experts": (0,)},
+    ),
+    Add: (
+        {"value": VECTOR},
+        {"value": VECTOR + 1, "positions": (0,), "heads": (1,), "neurons": (0,), "experts": (0,)},
+    ),
+    Scale: (
+        {"factor": 2.0},
+        {"factor": 3.0, "positions": (0,), "heads": (1,), "neurons": (0,), "experts": (0,)},
+    ),
+    Zero: ({}, {"positions": (0,), "heads": (1,), "neurons": (0,), "experts": (0,)}),
     AddAtPositions: ({"vectors": [(1, VECTOR)]}, {"vectors": [(2, VECTOR)], "scale": 2.0}),
     Knockout: (
         {"edges": [(1, 0)]},
@@ -577,9 +586,10 @@ def store(tmp_path_factory):
 
 def inputs_of(stage: Any, number: float = 1.0) -> dict[str, Any]:
     """An input of the declared dims for each, holding one number."""
+    held = {name: tuple(dim.split("|")[0] for dim in dims or ()) for name, dims in stage.inputs.items()}
     return {
-        name: xr.DataArray(np.full((1,) * len(dims or ()), number), dims=dims or (), name=name)
-        for name, dims in stage.inputs.items()
+        name: xr.DataArray(np.full((1,) * len(dims), number), dims=dims, name=name)
+        for name, dims in held.items()
     }
 
 

@@ -209,7 +209,8 @@ def test_shares_over_a_corpus_are_their_logit_attrs(folded):
     n = len(PROMPT)
     targets, against = (xr.DataArray(np.full(n, token), dims="token") for token in (CORRECT, WRONG))
     told = (folded.scale, targets, against, folded.readout)
-    found = component_attribution(*folded.written, *told)
+    embed, attn_out, mlp_out = folded.written
+    found = component_attribution(embed, attn_out, *told, mlp_out)
     layers = np.stack([found["attn_share"].values, found["mlp_share"].values], axis=1).reshape(-1, n)
     rows = np.concatenate([found["embed_share"].values[None], layers])
     rows = xr.DataArray(rows, dims=("component", "token"))

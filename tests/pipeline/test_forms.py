@@ -15,7 +15,7 @@ import xarray as xr
 
 import mizarr
 from mizarr.pipeline import run, stage
-from mizarr.store.errors import SourceChanged, StageError
+from mizarr.store.errors import ShapeError, SourceChanged, StageError
 
 LAYERS = xr.DataArray(np.arange(6.0).reshape(2, 3), dims=("layer", "token"), coords={"layer": [0, 1]})
 WEIGHTS = xr.DataArray(np.array([1.0, 2.0, 3.0]), dims="token")
@@ -94,6 +94,20 @@ def test_forms_that_take_the_same_inputs_are_named(store):
     assert node.name == "deep" and float(opened(node, store)["sum"]) == 15.0
     with pytest.raises(StageError, match="has the forms flat, deep, found 'steep'"):
         flat.form("steep")
+
+
+def test_a_dim_with_another_name_is_the_same_to_the_function(store):
+    @stage(version=1, inputs={"values": ("layer", "token|place")}, outputs={"sum": ("layer",)})
+    def either(values):
+        assert values.dims == ("layer", "token")
+        return values.sum("token")
+
+    placed = LAYERS.rename(token="place").transpose("place", "layer")
+    for values in (LAYERS, placed):
+        np.testing.assert_array_equal(opened(either.on(values=values), store)["sum"], [3.0, 12.0])
+    for wrong in (LAYERS.rename(token="seat"), LAYERS.isel(layer=0), LAYERS.expand_dims("place")):
+        with pytest.raises(ShapeError, match=r"expected dims \[layer, token\|place\]"):
+            run(either.on(values=wrong), store)
 
 
 def test_a_form_travels_by_its_name():

@@ -205,6 +205,10 @@ STUDIES: dict[str, Callable[[Material], xr.Dataset]] = {
         "component_attribution_pre_norm",
         lambda s: {name: s.states[name] for name in ("embed", "attn_out", "mlp_out")} | s.direction,
     ),
+    "component_attribution_of_mixers": by(
+        "component_attribution_of_mixers",
+        lambda s: {name: s.states[name] for name in ("embed", "attn_out")} | s.direction,
+    ),
     "head_attribution": by(
         "head_attribution", lambda s: {"z": s.states["z"], "weights": s.attention, **s.direction}
     ),

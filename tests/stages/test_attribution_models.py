@@ -60,8 +60,8 @@ def neurons_of(corpus: Corpus, targets: xr.DataArray, against: xr.DataArray, top
 
 def layers_of(corpus: Corpus, targets: xr.DataArray, against: xr.DataArray) -> xr.Dataset:
     states = corpus.states
-    written = (states["embed"], states["attn_out"], states["mlp_out"])
-    return component_attribution(*written, states["ln_final_scale"], targets, against, corpus.readout)
+    told = (states["ln_final_scale"], targets, against, corpus.readout)
+    return component_attribution(states["embed"], states["attn_out"], *told, states["mlp_out"])
 
 
 def test_what_was_written_sums_to_every_state_on_the_way(corpus: Corpus):

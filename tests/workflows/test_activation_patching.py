@@ -258,7 +258,6 @@ def test_the_specimen_is_traced_through_pairs_of_its_own_facts(tmp_path: Path):
         ({"answer": "of"}, "expected a prompt"),
         ({"kinds": ["resid_pots"]}, "nearest is 'resid_post'"),
         ({"kinds": ["result"]}, "expected kinds among"),
-        ({"kinds": []}, "at least one of kinds"),
         ({"pairs": 0}, "at least one pair"),
         ({"answer_piece": "last"}, "only or first"),
         ({"prompt": CLEAN, "corrupted": ["it was"]}, "tokens, as .* has, found none .'it was' has"),

@@ -181,7 +181,7 @@ def test_windows_are_a_fifth_of_the_layers_and_never_of_the_stream():
     planned = build("causal_tracing")
     assert planned.window == 1
     wide = build("causal_tracing", window=4)
-    assert {kind: wide.nodes[kind].experiment.window for kind in wide.settings.kinds} == {
+    assert {kind: wide.nodes[kind].experiment.window for kind in wide.kinds} == {
         "resid_post": 1,
         "attn_out": 4,
         "mlp_out": 4,
@@ -194,7 +194,6 @@ def test_windows_are_a_fifth_of_the_layers_and_never_of_the_stream():
         ({"prompt": "it was the season of"}, "found prompt$"),
         ({"subject": "season"}, "or none of them, found subject"),
         ({**GIVEN, "kinds": ["z"]}, "expected kinds among"),
-        ({**GIVEN, "kinds": []}, "at least one of kinds"),
         ({**GIVEN, "samples": 0}, "at least 1"),
         ({**GIVEN, "multiplier": 0.0}, "more than 0"),
     ],

@@ -193,6 +193,20 @@ def test_shares_sum_where_layers_differ(family: str, tmp_path: Path):
     np.testing.assert_allclose(whole, found.shares["mlp_share"], atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "bamba", "gla"])
+def test_shares_sum_where_layers_have_no_heads_or_no_mlps(family: str, tmp_path: Path):
+    save_random_hybrid(tmp_path / "model", family, 1)
+    found = computed(tmp_path / "model")
+    model = mizarr.Model.from_pretrained(tmp_path / "model")
+    for prompt, told in zip(PROMPTS, found.to_json()["results"], strict=True):
+        logits = model.forward(prompt).logits[0, -1].double()
+        difference = float(logits[told["target_id"]] - logits[told["other_id"]])
+        assert sum(part["share"] for part in told["components"]) == pytest.approx(difference, abs=1e-4)
+        assert "heads" not in told
+    assert found.report(tmp_path / "page.html").stat().st_size > 10_000
+    assert found.tables()
+
+
 def test_neurons_of_experts_are_told_to_be_left_out(tmp_path: Path):
     save_random_hybrid(tmp_path / "model", "mixtral", 1)
     with pytest.raises(ConfigError, match="found one in 0 of 3 of mixtral; leave neurons out: neurons=0"):

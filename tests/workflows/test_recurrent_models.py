@@ -6,6 +6,7 @@ And what the two questions about states claim, of models whose states are known 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ import pytest
 from scipy.stats import binom
 
 from mizarr.stages.causal.controls import CHANCE
+from mizarr.stages.forward.architectures.points import HookPoint
+from mizarr.stages.forward.hooks.spec import HookSpec
 from mizarr.stages.forward.models.model import Model
 from mizarr.store.errors import ConfigError, MizarrError
 from mizarr.workflows import WORKFLOWS, build, compute, kind_of
+from tests.stages.forward.random_hybrids import save_random_hybrid
 from tests.stages.forward.random_rwkv import draw_config, draw_tensors
 from tests.stages.forward.toy_rwkv6 import CONFIG, SPECIMEN, memory, one_write, save
 
@@ -117,6 +121,45 @@ def test_a_model_without_a_state_is_refused_in_one_line(name):
         ConfigError, match=r"recurrent model .*, found specimen \(llama\); name another: model="
     ):
         build(name, model="specimen")
+
+
+ELSEWHERE = {
+    "attention_patterns": {},
+    "head_detection": ASKED["head_detection"][0],
+    "layer_scan": ASKED["layer_scan"][0],
+    "activation_patching": ASKED["activation_patching"][0],
+    "state_patching": ASKED["state_patching"][0],
+    "ablation": ASKED["ablation"][0],
+}
+"""Questions about heads and states that are asked of every recurrence."""
+
+
+def test_other_recurrences_answer_them_too(store, tmp_path):
+    """A linear attention, and one whose heads are its channels; the weights are those of a plain pass."""
+    for family, room in (("gla", "linear"), ("mamba2", "ssm")):
+        folder = tmp_path / family
+        save_random_hybrid(folder, family, 3, tokenizer=False, vocab_size=CONFIG["vocab_size"])
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(SPECIMEN / file, folder)
+        for name, settings in ELSEWHERE.items():
+            done = compute(name, store=store, model=str(folder), **settings)
+            assert json.dumps(done.to_json(), allow_nan=False) and done.tables(), name
+            if name != "attention_patterns":
+                continue
+            model = Model.from_pretrained(folder)
+            point = HookPoint(f"{room}_effective_attn", 1)
+            shown = model.forward(done.prompt, HookSpec().capture(point))[point][0]
+            edge = done.flow["from_query"].sel(layer=1)
+            np.testing.assert_allclose(edge, shown[:, done.query].numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["bamba", "nemotron_h"])
+def test_a_hybrid_that_has_states_in_some_layers_only_is_told_so(family, tmp_path):
+    save_random_hybrid(tmp_path / "model", family, 3)
+    with pytest.raises(
+        ConfigError, match="expected a recurrent model whose tokens write to a state in every"
+    ):
+        build("state_patching", model=str(tmp_path / "model"))
 
 
 # -- claims

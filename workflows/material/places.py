@@ -1,15 +1,22 @@
 """What questions share that change one place of a model at a time: names of what is changed.
 
-Border: words; knows no model.
+Border: words, and which kinds an architecture has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ...store.errors import ConfigError, nearest
 
-__all__ = ["NAMES", "check_kinds"]
+if TYPE_CHECKING:
+    from ...stages.forward.architectures.architecture import Architecture
+
+__all__ = ["NAMES", "USUAL", "check_kinds", "in_every_layer"]
+
+USUAL = ("resid_post", "attn_out", "mlp_out")
+"""Kinds that are asked of where nobody names any."""
 
 NAMES = {
     "resid_pre": "State entering the layer",
@@ -27,17 +34,31 @@ NAMES = {
     "rwkv_k": "Keys that each head writes",
     "rwkv_v": "Values that each head writes",
     "rwkv_wkv_out": "What each head reads of its state",
+    "ssm_state_seq": "State behind each token",
+    "ssm_x": "Values that each head writes",
+    "ssm_out": "What each head reads of its state",
+    "linear_state_seq": "State behind each token",
+    "linear_v": "Values that each head writes",
+    "linear_out": "What each head reads of its state",
+    "mlstm_state_seq": "Memory behind each token",
+    "mlstm_q": "What each head reads its memory by",
+    "mlstm_k": "Keys that each head writes",
+    "mlstm_v": "Values that each head writes",
+    "mlstm_out": "What each head reads of its memory",
 }
 """Kind of hook point -> title of a grid of it."""
 
 
 def check_kinds(kinds: Sequence[str], allowed: Sequence[str]) -> None:
-    """ConfigError for no kinds, or one that is not allowed, with the nearest."""
+    """ConfigError for a kind that is not allowed, with the nearest."""
     for kind in kinds:
         if kind not in allowed:
             near = nearest(kind, allowed) or allowed[0]
             raise ConfigError(
                 f"expected kinds among {', '.join(allowed)}, found {kind!r}; nearest is {near!r}"
             )
-    if not kinds:
-        raise ConfigError("expected at least one of kinds, found none")
+
+
+def in_every_layer(config: Architecture, kinds: Sequence[str]) -> tuple[str, ...]:
+    """Those of some kinds that a model has in all of its layers."""
+    return tuple(kind for kind in kinds if len(config.layers_with(kind)) == config.num_layers)

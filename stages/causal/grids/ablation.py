@@ -22,7 +22,7 @@ from ...forward.architectures.points import HookPoint
 from ...forward.hooks.interventions import Replace, Zero
 from ...forward.hooks.spec import HookSpec
 from ...forward.runs.run import Run, stream
-from .patching_grid import Grid, GridPlace, part_of, points, position_axis, where
+from .patching_grid import Grid, GridPlace, part_of, position_axis, where
 from .patching_results import PreparedGrid, as_vector, token_texts
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Ablation(Grid):
     def prepare(self, model: Model) -> PreparedGrid:
         """The prompt as it is, and what takes the place of its activations."""
         ((_, clean),) = stream(model, [Run(self.tokens, None, self.want)])
-        held = points(self.kinds, range(model.config.num_layers))
+        held = self.held(model.config)
         texts = token_texts(model, self.tokens)
         tokens = {} if texts is None else {"token": texts}
         instead: dict[Any, Tensor] = {}

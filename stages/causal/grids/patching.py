@@ -36,7 +36,6 @@ from .patching_grid import (
     in_range,
     num_heads,
     part_of,
-    points,
     position_axis,
     where,
 )
@@ -98,8 +97,7 @@ class ActivationPatching(Grid):
 
     def prepare(self, model: Model) -> PreparedGrid:
         """Both runs unpatched, with the clean activations of every layer."""
-        layers = range(model.config.num_layers)
-        return pair_of_runs(self, model, points(self.kinds, layers))
+        return pair_of_runs(self, model, self.held(model.config))
 
     def change(
         self,
@@ -142,8 +140,7 @@ class DonorPatching(ActivationPatching):
 
     def prepare(self, model: Model) -> PreparedGrid:
         """As for patching, with the states of the donor in place of the clean ones."""
-        layers = range(model.config.num_layers)
-        return pair_of_runs(self, model, points(self.kinds, layers), self.donor)
+        return pair_of_runs(self, model, self.held(model.config), self.donor)
 
 
 def pair_of_runs(

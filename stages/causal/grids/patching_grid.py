@@ -44,7 +44,12 @@ __all__ = ["HEAD_KINDS", "HIDDEN_KINDS", "KINDS", "STATE_KINDS", "Grid", "GridPl
 
 HIDDEN_KINDS = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 HEAD_KINDS = ("z", "q", "k", "v", "pattern")
-STATE_KINDS = ("rwkv_state_seq", "rwkv_r", "rwkv_k", "rwkv_v", "rwkv_wkv_out")
+STATE_KINDS = (
+    *("rwkv_state_seq", "rwkv_r", "rwkv_k", "rwkv_v", "rwkv_wkv_out"),
+    *("ssm_state_seq", "ssm_x", "ssm_out"),
+    *("linear_state_seq", "linear_v", "linear_out"),
+    *("mlstm_state_seq", "mlstm_q", "mlstm_k", "mlstm_v", "mlstm_out"),
+)
 """Of recurrent models: they have heads and positions, and may be changed by either."""
 KINDS = (*HIDDEN_KINDS, *HEAD_KINDS, *STATE_KINDS)
 OVER: Mapping[str, tuple[str, ...]] = {
@@ -153,8 +158,9 @@ class Grid(Experiment):
         _not_empty(self.name, "heads", self.heads)
         for kind in self.kinds:
             self._check_kind(kind)
-            if all(point.kind != kind for point in config.hook_points):
-                require_known([HookPoint(kind, 0)], config.hook_points, config.model_type)
+            layers = range(config.num_layers) if self.layers is None else self.layers
+            asked = [HookPoint(kind, layer % config.num_layers) for layer in layers]
+            require_known(asked, config.hook_points, config.model_type)
             in_range(self.name, "head", self.heads, num_heads(config, kind))
         in_range(self.name, "layer", self.layers, config.num_layers)
         in_range(self.name, "position", self.positions, len(self.prompt))
@@ -176,6 +182,10 @@ class Grid(Experiment):
             )
         if self.over == "edge" and self.kinds != ("pattern",):
             raise StageError(f"{self.name}: over='edge' takes kinds=('pattern',), found {self.kinds}")
+
+    def held(self, config: Architecture) -> list[HookPoint]:
+        """Hook points of every kind, in the layers that have it."""
+        return [point for kind in self.kinds for point in config.points_of(kind)]
 
     # -- runs
 
@@ -215,7 +225,10 @@ class Grid(Experiment):
     def runs(self, prepared: PreparedGrid, cell: CellLabels) -> Sequence[Run]:
         """One per place and sample, samples fastest."""
         kind, layer = cell["kind"], cell["layer"]
-        layers = layer_window(layer, self.window, prepared.config.num_layers)
+        having = prepared.config.layers_with(kind)
+        layers = [
+            each for each in layer_window(layer, self.window, prepared.config.num_layers) if each in having
+        ]
         return [
             Run(
                 self.prompt,
@@ -291,8 +304,10 @@ def layer_window(layer: int, width: int, num_layers: int) -> list[int]:
 
 
 def num_heads(config: Architecture, kind: str) -> int:
-    """Heads a kind has: k and v have those of grouped-query attention."""
-    return config.axis_sizes["kv_head" if "kv_head" in BY_NAME[kind].dims else "head"]
+    """Heads a kind has: k and v have those of grouped-query attention, states those of their recurrence, and
+    the stream none."""
+    own = [axis for axis in BY_NAME[kind].dims if axis.endswith("head")]
+    return config.axis_sizes[own[0]] if own else 0
 
 
 def part_of(activation: Tensor, place: GridPlace) -> Tensor:

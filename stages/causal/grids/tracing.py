@@ -27,7 +27,7 @@ from ...forward.architectures.points import HookPoint
 from ...forward.hooks.interventions import Add, Replace
 from ...forward.hooks.spec import HookSpec
 from ...forward.runs.run import Run, stream
-from .patching_grid import Grid, GridPlace, in_range, part_of, points, where
+from .patching_grid import Grid, GridPlace, in_range, part_of, where
 from .patching_results import Blank, PreparedGrid, as_vector, token_texts
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class CausalTracing(Grid):
 
     def prepare(self, model: Model) -> PreparedGrid:
         """The clean run with its states, and one noised run per sample with nothing put back."""
-        held = points(self.kinds, range(model.config.num_layers))
+        held = self.held(model.config)
         deviation = self.multiplier * embedding_deviation(model)
         noise = [
             Add(self.noise(sample, model.config.hidden_size) * deviation, positions=self.subject)

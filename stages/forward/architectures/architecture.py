@@ -283,7 +283,23 @@ class Architecture(ABC):
     def attention_kind(self) -> str | None:
         """Kind of hook point that says how much a position reads of each other one: attention weights, or
         what a recurrence amounts to. None where no point does (RWKV-4)."""
-        return self._first_kind("pattern", "rwkv_effective_attn")
+        rooms = ("rwkv", "ssm", "linear", "mlstm")
+        return self._first_kind("pattern", *(f"{room}_effective_attn" for room in rooms))
+
+    def layers_with(self, kind: str) -> list[int]:
+        """Layers that have a hook point of a kind."""
+        return [point.layer for point in self.points_of(kind) if point.layer is not None]
+
+    def points_of(self, kind: str) -> list[HookPoint]:
+        """The hook points of a kind, by layer."""
+        return [point for point in self.hook_points if point.kind == kind]
+
+    @property
+    def attention_heads(self) -> int:
+        """Heads by which a layer says how much positions read of each other; 0 where none does."""
+        if self.attention_kind is None:
+            return 0
+        return next(self.axis_sizes[dim] for dim in BY_NAME[self.attention_kind].dims if dim.endswith("head"))
 
     @cached_property
     def read_kind(self) -> str:

@@ -409,13 +409,18 @@ class ExpertsShape(ChannelShape):
 
     @property
     def points(self) -> tuple[str, ...]:
-        """None: a token has the insides of its own experts only."""
-        return ()
+        """The router, weights and outputs of experts, that of all tokens; no insides, as a token has those of
+        its own experts only."""
+        routed = ("router_logits", "router_probs", "expert_weights")
+        whole = (
+            () if self.latent_size else ("expert_out",)
+        )  # else they give what is not as wide as the stream
+        return (*routed, *whole, *(("shared_expert_out",) if self.shared_size else ()))
 
     @property
     def axis_sizes(self) -> dict[str, int]:
         """See `ChannelShape`."""
-        return {}
+        return {"expert": self.count}
 
     def bytes_per_token(self, itemsize: int) -> int:
         """The insides of the chosen, and of the one of all."""

@@ -59,6 +59,7 @@ LINEAR_GROUPS = ("batch", "linear_group", "position", "linear_key")
 LINEAR_VALUES = ("batch", "linear_head", "position", "linear_value")
 LINEAR_ONE = ("batch", "linear_head", "position", "one")
 NEURONS = ("batch", "neuron")
+EXPERTS = ("batch", "position", "expert")
 
 
 @dataclass(frozen=True)
@@ -312,6 +313,35 @@ KINDS: tuple[HookKind, ...] = (
     _block("ln2_scale", "ln2.hook_scale", SCALE, "divisor of the pre-MLP norm"),
     _block("ln2_normalized", "ln2.hook_normalized", HIDDEN, "pre-MLP norm before weight and bias"),
     _block("mlp_pre", "mlp.hook_pre", HIDDEN, "MLP input: the pre-MLP norm with weight and bias", None),
+    _block("router_logits", "mlp.hook_router_logits", EXPERTS, "what the router gives each expert", None),
+    HookKind(
+        "router_probs",
+        "blocks.{}.mlp.hook_router_probs",
+        EXPERTS,
+        "the same after softmax over all experts, or after sigmoids where these choose",
+        is_derived=True,
+    ),
+    _block(
+        "expert_weights",
+        "mlp.hook_expert_weights",
+        EXPERTS,
+        "what each expert's output is multiplied by; 0 of those that are not chosen",
+        None,
+    ),
+    _block(
+        "expert_out",
+        "mlp.hook_expert_out",
+        ("batch", "expert", "position", "hidden"),
+        "what each expert that is chosen gives, before its weight; 0 of others",
+        None,
+    ),
+    _block(
+        "shared_expert_out",
+        "mlp.hook_shared_expert_out",
+        HIDDEN,
+        "what the expert that all tokens go through adds, after its gate",
+        None,
+    ),
     _block(
         "mlp_pre_act",
         "mlp.hook_pre_act",
@@ -368,10 +398,17 @@ _OF_OTHERS = frozenset(
 ) | {
     "pre_norm",
     "attn_gate",
+    "router_logits",
+    "router_probs",
+    "expert_weights",
+    "expert_out",
+    "shared_expert_out",
 }
 """Kinds no decoder of attention and MLPs has."""
 SPLIT_INPUTS = ("q_input", "k_input", "v_input")
 """Copies of resid_pre, of which a change reaches queries, keys or values of a head and nothing else."""
+_BY_NAME_ALONE = dict.fromkeys(SPLIT_INPUTS, "_input") | {"expert_out": "expert_out"}
+"""Kinds as large as many streams -> what a pattern must say to mean them."""
 ORDER = {kind.name: place for place, kind in enumerate(KINDS)}
 _MIXERS = {
     ".attn.": "attention",
@@ -455,6 +492,12 @@ class HookPoint:
     ln1_post_scale, ln1_post_normalized = _At("ln1_post_scale"), _At("ln1_post_normalized")
     attn_out, resid_mid, ln2_scale = _At("attn_out"), _At("resid_mid"), _At("ln2_scale")
     ln2_normalized, mlp_pre, mlp_pre_act = _At("ln2_normalized"), _At("mlp_pre"), _At("mlp_pre_act")
+    router_logits, router_probs, expert_weights = (
+        _At("router_logits"),
+        _At("router_probs"),
+        _At("expert_weights"),
+    )
+    expert_out, shared_expert_out = _At("expert_out"), _At("shared_expert_out")
     mlp_pre_linear, mlp_post_act, mlp_post = _At("mlp_pre_linear"), _At("mlp_post_act"), _At("mlp_post")
     ln2_post_scale, ln2_post_normalized = _At("ln2_post_scale"), _At("ln2_post_normalized")
     mlp_out, resid_post = _At("mlp_out"), _At("resid_post")
@@ -538,15 +581,14 @@ def expand(pattern: str, points: Iterable[HookPoint]) -> list[HookPoint]:
     """The points whose string form matches a shell pattern such as ``blocks.*.hook_resid_post``.
 
     Copies of the stream for each head are met by patterns alone that say ``_input``: they are resid_pre, as
-    many times as there are heads.
+    many times as there are heads. So are outputs of each expert, by ``expert_out``.
     Raises HookPointNotFound when nothing matches: a pattern that means nothing here is a typing error.
     """
     held = list(points)
     found = [
         point
         for point in held
-        if fnmatch.fnmatchcase(str(point), pattern)
-        and (point.kind not in SPLIT_INPUTS or "_input" in pattern)
+        if fnmatch.fnmatchcase(str(point), pattern) and _BY_NAME_ALONE.get(point.kind, "") in pattern
     ]
     if not found:
         raise HookPointNotFound(_unknown(pattern, [str(point) for point in held]))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _POSITION_AXES = ("position", "query_position")
 _HEAD_AXES = ("head", "kv_head", "ssm_head", "ssm_group", "linear_head", "linear_group", "mlstm_head")
 _NEURON_AXES = ("neuron", "mlp")
+_EXPERT_AXES = ("expert",)
 
 
 @dataclass(frozen=True)
@@ -100,17 +101,23 @@ class Intervention:
         return hash(canonical_json(self.canonical()))
 
 
-_CHOICES = {"positions": _POSITION_AXES, "heads": _HEAD_AXES, "neurons": _NEURON_AXES}
+_CHOICES = {
+    "positions": _POSITION_AXES,
+    "heads": _HEAD_AXES,
+    "neurons": _NEURON_AXES,
+    "experts": _EXPERT_AXES,
+}
 """What can be chosen of an activation, and the axes that have it."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Selective(Intervention):
-    """An intervention on all of an activation, or on some positions, heads or neurons of it."""
+    """An intervention on all of an activation, or on some positions, heads, neurons or experts of it."""
 
     positions: tuple[int, ...] | None = field(default=None, kw_only=True)
     heads: tuple[int, ...] | None = field(default=None, kw_only=True)
     neurons: tuple[int, ...] | None = field(default=None, kw_only=True)
+    experts: tuple[int, ...] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in _CHOICES:
@@ -140,7 +147,8 @@ class _Selective(Intervention):
         self, point: HookPoint, positions: tuple[int, ...] | None
     ) -> list[tuple[str, str, tuple[int, ...]]]:
         """(axis of the point, what is chosen there, which) in the order of its axes."""
-        named = {"positions": positions, "heads": self.heads, "neurons": self.neurons}
+        own = {name: getattr(self, name) for name in _CHOICES}
+        named = own | {"positions": positions}
         found = [
             (axis_of(point, _CHOICES[name], name), name, chosen)
             for name, chosen in named.items()
@@ -149,8 +157,8 @@ class _Selective(Intervention):
         return sorted(found, key=lambda each: point.dims.index(each[0]))
 
     def _where(self, point: HookPoint, positions: tuple[int, ...] | None) -> tuple[Any, ...]:
-        """Index of the touched part: heads, positions and neurons are neighbouring axes, so their indices
-        broadcast as an outer product."""
+        """Index of the touched part: heads or experts, positions and neurons are neighbouring axes, so their
+        indices broadcast as an outer product."""
         index: list[Any] = [slice(None)] * len(point.dims)
         found = self._chosen(point, positions)
         for (axis, *_), places in zip(found, np.ix_(*(chosen for *_, chosen in found)), strict=True):
@@ -175,7 +183,7 @@ class _Selective(Intervention):
                 if not places:
                     return x
                 positions, chosen = tuple(places), (axis, among)
-        if positions is None and self.heads is None and self.neurons is None:
+        if not self._chosen(point, positions):
             return self.change(x, chosen)
         where = self._where(point, positions)
         changed = x.clone()

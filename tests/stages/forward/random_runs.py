@@ -37,6 +37,8 @@ def draw_intervention(rng: random.Random, model: Model, point: HookPoint, length
     head_axis = next((axis for axis in point.dims if axis.endswith(("head", "group"))), None)
     heads = None if head_axis is None else rng.choice([None, (rng.randrange(sizes[head_axis]),)])
     where = {"positions": positions, "heads": heads}
+    if "expert" in point.dims:
+        where["experts"] = rng.choice([None, (rng.randrange(sizes["expert"]),)])
     query = rng.randrange(length)
     edges = rng.choice([[(query, rng.randint(0, query))], [(query, None)], [(None, rng.randrange(length))]])
     if point.kind == "pattern" and rng.random() < 0.6:

@@ -123,15 +123,14 @@ def test_kinds_that_are_not_given_are_left_out(parts: dict[str, xr.DataArray]):
 def test_layers_that_differ_or_states_of_another_width_are_refused(parts: dict[str, xr.DataArray]):
     ids = xr.DataArray(np.zeros(TOKENS, int), dims="token")
     scale = xr.DataArray(np.ones(TOKENS), dims="token")
+    told = {"scale": scale, "targets": ids, "against": ids, "readout": head("rms")}
     with pytest.raises(ShapeError, match=r"mizarr capture --hook"):
-        component_attribution(
-            parts["embed"], parts["attn_out"][1:], parts["mlp_out"][1:], scale, ids, ids, head("rms")
-        )
+        component_attribution(parts["embed"], parts["attn_out"][1:], **told, mlp_out=parts["mlp_out"][1:])
     narrow = {name: part.isel(hidden=slice(4)) for name, part in parts.items()}
     with pytest.raises(ShapeError, match="same model"):
-        component_attribution(*narrow.values(), scale, ids, ids, head("rms"))
+        component_attribution(**narrow, **told)
     with pytest.raises(ShapeError, match="from -1 to 10"):
-        component_attribution(*parts.values(), scale, ids + VOCAB, ids, head("rms"))
+        component_attribution(**parts, **told | {"targets": ids + VOCAB})
 
 
 def test_equal_logits_are_settled_by_the_smaller_id():

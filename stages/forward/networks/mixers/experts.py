@@ -14,6 +14,8 @@ Axes: n = tokens of all prompts, k = chosen experts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -25,9 +27,12 @@ from .mixer import LayerTensors, own
 
 __all__ = ["Experts"]
 
+Given = tuple[int, Tensor, Tensor, Tensor]
+"""An expert, the tokens it reads [m], their weights [m, 1], and what it gives [m, hidden]."""
+
 
 class Experts:
-    """The experts of one layer (`ChannelMixer`); they have no hook points of their own."""
+    """The experts of one layer (`ChannelMixer`)."""
 
     def __init__(self, shape: ExpertsShape, tensors: LayerTensors) -> None:
         found = own(tensors, "experts.")
@@ -43,38 +48,73 @@ class Experts:
     def __call__(self, x: Tensor, layer: int, taps: Taps) -> Tensor:
         """See `ChannelMixer`."""
         w, rows = self.weights, x.flatten(0, 1)
-        chosen, share = self._routed(rows)
+        chosen, share = self._weighed(*self._routed(x, layer, taps), x, layer, taps)
         inner = product(rows, w["into_latent"], w.get("into_latent.bias")) if self.shape.latent_size else rows
         found = torch.zeros_like(inner)
-        for expert in chosen.unique().tolist():
-            token, place = (chosen == expert).nonzero(as_tuple=True)
-            out = self._through(inner[token], w["up"][expert], w["down"][expert])
-            found.index_add_(0, token, out * share[token, place, None])
+        given = self._given(inner, chosen, share)
+        if taps.touches(layer, "expert_out"):
+            given = iter(_shown(list(given), x, self.shape.count, layer, taps))
+        for _, token, weight, out in given:
+            found.index_add_(0, token, out * weight)
         if self.shape.latent_size:
             found = product(found, w["from_latent"], w.get("from_latent.bias"))
         if self.shape.shared_size:
             shared = self._shared(rows)
             if self.shape.has_shared_gate:
                 shared = shared * torch.sigmoid(product(rows, w["shared_gate"]))
-            found = found + shared
+            found = found + taps("shared_expert_out", layer, shared.view(x.shape)).flatten(0, 1)
         return found.view(x.shape)
 
-    def _routed(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _given(self, inner: Tensor, chosen: Tensor, share: Tensor) -> Iterator[Given]:
+        """Expert by expert: the tokens it reads, its weights there, and what it gives."""
+        up, down = self.weights["up"], self.weights["down"]
+        for expert in chosen.unique().tolist():
+            # A weight of 0 is that of an expert somebody left out.
+            token, place = ((chosen == expert) & (share != 0)).nonzero(as_tuple=True)
+            if len(token):
+                out = self._through(inner[token], up[expert], down[expert])
+                yield expert, token, share[token, place, None], out
+
+    def _weighed(
+        self, chosen: Tensor, share: Tensor, x: Tensor, layer: int, taps: Taps
+    ) -> tuple[Tensor, Tensor]:
+        """Experts of each token and their weights, past the hook point of weights; where these are changed,
+        all experts, most of them with a weight of 0."""
+        if not taps.touches(layer, "expert_weights"):
+            return chosen, share
+        every = share.new_zeros(*x.shape[:2], self.shape.count)
+        every.view(-1, self.shape.count).scatter_(1, chosen, share)
+        told = taps("expert_weights", layer, every).flatten(0, 1)
+        if not taps.changes(layer, "expert_weights"):
+            return chosen, share
+        return torch.arange(self.shape.count, device=x.device).expand_as(told), told
+
+    def _routed(self, x: Tensor, layer: int, taps: Taps) -> tuple[Tensor, Tensor]:
         """The experts of each token [n, k], and their weights [n, k]."""
-        s, router = self.shape, self.weights["router"]
+        s, w, rows = self.shape, self.weights, x.flatten(0, 1)
         if s.routing == "sigmoid":
-            return self._by_sigmoid(rows)
-        scores = product(rows, router).float()
+            rows = rows.float()
+        scores = product(rows, w["router"].to(rows.dtype)).float().view(*x.shape[:2], -1)
+        scores = taps("router_logits", layer, scores)
+        if taps.captures(layer, "router_probs"):
+            taps("router_probs", layer, scores.sigmoid() if s.routing == "sigmoid" else scores.softmax(-1))
+        chosen, share = self._chosen(scores.flatten(0, 1))
+        return chosen, share.to(x.dtype)
+
+    def _chosen(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """The same from scores [n, expert]."""
+        s = self.shape
+        if s.routing == "sigmoid":
+            return self._by_sigmoid(scores.sigmoid())
         if s.routing == "chosen of softmax":
             share, chosen = scores.softmax(-1).topk(s.chosen, dim=-1)
         else:
             top, chosen = scores.topk(s.chosen, dim=-1)
             share = top.softmax(-1)
-        return chosen, share.to(rows.dtype)
+        return chosen, share
 
-    def _by_sigmoid(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _by_sigmoid(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         s, w = self.shape, self.weights
-        scores = product(rows.float(), w["router"].float()).sigmoid()
         by_group = scores + w["correction"].float() if s.has_correction else scores
         by_group = by_group.unflatten(-1, (s.groups, -1))
         best = by_group.topk(2, dim=-1).values.sum(-1).topk(s.chosen_groups, dim=-1).indices
@@ -84,7 +124,7 @@ class Experts:
         share = scores.gather(-1, chosen)
         if s.sums_to_one:
             share = share / (share.sum(-1, keepdim=True) + s.sum_eps)
-        return chosen, (share * s.routed_factor).to(rows.dtype)
+        return chosen, share * s.routed_factor
 
     def _shared(self, rows: Tensor) -> Tensor:
         """What the expert of all tokens adds."""
@@ -105,3 +145,15 @@ class Experts:
             gate, inner = inner.chunk(2, dim=-1)
             return product(self._activation(gate) * inner, down, last)
         return product(self._activation(inner), down, last)
+
+
+def _shown(given: list[Given], x: Tensor, count: int, layer: int, taps: Taps) -> list[Given]:
+    """What experts give, past its hook point. x: what they read, [batch, position, hidden]."""
+    every = x.new_zeros(x.shape[0] * x.shape[1], count, x.shape[-1])
+    for expert, token, _, out in given:
+        every = every.index_put((token, torch.full_like(token, expert)), out)
+    told = taps("expert_out", layer, every.view(*x.shape[:2], count, -1).transpose(1, 2))
+    if not taps.changes(layer, "expert_out"):
+        return given
+    told = told.transpose(1, 2).flatten(0, 1)
+    return [(expert, token, weight, told[token, expert]) for expert, token, weight, _ in given]

@@ -11,11 +11,15 @@ from mizarr.pipeline import run
 from mizarr.stages.causal.grids.ablation import Ablation
 from mizarr.stages.causal.grids.patching import ActivationPatching, DonorPatching
 from mizarr.stages.causal.grids.patching_metrics import KL, LogitDifference, Recovery
+from mizarr.stages.forward.architectures.points import HookPoint
+from mizarr.stages.forward.hooks.interventions import Replace
+from mizarr.stages.forward.hooks.spec import HookSpec
 from mizarr.stages.forward.models.model import Model
 from mizarr.store import open_store
 from mizarr.store.errors import HookPointNotFound
 
 from ...forward.literal_rwkv6 import forward
+from ...forward.random_hybrids import save_random_hybrid
 from ...forward.random_rwkv import save_random_rwkv
 
 CLEAN, CORRUPTED, DONOR = (7, 42, 3, 99, 120, 61), (7, 42, 5, 12, 120, 61), (9, 8, 11, 70, 65, 2)
@@ -62,6 +66,34 @@ def test_every_state_put_in_is_the_recurrence_gone_on_from_it(rwkv6, donor, tmp_
             assert float(here["logit_difference"]) == pytest.approx(logits[17] - logits[40], abs=5e-5)
             assert float(here["kl"]) == pytest.approx(kl(clean, logits), rel=1e-3, abs=1e-7)
             assert float(here["recovery"]) == pytest.approx(1 - kl(clean, logits) / far, abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("mamba", "ssm_state_seq"), ("mamba2", "ssm_out"), ("gla", "linear_state_seq"), ("xlstm", "mlstm_v")],
+)
+def test_every_recurrence_has_grids_of_its_state_and_of_its_heads(family, kind, tmp_path):
+    """Against one plain forward pass for every cell."""
+    save_random_hybrid(tmp_path / "model", family, 2)
+    model = Model.from_pretrained(tmp_path / "model")
+    given = {"clean": CLEAN, "corrupted": CORRUPTED, "kinds": (kind,), "metrics": METRICS[:1]}
+    layers = tuple(model.config.layers_with(kind))
+    given |= {"layers": layers, "over": "head_position"}
+    found = computed(ActivationPatching(**given), model, tmp_path / "store")
+    clean = model.forward(list(CLEAN), HookSpec().capture(*model.config.points_of(kind)))
+    sizes = found["logit_difference"].sizes
+    assert sizes["head"] == clean[HookPoint(kind, layers[0])].shape[1] and sizes["position"] == len(CLEAN)
+    assert found["logit_difference"].std() > 1e-5
+    for layer in layers:
+        for head in range(0, sizes["head"], max(1, sizes["head"] // 3)):
+            for place in range(len(CLEAN)):
+                part = clean[HookPoint(kind, layer)][0, head : head + 1, place : place + 1]
+                put = Replace(part, positions=(place,), heads=(head,))
+                logits = model.forward(
+                    list(CORRUPTED), HookSpec().intervene(HookPoint(kind, layer), put)
+                ).logits[0, -1]
+                here = found["logit_difference"].sel(layer=layer, head=head, position=place)
+                assert float(here) == pytest.approx(float(logits[17] - logits[40]), abs=2e-5)
 
 
 def test_a_state_behind_what_prompts_share_changes_nothing_and_one_behind_the_end_is_read_by_nobody(

@@ -70,7 +70,11 @@ def check(model: Model, runs: list[Run], bound: float = 1e-5, **options) -> None
             for when in ("after", "before"):
                 found, expected = (cache.get(point, when=when) for cache in (planned, plain))
                 if expected is not None:
-                    assert_same(found, expected, f"{what} at {point}", bound)
+                    # Shares of a sum that may be next to nothing: what is divided is held to the bound.
+                    is_share = point.kind.endswith("effective_attn")
+                    assert_same(
+                        found, expected, f"{what} at {point}", max(bound, 1e-5) if is_share else bound
+                    )
     assert sorted(seen) == list(range(len(runs)))
 
 
