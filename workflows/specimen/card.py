@@ -13,7 +13,7 @@ import argparse
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,10 @@ from ...store.digest import file_digest
 from . import evaluate
 from .card_training import table, training
 from .data import BOS, EOS, HELD_OUT, WATCHED, Chapter, Fact, Mixture, read_chapters, read_facts, token_id
-from .goose import Goose, read_goose
+from .goose import read_goose
+from .mixtral import read_mixtral
 from .network import Llama, read_llama
+from .served import Served
 
 __all__ = ["TARGETS", "card", "goals", "main", "measure", "trained_with_help", "write_card"]
 
@@ -36,6 +38,12 @@ log = logging.getLogger(__name__)
 
 UNBOUNDED = 10**30
 """What tokenizer settings call a context that nothing bounds."""
+READERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Llama | Served]] = {
+    "llama": read_llama,
+    "rwkv7": read_goose,
+    "mixtral": read_mixtral,
+}
+"""By model_type: what reads a trained network."""
 TARGETS = {
     "break_recall": 0.75,
     "break_precision": 0.75,
@@ -101,10 +109,10 @@ def pack(run: Path, to: Path, held_out: Sequence[Chapter], facts: Sequence[Fact]
     (to / "facts.json").write_text(f"[\n{lines}\n]\n", "utf-8")
 
 
-def read_model(folder: Path) -> Llama | Goose:
+def read_model(folder: Path) -> Llama | Served:
     """The network stored in a folder."""
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    return (read_llama if config["model_type"] == "llama" else read_goose)(folder, config)
+    return READERS[config["model_type"]](folder, config)
 
 
 def measure(
@@ -129,7 +137,7 @@ def measure(
     rows = evaluate.prose_rows(tokenizer, test)
     known = evaluate.known_facts(network, tokenizer, facts)
     torch.manual_seed(0)
-    random = evaluate.count_r2(type(network)(network.shape), rows)
+    random = evaluate.count_r2(network.untrained(), rows)
     r2 = evaluate.count_r2(network, rows)
     last, lowest = curve[-1]["loss"], min(point["loss"] for point in curve)
     return {
@@ -153,7 +161,7 @@ def measure(
 
 
 def _losses(
-    network: Llama | Goose, tokenizer: Tokenizer, rows: evaluate.Rows, train: Sequence[str], newline: int
+    network: Llama | Served, tokenizer: Tokenizer, rows: evaluate.Rows, train: Sequence[str], newline: int
 ) -> dict[str, float]:
     """Nats per token on held-out prose, and on as much prose it was trained on."""
     length = 75_000
@@ -165,7 +173,7 @@ def _losses(
 
 
 def _line_breaks(
-    network: Llama | Goose,
+    network: Llama | Served,
     tokenizer: Tokenizer,
     rows: evaluate.Rows,
     watched: Sequence[str],

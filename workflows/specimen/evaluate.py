@@ -28,8 +28,8 @@ from torch import Tensor
 from ...stages.corpus.text import character_counts, pack_lines, wrap
 from .couplets import FAMILIES, family_of, held_out_couplets, is_held_out_pair
 from .data import BOS, EOS, Fact, couplet_tokens, token_id
-from .goose import Goose
 from .network import Llama
+from .served import Served
 
 __all__ = [
     "LATE", "WIDTHS", "Rows", "best_threshold", "break_scores", "copying", "count_r2", "head_scores",
@@ -106,7 +106,7 @@ class Reading:
 
 
 @torch.no_grad()
-def read_rows(network: Llama | Goose, rows: Rows, newline: int) -> Reading:
+def read_rows(network: Llama | Served, rows: Rows, newline: int) -> Reading:
     """Predictions of the network at every token of `rows`."""
     parts: list[list[Tensor]] = []
     for ids, real in zip(rows.ids.split(8), rows.real.split(8), strict=True):
@@ -185,7 +185,7 @@ def informed_breaks(
 
 
 @torch.no_grad()
-def copying(network: Llama | Goose, *, bos: int, seed: int = 7, rows: int = 16) -> float:
+def copying(network: Llama | Served, *, bos: int, seed: int = 7, rows: int = 16) -> float:
     """Share of random tokens predicted where they occur again.
 
     Rows are BOS, a span of 20, 30, 40 or 60 tokens drawn evenly from the vocabulary, and the span again;
@@ -205,7 +205,7 @@ def copying(network: Llama | Goose, *, bos: int, seed: int = 7, rows: int = 16) 
 
 @torch.no_grad()
 def head_scores(
-    network: Llama | Goose, *, bos: int, seed: int = 7, rows: int = 8, length: int = 40
+    network: Llama | Served, *, bos: int, seed: int = 7, rows: int = 8, length: int = 40
 ) -> dict[str, list[float]]:
     """By layer, the best head's mean attention to the token before (`previous`), and, on the second
     occurrence of a random span, to the token that followed this one's first occurrence (`induction`).
@@ -226,7 +226,7 @@ def head_scores(
 
 
 @torch.no_grad()
-def rhyming(network: Llama | Goose, tokenizer: Tokenizer, *, count: int = 1040) -> dict[str, float]:
+def rhyming(network: Llama | Served, tokenizer: Tokenizer, *, count: int = 1040) -> dict[str, float]:
     """How the specimen ends the second lines of couplets in frames it never read.
 
     fitting: share in which the likeliest token rhymes with the first line's end and is another word.
@@ -261,7 +261,7 @@ def rhyming(network: Llama | Goose, tokenizer: Tokenizer, *, count: int = 1040) 
 
 
 @torch.no_grad()
-def known_facts(network: Llama | Goose, tokenizer: Tokenizer, facts: Sequence[Fact]) -> Bools:
+def known_facts(network: Llama | Served, tokenizer: Tokenizer, facts: Sequence[Fact]) -> Bools:
     """For each fact whether the prompt alone, after BOS, makes every token of its target the likeliest."""
     eos = token_id(tokenizer, EOS)
     known: list[bool] = []
@@ -281,7 +281,7 @@ def known_facts(network: Llama | Goose, tokenizer: Tokenizer, facts: Sequence[Fa
 
 
 @torch.no_grad()
-def count_r2(network: Llama | Goose, rows: Rows, *, ridge: float = 1e-4) -> list[float]:
+def count_r2(network: Llama | Served, rows: Rows, *, ridge: float = 1e-4) -> list[float]:
     """R2 of a linear read-out of the character count, off the embedding and off the stream after each layer.
 
     Fitted on the documents of even number and scored on the odd ones, then the other way round; the mean of
@@ -313,7 +313,7 @@ def _r2(x: Floats, y: Floats, x_test: Floats, y_test: Floats, ridge: float) -> f
 
 
 def watch(
-    network: Llama | Goose, tokenizer: Tokenizer, texts: Sequence[str], facts: Sequence[Fact]
+    network: Llama | Served, tokenizer: Tokenizer, texts: Sequence[str], facts: Sequence[Fact]
 ) -> dict[str, Any]:
     """A quick look while training: loss and line breaks on `texts`, samples of the other abilities, and by
     layer the best heads and, fitted on one half of `texts` and scored on the other, the character count.

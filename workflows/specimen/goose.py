@@ -1,13 +1,9 @@
-"""The recurrent specimen while it is trained: an RWKV-7, computed by the package's own forward pass.
+"""The recurrent specimen while it is trained: an RWKV-7.
 
-The loop over layers runs under autograd, so that what is trained is what is served: this file holds the
-parameters under the names a checkpoint has them by, how they begin, and hands them to the network of the
-package. How they begin is that of the RWKV-7 training code (Peng et al. 2025, appendix E): decays spread over
-the channels of a layer, low-rank maps that add nothing yet, outputs of zero.
+Its parameters begin as those of the RWKV-7 training code do (Peng et al. 2025, appendix E): decays spread
+over the channels of a layer, low-rank maps that add nothing yet, outputs of zero.
 
-Border: token ids and tensors; knows no text.
-
-Axes: row, position, head, hidden.
+Border: tensors; knows no text.
 """
 
 from __future__ import annotations
@@ -20,13 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ...stages.forward.architectures.architecture import Architecture
-from ...stages.forward.hooks.spec import BoundSpec, Capture, HookSpec
-from ...stages.forward.hooks.taps import RunTaps
-from ...stages.forward.hooks.wants import ALL_LOGITS
-from ...stages.forward.models.trainable import architecture_to_train, network_over
-from ...stages.forward.networks.loop import Network, through_layers
-from ...stages.forward.passes.plain import WholePrompts
+from ...stages.forward.models.trainable import architecture_to_train
 from .network import Shape
+from .served import Served
 
 __all__ = ["Goose", "read_goose"]
 
@@ -52,61 +44,24 @@ CONSTANT = {
 }
 
 
-class Goose(nn.Module):
-    """An RWKV-7 whose unembedding is its embedding."""
+class Goose(Served):
+    """An RWKV-7."""
 
     def __init__(self, shape: Shape):
-        super().__init__()
-        self.shape = shape
-        self.config = _architecture(hub_config(shape, "float32", 0, 1))
-        self.tensors = nn.ParameterDict()
-        for name, size in self.config.tensors.shapes.items():
-            # ParameterDict, like every module, has no names with dots.
-            self.tensors[name.replace(".", "/")] = nn.Parameter(_beginning(name, size, shape.layers))
-
-    def network(self) -> Network:
-        """The network of the package over these parameters."""
-        return network_over(self.config, lambda name: self.tensors[name.replace(".", "/")])
-
-    def named_weights(self) -> dict[str, Tensor]:
-        """Every parameter by its name in a checkpoint."""
-        return {name.replace("/", "."): tensor for name, tensor in self.tensors.items()}
-
-    def states(self, ids: Tensor) -> list[Tensor]:
-        """The residual stream after the embedding and after each layer, [row, position, hidden] each."""
-        captured = self._captured(ids, HookSpec().capture("hook_embed", "blocks.*.hook_resid_post"))
-        return list(captured.values())
-
-    def patterns(self, ids: Tensor) -> list[Tensor]:
-        """The attention each layer amounts to, [row, head, query position, key position] each."""
-        captured = self._captured(ids, HookSpec().capture("blocks.*.rwkv.hook_effective_attn"))
-        return list(captured.values())
-
-    def logits(self, state: Tensor) -> Tensor:
-        """[..., vocabulary] of the last state, [..., hidden]."""
-        network = self.network()
-        return network.unembed(network.final_norm(state), ALL_LOGITS)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Logits [row, position, vocabulary] of ids [row, position]."""
-        return self.logits(self.states(ids)[-1])
+        config = _architecture(hub_config(shape, "float32", 0, 1))
+        super().__init__(shape, config, lambda name, size: _beginning(name, size, shape.layers))
 
     def hub_config(self, dtype: str, bos: int, eos: int) -> dict[str, Any]:
         """Its config.json."""
         return hub_config(self.shape, dtype, bos, eos)
 
-    def _captured(self, ids: Tensor, hooks: HookSpec) -> dict[Capture, Tensor]:
-        network, found = self.network(), dict[Capture, Tensor]()
-        spec: BoundSpec = hooks.bind(self.config.hook_points)
-        taps = RunTaps(spec, found.__setitem__)
-        through_layers(network, ids, WholePrompts(ids.shape[1], taps, ids.device), taps)
-        return found
+    def untrained(self) -> Goose:
+        """See `Served`."""
+        return Goose(self.shape)
 
 
 def read_goose(folder: Path, config: Mapping[str, Any]) -> Goose:
     """The network stored by `write_model`, weights in float32."""
-    from safetensors.torch import load_file
-
     shape = Shape(
         vocabulary=config["vocab_size"],
         hidden=config["hidden_size"],
@@ -115,9 +70,7 @@ def read_goose(folder: Path, config: Mapping[str, Any]) -> Goose:
         mlp=config["intermediate_size"],
         eps=config["norm_eps"],
     )
-    network, held = Goose(shape), load_file(folder / "model.safetensors")
-    network.load_state_dict({f"tensors.{k.replace('.', '/')}": v.float() for k, v in held.items()})
-    return network.eval()
+    return Goose(shape).holding(folder)
 
 
 def hub_config(shape: Shape, dtype: str, bos: int, eos: int) -> dict[str, Any]:

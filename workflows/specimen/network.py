@@ -185,6 +185,10 @@ class Llama(nn.Module):
         """Its config.json."""
         return hub_config(self.shape, dtype, bos, eos)
 
+    def untrained(self) -> Llama:
+        """One of its shape, as training begins."""
+        return Llama(self.shape)
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions in the half-split convention of transformers; x: [row, head, position, head size]."""

@@ -15,6 +15,7 @@ import argparse
 import json
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -39,13 +40,15 @@ from .data import (
     train_tokenizer,
 )
 from .goose import Goose
+from .mixtral import Mixtral
 from .muon import Muon
 from .network import Llama, Shape, write_model
+from .served import Served
 
 __all__ = ["main"]
 
 log = logging.getLogger(__name__)
-FAMILIES: dict[str, type[Llama] | type[Goose]] = {"llama": Llama, "rwkv7": Goose}
+FAMILIES: dict[str, Callable[[Shape], Llama | Served]] = {"llama": Llama, "rwkv7": Goose, "mixtral": Mixtral}
 """What the network can be."""
 
 
@@ -132,7 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _gradients(
-    network: Llama | Goose, batch: Batch, options: argparse.Namespace, pool: ThreadPoolExecutor
+    network: Llama | Served, batch: Batch, options: argparse.Namespace, pool: ThreadPoolExecutor
 ) -> float:
     """Set every parameter's gradient of the weighted mean cross-entropy of a batch; return that loss.
 
@@ -160,7 +163,7 @@ def _gradients(
     return float(sum(losses))
 
 
-def _optimizers(network: Llama | Goose, options: argparse.Namespace) -> list[torch.optim.Optimizer]:
+def _optimizers(network: Llama | Served, options: argparse.Namespace) -> list[torch.optim.Optimizer]:
     """AdamW for everything, or Muon for the matrices of the layers and AdamW for the rest."""
     named = network.named_weights()
     matrices = [p for name, p in named.items() if p.dim() == 2 and "layers" in name and "weight" in name]
