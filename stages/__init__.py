@@ -37,6 +37,7 @@ REGISTRY = {
     "count_sums": ".geometry.character_count",
     "count_geometry": ".geometry.character_count",
     "decodability": ".geometry.character_count",
+    "expert_use": ".corpus.expert_use",
     "attention_flow": ".attention.flow",
     "head_scores": ".attention.head_detection",
     "displaced_scores": ".attention.head_detection",

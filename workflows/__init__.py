@@ -32,6 +32,7 @@ WORKFLOWS = {
     "attention_patterns": ".attention_patterns",
     "head_detection": ".head_detection",
     "layer_scan": ".layer_scan",
+    "expert_routing": ".expert_routing",
     "probe": ".probe",
     "inspect_weights": ".inspect_weights",
     "steering_dose_response": ".steering_dose_response",

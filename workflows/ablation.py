@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -74,47 +74,63 @@ class AblationOfEach(ModelWorkflow):
     question = "Which heads and layers does the answer need?"
     settings_type = AblationOfEachSettings
     settings: AblationOfEachSettings
+    not_claimed: ClassVar[str] = " Layers are described, not claimed: there are too few of them."
+    unit: ClassVar[str] = "head"
+    """What is taken away one at a time, and the axis that counts it."""
 
-    heads = loaded("heads")
-    """Every head, [layer, head]."""
     layers = loaded("layers")
     """Attention and MLP of every layer, [kind, layer]."""
 
+    @cached_property
+    def units(self) -> xr.Dataset:
+        """Every one of them, [layer, head]."""
+        return self.result(f"{self.unit}s").load()
+
     def plan(self) -> Mapping[str, ResultNode]:
-        """Two grids of the same prompt."""
+        """Two grids of the same prompt, and one of other facts."""
+        shared = self._shared()
+        parts = Ablation(kinds=in_every_layer(self.subject.config, PARTS), over="layer", **shared)
+        units, facts = self._unit_nodes(shared)
+        return {"heads": units, "layers": self.on_model(parts), "facts": facts}
+
+    def _unit_nodes(self, shared: dict[str, Any]) -> tuple[ResultNode, ResultNode]:
+        """Every unit of this prompt, and of other facts."""
+        facts = self._on_facts(shared | {"references": self._references(FEW)})
+        return self.on_model(Ablation(**self._grid, **shared)), self.on_model(facts)
+
+    def _shared(self) -> dict[str, Any]:
+        """What all grids of the prompt have in common."""
         chosen = self.settings
         self.prompt, self.target = fact(chosen.model, chosen.prompt, chosen.target)
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
         metrics: tuple[Metric, ...] = (KL(),)
         if self.pieces:
             metrics += (Probability(self.pieces[0]),)
-        shared: dict[str, Any] = {
+        return {
             "tokens": tuple(encoded(self.subject, self.prompt).ids),
             "how": chosen.how,
             "references": self._references(),
             "metrics": metrics,
         }
-        return {
-            "heads": self.on_model(Ablation(**self._heads, **shared)),
-            "layers": self.on_model(
-                Ablation(kinds=in_every_layer(self.subject.config, PARTS), over="layer", **shared)
-            ),
-            "facts": self.on_model(self._on_facts(shared | {"references": self._references(FEW)})),
-        }
 
     @property
-    def _heads(self) -> dict[str, Any]:
-        """What stands for a head, what it has read of other positions, and in which layers."""
+    def _kind(self) -> str:
+        """What stands for a head: what it has read of other positions."""
+        return self.subject.config.read_kind
+
+    @property
+    def _grid(self) -> dict[str, Any]:
+        """Every unit, in the layers that have any."""
         config = self.subject.config
-        layers = config.layers_with(config.read_kind)
+        layers = config.layers_with(self._kind)
         return {
-            "kinds": (config.read_kind,),
+            "kinds": (self._kind,),
             "over": "head",
             "layers": None if len(layers) == config.num_layers else tuple(layers),
         }
 
     def _on_facts(self, shared: dict[str, Any]) -> AtOnce:
-        """Every head in other shipped facts, [draw = fact, layer, head]; none of them is a reference."""
+        """Every unit in other shipped facts, [draw = fact, layer, head]; none of them is a reference."""
         limit, own = self.subject.config.context_length, shared["tokens"]
         facts = shipped_facts()[MANY:]
         tokens = ((tuple(self.subject.tokenizer.encode(each["prompt"]).ids), each) for each in facts)
@@ -131,12 +147,12 @@ class AblationOfEach(ModelWorkflow):
     def _on_fact(self, tokens: tuple[int, ...], told: dict[str, Any], shared: dict[str, Any]) -> Ablation:
         answer = self.subject.answer_id(told["prompt"], told["target"])
         own = {"tokens": tokens, "metrics": (KL(), Rank(answer))}
-        return Ablation(**self._heads, **shared | own)
+        return Ablation(**self._grid, **shared | own)
 
     @cached_property
     def lost(self) -> Floats:
-        """KL without each head on other facts, in nats: [fact, layer, head]."""
-        found: Floats = self.result("facts")["kl"].transpose("draw", "layer", "head").values
+        """KL without each unit on other facts, in nats: [fact, layer, head]."""
+        found: Floats = self.result("facts")["kl"].transpose("draw", "layer", self.unit).values
         return found
 
     @cached_property
@@ -146,7 +162,7 @@ class AblationOfEach(ModelWorkflow):
         return np.array(unpatched.sel(run="clean", metric="rank").values == 0)
 
     def findings(self) -> Findings:
-        """The head that other facts need most, on more of them and here; and the one they need least. Where
+        """The unit that other facts need most, on more of them and here; and the one they need least. Where
         the model knows too few of them nothing is claimed."""
         given, heads = self.settings, self.lost.shape[2]
         known = np.split(self.is_known, 2)
@@ -154,20 +170,21 @@ class AblationOfEach(ModelWorkflow):
         if min(counts) < KNOWN:
             said = f"{counts[0]} and {counts[1]} of {given.facts} other facts to choose on and to score on"
             caption = f"The model says the answer of {said}, fewer than {KNOWN}: nothing is claimed."
-            return Findings.of(caption=caption, sources=("heads", "facts"))
+            return Findings.of(caption=caption, sources=(f"{self.unit}s", "facts"))
         chosen_on, scored = (
             part[rows].reshape(int(rows.sum()), -1)
             for part, rows in zip(np.split(self.lost, 2), known, strict=True)
         )
-        mean, here = chosen_on.mean(0), self.heads["kl"].transpose("layer", "head").values.ravel()
-        layers = self.heads["layer"].values
+        mean, here = chosen_on.mean(0), self.units["kl"].transpose("layer", self.unit).values.ravel()
+        layers = self.units["layer"].values
 
         def told(cell: int) -> str:
-            return f"taking head {cell % heads} of layer {layers[cell // heads]} away changes the next token"
+            where = f"{self.unit} {cell % heads} of layer {layers[cell // heads]}"
+            return f"taking {where} away changes the next token"
 
         def in_prompt(cell: int, claim: str) -> Finding:
             drawn = chosen_at_random(range(len(here)), given.controls, seed=given.seed, without=[cell])
-            null = Null(here[drawn], "other heads")
+            null = Null(here[drawn], f"other {self.unit}s")
             return Finding(claim, float(here[cell]), null, "nats", held_out=True)
 
         most, least = int(mean.argmax()), int(mean.argmin())
@@ -175,7 +192,7 @@ class AblationOfEach(ModelWorkflow):
             told(most),
             scored[:, most],
             np.delete(scored, most, axis=1),
-            "times another head of each prompt",
+            f"times another {self.unit} of each prompt",
             draws=given.controls,
             seed=given.seed,
             unit="nats",
@@ -185,10 +202,10 @@ class AblationOfEach(ModelWorkflow):
             over,
             in_prompt(most, f"in {format_token(self.prompt)!r}, {told(most)}"),
             in_prompt(least, f"for comparison, {told(least)}"),
-            caption=f"The head of the largest mean KL ({mean[most]:.3f} nats) on other facts, of "
+            caption=f"The {self.unit} of the largest mean KL ({mean[most]:.3f} nats) on other facts, of "
             f"{given.facts} the {counts[0]} whose answer the model says, scored on {counts[1]} more; for "
-            "comparison that of the least. Layers are described, not claimed: there are too few of them.",
-            sources=("heads", "facts"),
+            f"comparison that of the least.{self.not_claimed}",
+            sources=(f"{self.unit}s", "facts"),
         )
 
     def _references(self, count: int = MANY) -> tuple[tuple[int, ...], ...]:
@@ -207,12 +224,12 @@ class AblationOfEach(ModelWorkflow):
         yield Data(json=self._about())
         instead = "their mean" if self.settings.how == "mean" else "zero"
         panels = [
-            self._loss("heads", self.heads, "What is lost without a head", f"each replaced by {instead}"),
+            self._loss("heads", self.units, "What is lost without a head", f"each replaced by {instead}"),
             self._loss("layers", layers, "What is lost without a part", f"each replaced by {instead}"),
         ]
         if self.pieces:
             panels += [
-                self._change("heads", self.heads, "Target without a head"),
+                self._change("heads", self.units, "Target without a head"),
                 self._change("layers", layers, "Target without a part"),
             ]
         title = f"What {self.subject.name} needs: {format_token(self.prompt)!r}"
@@ -243,32 +260,36 @@ class AblationOfEach(ModelWorkflow):
     @property
     def clean(self) -> float:
         """The target's probability in the run as it is."""
-        return float(self.heads["unpatched"].sel(run="clean", metric="probability"))
+        return float(self.units["unpatched"].sel(run="clean", metric="probability"))
 
     def _most(self) -> Table:
-        """The heads whose loss changes most."""
-        flat = self.heads["kl"].stack(place=("layer", "head"))
+        """The units whose loss changes most."""
+        flat = self.units["kl"].stack(place=("layer", self.unit))
         order = np.argsort(-flat.values, kind="stable")[: self.settings.top]
         records = [
             {
                 "layer": int(layer),
-                "head": int(head),
-                "kl": float(self.heads["kl"].sel(layer=layer, head=head)),
+                self.unit: int(unit),
+                "kl": float(self.units["kl"].sel({"layer": layer, self.unit: unit})),
             }
-            for layer, head in flat["place"].values[order].tolist()
+            for layer, unit in flat["place"].values[order].tolist()
         ]
-        columns: list[tuple[Any, ...]] = [("layer", "layer", "d"), ("head", "head", "d"), ("KL", "kl", ".5f")]
+        columns: list[tuple[Any, ...]] = [
+            ("layer", "layer", "d"),
+            (self.unit, self.unit, "d"),
+            ("KL", "kl", ".5f"),
+        ]
         if self.pieces:
             for one in records:
-                there = self.heads["probability"].sel(layer=one["layer"], head=one["head"])
+                there = self.units["probability"].sel({name: one[name] for name in ("layer", self.unit)})
                 one["probability_change"] = float(there) - self.clean
             columns.append((repr(self.word), "probability_change", points))
         return Table.of(
             records,
             *columns,
-            title=f"{self.subject.name}: the heads that {self.prompt!r} needs most",
-            caption="KL(as it is || without the head) of the next token, nats",
-            sources=("heads",),
+            title=f"{self.subject.name}: the {self.unit}s that {self.prompt!r} needs most",
+            caption=f"KL(as it is || without the {self.unit}) of the next token, nats",
+            sources=(f"{self.unit}s",),
             json={"most": records},
         )
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Need", "Subject", "answered", "read_texts", "shipped_facts", "shipped_prose"]
 
-Need = Literal["any model", "attention", "weights", "states", "state of RWKV"]
+Need = Literal["any model", "attention", "weights", "states", "state of RWKV", "experts"]
 """attention: queries that choose keys. weights: how much positions read of each other, by attention or what
 comes to the same. states: in every layer one that tokens write to."""
 _NEEDS: Mapping[Need, tuple[str, Callable[[Architecture], bool]]] = {
@@ -44,6 +44,10 @@ _NEEDS: Mapping[Need, tuple[str, Callable[[Architecture], bool]]] = {
             len(config.layers_with(f"{room}_write")) == config.num_layers
             for room in ("rwkv", "ssm", "linear", "mlstm")
         ),
+    ),
+    "experts": (
+        "a mixture of experts",
+        lambda config: bool(config.layers_with("expert_weights")),
     ),
     "state of RWKV": (
         "a recurrent model whose tokens write to a state of matrices (RWKV-5 to 7)",

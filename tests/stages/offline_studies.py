@@ -170,6 +170,13 @@ STUDIES: dict[str, Callable[[Material], xr.Dataset]] = {
             "max_count": 6,
         },
     ),
+    "expert_use": by(
+        "expert_use",
+        lambda s: {
+            "weights": np.abs(s.states["mlp_out"]).rename(hidden="expert"),
+            "token_id": s.states["token_id"],
+        },
+    ),
     "attention_flow": lambda s: find("attention_flow")(one_prompt(s)),
     "head_scores": by("head_scores", lambda s: {**s.patterns, "token_id": s.states["token_id"]}),
     "displaced_scores": by(

@@ -48,6 +48,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "attention_patterns": ({}, ""),
     "head_detection": ({"sequences": 2, "length": 12}, ""),
     "layer_scan": ({"samples": 4}, ""),
+    "expert_routing": ({}, r"expected a mixture of experts, found \w+ \(rwkv6\)"),
     "probe": ({"targets": ["character_count"], "examples": 200}, ""),
     "inspect_weights": ({}, ""),
     "steering_dose_response": ({}, ATTENDS),

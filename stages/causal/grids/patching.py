@@ -111,13 +111,15 @@ class ActivationPatching(Grid):
         """The place replaced by what the clean run has there; of an attention edge, its weight alone."""
         for layer in layers:
             point = HookPoint(kind, layer)
-            value = part_of(prepared.activations["clean", point], place)
+            value = part_of(prepared.activations["clean", point], point, place)
             if place.key is not None:
                 # The row is that of the corrupted run up to here: nothing before the pattern is changed.
-                row = part_of(prepared.activations["corrupted", point], place) * 1  # a copy to write to
+                row = (
+                    part_of(prepared.activations["corrupted", point], point, place) * 1
+                )  # a copy to write to
                 row[..., place.key] = value[..., place.key]
                 value = row
-            spec.intervene(point, Replace(value, **where(place)))
+            spec.intervene(point, Replace(value, **where(place, point)))
         return spec
 
 

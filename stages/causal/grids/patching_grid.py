@@ -51,7 +51,9 @@ STATE_KINDS = (
     *("mlstm_state_seq", "mlstm_q", "mlstm_k", "mlstm_v", "mlstm_out"),
 )
 """Of recurrent models: they have heads and positions, and may be changed by either."""
-KINDS = (*HIDDEN_KINDS, *HEAD_KINDS, *STATE_KINDS)
+EXPERT_KINDS = ("expert_weights",)
+"""Of mixtures of experts: an expert stands where others have a head."""
+KINDS = (*HIDDEN_KINDS, *HEAD_KINDS, *STATE_KINDS, *EXPERT_KINDS)
 OVER: Mapping[str, tuple[str, ...]] = {
     "layer": (),
     "position": ("position",),
@@ -61,7 +63,7 @@ OVER: Mapping[str, tuple[str, ...]] = {
 }
 """Which places of a layer get a run of their own, as axes; what an axis does not name is changed as a
 whole."""
-COMMON = {"kv_head": "head", "query_position": "position"}
+COMMON = {"kv_head": "head", "expert": "head", "query_position": "position"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Grid(Experiment):
     at: int = -1
 
     outputs: ClassVar[Mapping[str, Output]] = outputs_along(
-        "kind?", "layer", "head|kv_head?", "position|query_position?", "key_position?"
+        "kind?", "layer", "head|kv_head|expert?", "position|query_position?", "key_position?"
     )
     reads_text: ClassVar[bool] = True
     has_corrupted: ClassVar[bool] = True
@@ -174,7 +176,7 @@ class Grid(Experiment):
             near = nearest(kind, KINDS)
             hint = f"did you mean {near!r}?" if near else f"there are {', '.join(KINDS)}"
             raise StageError(f"{self.name}: cannot patch {kind!r}; {hint}")
-        allowed = ("pattern",) if self.over == "edge" else (*HEAD_KINDS, *STATE_KINDS)
+        allowed = ("pattern",) if self.over == "edge" else (*HEAD_KINDS, *STATE_KINDS, *EXPERT_KINDS)
         if "head" in OVER[self.over] and kind not in allowed:
             raise StageError(
                 f"{self.name}: over={self.over!r} takes {', '.join(allowed)}, found {kind!r}; use "
@@ -194,7 +196,7 @@ class Grid(Experiment):
         axes = dict(self.axes(config, kind))
         every: list[Sequence[int | None]] = [
             next((axes[name] for name in names if name in axes), [None])
-            for names in (("head", "kv_head"), ("position", "query_position"), ("key_position",))
+            for names in (("head", "kv_head", "expert"), ("position", "query_position"), ("key_position",))
         ]
         return [
             GridPlace(position, head, key)
@@ -211,6 +213,7 @@ class Grid(Experiment):
             "key_position": list(range(length)),
         }
         names = {"head": "kv_head"} if kind in ("k", "v") else {}
+        names |= {"head": "expert"} if kind in EXPERT_KINDS else {}
         names |= {"position": "query_position"} if kind == "pattern" else {}
         return [(names.get(axis, axis), labels[axis]) for axis in OVER[self.over]]
 
@@ -304,18 +307,22 @@ def layer_window(layer: int, width: int, num_layers: int) -> list[int]:
 
 
 def num_heads(config: Architecture, kind: str) -> int:
-    """Heads a kind has: k and v have those of grouped-query attention, states those of their recurrence, and
-    the stream none."""
-    own = [axis for axis in BY_NAME[kind].dims if axis.endswith("head")]
-    return config.axis_sizes[own[0]] if own else 0
+    """Heads a kind has: k and v have those of grouped-query attention, states those of their recurrence, a
+    mixture has experts, and the stream has none."""
+    axis = head_axis(BY_NAME[kind].dims)
+    return 0 if axis is None else config.axis_sizes[axis]
 
 
-def part_of(activation: Tensor, place: GridPlace) -> Tensor:
-    """What a place holds of an activation [head, position, …] or [position, hidden], its axes kept."""
-    if activation.ndim > 2:
-        activation = activation if place.head is None else activation[place.head : place.head + 1]
-        return activation if place.position is None else activation[:, place.position : place.position + 1]
-    return activation if place.position is None else activation[place.position : place.position + 1]
+def head_axis(dims: Sequence[str]) -> str | None:
+    """Which axis counts heads, or experts; d_head counts what is in one."""
+    return next((axis for axis in dims if axis.endswith(("head", "expert")) and axis != "d_head"), None)
+
+
+def part_of(activation: Tensor, point: HookPoint, place: GridPlace) -> Tensor:
+    """What a place holds of an activation, without its batch, at a hook point; its axes kept."""
+    chosen = {head_axis(point.dims): place.head, "position": place.position, "query_position": place.position}
+    places = (chosen.get(axis) for axis in point.dims[1:])
+    return activation[tuple(slice(None) if at is None else slice(at, at + 1) for at in places)]
 
 
 def position_axis(point: HookPoint) -> int:
@@ -323,11 +330,11 @@ def position_axis(point: HookPoint) -> int:
     return point.dims.index("position") - 1
 
 
-def where(place: GridPlace) -> dict[str, tuple[int, ...] | None]:
-    """Keywords that narrow an intervention to a place."""
+def where(place: GridPlace, point: HookPoint) -> dict[str, tuple[int, ...] | None]:
+    """Keywords that narrow an intervention at a hook point to a place."""
     return {
         "positions": None if place.position is None else (place.position,),
-        "heads": None if place.head is None else (place.head,),
+        "experts" if point.kind in EXPERT_KINDS else "heads": None if place.head is None else (place.head,),
     }
 
 
@@ -337,7 +344,7 @@ def points(kinds: Sequence[str], layers: Sequence[int]) -> list[HookPoint]:
 
 
 def _index(place: GridPlace, axes: Sequence[tuple[str, list[int]]]) -> tuple[int, ...]:
-    values = {"head": place.head, "kv_head": place.head, "key_position": place.key}
+    values = dict.fromkeys(("head", "kv_head", "expert"), place.head) | {"key_position": place.key}
     values |= {"position": place.position, "query_position": place.position}
     return tuple(labels.index(values[name]) for name, labels in axes)  # type: ignore[arg-type]
 

@@ -138,7 +138,9 @@ class CausalTracing(Grid):
         """The clean state put back at one place, in every layer of the window."""
         for layer in layers:
             point = HookPoint(kind, layer)
-            spec.intervene(point, Replace(part_of(prepared.activations[point], place), **where(place)))
+            spec.intervene(
+                point, Replace(part_of(prepared.activations[point], point, place), **where(place, point))
+            )
         return spec
 
     def dataset(self, prepared: PreparedGrid, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:

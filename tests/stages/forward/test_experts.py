@@ -11,6 +11,9 @@ from safetensors.torch import load_file, save_file
 
 import mizarr
 from mizarr import Add, HookPoint, HookSpec, Model, Replace, Zero
+from mizarr.pipeline import run
+from mizarr.stages.causal.grids.ablation import Ablation
+from mizarr.stages.causal.grids.patching_metrics import LogitDifference
 from mizarr.store.errors import HookPointNotFound, InterventionError
 
 from .compared import assert_near, draw_ids
@@ -179,3 +182,31 @@ def test_what_cannot_be_asked_of_experts_is_refused_in_one_line(tmp_path):
         refused(HookSpec().capture(HookPoint.expert_weights(0)), Model.from_pretrained("specimen"))
     every = model.forward([1, 2, 3], HookSpec().capture("blocks.*"))
     assert HookPoint.expert_out(0) not in every and point in every
+
+
+@pytest.mark.parametrize("how", ["zero", "mean"])
+def test_a_grid_takes_every_expert_away_by_itself(how, tmp_path):
+    """Against one plain forward pass for each."""
+    save_random_hybrid(tmp_path / "model", "qwen3_moe", 1, tokenizer=False)
+    model, ids = Model.from_pretrained(tmp_path / "model"), tuple(range(3, 12))
+    layers = tuple(layers_of(model))
+    references = () if how == "zero" else (tuple(range(20, 29)), tuple(range(5, 10)))
+    ablation = Ablation(
+        tokens=ids, how=how, references=references, kinds=("expert_weights",), over="head_position",
+        layers=layers, metrics=(LogitDifference(17, 40),),
+    )  # fmt: skip
+    store = mizarr.open_store(tmp_path / "store")
+    node = ablation.on(model)
+    run(node, store)
+    found = node.open(store)["logit_difference"]
+    assert found.dims == ("layer", "expert", "position")
+    for layer in layers:
+        point = HookPoint.expert_weights(layer)
+        rows = [model.forward(list(each), HookSpec().capture(point))[point][0] for each in references]
+        mean = torch.cat(rows).double().mean(0) if rows else torch.zeros(found.sizes["expert"])
+        for expert in range(0, found.sizes["expert"], 3):
+            for place in (0, 4, 8):
+                put = Replace(mean[expert : expert + 1].float(), positions=(place,), experts=(expert,))
+                logits = model.forward(list(ids), HookSpec().intervene(point, put)).logits[0, -1]
+                here = found.sel(layer=layer, expert=expert, position=place)
+                assert float(here) == pytest.approx(float(logits[17] - logits[40]), abs=2e-5)
