@@ -71,7 +71,7 @@ WORDS = {0: "no rhyme", 1: "the same word", 2: "another word"}
 class RecurrentFeedbackSettings(ControlSettings, ModelSettings):
     """What `--set` can change; what is left empty is the preset's."""
 
-    model: str = setting("", 'hub id, directory, "specimen" or "specimen-rwkv"')
+    model: str = setting("", 'hub id, directory, or a shipped one such as "specimen"')
     preset: Literal["specimen", "anacrousis"] = setting("specimen", "lines and conditions, and their model")
     controls: Count = setting(4, "random directions of equal length fed likewise, in each line")
     limit: Natural = setting(0, "first lines, from the first on; 0 takes all")

@@ -49,7 +49,7 @@ NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
-MODEL_HELP = 'hub id, directory, "specimen" or "specimen-rwkv"'
+MODEL_HELP = 'hub id, directory, or a shipped one such as "specimen"'
 RECURRENT = "specimen-rwkv"
 """The model with a state that ships with mizarr."""
 

@@ -54,6 +54,7 @@ def test_everything_that_is_a_model_is_listed_with_what_stands_in_its_way(hub, t
     assert places == [
         ("specimen", None, None),
         ("specimen-rwkv", None, None),
+        ("specimen-experts", None, None),
         ("org/half", "main", "c2"),
         ("org/new", "main", "c4"),
         ("org/tiny", "main", "c1"),
@@ -79,7 +80,7 @@ def test_everything_that_is_a_model_is_listed_with_what_stands_in_its_way(hub, t
 
 def test_an_empty_cache_lists_what_ships(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "nowhere"))
-    assert [each.name for each in listed_models()] == ["specimen", "specimen-rwkv"]
+    assert [each.name for each in listed_models()] == ["specimen", "specimen-rwkv", "specimen-experts"]
 
 
 def test_a_question_goes_to_every_model_once(hub, tmp_path, capsys):
@@ -90,7 +91,7 @@ def test_a_question_goes_to_every_model_once(hub, tmp_path, capsys):
     assert code == 0, err
     documents = json.loads(out)
     told = {each["model"]: each for each in documents}
-    assert list(told) == ["specimen", "specimen-rwkv", "org/new", "org/tiny"]
+    assert list(told) == ["specimen", "specimen-rwkv", "specimen-experts", "org/new", "org/tiny"]
     alone = compute(
         "logit_lens", store=tmp_path / "other", model="org/tiny", prompts=["it was the age of"]
     ).to_json()

@@ -62,7 +62,7 @@ def on_workflow(command: Callable[..., int | None]) -> Callable[..., None]:
         planned,
         click.argument("workflow"),
         click.option(
-            "--model", help='Hub id, directory, "specimen" or "specimen-rwkv"; short for --set model=….'
+            "--model", help='Hub id, directory, a shipped one such as "specimen"; short for --set model=….'
         ),
         trust_option,
         click.option(
@@ -170,8 +170,8 @@ def capture(
 ) -> None:
     """Run MODEL over PROMPTS and store activations.
 
-    MODEL is a hub id, a directory, or "specimen" or "specimen-rwkv", shipped with mizarr. PROMPTS are text
-    files with one per line, JSONL files with a string, {"text": …} or {"ids": […]} per line, Parquet files
+    MODEL is a hub id, a directory, or "specimen", "specimen-rwkv" or "specimen-experts", shipped with mizarr.
+    PROMPTS are text files with one per line, JSONL files with a string, {"text": …} or {"ids": […]} per line, Parquet files
     with such a column, or - for stdin. What the store already holds is not computed again.
     """
     from ...pipeline import plan, run

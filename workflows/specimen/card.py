@@ -44,6 +44,12 @@ READERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Llama | Served]] = {
     "mixtral": read_mixtral,
 }
 """By model_type: what reads a trained network."""
+TITLES = {
+    "llama": ("The specimen", "a Llama decoder"),
+    "rwkv7": ("The recurrent specimen", "an RWKV-7"),
+    "mixtral": ("The specimen of experts", "a Mixtral of 8 experts in each layer, 2 for a token,"),
+}
+"""By family: what its card is called, and what it is."""
 TARGETS = {
     "break_recall": 0.75,
     "break_precision": 0.75,
@@ -228,8 +234,9 @@ def card(figures: dict[str, Any]) -> str:
     history, curve = figures["training"]["history"], figures["training"]["curve"]
     last = history[-1]["options"]
     breaks, loss, facts = figures["line_breaks"], figures["loss"], figures["facts"]
-    recurrent = last.get("family", "llama") != "llama"
-    kind = "an RWKV-7" if recurrent else "a Llama decoder"
+    family = last.get("family", "llama")
+    title, kind = TITLES[family]
+    recurrent = family == "rwkv7"
     heads = "heads" if recurrent else f"query and {last['key_heads']} key heads"
     size = (
         f"{kind} of {figures['parameters'] / 1e6:.2f} M parameters ({last['layers']} layers, hidden "
@@ -237,11 +244,11 @@ def card(figures: dict[str, Any]) -> str:
         f"with a byte-level BPE tokenizer of {last['vocabulary']} tokens"
     )
     widths = ", ".join(map(str, figures["widths"]))
-    # The recurrent one is asked about the same prose and facts, which are not stored twice.
-    of_other = " of the other specimen" if recurrent else ""
+    # All are asked about the same prose and facts, which are not stored twice.
+    of_other = " of the other specimen" if family != "llama" else ""
     further = [[name, told.removeprefix("sha256:")] for name, told in figures["more_prose"].items()]
     listed = f"\n{table(['further prose', 'sha256'], further)}\n" if further else ""
-    return f"""# {"The recurrent specimen" if recurrent else "The specimen"}
+    return f"""# {title}
 
 A small language model that ships with `mizarr`, so that everything runs offline on a model that has really
 learned something: {size}.
@@ -296,11 +303,7 @@ Facts: {facts["known"]} of {facts["of"]} (`facts.json`{
     }). A fact counts as known when the prompt alone makes
 every token of the target the likeliest in turn. It was trained on these very sentences: this is memory, not
 knowledge.
-
-## Couplets
-
-{_couplets(figures["couplets"])}
-
+{"" if _never(last, "couplets") else _couplets(figures["couplets"])}
 ## Training
 
 {_read(bool(further))} Facts: prompts and targets of the CounterFact data set (Meng et al. 2022).
@@ -326,16 +329,23 @@ def _taught(options: dict[str, Any]) -> str:
     things = [
         "where wrapped prose breaks its lines, which takes a count of characters",
         "short facts, which take memory",
-        "repeated sequences, which take copying",
     ]
+    if not _never(options, "random_repeats", "word_repeats"):
+        things.append("repeated sequences, which take copying")
     if any(mixture["couplets"] for mixture in mixtures):
         things.append("couplets, which take rhymes")
     listed = "; ".join(things[:-1]) + "; and " + things[-1]
     return f"It was taught {len(things)} things: {listed}. It is no use for anything else."
 
 
+def _never(options: dict[str, Any], *names: str) -> bool:
+    """Whether no phase of the training had rows of these kinds."""
+    mixtures = [{**asdict(Mixture()), **phase} for phase in options.get("curriculum", [])]
+    return bool(mixtures) and not any(mixture[name] for mixture in mixtures for name in names)
+
+
 def goals(figures: dict[str, Any]) -> list[list[str]]:
-    """Rows of the first table: figure, measured, wanted, met."""
+    """Rows of the first table: figure, measured, wanted, met; of what it was taught."""
     scores, r2 = figures["line_breaks"]["specimen"], figures["count_r2"]
     loss = figures["watched_loss"]["above"]
     found = {
@@ -347,6 +357,11 @@ def goals(figures: dict[str, Any]) -> list[list[str]]:
         "count_r2": (f"R2 of the character count in its best layer ({r2['best_layer']})", max(r2["layers"])),
         "loss_above_minimum": ("held-out loss at the end, above its minimum while training", loss),
     }
+    options = figures["training"]["history"][-1]["options"]
+    if _never(options, "random_repeats", "word_repeats"):
+        del found["copying"]
+    if _never(options, "couplets"):
+        del found["couplets"]
     rows = []
     for name, (words, value) in found.items():
         target = figures["targets"][name]
@@ -406,8 +421,8 @@ def trained_with_help(options: dict[str, Any]) -> str:
 
 
 def _couplets(figures: dict[str, float]) -> str:
-    """The couplets' paragraph."""
-    return (
+    """The couplets' section."""
+    told = (
         "Pairs of lines made by a machine (`mizarr.workflows.specimen.couplets`): words drawn at random in "
         "a few frames, and a second end that must rhyme with the first. Several words fit; the first line "
         "does not say which. Scored in pairs of frames that were never trained on, on the token that should "
@@ -416,6 +431,7 @@ def _couplets(figures: dict[str, float]) -> str:
         f"{figures['shuffled']:.3f}. Of the rhymes whose two words never met in training, "
         f"{figures['unseen']:.3f} are likelier than every end that does not rhyme."
     )
+    return f"\n## Couplets\n\n{told}\n"
 
 
 def _log_loss(chance: Any, truth: Any) -> float:

@@ -38,7 +38,11 @@ if TYPE_CHECKING:
     from .layout_check import LayoutCase
 
 SPECIMEN = "specimen"
-SHIPPED = {SPECIMEN: "specimen", "specimen-rwkv": "specimen_rwkv"}
+SHIPPED = {
+    SPECIMEN: "specimen",
+    "specimen-rwkv": "specimen_rwkv",
+    "specimen-experts": "specimen_experts",
+}
 """Models that ship with mizarr, and the folders they lie in."""
 TRUSTED = " (layout trusted)"
 """Ends the name of a model of unknown family that runs unchecked, wherever that name is shown or noted."""

@@ -80,7 +80,8 @@ class Model:
         progress: bool | None = None,
         trust_layout: bool = False,
     ) -> Model:
-        """Load a model by hub id, local directory, or "specimen" or "specimen-rwkv" (they ship with mizarr).
+        """Load a model by hub id, local directory, or name of one that ships with mizarr: "specimen",
+        "specimen-rwkv", "specimen-experts".
 
         dtype: of the computation, default float32 whatever the checkpoint holds. device: default CUDA when
         there is one, else CPU. progress: show a bar on stderr; None does so for large checkpoints on a
