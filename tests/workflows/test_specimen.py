@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 import mizarr
 from mizarr.stages.corpus.text import character_counts, wrap
 from mizarr.stages.forward.models.files import HELP, resolve
-from mizarr.workflows import WORKFLOWS, build, compute, kind_of
+from mizarr.workflows import WORKFLOWS, build, compute
 from mizarr.workflows.report.page import render
 from mizarr.workflows.specimen import card, card_training, couplets, evaluate, train
 from mizarr.workflows.specimen.card import read_model
