@@ -23,6 +23,7 @@ from mizarr.store.errors import ConfigError
 from .compared import assert_near, assert_parity, draw_ids
 from .random_attending import ATTENDING, AXES
 from .random_hybrids import draw, save_random_hybrid
+from .random_later import REQUIRED
 
 pytest.importorskip("transformers")
 
@@ -51,7 +52,9 @@ def test_attention_patterns_agree_with_transformers(family, tmp_path):
         patterns = reference(ids, output_attentions=True, use_cache=False).attentions
     assert len(patterns) == len(cache) == model.config.num_layers
     for point, pattern in zip(cache, patterns, strict=True):
-        assert_near(cache[point], pattern)
+        found = cache[point]
+        # Sinks take their share; some references return the pattern as it was before.
+        assert_near(found / found.sum(-1, keepdim=True) if family.endswith("_swa") else found, pattern)
 
 
 @pytest.mark.parametrize("family", ATTENDING)
@@ -71,7 +74,7 @@ def test_the_stream_is_what_layers_add_to_it(family, tmp_path):
         assert (middle in cache) == has_middle == (HookPoint("ln2_scale", layer) in cache or family in AFTER)
 
 
-AFTER = ("exaone4", "olmo2", "olmo3")
+AFTER = ("exaone4", "flex_olmo", "olmo2", "olmo3")
 
 
 @pytest.mark.parametrize("family", ATTENDING)
@@ -82,6 +85,7 @@ def test_absent_keys_mean_what_they_mean_to_the_reference(family):
     usual = {"hidden_size": 128, "num_attention_heads": 32, "num_hidden_layers": 8, "intermediate_size": 96}
     required = {ROWS[family].aliases.get(key, key): value for key, value in usual.items()}
     required |= {"vocab_size": 96} | ({"word_embed_proj_dim": 128} if family == "opt" else {})
+    required |= REQUIRED.get(family, {})
     if family == "gpt_neo":
         required["attention_types"] = [[["global", "local"], 4]]
     full = AutoConfig.for_model(family, **required).to_dict()
@@ -179,7 +183,7 @@ def test_greedy_tokens_are_those_of_transformers_with_keys_kept_or_not(family, t
         ),
         (
             "olmo2",
-            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            {"rope_parameters": {"rope_type": "proportional", "factor": 2.0}},
             "expected one rope_type for all",
         ),
         (

@@ -5,7 +5,7 @@ Where its heads are gated, the projection of queries has a head's gate behind it
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class SelfAttention:
             parts_of(_separated(tensors, shape)),
             {field.name for field in fields(AttentionWeights)},
         )
-        self.shape, self._how = shape, shape.fact
+        self.shape, self._how = shape, replace(shape.fact, sinks=tensors.get("sinks"))
         self.weights = AttentionWeights(**{name: part for name, part in parts.items() if name in known})
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
@@ -46,7 +46,12 @@ def _separated(tensors: LayerTensors, shape: AttentionShape) -> LayerTensors:
     for name in {"qkv", "qkv.bias"} & set(found):
         whole = found.pop(name)
         if shape.layout == "by head":
-            parts = [x.flatten(0, 1) for x in whole.unflatten(0, (counts[0], 3, shape.head_dim)).unbind(1)]
+            grouped = whole.unflatten(0, (counts[1], -1, shape.head_dim))
+            queries, keys, values = grouped[:, :-2], grouped[:, -2], grouped[:, -1]
+            parts = [queries.flatten(0, 2), keys.flatten(0, 1), values.flatten(0, 1)]
+        elif shape.layout == "by fourths":
+            queries, values, keys = whole.unflatten(0, (4, 3, -1)).unbind(1)
+            parts = [x.flatten(0, 1) for x in (queries, keys, values)]
         else:
             parts = list(whole.split([count * shape.head_dim for count in counts]))
         found |= {name.replace("qkv", part): x for part, x in zip("qkv", parts, strict=True)}
