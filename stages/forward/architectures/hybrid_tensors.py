@@ -240,7 +240,10 @@ def _attention(shape: AttentionShape, spelling: Spelling, hidden: int) -> Named:
     room = spelling.attention
     into, of_keys, out = shape.factors
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    asked = 2 * queries if isinstance(shape, GatedAttentionShape) else queries
+    gated = shape if isinstance(shape, GatedAttentionShape) else None
+    asked = 2 * queries if gated and not gated.has_gate_projection else queries
+    if gated and gated.has_gate_projection:
+        yield "gate_of_heads", Stored(f"{room}gate_proj.weight", (queries, hidden))
     turned = spelling.is_transposed
     parts = [("q", asked, 1.0), ("k", keys, of_keys), ("v", keys, 1.0)]
     if shape.layout == "separate":

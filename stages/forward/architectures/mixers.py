@@ -180,10 +180,13 @@ class AttentionShape(MixerShape):
 @dataclass(frozen=True)
 class GatedAttentionShape(AttentionShape):
     """Attention whose heads are multiplied by a sigmoid of what entered before they are projected (Qiu et
-    al., Gated Attention, 2025): the query projection gives queries and gates, head by head."""
+    al., Gated Attention, 2025): the query projection gives queries and gates, head by head, unless gates have
+    one of their own (has_gate_projection)."""
 
     kind: ClassVar[str] = "gated_attention"
     points: ClassVar[tuple[str, ...]] = ("attn_gate", *_ATTENTION)
+
+    has_gate_projection: bool = later(False, everywhere=True)
 
 
 @dataclass(frozen=True)

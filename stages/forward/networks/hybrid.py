@@ -190,8 +190,15 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
     # -- weights as matrices
 
     def value_matrix(self, layer: int) -> Tensor:
-        """The V projection [kv_head * d_head, hidden]; ConfigError in a layer that does not attend."""
-        part = self._attention(layer).weights.v
+        """The V projection [kv_head * d_head, hidden]; ConfigError in a layer that does not attend, or where
+        values are no linear map."""
+        attention = self._attention(layer)
+        if (clip := attention.shape.clip) is not None:
+            raise ConfigError(
+                f"expected values that are a linear map of the stream in {self.config.model_type}, found "
+                f"them held within {clip:g} in layer {layer}; no attribution follows such a model"
+            )
+        part = attention.weights.v
         assert part is not None  # hybrids keep q, k and v apart
         return part.weight
 

@@ -334,6 +334,31 @@ def _gpt_oss(rng: random.Random) -> dict[str, Any]:
     return _dense("attention_bias")(rng) | types(rng) | own | {"swiglu_alpha": rng.choice([1.702, 1.0])}
 
 
+def _hunyuan3(rng: random.Random) -> dict[str, Any]:
+    own = {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": rng.choice([1, 2]),
+        "moe_intermediate_size": 12,
+        "router_scaling_factor": rng.choice([1.0, 1.5]),
+        "mlp_layer_types": rng.choice([None, ["sparse", "dense", "sparse"]]),
+    }
+    return _dense("attention_bias", "mlp_bias")(rng) | own
+
+
+def _afmoe(rng: random.Random) -> dict[str, Any]:
+    own = {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": rng.choice([1, 2]),
+        "moe_intermediate_size": 12,
+        "num_dense_layers": rng.choice([0, 1]),
+        "route_scale": rng.choice([1.0, 1.5]),
+        "mup_enabled": rng.random() < 0.5,
+    }
+    return _dense("attention_bias")(rng) | types(rng) | own
+
+
 def _kolibri(rng: random.Random) -> dict[str, Any]:
     own = {"num_experts": 6, "shared_expert_intermediate_size": 20}
     drawn = _dense()(rng) | _of_experts(rng) | types(rng) | own
@@ -413,6 +438,7 @@ def _youtu(rng: random.Random) -> dict[str, Any]:
 
 
 DRAWS: dict[str, Draw] = {
+    "afmoe": _afmoe,
     "apertus": _apertus,
     "biogpt": _biogpt,
     "bloom": _bloom,
@@ -434,6 +460,7 @@ DRAWS: dict[str, Draw] = {
     "granitemoe_swa": _granitemoe_swa,
     "hunyuan_v1_dense": _hunyuan,
     "hunyuan_v1_moe": _hunyuan_of_experts,
+    "hy_v3": _hunyuan3,
     "hyperclovax": _clova,
     "internlm3": _internlm,
     "iquestcoder": _dense("attention_bias", "mlp_bias"),

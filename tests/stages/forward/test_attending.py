@@ -201,11 +201,49 @@ def test_greedy_tokens_are_those_of_transformers_with_keys_kept_or_not(family, t
         ("stablelm", {"qk_layernorm": True}, "expected no qk_layernorm, found True"),
         ("glm4_moe", {"n_group": 3}, "expected 3 groups to divide 8 experts"),
         ("mixtral", {"num_experts_per_tok": 9}, "at most 4 experts"),
+        ("falcon", {"alibi": True}, "expected alibi to be False, found True"),
+        (
+            "falcon",
+            {"new_decoder_architecture": True, "parallel_attn": False},
+            "expected two norms in parallel layers of the newer architecture alone",
+        ),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config: expected qk_ln to be False, found True"),
+        (
+            "bloom",
+            {"apply_residual_connection_post_layernorm": True},
+            "expected no apply_residual_connection_post_layernorm, found True",
+        ),
+        ("phimoe", {"num_experts_per_tok": 1}, "expected num_experts_per_tok to be 2"),
+        ("deepseek_v2", {"topk_method": "noaux_tc", "first_k_dense_replace": 0}, "found 'noaux_tc'"),
+        ("exaone_moe", {"mlp_layer_types": ["dense"]}, "dense or sparse for each of 3 layers"),
+        ("granite_swa", {"layer_rope_theta": [1e4]}, "layer_rope_theta to list a number for each of 3"),
+        ("ministral3", {"layer_types": ["full_attention"] * 3}, "expected no layer_types"),
+        ("xglm", {"pad_token_id": 2}, "expected pad_token_id below 2, found 2"),
+        ("cwm", {"hidden_act": "xielu"}, "expected an activation among"),
     ],
 )
 def test_what_is_not_followed_is_told(family, told, message):
     with pytest.raises(ConfigError, match=message):
         read({**draw(family, 0), "model_type": family, **told})
+
+
+def test_values_that_are_clipped_are_no_linear_map(tmp_path):
+    save_random_hybrid(tmp_path, "olmo", 0, tokenizer=False, clip_qkv=0.5)
+    network = Model.from_pretrained(tmp_path).network
+    with pytest.raises(ConfigError, match=r"linear map of the stream in olmo, found them held within 0\.5"):
+        network.value_matrix(1)
+
+
+def test_a_swedish_gpt2_is_a_gpt2():
+    raw = json.loads(json.dumps(draw("gpt2", 0)))
+    swedish, english = (read(raw | {"model_type": name}) for name in ("gpt-sw3", "gpt2"))
+    assert swedish.fields | {"model_type": "gpt2"} == english.fields
+
+
+@pytest.mark.parametrize("family", ["gpt2", "falcon", "xglm"])
+def test_a_key_the_reference_has_another_name_for_is_not_read(family):
+    raw = {**draw(family, 0), "model_type": family}
+    assert read(raw | {"hidden_act": "relu2", "intermediate_size": 7}).digest == read(raw).digest
 
 
 def test_draws_differ_along_every_axis():

@@ -93,8 +93,9 @@ def granite_experts(reader: ConfigReader, family: Attends, layer: int) -> Channe
 
 @dataclass(frozen=True)
 class _Sigmoids:
-    """Where the config of a family of sigmoid experts is silent; first: layers that are dense, None where a
-    list says which are."""
+    """Where the config of a family of sigmoid experts is silent; first: layers that are dense; sums_to_one:
+    None where no key asks whether the weights of the chosen do, as they always do.
+    """
 
     inner: int
     count: int | None
@@ -102,13 +103,27 @@ class _Sigmoids:
     shared: int | None = 1
     first: int | None = None
     groups: tuple[int, int] = (1, 1)
-    sums_to_one: bool = True
+    sums_to_one: bool | None = True
     factor: float = 1.0
     count_key: str = "n_routed_experts"
     shared_key: str = "n_shared_experts"
+    factor_key: str = "routed_scaling_factor"
+    first_key: str = "first_k_dense_replace"
 
 
 _SIGMOIDS = {
+    "afmoe": _Sigmoids(
+        1408,
+        64,
+        6,
+        2,
+        first=1,
+        sums_to_one=None,
+        factor_key="route_scale",
+        first_key="num_dense_layers",
+        count_key="num_experts",
+        shared_key="num_shared_experts",
+    ),
     "deepseek_v3": _Sigmoids(2048, 256, 8, first=3, groups=(8, 4), factor=2.5),
     "dots1": _Sigmoids(1408, None, None, None, first=0, sums_to_one=False),
     "exaone_moe": _Sigmoids(
@@ -116,6 +131,17 @@ _SIGMOIDS = {
     ),
     "glm4_moe": _Sigmoids(1408, 128, 8, first=1),
     "glm4_moe_lite": _Sigmoids(1536, 64, 4, first=1, factor=1.8),
+    "hy_v3": _Sigmoids(
+        1536,
+        192,
+        8,
+        first=1,
+        sums_to_one=None,
+        factor=2.826,
+        factor_key="router_scaling_factor",
+        count_key="num_experts",
+        shared_key="num_shared_experts",
+    ),
     "solar_open": _Sigmoids(1280, 128, 8, first=0),
 }
 """Of them, exaone_moe and glm4_moe_lite may list layers."""
@@ -137,9 +163,15 @@ def sigmoid_experts(reader: ConfigReader, family: Attends, layer: int) -> Channe
         shared_size=inner * reader.integer(usual.shared_key, usual.shared),
         groups=reader.integer("n_group", usual.groups[0]),
         chosen_groups=reader.integer("topk_group", usual.groups[1]),
-        sums_to_one=reader.flag("norm_topk_prob", usual.sums_to_one),
-        routed_factor=reader.number("routed_scaling_factor", usual.factor),
+        sums_to_one=_sums_to_one(reader, usual),
+        routed_factor=reader.number(usual.factor_key, usual.factor),
+        has_bias=has_bias(reader, family.mlp_bias),
     )
+
+
+def _sums_to_one(reader: ConfigReader, usual: _Sigmoids) -> bool:
+    """Whether weights of the chosen are divided by their sum, which some families always do."""
+    return True if usual.sums_to_one is None else reader.flag("norm_topk_prob", usual.sums_to_one)
 
 
 def _count(reader: ConfigReader, usual: int | None, *keys: str) -> int:
@@ -149,15 +181,13 @@ def _count(reader: ConfigReader, usual: int | None, *keys: str) -> int:
 
 def _is_dense(reader: ConfigReader, usual: _Sigmoids, layer: int) -> bool:
     model_type = reader.raw["model_type"]
-    if model_type in ("exaone_moe", "glm4_moe_lite"):
+    if model_type in ("exaone_moe", "glm4_moe_lite", "hy_v3"):
         listed = reader.strings("mlp_layer_types")
         if listed is not None:
             return _listed_dense(reader, listed, layer)
-    if model_type == "glm4_moe_lite":
+    if model_type in ("glm4_moe_lite", "hy_v3"):
         return layer < 1
-    return model_type != "solar_open" and layer < reader.integer(
-        "first_k_dense_replace", usual.first, least=0
-    )
+    return model_type != "solar_open" and layer < reader.integer(usual.first_key, usual.first, least=0)
 
 
 def _listed_dense(reader: ConfigReader, listed: list[str] | None, layer: int) -> bool:

@@ -418,3 +418,4 @@ ATTENDING: dict[str, Attends] = {
     **ROUTED,
 }
 """Every family of this kind."""
+ATTENDING["gpt-sw3"] = replace(ATTENDING["gpt2"], examples="GPT-SW3")

@@ -39,6 +39,8 @@ OF_GPTJ = replace(
     mlp_parts=("fc_in", "fc_out"),
     is_transposed=False,
 )
+FIRST_ROW = 2
+"""Of positions in tables as fairseq makes them."""
 OF_FAIRSEQ = Spelling(
     positions="model.embed_positions",
     final_norm="model.layer_norm",
@@ -143,6 +145,17 @@ def _scaled_embedding(reader: ConfigReader) -> Factors:
     return Factors(embedding=math.sqrt(hidden) if is_scaled else 1.0)
 
 
+def _of_xglm(reader: ConfigReader) -> Factors:
+    """The same. The reference has no position in the row of the padding token, if that is one's row."""
+    pad = reader.raw.get("pad_token_id")
+    if isinstance(pad, int) and pad >= FIRST_ROW:
+        raise ConfigError(
+            f"{reader.source}: expected pad_token_id below {FIRST_ROW}, found {pad}, at which the reference "
+            "has no position; this model cannot run here"
+        )
+    return _scaled_embedding(reader)
+
+
 OLDER: dict[str, Attends] = {
     "biogpt": Attends(
         examples="BioGPT",
@@ -153,7 +166,7 @@ OLDER: dict[str, Attends] = {
         qkv_bias=True,
         o_bias=True,
         mlp_bias=True,
-        first_position=2,
+        first_position=FIRST_ROW,
         factors=_scaled_embedding,
         tied=True,
         max_positions=1024,
@@ -364,9 +377,9 @@ OLDER: dict[str, Attends] = {
         qkv_bias=True,
         o_bias=True,
         mlp_bias=True,
-        first_position=2,
+        first_position=FIRST_ROW,
         has_position_waves=True,
-        factors=_scaled_embedding,
+        factors=_of_xglm,
         tied=True,
         max_positions=2048,
         aliases={

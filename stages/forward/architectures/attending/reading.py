@@ -32,7 +32,7 @@ from ..hybrid import Block, HybridConfig
 from ..hybrid_families import checked
 from ..hybrid_tensors import Spelling
 from ..linear_families import LLAMA
-from ..mixers import AttentionShape, ChannelShape, MixerShape, MlpShape
+from ..mixers import AttentionShape, ChannelShape, GatedAttentionShape, MixerShape, MlpShape
 from ..transformer import ConfigReader, RopeConfig
 
 __all__ = [
@@ -119,6 +119,8 @@ class Attends(Family):
     """What scores rise by with positions, of so many heads."""
     has_sinks: bool = False
     """Whether each head has a score of nothing."""
+    has_gated_heads: bool = False
+    """Whether heads are multiplied by gates with a projection of their own."""
     has_growth: bool = False
     """Whether queries grow with positions, as rope_parameters say."""
     caps_scores: bool = False
@@ -183,7 +185,8 @@ def described_attending(model_type: str, family: Attends) -> dict[str, str]:
     attention = (
         "norms on q and k" if family.qk_norms else "",
         "biases" if family.qkv_bias else "",
-        "of a latent" if family.mixer is not None else "",
+        "of a latent" if family.turned_key != "head_dim" else "",
+        "gated heads" if family.has_gated_heads else "",
         "rope turns neighbours" if family.interleaved_rope else "",
         f"rope turns {family.share:g} of a head" if family.share != 1 else "",
         "a rope of their own in windows" if family.local_rope else "",
@@ -309,7 +312,8 @@ def _grouped(told: Told, rope: RopeConfig | None, window: int | None, layer: int
     scale = _scale(reader, family)
     if family.scale_of is not None:
         scale = family.scale_of(reader, layer, told.head_dim)
-    return AttentionShape(
+    gated = partial(GatedAttentionShape, has_gate_projection=True)
+    return (gated if family.has_gated_heads else AttentionShape)(
         num_attention_heads=heads,
         num_kv_heads=_kv_heads(reader, family, heads),
         head_dim=told.head_dim,
@@ -364,9 +368,11 @@ def _growth(reader: ConfigReader, family: Attends) -> tuple[float, int]:
 
 
 def _renamed(reader: ConfigReader, family: Attends) -> ConfigReader:
-    """The config under the usual names of its keys."""
+    """The config under the usual names of its keys; what the reference knows by one name has no other."""
     usual = {name: reader.raw[own] for name, own in family.aliases.items() if own in reader.raw}
-    return ConfigReader(usual | reader.raw, reader.source)
+    one_name = {"hidden_act", "intermediate_size"} & set(family.aliases)
+    kept = {key: value for key, value in reader.raw.items() if key not in one_name}
+    return ConfigReader(kept | usual, reader.source)
 
 
 def _refuse(reader: ConfigReader, family: Attends) -> None:

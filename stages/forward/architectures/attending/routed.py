@@ -5,9 +5,11 @@ Border: never imports torch. How a row is read is told in reading.py, and what r
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from ..linear_families import LLAMA, OF_MIXTRAL
+from ..transformer import ConfigReader
 from .experts import (
     corrected_experts,
     granite_experts,
@@ -27,7 +29,7 @@ from .layers import (
     windows_in_upper_layers,
 )
 from .newer import OF_HUNYUAN, stretched_by_alpha
-from .reading import Attends
+from .reading import Attends, Factors
 from .spellings import OF_GRANITE
 
 __all__ = ["ROUTED"]
@@ -42,7 +44,38 @@ YARN_OF_GPT_OSS = {
 }
 SHARED = replace(LLAMA, shared="mlp.shared_experts.")
 
+
+def _as_wide_as_it_is(reader: ConfigReader) -> Factors:
+    """Embeddings by the root of their width, where it says so."""
+    hidden, is_scaled = reader.integer("hidden_size"), reader.flag("mup_enabled", False)
+    return Factors(embedding=math.sqrt(hidden) if is_scaled else 1.0)
+
+
 ROUTED: dict[str, Attends] = {
+    "afmoe": Attends(
+        examples="Trinity",
+        places="around",
+        eps=1e-5,
+        head_dim=128,
+        has_gated_heads=True,
+        qk_norms="head",
+        types=but_every(4, "global_attn_every_n_layers"),
+        window=1024,
+        turns=in_windows,
+        factors=_as_wide_as_it_is,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        max_positions=16384,
+        channel_mixer=sigmoid_experts,
+        spelling=replace(
+            LLAMA,
+            ln2="pre_mlp_layernorm",
+            ln2_post="post_mlp_layernorm",
+            router="router.gate",
+            shared="mlp.shared_experts.",
+            correction="expert_bias",
+        ),
+    ),
     "dots1": Attends(
         examples="dots.llm1",
         kv_heads=32,
@@ -139,6 +172,20 @@ ROUTED: dict[str, Attends] = {
         max_positions=2048,
         channel_mixer=hunyuan_experts,
         spelling=replace(OF_HUNYUAN, router="gate.wg", shared="mlp.shared_mlp."),
+    ),
+    "hy_v3": Attends(
+        examples="Hunyuan 3",
+        eps=1e-5,
+        head_dim=128,
+        kv_heads=8,
+        theta=11158840.0,
+        qk_norms="head",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        max_positions=131072,
+        channel_mixer=sigmoid_experts,
+        spelling=replace(LLAMA, router="router.gate", shared="mlp.shared_mlp.", correction="expert_bias"),
     ),
     "kolibri1": Attends(
         examples="Kolibri 1",

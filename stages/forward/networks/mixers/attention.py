@@ -1,6 +1,7 @@
 """Attention as one of a hybrid's mixers: networks/attention.py over the layer's own sizes.
 
-Where its heads are gated, the projection of queries has a head's gate behind its query.
+Where its heads are gated, the projection of queries has a head's gate behind its query, or gates have one of
+their own.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ class GatedAttention(SelfAttention):
     """The same with gated heads (`Mixer`)."""
 
     def __init__(self, shape: AttentionShape, tensors: LayerTensors) -> None:
-        found = dict(tensors)
-        for name in {"q", "q.bias"} & set(found):
+        found, gate = dict(tensors), "gate_of_heads"
+        for name in {"q", "q.bias"} & set(found) if gate not in found else ():
             both = found[name].unflatten(0, (shape.num_attention_heads, 2, shape.head_dim))
-            found[name], found[name.replace("q", "gate", 1)] = (both[:, i].flatten(0, 1) for i in range(2))
+            found[name], found[name.replace("q", gate, 1)] = (both[:, i].flatten(0, 1) for i in range(2))
         super().__init__(shape, found)
-        self._gate, self._gate_bias = found["gate"], found.get("gate.bias")
+        self._gate, self._gate_bias = found[gate], found.get(f"{gate}.bias")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
         """See `Mixer`."""
