@@ -167,7 +167,11 @@ def read_tensor(files: Sequence[Path], name: str) -> Array:
 def read_weight(weight_files: Sequence[Path], name: str, stored: Stored, dtype: str) -> Array:
     """A weight as the model holds it: rounded, [out, in], and its rows multiplied where the family has
     factors for what they give."""
+    if stored.constant is not None:
+        return np.full(stored.shape, stored.constant, np.float32)
     values = rounded(read_tensor(weight_files, name), dtype)
+    if stored.plus:
+        values = rounded(values + np.float32(stored.plus), dtype)
     if stored.is_transposed:
         values = np.ascontiguousarray(values.T)
     if not stored.factors:

@@ -171,7 +171,8 @@ def capture(
     """Run MODEL over PROMPTS and store activations.
 
     MODEL is a hub id, a directory, or "specimen", "specimen-rwkv" or "specimen-experts", shipped with mizarr.
-    PROMPTS are text files with one per line, JSONL files with a string, {"text": …} or {"ids": […]} per line, Parquet files
+    PROMPTS are text files with one per line, JSONL files with a string, {"text": …} or {"ids": […]} per line,
+    Parquet files
     with such a column, or - for stdin. What the store already holds is not computed again.
     """
     from ...pipeline import plan, run

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -36,9 +36,14 @@ __all__ = [
     "SideBySide",
     "Stored",
     "Tensors",
+    "later",
+    "plain",
     "require_tied",
+    "without_later",
 ]
 
+LATER = "later"
+_EVERYWHERE, _OUTSIDE = "everywhere", "outside"
 Reach = Literal["here", "later", "all"]
 """Which positions a change reaches before its layer ends: its own, later ones too, or all of them."""
 
@@ -48,13 +53,15 @@ class AttentionMixer:
     """A mixer: how a layer makes weights of queries and keys.
 
     scale: what q k^T is multiplied by. window: how many keys back a query sees, itself included; None for
-    all. soft_cap: c tanh(scores / c) before the mask; None for none.
+    all. soft_cap: c tanh(scores / c) before the mask; None for none. sinks: a weight, [head], which the
+    network puts here: scores of a place with nothing in it, that each query may look at.
     """
 
     kind: ClassVar[str] = "attention"
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+    sinks: Any = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -137,7 +144,8 @@ class Stored:
     name: within the layer, for weights of layers. rows: weights that lie in it one after the other, and how
     many rows each has; empty for one alone. is_transposed: whether the weight is its transpose. factors:
     what a model multiplies these rows' products by, which is multiplied into the weight instead; how many
-    rows, and by what, one after the other; empty for nothing.
+    rows, and by what, one after the other; empty for nothing. plus: what is added to every entry first.
+    constant: of all entries of a weight that no checkpoint holds, as the family has none.
     """
 
     name: str
@@ -146,6 +154,8 @@ class Stored:
     is_transposed: bool = False
     factors: tuple[tuple[int, float], ...] = ()
     layer: int | None = None
+    plus: float = 0.0
+    constant: float | None = None
 
 
 @dataclass(frozen=True)
@@ -172,9 +182,10 @@ class Tensors:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor a checkpoint must have, with its shape."""
-        found = {stored.name: stored.shape for stored in self.outside.values()}
+        found = {stored.name: stored.shape for stored in self.outside.values() if stored.constant is None}
         for layer, weights in enumerate(self.layers):
-            found |= {self.in_layer(layer, weight): stored.shape for weight, stored in weights.items()}
+            held = {weight: stored for weight, stored in weights.items() if stored.constant is None}
+            found |= {self.in_layer(layer, weight): stored.shape for weight, stored in held.items()}
         return found
 
     def copied(self, names: Collection[str]) -> list[tuple[str, str]]:
@@ -219,6 +230,10 @@ class Architecture(ABC):
     final_logit_softcapping: float | None
     """Of the logits; None for none."""
     tie_word_embeddings: bool
+    position_rows: int = 0
+    """Of a table of positions; 0 for none."""
+    has_position_waves: bool = False
+    """Whether that table is one of sines and cosines, which no checkpoint holds."""
 
     @property
     @abstractmethod
@@ -269,10 +284,17 @@ class Architecture(ABC):
     def bytes_per_token(self, itemsize: int) -> int:
         """Bytes of one token while a layer is computed."""
 
+    def under(self, root: str, head: str) -> Architecture:
+        """The same, of a checkpoint that has other names before its tensors (`root` for "model.") and its LM
+        head. ConfigError for a kind that is in no such checkpoint."""
+        raise ConfigError(
+            f"expected no other names of a {self.kind} model's tensors, found {root!r} and {head!r}"
+        )
+
     @property
     def fields(self) -> dict[str, Any]:
         """Every field, as plain values."""
-        return asdict(self)  # type: ignore[call-overload,no-any-return]  # every kind is a dataclass
+        return plain(self)
 
     @cached_property
     def known_points(self) -> frozenset[HookPoint]:
@@ -337,3 +359,25 @@ def require_tied(copy: str, original: str, same: bool) -> None:
         raise WeightsError(
             f"expected {copy} to equal {original}, as config.json ties them, found another matrix; {hint}"
         )
+
+
+def later(default: Any, *, everywhere: bool = False) -> Any:
+    """A field that enters no digest at its default, or every key would move. everywhere: inside of what other
+    fields hold, too."""
+    return field(default=default, metadata={LATER: _EVERYWHERE if everywhere else _OUTSIDE})
+
+
+def plain(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass, and of those in it, but for those left out everywhere."""
+    held = {each.name: (getattr(value, each.name), each) for each in fields(value)}
+    return {
+        name: plain(inner) if is_dataclass(inner) else inner
+        for name, (inner, each) in held.items()
+        if each.metadata.get(LATER) != _EVERYWHERE or inner != each.default
+    }
+
+
+def without_later(value: Any, found: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a dataclass as plain values, but for those that came later and are at their default."""
+    usual = {each.name: each.default for each in fields(value) if LATER in each.metadata}
+    return {name: each for name, each in found.items() if name not in usual or each != usual[name]}

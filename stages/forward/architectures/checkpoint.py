@@ -12,13 +12,16 @@ from .architecture import Stored, Tensors
 
 __all__ = ["transformer_tensors"]
 
-EMBED, FINAL_NORM, LM_HEAD = "model.embed_tokens", "model.norm", "lm_head"
-LAYER = "model.layers.{}."
+EMBED, FINAL_NORM, LAYER = "embed_tokens", "norm", "layers.{}."
 
 
 class Shapes(Protocol):
     """What of a transformer's configuration decides which tensors there are, and their shapes."""
 
+    @property
+    def root(self) -> str: ...
+    @property
+    def head(self) -> str: ...
     @property
     def vocab_size(self) -> int: ...
     @property
@@ -59,15 +62,15 @@ def transformer_tensors(config: Shapes) -> Tensors:
     c = config
     table = (c.vocab_size, c.hidden_size)
     outside = {
-        "embed": Stored(f"{EMBED}.weight", table),
-        "final_norm": Stored(f"{FINAL_NORM}.weight", (c.hidden_size,)),
+        "embed": Stored(f"{c.root}{EMBED}.weight", table),
+        "final_norm": Stored(f"{c.root}{FINAL_NORM}.weight", (c.hidden_size,)),
     }
     if c.norm_type == "layer":
-        outside["final_norm.bias"] = Stored(f"{FINAL_NORM}.bias", (c.hidden_size,))
-    head = Stored(f"{LM_HEAD}.weight", table)
+        outside["final_norm.bias"] = Stored(f"{c.root}{FINAL_NORM}.bias", (c.hidden_size,))
+    head = Stored(f"{c.head}.weight", table)
     outside["head"] = outside["embed"] if c.tie_word_embeddings else head
     copies = {head.name: outside["embed"].name} if c.tie_word_embeddings else {}
-    return Tensors(outside, (_layer(c),) * c.num_layers, LAYER, copies)
+    return Tensors(outside, (_layer(c),) * c.num_layers, c.root + LAYER, copies)
 
 
 def _layer(config: Shapes) -> dict[str, Stored]:

@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, ActivationName] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-ROPE_SCHEMES: tuple[RopeScheme, ...] = ("default", "linear", "dynamic", "llama3", "longrope")
+ROPE_SCHEMES: tuple[RopeScheme, ...] = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -57,7 +57,8 @@ class Family:
     mlp_bias: Bias = False
     scaled_embedding: bool = False
     tied: bool = False
-    max_positions: int = 4096
+    max_positions: int | None = 4096
+    """Where the key is absent; None where nothing bounds the context."""
     head_dim: int | None = None
     """Where the key is absent; None divides hidden_size by heads."""
     kv_heads: int | None = None
@@ -185,6 +186,7 @@ _ACTIVATIONS = {
     "gelu_tanh": "tanh-GELU",
     "relu": "ReLU",
     "relu2": "squared ReLU",
+    "xielu": "xIELU",
 }
 _MLPS = {"gated_separate": "gated {}", "gated_fused": "gated {}, fused", "plain": "plain {}"}
 _WINDOWS = {
@@ -213,7 +215,7 @@ def described(model_type: str, family: Family) -> dict[str, str]:
         "model_type": model_type,
         "examples": family.examples,
         "norm": _NORMS[family.norm] + (", four per block" if family.post_norms else ""),
-        "mlp": _MLPS[family.mlp].format(_ACTIVATIONS[ACTIVATIONS[family.activation]]),
+        "mlp": _MLPS[family.mlp].format(_ACTIVATIONS[ACTIVATIONS.get(family.activation, "xielu")]),
         "attention": ", ".join(filter(None, attention)) or "plain",
         "head": ", ".join(filter(None, head)) or "untied",
     }
@@ -311,11 +313,14 @@ def refuse_unfollowed(reader: ConfigReader) -> None:
 
 
 def read_activation(reader: ConfigReader, family: Family) -> ActivationName:
-    """The activation a config names; a null key does not shadow the next one."""
+    """The activation a config names; a null key does not shadow the next one. One that learns something is
+    known to families that have it by default alone, as its tensors are."""
     name = next((reader.text(key) for key in family.activation_keys if reader.has(key)), family.activation)
     reader.read |= {"hidden_act", "hidden_activation"}
     if family.gelu_is_tanh and name == "gelu":
         name = "gelu_pytorch_tanh"
+    if name == family.activation == "xielu":
+        return "xielu"
     if name not in ACTIVATIONS:
         raise ConfigError(
             f"{reader.source}: expected an activation among {', '.join(ACTIVATIONS)}, found {name!r}; this "
@@ -387,12 +392,40 @@ def read_rope(reader: ConfigReader, family: Family, head_dim: int, context: int)
     elif scheme == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         made = RopeConfig(theta, dim, scheme, rope.number("factor"), low, high, original)
+    elif scheme == "yarn":
+        made = _yarn(
+            rope, RopeConfig(theta, dim, scheme, rope.number("factor", context / original)), original
+        )
     else:
         # Dynamic NTK grows from the context the config declares, whatever else it mentions.
         start = context if scheme == "dynamic" else None
         made = RopeConfig(theta, dim, scheme, rope.number("factor"), original_max_position_embeddings=start)
     reader.ignored |= {f"{section}.{key}" for key in set(rope.raw) - rope.read}
     return made
+
+
+def _yarn(rope: ConfigReader, told: RopeConfig, original: int) -> RopeConfig:
+    """Frequencies by parts (Peng et al., YaRN, 2023, section 3.2), and the factor of cos and sin (3.4)."""
+    bounds = rope.number("beta_fast", 32.0) or 32.0, rope.number("beta_slow", 1.0) or 1.0
+    both = [rope.optional_number(key) for key in ("mscale", "mscale_all_dim")]
+    magnitude = rope.optional_number("attention_factor")
+    if magnitude is None:
+        over, under = both if all(both) else (1.0, None)
+        magnitude = yarn_magnitude(told.factor, over or 1.0) / (
+            yarn_magnitude(told.factor, under) if under else 1.0
+        )
+    return replace(
+        told,
+        original_max_position_embeddings=original,
+        attention_factor=magnitude,
+        bounds=bounds,
+        is_truncated=rope.flag("truncate", True),
+    )
+
+
+def yarn_magnitude(factor: float, share: float) -> float:
+    """How much larger scores become where rope is stretched, by the reference of DeepSeek."""
+    return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0
 
 
 def kv_heads_of(reader: ConfigReader, family: Family, heads: int) -> int:

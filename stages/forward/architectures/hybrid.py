@@ -15,15 +15,28 @@ Axes: as in points.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from ....store.digest import digest
 from ....store.errors import ConfigError
-from .architecture import Architecture, AxisSizes, InTurn, Layer, Mixer, NoMixer, Reach, SideBySide, Tensors
+from .architecture import (
+    Architecture,
+    AxisSizes,
+    InTurn,
+    Layer,
+    Mixer,
+    NoMixer,
+    Reach,
+    SideBySide,
+    Tensors,
+    later,
+    plain,
+    without_later,
+)
 from .hybrid_tensors import Spelling, hybrid_tensors
-from .mixers import LATER, ChannelShape, MixerShape, SharedBlockShape, later
+from .mixers import ChannelShape, MixerShape, SharedBlockShape
 from .points import HookPoint
 from .rwkv import UNLIMITED
 from .transformer import RopeConfig
@@ -42,7 +55,8 @@ class Block:
     stream": what is normed is read, and becomes the stream. carried: what the stream is then multiplied by
     where the mixers' and the channel mixer's outputs are added to it. is_parallel: whether the channel mixer,
     too, reads the stream that enters; has_two_norms: whether each then reads it through a norm of its own.
-    shared: what stands ahead of the mixers, and adds to what they read.
+    shared: what stands ahead of the mixers, and adds to what they read. post_factor: what is added is
+    multiplied by behind its norm.
     """
 
     mixers: tuple[MixerShape, ...]
@@ -52,6 +66,7 @@ class Block:
     is_parallel: bool = later(False)
     has_two_norms: bool = later(True)
     shared: SharedBlockShape | None = later(None)
+    post_factor: float = later(1.0)
 
     def __post_init__(self) -> None:
         if not self.mixers and self.channel_mixer is None:
@@ -128,7 +143,7 @@ class Block:
         channel_mixer = self.channel_mixer and _named(self.channel_mixer)
         shared = self.shared and _named(self.shared)
         found = vars(self) | {"mixers": mixers, "channel_mixer": channel_mixer, "shared": shared}
-        return _without_later(self, found)
+        return without_later(self, found)
 
 
 @dataclass(frozen=True)
@@ -139,7 +154,10 @@ class HybridConfig(Architecture):
     by before any soft cap. has_wide_stream: whether the stream is float32 in any dtype. norm_biases: which
     have a bias: layer norms alone, those inside of layers whatever their kind, or none. position_rows: of a
     table of learned positions, 0 for none; first_position: the row of the first one. rounds_embedding_scale:
-    whether what embeddings are multiplied by is rounded to their dtype.
+    whether what embeddings are multiplied by is rounded to their dtype. has_position_waves: whether the table
+    of positions is one of sines and cosines, which no checkpoint holds. has_embedding_norm: whether
+    embeddings are normed before they become the stream. has_norm_weights: of the norms of the stream;
+    has_unit_norms: whether 1 is added to these. has_head_bias: of the LM head.
     """
 
     kind: ClassVar[str] = "hybrid"
@@ -162,6 +180,11 @@ class HybridConfig(Architecture):
     first_position: int = later(0)
     tie_word_embeddings: bool = False
     norm_biases: Literal["of layer norms", "in layers", "none"] = later("of layer norms")
+    has_position_waves: bool = later(False)
+    has_embedding_norm: bool = later(False)
+    has_norm_weights: bool = later(True)
+    has_unit_norms: bool = later(False)
+    has_head_bias: bool = later(False)
 
     def __post_init__(self) -> None:
         for shape in (shape for block in self.blocks for shape in block.shapes):
@@ -173,6 +196,17 @@ class HybridConfig(Architecture):
                     f"{self.axis_sizes[axis]} and {size}; such a model cannot run here"
                 )
 
+    def under(self, root: str, head: str) -> HybridConfig:
+        """See `Architecture`."""
+        names = ("embed", "embed_norm", "positions", "final_norm", "layer")
+        old = {name: getattr(self.spelling, name) for name in names}
+        new = {
+            name: root + told.removeprefix("model.")
+            for name, told in old.items()
+            if told.startswith("model.")
+        }
+        return replace(self, spelling=replace(self.spelling, **new, head=head))
+
     @property
     def num_layers(self) -> int:  # type: ignore[override]
         """How many blocks there are."""
@@ -183,7 +217,7 @@ class HybridConfig(Architecture):
         """Every field, as plain values; of equal blocks one, and which of them each layer is."""
         distinct = list(dict.fromkeys(self.blocks))
         own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return _without_later(self, own) | {
+        return without_later(self, own) | {
             "spelling": asdict(self.spelling),
             "blocks": [block.fields for block in distinct],
             "layers": [distinct.index(block) for block in self.blocks],
@@ -258,12 +292,4 @@ class HybridConfig(Architecture):
 
 def _named(shape: MixerShape | ChannelShape) -> dict[str, Any]:
     """A shape as plain values, with what it is: two kinds may have the same fields."""
-    plain: dict[str, Any] = asdict(shape)  # type: ignore[call-overload]  # all are dataclasses
-    return {"kind": shape.kind} | _without_later(shape, plain)
-
-
-def _without_later(value: Any, plain: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a dataclass as plain values, but for those that came later and are at their default."""
-    left_out = {field.name for field in fields(value) if LATER in field.metadata}
-    usual = {field.name: field.default for field in fields(value)}
-    return {name: each for name, each in plain.items() if name not in left_out or each != usual[name]}
+    return {"kind": shape.kind} | without_later(shape, plain(shape))

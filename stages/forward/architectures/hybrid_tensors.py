@@ -41,25 +41,28 @@ __all__ = ["Spelling", "hybrid_tensors"]
 
 Named = Iterator[tuple[str, Stored]]
 Factors = tuple[tuple[int, float], ...]
+CORRECTED = ("sigmoid", "sigmoid of chosen", "chosen of corrected softmax")
+"""Routings that choose by more than scores."""
 
 
 @dataclass(frozen=True)
 class Spelling:
     """How a checkpoint names its rooms; each of a layer with the dot behind it.
 
-    head, positions: the LM head, learned positions. layer: "{}" for its number. ln1_post, ln2_post: norms
-    that stand behind what they norm. mixer: of every mixer but attention; mixer_norm: of what it has read.
-    attention_norms: of queries and keys. attention_in, attention_out: queries, keys and values as one, and
-    the output projection. mlp_parts: gate and up projection (or both as one, or only up), and down
-    projection. expert_ending: behind the names of tensors that hold all experts. correction: of the scores of
-    experts, behind the router's name if it begins with a dot. block, after_block: of a block that layers
-    share; of what is a layer's own behind one. is_transposed: whether matrices of attention and MLP are kept
-    as [in, out].
+    head, positions, embed_norm: the LM head, learned positions, the norm of embeddings. layer: "{}" for its
+    number. ln1_post, ln2_post: norms that stand behind what they norm. mixer: of every mixer but attention;
+    mixer_norm: of what it has read. attention_norms: of queries and keys. attention_in, attention_out:
+    queries, keys and values as one, and the output projection; attention_parts: of queries, keys and values
+    apart. mlp_parts: gate and up projection (or both as one, or only up), and down projection. expert_ending:
+    behind the names of tensors that hold all experts. correction: of the scores of experts, behind the
+    router's name if it begins with a dot. block, after_block: of a block that layers share; of what is a
+    layer's own behind one. is_transposed: whether matrices of attention and MLP are kept as [in, out].
     """
 
     embed: str = "model.embed_tokens"
     head: str = "lm_head"
     positions: str = ""
+    embed_norm: str = ""
     final_norm: str = "model.final_layernorm"
     layer: str = "model.layers.{}."
     ln1: str = "input_layernorm"
@@ -72,6 +75,7 @@ class Spelling:
     attention_norms: tuple[str, str] = ("q_norm", "k_norm")
     attention_out: str = "o_proj"
     attention_in: str = ""
+    attention_parts: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
     mlp: str = "feed_forward."
     mlp_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     experts: str = "feed_forward."
@@ -95,6 +99,8 @@ class _Block(Protocol):
     def norm_names(self) -> Sequence[str]: ...
     @property
     def shared(self) -> SharedBlockShape | None: ...
+    @property
+    def post_factor(self) -> float: ...
 
 
 class Shapes(Protocol):
@@ -118,6 +124,16 @@ class Shapes(Protocol):
     def position_rows(self) -> int: ...
     @property
     def tie_word_embeddings(self) -> bool: ...
+    @property
+    def has_position_waves(self) -> bool: ...
+    @property
+    def has_embedding_norm(self) -> bool: ...
+    @property
+    def has_norm_weights(self) -> bool: ...
+    @property
+    def has_unit_norms(self) -> bool: ...
+    @property
+    def has_head_bias(self) -> bool: ...
 
 
 def hybrid_tensors(config: Shapes) -> Tensors:
@@ -130,7 +146,13 @@ def hybrid_tensors(config: Shapes) -> Tensors:
     own = f"{spelling.head}.weight"
     head = outside["embed"].name if tied else own
     outside["head"] = Stored(head, table, factors=_all(c.vocab_size, c.logit_factor))
-    if c.position_rows:
+    if c.has_embedding_norm:
+        outside |= _norm("embed_norm", spelling.embed_norm, c, has_bias=_has_biased_norms(c))
+    if c.has_head_bias:
+        outside["head.bias"] = Stored(
+            f"{spelling.head}.bias", (c.vocab_size,), factors=_all(c.vocab_size, c.logit_factor)
+        )
+    if c.position_rows and not c.has_position_waves:
         outside["positions"] = Stored(f"{spelling.positions}.weight", (c.position_rows, c.hidden_size))
     copies = {own: head} if tied else {}
     layers = [dict(_block(c, block)) for block in c.blocks]
@@ -166,8 +188,14 @@ def _has_biased_norms(config: Shapes) -> bool:
     return config.norm_type == "layer" and config.norm_biases != "none"
 
 
-def _norm(weight: str, name: str, config: Shapes, *, has_bias: bool) -> dict[str, Stored]:
-    found = {weight: Stored(f"{name}.weight", (config.hidden_size,))}
+def _norm(
+    weight: str, name: str, config: Shapes, *, has_bias: bool, factor: float = 1.0
+) -> dict[str, Stored]:
+    """factor: what the norm's output is multiplied by."""
+    width = config.hidden_size
+    constant, plus = None if config.has_norm_weights else 1.0, 1.0 if config.has_unit_norms else 0.0
+    stored = Stored(f"{name}.weight", (width,), factors=_all(width, factor), plus=plus, constant=constant)
+    found = {weight: stored}
     if has_bias:
         found[f"{weight}.bias"] = Stored(f"{name}.bias", (config.hidden_size,))
     return found
@@ -181,7 +209,8 @@ def _block(config: Shapes, block: _Block) -> Named:
         spelling = replace(spelling, ln1=behind + spelling.ln1, mixer=behind + spelling.mixer)
     biased = config.norm_biases == "in layers" or _has_biased_norms(config)
     for name in block.norm_names:
-        yield from _norm(name, getattr(spelling, name), config, has_bias=biased).items()
+        factor = block.post_factor if name.endswith("_post") else 1.0
+        yield from _norm(name, getattr(spelling, name), config, has_bias=biased, factor=factor).items()
     for shape in block.mixers:
         yield from MIXERS[shape.kind](shape, spelling, hidden)
     if block.channel_mixer is not None:
@@ -211,12 +240,16 @@ def _attention(shape: AttentionShape, spelling: Spelling, hidden: int) -> Named:
     room = spelling.attention
     into, of_keys, out = shape.factors
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    asked = 2 * queries if isinstance(shape, GatedAttentionShape) else queries
+    gated = shape if isinstance(shape, GatedAttentionShape) else None
+    asked = 2 * queries if gated and not gated.has_gate_projection else queries
+    if gated and gated.has_gate_projection:
+        yield "gate_of_heads", Stored(f"{room}gate_proj.weight", (queries, hidden))
     turned = spelling.is_transposed
     parts = [("q", asked, 1.0), ("k", keys, of_keys), ("v", keys, 1.0)]
     if shape.layout == "separate":
+        names = dict(zip("qkv", spelling.attention_parts, strict=True))
         for weight, size, factor in parts:
-            factors, name = _all(size, factor), f"{room}{weight}_proj"
+            factors, name = _all(size, factor), f"{room}{names[weight]}"
             yield from _linear(weight, name, (size, hidden), factors, into=into, bias=shape.qkv_bias)
     else:
         name, rows = f"{room}{spelling.attention_in}", queries + 2 * keys
@@ -226,8 +259,13 @@ def _attention(shape: AttentionShape, spelling: Spelling, hidden: int) -> Named:
     yield from _linear("o", name, (hidden, queries), factors, bias=shape.o_bias, transposed=turned)
     if shape.norms is not None:
         widths = (shape.head_dim,) * 2 if shape.norms == "head" else (queries, keys)
+        constant = None if shape.has_norm_weights else 1.0
         for weight, name, width in zip(("q_norm", "k_norm"), spelling.attention_norms, widths, strict=True):
-            yield weight, Stored(f"{room}{name}.weight", (width,))
+            yield weight, Stored(f"{room}{name}.weight", (width,), constant=constant)
+            if shape.norm_type == "layer":
+                yield f"{weight}.bias", Stored(f"{room}{name}.bias", (width,))
+    if shape.has_sinks:
+        yield "sinks", Stored(f"{room}sinks", (shape.num_attention_heads,))
 
 
 def _latent_attention(shape: LatentAttentionShape, spelling: Spelling, hidden: int) -> Named:
@@ -243,7 +281,9 @@ def _latent_attention(shape: LatentAttentionShape, spelling: Spelling, hidden: i
     yield "latent.norm", Stored(f"{room}kv_a_layernorm.weight", (shape.rank,))
     rows = shape.heads * (shape.own_size + shape.value_size)
     yield "latent.up", Stored(f"{room}kv_b_proj.weight", (rows, shape.rank))
-    yield from _linear("latent.out", f"{room}o_proj", (hidden, shape.heads * shape.value_size), bias=bias)
+    out = _all(hidden, shape.factor)
+    size = (hidden, shape.heads * shape.value_size)
+    yield from _linear("latent.out", f"{room}o_proj", size, out, bias=bias)
 
 
 def _shared_block(shape: SharedBlockShape, spelling: Spelling, hidden: int) -> Named:
@@ -347,6 +387,11 @@ def _mlp(shape: MlpShape, spelling: Spelling, hidden: int) -> Named:
     name, factors = f"{room}{parts[-1]}", _all(hidden, out)
     turned = spelling.is_transposed
     yield from _linear("down", name, (hidden, inner), factors, bias=shape.has_bias, transposed=turned)
+    if shape.activation == "xielu":
+        for weight in ("alpha_p", "alpha_n"):
+            yield f"act.{weight}", Stored(f"{room}act_fn.{weight}", (1,))
+        for weight in ("beta", "eps"):
+            yield f"act.{weight}", Stored(f"{room}act_fn.{weight}", ())
 
 
 def _experts(shape: ExpertsShape, spelling: Spelling, hidden: int) -> Named:
@@ -358,9 +403,14 @@ def _experts(shape: ExpertsShape, spelling: Spelling, hidden: int) -> Named:
     )
     width, out = shape.latent_size or hidden, shape.factor
     yield "experts.router", Stored(f"{room}{spelling.router}.weight", (shape.count, hidden))
-    if shape.routing == "sigmoid" and shape.has_correction:
-        behind = spelling.router if spelling.correction.startswith(".") else ""
-        yield "experts.correction", Stored(f"{room}{behind}{spelling.correction}", (shape.count,))
+    if shape.has_routed_bias:
+        yield "experts.router.bias", Stored(f"{room}{spelling.router}.bias", (shape.count,))
+    if shape.routing in CORRECTED and shape.has_correction:
+        beside = room + (spelling.router if spelling.correction.startswith(".") else "")
+        name = spelling.correction.removeprefix("/")
+        beside = "" if name != spelling.correction else beside
+        size = (1, shape.count) if shape.routing == "chosen of corrected softmax" else (shape.count,)
+        yield "experts.correction", Stored(f"{beside}{name}", size)
     last = 1.0 if shape.latent_size else out
     if shape.is_listed:
         words = ("gate", "up", "down") if shape.is_gated else ("up", "down")
@@ -373,10 +423,15 @@ def _experts(shape: ExpertsShape, spelling: Spelling, hidden: int) -> Named:
     else:
         both = 2 * inner if shape.is_gated else inner
         ending = spelling.expert_ending
-        yield "experts.up", Stored(f"{room}{parts[0]}{ending}", (shape.count, both, width))
+        up, down = (both, width), (width, inner)
+        if shape.limits is not None:
+            up, down = up[::-1], down[::-1]
+        yield "experts.up", Stored(f"{room}{parts[0]}{ending}", (shape.count, *up))
         factors = _all(shape.count, last)
-        down = (shape.count, width, inner)
-        yield "experts.down", Stored(f"{room}{parts[1]}{ending}", down, factors=factors)
+        yield "experts.down", Stored(f"{room}{parts[1]}{ending}", (shape.count, *down), factors=factors)
+        if shape.has_routed_bias:
+            yield "experts.up.bias", Stored(f"{room}{parts[0]}_bias", (shape.count, both))
+            yield "experts.down.bias", Stored(f"{room}{parts[1]}_bias", (shape.count, width))
     if shape.latent_size:
         into = (shape.latent_size, hidden)
         yield from _linear("experts.into_latent", f"{room}fc1_latent_proj", into, bias=bias)

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ....store.errors import ConfigError, nearest
 from .architecture import Architecture
 from .attending.families import ATTENDING
 from .attending.reading import described_attending, read_attending
+from .attending.towers import TOWERS, read_tower, text_section
 from .families import FAMILIES, described, read_family
 from .hybrid_families import HYBRIDS, HybridFamily
 from .linear_families import KIN, LINEAR
@@ -56,6 +58,25 @@ def _attending(model_type: str) -> KnownFamily:
     )
 
 
+def _tower(model_type: str) -> KnownFamily:
+    tower = TOWERS[model_type]
+
+    def read(reader: ConfigReader, shapes: TensorShapes) -> Architecture:
+        section = text_section(reader, shapes)
+        text = section.raw["model_type"]
+        if text not in KNOWN or text in TOWERS:
+            near = nearest(str(text), KNOWN)
+            raise ConfigError(
+                f"{section.source}: expected model_type to be that of a text model known here, found {text!r}"
+                + (f"; nearest is {near!r}" if near else "")
+            )
+        return read_tower(KNOWN[text].read(section, {}), shapes)
+
+    told = f"{tower.examples}, of which the text model runs"
+    as_text = f"as `{tower.text}`"
+    return KnownFamily(read, _row(model_type, told, as_text, as_text, as_text, as_text), reads_tensors=True)
+
+
 def _rwkv(model_type: str, generation: int, examples: str) -> KnownFamily:
     activation = "token-shifted squared ReLU"
     return KnownFamily(
@@ -82,6 +103,7 @@ OF_MIXERS = HYBRIDS | LINEAR | KIN | ZAMBA | RECURRENT
 KNOWN: dict[str, KnownFamily] = {
     **{model_type: _transformer(model_type) for model_type in FAMILIES},
     **{model_type: _attending(model_type) for model_type in ATTENDING},
+    **{model_type: _tower(model_type) for model_type in TOWERS},
     **{model_type: _rwkv(model_type, *told) for model_type, told in RWKV.items()},
     **{model_type: _hybrid(model_type, family) for model_type, family in OF_MIXERS.items()},
 }

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from ....store.errors import ConfigError
-from .architecture import AttentionMixer, ConvolutionMixer, RecurrentMixer
+from .architecture import AttentionMixer, ConvolutionMixer, RecurrentMixer, later
 from .transformer import ActivationName, RopeConfig
 
 __all__ = [
@@ -29,10 +29,18 @@ __all__ = [
     "MixerShape",
     "MlpShape",
     "SharedBlockShape",
-    "later",
 ]
 
 _ATTENTION = ("q", "k", "v", "rot_q", "rot_k", "scores", "attn_scores", "pattern", "z", "result")
+Routing = Literal[
+    "softmax of chosen",
+    "chosen of softmax",
+    "chosen of corrected softmax",
+    "sigmoid",
+    "sigmoid of chosen",
+    "sparse mixing",
+]
+"""How experts are chosen and weighed, see networks/mixers/experts.py."""
 _STATE_SPACE = (
     *("ssm_gate", "ssm_conv", "ssm_x", "ssm_dt", "ssm_B", "ssm_C", "ssm_log_decay", "ssm_decay"),
     *("ssm_write", "ssm_state_seq", "ssm_state", "ssm_alpha_raw", "ssm_effective_attn", "ssm_out"),
@@ -40,15 +48,6 @@ _STATE_SPACE = (
 _WRITTEN = frozenset(
     ("ssm_conv", "ssm_x", "ssm_dt", "ssm_B", "ssm_log_decay", "ssm_decay", "ssm_write", "ssm_state_seq")
 )
-
-
-LATER = "later"
-
-
-def later(default: Any) -> Any:
-    """A field that came when configurations were stored already: it enters no digest at its default, or every
-    key would move."""
-    return field(default=default, metadata={LATER: True})
 
 
 class MixerShape(ABC):
@@ -119,7 +118,11 @@ class AttentionShape(MixerShape):
     turning: None for no positions at all. scale: what q k^T is multiplied by. norms: of queries and keys,
     over each "head" or "all" of them together, None for none; norm_type: which kind of norm. factors: of what
     goes in, of keys, and of what comes out. layout: whether the projections are tensors of their own, or one:
-    "by part", all queries before all keys, or "by head".
+    "by part", all queries before all keys, "by head", the queries that share a key head before key and value,
+    or "by fourths" of all heads, values before keys. has_norm_weights, norms_behind_rope: of norms of queries
+    and keys. clip: the largest entry of queries, keys and values. soft_cap: of scores. slopes: what scores
+    rise by with each position of a key, by head. has_sinks: whether each head has a score of nothing. growth:
+    how queries grow with the logarithm of their position in multiples of the second number.
     """
 
     kind: ClassVar[str] = "attention"
@@ -135,15 +138,29 @@ class AttentionShape(MixerShape):
     qkv_bias: bool = False
     o_bias: bool = False
     norms: Literal["head", "all"] | None = None
-    norm_type: Literal["rms", "gemma_rms"] = "rms"
+    norm_type: Literal["rms", "gemma_rms", "layer"] = "rms"
     qk_norm_eps: float = 1e-6
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    layout: Literal["separate", "by part", "by head"] = later("separate")
+    layout: Literal["separate", "by part", "by head", "by fourths"] = later("separate")
+    has_norm_weights: bool = later(True, everywhere=True)
+    norms_behind_rope: bool = later(False, everywhere=True)
+    clip: float | None = later(None, everywhere=True)
+    soft_cap: float | None = later(None, everywhere=True)
+    slopes: tuple[float, ...] = later((), everywhere=True)
+    has_sinks: bool = later(False, everywhere=True)
+    growth: tuple[float, int] | None = later(None, everywhere=True)
+
+    def __post_init__(self) -> None:
+        if self.slopes and self.num_kv_heads != self.num_attention_heads:
+            raise ConfigError(
+                f"expected a key head for each of {self.num_attention_heads} heads whose scores rise with "
+                f"positions, found {self.num_kv_heads}; such a model cannot run here"
+            )
 
     @property
     def fact(self) -> AttentionMixer:
         """See `MixerShape`."""
-        return AttentionMixer(self.scale or 1 / math.sqrt(self.head_dim), self.window)
+        return AttentionMixer(self.scale or 1 / math.sqrt(self.head_dim), self.window, self.soft_cap)
 
     @property
     def rope(self) -> RopeConfig | None:
@@ -163,19 +180,23 @@ class AttentionShape(MixerShape):
 @dataclass(frozen=True)
 class GatedAttentionShape(AttentionShape):
     """Attention whose heads are multiplied by a sigmoid of what entered before they are projected (Qiu et
-    al., Gated Attention, 2025): the query projection gives queries and gates, head by head."""
+    al., Gated Attention, 2025): the query projection gives queries and gates, head by head, unless gates have
+    one of their own (has_gate_projection)."""
 
     kind: ClassVar[str] = "gated_attention"
     points: ClassVar[tuple[str, ...]] = ("attn_gate", *_ATTENTION)
 
+    has_gate_projection: bool = later(False, everywhere=True)
+
 
 @dataclass(frozen=True)
 class LatentAttentionShape(MixerShape):
-    """Attention whose keys and values are made of one narrow latent (DeepSeek-V2, 2024, section 2.1), without
-    positions.
+    """Attention whose keys and values are made of one narrow latent (DeepSeek-V2, 2024, section 2.1).
 
     own_size, shared_size: entries of a head's keys that are its own, and those that all heads share, behind
-    them. rank: of the latent; query_rank: of the map to queries, None where it has none.
+    them, which turn; turning: None for no positions. rank: of the latent; query_rank: of the map to queries,
+    None where it has none. scale: what q k^T is multiplied by, None for what the width of keys says. factor:
+    of what comes out.
     """
 
     kind: ClassVar[str] = "latent_attention"
@@ -192,6 +213,14 @@ class LatentAttentionShape(MixerShape):
     query_rank: int | None = None
     has_bias: bool = False
     norm_eps: float = 1e-6
+    turning: RopeConfig | None = later(None, everywhere=True)
+    scale: float | None = later(None, everywhere=True)
+    factor: float = later(1.0, everywhere=True)
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """See `MixerShape`."""
+        return self.turning
 
     @property
     def key_size(self) -> int:
@@ -201,7 +230,7 @@ class LatentAttentionShape(MixerShape):
     @property
     def fact(self) -> AttentionMixer:
         """See `MixerShape`."""
-        return AttentionMixer(1 / math.sqrt(self.key_size))
+        return AttentionMixer(self.scale or 1 / math.sqrt(self.key_size))
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -366,7 +395,9 @@ class ExpertsShape(ChannelShape):
     all, 0 for none; has_shared_gate: whether what it adds is multiplied by a sigmoid. is_gated: of all
     experts. is_listed: whether each expert has tensors of its own, not all of them one. has_correction,
     sum_eps: of sigmoid routing, what is added to scores to choose by, and to their sum. factor: of what comes
-    out.
+    out. has_routed_bias: of the router and of routed experts. limits: of experts whose gate is x sigmoid(a
+    x), this a, and how large gate and up projection may be; their rows then take turns in tensors kept as
+    [in, out]. jitter: of sparse mixing, how near another score may be and count.
     """
 
     kind: ClassVar[str] = "experts"
@@ -375,7 +406,7 @@ class ExpertsShape(ChannelShape):
     chosen: int
     intermediate_size: int
     activation: ActivationName
-    routing: Literal["softmax of chosen", "chosen of softmax", "sigmoid"]
+    routing: Routing
     shared_size: int = 0
     has_shared_gate: bool = False
     is_gated: bool = True
@@ -389,6 +420,9 @@ class ExpertsShape(ChannelShape):
     latent_size: int | None = None
     has_bias: bool = False
     factor: float = 1.0
+    has_routed_bias: bool = later(False, everywhere=True)
+    limits: tuple[float, float] | None = later(None, everywhere=True)
+    jitter: float = later(0.0, everywhere=True)
 
     def __post_init__(self) -> None:
         if self.chosen > self.count:

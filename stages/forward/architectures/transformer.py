@@ -7,19 +7,19 @@ Torch-free, so that hook points and identities can be had without loading anythi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from ....store.digest import digest
 from ....store.errors import ConfigError
-from .architecture import Architecture, AttentionMixer, Layer, Reach, Tensors
+from .architecture import Architecture, AttentionMixer, Layer, Reach, Tensors, later
 from .checkpoint import transformer_tensors
 from .points import ORDER, HookPoint, transformer_points
 
 Norm = Literal["rms", "gemma_rms", "layer"]
-ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-RopeScheme = Literal["default", "linear", "dynamic", "llama3", "longrope"]
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+RopeScheme = Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ class RopeConfig:
     theta: base wavelength. factor: how far the context is stretched. original_max_position_embeddings:
     context before stretching. short_factor, long_factor: per-frequency divisors (longrope), [dim / 2].
     attention_factor: multiplies cos and sin; None derives it. interleaved: entries 2i and 2i + 1 turn
-    together (as Su et al. 2021 write it), not i and i + dim / 2.
+    together (as Su et al. 2021 write it), not i and i + dim / 2. bounds: rotations within the original
+    context from which an entry turns as it did, and up to which it turns slower by the whole factor (yarn);
+    is_truncated: whether the places of these entries are rounded. is_backwards: whether angles are negative.
     """
 
     theta: float
@@ -43,6 +45,9 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     attention_factor: float | None = None
     interleaved: bool = False
+    bounds: tuple[float, float] = later((32.0, 1.0), everywhere=True)
+    is_truncated: bool = later(True, everywhere=True)
+    is_backwards: bool = later(False, everywhere=True)
 
     @property
     def depends_on_length(self) -> bool:
@@ -73,6 +78,10 @@ class TransformerConfig(Architecture):
 
     kind: ClassVar[str] = "transformer"
     version: ClassVar[str] = "transformer/1"
+    norms_behind_rope: ClassVar[bool] = False
+    clip: ClassVar[float | None] = None
+    slopes: ClassVar[tuple[float, ...]] = ()
+    growth: ClassVar[tuple[float, int] | None] = None
 
     model_type: str
     hidden_size: int
@@ -102,6 +111,9 @@ class TransformerConfig(Architecture):
     use_post_norms: bool = False
     use_qk_norm: bool = False
     qk_norm_eps: float = 1e-6
+    root: str = "model."
+    head: str = "lm_head"
+    """What names of tensors begin with, and the LM head's; like any spelling, in no digest."""
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_kv_heads:
@@ -120,6 +132,10 @@ class TransformerConfig(Architecture):
                 f"{self.rope.dim}; check head_dim and partial_rotary_factor in config.json"
             )
 
+    def under(self, root: str, head: str) -> TransformerConfig:
+        """See `Architecture`."""
+        return replace(self, root=root, head=head)
+
     @property
     def attention_scale(self) -> float:
         """What q k^T is multiplied by."""
@@ -136,6 +152,7 @@ class TransformerConfig(Architecture):
     def digest(self) -> str:
         """Of every field; of those that came later, where they are not as they were for all before."""
         fields = self.fields
+        del fields["root"], fields["head"]
         if not self.rope.interleaved:
             del fields["rope"]["interleaved"]
         return digest("transformer-config", fields)

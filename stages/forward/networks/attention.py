@@ -63,6 +63,26 @@ class AttentionSizes(Protocol):
         """Theirs."""
         ...
 
+    @property
+    def norms_behind_rope(self) -> bool:
+        """Whether they norm what has turned."""
+        ...
+
+    @property
+    def clip(self) -> float | None:
+        """The largest entry of queries, keys and values; None for none."""
+        ...
+
+    @property
+    def slopes(self) -> tuple[float, ...]:
+        """What scores rise by with each position of a key, by head; empty for nothing."""
+        ...
+
+    @property
+    def growth(self) -> tuple[float, int] | None:
+        """How queries grow with their positions (`_grown`); None for not."""
+        ...
+
 
 def linear(x: Tensor, part: Linear | None) -> Tensor:
     """x weight^T + bias. A part the layout of this family does not have is never asked for."""
@@ -97,7 +117,13 @@ def attention(
     """
     q, k, v = project(x, weights, sizes, layer, taps, source)
     q, k = turned(history.kept(q), k, sizes.rope, history)
+    if sizes.norms_behind_rope:
+        q, k = (_normed(x, norm, sizes) for x, norm in ((q, weights.q_norm), (k, weights.k_norm)))
+    if sizes.growth is not None:
+        q = _grown(q, sizes.growth, history)
     q, k = taps("rot_q", layer, q), taps("rot_k", layer, k)
+    if sizes.slopes:
+        q, k = _sloped(q, k, sizes, how.scale, history)
     z = history.attend(layer, q, k, v, how)
     z = taps("z", layer, z if gate is None else z * gate)
     return output(z, weights.o, layer, taps)
@@ -127,10 +153,10 @@ def project(
         flat = tuple(linear(x, part) for part in (weights.q, weights.k, weights.v) if part is not None)
     if source is not None and taps.touches(layer, *SPLIT_INPUTS):
         flat = _from_inputs(flat, source, weights, sizes, layer, taps)
-    q, k, v = (
-        _by_heads(part, norm, sizes)
-        for part, norm in zip(flat, (weights.q_norm, weights.k_norm, None), strict=True)
-    )
+    if sizes.clip is not None:
+        flat = tuple(part.clamp(-sizes.clip, sizes.clip) for part in flat)
+    norms = (None,) * 3 if sizes.norms_behind_rope else (weights.q_norm, weights.k_norm, None)
+    q, k, v = (_by_heads(part, norm, sizes) for part, norm in zip(flat, norms, strict=True))
     return taps("q", layer, q), taps("k", layer, k), taps("v", layer, v)
 
 
@@ -186,8 +212,32 @@ def _by_heads(x: Tensor, norm: NormWeights | None, sizes: AttentionSizes) -> Ten
     as wide."""
     if norm is not None and norm.weight.shape[0] != sizes.head_dim:
         x, norm = apply_norm(x, norm, sizes.norm_type, sizes.qk_norm_eps), None
-    found = x.unflatten(-1, (-1, sizes.head_dim)).transpose(1, 2)
-    return found if norm is None else apply_norm(found, norm, sizes.norm_type, sizes.qk_norm_eps)
+    return _normed(x.unflatten(-1, (-1, sizes.head_dim)).transpose(1, 2), norm, sizes)
+
+
+def _normed(x: Tensor, norm: NormWeights | None, sizes: AttentionSizes) -> Tensor:
+    """x [..., dh] normed, where there is a norm."""
+    return x if norm is None else apply_norm(x, norm, sizes.norm_type, sizes.qk_norm_eps)
+
+
+def _grown(q: Tensor, growth: tuple[float, int], history: History) -> Tensor:
+    """Queries [B, H, kept, dh] times 1 + b log(1 + floor(p / n)) of their positions p (Llama 4, which keeps
+    attention as sharp as it is in short texts)."""
+    share, length = growth
+    places = history.kept(history.positions[:, None].float())
+    return q * (1 + share * torch.log(1 + torch.floor(places / length))).to(q.dtype)
+
+
+def _sloped(
+    q: Tensor, k: Tensor, sizes: AttentionSizes, scale: float, history: History
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys with one entry more, whose product times the scale is what a score rises by with the
+    position of its key (Press et al., Train Short, Test Long, 2021). Relative to each query's own position it
+    is the penalty of distance in that paper; a softmax does not see the difference."""
+    slopes = torch.tensor(sizes.slopes, device=k.device)
+    rises = (slopes[:, None] * history.positions).to(k.dtype)[:, :, None]
+    wider = torch.cat([k, rises.expand(k.shape[0], -1, -1, -1)], dim=-1)
+    return torch.cat([q, torch.full_like(q[..., :1], 1 / scale)], dim=-1), wider
 
 
 def turned(q: Tensor, k: Tensor, rope: RopeConfig | None, history: History) -> tuple[Tensor, Tensor]:
@@ -235,9 +285,10 @@ def attend(
 
 
 def is_by_hand(q: Tensor, how: AttentionMixer) -> bool:
-    """Whether weights are computed step by step where nobody changes them: no fused kernel caps scores, and
-    none takes the softmax in float32 where all else is float64, as the reference does."""
-    return how.soft_cap is not None or q.dtype == torch.float64
+    """Whether weights are computed step by step where nobody changes them: no fused kernel caps scores or has
+    a place for sinks, and none takes the softmax in float32 where all else is float64, as the reference
+    does."""
+    return how.soft_cap is not None or how.sinks is not None or q.dtype == torch.float64
 
 
 def output(z: Tensor, projection: Linear, layer: int, taps: Taps) -> Tensor:
@@ -281,7 +332,16 @@ def _pattern(
     if how.soft_cap is not None:
         scores = how.soft_cap * torch.tanh(scores / how.soft_cap)
     masked = taps("attn_scores", layer, scores.masked_fill(~seen, float("-inf")))
-    return taps("pattern", layer, torch.softmax(masked, dim=-1, dtype=torch.float32).to(q.dtype), seen)
+    return taps("pattern", layer, _weights(masked, how.sinks).to(q.dtype), seen)
+
+
+def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax of masked scores [B, H, query, key], in float32; where there are sinks [H], rows sum to less
+    than 1, by what went there (Xiao et al., StreamingLLM, 2023; gpt-oss, 2025)."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1, dtype=torch.float32)
+    sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
 
 
 def _weigh(pattern: Tensor, v: Tensor) -> Tensor:

@@ -59,7 +59,9 @@ class Ends(Generic[Config, Layer]):
 
     def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:
         """Normalised states [..., D] -> logits [..., tokens], soft-capped as the model's output is."""
-        logits = product(x, want.of_tokens(self.unembedding))
+        bias = self.weights.head_bias
+        bias = None if bias is None else want.of_tokens(bias)
+        logits = product(x, want.of_tokens(self.unembedding), bias)
         cap = self.config.final_logit_softcapping
         return cap * torch.tanh(logits / cap) if softcap and cap is not None else logits
 

@@ -39,7 +39,7 @@ class History(Protocol):
 
     @property
     def positions(self) -> Tensor:
-        """Of the tokens that enter the first layer in their sequences, int [token]."""
+        """Of the tokens that enter the layer under way in their sequences, int [token]."""
         ...
 
     def enter(self, layer: int, carried: Carried) -> Carried:

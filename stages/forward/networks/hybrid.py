@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....store.errors import ConfigError
-from ..architectures.architecture import Stored
 from ..architectures.hybrid import HybridConfig
 from ..hooks.taps import Taps
 from .ends import Ends
@@ -42,8 +41,8 @@ from .mixers.mlp import Mlp
 from .mixers.mlstm import Mlstm
 from .mixers.shared_block import SharedBlock
 from .mixers.short_convolution import ShortConvolution
-from .norms import normalise
-from .weights import NormWeights, Weights, multiplied, parts_of, with_ends
+from .norms import apply_norm, normalise
+from .weights import NormWeights, Weights, made, parts_of, with_ends
 
 __all__ = ["Hybrid", "assemble"]
 
@@ -88,11 +87,10 @@ def assemble(take: Callable[[str], Tensor], config: HybridConfig) -> Weights[Hyb
         return held[name]
 
     for layer, (block, stored) in enumerate(zip(config.blocks, tensors.layers, strict=True)):
-        found = {}
-        for weight, where in stored.items():
+        found: dict[str, Tensor] = {}
+        for weight, where in sorted(stored.items(), key=lambda item: item[1].constant is not None):
             read = take if where.layer is None else take_once
-            tensor = _as_rows(read(tensors.in_layer(layer, weight)), where)
-            found[weight] = multiplied(tensor, where.factors)
+            found[weight] = made(read, where, tensors.in_layer(layer, weight), found)
         norms = parts_of({name: tensor for name, tensor in found.items() if name.startswith("ln")})
         mixers = tuple(MIXERS[shape.kind](shape, found) for shape in block.mixers)
         channel = block.channel_mixer
@@ -100,11 +98,6 @@ def assemble(take: Callable[[str], Tensor], config: HybridConfig) -> Weights[Hyb
         shared = None if block.shared is None else SharedBlock(block.shared, found)
         layers.append(HybridLayer(mixers, channel_mixer, norms, shared))
     return with_ends(take, config, layers)
-
-
-def _as_rows(tensor: Tensor, where: Stored) -> Tensor:
-    """A matrix [out, in], whichever way the checkpoint has it."""
-    return tensor.T.contiguous() if where.is_transposed else tensor
 
 
 class Hybrid(Ends[HybridConfig, HybridLayer]):
@@ -121,6 +114,9 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
             x = x * scale
         if positions is not None and self.weights.positions is not None:
             x = x + F.embedding(positions + self.config.first_position, self.weights.positions)
+        if self.weights.embed_norm is not None:
+            c = self.config
+            x = apply_norm(x, self.weights.embed_norm, c.norm_type, c.norm_eps)
         # The reference keeps the stream in float32 where it is told to, whatever the weights are in.
         return {STREAM: x.to(torch.promote_types(x.dtype, torch.float32)) if self._is_wide else x}
 
@@ -194,8 +190,15 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
     # -- weights as matrices
 
     def value_matrix(self, layer: int) -> Tensor:
-        """The V projection [kv_head * d_head, hidden]; ConfigError in a layer that does not attend."""
-        part = self._attention(layer).weights.v
+        """The V projection [kv_head * d_head, hidden]; ConfigError in a layer that does not attend, or where
+        values are no linear map."""
+        attention = self._attention(layer)
+        if (clip := attention.shape.clip) is not None:
+            raise ConfigError(
+                f"expected values that are a linear map of the stream in {self.config.model_type}, found "
+                f"them held within {clip:g} in layer {layer}; no attribution follows such a model"
+            )
+        part = attention.weights.v
         assert part is not None  # hybrids keep q, k and v apart
         return part.weight
 

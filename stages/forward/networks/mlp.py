@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -36,10 +38,23 @@ def mlp(x: Tensor, weights: MlpWeights, activation: str, layer: int, taps: Taps)
         up = linear(x, weights.up)
     activated = taps("mlp_pre_act", layer, up if gate is None else gate)
     up = up if gate is None else taps("mlp_pre_linear", layer, up)
-    act, recorded = ACTIVATIONS[activation], is_recorded(activated, up)
+    recorded = is_recorded(activated, up)
+    learned = weights.activation
+    act = partial(LEARNED[activation], **learned) if learned else ACTIVATIONS[activation]
     if not recorded and not taps.touches(layer, "mlp_pre_act"):
         act = IN_PLACE.get(activation, act)
     inner = act(activated)
     if gate is not None:
         inner = inner * up if recorded else inner.mul_(up)  # nobody else has seen it
     return linear(taps("mlp_post_act", layer, inner), weights.down)
+
+
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+    """Quadratic above zero, the integral of an ELU below (Huang and Schlag, xIELU, 2024, equation 6)."""
+    above = F.softplus(alpha_p) * x * x + beta * x
+    below = (torch.expm1(torch.minimum(x, eps)) - x) * (beta + F.softplus(alpha_n)) + beta * x
+    return torch.where(x > 0, above, below)
+
+
+LEARNED: dict[str, Callable[..., Tensor]] = {"xielu": xielu}
+"""Activations that learn something: of x, and of that by its names."""

@@ -31,7 +31,8 @@ def rope_tables(
     positions = torch.arange(length, dtype=computed_in)
     angles = torch.outer(positions, inverse_frequencies(rope, length, computed_in)).float()
     magnitude = attention_factor(rope)
-    return (angles.cos() * magnitude).to(device), (angles.sin() * magnitude).to(device)
+    turning = -magnitude if rope.is_backwards else magnitude
+    return (angles.cos() * magnitude).to(device), (angles.sin() * turning).to(device)
 
 
 def inverse_frequencies(rope: RopeConfig, length: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -44,6 +45,8 @@ def inverse_frequencies(rope: RopeConfig, length: int, dtype: torch.dtype = torc
         return 1 / _ntk_base(rope, length) ** exponent
     if rope.scheme == "llama3":
         return _llama3(rope, plain)
+    if rope.scheme == "yarn":
+        return _yarn(rope, plain)
     if rope.scheme == "longrope":
         factors = rope.long_factor if length > _original(rope) else rope.short_factor
         return 1 / (torch.tensor(factors, dtype=dtype) * rope.theta**exponent)
@@ -51,9 +54,9 @@ def inverse_frequencies(rope: RopeConfig, length: int, dtype: torch.dtype = torc
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """What cos and sin are multiplied by: 1 but for longrope, where it keeps the scale of the scores
+    """What cos and sin are multiplied by: 1 but for yarn and longrope, where it keeps the scale of the scores
     (LongRoPE, section 3.2)."""
-    if rope.scheme != "longrope":
+    if rope.scheme not in ("longrope", "yarn"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
@@ -105,6 +108,25 @@ def _ntk_base(rope: RopeConfig, length: int) -> float:
     original = _original(rope)
     stretched = rope.factor * max(length, original) / original - (rope.factor - 1)
     return float(rope.theta * stretched ** (rope.dim / (rope.dim - 2)))
+
+
+def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
+    """Entries that turn often within the original context as they did, those that hardly turn slower by the
+    factor, a linear blend between (YaRN, section 3.2)."""
+    fast, slow = (_entry_of(rope, rotations) for rotations in rope.bounds)
+    if rope.is_truncated:
+        fast, slow = math.floor(fast), math.ceil(slow)
+    fast, slow = max(fast, 0), min(slow, rope.dim - 1)
+    width = slow - fast or 0.001
+    places = torch.arange(rope.dim // 2, dtype=plain.dtype)
+    slowed = ((places - fast) / width).clamp(0, 1)
+    return plain / rope.factor * slowed + plain * (1 - slowed)
+
+
+def _entry_of(rope: RopeConfig, rotations: float) -> float:
+    """Which entry turns so often within the original context."""
+    wavelengths = _original(rope) / (rotations * 2 * math.pi)
+    return rope.dim * math.log(wavelengths) / (2 * math.log(rope.theta))
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:

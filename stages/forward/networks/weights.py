@@ -8,16 +8,17 @@ used: present, of the right shape, finite.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ....store.errors import WeightsError, nearest
 from ....store.exchange.tensors import FLOATS, read_header
-from ..architectures.architecture import Architecture, require_tied
+from ..architectures.architecture import Architecture, Stored, require_tied
 from ..architectures.transformer import TransformerConfig
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class MlpWeights:
     up: Linear | None = None
     gate_up: Linear | None = None
     """Rows: gate, then up."""
+    activation: Mapping[str, Tensor] = field(default_factory=dict)
+    """What an activation learns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +100,10 @@ class Weights(Generic[Layer]):
     lm_head: Tensor | None = None
     positions: Tensor | None = None
     """[position, hidden], where they are learned."""
+    head_bias: Tensor | None = None
+    """Of the LM head, [vocab]."""
+    embed_norm: NormWeights | None = None
+    """What embeddings are normed by before they become the stream."""
 
 
 def expected_tensors(config: Architecture) -> dict[str, tuple[int, ...]]:
@@ -182,15 +189,48 @@ def with_ends(take: Callable[[str], Tensor], config: Architecture, layers: Itera
     """Layers with what stands outside of them: embedding, final norm, and the head where it is its own."""
     outside = config.tensors.outside
     embed, head = outside["embed"], outside["head"]
-    bias = outside.get("final_norm.bias")
-    final = NormWeights(take(outside["final_norm"].name), None if bias is None else take(bias.name))
     table = take(embed.name)
-    positions = take(outside["positions"].name) if "positions" in outside else None
-    if head == embed:
-        return Weights(table, tuple(layers), final, positions=positions)
+
+    def held(name: str) -> Tensor | None:
+        return made(take, outside[name], outside[name].name, {"": table}) if name in outside else None
+
+    def norm(name: str) -> NormWeights | None:
+        weight = held(name)
+        return None if weight is None else NormWeights(weight, held(f"{name}.bias"))
+
+    final = norm("final_norm")
+    assert final is not None  # every model has one
     # A head that is the embedding's tensor, multiplied, is a matrix of its own.
     own = table if head.name == embed.name else take(head.name)
-    return Weights(table, tuple(layers), final, multiplied(own, head.factors), positions)
+    return Weights(
+        table,
+        tuple(layers),
+        final,
+        lm_head=None if head == embed else multiplied(own, head.factors),
+        positions=waves(config, table) if config.has_position_waves else held("positions"),
+        head_bias=held("head.bias"),
+        embed_norm=norm("embed_norm"),
+    )
+
+
+def waves(config: Architecture, like: Tensor) -> Tensor:
+    """Positions as sines and cosines of falling frequency [position, hidden], all sines first (Vaswani et
+    al., Attention Is All You Need, 2017, section 3.5, as fairseq has it)."""
+    import torch
+
+    half = config.hidden_size // 2
+    falling = torch.exp(torch.arange(half).float() * -(math.log(10000) / (half - 1)))
+    angles = torch.arange(config.position_rows).float()[:, None] * falling
+    return torch.cat([angles.sin(), angles.cos()], dim=1).to(like)
+
+
+def made(take: Callable[[str], Tensor], stored: Stored, name: str, others: Mapping[str, Tensor]) -> Tensor:
+    """A weight as a model holds it; where no checkpoint has it, in the dtype and on the device of others."""
+    if stored.constant is not None:
+        return next(iter(others.values())).new_full(stored.shape, stored.constant)
+    tensor = take(name)
+    tensor = tensor.T.contiguous() if stored.is_transposed else tensor
+    return multiplied(tensor + stored.plus if stored.plus else tensor, stored.factors)
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from . import random_later
 from .random_models import CONTEXT
 
 ATTENDING = (
@@ -33,10 +34,15 @@ ATTENDING = (
     "seed_oss",
     "smollm3",
     "stablelm",
+    *random_later.DRAWS,
 )
-AXES = ("cohere2", "gemma3_text", "gpt2", "gpt_neox", "olmo3", "qwen2_moe", "smollm3")
+AXES = (
+    *("cohere2", "gemma3_text", "gpt2", "gpt_neox", "olmo3", "qwen2_moe", "smollm3"),
+    *random_later.AXES,
+)
 """Families that between them have what no decoder of all layers alike has: parallel layers, layers without
-rope, two ropes, norms around and behind, experts, learned positions, projections as one."""
+rope, two ropes, norms around and behind, experts, learned positions, projections as one; slopes, sinks, norms
+behind rope, latents that turn, queries that grow, embeddings that are normed."""
 LAYERS = 3
 
 
@@ -306,4 +312,5 @@ DRAWS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "stablelm": _stablelm,
     "seed_oss": _dense("attention_bias", "attention_out_bias", "mlp_bias"),
     "smollm3": _smollm,
+    **random_later.DRAWS,
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import xarray as xr
 from safetensors.torch import load_file, save_file
 
 from mizarr import HookPoint, HookSpec, Model
@@ -18,11 +19,14 @@ from mizarr.stages.forward.generation.generate import generate
 from mizarr.stages.forward.models.autoconfig import report
 from mizarr.stages.forward.models.files import resolve
 from mizarr.stages.forward.networks.weights import read_shapes
+from mizarr.stages.logits.lens import logits as read_by
+from mizarr.stages.logits.readout import readout_from_files
 from mizarr.store.errors import ConfigError
 
 from .compared import assert_near, assert_parity, draw_ids
 from .random_attending import ATTENDING, AXES
 from .random_hybrids import draw, save_random_hybrid
+from .random_later import REQUIRED
 
 pytest.importorskip("transformers")
 
@@ -51,7 +55,9 @@ def test_attention_patterns_agree_with_transformers(family, tmp_path):
         patterns = reference(ids, output_attentions=True, use_cache=False).attentions
     assert len(patterns) == len(cache) == model.config.num_layers
     for point, pattern in zip(cache, patterns, strict=True):
-        assert_near(cache[point], pattern)
+        found = cache[point]
+        # Sinks take their share; some references return the pattern as it was before.
+        assert_near(found / found.sum(-1, keepdim=True) if family.endswith("_swa") else found, pattern)
 
 
 @pytest.mark.parametrize("family", ATTENDING)
@@ -71,7 +77,7 @@ def test_the_stream_is_what_layers_add_to_it(family, tmp_path):
         assert (middle in cache) == has_middle == (HookPoint("ln2_scale", layer) in cache or family in AFTER)
 
 
-AFTER = ("exaone4", "olmo2", "olmo3")
+AFTER = ("exaone4", "flex_olmo", "olmo2", "olmo3")
 
 
 @pytest.mark.parametrize("family", ATTENDING)
@@ -82,6 +88,7 @@ def test_absent_keys_mean_what_they_mean_to_the_reference(family):
     usual = {"hidden_size": 128, "num_attention_heads": 32, "num_hidden_layers": 8, "intermediate_size": 96}
     required = {ROWS[family].aliases.get(key, key): value for key, value in usual.items()}
     required |= {"vocab_size": 96} | ({"word_embed_proj_dim": 128} if family == "opt" else {})
+    required |= REQUIRED.get(family, {})
     if family == "gpt_neo":
         required["attention_types"] = [[["global", "local"], 4]]
     full = AutoConfig.for_model(family, **required).to_dict()
@@ -179,7 +186,7 @@ def test_greedy_tokens_are_those_of_transformers_with_keys_kept_or_not(family, t
         ),
         (
             "olmo2",
-            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            {"rope_parameters": {"rope_type": "proportional", "factor": 2.0}},
             "expected one rope_type for all",
         ),
         (
@@ -197,11 +204,61 @@ def test_greedy_tokens_are_those_of_transformers_with_keys_kept_or_not(family, t
         ("stablelm", {"qk_layernorm": True}, "expected no qk_layernorm, found True"),
         ("glm4_moe", {"n_group": 3}, "expected 3 groups to divide 8 experts"),
         ("mixtral", {"num_experts_per_tok": 9}, "at most 4 experts"),
+        ("falcon", {"alibi": True}, "expected alibi to be False, found True"),
+        (
+            "falcon",
+            {"new_decoder_architecture": True, "parallel_attn": False},
+            "expected two norms in parallel layers of the newer architecture alone",
+        ),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config: expected qk_ln to be False, found True"),
+        (
+            "bloom",
+            {"apply_residual_connection_post_layernorm": True},
+            "expected no apply_residual_connection_post_layernorm, found True",
+        ),
+        ("phimoe", {"num_experts_per_tok": 1}, "expected num_experts_per_tok to be 2"),
+        ("deepseek_v2", {"topk_method": "noaux_tc", "first_k_dense_replace": 0}, "found 'noaux_tc'"),
+        ("exaone_moe", {"mlp_layer_types": ["dense"]}, "dense or sparse for each of 3 layers"),
+        ("granite_swa", {"layer_rope_theta": [1e4]}, "layer_rope_theta to list a number for each of 3"),
+        ("ministral3", {"layer_types": ["full_attention"] * 3}, "expected no layer_types"),
+        ("xglm", {"pad_token_id": 2}, "expected pad_token_id below 2, found 2"),
+        ("cwm", {"hidden_act": "xielu"}, "expected an activation among"),
     ],
 )
 def test_what_is_not_followed_is_told(family, told, message):
     with pytest.raises(ConfigError, match=message):
         read({**draw(family, 0), "model_type": family, **told})
+
+
+@pytest.mark.parametrize("family", ["nanochat", "nemotron", "olmo", "phi"])
+def test_a_readout_of_the_files_gives_the_logits(family, tmp_path):
+    """Heads with a bias, norms without weights, and norms by 1 more than theirs."""
+    save_random_hybrid(tmp_path, family, 1, tokenizer=False)
+    model, files = Model.from_pretrained(tmp_path), resolve(tmp_path)
+    last = HookPoint.resid_post(model.config.num_layers - 1)
+    cache = model.forward(draw_ids(1, 20), HookSpec().capture(last))
+    states = xr.DataArray(cache[last][0].numpy(), dims=("position", "hidden"))
+    found = read_by(states, readout_from_files(files.weight_files, model.config))
+    assert_near(torch.from_numpy(found.to_numpy()), cache.logits[0])
+
+
+def test_values_that_are_clipped_are_no_linear_map(tmp_path):
+    save_random_hybrid(tmp_path, "olmo", 0, tokenizer=False, clip_qkv=0.5)
+    network = Model.from_pretrained(tmp_path).network
+    with pytest.raises(ConfigError, match=r"linear map of the stream in olmo, found them held within 0\.5"):
+        network.value_matrix(1)
+
+
+def test_a_swedish_gpt2_is_a_gpt2():
+    raw = json.loads(json.dumps(draw("gpt2", 0)))
+    swedish, english = (read(raw | {"model_type": name}) for name in ("gpt-sw3", "gpt2"))
+    assert swedish.fields | {"model_type": "gpt2"} == english.fields
+
+
+@pytest.mark.parametrize("family", ["gpt2", "falcon", "xglm"])
+def test_a_key_the_reference_has_another_name_for_is_not_read(family):
+    raw = {**draw(family, 0), "model_type": family}
+    assert read(raw | {"hidden_act": "relu2", "intermediate_size": 7}).digest == read(raw).digest
 
 
 def test_draws_differ_along_every_axis():

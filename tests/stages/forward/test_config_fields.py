@@ -192,6 +192,19 @@ def test_a_field_that_once_came_out_wrong_is_right_or_refused(family, change, tm
     assert wrong == []
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("family", ["llama", "helium", "qwen3"])
+def test_yarn_is_followed_however_it_is_told(family, tmp_path):
+    told = [{}, {"beta_fast": 8.0, "beta_slow": 2.0}, {"truncate": False}, {"attention_factor": 1.3}]
+    told += [{"mscale": 0.7, "mscale_all_dim": 1.1}, {"mscale": 0.7}]
+    wanted = [{"rope_parameters": YARN | each} for each in told]
+    wanted.append({"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": YARN})
+    counts, wrong = swept(family, tmp_path, wanted)
+    assert wrong == [] and counts["right"] == len(wanted)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", random_models.FAMILIES)

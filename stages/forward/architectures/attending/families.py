@@ -6,37 +6,23 @@ alike computes are rows of ../families.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from .....store.errors import ConfigError
 from ..hybrid_tensors import Spelling
 from ..linear_families import LLAMA, OF_MIXTRAL
 from ..transformer import ConfigReader
-from .experts import glm_experts, granite_experts, mixtral_experts, qwen_experts
+from .experts import granite_experts, mixtral_experts, qwen_experts, sigmoid_experts
+from .latent import LATENT
+from .layers import but_every, in_windows, in_windows_if_any
+from .newer import NEWER
+from .older import OLDER
 from .reading import Attends, Windows
+from .routed import ROUTED
+from .spellings import KEYS_OF_GPT2, OF_GLM, OF_GLM4, OF_GPT2, OF_GRANITE
 
 __all__ = ["ATTENDING"]
-
-OF_GLM = ("gate_up_proj", "down_proj")
-OF_GRANITE = replace(
-    LLAMA,
-    mlp_parts=("input_linear", "output_linear"),
-    experts="block_sparse_moe.",
-    router="router.layer",
-    expert_parts=("input_linear", "output_linear"),
-    shared="shared_mlp.",
-)
-
-
-def _but_every(default: int, key: str = "sliding_window_pattern") -> Callable[[ConfigReader, int], list[str]]:
-    """A window in all layers but every n-th. key: which says n; "" for none."""
-
-    def types(reader: ConfigReader, layers: int) -> list[str]:
-        every = reader.integer(key, default) if key else default
-        return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
-
-    return types
 
 
 def _flags_of_rope(reader: ConfigReader, layers: int) -> list[bool]:
@@ -61,40 +47,6 @@ def _listed(reader: ConfigReader, windows: Windows) -> Sequence[bool]:
 def _window_where_nothing_turns(reader: ConfigReader, layers: int) -> list[str]:
     flags = _flags_of_rope(reader, layers)
     return ["full_attention" if turns else "sliding_attention" for turns in flags]
-
-
-def _in_windows(reader: ConfigReader, windows: Windows) -> Sequence[bool]:
-    """Layers with a window turn queries and keys; those that see everything know no positions."""
-    return [window is not None for window in windows]
-
-
-def _in_windows_if_any(reader: ConfigReader, windows: Windows) -> Sequence[bool]:
-    """The same, but all layers turn in a model without windows."""
-    return _in_windows(reader, windows) if reader.raw.get("sliding_window", 4096) else [True] * len(windows)
-
-
-OF_GPT2 = Spelling(
-    embed="transformer.wte",
-    positions="transformer.wpe",
-    final_norm="transformer.ln_f",
-    layer="transformer.h.{}.",
-    ln1="ln_1",
-    ln2="ln_2",
-    attention="attn.",
-    attention_in="c_attn",
-    attention_out="c_proj",
-    mlp="mlp.",
-    mlp_parts=("c_fc", "c_proj"),
-    is_transposed=True,
-)
-KEYS_OF_GPT2 = {
-    "hidden_size": "n_embd",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-    "intermediate_size": "n_inner",
-    "max_position_embeddings": "n_positions",
-    "hidden_act": "activation_function",
-}
 
 
 def _scale_of_gpt2(reader: ConfigReader, layer: int, head_dim: int) -> float:
@@ -155,8 +107,8 @@ ATTENDING: dict[str, Attends] = {
         interleaved_rope=True,
         qkv_bias="attention_bias",
         o_bias="attention_bias",
-        types=_but_every(4),
-        turns=_in_windows,
+        types=but_every(4),
+        turns=in_windows,
         logit_scale=0.0625,
         tied=True,
         max_positions=8192,
@@ -167,8 +119,8 @@ ATTENDING: dict[str, Attends] = {
         places="after",
         qk_norms="head",
         eps=1e-5,
-        types=_but_every(4),
-        turns=_in_windows_if_any,
+        types=but_every(4),
+        turns=in_windows_if_any,
         max_positions=2048,
     ),
     "gemma3_text": Attends(
@@ -187,7 +139,7 @@ ATTENDING: dict[str, Attends] = {
         kv_heads=4,
         theta=1000000.0,
         local_rope=("rope_local_base_freq", 10000.0),
-        types=_but_every(6),
+        types=but_every(6),
         tied=True,
         max_positions=131072,
         never=("attn_logit_softcapping",),
@@ -216,13 +168,7 @@ ATTENDING: dict[str, Attends] = {
         interleaved_rope=True,
         qkv_bias=("attention_bias", True),
         max_positions=131072,
-        spelling=replace(
-            LLAMA,
-            ln1_post="post_self_attn_layernorm",
-            ln2="post_attention_layernorm",
-            ln2_post="post_mlp_layernorm",
-            mlp_parts=OF_GLM,
-        ),
+        spelling=replace(OF_GLM4, mlp_parts=OF_GLM),
     ),
     "glm4_moe": Attends(
         examples="GLM 4.5 and 4.6",
@@ -230,10 +176,10 @@ ATTENDING: dict[str, Attends] = {
         kv_heads=8,
         share=0.5,
         qk_norms="head",
-        qk_norm_key="use_qk_norm",
+        qk_norm_key=("use_qk_norm", False),
         qkv_bias="attention_bias",
         max_positions=131072,
-        channel_mixer=glm_experts,
+        channel_mixer=sigmoid_experts,
         spelling=replace(LLAMA, shared="mlp.shared_experts."),
     ),
     "gpt2": Attends(
@@ -363,7 +309,7 @@ ATTENDING: dict[str, Attends] = {
         eps=1e-5,
         qkv_bias="attention_bias",
         o_bias="attention_bias",
-        types=_but_every(4, ""),
+        types=but_every(4, ""),
         theta=500000.0,
         local_rope=("", 500000.0),
         max_positions=2048,
@@ -466,5 +412,10 @@ ATTENDING: dict[str, Attends] = {
         tied=True,
         max_positions=32768,
     ),
+    **LATENT,
+    **NEWER,
+    **OLDER,
+    **ROUTED,
 }
 """Every family of this kind."""
+ATTENDING["gpt-sw3"] = replace(ATTENDING["gpt2"], examples="GPT-SW3")

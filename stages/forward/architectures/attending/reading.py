@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from .....store.errors import ConfigError
 from ..families import (
+    Bias,
     Family,
     described,
     has_bias,
@@ -31,12 +32,25 @@ from ..hybrid import Block, HybridConfig
 from ..hybrid_families import checked
 from ..hybrid_tensors import Spelling
 from ..linear_families import LLAMA
-from ..mixers import AttentionShape, ChannelShape, MlpShape
+from ..mixers import AttentionShape, ChannelShape, GatedAttentionShape, MixerShape, MlpShape
 from ..transformer import ConfigReader, RopeConfig
 
-__all__ = ["Attends", "Windows", "dense", "described_attending", "read_attending", "residual_factor"]
+__all__ = [
+    "Attends",
+    "Factors",
+    "Layout",
+    "Told",
+    "Windows",
+    "dense",
+    "described_attending",
+    "factors_of",
+    "read_attending",
+    "residual_factor",
+    "rope_of_family",
+]
 
 Windows = Sequence[int | None]
+Layout = Literal["separate", "by part", "by head", "by fourths"]
 TensorShapes = Mapping[str, tuple[int, ...]]
 
 
@@ -44,7 +58,7 @@ def dense(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
     """The MLP of every layer."""
     usual = family.inner_factor and family.inner_factor * reader.integer("hidden_size")
     return MlpShape(
-        reader.integer("intermediate_size", usual),
+        usual if family.has_fixed_inner and usual else reader.integer("intermediate_size", usual),
         read_activation(reader, family),
         is_gated=family.mlp != "plain",
         is_fused=family.mlp == "gated_fused",
@@ -59,29 +73,75 @@ def turning_everywhere(reader: ConfigReader, windows: Windows) -> Sequence[bool]
 
 
 @dataclass(frozen=True)
+class Factors:
+    """What a model multiplies by: embeddings, all that is added to the stream, logits; and q k^T, None for
+    what the width of heads says."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+    scores: float | None = None
+
+
+@dataclass(frozen=True)
 class Attends(Family):
     """A family as in the table of decoders, along more axes."""
 
     places: Literal["before", "after", "around"] = "before"
     """Where norms stand: before mixers, behind them, or both."""
-    parallel: bool | tuple[str, bool] = False
+    parallel: Bias = False
     """Whether attention and MLP both read the stream that enters; or the key that says, with its default."""
-    has_two_norms: bool = False
+    has_two_norms: bool | Callable[[ConfigReader], bool] = False
     """Whether each of them then reads it through a norm of its own."""
     has_norm_bias: bool = True
     """Of layer norms."""
     qk_norms: Literal["head", "all"] | None = None
     """Of queries and keys: over each head, or all of them together."""
-    qk_norm_key: str = ""
-    """The key that says whether there are any; "" for always."""
-    layout: Literal["separate", "by part", "by head"] = "separate"
+    qk_norm_key: tuple[str, bool] | None = None
+    """The key that says whether there are any, and its default; None for always."""
+    qk_norm_type: Literal["rms", "layer"] | None = None
+    """Of these norms, where it is not that of all others."""
+    norms_behind_rope: bool = False
+    """Whether they norm what has turned."""
+    has_norm_weights: bool = True
+    """Of all norms."""
+    has_unit_norms: bool = False
+    """Whether norms multiply by 1 more than their weights."""
+    has_embedding_norm: bool = False
+    """Whether embeddings are normed before they become the stream."""
+    fixed_eps: float | None = None
+    """Of norms, whatever the config says."""
+    layout: Layout | Callable[[ConfigReader], Layout] = "separate"
     """Of queries, keys and values in tensors (`AttentionShape`)."""
+    clip: Callable[[ConfigReader], float | None] | None = None
+    """The largest entry of queries, keys and values."""
+    slopes: Callable[[ConfigReader, int], tuple[float, ...]] | None = None
+    """What scores rise by with positions, of so many heads."""
+    has_sinks: bool = False
+    """Whether each head has a score of nothing."""
+    has_gated_heads: bool = False
+    """Whether heads are multiplied by gates with a projection of their own."""
+    has_growth: bool = False
+    """Whether queries grow with positions, as rope_parameters say."""
+    caps_scores: bool = False
+    """Whether the first of soft_caps is followed."""
     types: Callable[[ConfigReader, int], list[str]] | None = None
     """Of layers, where a config does not list them: which have a window."""
     has_window_flag: bool = False
     """Whether use_sliding_window must be true for any window."""
     windows_of: Callable[..., Windows] | None = None
     """Windows by layer, of families that tell them in another way."""
+    mixer: Callable[..., MixerShape] | None = None
+    """What attends, where that is no attention with grouped queries: of a config, a family, a rope and a
+    window."""
+    turned_key: str = "head_dim"
+    """The key of the width of what turns."""
+    rope_of: Callable[[ConfigReader, Attends, int], RopeConfig | None] | None = None
+    """A rope told in another way, of heads of some width."""
+    usual_rope: Mapping[str, Any] | None = None
+    """What rope_parameters are where the config has none."""
+    kv_heads_from: Callable[[ConfigReader, int], int] | None = None
+    """Key heads told in another way, of so many heads."""
     share: float = 1.0
     """Of each head that rope turns, where the config does not say."""
     turns: Callable[[ConfigReader, Windows], Sequence[bool]] = turning_everywhere
@@ -89,23 +149,31 @@ class Attends(Family):
     local_rope: tuple[str, float] | None = None
     """Key (or "") and wavelength of a rope of their own for layers with a window."""
     first_position: int | None = None
-    """Row of the first of learned positions; None for rope."""
+    """Row of the first of positions in a table; None for rope, or slopes."""
+    has_position_waves: bool = False
+    """Whether that table is one of sines and cosines."""
     scale_of: Callable[[ConfigReader, int, int], float] | None = None
     """What q k^T is multiplied by, of a layer and a width of heads."""
     has_multipliers: bool = False
     """Of embedding, attention, residuals and logits, as Granite names them."""
+    factors: Callable[[ConfigReader], Factors] | None = None
+    """These told in another way."""
+    head_bias: Bias = False
+    """Of the LM head."""
     logit_scale: float | None = None
     """What logits are multiplied by where the config does not say; None for families without."""
     channel_mixer: Callable[[ConfigReader, Attends, int], ChannelShape] = dense
     inner_factor: int | None = None
     """How much wider an MLP is than the stream, where the config does not say."""
+    has_fixed_inner: bool = False
+    """Whether it is so whatever the config says."""
     never: tuple[str, ...] = ()
     """Keys that must be absent, null or false, as they change numbers in a way that is not followed."""
     always: Mapping[str, Any] = field(default_factory=dict)
     """Values that keys must have, for the same reason."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """What keys are called here, by their usual names."""
-    spelling: Spelling = LLAMA
+    spelling: Spelling | Callable[[ConfigReader], Spelling] = LLAMA
     root: str = ""
     """What names of tensors begin with, but not in all files."""
 
@@ -117,18 +185,25 @@ def described_attending(model_type: str, family: Attends) -> dict[str, str]:
     attention = (
         "norms on q and k" if family.qk_norms else "",
         "biases" if family.qkv_bias else "",
+        "of a latent" if family.turned_key != "head_dim" else "",
+        "gated heads" if family.has_gated_heads else "",
         "rope turns neighbours" if family.interleaved_rope else "",
         f"rope turns {family.share:g} of a head" if family.share != 1 else "",
         "a rope of their own in windows" if family.local_rope else "",
         "no rope in some layers" if family.turns is not turning_everywhere else "",
         "sliding window" if family.types or family.has_window_flag or family.windows != "none" else "",
         "beside the MLP" if family.parallel else "",
-        "learned positions" if family.first_position is not None else "",
+        _POSITIONS[family.has_position_waves] if family.first_position is not None else "",
+        "ALiBi" if family.slopes else "",
+        "sinks" if family.has_sinks else "",
+        "queries grow with positions" if family.has_growth else "",
     )
     head = (
-        "scaled embedding" if family.scaled_embedding or family.has_multipliers else "",
+        "scaled embedding" if family.scaled_embedding or family.has_multipliers or family.factors else "",
+        "normed embedding" if family.has_embedding_norm else "",
         "tied" if family.tied else "",
         "scaled" if family.has_multipliers or family.logit_scale is not None else "",
+        "bias" if family.head_bias else "",
         "soft cap" if family.soft_caps else "",
     )
     return row | {
@@ -139,9 +214,26 @@ def described_attending(model_type: str, family: Attends) -> dict[str, str]:
     }
 
 
+_POSITIONS = {False: "learned positions", True: "positions of sines and cosines"}
+
+
 def residual_factor(reader: ConfigReader, family: Attends) -> float:
-    """What everything that is added to the stream is multiplied by."""
-    return reader.number("residual_multiplier", 1.0) if family.has_multipliers else 1.0
+    """What everything that is added to the stream is multiplied by, unless a norm stands behind it."""
+    return 1.0 if family.places == "around" else factors_of(reader, family).residual
+
+
+def factors_of(reader: ConfigReader, family: Attends) -> Factors:
+    """What a family multiplies by."""
+    if family.factors is not None:
+        return family.factors(reader)
+    if not family.has_multipliers:
+        return Factors()
+    return Factors(
+        reader.number("embedding_multiplier", 1.0),
+        reader.number("residual_multiplier", 1.0),
+        1 / reader.number("logits_scaling", 1.0),
+        reader.number("attention_multiplier", 1.0),
+    )
 
 
 def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) -> HybridConfig:
@@ -155,66 +247,132 @@ def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) 
     hidden, heads, layers = (
         reader.integer(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
-    eps = reader.number(family.eps_key, family.eps)
+    eps = family.fixed_eps or reader.number(family.eps_key, family.eps)
     windows = (family.windows_of or partial(_windows, family=family))(reader, layers=layers)
-    head_dim = reader.integer("head_dim", family.head_dim or hidden // heads)
+    head_dim = _head_dim(reader, family, hidden // heads)
     ropes = _ropes(reader, family, head_dim, windows)
-    has_qk_norms = not family.qk_norm_key or reader.flag(family.qk_norm_key, False)
-    attention = AttentionShape(
-        num_attention_heads=heads,
-        num_kv_heads=kv_heads_of(reader, family, heads),
-        head_dim=head_dim,
-        scale=_scale(reader, family),
-        qkv_bias=has_bias(reader, family.qkv_bias),
-        o_bias=has_bias(reader, family.o_bias),
-        norms=family.qk_norms if has_qk_norms else None,
-        norm_type="gemma_rms" if family.norm == "gemma_rms" else "rms",
-        qk_norm_eps=eps,
-        factors=(1.0, 1.0, residual_factor(reader, family)),
-        layout=family.layout,
-    )
-    is_parallel = reader.flag(*family.parallel) if isinstance(family.parallel, tuple) else family.parallel
+    told, factors = Told(reader, family, heads, head_dim, eps), factors_of(reader, family)
+    is_parallel = has_bias(reader, family.parallel)
 
     def block(layer: int) -> Block:
-        own = replace(attention, turning=ropes[layer], window=windows[layer])
-        if family.scale_of is not None:
-            own = replace(own, scale=family.scale_of(reader, layer, head_dim))
         return Block(
-            (own,),
+            ((family.mixer or _grouped)(told, ropes[layer], windows[layer], layer),),
             family.channel_mixer(reader, family, layer),
             family.places,
             is_parallel=is_parallel,
-            has_two_norms=family.has_two_norms or not is_parallel,
+            has_two_norms=_has_two_norms(reader, family) or not is_parallel,
+            post_factor=factors.residual if family.places == "around" else 1.0,
         )
 
     blocks = tuple(map(block, range(layers)))
-    context = reader.integer("max_position_embeddings", family.max_positions)
-    is_learned = family.first_position is not None
+    context = family.max_positions and reader.integer("max_position_embeddings", family.max_positions)
+    rows = (context or 0) + (family.first_position or 0)
     return HybridConfig(
         model_type=reader.raw["model_type"],
         hidden_size=hidden,
         vocab_size=reader.integer("vocab_size"),
         blocks=tuple(checked(reader, block) for block in blocks),
-        spelling=_rooted(family, shapes),
+        spelling=_rooted(reader, family, shapes),
         norm_eps=eps,
         norm_type=family.norm,
         norm_biases="of layer norms" if family.has_norm_bias else "none",
         max_position_embeddings=context,
-        position_rows=context + (family.first_position or 0) if is_learned else 0,
+        position_rows=0 if family.first_position is None else rows,
         first_position=family.first_position or 0,
+        has_position_waves=family.has_position_waves,
         embedding_scale=_embedding_scale(reader, family, hidden),
         rounds_embedding_scale=family.scaled_embedding,
         logit_factor=_logit_factor(reader, family),
         final_logit_softcapping=family.soft_caps
         and reader.optional_number("final_logit_softcapping", family.soft_caps[1]),
         tie_word_embeddings=reader.flag("tie_word_embeddings", family.tied),
+        has_embedding_norm=family.has_embedding_norm,
+        has_norm_weights=family.has_norm_weights,
+        has_unit_norms=family.has_unit_norms,
+        has_head_bias=has_bias(reader, family.head_bias),
     )
 
 
+@dataclass(frozen=True)
+class Told:
+    """What the attention of every layer is made of: a config, its family, heads, their width, eps of
+    norms."""
+
+    reader: ConfigReader
+    family: Attends
+    heads: int
+    head_dim: int
+    eps: float
+
+
+def _grouped(told: Told, rope: RopeConfig | None, window: int | None, layer: int) -> AttentionShape:
+    """Attention with grouped queries."""
+    reader, family, heads = told.reader, told.family, told.heads
+    has_norms = family.qk_norm_key is None or reader.flag(*family.qk_norm_key)
+    scale = _scale(reader, family)
+    if family.scale_of is not None:
+        scale = family.scale_of(reader, layer, told.head_dim)
+    gated = partial(GatedAttentionShape, has_gate_projection=True)
+    return (gated if family.has_gated_heads else AttentionShape)(
+        num_attention_heads=heads,
+        num_kv_heads=_kv_heads(reader, family, heads),
+        head_dim=told.head_dim,
+        turning=rope,
+        scale=scale,
+        window=window,
+        qkv_bias=has_bias(reader, family.qkv_bias),
+        o_bias=has_bias(reader, family.o_bias),
+        norms=family.qk_norms if has_norms else None,
+        norm_type=family.qk_norm_type or ("gemma_rms" if family.norm == "gemma_rms" else "rms"),
+        qk_norm_eps=told.eps,
+        factors=(1.0, 1.0, residual_factor(reader, family)),
+        layout=family.layout(reader) if callable(family.layout) else family.layout,
+        has_norm_weights=family.has_norm_weights,
+        norms_behind_rope=family.norms_behind_rope,
+        clip=family.clip and family.clip(reader),
+        soft_cap=_soft_cap(reader, family),
+        slopes=family.slopes(reader, heads) if family.slopes else (),
+        has_sinks=family.has_sinks,
+        growth=_growth(reader, family) if family.has_growth else None,
+    )
+
+
+def _head_dim(reader: ConfigReader, family: Attends, usual: int) -> int:
+    """The width of heads, or of what turns of them; a null is no default of the family."""
+    is_null = "head_dim" in reader.raw and reader.raw["head_dim"] is None
+    return reader.integer(family.turned_key, usual if is_null else family.head_dim or usual)
+
+
+def _kv_heads(reader: ConfigReader, family: Attends, heads: int) -> int:
+    if family.kv_heads_from is None:
+        return kv_heads_of(reader, family, heads)
+    return family.kv_heads_from(reader, heads)
+
+
+def _has_two_norms(reader: ConfigReader, family: Attends) -> bool:
+    return family.has_two_norms(reader) if callable(family.has_two_norms) else family.has_two_norms
+
+
+def _soft_cap(reader: ConfigReader, family: Attends) -> float | None:
+    if not family.caps_scores or family.soft_caps is None:
+        return None
+    return reader.optional_number("attn_logit_softcapping", family.soft_caps[0])
+
+
+def _growth(reader: ConfigReader, family: Attends) -> tuple[float, int]:
+    told = (
+        reader.mapping("rope_scaling") or reader.mapping("rope_parameters") or dict(family.usual_rope or {})
+    )
+    rope = ConfigReader(told, f"{reader.source}: rope_parameters")
+    return rope.number("llama_4_scaling_beta"), rope.integer("original_max_position_embeddings")
+
+
 def _renamed(reader: ConfigReader, family: Attends) -> ConfigReader:
-    """The config under the usual names of its keys."""
+    """The config under the usual names of its keys; what the reference knows by one name has no other."""
     usual = {name: reader.raw[own] for name, own in family.aliases.items() if own in reader.raw}
-    return ConfigReader(usual | reader.raw, reader.source)
+    one_name = {"hidden_act", "intermediate_size"} & set(family.aliases)
+    kept = {key: value for key, value in reader.raw.items() if key not in one_name}
+    return ConfigReader(kept | usual, reader.source)
 
 
 def _refuse(reader: ConfigReader, family: Attends) -> None:
@@ -229,19 +387,20 @@ def _refuse(reader: ConfigReader, family: Attends) -> None:
             )
 
 
-def _rooted(family: Attends, shapes: TensorShapes) -> Spelling:
+def _rooted(reader: ConfigReader, family: Attends, shapes: TensorShapes) -> Spelling:
     """The names of tensors, with or without what the reference writes before them."""
-    root, spelling = family.root, family.spelling
+    root = family.root
+    spelling = family.spelling if isinstance(family.spelling, Spelling) else family.spelling(reader)
     if not root or not shapes or any(name.startswith(root) for name in shapes):
         return spelling
-    names = ("embed", "final_norm", "layer", "positions")
+    names = ("embed", "final_norm", "layer", "positions", "embed_norm")
     return replace(spelling, **{name: getattr(spelling, name).removeprefix(root) for name in names})
 
 
 def _scale(reader: ConfigReader, family: Attends) -> float | None:
     """What q k^T is multiplied by; None for what the width of heads says."""
-    if family.has_multipliers:
-        return reader.number("attention_multiplier", 1.0)
+    if (scores := factors_of(reader, family).scores) is not None:
+        return scores
     if family.query_scalar is not None:
         return 1 / math.sqrt(reader.number("query_pre_attn_scalar", family.query_scalar))
     return None
@@ -250,14 +409,14 @@ def _scale(reader: ConfigReader, family: Attends) -> float | None:
 def _embedding_scale(reader: ConfigReader, family: Attends, hidden: int) -> float | None:
     if family.scaled_embedding:
         return math.sqrt(hidden)
-    factor = reader.number("embedding_multiplier", 1.0) if family.has_multipliers else 1.0
+    factor = factors_of(reader, family).embedding
     return None if factor == 1 else factor
 
 
 def _logit_factor(reader: ConfigReader, family: Attends) -> float:
-    if family.has_multipliers:
-        return 1 / reader.number("logits_scaling", 1.0)
-    return 1.0 if family.logit_scale is None else reader.number("logit_scale", family.logit_scale)
+    if family.logit_scale is not None:
+        return reader.number("logit_scale", family.logit_scale)
+    return factors_of(reader, family).logits
 
 
 def _windows(reader: ConfigReader, *, family: Attends, layers: int) -> Windows:
@@ -276,23 +435,58 @@ def _ropes(
     reader: ConfigReader, family: Attends, head_dim: int, windows: Windows
 ) -> Sequence[RopeConfig | None]:
     """How each layer turns queries and keys; None where it does not."""
-    context = reader.integer("max_position_embeddings", family.max_positions)
-    fixed = replace(family, partial_rotary=family.share != 1)
 
     def rope(raw: Mapping[str, Any], theta: float) -> RopeConfig:
-        held = {"partial_rotary_factor": family.share} | dict(raw) if fixed.partial_rotary else dict(raw)
-        found = read_rope(ConfigReader(held, reader.source), replace(fixed, theta=theta), head_dim, context)
-        return replace(found, interleaved=family.interleaved_rope)
+        return rope_of_family(raw, reader, replace(family, theta=theta), head_dim)
 
     if family.first_position is not None:
         return (None,) * len(windows)
+    if family.rope_of is not None:
+        return (family.rope_of(reader, family, head_dim),) * len(windows)
+    if family.slopes is not None:
+        return (None,) * len(windows)
     turns = family.turns(reader, windows)
     reader.read |= {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"}
+    if (thetas := reader.raw.get("layer_rope_theta")) is not None and family.has_sinks:
+        return _by_theta(reader, rope, thetas, len(windows))
     if family.local_rope is None:
-        everywhere = rope(reader.raw, family.theta)
+        raw = reader.raw
+        if family.usual_rope and not (raw.get("rope_parameters") or raw.get("rope_scaling")):
+            raw = {**raw, "rope_parameters": family.usual_rope}
+        everywhere = rope(raw, family.theta)
         return tuple(everywhere if does else None for does in turns)
     wide, local = (rope(raw, theta) for raw, theta in _of_two_ropes(reader, family))
     return tuple(wide if window is None else local for window in windows)
+
+
+def rope_of_family(
+    raw: Mapping[str, Any], reader: ConfigReader, family: Attends, head_dim: int
+) -> RopeConfig:
+    """A rope as a config tells it at some place, of heads of this width."""
+    context = reader.integer("max_position_embeddings", family.max_positions)
+    fixed = replace(family, partial_rotary=family.share != 1)
+    held = {"partial_rotary_factor": family.share} | dict(raw) if fixed.partial_rotary else dict(raw)
+    found = read_rope(ConfigReader(held, reader.source), fixed, head_dim, context)
+    return replace(found, interleaved=family.interleaved_rope)
+
+
+def _by_theta(
+    reader: ConfigReader, rope: Callable[[Mapping[str, Any], float], RopeConfig], thetas: Any, layers: int
+) -> Sequence[RopeConfig | None]:
+    """A wavelength for each layer, 0 for none."""
+    is_list = isinstance(thetas, list) and len(thetas) == layers
+    if not is_list or any(isinstance(each, bool) or not isinstance(each, int | float) for each in thetas):
+        raise ConfigError(
+            f"{reader.source}: expected layer_rope_theta to list a number for each of {layers} layers, found "
+            f"{thetas!r}; correct the file, or fetch it again"
+        )
+    told = reader.mapping("rope_scaling") or reader.mapping("rope_parameters")
+    by_theta = {
+        theta: rope({**reader.raw, "rope_scaling": {**told, "rope_theta": theta}}, theta)
+        for theta in set(thetas)
+        if theta
+    }
+    return [by_theta.get(theta) for theta in thetas]
 
 
 def _of_two_ropes(reader: ConfigReader, family: Attends) -> tuple[tuple[dict[str, Any], float], ...]:

@@ -1,11 +1,12 @@
 """Attention as one of a hybrid's mixers: networks/attention.py over the layer's own sizes.
 
-Where its heads are gated, the projection of queries has a head's gate behind its query.
+Where its heads are gated, the projection of queries has a head's gate behind its query, or gates have one of
+their own.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class SelfAttention:
             parts_of(_separated(tensors, shape)),
             {field.name for field in fields(AttentionWeights)},
         )
-        self.shape, self._how = shape, shape.fact
+        self.shape, self._how = shape, replace(shape.fact, sinks=tensors.get("sinks"))
         self.weights = AttentionWeights(**{name: part for name, part in parts.items() if name in known})
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
@@ -46,7 +47,12 @@ def _separated(tensors: LayerTensors, shape: AttentionShape) -> LayerTensors:
     for name in {"qkv", "qkv.bias"} & set(found):
         whole = found.pop(name)
         if shape.layout == "by head":
-            parts = [x.flatten(0, 1) for x in whole.unflatten(0, (counts[0], 3, shape.head_dim)).unbind(1)]
+            grouped = whole.unflatten(0, (counts[1], -1, shape.head_dim))
+            queries, keys, values = grouped[:, :-2], grouped[:, -2], grouped[:, -1]
+            parts = [queries.flatten(0, 2), keys.flatten(0, 1), values.flatten(0, 1)]
+        elif shape.layout == "by fourths":
+            queries, values, keys = whole.unflatten(0, (4, 3, -1)).unbind(1)
+            parts = [x.flatten(0, 1) for x in (queries, keys, values)]
         else:
             parts = list(whole.split([count * shape.head_dim for count in counts]))
         found |= {name.replace("qkv", part): x for part, x in zip("qkv", parts, strict=True)}
@@ -57,12 +63,12 @@ class GatedAttention(SelfAttention):
     """The same with gated heads (`Mixer`)."""
 
     def __init__(self, shape: AttentionShape, tensors: LayerTensors) -> None:
-        found = dict(tensors)
-        for name in {"q", "q.bias"} & set(found):
+        found, gate = dict(tensors), "gate_of_heads"
+        for name in {"q", "q.bias"} & set(found) if gate not in found else ():
             both = found[name].unflatten(0, (shape.num_attention_heads, 2, shape.head_dim))
-            found[name], found[name.replace("q", "gate", 1)] = (both[:, i].flatten(0, 1) for i in range(2))
+            found[name], found[name.replace("q", gate, 1)] = (both[:, i].flatten(0, 1) for i in range(2))
         super().__init__(shape, found)
-        self._gate, self._gate_bias = found["gate"], found.get("gate.bias")
+        self._gate, self._gate_bias = found[gate], found.get(f"{gate}.bias")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
         """See `Mixer`."""

@@ -3,11 +3,14 @@
 | routing | weights of the chosen |
 | --- | --- |
 | "softmax of chosen" | softmax over the largest k scores (Granite) |
-| "chosen of softmax" | the largest k of the softmax over all scores, as they are (Jamba) |
+| "chosen of softmax" | the largest k of the softmax over all scores (Jamba), or over the best groups |
+| "chosen of corrected softmax" | the same, chosen by these plus a correction, over their sum (ERNIE 4.5) |
 | "sigmoid" | sigmoids of the scores, scaled; chosen by these plus any correction, in the best groups |
+| "sigmoid of chosen" | sigmoids of the scores; chosen by the scores plus a correction (Kolibri) |
+| "sparse mixing" | of each of two, softmax over the scores near it and left (Phi 3.5 MoE) |
 
-The last is Nemotron's, from DeepSeek-V3 (2024, section 2.1.2). Tokens are grouped by expert, so that each
-expert is one product over its own tokens.
+"sigmoid" is Nemotron's, from DeepSeek-V3 (2024, section 2.1.2); groups of softmaxes are DeepSeek-V2's. Tokens
+are grouped by expert, so that each expert is one product over its own tokens.
 
 Axes: n = tokens of all prompts, k = chosen experts.
 """
@@ -43,6 +46,8 @@ class Experts:
             both = [torch.cat([found[f"{e}.{word}"] for word in words]) for e in range(shape.count)]
             self.weights["up"] = torch.stack(both)
             self.weights["down"] = torch.stack([found[f"{e}.down"] for e in range(shape.count)])
+        if shape.limits is not None:
+            self._unravel()
         self._activation = ACTIVATIONS[shape.activation]
 
     def __call__(self, x: Tensor, layer: int, taps: Taps) -> Tensor:
@@ -67,12 +72,13 @@ class Experts:
 
     def _given(self, inner: Tensor, chosen: Tensor, share: Tensor) -> Iterator[Given]:
         """Expert by expert: the tokens it reads, its weights there, and what it gives."""
-        up, down = self.weights["up"], self.weights["down"]
+        w = self.weights
         for expert in chosen.unique().tolist():
             # A weight of 0 is that of an expert somebody left out.
             token, place = ((chosen == expert) & (share != 0)).nonzero(as_tuple=True)
             if len(token):
-                out = self._through(inner[token], up[expert], down[expert])
+                biases = (w[name][expert] if name in w else None for name in ("up.bias", "down.bias"))
+                out = self._through(inner[token], w["up"][expert], w["down"][expert], *biases)
                 yield expert, token, share[token, place, None], out
 
     def _weighed(
@@ -92,12 +98,13 @@ class Experts:
     def _routed(self, x: Tensor, layer: int, taps: Taps) -> tuple[Tensor, Tensor]:
         """The experts of each token [n, k], and their weights [n, k]."""
         s, w, rows = self.shape, self.weights, x.flatten(0, 1)
+        is_sigmoid = s.routing.startswith("sigmoid")
         if s.routing == "sigmoid":
             rows = rows.float()
-        scores = product(rows, w["router"].to(rows.dtype)).float().view(*x.shape[:2], -1)
-        scores = taps("router_logits", layer, scores)
+        scores = product(rows, w["router"].to(rows.dtype), w.get("router.bias")).float()
+        scores = taps("router_logits", layer, scores.view(*x.shape[:2], -1))
         if taps.captures(layer, "router_probs"):
-            taps("router_probs", layer, scores.sigmoid() if s.routing == "sigmoid" else scores.softmax(-1))
+            taps("router_probs", layer, scores.sigmoid() if is_sigmoid else scores.softmax(-1))
         chosen, share = self._chosen(scores.flatten(0, 1))
         return chosen, share.to(x.dtype)
 
@@ -106,12 +113,38 @@ class Experts:
         s = self.shape
         if s.routing == "sigmoid":
             return self._by_sigmoid(scores.sigmoid())
-        if s.routing == "chosen of softmax":
-            share, chosen = scores.softmax(-1).topk(s.chosen, dim=-1)
+        if s.routing == "sparse mixing":
+            chosen, share = _mixed_sparsely(scores, s.jitter)
+        elif s.routing == "chosen of corrected softmax":
+            chosen, share = self._corrected(scores.softmax(-1))
+        elif s.routing == "sigmoid of chosen":
+            chosen, share = self._corrected(scores)
+        elif s.routing == "chosen of softmax":
+            share, chosen = self._in_best_groups(scores.softmax(-1)).topk(s.chosen, dim=-1)
+            share = share * s.routed_factor
         else:
             top, chosen = scores.topk(s.chosen, dim=-1)
             share = top.softmax(-1)
         return chosen, share
+
+    def _corrected(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of the largest scores [n, expert] plus a correction, and their weights without it."""
+        s = self.shape
+        chosen = (scores + self.weights["correction"].float().flatten()).topk(s.chosen, dim=-1).indices
+        share = scores.gather(-1, chosen)
+        share = share.sigmoid() if s.routing == "sigmoid of chosen" else share
+        return chosen, share / share.sum(-1, keepdim=True).clamp_min(s.sum_eps) if s.sums_to_one else share
+
+    def _in_best_groups(self, scores: Tensor) -> Tensor:
+        """Scores [n, expert], 0 in all groups but those of the largest ones."""
+        s = self.shape
+        if s.groups == 1:
+            return scores
+        by_group = scores.unflatten(-1, (s.groups, -1))
+        best = by_group.amax(-1).topk(s.chosen_groups, dim=-1).indices
+        allowed = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, best, True)
+        found: Tensor = by_group.masked_fill(~allowed[..., None], 0).flatten(-2)
+        return found
 
     def _by_sigmoid(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         s, w = self.shape, self.weights
@@ -126,15 +159,24 @@ class Experts:
             share = share / (share.sum(-1, keepdim=True) + s.sum_eps)
         return chosen, share * s.routed_factor
 
+    def _unravel(self) -> None:
+        """Tensors of which gate and up projections take turns, [expert, in, out], as all others are."""
+        w = self.weights
+        rows = w["up"].transpose(1, 2)
+        w["up"] = torch.cat([rows[:, ::2], rows[:, 1::2]], dim=1).contiguous()
+        w["up.bias"] = torch.cat([w["up.bias"][:, ::2], w["up.bias"][:, 1::2]], dim=1)
+        w["down"] = w["down"].transpose(1, 2).contiguous()
+
     def _shared(self, rows: Tensor) -> Tensor:
         """What the expert of all tokens adds."""
         w = self.weights
         if "shared.gate_up" in w:
             return self._through(rows, w["shared.gate_up"], w["shared.down"])
-        up = w["shared.up"]
+        up, bias = w["shared.up"], w.get("shared.up.bias")
         if "shared.gate" in w:
             up = torch.cat([w["shared.gate"], up])
-        return self._through(rows, up, w["shared.down"], w.get("shared.up.bias"), w.get("shared.down.bias"))
+            bias = None if bias is None else torch.cat([w["shared.gate.bias"], bias])
+        return self._through(rows, up, w["shared.down"], bias, w.get("shared.down.bias"))
 
     def _through(
         self, x: Tensor, up: Tensor, down: Tensor, bias: Tensor | None = None, last: Tensor | None = None
@@ -143,6 +185,8 @@ class Experts:
         inner = product(x, up, bias)
         if self.shape.is_gated:
             gate, inner = inner.chunk(2, dim=-1)
+            if self.shape.limits is not None:
+                return product(_limited(gate, inner, *self.shape.limits), down, last)
             return product(self._activation(gate) * inner, down, last)
         return product(self._activation(inner), down, last)
 
@@ -157,3 +201,23 @@ def _shown(given: list[Given], x: Tensor, count: int, layer: int, taps: Taps) ->
         return given
     told = told.transpose(1, 2).flatten(0, 1)
     return [(expert, token, weight, told[token, expert]) for expert, token, weight, _ in given]
+
+
+def _limited(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """x sigmoid(alpha x) of a gate held below a limit, times an up projection held within it, plus 1
+    (gpt-oss)."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+def _mixed_sparsely(scores: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """The two largest of scores [n, expert] and their weights, each [n, 2] (Liu et al., GRIN, 2024, section
+    2.1): softmax over scores no farther from the largest one left than a share of their size."""
+    left, chosen, share = scores, [], []
+    for _ in range(2):
+        largest, place = left.max(dim=-1, keepdim=True)
+        is_far = (largest - scores) / scores.abs().clamp(min=largest) > 2 * jitter
+        share.append(left.masked_fill(is_far, float("-inf")).softmax(-1).gather(-1, place))
+        chosen.append(place)
+        left = left.scatter(-1, place, float("-inf"))
+    return torch.cat(chosen, dim=-1), torch.cat(share, dim=-1)

@@ -1,9 +1,10 @@
-"""Attention whose keys and values are made of one narrow latent, without positions.
+"""Attention whose keys and values are made of one narrow latent.
 
     c, s = W_down u      k_h = (W_k,h norm(c), s)      v_h = W_v,h norm(c)
 
 (DeepSeek-V2, 2024, section 2.1; Kimi Linear, 2025, section 4, which tells no positions.) The part s of keys
-is one for all heads. The rest is attention with a head of keys for each of queries.
+is one for all heads; it turns, and as much of each query, where there are positions. The rest is attention
+with a head of keys for each of queries.
 
 Axes: as in mixer.py; K keys of a head, wider than its values.
 """
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ...architectures.mixers import LatentAttentionShape
 from ...hooks.taps import Taps
+from ..attention import turned
 from ..history import History
 from ..norms import apply_norm
 from ..products import product
@@ -33,13 +35,16 @@ class LatentAttention:
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
         """See `Mixer`."""
         s, w = self.shape, self.weights
-        queries = taps("latent_q", layer, by_heads(self._asked(history.kept(x)), s.key_size))
+        queries = by_heads(self._asked(history.kept(x)), s.key_size)
         latent, shared = product(x, w["down"], w.get("down.bias")).split((s.rank, s.shared_size), dim=-1)
         latent = torch.cat([self._normed(latent, "norm"), shared], dim=-1)
         latent, shared = taps("latent_c", layer, latent).split((s.rank, s.shared_size), dim=-1)
         up = by_heads(product(latent, w["up"]), s.own_size + s.value_size)
         keys, values = up.split((s.own_size, s.value_size), dim=-1)
-        keys = torch.cat([keys, shared.unsqueeze(1).expand(-1, s.heads, -1, -1)], dim=-1)
+        own_part, asked = queries.split((s.own_size, s.shared_size), dim=-1)
+        asked, shared = turned(asked, shared.unsqueeze(1), s.turning, history)
+        queries = taps("latent_q", layer, torch.cat([own_part, asked], dim=-1))
+        keys = torch.cat([keys, shared.expand(-1, s.heads, -1, -1)], dim=-1)
         keys, values = taps("latent_k", layer, keys), taps("latent_v", layer, values)
         z = taps("latent_z", layer, history.attend(layer, queries, keys, values, self._how))
         return product(flat(z), w["out"], w.get("out.bias"))

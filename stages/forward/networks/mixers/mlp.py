@@ -10,7 +10,7 @@ from ...architectures.mixers import MlpShape
 from ...hooks.taps import Taps
 from ..mlp import mlp
 from ..weights import MlpWeights, parts_of
-from .mixer import LayerTensors
+from .mixer import LayerTensors, own
 
 __all__ = ["Mlp", "mlp_weights"]
 
@@ -29,4 +29,5 @@ class Mlp:
 def mlp_weights(tensors: LayerTensors) -> MlpWeights:
     """The weights of an MLP among those of a layer."""
     parts, known = parts_of(tensors), {field.name for field in fields(MlpWeights)}
-    return MlpWeights(**{name: part for name, part in parts.items() if name in known})
+    found = {name: part for name, part in parts.items() if name in known}
+    return MlpWeights(**found, activation=own(tensors, "act."))

@@ -165,7 +165,7 @@ def test_a_missing_or_mistyped_required_key_is_named(key):
             {"num_key_value_heads": 3},
             r"num_attention_heads \(4\) to be a multiple of num_key_value_heads, found 3",
         ),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "found rope_type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 4.0}}, "found rope_type 'proportional'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: expected factor to be a number"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "for 'full_attention' layers"),
         ({"hidden_act": "swiglu"}, "found 'swiglu'"),

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from mizarr.stages.forward.architectures.known import KNOWN
 from mizarr.stages.forward.architectures.transformer import TransformerConfig
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.forward.models import layout_check
@@ -29,7 +30,15 @@ from .. import random_models, shrunk_models
 
 pytest.importorskip("transformers")
 AGREES, DIFFERS = "iquestcoder", "ernie4_5"
-"""Families no row names: a Llama by another name, and one whose rope turns neighbours."""
+WINDOWED = "cwm"
+"""Families whose rows are taken away for these tests: a Llama by another name, one whose rope turns
+neighbours, and one with windows."""
+
+
+@pytest.fixture(autouse=True)
+def without_their_rows(monkeypatch):
+    for model_type in (AGREES, DIFFERS, WINDOWED):
+        monkeypatch.delitem(KNOWN, model_type)
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +138,8 @@ def _guess(folder):
 PLAN = """
 from mizarr.stages.forward.models.source import ModelSource
 from mizarr.store.errors import MizarrError
+from mizarr.stages.forward.architectures.known import KNOWN
+del KNOWN["iquestcoder"]
 try:
     told = ModelSource(sys.argv[1]).identity.request()
 except MizarrError as error:
@@ -294,7 +305,7 @@ def test_a_number_nobody_reads_may_be_a_length(config):
 
 
 def test_a_window_beyond_the_check_is_refused_and_runs_when_trusted(saved):
-    folder, _ = saved("cwm", sliding_window=4096, max_position_embeddings=32768)
+    folder, _ = saved(WINDOWED, sliding_window=4096, max_position_embeddings=32768)
     with pytest.raises(ConfigError, match="found sliding_window=4096, window 4096=4096 with"):
         resolve(folder).identity()
     assert resolve(folder, trust_layout=True).identity().forward.endswith("layout trusted")

@@ -1,0 +1,64 @@
+"""Which layers have a window, and which turn queries and keys: rules that families share.
+
+Border: one config and a number of layers; never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..transformer import ConfigReader
+from .reading import Windows
+
+__all__ = [
+    "all_whole",
+    "but_every",
+    "in_windows",
+    "in_windows_if_any",
+    "none_in_every",
+    "windows_in_upper_layers",
+]
+
+
+def but_every(default: int, key: str = "sliding_window_pattern") -> Callable[[ConfigReader, int], list[str]]:
+    """A window in all layers but every n-th. key: which says n; "" for none."""
+
+    def types(reader: ConfigReader, layers: int) -> list[str]:
+        every = reader.integer(key, default) if key else default
+        return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+
+    return types
+
+
+def none_in_every(period: int) -> Callable[[ConfigReader, int], list[str]]:
+    """A window in all layers but the first of every few."""
+
+    def types(reader: ConfigReader, layers: int) -> list[str]:
+        return ["sliding_attention" if layer % period else "full_attention" for layer in range(layers)]
+
+    return types
+
+
+def all_whole(reader: ConfigReader, layers: int) -> list[str]:
+    """No window, where none are listed."""
+    return ["full_attention"] * layers
+
+
+def windows_in_upper_layers(usual: int) -> Callable[[ConfigReader, int], list[str]]:
+    """A window in all layers from some one on. usual: which, where the config does not say."""
+
+    def types(reader: ConfigReader, layers: int) -> list[str]:
+        first = reader.integer("max_window_layers", usual, least=0)
+        return ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+
+    return types
+
+
+def in_windows(reader: ConfigReader, windows: Windows) -> Sequence[bool]:
+    """Layers with a window turn queries and keys; those that see everything know no positions."""
+    return [window is not None for window in windows]
+
+
+def in_windows_if_any(reader: ConfigReader, windows: Windows) -> Sequence[bool]:
+    """The same, but all layers turn in a model without windows."""
+    return in_windows(reader, windows) if reader.raw.get("sliding_window", 4096) else [True] * len(windows)

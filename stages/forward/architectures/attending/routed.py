@@ -1,0 +1,246 @@
+"""Families since Mixtral that attend everywhere and route tokens to experts, one row each.
+
+Border: never imports torch. How a row is read is told in reading.py, and what routes in experts.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ..linear_families import LLAMA, OF_MIXTRAL
+from ..transformer import ConfigReader
+from .experts import (
+    corrected_experts,
+    granite_experts,
+    hunyuan_experts,
+    kolibri_experts,
+    limited_experts,
+    qwen_experts,
+    sigmoid_experts,
+    sparsely_mixed_experts,
+)
+from .layers import (
+    all_whole,
+    but_every,
+    in_windows,
+    in_windows_if_any,
+    none_in_every,
+    windows_in_upper_layers,
+)
+from .newer import OF_HUNYUAN, stretched_by_alpha
+from .reading import Attends, Factors
+from .spellings import OF_GRANITE
+
+__all__ = ["ROUTED"]
+
+YARN_OF_GPT_OSS = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+SHARED = replace(LLAMA, shared="mlp.shared_experts.")
+
+
+def _as_wide_as_it_is(reader: ConfigReader) -> Factors:
+    """Embeddings by the root of their width, where it says so."""
+    hidden, is_scaled = reader.integer("hidden_size"), reader.flag("mup_enabled", False)
+    return Factors(embedding=math.sqrt(hidden) if is_scaled else 1.0)
+
+
+ROUTED: dict[str, Attends] = {
+    "afmoe": Attends(
+        examples="Trinity",
+        places="around",
+        eps=1e-5,
+        head_dim=128,
+        has_gated_heads=True,
+        qk_norms="head",
+        types=but_every(4, "global_attn_every_n_layers"),
+        window=1024,
+        turns=in_windows,
+        factors=_as_wide_as_it_is,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        max_positions=16384,
+        channel_mixer=sigmoid_experts,
+        spelling=replace(
+            LLAMA,
+            ln2="pre_mlp_layernorm",
+            ln2_post="post_mlp_layernorm",
+            router="router.gate",
+            shared="mlp.shared_experts.",
+            correction="expert_bias",
+        ),
+    ),
+    "dots1": Attends(
+        examples="dots.llm1",
+        kv_heads=32,
+        qk_norms="head",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        types=windows_in_upper_layers(62),
+        max_positions=2048,
+        channel_mixer=sigmoid_experts,
+        spelling=SHARED,
+    ),
+    "ernie4_5_moe": Attends(
+        examples="ERNIE 4.5 with experts",
+        eps=1e-5,
+        kv_heads=4,
+        theta=500000.0,
+        interleaved_rope=True,
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        mlp_bias="use_bias",
+        head_bias="use_bias",
+        tied=True,
+        max_positions=131072,
+        channel_mixer=corrected_experts,
+        spelling=replace(SHARED, correction="moe_statics.e_score_correction_bias"),
+    ),
+    "exaone_moe": Attends(
+        examples="K-EXAONE",
+        kv_heads=32,
+        qk_norms="head",
+        eps=1e-5,
+        types=but_every(4),
+        turns=in_windows_if_any,
+        max_positions=2048,
+        channel_mixer=sigmoid_experts,
+        spelling=replace(SHARED, correction="e_score_correction_bias"),
+    ),
+    "flex_olmo": Attends(
+        examples="FlexOlmo",
+        places="after",
+        qk_norms="all",
+        theta=500000.0,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        max_positions=4096,
+        channel_mixer=qwen_experts,
+    ),
+    "gpt_oss": Attends(
+        examples="gpt-oss 20B and 120B",
+        eps=1e-5,
+        head_dim=64,
+        kv_heads=8,
+        theta=150000.0,
+        usual_rope=YARN_OF_GPT_OSS,
+        has_sinks=True,
+        types=but_every(2, ""),
+        window=128,
+        qkv_bias=("attention_bias", True),
+        o_bias=("attention_bias", True),
+        max_positions=131072,
+        channel_mixer=limited_experts,
+        spelling=replace(
+            LLAMA,
+            router="router",
+            expert_parts=("experts.gate_up_proj", "experts.down_proj"),
+            expert_ending="",
+        ),
+    ),
+    "granitemoe_swa": Attends(
+        examples="Granite MoE with windows and sinks",
+        has_multipliers=True,
+        has_sinks=True,
+        types=none_in_every(4),
+        window=128,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        max_positions=2048,
+        channel_mixer=granite_experts,
+        spelling=replace(
+            OF_GRANITE,
+            router="router",
+            expert_parts=("experts.gate_up_proj", "experts.down_proj"),
+            expert_ending="",
+        ),
+    ),
+    "hunyuan_v1_moe": Attends(
+        examples="Hunyuan A13B",
+        eps=1e-5,
+        qk_norms="head",
+        norms_behind_rope=True,
+        rope_of=stretched_by_alpha,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        max_positions=2048,
+        channel_mixer=hunyuan_experts,
+        spelling=replace(OF_HUNYUAN, router="gate.wg", shared="mlp.shared_mlp."),
+    ),
+    "hy_v3": Attends(
+        examples="Hunyuan 3",
+        eps=1e-5,
+        head_dim=128,
+        kv_heads=8,
+        theta=11158840.0,
+        qk_norms="head",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        max_positions=131072,
+        channel_mixer=sigmoid_experts,
+        spelling=replace(LLAMA, router="router.gate", shared="mlp.shared_mlp.", correction="expert_bias"),
+    ),
+    "kolibri1": Attends(
+        examples="Kolibri 1",
+        places="around",
+        qk_norms="head",
+        head_dim=128,
+        kv_heads=4,
+        types=but_every(5, ""),
+        window=513,
+        turns=in_windows,
+        max_positions=262144,
+        channel_mixer=kolibri_experts,
+        spelling=replace(
+            SHARED, ln1_post="post_attn_norm", ln2_post="post_ffn_norm", correction="/moe.router.expert_bias"
+        ),
+    ),
+    "mellum": Attends(
+        examples="Mellum 2",
+        qk_norms="head",
+        head_dim=128,
+        kv_heads=4,
+        types=all_whole,
+        window=1024,
+        theta=500000.0,
+        local_rope=("", 10000.0),
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        max_positions=131072,
+        channel_mixer=qwen_experts,
+    ),
+    "phimoe": Attends(
+        examples="Phi 3.5 MoE",
+        norm="layer",
+        eps=1e-5,
+        kv_heads=8,
+        theta=1000000.0,
+        windows="all",
+        window=None,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        head_bias="lm_head_bias",
+        max_positions=131072,
+        channel_mixer=sparsely_mixed_experts,
+        spelling=replace(LLAMA, experts="block_sparse_moe.", expert_parts=OF_MIXTRAL),
+    ),
+    "solar_open": Attends(
+        examples="Solar Open",
+        eps=1e-5,
+        head_dim=128,
+        kv_heads=8,
+        theta=1000000.0,
+        qkv_bias="attention_bias",
+        max_positions=131072,
+        channel_mixer=sigmoid_experts,
+        spelling=SHARED,
+    ),
+}
+"""model_type -> row."""
