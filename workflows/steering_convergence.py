@@ -232,8 +232,6 @@ class PushedStates(ModelWorkflow):
         pieces = answer_pieces(self.subject, prompt, target)
         experiment = FeaturePushes(
             ids,
-            (),
-            (),
             position=position,
             strengths=tuple(sorted({1.0, *self.sweep})),
             layers=tuple(self.dictionary.targets(feature.layer)),

@@ -380,6 +380,9 @@ NOT_IN_A_KEY = {
             RankedSweep,
             RankedTrace,
             FeatureTrace,
+            FeatureVectors,
+            FeaturePushes,
+            RandomFeaturePushes,
         )
     },
     (

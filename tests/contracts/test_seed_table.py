@@ -426,3 +426,34 @@ def test_every_field_of_a_published_document_is_told(folder: str, seed: str) -> 
     published = {name for file in files for name in names(json.loads(file.read_text("utf-8")))}
     told = {span for row in ROWS if row.section == folder for span in spans(row.theirs)}
     assert published and published <= told
+
+
+IN_SPEC = {
+    "4.2 logit_lens": "logit_lens",
+    "4.4 attention_knockout": "attention_knockout",
+    "4.6 activation_patching": "activation_patching",
+    "4.7 counterfact_patching": "counterfact_patching",
+    "4.8 factual_routing": "factual_routing",
+    "4.9 steering_convergence": "steering_convergence",
+    "4.10 character_count_helix": "character_count_helix",
+    "D.1 Figure 13": "figure13_planning_poems",
+    "D.2 Attention routing": "attention_routing",
+    "D.3 Feature probe": "clt_probe",
+    "D.4 Correction test": "correction_test",
+    "D.5 CLT vs PLT": "clt_vs_plt",
+    "5.3 Protocol": "recurrent_feedback",
+}
+"""Section of the specification -> section of the table."""
+
+
+@pytest.mark.parametrize("heading", IN_SPEC)
+def test_every_field_the_specification_lists_is_told(heading: str, seed: str) -> None:
+    spec = "\n".join(file.read_text("utf-8") for file in sorted((SHARED / "spec").glob("*.md")))
+    body = re.search(rf"^#+ {re.escape(heading)}.*?\n(.*?)(?=^#+ )", spec, re.MULTILINE | re.DOTALL)
+    assert body, "the specification has this section"
+    lists = re.findall(r"JSON(?! is)[^:\n]*:\s(.*?)(?=External|\n\n|\Z|\n\||\n[A-Z])", body[1], re.DOTALL)
+    listed = {name for each in lists for name in re.findall(r"\b[a-z]+(?:_[a-z0-9]+)+\b", each)}
+    section = [row for row in ROWS if row.section == IN_SPEC[heading]]
+    told = {word for row in section for word in re.findall(r"\w+", f"{row.theirs} {row.here}")}
+    assert listed, "fields with an underscore, which no prose has"
+    assert listed <= told

@@ -322,6 +322,21 @@ def test_a_training_that_makes_no_network_is_one_line(words, match, capsys, tmp_
     assert not (tmp_path / "zoo").exists()
 
 
+@pytest.mark.parametrize("task", ["2nd_argmax", "longest_cycle"])
+def test_training_leaves_networks_on_its_way_that_say_how_far_they_came(task, tmp_path, capsys):
+    """The drawn network, one on the way and the last: a sweep over the folder would find them."""
+    words = ["train-zoo", task, "--hidden", "4", "--sequence", "3", "--sequences", "4096", "--quiet"]
+    more = ["--checkpoint", "0", "--checkpoint", "2048", "--out", str(tmp_path)]
+    assert run([*words, *more]) == 0
+    assert capsys.readouterr().err.count("wrote ") == 3
+    found = {after: load_model(tmp_path / f"{task}_4_3_{after}_0.safetensors") for after in (0, 2048, 4096)}
+    assert len({str(model.identity()) for model in found.values()}) == 3
+    assert run([*words, "--out", str(tmp_path / "plain")]) == 0
+    plain = load_model(tmp_path / "plain" / f"{task}_4_3_4096_0.safetensors")
+    for name, tensor in plain.tensors.items():
+        np.testing.assert_array_equal(tensor, found[4096].tensors[name], "checkpoints change nothing")
+
+
 # -- chance
 
 

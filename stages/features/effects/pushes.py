@@ -21,7 +21,7 @@ import numpy as np
 from ....pipeline import Output
 from ....store.arrays import Array
 from ....store.errors import InterventionError
-from ...causal.convergence import ContrastiveVectors, PushedStates
+from ...causal.convergence import ContrastiveVectors, PromptTokens, PushedStates
 from ...causal.effects import array
 from ...causal.random_pushes import RandomPushes, Undisturbed
 from ...forward.runs.experiment import CellLabels
@@ -74,6 +74,7 @@ class FeatureVectors(OfDictionary, ContrastiveVectors):
         "norm": Output(("layer",), "activation", "length of that"),
     }
 
+    negative: PromptTokens = ()
     dictionary: str = ""
     features: str = ""
     feature: Feature = (0, 0)
@@ -116,6 +117,8 @@ class FeaturePushes(OfDictionary, PushedStates):
     name: ClassVar[str] = "feature_pushes"
     version: ClassVar[int] = 1
 
+    positive: PromptTokens = ()
+    negative: PromptTokens = ()
     dictionary: str = ""
     features: str = ""
     feature: Feature = (0, 0)
@@ -152,6 +155,8 @@ class RandomFeaturePushes(OfDictionary, RandomPushes):
     name: ClassVar[str] = "random_feature_pushes"
     version: ClassVar[int] = 1
 
+    positive: PromptTokens = ()
+    negative: PromptTokens = ()
     dictionary: str = ""
     features: str = ""
     feature: Feature = (0, 0)
@@ -199,8 +204,7 @@ def vectors_of(pushes: FeaturePushes | RandomFeaturePushes) -> FeatureVectors:
     """The vectors of pushes along a feature."""
     return FeatureVectors(
         (pushes.tokens,),
-        (),
-        (pushes.position,),
+        positive_positions=(pushes.position,),
         dictionary=pushes.dictionary,
         features=pushes.features,
         feature=pushes.feature,
