@@ -136,6 +136,8 @@ class CharacterCountHelix(ModelWorkflow):
     def plan(self) -> Mapping[str, ResultNode]:
         """Every layer, of the text wrapped."""
         given = self.settings
+        if given.jsonl and Path(given.jsonl).expanduser().is_file():
+            raise ConfigError(f"expected a folder for the lines of layers, found the file {given.jsonl!r}")
         self.max_count = given.max_count or max(given.widths)
         context = given.context or min(self.subject.config.context_length, 4096)
         own = 0 if given.text else CHARACTERS

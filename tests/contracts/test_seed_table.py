@@ -39,8 +39,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "logit_lens": {"prompts": [PROMPT], "answers": [TARGET]},
     "generate": {"prompts": [PROMPT], "max_tokens": 2},
     "attention_patterns": {"prompt": PROMPT},
-    "attention_knockout": FACT,
-    "steering_dose_response": {**FACT, "doses": [0.5, 2.0]},
+    "attention_knockout": {**FACT, "sweep": False},
+    "steering_dose_response": {**FACT, "doses": [0.5, 2.0], "sweep": False},
     "activation_patching": {
         "prompt": PROMPT,
         "corrupted": ["The mother tongue of Michael Albert is"],

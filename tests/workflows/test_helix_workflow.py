@@ -233,3 +233,11 @@ def test_the_published_protocol_is_what_is_left_at_its_default():
     assert build("character_count_helix", **asked, widths=[30]).settings.widths == (30,)
     with pytest.raises(MizarrError, match="did you mean 'gemma2-2b'"):
         build("character_count_helix", preset="gemma2-2")
+
+
+def test_lines_do_not_go_into_a_file(tmp_path: Path):
+    taken = tmp_path / "taken"
+    taken.write_text("kept")
+    with pytest.raises(MizarrError, match="expected a folder for the lines of layers"):
+        build("character_count_helix", jsonl=str(taken), characters=2000)
+    assert taken.read_text() == "kept"

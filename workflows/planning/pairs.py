@@ -58,7 +58,9 @@ class PlanningPairsSettings(ControlSettings, ModelSettings):
     pairs: str = setting("", "JSON file of pairs, in place of the preset's")
     dictionary: str = setting("", "transcoders: directory or org/repo")
     against: str = setting(
-        "", 'preset whose dictionary and model the same pairs are tried on; "none"; none: the preset\'s'
+        "",
+        'preset whose dictionary and model the same pairs are tried on, at its own strength; "none"; none: '
+        "the preset's",
     )
     limit: Natural = setting(12, "how many pairs, from the first on; 0 takes all")
     strength: NotNegative = setting(0.0, "units added and taken away; 0: the preset's")
