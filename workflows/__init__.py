@@ -42,6 +42,7 @@ WORKFLOWS = {
     "state_patching": ".state_patching",
     "token_positions": ".token_positions",
     "planning_in_poems": ".planning_in_poems",
+    "planning_pairs": ".planning.pairs",
     "attention_routing": ".attention_routing",
     "correction_test": ".correction_test",
     "sae_features": ".sae_features",

@@ -1,9 +1,11 @@
 """Which heads and layers does the answer need? Ablation of each by itself.
 
-The output of one head, or of the attention or the MLP of one layer, is replaced by zero, or by its mean
-over reference prompts, which is fairer, as nothing reads a zero in training (stages/causal/grids/ablation.py;
-Wang et al. 2022, "Interpretability in the Wild", section 2). KL from the run as it is says how much the
-next token hangs on it, the target's probability in which direction.
+The output of one head, or of the attention or the MLP of one layer, is replaced by zero, by its mean over
+reference prompts, which is fairer, as nothing reads a zero in training, or by what it is in other prompts of
+as many tokens, drawn at random, which keeps it what the model is used to read
+(stages/causal/grids/ablation.py; Wang et al. 2022, "Interpretability in the Wild", section 2; Chan et al.
+2022, "Causal scrubbing"). KL from the run as it is says how much the next token hangs on it, the target's
+probability in which direction.
 
 Told is the head that loses most on other shipped facts that the model knows, scored on more of them and in
 this prompt beside other heads drawn at random. Defaults: a shipped fact on the specimen, for other models
@@ -30,6 +32,7 @@ from ..store.arrays import Floats
 from ..store.errors import ConfigError
 from .material.answers import KNOWN, answer_pieces, encoded, fact, named, target_json
 from .material.places import in_every_layer
+from .material.unrelated import Unrelated
 from .settings import ControlSettings, Count, FactSettings, setting
 from .subject import shipped_facts
 from .views import Data, Figure, Finding, Findings, Heatmap, Table, View, points
@@ -48,22 +51,31 @@ MANY = 50
 """Shipped facts that the mean is over by default."""
 FEW = 8
 """The same in other facts, each of which takes the mean anew."""
+SAMPLES = 10
+"""Prompts drawn, at most, for how=resample: what is told is the mean over them."""
+INSTEAD = {
+    "mean": "its mean",
+    "zero": "zero",
+    "resample": f"what it is in {SAMPLES} other prompts of as many tokens, drawn at random",
+}
 
 
 @dataclass(frozen=True)
 class AblationOfEachSettings(ControlSettings, FactSettings):
     """What `--set` can change."""
 
-    how: Literal["mean", "zero"] = setting("mean", "what takes the place: the mean over references, or zero")
+    how: Literal["mean", "zero", "resample"] = setting(
+        "mean", "what takes the place: the mean over references, zero, or what other prompts have there"
+    )
     references: tuple[str, ...] = setting((), "prompts the mean is over; none: shipped facts")
     top: Count = setting(10, "heads listed")
     facts: Count = setting(6, "other facts the head is chosen on, and as many more it is scored on")
 
     def __post_init__(self) -> None:
-        if self.how == "zero" and self.references:
+        if self.how != "mean" and self.references:
             raise ConfigError(
-                f"expected references for how=mean alone, found {len(self.references)} for how=zero; leave "
-                "them out"
+                f"expected references for how=mean alone, found {len(self.references)} for how={self.how}; "
+                "leave them out"
             )
 
 
@@ -95,8 +107,8 @@ class AblationOfEach(ModelWorkflow):
 
     def _unit_nodes(self, shared: dict[str, Any]) -> tuple[ResultNode, ResultNode]:
         """Every unit of this prompt, and of other facts."""
-        facts = self._on_facts(shared | {"references": self._references(FEW)})
-        return self.on_model(Ablation(**self._grid, **shared)), self.on_model(facts)
+        units = Ablation(**self._grid, **shared)
+        return self.on_model(units), self.on_model(self._on_facts(shared["tokens"]))
 
     def _shared(self) -> dict[str, Any]:
         """What all grids of the prompt have in common."""
@@ -106,11 +118,11 @@ class AblationOfEach(ModelWorkflow):
         metrics: tuple[Metric, ...] = (KL(),)
         if self.pieces:
             metrics += (Probability(self.pieces[0]),)
+        ids = tuple(encoded(self.subject, self.prompt).ids)
         return {
-            "tokens": tuple(encoded(self.subject, self.prompt).ids),
-            "how": chosen.how,
-            "references": self._references(),
+            "tokens": ids,
             "metrics": metrics,
+            **self._instead(ids, self.target, MANY),
         }
 
     @property
@@ -129,14 +141,15 @@ class AblationOfEach(ModelWorkflow):
             "layers": None if len(layers) == config.num_layers else tuple(layers),
         }
 
-    def _on_facts(self, shared: dict[str, Any]) -> AtOnce:
-        """Every unit in other shipped facts, [draw = fact, layer, head]; none of them is a reference."""
-        limit, own = self.subject.config.context_length, shared["tokens"]
+    def _on_facts(self, own: tuple[int, ...]) -> AtOnce:
+        """Every unit in other shipped facts, [draw = fact, layer, head]; none of them is a reference of the
+        mean, or the prompt with these tokens."""
+        limit = self.subject.config.context_length
         facts = shipped_facts()[MANY:]
         tokens = ((tuple(self.subject.tokenizer.encode(each["prompt"]).ids), each) for each in facts)
         fitting = ((ids, each) for ids, each in tokens if ids != own and (limit is None or len(ids) <= limit))
         chosen = islice(dict(islice(fitting, 4 * self.settings.facts)).items(), 2 * self.settings.facts)
-        heads = tuple(self._on_fact(ids, each, shared) for ids, each in chosen)
+        heads = tuple(self._on_fact(ids, each) for ids, each in chosen)
         if len(heads) < 2 * self.settings.facts:
             raise ConfigError(
                 f"expected {2 * self.settings.facts} shipped facts that fit the model, found {len(heads)}; "
@@ -144,10 +157,10 @@ class AblationOfEach(ModelWorkflow):
             )
         return AtOnce(heads)
 
-    def _on_fact(self, tokens: tuple[int, ...], told: dict[str, Any], shared: dict[str, Any]) -> Ablation:
+    def _on_fact(self, tokens: tuple[int, ...], told: dict[str, Any]) -> Ablation:
         answer = self.subject.answer_id(told["prompt"], told["target"])
-        own = {"tokens": tokens, "metrics": (KL(), Rank(answer))}
-        return Ablation(**self._grid, **shared | own)
+        instead = self._instead(tokens, told["target"], FEW)
+        return Ablation(**self._grid, tokens=tokens, metrics=(KL(), Rank(answer)), **instead)
 
     @cached_property
     def lost(self) -> Floats:
@@ -208,11 +221,29 @@ class AblationOfEach(ModelWorkflow):
             sources=(f"{self.unit}s", "facts"),
         )
 
-    def _references(self, count: int = MANY) -> tuple[tuple[int, ...], ...]:
-        if self.settings.how == "zero":
-            return ()
-        texts = self.settings.references or tuple(each["prompt"] for each in shipped_facts()[:count])
-        return tuple(tuple(encoded(self.subject, text).ids) for text in texts)
+    def _instead(self, tokens: tuple[int, ...], target: str, count: int) -> dict[str, Any]:
+        """What takes the place in a prompt, as `Ablation` has it.
+
+        count: references of the mean, or prompts of as many tokens and another answer that are drawn.
+        """
+        given = self.settings
+        if given.how == "zero":
+            return {"how": "zero"}
+        if given.how == "mean":
+            texts = given.references or tuple(each["prompt"] for each in shipped_facts()[:count])
+            references = tuple(tuple(encoded(self.subject, text).ids) for text in texts)
+            return {"how": "mean", "references": references}
+        drawn = self._unrelated.to(tokens, min(count, SAMPLES), seed=given.seed, targets=(target,))
+        return {
+            "how": "resample",
+            "references": tuple(drawn),
+            "samples": min(count, SAMPLES),
+            "seed": given.seed,
+        }
+
+    @cached_property
+    def _unrelated(self) -> Unrelated:
+        return Unrelated(self.subject)
 
     def views(self) -> Iterator[View]:
         """What is lost by head and by layer, how the target's probability moves, and the heads that count."""
@@ -222,7 +253,7 @@ class AblationOfEach(ModelWorkflow):
         findings = self.findings()
         yield findings
         yield Data(json=self._about())
-        instead = "their mean" if self.settings.how == "mean" else "zero"
+        instead = INSTEAD[self.settings.how]
         panels = [
             self._loss("heads", self.units, "What is lost without a head", f"each replaced by {instead}"),
             self._loss("layers", layers, "What is lost without a part", f"each replaced by {instead}"),

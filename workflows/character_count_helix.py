@@ -14,17 +14,22 @@ projecting and before taking cosines (`centre=false` gives the original's uncent
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from ..pipeline import run
+from ..pipeline.nodes import one_look
 from ..stages.corpus.text import pack_lines, token_counts, wrap
 from ..stages.geometry.character_count import count_geometry, count_sums, decodability
 from ..store.errors import ConfigError
-from .settings import ModelSettings, setting
+from .material.feature_presets import preset_of
+from .settings import ModelSettings, Natural, setting
 from .subject import Subject, read_texts
 from .views import Bars, Choice, Curve, Data, Figure, Heatmap, Lines, Table, View
 from .workflow import ModelWorkflow, loaded
@@ -33,7 +38,8 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from ..pipeline.nodes import ResultNode
-    from ..store import PackedTokens
+    from ..stages.forward.models.model import Model
+    from ..store import PackedTokens, Store
 
 __all__ = ["CharacterCountHelix", "CharacterCountHelixSettings", "line_corpus"]
 
@@ -62,10 +68,36 @@ class CharacterCountHelixSettings(ModelSettings):
     components: int = setting(6, "principal components")
     centre: bool = setting(True, "subtract the mean of the means before projecting and taking cosines")
     seed: int = setting(0, "of the shuffled control")
+    preset: str = setting("", "what is left at its default is the preset's: gemma2-2b, as published")
+    stop: Natural = setting(0, "layers more to compute, after those that are stored; 0: all")
+    jsonl: str = setting("", "folder for a line of JSON per layer, written as soon as the layer is done")
 
     def __post_init__(self) -> None:
         if not self.widths or min(self.widths) < 2:
             raise ConfigError(f"expected line widths of at least 2 characters, found {list(self.widths)}")
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "gemma2-2b": {
+        "model": "google/gemma-2-2b",
+        "widths": tuple(range(20, 151, 10)),
+        "max_count": 150,
+        "line_breaks": True,
+    }
+}
+"""Published protocols. That of Gurnee et al. as candle-mi ran it; its 30 chapters of Dickens: text=FOLDER."""
+
+
+def with_preset(settings: CharacterCountHelixSettings) -> CharacterCountHelixSettings:
+    """Settings with those of their preset in place of defaults. Raises ConfigError for an unknown one."""
+    if not settings.preset:
+        return settings
+    defaults = {field.name: field.default for field in fields(settings)}
+    chosen = preset_of(settings.preset, PRESETS)
+    return replace(
+        settings,
+        **{name: value for name, value in chosen.items() if getattr(settings, name) == defaults[name]},
+    )
 
 
 def line_corpus(subject: Subject, texts: list[str], widths: tuple[int, ...], context: int) -> PackedTokens:
@@ -98,18 +130,28 @@ class CharacterCountHelix(ModelWorkflow):
     control = loaded("control")
     """The same with counts shuffled among tokens."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
-        """Sums by count, their geometry with true and shuffled counts, and a linear read-out."""
-        import xarray as xr
+    def __init__(self, settings: CharacterCountHelixSettings, model: Model | None = None) -> None:
+        super().__init__(with_preset(settings), model)
 
+    def plan(self) -> Mapping[str, ResultNode]:
+        """Every layer, of the text wrapped."""
         given = self.settings
+        if given.jsonl and Path(given.jsonl).expanduser().is_file():
+            raise ConfigError(f"expected a folder for the lines of layers, found the file {given.jsonl!r}")
         self.max_count = given.max_count or max(given.widths)
         context = given.context or min(self.subject.config.context_length, 4096)
         own = 0 if given.text else CHARACTERS
         most = own if given.characters is None else given.characters
         texts = [text[: most or None] for text in read_texts(given.text)]
-        tokens = line_corpus(self.subject, texts, given.widths, context)
-        layers = given.layers or range(self.subject.config.num_layers)
+        self.context, self.tokens = context, line_corpus(self.subject, texts, given.widths, context)
+        self.layers = given.layers or tuple(range(self.subject.config.num_layers))
+        return self._of(self.layers)
+
+    def _of(self, layers: Sequence[int]) -> Mapping[str, ResultNode]:
+        """Sums by count, their geometry with true and shuffled counts, and a linear read-out."""
+        import xarray as xr
+
+        given, tokens = self.settings, self.tokens
         captured = self.subject.capture(tokens, *(f"blocks.{layer}.hook_resid_post" for layer in layers))
         states = captured["resid_post"]
         count = xr.DataArray(token_counts(tokens, line_breaks=given.line_breaks), dims="token", name="count")
@@ -128,6 +170,48 @@ class CharacterCountHelix(ModelWorkflow):
             "decodability": decodability.on(states=states, count=count, prompt=prompt, **chosen),
         }
 
+    def run(self, store: Store, **options: Any) -> Self:
+        """As every workflow; layer by layer where `stop` or `jsonl` asks for that, then of the layers there
+        are. What is stored is not computed again, so that the same command goes on."""
+        given = self.settings
+        if given.stop or given.jsonl:
+            done, new = [], 0
+            for layer in self.layers:
+                nodes = self._of([layer])
+                with one_look():
+                    is_stored = all(node.status(store).is_cached for node in nodes.values())
+                if not is_stored and given.stop and new == given.stop:
+                    break
+                new += not is_stored
+                run(nodes.values(), store, **options)
+                self._write(layer, nodes, store)
+                done.append(layer)
+            self.nodes = self._of(done)
+        return super().run(store, **options)
+
+    def _write(self, layer: int, nodes: Mapping[str, ResultNode], store: Store) -> None:
+        """The line of a layer, in a file of its own that is there as a whole or not at all."""
+        if not self.settings.jsonl:
+            return
+        folder = Path(self.settings.jsonl).expanduser()
+        ratio = nodes["geometry"].open(store)["explained_variance_ratio"].isel(layer=0).values
+        keys = [key.digest for node in nodes.values() if (key := node.key(store)) is not None]
+        notes = [note for key in keys for note in store.provenance(key)]
+        told = {
+            "layer": layer,
+            "explained_variance": ratio.tolist(),
+            "total_variance_top6": float(ratio.sum()),
+            "time_secs": round(sum(note.get("seconds", 0.0) for note in notes), 3),
+            "text": self.settings.text or "shipped prose",
+            "max_tokens": self.context,
+            "model_id": self.subject.name,
+            "keys": keys,
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f".layer_{layer:02d}.part"
+        part.write_text(json.dumps(told) + "\n", "utf-8")
+        part.replace(folder / f"layer_{layer:02d}_variance.jsonl")
+
     @cached_property
     def r2(self) -> xr.DataArray:
         """Held-out R2 of a linear read-out of the count, [layer, counts]."""
@@ -136,8 +220,10 @@ class CharacterCountHelix(ModelWorkflow):
     @property
     def layer(self) -> int:
         """The layer shown: as set, else the one whose count reads off best."""
-        if self.settings.show >= 0:
-            return int(self.settings.show)
+        given = self.settings
+        is_later = given.stop > 0 and given.show not in self.geometry["layer"].values
+        if given.show >= 0 and not is_later:
+            return int(given.show)
         best = self.r2.sel(counts="true").fillna(-np.inf).argmax("layer")
         return int(self.r2["layer"][int(best)])
 

@@ -45,7 +45,7 @@ class ExpertRoutingSettings(AblationOfEachSettings):
     """What `--set` can change."""
 
     model: str = setting("specimen-experts", MODEL_HELP)
-    how: Literal["mean", "zero"] = setting("zero", "weight of an expert left out: zero, or a mean")
+    how: Literal["mean", "zero", "resample"] = setting("zero", "what takes the place of its weight")
     texts: tuple[str, ...] = setting((), "what experts are seen to read; none: shipped prose and facts")
     top: Count = setting(5, "tokens listed of each expert, and experts listed")
     least: Count = setting(5, "occurrences of a token that is listed")

@@ -24,6 +24,7 @@ __all__ = ["REPLICATIONS", "Claim", "Replication", "value_at"]
 LLAMA, GEMMA, STARCODER = "meta-llama/Llama-3.2-1B", "google/gemma-2-2b", "bigcode/starcoder2-3b"
 RWKV7, RWKV6 = "RWKV/RWKV7-Goose-World3-1.5B-HF", "RWKV/v6-Finch-1B6-HF"
 FRANCE = "The capital of France is"
+SCOPE = "google/gemma-scope-2b-pt-res/layer_0/width_16k/average_l0_105"
 LINDSEY = "Lindsey et al. 2025, On the Biology of a Large Language Model"
 
 Path = tuple[str | int, ...]
@@ -141,6 +142,10 @@ REPLICATIONS: dict[str, Replication] = {
             Claim(GEMMA, ("target_logit_diff",), -0.3310, 5e-3),
             Claim(GEMMA, ("baseline_p_target",), 0.03878, 1e-3),
             Claim(GEMMA, ("ablated_p_target",), 0.06650, 1e-3),
+            Claim(STARCODER, ("kl_divergence",), 0.02852, 1e-3),
+            Claim(STARCODER, ("top_changed", 0, "token"), " Par"),
+            Claim(STARCODER, ("top_changed", 0, "baseline_prob"), 0.4093, 2e-3),
+            Claim(STARCODER, ("top_changed", 0, "ablated_prob"), 0.3218, 2e-3),
         ),
     ),
     "attention-patterns": Replication(
@@ -166,12 +171,70 @@ REPLICATIONS: dict[str, Replication] = {
         {"preset": "gemma2-2b-426k"},
         {"preset": "specimen"},
         dictionary="mntss/clt-gemma-2-2b-426k",
+        claims=(
+            Claim(GEMMA, ("planning_site",), 23),
+            Claim(GEMMA, ("top_heads", 0, "layer"), 21),
+            Claim(GEMMA, ("top_heads", 0, "head"), 5),
+            Claim(GEMMA, ("top_heads", 0, "baseline_attn"), 0.3157, 2e-3),
+            Claim(GEMMA, ("top_heads", 0, "delta"), -0.0462, 2e-3),
+            Claim(GEMMA, ("top_heads", 1, "delta"), 0.0273, 2e-3),
+            Claim(GEMMA, ("strength_sweep", 5, "total_routing_shift"), 0.1912, 5e-3),
+            Claim(GEMMA, ("strength_sweep", 11, "total_routing_shift"), 0.3400, 5e-3),
+        ),
+    ),
+    "attention-routing-2.5m": Replication(
+        "the same with a larger dictionary",
+        f"{CANDLE}; after {LINDSEY}",
+        "attention_routing",
+        (GEMMA,),
+        {"preset": "gemma2-2b-2.5m"},
+        {"preset": "specimen"},
+        dictionary="mntss/clt-gemma-2-2b-2.5M",
+        claims=(
+            Claim(GEMMA, ("top_heads", 0, "layer"), 21),
+            Claim(GEMMA, ("top_heads", 0, "head"), 5),
+            Claim(GEMMA, ("top_heads", 0, "delta"), -0.0087, 1e-3),
+            Claim(GEMMA, ("strength_sweep", 5, "total_routing_shift"), 0.0519, 3e-3),
+        ),
     ),
     "character-count": Replication(
         "counts of characters lie on a helix in a few dimensions",
         "Gurnee et al. 2025, When Models Manipulate Manifolds",
         "character_count_helix",
         (GEMMA,),
+        {"preset": "gemma2-2b"},
+        {"preset": None},
+    ),
+    "clt-vs-plt": Replication(
+        "features of both kinds of transcoders at the end of a poem",
+        f"{CANDLE}; transcoders: Hanna and Ameisen 2025",
+        "clt_vs_plt",
+        (LLAMA,),
+        {"preset": "llama3.2-1b-524k"},
+        {"preset": "specimen"},
+        dictionary="mntss/transcoder-Llama-3.2-1B",
+        claims=(
+            Claim(LLAMA, ("step_a", "max_prob"), 0.687, 0.01),
+            Claim(LLAMA, ("baseline_logit",), 8.1287, 0.05),
+            Claim(LLAMA, ("arms", "plt", "suppress_only", "max_prob"), 0.98607, 0.01),
+            Claim(LLAMA, ("arms", "plt", "suppress_only", "spike_position"), 30),
+            Claim(LLAMA, ("arms", "plt", "suppress_inject", "max_prob"), 0.98583, 0.01),
+            Claim(LLAMA, ("arms", "plt", "w_skip_projection_at_spike"), 0.5407, 0.01),
+            Claim(LLAMA, ("arms", "clt", "over_targets_suppress_only", "max_prob"), 0.87126, 0.02),
+            Claim(LLAMA, ("arms", "clt", "over_targets_suppress_inject", "max_prob"), 0.90119, 0.02),
+            Claim(
+                LLAMA, ("arms", "clt", "over_targets_suppress_inject_same_layer", "max_prob"), 0.91706, 0.02
+            ),
+        ),
+    ),
+    "correction-test": Replication(
+        "a commitment to a word taken back by another feature",
+        f"{CANDLE}, which printed no numbers",
+        "correction_test",
+        (GEMMA,),
+        {"preset": "gemma2-2b-426k"},
+        {"preset": "specimen"},
+        dictionary="mntss/clt-gemma-2-2b-426k",
     ),
     "counterfact": Replication(
         "which layers carry a fact's subject, over many facts",
@@ -193,8 +256,11 @@ REPLICATIONS: dict[str, Replication] = {
             Claim(LLAMA, ("points", 2, "kl_divergence"), 0.043, 5e-3),
             Claim(GEMMA, ("baseline_attention",), 0.589, 2e-3),
             Claim(GEMMA, ("points", 1, "kl_divergence"), 0.002, 1e-3),
+            Claim(GEMMA, ("points", 2, "kl_divergence"), 0.003, 1e-3),
             Claim(STARCODER, ("baseline_attention",), 0.673, 2e-3),
+            Claim(STARCODER, ("points", 0, "kl_divergence"), 0.002, 1e-3),
             Claim(STARCODER, ("points", 1, "kl_divergence"), 0.004, 1e-3),
+            Claim(STARCODER, ("points", 2, "kl_divergence"), 0.005, 1e-3),
         ),
     ),
     "factual-routing": Replication(
@@ -211,6 +277,11 @@ REPLICATIONS: dict[str, Replication] = {
         {"preset": "llama3.2-1b-524k"},
         {"preset": "specimen"},
         dictionary="mntss/clt-llama-3.2-1b-524k",
+        claims=(
+            Claim(LLAMA, ("max_position",), 30),
+            Claim(LLAMA, ("max_prob",), 0.6866, 0.01),
+            Claim(LLAMA, ("baseline_prob",), 1.0573e-06, 2e-7),
+        ),
     ),
     "figure13-gemma": Replication(
         "the same in Gemma 2",
@@ -220,6 +291,34 @@ REPLICATIONS: dict[str, Replication] = {
         {"preset": "gemma2-2b-426k"},
         {"preset": "specimen"},
         dictionary="mntss/clt-gemma-2-2b-426k",
+        claims=(
+            Claim(GEMMA, ("max_position",), 31),
+            Claim(GEMMA, ("max_prob",), 0.4567, 0.01),
+            Claim(GEMMA, ("baseline_prob",), 4.836e-08, 1e-8),
+        ),
+    ),
+    "figure13-gemma-2.5m": Replication(
+        "the same with a larger dictionary",
+        f"{LINDSEY}, figure 13; {CANDLE}",
+        "planning_in_poems",
+        (GEMMA,),
+        {"preset": "gemma2-2b-2.5m"},
+        {"preset": "specimen"},
+        dictionary="mntss/clt-gemma-2-2b-2.5M",
+        claims=(
+            Claim(GEMMA, ("max_position",), 31),
+            Claim(GEMMA, ("max_prob",), 0.4642, 0.01),
+            Claim(GEMMA, ("baseline_prob",), 1.8939e-11, 4e-12),
+        ),
+    ),
+    "figure13-pairs": Replication(
+        "the same over several pairs of words",
+        f"{LINDSEY}, figure 13; {CANDLE}, and its predecessor plip-rs 1.4.0, whose 136 pairs are not public",
+        "planning_pairs",
+        (LLAMA,),
+        {"preset": "llama3.2-1b-524k"},
+        {"preset": "specimen"},
+        dictionary="mntss/clt-llama-3.2-1b-524k",
     ),
     "logit-lens": Replication(
         "in which layer the answer is first among the likely tokens",
@@ -233,7 +332,11 @@ REPLICATIONS: dict[str, Replication] = {
             Claim(GEMMA, ("results", 0, "layers", 25, "predictions", 0, "token"), " a"),
             Claim(GEMMA, ("results", 0, "layers", 25, "predictions", 0, "probability"), 0.9956, 2e-3),
             Claim(STARCODER, ("results", 0, "layers", 22, "predictions", 0, "token"), " Par"),
+            Claim(GEMMA, ("results", 0, "layers", 25, "answer_probability"), 1.35e-5, 3e-6),
+            Claim(STARCODER, ("results", 0, "layers", 22, "predictions", 0, "probability"), 0.330, 5e-3),
+            Claim(STARCODER, ("results", 0, "layers", 26, "predictions", 0, "probability"), 0.740, 5e-3),
             Claim(STARCODER, ("results", 0, "layers", 29, "predictions", 0, "probability"), 0.4093, 2e-3),
+            Claim(LLAMA, ("results", 0, "layers", 15, "answer_probability"), 0.393, 0.01),
         ),
     ),
     "recurrent-feedback": Replication(
@@ -253,15 +356,28 @@ REPLICATIONS: dict[str, Replication] = {
         CANDLE,
         "rwkv_inference",
         (RWKV7, RWKV6),
+        {"prompt": "def fibonacci(n):\n    ", "target": "if"},
+        {"prompt": None, "target": None},
+        claims=(
+            Claim(RWKV7, ("top_tokens", 0, "token_id"), 1942),
+            Claim(RWKV6, ("top_tokens", 0, "token_id"), 1942),
+        ),
     ),
     "sae": Replication(
         "features of a sparse autoencoder at one token",
         f"{CANDLE}; autoencoders: Lieberum et al. 2024, Gemma Scope",
         "sae_features",
         (GEMMA,),
-        {"dictionary": "google/gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82"},
-        {"dictionary": None},
-        dictionary="google/gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82",
+        {"prompt": FRANCE, "dictionary": SCOPE},
+        {"prompt": None, "dictionary": None},
+        dictionary=SCOPE,
+        claims=(
+            Claim(GEMMA, ("positions", -1, "active"), 14),
+            Claim(GEMMA, ("positions", -1, "top", 0, "index"), 10492),
+            Claim(GEMMA, ("positions", -1, "top", 0, "activation"), 44.07, 0.05),
+            Claim(GEMMA, ("positions", -1, "top", 1, "index"), 8920),
+            Claim(GEMMA, ("mse",), 6.9127, 0.02),
+        ),
     ),
     "steering-convergence": Replication(
         "states that were pushed stay away from those that were not",

@@ -9,6 +9,9 @@ layer.
 Control: pushes as long in random directions, at the same place, layers and strengths
 (stages/causal/random_pushes.py). What is left of a push at the end stands beside what is left of them.
 
+`feature` pushes along a feature of a dictionary in place of the contrast: what it writes to each of its
+layers, by itself (stages/features/effects/pushes.py). Its control are other features of its layer, as long.
+
 Defaults: the first shipped fact and its likest counterpart, the last position.
 A target of several tokens has the probability of all its pieces, never that of its last.
 
@@ -19,7 +22,7 @@ reason in the answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,15 +31,18 @@ import msgspec
 import numpy as np
 
 from ..stages.causal.absorption import RETURNED, first_reached
+from ..stages.causal.controls import chosen_at_random
 from ..stages.causal.convergence import NEAR, PushedStates as Experiment, Pushes, best_layer
 from ..stages.causal.draws import Draws
 from ..stages.causal.random_pushes import RandomPushes
 from ..stages.corpus.positions import first_difference, position_of
+from ..stages.features.effects.pushes import FeaturePushes, RandomFeaturePushes
 from ..stages.logits.lens import format_probability, format_token
 from ..store.errors import ConfigError, MizarrError
 from .material.answers import answer_pieces, counterpart, encoded, fact, named, number, target_json
 from .material.convergence_batch import FIELDS, read_batch
 from .material.push_fates import PushFates
+from .sae_features import dictionary_of
 from .settings import ControlSettings, FactSettings, setting
 from .views import Choice, Data, Figure, Findings, Heatmap, Line, Lines, Table, View, dash
 from .workflow import ModelWorkflow
@@ -45,6 +51,8 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from ..pipeline.nodes import ResultNode
+    from ..stages.features.dictionary import Dictionary
+    from ..stages.features.layers.layout import FeatureId
     from ..stages.forward.architectures.architecture import Architecture
 
 __all__ = ["Case", "PushedStatesSettings", "PushedStates"]
@@ -68,6 +76,8 @@ class PushedStatesSettings(ControlSettings, FactSettings):
     )
     max_strength: float = setting(6.0, "largest factor of the vector")
     strength_steps: int = setting(12, "strengths tried, evenly spaced up to the largest")
+    feature: str = setting("", "feature to push along, layer:index, in place of a counterpart")
+    dictionary: str = setting("", "of the feature: directory or org/repo; none: the specimen's own")
     batch_file: str = setting("", "JSON file with several experiments, in place of prompt and contrastive")
 
     def __post_init__(self) -> None:
@@ -76,6 +86,10 @@ class PushedStatesSettings(ControlSettings, FactSettings):
                 "expected strength_steps of at least 1 and max_strength above 0, found "
                 f"{self.strength_steps} and {self.max_strength}"
             )
+        if self.feature and (self.contrastive or self.batch_file):
+            raise ConfigError("expected either a feature or counterparts to push along, found both")
+        if self.dictionary and not self.feature:
+            raise ConfigError("expected a feature of the dictionary, found none; name it: feature=0:128")
         if self.batch_file and (self.prompt or self.contrastive or self.target):
             raise ConfigError("expected either a batch_file or a prompt with its counterpart, found both")
 
@@ -92,6 +106,15 @@ class Case:
     position: int
     experiment: Experiment
     config: Architecture
+    feature: FeatureId | None = None
+
+    @property
+    def what(self) -> str:
+        """What it is pushed along, in words."""
+        if self.feature is not None:
+            return f"pushes of {format_token(self.prompt)!r} along {self.feature}"
+        one, other = map(format_token, (self.prompt, self.contrastive))
+        return f"pushes from {one!r} away from {other!r}"
 
     def first_reached(self, layer: int) -> int | None:
         """The layer after which a push after this one may be seen at the last position."""
@@ -131,7 +154,13 @@ class PushedStates(ModelWorkflow):
         """The same pushes in random directions, at strength 1 and the largest."""
         shared = {f.name: getattr(chosen, f.name) for f in fields(Pushes)}
         shared["strengths"] = self.held_against
-        seeds = np.random.SeedSequence(self.settings.seed).generate_state(self.settings.controls)
+        given = self.settings
+        if isinstance(chosen, FeaturePushes):
+            about = {name: getattr(chosen, name) for name in ("dictionary", "features", "feature")}
+            total, index = self.dictionary.n_features, chosen.feature[1]
+            others = chosen_at_random(range(total), given.controls, seed=given.seed, without=[index])
+            return Draws(tuple(RandomFeaturePushes(**shared, **about, draw=other) for other in others))
+        seeds = np.random.SeedSequence(given.seed).generate_state(given.controls)
         return Draws(tuple(RandomPushes(**shared, draw=int(draw)) for draw in seeds))
 
     @property
@@ -142,6 +171,8 @@ class PushedStates(ModelWorkflow):
     def _default(self) -> Case:
         given = self.settings
         prompt, target = fact(given.model, given.prompt, given.target)
+        if given.feature:
+            return self._along_feature(prompt, target)
         other = given.contrastive or counterpart(self.subject, given.model, prompt, target)
         return self._case("", prompt, other, target, given.inject_position)
 
@@ -182,6 +213,36 @@ class PushedStates(ModelWorkflow):
         experiment.cells(self.subject.config)  # wrong settings are told now, not when it runs
         return Case(group, prompt, contrastive, target, pieces, position, experiment, self.subject.config)
 
+    @cached_property
+    def dictionary(self) -> Dictionary:
+        """Of the feature. Raises ConfigError or DictionaryError where there is none that fits."""
+        found = dictionary_of(self.settings.dictionary, self.settings.model, "clt")
+        found.require_fit(self.subject.config, self.subject.name)
+        return found
+
+    def _along_feature(self, prompt: str, target: str) -> Case:
+        """The prompt, pushed along a feature at every layer it writes to."""
+        given, encoding = self.settings, encoded(self.subject, prompt)
+        if given.inject_position == "auto":
+            raise ConfigError(
+                "expected a position or a phrase to push at, found 'auto', which needs a counterpart"
+            )
+        ids, feature = tuple(encoding.ids), self.dictionary.feature(given.feature)
+        position = position_of(encoding, given.inject_position)
+        pieces = answer_pieces(self.subject, prompt, target)
+        experiment = FeaturePushes(
+            ids,
+            position=position,
+            strengths=tuple(sorted({1.0, *self.sweep})),
+            layers=tuple(self.dictionary.targets(feature.layer)),
+            target=pieces,
+            dictionary=self.dictionary.name,
+            features=self.dictionary.identity,
+            feature=(feature.layer, feature.index),
+        )
+        experiment.cells(self.subject.config)
+        return Case("", prompt, "", target, pieces, position, experiment, self.subject.config, feature)
+
     def _reaching(self, ids: Sequence[int], others: Sequence[int], first: int) -> int:
         """The first position, from `first` on, where the prompts differ and a push after layer 0 can be seen
         at the last; the last itself where windows hide all others."""
@@ -203,9 +264,10 @@ class PushedStates(ModelWorkflow):
             similarity = self.found(i)["similarity"]
             vectors, drawn = (self.result(self._named(name, i)).load() for name in ("vectors", "controls"))
             first = {layer: case.first_reached(layer) for layer in similarity["layer"].values.tolist()}
-            one, other = map(format_token, (case.prompt, case.contrastive))
-            what = f"pushes from {one!r} away from {other!r}"
-            found.append(PushFates(what, similarity, vectors, drawn, first))
+            of = PushFates.of
+            if case.feature is not None:
+                of = f"other features of layer {case.feature.layer}, as long, at the same place"
+            found.append(PushFates(case.what, similarity, vectors, drawn, first, of))
         return found
 
     def told(self, i: int) -> dict[str, Any]:
@@ -238,7 +300,8 @@ class PushedStates(ModelWorkflow):
             **{name: self.subject.about[name] for name in ("model_id", "n_layers", "hidden_size")},
             **target_json(self.subject, case.target, case.pieces),
             "prompt": case.prompt,
-            "contrastive_prompt": case.contrastive,
+            "contrastive_prompt": case.contrastive or None,
+            **self._feature_json(case),
             "inject_position": case.position,
             "baseline_p_target": number(np.exp(found["baseline_target_logprob"])),
             "baseline_top5": [
@@ -252,6 +315,12 @@ class PushedStates(ModelWorkflow):
             "strength_sweep": [{"strength": strength, **pushed(best, strength)} for strength in self.sweep],
             "threshold": self.settings.threshold,
         }
+
+    def _feature_json(self, case: Case) -> dict[str, Any]:
+        """The feature pushed along; nothing without."""
+        if case.feature is None:
+            return {}
+        return {"feature": asdict(case.feature), "clt_repo": self.dictionary.name}
 
     def views(self) -> Iterator[View]:
         """The first case in tables and curves; a figure per case, and for a batch a line."""
@@ -282,7 +351,8 @@ class PushedStates(ModelWorkflow):
         """What was done in a case."""
         token = named(self.subject, case.experiment.tokens)[case.position]
         one, other, at = map(format_token, (case.prompt, case.contrastive, token))
-        return f"{self.subject.name}: {one!r} minus {other!r}, added at {at!r}{place}"
+        what = f"{one!r} minus {other!r}" if case.feature is None else f"{case.feature} in {one!r}"
+        return f"{self.subject.name}: {what}, added at {at!r}{place}"
 
     def _matrix(self, i: int, told: str) -> Choice:
         """Cosines of case `i` by layer pushed and layer read, a grid per strength."""

@@ -33,7 +33,15 @@ if TYPE_CHECKING:
     import xarray as xr
     from torch import Tensor, nn
 
-__all__ = ["ZooTraining", "file_name", "save_trained", "train", "trained_rnn"]
+__all__ = [
+    "ZooTraining",
+    "file_name",
+    "save_trained",
+    "train",
+    "trained_rnn",
+    "training_checkpoints",
+    "weights_at",
+]
 
 WARM_UP = 2**14 / 2**20
 """Share of the zoo's steps in which its rate rises."""
@@ -47,7 +55,8 @@ class ZooTraining:
     """One training.
 
     sequences: drawn in all. batch: drawn in a step. layers, heads: of a transformer. end_token: of integers,
-    see samples.py. Raises ConfigError for sizes that make no network.
+    see samples.py. checkpoints: sequences after which the weights are kept, too, whole batches. Raises
+    ConfigError for sizes that make no network.
     """
 
     task: str
@@ -59,6 +68,7 @@ class ZooTraining:
     layers: int = 2
     heads: int = 1
     end_token: bool = False
+    checkpoints: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         chosen = task_named(self.task)
@@ -75,6 +85,12 @@ class ZooTraining:
             )
         if self.heads < 1 or self.hidden % self.heads:
             raise ConfigError(f"expected heads that divide the width {self.hidden}, found {self.heads}")
+        whole = range(0, self.steps * self.batch + 1, self.batch)
+        if wrong := [after for after in self.checkpoints if after not in whole]:
+            raise ConfigError(
+                f"expected checkpoints after whole batches of {self.batch}, up to {whole[-1]}, found "
+                f"{wrong[0]}"
+            )
         if self.end_token and chosen.draws != "integers":
             raise ConfigError(f"expected a task of integers with an end token, found {self.task}")
 
@@ -93,11 +109,14 @@ class ZooTraining:
 
 
 def train(
-    settings: ZooTraining, advance: Callable[[int], None] = lambda steps: None
+    settings: ZooTraining,
+    advance: Callable[[int], None] = lambda steps: None,
+    keep: Callable[[int, dict[str, Array]], None] = lambda sequences, tensors: None,
 ) -> tuple[dict[str, Array], Array]:
     """Tensors of a trained network, and its mean losses [step]: nats of a class, or squared error.
 
-    advance: told how many steps were made. Without a step the network is the drawn one.
+    advance: told how many steps were made. keep: given the tensors at each of the checkpoints, and after how
+    many sequences. Without a step the network is the drawn one.
     """
     import torch
 
@@ -106,6 +125,13 @@ def train(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         network = _module(settings)
+        made = 0
+
+        def reached() -> None:
+            if made * settings.batch in settings.checkpoints:
+                keep(made * settings.batch, _tensors(network))
+
+        reached()
         rate = RATE / settings.hidden**0.5
         optimiser = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=DECAY)
         schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -123,9 +149,11 @@ def train(
                 optimiser.step()
                 schedule.step()
                 sums += loss.item()
+                made += 1
+                reached()
             losses[place] = sums / many if many else np.nan
             advance(many)
-    return {name: held.detach().numpy().copy() for name, held in network.state_dict().items()}, losses
+    return _tensors(network), losses
 
 
 @stage(
@@ -149,21 +177,73 @@ def trained_rnn(
     return labelled(tensors, settings.shape).assign(loss=("step", losses))
 
 
-def file_name(settings: ZooTraining, ending: str = ".safetensors") -> str:
-    """As the zoo names its files: task, width, length, sequences of training, seed."""
-    trained = settings.steps * settings.batch
+@stage(
+    version=1,
+    inputs={},
+    outputs={
+        name: Output(("checkpoint", *dims), is_optional=True) for name, dims in RnnShape(1, 1).dims.values()
+    },
+)
+def training_checkpoints(
+    *,
+    task: str,
+    hidden: int,
+    sequence: int,
+    checkpoints: tuple[int, ...],
+    seed: int = 0,
+    sequences: int = 2**22,
+    batch: int = 1024,
+) -> xr.Dataset:
+    """Weights of an RNN on its way, [checkpoint, …]; one training, see `ZooTraining`. Raises ConfigError for
+    no checkpoints."""
+    import xarray as xr
+
+    settings = ZooTraining(task, hidden, sequence, seed, sequences, batch, checkpoints=tuple(checkpoints))
+    if not isinstance(settings.shape, RnnShape) or not checkpoints:
+        raise ConfigError(f"expected checkpoints of an RNN, found {list(checkpoints)} of {task}")
+    kept: dict[int, xr.Dataset] = {}
+
+    def keep(after: int, tensors: dict[str, Array]) -> None:
+        kept[after] = labelled(tensors, settings.shape)
+
+    train(settings, keep=keep)
+    found: xr.Dataset = xr.concat(list(kept.values()), "checkpoint")
+    return found.assign_coords(checkpoint=list(kept))
+
+
+@stage(
+    version=1,
+    inputs={"trained": None},
+    outputs={name: Output(dims, is_optional=True) for name, dims in RnnShape(1, 1).dims.values()},
+)
+def weights_at(trained: xr.Dataset, *, checkpoint: int) -> xr.Dataset:
+    """One of the checkpoints of `training_checkpoints`, as labelled weights."""
+    return trained.sel(checkpoint=checkpoint, drop=True)
+
+
+def file_name(settings: ZooTraining, ending: str = ".safetensors", trained: int | None = None) -> str:
+    """As the zoo names its files: task, width, length, sequences of training, seed. trained: of a
+    checkpoint."""
+    trained = settings.steps * settings.batch if trained is None else trained
     return f"{settings.task}_{settings.hidden}_{settings.sequence}_{trained}_{settings.seed}{ending}"
 
 
-def save_trained(settings: ZooTraining, tensors: dict[str, Array], path: Path) -> Path:
-    """Write a trained network; a `.safetensors` says of itself what its name says."""
+def save_trained(
+    settings: ZooTraining, tensors: dict[str, Array], path: Path, trained: int | None = None
+) -> Path:
+    """Write a trained network; a `.safetensors` says of itself what its name says. trained: of a
+    checkpoint."""
     said: dict[str, str | int] = {
         "task": settings.task,
         "sequence": settings.sequence,
-        "trained": settings.steps * settings.batch,
+        "trained": settings.steps * settings.batch if trained is None else trained,
         "seed": settings.seed,
     }
     return write_tensors(path, tensors, said)
+
+
+def _tensors(network: nn.Module) -> dict[str, Array]:
+    return {name: held.detach().numpy().copy() for name, held in network.state_dict().items()}
 
 
 def _module(settings: ZooTraining) -> nn.Module:

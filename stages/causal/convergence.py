@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from ..forward.hooks.wants import Logits
     from ..forward.models.model import Model
 
-__all__ = ["NEAR", "ContrastiveVectors", "PushedStates", "Pushes", "best_layer", "cosine"]
+__all__ = ["NEAR", "ContrastiveVectors", "PromptTokens", "PushedStates", "Pushes", "best_layer", "cosine"]
 
 NEAR = 0.95
 """Cosine from which on two states are called near."""

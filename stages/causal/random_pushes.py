@@ -33,13 +33,16 @@ if TYPE_CHECKING:
     from ..forward.hooks.cache import HookCache
     from ..forward.models.model import Model
 
-__all__ = ["RandomPushes"]
+__all__ = ["RandomPushes", "Undisturbed"]
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    """last, at_push: undisturbed states of the last token and where it is pushed, [layer, hidden]. vectors:
-    what random ones are as long as, [layer, hidden]."""
+class Undisturbed:
+    """What random pushes are made of.
+
+    last, at_push: undisturbed states of the last token and where it is pushed, [layer, hidden]. vectors: what
+    random ones are as long as, [layer, hidden].
+    """
 
     last: Array
     at_push: Array
@@ -73,11 +76,11 @@ class RandomPushes(Pushes):
         """All but the draw, the strengths and the layers."""
         return (self.tokens, self.position, self.contrast)
 
-    def prepare(self, model: Model) -> _Prepared:
+    def prepare(self, model: Model) -> Undisturbed:
         """The undisturbed run, and the vectors."""
         result = model.forward(self.tokens, HookSpec().capture("blocks.*.hook_resid_post"), want=None)
         states = np.stack([array(result[point][0]) for point in result])
-        return _Prepared(
+        return Undisturbed(
             states[:, -1],
             states[:, self.position % len(self.tokens)],
             self.contrast.computed(model)["vector"].values,
@@ -87,21 +90,21 @@ class RandomPushes(Pushes):
         """One for all layers: a draw is small, and nobody asks for half of one. Raises as `Pushes`."""
         return [{"layers": [each["layer"] for each in super().cells(config)]}]
 
-    def runs(self, prepared: _Prepared, cell: CellLabels) -> list[Run]:
+    def runs(self, prepared: Undisturbed, cell: CellLabels) -> list[Run]:
         """One per layer and strength."""
-        ids, directions, n_layers = tuple(self.tokens), self._directions(prepared), len(prepared.last)
+        ids, directions, n_layers = tuple(self.tokens), self.directions(prepared), len(prepared.last)
         layers = cell["layers"]
         return [run for layer in layers for run in self.pushed(ids, None, layer, n_layers, directions[layer])]
 
-    def measure(self, prepared: _Prepared, cell: CellLabels, result: HookCache) -> Array:
+    def measure(self, prepared: Undisturbed, cell: CellLabels, result: HookCache) -> Array:
         """How similar the last token's state is after each layer, [read_layer]."""
         return self.similarity(prepared.last, result)
 
-    def dataset(self, prepared: _Prepared, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
+    def dataset(self, prepared: Undisturbed, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """similarity [layer, strength, read_layer], pushed [layer, strength]."""
         import xarray as xr
 
-        layers, vectors = cell["layers"], self._directions(prepared)
+        layers, vectors = cell["layers"], self.directions(prepared)
         before = prepared.at_push
         pushed = [[cosine(before[i], before[i] + s * vectors[i]) for s in self.strengths] for i in layers]
         similarity = np.array(measured).reshape(len(layers), len(self.strengths), -1)
@@ -115,7 +118,7 @@ class RandomPushes(Pushes):
             },
         )
 
-    def _directions(self, prepared: _Prepared) -> Array:
+    def directions(self, prepared: Undisturbed) -> Array:
         """[layer, hidden]."""
         found: Array = random_directions(prepared.vectors, 1, seed=self.draw)[0]
         return found

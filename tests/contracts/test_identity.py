@@ -48,6 +48,7 @@ from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.effects.activity import FeatureActivity, FeatureTrace
 from mizarr.stages.features.effects.alignment import DecoderSearch
 from mizarr.stages.features.effects.exchanges import FeatureExchanges
+from mizarr.stages.features.effects.pushes import FeaturePushes, FeatureVectors, RandomFeaturePushes
 from mizarr.stages.features.effects.ranked import RankedExchanges, RankedSweep, RankedTrace
 from mizarr.stages.features.effects.sweeps import Dose, InjectionSweep
 from mizarr.stages.features.layers.layout import Layout
@@ -150,6 +151,8 @@ OF_WORDS = {
     "negative_positions": (0,),
     "normalised": True,
 }
+PUSHED = {**WORDS, "tokens": (1, 2, 3), "layers": (0, 1)}
+OF_PUSHED = {**OF_WORDS, "tokens": (1, 2, 4), "position": 0, "strengths": (2.0,), "layers": (0,)}
 SAMPLED = {"references": ((1, 2, 3), (4, 5, 6))}
 EDGES = {"tokens": (1, 2, 3), "edges": ((2, 0),)}
 OF_EDGES = {"tokens": (1, 2, 4), "edges": ((2, 1),), "layers": (0,), "target": (5,), "top_k": 3}
@@ -235,6 +238,24 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
     RandomPushes: (
         {**WORDS, "tokens": (1, 2, 3)},
         {**OF_WORDS, "tokens": (1, 2, 4), "position": 0, "strengths": (2.0,), "layers": (0,), "draw": 1},
+    ),
+    FeatureVectors: (
+        {**NAMED, "positive": ((1, 2),), "negative": (), "feature": (0, 1)},
+        {
+            **OF_NAMED,
+            **{name: value for name, value in OF_WORDS.items() if name.startswith(("positive", "norm"))},
+            "negative": ((3, 5),),
+            "negative_positions": (0,),
+            "feature": (0, 2),
+        },
+    ),
+    FeaturePushes: (
+        {**NAMED, **PUSHED, "feature": (0, 1)},
+        {**OF_NAMED, **OF_PUSHED, "target": (5,), "top_k": 3, "feature": (0, 2)},
+    ),
+    RandomFeaturePushes: (
+        {**NAMED, **PUSHED, "feature": (0, 1)},
+        {**OF_NAMED, **OF_PUSHED, "draw": 1, "feature": (0, 2)},
     ),
     CounterFactPatching: ({"pairs": (PAIR,)}, {"pairs": (replace(PAIR, fact=(2,)),), "block_size": 2}),
     FactualRouting: ({"pairs": (PAIR,)}, {"pairs": (replace(PAIR, fact=(2,)),), "block_size": 2}),
@@ -368,6 +389,9 @@ NOT_IN_A_KEY = {
             RankedSweep,
             RankedTrace,
             FeatureTrace,
+            FeatureVectors,
+            FeaturePushes,
+            RandomFeaturePushes,
         )
     },
     (

@@ -215,3 +215,17 @@ def test_every_computed_thing_notes_its_memory_and_no_key_or_content_knows(tmp_p
         sorted((record.key, record.content, record.label) for record in s.records()) for s in (one, other)
     ]
     assert kept[0] == kept[1]
+
+
+def test_stored_runs_note_their_memory_and_read_ones_note_nothing_more(tmp_path):
+    store, model = mizarr.open_store(tmp_path / "store"), mizarr.Model.from_pretrained("specimen")
+    runs = [mizarr.Run("The mother tongue of Euler is"), mizarr.Run("The")]
+    mizarr.run(model, runs, store=store)
+    notes = notes_of(store)
+    assert len(notes) == 2, "a group each, as their prompts differ in length"
+    for note in notes:
+        told = note["memory"]["resident"]
+        assert 0 < told["before"] <= told["peak"] and note["seconds"] >= 0 and note["bytes_written"] > 0
+    assert most_held(notes)["resident"] > 10 * MB
+    mizarr.run(model, runs, store=store)
+    assert notes_of(store) == notes

@@ -62,6 +62,21 @@ def test_the_mean_is_that_of_all_positions_of_the_references(model, tiny_model: 
     assert "probability" not in done.to_json()["heads"], "without a target nothing is said of one"
 
 
+def test_resampled_is_the_mean_over_other_prompts_of_as_many_tokens(model, tiny_model: Path, tmp_path: Path):
+    """Every reference drawn, put into the prompt by a plain pass; none of them is the prompt."""
+    done = ablated(tiny_model, tmp_path, how="resample", seed=3)
+    experiment, point = done.nodes["layers"].experiment, "blocks.1.hook_mlp_out"
+    assert {len(ids) for ids in experiment.references} == {len(experiment.tokens)}
+    assert experiment.tokens not in experiment.references
+    clean, losses = log_probabilities(model), []
+    for number in experiment.drawn():
+        other = model.forward([list(experiment.references[number])], HookSpec().capture(point), want=None)
+        spec = HookSpec().intervene(point, Replace(other[point][0]))
+        losses.append(divergence(clean, log_probabilities(model, spec)))
+    assert len(losses) == 10
+    assert done.to_json()["layers"]["kl"][1][1] == pytest.approx(np.mean(losses), rel=1e-3)
+
+
 def test_the_heads_that_count_are_listed_from_the_largest_loss(tiny_model: Path, tmp_path: Path, capsys):
     done = ablated(tiny_model, tmp_path / "store", target=TARGET, top=3)
     document = done.to_json()
@@ -150,6 +165,7 @@ def test_the_specimen_needs_few_of_its_heads(tmp_path: Path):
     ("given", "match"),
     [
         ({"how": "zero", "references": REFERENCES}, "found 2 for how=zero"),
+        ({"how": "resample", "references": REFERENCES}, "found 2 for how=resample"),
         ({"how": "means"}, "did you mean 'mean'"),
         ({"target": "x", "prompt": ""}, "expected a prompt for the target"),
     ],

@@ -101,6 +101,7 @@ AT_DEFAULTS: dict[str, dict[str, Any]] = {
     "steering_dose_response": {},
     "causal_tracing": {},
     "activation_patching": {},
+    "planning_pairs": {"limit": 3},
 }
 ON_KNOWN_FACTS = (
     "ablation",

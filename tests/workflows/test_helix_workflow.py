@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from mizarr.stages.corpus.text import character_counts, token_counts, wrap
 from mizarr.stages.geometry import character_count
+from mizarr.store import open_store
 from mizarr.store.errors import MizarrError
 from mizarr.workflows import build, compute
 from mizarr.workflows.character_count_helix import line_corpus
@@ -183,3 +184,60 @@ def test_planning_loads_no_weights(tiny_model: Path, prose_file: Path, monkeypat
     monkeypatch.setattr(weights, "load", None)
     workflow = build("character_count_helix", model=str(tiny_model), text=str(prose_file), **SETTINGS)
     assert set(workflow.nodes) == {"geometry", "control", "decodability"}
+
+
+def test_layers_are_computed_so_many_at_a_time_and_the_same_command_goes_on(
+    tiny_model: Path, prose_file: Path, store: Path, done, tmp_path: Path
+):
+    """Each call adds a layer, leaves a line of it, and ends with what one call for all gives."""
+    own, lines = tmp_path / "store", tmp_path / "lines"
+    given = {"model": str(tiny_model), "text": str(prose_file), "stop": 1, "jsonl": str(lines), **SETTINGS}
+    for layers in ([0], [0, 1], [0, 1, 2], [0, 1, 2]):
+        found = compute("character_count_helix", store=own, **given)
+        assert found.geometry["layer"].values.tolist() == layers
+        assert sorted(path.name for path in lines.iterdir()) == [
+            f"layer_{layer:02d}_variance.jsonl" for layer in layers
+        ]
+    np.testing.assert_allclose(found.geometry["mean"].values, done.geometry["mean"].values, atol=1e-6)
+    for told in done.to_json()["results"]:
+        (line,) = (lines / f"layer_{told['layer']:02d}_variance.jsonl").read_text().splitlines()
+        written = json.loads(line)
+        assert written["layer"] == told["layer"] and written["max_tokens"] == 64
+        assert written["explained_variance"] == pytest.approx(told["explained_variance"], abs=1e-6)
+        assert written["total_variance_top6"] == pytest.approx(told["total_variance_top6"], abs=1e-6)
+
+
+def test_a_run_killed_in_a_layer_keeps_the_lines_of_those_before(
+    tiny_model: Path, prose_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lines = tmp_path / "lines"
+    given = {"model": str(tiny_model), "text": str(prose_file), "jsonl": str(lines), **SETTINGS}
+    planned, written = build("character_count_helix", **given), type(build("character_count_helix"))._write
+
+    def killed(self, layer: int, *rest) -> None:
+        if layer == 1:
+            raise KeyboardInterrupt
+        written(self, layer, *rest)
+
+    monkeypatch.setattr(type(planned), "_write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        planned.run(open_store(tmp_path / "store"))
+    assert [path.name for path in lines.iterdir()] == ["layer_00_variance.jsonl"]
+
+
+def test_the_published_protocol_is_what_is_left_at_its_default():
+    asked = {"preset": "gemma2-2b", "model": "specimen-rwkv", "characters": 3000}
+    given = build("character_count_helix", **asked).settings
+    assert given.widths == tuple(range(20, 151, 10)) and given.max_count == 150
+    assert given.model == "specimen-rwkv" and given.line_breaks
+    assert build("character_count_helix", **asked, widths=[30]).settings.widths == (30,)
+    with pytest.raises(MizarrError, match="did you mean 'gemma2-2b'"):
+        build("character_count_helix", preset="gemma2-2")
+
+
+def test_lines_do_not_go_into_a_file(tmp_path: Path):
+    taken = tmp_path / "taken"
+    taken.write_text("kept")
+    with pytest.raises(MizarrError, match="expected a folder for the lines of layers"):
+        build("character_count_helix", jsonl=str(taken), characters=2000)
+    assert taken.read_text() == "kept"

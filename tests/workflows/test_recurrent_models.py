@@ -64,6 +64,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "state_patching": (PAIR | {"others": 2, "controls": 4}, ""),
     "token_positions": ({}, ""),
     "planning_in_poems": ({}, MADE_FOR),
+    "planning_pairs": ({}, MADE_FOR),
     "attention_routing": ({}, MADE_FOR),
     "correction_test": ({}, MADE_FOR),
     "sae_features": ({}, NO_DICTIONARY),

@@ -202,6 +202,63 @@ def test_a_sweep_over_a_folder_takes_the_last_checkpoint_and_tells_what_is_missi
         build("stoicheia_sweep", task="longest_cycle")
 
 
+def test_checkpoints_of_one_training_are_an_axis(store):
+    """Each is what the training gives when it has come so far, and the last is the whole training."""
+    about: dict[str, Any] = {"hidden": [2], "sequences": [2], "seeds": [0, 1], "samples": 3000}
+    done = compute("stoicheia_sweep", store=store, trained=[8192, 0, 2048], **about)
+    table = done.table["accuracy"]
+    assert table.dims == ("hidden", "sequence", "seed", "trained")
+    assert table["trained"].values.tolist() == [0, 2048, 8192]
+    for seed in (0, 1):
+        kept: dict[int, dict[str, np.ndarray]] = {}
+        recipe = ZooTraining("2nd_argmax", 2, 2, seed, 8192, checkpoints=(0, 2048, 8192))
+        last, _ = train(recipe, keep=kept.__setitem__)
+        for name, tensor in last.items():
+            np.testing.assert_array_equal(tensor, kept[8192][name])
+        for after, tensors in kept.items():
+            rnn = require_rnn(labelled(tensors, shape_of(tensors, "")), "")
+            x = drawn(load_model(SHIPPED[0]).task, 2, 3000)
+            right = np.mean(rnn.outputs(x).argmax(1) == np.argsort(x, axis=1)[:, -2])
+            assert float(table.sel(seed=seed, trained=after).squeeze()) == pytest.approx(right, abs=1e-3)
+    told = json.loads(json.dumps(done.to_json(), allow_nan=False))
+    assert told["dims"] == ["hidden", "sequence", "seed", "trained"]
+    assert [row["trained"] for row in told["results"]] == [0, 2048, 8192] * 2
+    assert told["best"][0]["accuracy"] == pytest.approx(float(table.sel(trained=8192).max()))
+    whole = compute("stoicheia_sweep", store=store, trained=8192, **about).table["accuracy"]
+    np.testing.assert_array_equal(whole.values, table.sel(trained=8192).values)
+
+
+def test_checkpoints_of_a_folder_are_an_axis_with_gaps(store, tmp_path):
+    for trained in (1024, 2048):
+        write_tensors(tmp_path / f"argmax_2_3_{trained}_0.pth", random_rnn(trained, 2, 3))
+    about: dict[str, Any] = {"task": "argmax", "hidden": [2], "sequences": [3], "seeds": [0], "samples": 1000}
+    about |= {"zoo": str(tmp_path), "trained": [512, 1024, 2048]}
+    table = compute("stoicheia_sweep", store=store, **about).table
+    assert np.isnan(table["accuracy"].values.ravel()).tolist() == [True, False, False]
+
+
+def test_checkpoints_that_cannot_be_are_refused():
+    with pytest.raises(ConfigError, match="whole batches of 1024, up to 2048, found 1500"):
+        build("stoicheia_sweep", trained=[1500, 2048])
+    with pytest.raises(ConfigError, match="expected different trained"):
+        build("stoicheia_sweep", trained=[1024, 1024])
+
+
+def test_roles_are_told_number_by_number(store):
+    """The last of them are those of the cards; earlier ones are of the numbers until then."""
+    done = compute("stoicheia_analysis", store=store, **QUICK)
+    told = json.loads(json.dumps(done.to_json(), allow_nan=False))["roles_by_time"]
+    found, cards = np.array(told["correlation"]), done.cards
+    assert told["dims"] == ["neuron", "role", "time"]
+    assert found.shape == (len(cards), len(told["roles"]), done.network.sequence)
+    for card, row in zip(cards, found[..., -1], strict=True):
+        assert row.max() == pytest.approx(card["correlation"])
+    rnn, x = require_rnn(done.network.weights, ""), drawn(done.network.task, done.network.sequence, 300)
+    first = np.maximum(rnn.states(x)[:, 0], 0)
+    seen = np.corrcoef(first[:, 0], np.maximum(x[:, 0], 0))[0, 1]
+    assert found[0, told["roles"].index("RecentInput"), 0] == pytest.approx(abs(seen), abs=1e-6)
+
+
 # -- the training tool
 
 
@@ -263,6 +320,21 @@ def test_a_training_that_makes_no_network_is_one_line(words, match, capsys, tmp_
     said = capsys.readouterr().err
     assert match in said and said.count("\n") == 1
     assert not (tmp_path / "zoo").exists()
+
+
+@pytest.mark.parametrize("task", ["2nd_argmax", "longest_cycle"])
+def test_training_leaves_networks_on_its_way_that_say_how_far_they_came(task, tmp_path, capsys):
+    """The drawn network, one on the way and the last: a sweep over the folder would find them."""
+    words = ["train-zoo", task, "--hidden", "4", "--sequence", "3", "--sequences", "4096", "--quiet"]
+    more = ["--checkpoint", "0", "--checkpoint", "2048", "--out", str(tmp_path)]
+    assert run([*words, *more]) == 0
+    assert capsys.readouterr().err.count("wrote ") == 3
+    found = {after: load_model(tmp_path / f"{task}_4_3_{after}_0.safetensors") for after in (0, 2048, 4096)}
+    assert len({str(model.identity()) for model in found.values()}) == 3
+    assert run([*words, "--out", str(tmp_path / "plain")]) == 0
+    plain = load_model(tmp_path / "plain" / f"{task}_4_3_4096_0.safetensors")
+    for name, tensor in plain.tensors.items():
+        np.testing.assert_array_equal(tensor, found[4096].tensors[name], "checkpoints change nothing")
 
 
 # -- chance

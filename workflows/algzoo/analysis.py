@@ -32,6 +32,7 @@ from ...store.errors import ConfigError
 from ..settings import Count, setting
 from ..views import (
     Bars,
+    Choice,
     Cones,
     Data,
     Figure,
@@ -315,7 +316,45 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             sources=("roles",),
         )
         yield from together("stoicheia_roles", f"Roles of the neurons of {network.title}", cards_view)
+        yield self._roles_by_time()
         yield Data(json={"pairs": _pairs(found)})
+
+    def _roles_by_time(self) -> Choice:
+        """The same of the states on the way: after each number, with functions of the numbers until then."""
+        every = self.roles["by_time"].transpose("neuron", "role_", "time")
+        labels = _neurons(self.network.shape.hidden)
+
+        def curves(neuron: int) -> Lines:
+            return Lines(
+                title=f"Neuron {neuron}",
+                x=tuple(str(step) for step in range(every.sizes["time"])),
+                lines=tuple(
+                    Line(str(role), values)
+                    for role, values in zip(every["role_"].values, every[neuron].values, strict=True)
+                ),
+                x_name="after number",
+                y_name="absolute correlation",
+                low=0.0,
+                high=1.0,
+            )
+
+        return Choice.of(
+            "neuron",
+            [int(label) for label in labels],
+            curves,
+            start=self.neuron,
+            title="What states go with, number by number",
+            caption="absolute correlation of a neuron's state after each number with the best function of "
+            "each kind of the numbers until then",
+            sources=("roles",),
+            json={
+                "roles_by_time": {
+                    "dims": ["neuron", "role", "time"],
+                    "roles": list(map(str, every["role_"].values)),
+                    "correlation": every,
+                }
+            },
+        )
 
     def _regions(self) -> Iterator[View]:
         found, network = self.regions, self.network

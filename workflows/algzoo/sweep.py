@@ -1,16 +1,16 @@
-"""How wide must a network be for how many numbers? Accuracy over width, length and seed, as one labelled
-dataset.
+"""How wide must a network be for how many numbers? Accuracy over width, length, seed and training, as one
+labelled dataset.
 
 Networks come from a folder of the zoo (`{task}_{hidden}_{sequence}_{trained}_{seed}.pth` or `.safetensors`),
 or are trained on the way: seeded, cached, with far fewer sequences than the zoo's 2^30, which is days on a
-CPU. The best of the seeds of each size is told, as the zoo keeps the best of five: candle-mi's
-`stoicheia_sweep`.
+CPU. Several checkpoints of each are those of one training, whose schedule is that of the longest. The best
+of the seeds of each size is told, as the zoo keeps the best of five: candle-mi's `stoicheia_sweep`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from ...stages.algzoo.accuracy import accuracy_of, rmse_of, sampled_accuracy_nod
 from ...stages.algzoo.files import FORMATS, said_by_name
 from ...stages.algzoo.model import load_model
 from ...stages.algzoo.tasks import task_named
-from ...stages.algzoo.training import ZooTraining, trained_rnn
+from ...stages.algzoo.training import ZooTraining, trained_rnn, training_checkpoints, weights_at
 from ...store.errors import ConfigError
 from ..settings import Count, Natural, setting
 from ..views import Data, Heatmap, Line, Lines, Table, View, together
@@ -36,8 +36,10 @@ __all__ = ["StoicheiaSweep", "StoicheiaSweepSettings"]
 
 SEQUENCES = 2**20
 """Of a training that nobody says more about: a second."""
-Place = tuple[int, int, int]
-"""Width, length, seed."""
+LAST = -1
+"""In place of a number of sequences: as many as the longest training in a folder has."""
+Place = tuple[int, int, int, int]
+"""Width, length, seed, sequences of the training."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,18 @@ class StoicheiaSweepSettings:
     hidden: tuple[Count, ...] = setting((2, 4), "widths")
     sequences: tuple[Count, ...] = setting((2, 3), "lengths")
     seeds: tuple[Natural, ...] = setting((0, 1), "seeds of the training")
-    trained: Natural | None = setting(
-        None,
-        "sequences of the training, of a folder the checkpoint; none: 2^20, of a folder the last there is",
+    trained: tuple[Natural, ...] = setting(
+        (),
+        "sequences of the training, of a folder its checkpoints; several are checkpoints of one training; "
+        "none: 2^20, of a folder the last there is",
     )
     samples: Count = setting(100_000, "drawn samples each accuracy is counted on")
     seed: Natural = setting(0, "of the samples")
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "sequences", "seeds"):
+        for name in ("hidden", "sequences", "seeds", "trained"):
             values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
+            if (not values and name != "trained") or len(set(values)) < len(values):
                 raise ConfigError(f"expected different {name}, found {list(values)}")
 
 
@@ -80,51 +83,68 @@ class StoicheiaSweep(Workflow):
             raise ConfigError(f"{self.name}: expected no model, as it asks about many, found {model!r:.60}")
         self.task = task_named(settings.task)
         self.places: list[Place] = [
-            (hidden, sequence, seed)
+            (hidden, sequence, seed, trained)
             for hidden in settings.hidden
             for sequence in settings.sequences
             for seed in settings.seeds
+            for trained in self.trained
         ]
         weights = self._of_folder(Path(settings.zoo).expanduser()) if settings.zoo else self._trained()
         self.nodes = {
-            _label(place): sampled_accuracy_node(
+            self._label(place): sampled_accuracy_node(
                 node, task=self.task.name, sequence=place[1], samples=settings.samples, seed=settings.seed
             )
             for place, node in weights.items()
         }
 
     @property
-    def trained(self) -> int:
-        """Sequences of each training; of a folder the checkpoint asked for, or -1 for the last."""
-        fallback = -1 if self.settings.zoo else SEQUENCES
-        return fallback if self.settings.trained is None else self.settings.trained
+    def trained(self) -> tuple[int, ...]:
+        """Sequences of each training, in rising order; of a folder the checkpoints asked for, or the last."""
+        return tuple(sorted(self.settings.trained)) or (LAST if self.settings.zoo else SEQUENCES,)
 
     def _trained(self) -> dict[Place, ResultNode]:
         found: dict[Place, ResultNode] = {}
-        for hidden, sequence, seed in self.places:
-            recipe = ZooTraining(self.task.name, hidden, sequence, seed, self.trained)
+        for place in self.places:
+            hidden, sequence, seed, trained = place
+            recipe = ZooTraining(self.task.name, hidden, sequence, seed, self.trained[-1])
             if recipe.shape.kind != "rnn":
                 raise ConfigError(
                     f"{self.name}: expected a task of numbers to train RNNs of, found {self.task.name}; give "
                     "a folder of trained transformers: zoo=FOLDER"
                 )
-            found[hidden, sequence, seed] = trained_rnn.on(
-                task=recipe.task, hidden=hidden, sequence=sequence, seed=seed, sequences=self.trained
-            )
+            about: dict[str, Any] = {
+                "task": recipe.task,
+                "hidden": hidden,
+                "sequence": sequence,
+                "seed": seed,
+                "sequences": self.trained[-1],
+            }
+            if not self._has_several:
+                found[place] = trained_rnn.on(**about)
+                continue
+            replace(recipe, checkpoints=self.trained)  # wrong ones are told now, not when it runs
+            on_its_way = training_checkpoints.on(**about, checkpoints=self.trained)
+            found[place] = weights_at.on(trained=on_its_way, checkpoint=trained)
         return found
+
+    @property
+    def _has_several(self) -> bool:
+        """Whether checkpoints are an axis."""
+        return len(self.trained) > 1
 
     def _of_folder(self, folder: Path) -> dict[Place, ResultNode]:
         """Weights of the files there are, of each size and seed the checkpoint asked for."""
         if not folder.is_dir():
             raise ConfigError(f"expected a folder with networks of the zoo, found none at {folder}")
-        wanted, best = set(self.places), dict[Place, tuple[int, Path]]()
+        sizes, best = {place[:3] for place in self.places}, dict[Place, tuple[int, Path]]()
         for path in sorted(folder.iterdir()):
             said = said_by_name(path.stem)
             if path.suffix not in FORMATS or said.task != self.task.name or said.hidden is None:
                 continue
-            place = (said.hidden, said.sequence or 0, said.seed or 0)
+            size = (said.hidden, said.sequence or 0, said.seed or 0)
             trained = said.trained or 0
-            if place in wanted and self.settings.trained in (None, trained):
+            place = (*size, trained if self.settings.trained else LAST)
+            if size in sizes and place in self.places:
                 best[place] = max(best.get(place, (-1, path)), (trained, path))
         if not best:
             raise ConfigError(
@@ -136,54 +156,56 @@ class StoicheiaSweep(Workflow):
 
     @cached_property
     def table(self) -> xr.Dataset:
-        """Score [hidden, sequence, seed] and how many samples it was counted on; NaN for networks there are
-        not."""
+        """Score [hidden, sequence, seed], of several checkpoints [hidden, sequence, seed, trained]; NaN for
+        networks there are not."""
         import xarray as xr
 
         settings = self.settings
-        shape = (len(settings.hidden), len(settings.sequences), len(settings.seeds))
-        scores, dims = np.full(shape, np.nan), ("hidden", "sequence", "seed")
-        for place in self.places:
-            if _label(place) in self.nodes:
-                counted = self.result(_label(place)).load()
-                at = tuple(
-                    axis.index(value)
-                    for axis, value in zip(
-                        (settings.hidden, settings.sequences, settings.seeds), place, strict=True
-                    )
-                )
-                scores[at] = rmse_of(counted) if self.task.is_scalar else accuracy_of(counted)
-        name = "rmse" if self.task.is_scalar else "accuracy"
-        labels = {
+        axes = {
             "hidden": list(settings.hidden),
             "sequence": list(settings.sequences),
             "seed": list(settings.seeds),
+            "trained": list(self.trained),
         }
-        return xr.Dataset(
-            {
-                name: (
-                    dims,
-                    scores,
-                    {"long_name": name.upper() if self.task.is_scalar else name, "units": "1"},
-                )
-            },
-            coords=labels,
-            attrs={
-                "task": self.task.name,
-                "trained_sequences": self.trained,
-                "samples": settings.samples,
-            },
+        scores = np.full([len(labels) for labels in axes.values()], np.nan)
+        for place in self.places:
+            if self._label(place) in self.nodes:
+                counted = self.result(self._label(place)).load()
+                at = tuple(labels.index(value) for labels, value in zip(axes.values(), place, strict=True))
+                scores[at] = rmse_of(counted) if self.task.is_scalar else accuracy_of(counted)
+        name = "rmse" if self.task.is_scalar else "accuracy"
+        about = {"long_name": name.upper() if self.task.is_scalar else name, "units": "1"}
+        found = xr.Dataset(
+            {name: (tuple(axes), scores, about)},
+            coords=axes,
+            attrs={"task": self.task.name, "samples": settings.samples},
         )
+        if self._has_several:
+            return found
+        return found.isel(trained=0, drop=True).assign_attrs(trained_sequences=self.trained[0])
 
     def views(self) -> Iterator[View]:
         """The best of the seeds of each size, and every seed."""
         (name,) = map(str, self.table.data_vars)
         scores = self.table[name]
-        best = scores.min("seed") if self.task.is_scalar else scores.max("seed")
-        best.attrs = scores.attrs
+        dims = list(map(str, scores.dims))
+        every_best = scores.min("seed") if self.task.is_scalar else scores.max("seed")
+        every_best.attrs = scores.attrs
+        if self._has_several:
+            yield self._course(name, every_best)
+        # Sizes are told at the end of the training.
+        best, last = (each.isel(trained=-1) if self._has_several else each for each in (every_best, scores))
         rows = [
-            {"hidden": hidden, "sequence": sequence, "seed": seed, name: _number(value)}
-            for (hidden, sequence, seed), value in zip(self.places, scores.values.ravel(), strict=True)
+            {
+                "hidden": hidden,
+                "sequence": sequence,
+                "seed": seed,
+                "trained": None if trained == LAST else trained,
+                name: _number(value),
+            }
+            for (hidden, sequence, seed, trained), value in zip(
+                self.places, scores.values.ravel(), strict=True
+            )
         ]
         shown = ".3f" if self.task.is_scalar else ".2%"
         yield Table.of(
@@ -226,7 +248,7 @@ class StoicheiaSweep(Workflow):
             caption="seeds of one size part where training ends in a local minimum",
             x=tuple(str(each) for each in self.settings.hidden),
             lines=tuple(
-                Line(f"{n} numbers", best.sel(sequence=n).values, dots=scores.sel(sequence=n).values)
+                Line(f"{n} numbers", best.sel(sequence=n).values, dots=last.sel(sequence=n).values)
                 for n in self.settings.sequences
             ),
             x_name="width",
@@ -235,21 +257,43 @@ class StoicheiaSweep(Workflow):
             high=None if self.task.is_scalar else 1.0,
         )
         yield from together("stoicheia_sweep", f"{self.task.name} by width and length", grid, every)
-        yield Data(json={"dims": ["hidden", "sequence", "seed"], name: scores})
+        yield Data(json={"dims": dims, name: scores})
+
+    def _course(self, name: str, best: xr.DataArray) -> Lines:
+        """How the best of the seeds came along."""
+        return Lines(
+            title=f"{name} in the course of training",
+            caption=f"best of {len(self.settings.seeds)} seeds at each checkpoint of one training"
+            + ("" if self.settings.zoo else f", whose rate falls as for {self.trained[-1]:,} sequences"),
+            x=tuple(f"{each:,}" for each in self.trained),
+            lines=tuple(
+                Line(f"width {h}, {n} numbers", best.sel(hidden=h, sequence=n).values)
+                for h in self.settings.hidden
+                for n in self.settings.sequences
+            ),
+            x_name="sequences trained on",
+            y_name=name,
+            low=0.0,
+            high=None if self.task.is_scalar else 1.0,
+        )
+
+    def _label(self, place: Place) -> str:
+        """Name of a network's node."""
+        hidden, sequence, seed, trained = place
+        return f"h{hidden}_n{sequence}_seed{seed}" + (f"_after{trained}" if self._has_several else "")
 
     @property
     def _told(self) -> str:
         settings = self.settings
-        of = f"networks of {settings.zoo}" if settings.zoo else f"trained on {self.trained:,} sequences each"
+        of = (
+            f"networks of {settings.zoo}"
+            if settings.zoo
+            else f"trained on {self.trained[-1]:,} sequences each"
+        )
         missing = len(self.places) - len(self.nodes)
         return f"{of}; {settings.samples:,} samples each" + (
             f"; {missing} networks are not there" if missing else ""
         )
-
-
-def _label(place: Place) -> str:
-    hidden, sequence, seed = place
-    return f"h{hidden}_n{sequence}_seed{seed}"
 
 
 def _number(value: Any) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -23,6 +24,9 @@ __all__ = ["train_zoo"]
 @click.option("--batch", type=int, default=1024, show_default=True, help="Drawn in a step.")
 @click.option("--layers", type=int, default=2, show_default=True, help="Of a transformer.")
 @click.option("--heads", type=int, default=1, show_default=True, help="Of a transformer.")
+@click.option(
+    "--checkpoint", "checkpoints", type=int, multiple=True, help="Also keep it after so many; repeatable."
+)
 @click.option("--end-token", is_flag=True, help="Of integers: the last one ends the sequence.")
 @click.option("--pth", is_flag=True, help="Write a .pth as the zoo does, not a .safetensors.")
 @click.option(
@@ -39,6 +43,7 @@ def train_zoo(
     batch: int,
     layers: int,
     heads: int,
+    checkpoints: tuple[int, ...],
     end_token: bool,
     pth: bool,
     out: Path,
@@ -53,15 +58,21 @@ def train_zoo(
     from ...stages.algzoo.training import ZooTraining, file_name, save_trained, train
 
     settings = [
-        ZooTraining(task, hidden, sequence, seed, sequences, batch, layers, heads, end_token)
+        ZooTraining(task, hidden, sequence, seed, sequences, batch, layers, heads, end_token, checkpoints)
         for seed in seeds
     ]
     written = []
     with Progress(quiet) as progress:
         for each in settings:
             bar = progress.task(f"train seed {each.seed}", total=each.steps, unit="steps")
-            tensors, losses = train(each, bar.advance)
-            path = save_trained(each, tensors, out / file_name(each, ".pth" if pth else ".safetensors"))
+            ending = ".pth" if pth else ".safetensors"
+
+            def keep(after: int, tensors: Any, of: ZooTraining = each, ending: str = ending) -> None:
+                path = save_trained(of, tensors, out / file_name(of, ending, after), after)
+                click.echo(f"wrote {path}", err=True)
+
+            tensors, losses = train(each, bar.advance, keep)
+            path = save_trained(each, tensors, out / file_name(each, ending))
             written.append({"file": str(path), "seed": each.seed, "loss": _last(losses.tolist())})
             click.echo(f"wrote {path}", err=True)
     if as_json:

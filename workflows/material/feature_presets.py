@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ...store.errors import ConfigError, nearest
 
-__all__ = ["PRESETS", "FeaturePreset", "chosen_preset", "preset_of"]
+__all__ = ["GEMMA_POEM", "LLAMA_POEM", "PRESETS", "FeaturePreset", "chosen_preset", "preset_of"]
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ class PushFates:
 
     what: the pushes in words. similarity: [layer, strength, read_layer]. vectors: `ContrastiveVectors` of
     them, its positive side the prompt where it is pushed. drawn: `RandomPushes` along `draw`. first: by layer
-    pushed the one after which it may be seen.
+    pushed the one after which it may be seen. of: what was drawn, in words.
     """
 
     what: str
@@ -37,15 +37,17 @@ class PushFates:
     vectors: xr.Dataset
     drawn: xr.Dataset
     first: Mapping[int, int | None]
+    of: str = "random directions as long, at the same place"
 
     @cached_property
     def of_all(self) -> dict[tuple[int, float], Fate]:
         """By layer and strength."""
-        state = self.vectors["mean_state"].sel(side="positive").transpose("layer", "hidden").values
-        vector = self.vectors["vector"].transpose("layer", "hidden").values
         grid = self.similarity.isel(read_layer=0, drop=True).transpose("layer", "strength")
+        pushed = self.vectors.sel(layer=grid["layer"].values)
+        state = pushed["mean_state"].sel(side="positive").transpose("layer", "hidden").values
+        vector = pushed["vector"].transpose("layer", "hidden").values
         layers, strengths = (grid[axis].values for axis in grid.dims)
-        own = [[cosine(state[i], state[i] + s * vector[i]) for s in strengths] for i in layers]
+        own = [[cosine(state[i], state[i] + s * vector[i]) for s in strengths] for i in range(len(layers))]
         return fates(self.similarity, grid.copy(data=np.array(own)), self.first)
 
     @property
@@ -73,7 +75,7 @@ class PushFates:
         return Finding(
             f"{self.what} after {after}, {times} times, keep this share of their largest distance to the end",
             share_left(self.held.values()),
-            Null(np.array(verdicts), "random directions as long, at the same place", side="below"),
+            Null(np.array(verdicts), self.of, side="below"),
         )
 
     @property

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ....pipeline.took import Took, measured
 from ....store.keys import ResultKey, RunKey
 from ....store.runs.packed import PackedTokens
 from ..hooks.cache import HookCache
@@ -68,12 +69,13 @@ def stored(model: Model, wanted: Sequence[Wanted], store: Store, compute: Comput
         else:
             waiting.update(dict.fromkeys(group.runs, group))
     missing = list(waiting)
-    for number, result in compute(missing):
-        index = missing[number]
-        found[index] = result
-        group = waiting[index]
-        if all(i in found for i in group.runs):
-            _keep(store, group, [found[i] for i in group.runs], source)
+    with measured() as took:
+        for number, result in compute(missing):
+            index = missing[number]
+            found[index] = result
+            group = waiting[index]
+            if all(i in found for i in group.runs):
+                _keep(store, group, [found[i] for i in group.runs], source, took)
     return found
 
 
@@ -92,8 +94,13 @@ def _groups(identity: str, wanted: Sequence[Wanted]) -> Iterator[RunGroup]:
         start = stop
 
 
-def _keep(store: Store, group: RunGroup, results: Sequence[HookCache], source: ModelSource) -> None:
-    """Publish what the runs of a group gave, if the model still is what the key says."""
+def _keep(
+    store: Store, group: RunGroup, results: Sequence[HookCache], source: ModelSource, took: Took
+) -> None:
+    """Publish what the runs of a group gave, if the model still is what the key says.
+
+    took: what the runs took, and those of groups that were computed before or together with them.
+    """
     import xarray as xr
 
     arrays: dict[str, Any] = {}
@@ -111,7 +118,8 @@ def _keep(store: Store, group: RunGroup, results: Sequence[HookCache], source: M
         )
     coords = {"run": np.arange(len(results))}
     given = xr.Dataset(arrays, coords)
-    store.put_result(group.key, given, provenance=source.provenance(), confirm=source.confirm)
+    note = {**source.provenance(), **took(), "bytes_written": int(given.nbytes)}
+    store.put_result(group.key, given, provenance=note, confirm=source.confirm)
 
 
 def _read(

@@ -1,0 +1,175 @@
+"""Many exchanges of features: the numbers by plain passes, one experiment per pair, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mizarr
+from mizarr.stages.features.effects.injection import Injection, added, written_norm
+from mizarr.store.errors import ConfigError
+from mizarr.workflows import build, compute
+from mizarr.workflows.planning.exchanges import RANDOM, jaccard, shuffled_jaccard
+from mizarr.workflows.planning.presets import PAIR_PRESETS
+
+FEW = {"limit": 2, "controls": 3}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pairs") / "store"
+
+
+@pytest.fixture(scope="module")
+def done(store: Path):
+    return compute("planning_pairs", store=store, **FEW)
+
+
+def by_plain_passes(features: dict[str, float], prompt: str, word: str, dictionary: str) -> list[float]:
+    """P(word) at the end with features added at each position, each by a pass with hooks of its own."""
+    model, held = mizarr.Model.from_pretrained("specimen"), mizarr.Dictionary.from_pretrained(dictionary)
+    (ids,) = model.tokenize([prompt])
+    (token, *_) = model.tokenizer.encode(f" {word}", add_special=False).ids
+    vectors = added(held, [Injection(held.feature(name), amount) for name, amount in features.items()])
+    found = []
+    for position in range(len(ids)):
+        hooks = mizarr.HookSpec()
+        for layer, vector in vectors.items():
+            hooks.intervene(f"blocks.{layer}.hook_mlp_out", mizarr.Add(vector, positions=(position,)))
+        logits = model.forward([ids], hooks).logits[0, -1].double()
+        found.append(float(logits.softmax(-1)[token]))
+    return found
+
+
+def test_every_position_is_what_a_plain_pass_says(done):
+    told, preset = done.to_json()["pairs"], PAIR_PRESETS["specimen"]
+    for row, pair in zip(told, preset.pairs, strict=False):
+        doses = {pair.suppress[0]: -preset.strength, pair.inject: preset.strength}
+        expected = by_plain_passes(doses, pair.prompt, pair.inject_word, preset.dictionary)
+        assert [one["prob"] for one in row["sweep"]] == pytest.approx(expected, rel=1e-3, abs=1e-9)
+        assert row["prob_at_site"] == pytest.approx(expected[-2], rel=1e-3)
+        assert row["max_position"] == int(np.argmax(expected))
+        assert row["peaks_at_site"] == (int(np.argmax(expected)) == len(expected) - 2)
+        alone = by_plain_passes(
+            {pair.suppress[0]: -preset.strength}, pair.prompt, pair.inject_word, "specimen/clt"
+        )
+        assert row["suppress_only_prob"] == pytest.approx(alone[-2], rel=1e-3, abs=1e-9)
+
+
+def test_a_random_feature_writes_as_much_as_the_injected_one(done):
+    """The first one of the first pair, by a plain pass."""
+    pair, strength = PAIR_PRESETS["specimen"].pairs[0], PAIR_PRESETS["specimen"].strength
+    held, node = mizarr.Dictionary.from_pretrained("specimen/clt"), done.nodes["pair_0"]
+    random = node.experiment.exchanges[RANDOM][-1]
+    name = f"{random.layer}:{random.index}"
+    amount = strength * written_norm(held, held.feature(pair.inject)) / written_norm(held, held.feature(name))
+    sweep = by_plain_passes(
+        {pair.suppress[0]: -strength, name: amount}, pair.prompt, pair.inject_word, "specimen/clt"
+    )
+    assert done.found[0].probability[:, RANDOM] == pytest.approx(sweep, rel=1e-3, abs=1e-9)
+    assert done.found[0].null.values == pytest.approx(done.found[0].change[-2, RANDOM:])
+
+
+def test_a_pair_more_computes_that_pair(done, store: Path):
+    """What a killed run goes on with: every pair is stored by itself."""
+    more = build("planning_pairs", **FEW | {"limit": 3})
+    opened = mizarr.open_store(store)
+    is_there = {name: node.status(opened).is_cached for name, node in more.nodes.items()}
+    assert is_there == {name: name.partition("_")[2] in ("0", "1") for name in more.nodes}
+
+
+def test_claims_are_means_over_the_pairs_beside_features_drawn(done):
+    told = done.to_json()
+    rise, share, *_ = told["findings"]
+    assert rise["effect"] == pytest.approx(np.mean([row["change"] for row in told["pairs"]]))
+    assert share["effect"] == np.mean([row["peaks_at_site"] for row in told["pairs"]])
+    assert rise["null"]["draws"] == 1000 and rise["held_out"]
+    assert told["n_pairs"] == 2 and told["against"]["clt_repo"] == "specimen/plt"
+
+
+def test_the_shown_facts_are_none_that_features_were_chosen_on():
+    """All that ships about these names is among the facts shown, and they are answered by other words."""
+    pairs = PAIR_PRESETS["specimen"].pairs
+    assert len({(pair.prompt, pair.inject_word) for pair in pairs}) == 60
+    assert not [pair for pair in pairs if pair.suppress_word == pair.inject_word]
+    assert [(p.prompt, p.inject_word) for p in pairs] == [
+        (p.prompt, p.inject_word) for p in PAIR_PRESETS["specimen-plt"].pairs
+    ]
+
+
+def test_without_the_mlp_of_a_layer(done):
+    """Of the first prompt and layer 3, by a pass with the mean of both prompts in its place."""
+    model = mizarr.Model.from_pretrained("specimen")
+    prompts = list(dict.fromkeys(pair.prompt for pair in PAIR_PRESETS["specimen"].pairs[:2]))
+    point = "blocks.3.hook_mlp_out"
+    hooks = mizarr.HookSpec().capture(point)
+    states = [model.forward(text, hooks, want=None)[point][0].double() for text in prompts]
+    import torch
+
+    mean = torch.cat(states).mean(0).float()
+    likeliest = 0
+    for text, state in zip(prompts, states, strict=True):
+        spec = mizarr.HookSpec().intervene(point, mizarr.Replace(mean.expand(len(state), -1)))
+        said = [int(model.forward(text, each).logits[0, -1].argmax()) for each in (None, spec)]
+        likeliest += said[0] == said[1]
+    told = done.to_json()
+    assert told["said_untouched"] == told["prompts"] == 2
+    assert told["layer_suppression"][3]["still_first"] == likeliest
+
+
+def test_jaccard():
+    assert jaccard([True, True, False], [True, False, False]) == 0.5
+    assert np.isnan(jaccard([False], [False]))
+    drawn = shuffled_jaccard([True, False, False, False], [True, False, False, False], 4000, seed=0)
+    assert set(drawn) == {0.0, 1.0} and drawn.mean() == pytest.approx(0.25, abs=0.03)
+
+
+def test_a_file_of_pairs(tmp_path: Path, store: Path):
+    pair = PAIR_PRESETS["specimen"].pairs[0]
+    path = tmp_path / "pairs.json"
+    path.write_text(json.dumps([{**vars(pair), "suppress": list(pair.suppress)}]))
+    told = compute("planning_pairs", store=store, pairs=str(path), **FEW).to_json()
+    assert told["n_pairs"] == 1 and told["against"] is None
+    assert told["pairs"][0]["inject_word"] == pair.inject_word
+    assert not told["findings"][0]["held_out"], "nobody knows how they were chosen"
+
+
+@pytest.mark.parametrize(
+    ("given", "text", "match"),
+    [
+        ({"preset": "specimen-pl"}, None, "did you mean 'specimen-plt'"),
+        ({"against": "gemma2-2b-426k"}, None, "expected gemma2-2b-426k to have the pairs of this preset"),
+        ({}, "[]", "found an empty list"),
+        ({}, "{", "expected a JSON file"),
+        ({}, '[{"prompt": "x"}]', "missing required field `suppress`"),
+        ({}, None, "No such file"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_in_one_line(given, text, match, tmp_path: Path):
+    path = tmp_path / "pairs.json"
+    if text is not None:
+        path.write_text(text)
+    given = given or {"pairs": str(path)}
+    with pytest.raises(ConfigError, match=match) as caught:
+        build("planning_pairs", **given)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"site": 40}, "expected a site in 0..12"),
+        ({"suppress": []}, "expected features to suppress"),
+        ({"inject_word": "French"}, "begin with different tokens"),
+        ({"inject": "0:9999"}, "9999"),
+    ],
+)
+def test_pairs_that_cannot_be_are_refused(changed, match, tmp_path: Path):
+    pair = PAIR_PRESETS["specimen"].pairs[0]
+    path = tmp_path / "pairs.json"
+    path.write_text(json.dumps([{**vars(pair), "suppress": list(pair.suppress), **changed}]))
+    with pytest.raises(mizarr.MizarrError, match=match):
+        build("planning_pairs", pairs=str(path))

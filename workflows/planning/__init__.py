@@ -1,0 +1,1 @@
+"""Plans as features, many of them: one workflow."""
