@@ -180,7 +180,7 @@ class ModelFiles:
         self, dtype: str = "float32", attention: str | None = None, *, verify: bool = False
     ) -> ModelIdentity:
         """What results of this model are keyed by: the content of its weight files, its configuration, how it
-        is computed. attention: None for what `attention_in` says of the dtype.
+        is computed. attention: None for what the architecture says of the dtype.
 
         The hub's own sha256 of a cached file is taken as it is, unless `verify` asks to read the file; other
         files are digested once and remembered until they change.
@@ -192,7 +192,7 @@ class ModelFiles:
             architecture.digest,
             forward,
             dtype,
-            attention or attention_in(dtype),
+            attention or architecture.attention_in(dtype),
         )
 
     def weights_digest(self, *, verify: bool = False) -> str:
@@ -221,12 +221,6 @@ class ModelFiles:
         if self.revision is None:
             return "mizarr reads safetensors files only, so convert or copy them there"
         return f"fetch it again: mizarr models fetch {self.name.removesuffix(TRUSTED)}"
-
-
-def attention_in(dtype: str) -> str:
-    """How attention is computed in a dtype where nothing is asked of it, as identities tell it: with a fused
-    kernel, but in float64, which is there to be compared, as the reference computes it."""
-    return "eager" if dtype == "float64" else "sdpa"
 
 
 def resolve(name: str | Path, revision: str | None = None, *, trust_layout: bool = False) -> ModelFiles:

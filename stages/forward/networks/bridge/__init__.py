@@ -1,0 +1,1 @@
+"""Models that transformers computes: how one is loaded, what is found of it by running it, and its network."""
