@@ -98,7 +98,7 @@ class Subject:
         return {
             "model_id": self.name,
             "n_layers": config.num_layers,
-            "n_heads": config.axis_sizes["head"],
+            "n_heads": config.axis_sizes.get("head"),
             "hidden_size": config.hidden_size,
         }
 

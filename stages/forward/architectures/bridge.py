@@ -9,6 +9,7 @@ Border: torch-free; a value that goes to and fro as plain JSON, so that it can b
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -19,7 +20,16 @@ from ....store.errors import ConfigError
 from .architecture import Architecture, AxisSizes, Layer, OpaqueMixer, Reach, Stored, Tensors
 from .points import HookPoint
 
-__all__ = ["BridgeConfig", "FoundLayer", "FoundReadout", "Part", "Place"]
+__all__ = ["BridgeConfig", "FoundLayer", "FoundReadout", "Part", "Place", "declared_digest"]
+
+STAMPS = ("transformers_version", "_name_or_path", "_commit_hash", "name_or_path")
+"""Keys of a config.json that say who wrote it."""
+
+
+def declared_digest(raw: Mapping[str, Any]) -> str:
+    """Digest of all a config.json says but for version stamps."""
+    told = {key: value for key, value in raw.items() if key not in STAMPS}
+    return digest("declared", json.dumps(told, sort_keys=True))  # as text: it may hold an Infinity
 
 
 @dataclass(frozen=True)
@@ -76,8 +86,8 @@ class BridgeConfig(Architecture):
     class_name, transformers: what computes it, and of which version. declared: digest of config.json, all of
     it but version stamps. stream_in, stream_out: where a layer takes its stream and gives it (`Place.slot`).
     stream_tail: sizes of the stream's axes behind positions, which `hidden` counts as one. position_first:
-    whether positions come before prompts in it. next_token: whether logits are of the next token, and no token
-    sees a later one. norms: "of stream" where layers norm the stream itself. remarks: what it cannot
+    whether positions come before prompts in it. next_token: whether logits are of the next token, and no
+    token sees a later one. norms: "of stream" where layers norm the stream itself. remarks: what it cannot
     do, a line each.
     """
 

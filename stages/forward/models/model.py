@@ -79,13 +79,16 @@ class Model:
         device: str | torch.device | None = None,
         progress: bool | None = None,
         trust_layout: bool = False,
+        backend: str | None = None,
     ) -> Model:
         """Load a model by hub id, local directory, or "specimen" or "specimen-rwkv" (they ship with mizarr).
 
         dtype: of the computation, default float32 whatever the checkpoint holds. device: default CUDA when
         there is one, else CPU. progress: show a bar on stderr; None does so for large checkpoints on a
         terminal. trust_layout: run a family no row names without checking it against transformers; what it
-        computes is then kept under keys of its own, and its name says so. What happens to the files later
+        computes is then kept under keys of its own, and its name says so. backend: "transformers" has
+        transformers compute it behind a bridge, which offers the points it can find and check (DESIGN.md);
+        None for what the name says, else "native". What happens to the files later
         does not touch the model. Raises ModelNotFound, ConfigError (with a compatibility report),
         WeightsError, SourceChanged for files that are written meanwhile.
         """
@@ -96,7 +99,7 @@ class Model:
         if place.type == "cpu":
             keep_freed_memory()
         numbers = as_dtype(dtype)
-        found = files.resolve(str(name), revision=revision, trust_layout=trust_layout)
+        found = files.resolve(str(name), revision, trust_layout=trust_layout, backend=backend)
         config, identity = found.architecture(), found.identity(dtype=dtype_name(numbers))
         network = build(config, found.weight_files, dtype=numbers, device=place, progress=progress)
         found.confirm(identity)

@@ -1,8 +1,9 @@
-"""The driver of networks that run whole prompts only: every run is a pass of its own, those of one length side
-by side.
+"""The driver of networks that run whole prompts only: every run is a pass of its own, and those of one
+length lie side by side.
 
-Nothing is shared between runs and nothing is kept between the tokens of a text, so that all results are those
-of plain passes. Each row of a batch has the taps of its own run, which see a batch of one, as in a pass alone.
+Nothing is shared between runs and nothing is kept between the tokens of a text, so that all results are
+those of plain passes. Each row of a batch has the taps of its own run, which see a batch of one, as in a pass
+alone.
 
 Border: token ids, taps and tensors; knows a network by `logits` (networks/bridge/network.py).
 """
@@ -22,13 +23,10 @@ from ..hooks.taps import EverythingHeld, PassTaps, RunTaps, Taps
 from ..hooks.wants import Logits
 from .branches import Branch, Wanted
 from .kept import Cache
-from .planner import Block
+from .planner import MOST_TOKENS, Block
 from .sweep import Result
 
 __all__ = ["RowTaps", "WholePasses"]
-
-MOST_TOKENS = 4096
-"""Tokens of a batch."""
 
 
 class WholeNetwork(Protocol):

@@ -1,1 +1,1 @@
-"""Models that transformers computes: how one is loaded, what is found of it by running it, and its network."""
+"""Models that transformers computes: how one is loaded, what running it shows, and its network."""

@@ -16,6 +16,7 @@ Axes: B prompts, S positions, D the stream's width, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -139,10 +140,8 @@ class Bridged:
         taken: dict[Capture, Tensor] = {}
         (embed,) = (point for point in self.config.hook_points if point.kind == "embed")
         taps = RunTaps(BoundSpec((Capture(embed),)), taken.__setitem__, stop_early=True)
-        try:
+        with contextlib.suppress(EverythingHeld):
             self.logits(ids, taps)
-        except EverythingHeld:
-            pass
         return {STREAM: taken[Capture(embed)]}
 
     def final_norm(self, x: Tensor) -> Tensor:
@@ -153,7 +152,8 @@ class Bridged:
         return apply_norm(x, weights, found.norm_type, found.norm_eps)
 
     def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:
-        """Normalised states [..., D] -> logits [..., tokens]. Raises ConfigError where no readout was found."""
+        """Normalised states [..., D] -> logits [..., tokens]. Raises ConfigError where there is no
+        readout."""
         found, bias = self.config.require_readout(), getattr(self._head(), "bias", None)
         logits = product(x, want.of_tokens(self.unembedding))
         if bias is not None:
@@ -313,6 +313,6 @@ def _changed(made: Any, slot: str, change: Callable[[Tensor], Tensor]) -> Any:
 
 def _strange(found: str) -> NoReturn:
     raise ConfigError(
-        f"expected a pass as it was found when the model was looked into, found {found}; nothing of it can be "
-        "relied on, so leave this model, or give it other prompts"
+        f"expected a pass as it was found when the model was looked into, found {found}; nothing of it can "
+        "be relied on, so leave this model, or give it other prompts"
     )

@@ -37,7 +37,8 @@ def find_readout(
 
     last: the stream [B, S, D] the last layer gave. logits: [B, S, V] of the same pass.
     """
-    head: Any = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    whole: Any = module
+    head = whole.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     if not isinstance(head, nn.Linear) or head.weight.shape != (logits.shape[-1], last.shape[-1]):
         return None
     for path, kind, eps, weights in _norms(module, calls, last):

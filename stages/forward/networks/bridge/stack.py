@@ -68,8 +68,8 @@ def find_stack(module: nn.Module, calls: Sequence[Call]) -> Stack:
     long = [path for path in outer if len(groups[path]) > 1] or outer
     if not long:
         raise NotBridged(
-            "expected a list of modules of which each takes the states [prompt, position, width] that the one "
-            f"before it gave, found none ({_seen(groups)})"
+            "expected a list of modules of which each takes the states [prompt, position, width] that the "
+            f"one before it gave, found none ({_seen(groups)})"
         )
     chosen = max(long, key=lambda path: groups[path][-1].ended)
     others = tuple(path for path in long if path != chosen)

@@ -8,15 +8,17 @@ that put positions first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Call", "Slot", "at_slot", "given", "tensors_in", "traced", "with_slot"]
+__all__ = ["Call", "Slot", "at_slot", "given", "same", "tensors_in", "traced", "with_slot"]
 
 Slot = str
 """Where a tensor is among what a module gets or gives: "0" by position, "hidden_states" by name, "" where it
@@ -91,8 +93,8 @@ def traced(
 
 @contextmanager
 def _watched(module: nn.Module, calls: list[Call], is_state: Callable[[Tensor], bool]) -> Iterator[None]:
-    clock, open_calls, handles = iter(range(1 << 60)), [], []
-    under_way: list[Call] = open_calls
+    clock, handles = itertools.count(), list[RemovableHandle]()
+    under_way: list[Call] = []
 
     def states(found: Mapping[Slot, Tensor]) -> dict[Slot, Tensor]:
         return {slot: each.detach().clone() for slot, each in found.items() if is_state(each)}
@@ -123,8 +125,3 @@ def _watched(module: nn.Module, calls: list[Call], is_state: Callable[[Tensor], 
 def same(one: Tensor, other: Tensor) -> bool:
     """Whether two states are one: to the bit, as nothing was computed between them."""
     return one.shape == other.shape and torch.equal(one, other)
-
-
-def listed(calls: Sequence[Call]) -> str:
-    """Paths of calls, for people."""
-    return ", ".join(dict.fromkeys(call.path for call in calls))
