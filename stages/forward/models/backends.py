@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ....store.errors import MizarrError
 
 if TYPE_CHECKING:
-    from ..architectures.bridge import BridgeConfig
+    from ..architectures.bridge.config import BridgeConfig
     from .files import ModelFiles
 
 __all__ = ["BackendChoice", "backend_of", "bridge_issues"]

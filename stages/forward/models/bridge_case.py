@@ -11,6 +11,7 @@ remembered.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 from ....store.digest import digest
 from ....store.errors import ConfigError, MissingExtra
 from ....store.index import layout_verdicts
-from ..architectures.bridge import BridgeConfig
+from ..architectures.bridge.config import BridgeConfig
 from ..networks.bridge.reference import witness
 
 __all__ = ["BridgeCase", "BridgeFinding"]
@@ -57,28 +58,31 @@ class BridgeCase:
         return digest("bridge", METHOD, self.weights, json.dumps(dict(self.raw), sort_keys=True))
 
     def remembered(self) -> BridgeFinding | None:
-        """What was found before with the transformers installed now; None where it was never looked into.
-        Raises MissingExtra without transformers."""
-        text = layout_verdicts().find(self.digest).get(_installed())
-        try:
-            told = json.loads(text or "")
-            config = told["config"]
-            return BridgeFinding(
-                None if config is None else BridgeConfig.from_json(config), str(told["refused"])
-            )
-        except (ValueError, KeyError, TypeError):
-            return None
+        """What was found before with the transformers installed now; where none is, by the newest that could
+        run it, whose results these then are. None where it was never looked into."""
+        told, installed = layout_verdicts().find(self.digest), witness()
+        if installed is not None:
+            return _read(told.get(installed))
+        found = [each for text in told.values() if (each := _read(text)) is not None and each.config]
+        return max(found, key=_age, default=None)
 
     def finding(self) -> BridgeFinding:
         """What is remembered, else what is found now, which is remembered either way. Raises ConfigError or
-        WeightsError for a checkpoint that cannot be loaded: the reason may be gone tomorrow."""
+        WeightsError for a checkpoint that cannot be loaded, as the reason may be gone tomorrow; MissingExtra
+        without transformers."""
         found = self.remembered()
         if found is not None:
             return found
+        installed = witness()
+        if installed is None:
+            raise MissingExtra(
+                "backend='transformers': expected transformers, found none installed; "
+                "pip install 'mizarr[check]'"
+            )
         found = self._look()
         config = None if found.config is None else found.config.to_json()
         told = json.dumps({"config": config, "refused": found.refused})
-        layout_verdicts().add(self.digest, _installed(), told)
+        layout_verdicts().add(self.digest, installed, told)
         return found
 
     def _look(self) -> BridgeFinding:
@@ -90,11 +94,16 @@ class BridgeCase:
             return BridgeFinding(None, str(reason))
 
 
-def _installed() -> str:
-    """The transformers that is installed, as verdicts name it."""
-    found = witness()
-    if found is None:
-        raise MissingExtra(
-            "backend='transformers': expected transformers, found none installed; pip install 'mizarr[check]'"
-        )
-    return found
+def _read(text: str | None) -> BridgeFinding | None:
+    """What is remembered; None for what is nothing of this kind."""
+    try:
+        told = json.loads(text or "")
+        config = told["config"]
+        return BridgeFinding(None if config is None else BridgeConfig.from_json(config), str(told["refused"]))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _age(finding: BridgeFinding) -> list[int]:
+    """The version of transformers it is of, by its numbers."""
+    return [int(number) for number in re.findall(r"\d+", finding.require().transformers)]

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from .....store.errors import ConfigError
-from ...architectures.bridge import BridgeConfig, Part, Place
+from ...architectures.bridge.config import BridgeConfig
+from ...architectures.bridge.found import Part, Place
 from ...architectures.points import HookPoint
 from ...hooks.interventions import Replace
 from ...hooks.spec import HookSpec

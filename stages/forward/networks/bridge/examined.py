@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...architectures.bridge import BridgeConfig
+from ...architectures.bridge.config import BridgeConfig
 from ...architectures.points import HookPoint
 from ...hooks.spec import Capture, HookSpec
 from ...hooks.taps import RunTaps

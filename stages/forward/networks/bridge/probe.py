@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from ...architectures.bridge import BridgeConfig, FoundLayer, declared_digest
+from ...architectures.bridge.config import BridgeConfig, declared_digest
+from ...architectures.bridge.found import FoundLayer
 from ...architectures.points import HookPoint
 from ...hooks.interventions import Add
 from ...hooks.spec import HookSpec
@@ -53,12 +54,21 @@ def probe(directory: Path, raw: Mapping[str, Any], files: Sequence[Path]) -> Bri
     raw: config.json. files: its safetensors files.
     """
     name, is_causal = chosen_class(raw)
-    module = load_reference(directory, raw, name, dtype=torch.float32, device=torch.device("cpu"))
+
+    def load() -> Examined:
+        how: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+        return Examined(load_reference(directory, raw, name, **how))
+
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        model = Examined(module)
-        before = model.settings()
+        model = load()
+        fresh = model.settings()
+        model.plain(model.ids(1, 1, seed=11))
+        settled = model.settings()
         config = _found(model, raw, name, is_causal, files)
-        _require_unchanged(before, model.settings())
+        if changed := _changed(settled, model.settings()):
+            raise NotBridged(f"expected passes that leave the model as it is, found {changed}")
+        if changed := _changed(fresh, settled):
+            _require_settled(model, load(), config.context, changed)
         return replace(config, remarks=(*config.remarks, *_missing(config)))
 
 
@@ -184,15 +194,20 @@ def _require_reached(model: Examined, config: BridgeConfig) -> None:
         raise NotBridged("expected changes of the stream to reach the logits, found that none does")
 
 
-def _require_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Raise NotBridged where passes set something that later passes read: what a model gives would depend on
-    what it was given before."""
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """What passes have set that later ones may read, in words; empty for nothing."""
     changed = [name for name in before if name in after and before[name] != after[name]]
-    if changed:
-        name = changed[0]
+    return "".join(f"{name} set from {before[name]!r} to {after[name]!r}" for name in changed[:1])
+
+
+def _require_settled(model: Examined, fresh: Examined, context: int, changed: str) -> None:
+    """Raise NotBridged unless the first pass of a model gives what later ones do, though it sets something:
+    else a long prompt would be read in one way after a short one, and in another before it."""
+    ids = model.ids(1, min(context, LONGEST), seed=12)
+    if not agree(fresh.plain(ids), model.plain(ids)):
         raise NotBridged(
-            f"expected passes that leave the model as it is, found {name} set from {before[name]!r} to "
-            f"{after[name]!r}"
+            f"expected passes that leave the model as it is, found {changed} by a short prompt, after which "
+            f"one of {ids.shape[1]} tokens gives something else"
         )
 
 

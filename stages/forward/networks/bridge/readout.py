@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .....store.exchange.tensors import FLOATS, mapped_tensor, read_header
-from ...architectures.bridge import FoundReadout
+from ...architectures.bridge.found import FoundReadout
 from ..norms import apply_norm
 from ..weights import NormWeights
 from .parts import is_close

@@ -43,21 +43,25 @@ def witness() -> str | None:
 
 def chosen_class(raw: Mapping[str, Any]) -> tuple[str, bool]:
     """(class that computes a checkpoint, whether it is a causal one): what `architectures` names, if it is a
-    language model of this type; else the causal one, unless the type has a masked one and is no decoder.
+    language model of this type, or the text model of one; else the causal one, unless the type has a masked
+    one and is no decoder.
 
     Raises ConfigError for a type transformers lists as neither.
     """
     auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
     model_type = str(raw.get("model_type"))
-    causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
-    masked = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(model_type)
+    causals, maskeds = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    causal, masked = causals.get(model_type), maskeds.get(model_type)
+    named = raw.get("architectures")
+    first = str(named[0]) if isinstance(named, list) and named else ""
     if causal is None and masked is None:
+        listed = {**dict.fromkeys(maskeds.values(), False), **dict.fromkeys(causals.values(), True)}
+        if first in listed and _config_type(first) == model_type:
+            return first, listed[first]
         raise ConfigError(
             f"expected a model_type that {witness()} lists as a causal or masked language model, found "
             f"{model_type!r}; the bridge runs no other"
         )
-    named = raw.get("architectures")
-    first = named[0] if isinstance(named, list) and named else None
     if causal is not None and first == causal:
         return causal, True
     if masked is not None and (first == masked or causal is None or raw.get("is_decoder") is not True):
@@ -131,6 +135,13 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+def _config_type(class_name: str) -> str | None:
+    """The model_type of the configuration a class is made of."""
+    kind = getattr(importlib.import_module("transformers"), class_name, None)
+    found: str | None = getattr(getattr(kind, "config_class", None), "model_type", None)
+    return found
 
 
 def _require_plain(directory: Path, raw: Mapping[str, Any]) -> None:

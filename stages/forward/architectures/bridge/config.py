@@ -15,12 +15,13 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from ....store.digest import digest
-from ....store.errors import ConfigError
-from .architecture import Architecture, AxisSizes, Layer, OpaqueMixer, Reach, Stored, Tensors
-from .points import HookPoint
+from .....store.digest import digest
+from .....store.errors import ConfigError
+from ..architecture import Architecture, AxisSizes, Layer, OpaqueMixer, Reach, Stored, Tensors
+from ..points import HookPoint
+from .found import FoundLayer, FoundReadout, Part, Place
 
-__all__ = ["BridgeConfig", "FoundLayer", "FoundReadout", "Part", "Place", "declared_digest"]
+__all__ = ["BridgeConfig", "declared_digest"]
 
 STAMPS = ("transformers_version", "_name_or_path", "_commit_hash", "name_or_path")
 """Keys of a config.json that say who wrote it."""
@@ -30,53 +31,6 @@ def declared_digest(raw: Mapping[str, Any]) -> str:
     """Digest of all a config.json says but for version stamps."""
     told = {key: value for key, value in raw.items() if key not in STAMPS}
     return digest("declared", json.dumps(told, sort_keys=True))  # as text: it may hold an Infinity
-
-
-@dataclass(frozen=True)
-class Place:
-    """A tensor that a module gives.
-
-    path: of the module in the model; of a part, in its layer. slot: where the tensor is among what it gives:
-    "0" by position, a name, "" where it is all of it.
-    """
-
-    path: str
-    slot: str
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a layer adds to its stream. kind: the hook point, "attn_out" or "mlp_out"."""
-
-    kind: str
-    place: Place
-
-
-@dataclass(frozen=True)
-class FoundLayer:
-    """A call of a module that takes a stream and gives the next. path: layers that share weights share it."""
-
-    path: str
-    parts: tuple[Part, ...] = ()
-
-
-@dataclass(frozen=True)
-class FoundReadout:
-    """A final norm and a head that make the logits of the last stream, as `Architecture` tells them.
-
-    norm_path: of the norm's module. final_norm, head, …: names of tensors in the checkpoint; "" where there
-    is none. scale: what logits are multiplied by.
-    """
-
-    norm_path: str
-    norm_type: Literal["rms", "gemma_rms", "layer"]
-    norm_eps: float
-    final_norm: str
-    head: str
-    final_norm_bias: str = ""
-    head_bias: str = ""
-    soft_cap: float | None = None
-    scale: float = 1.0
 
 
 @dataclass(frozen=True)
