@@ -23,7 +23,14 @@ from mizarr.stages.forward.models.model import Model
 from mizarr.stages.forward.models.source import ModelSource
 from mizarr.stages.forward.runs.run import Run, plan
 from mizarr.store import open_store
-from mizarr.store.errors import ConfigError, HookPointNotFound, MissingExtra, PromptError, WeightsError
+from mizarr.store.errors import (
+    ConfigError,
+    HookPointNotFound,
+    MissingExtra,
+    MizarrError,
+    PromptError,
+    WeightsError,
+)
 from mizarr.workflows import build
 from mizarr.workflows.cli import run as mizarr_command
 from tests.torch_free import without_torch
@@ -502,6 +509,48 @@ def test_a_rule_that_begins_at_long_prompts_and_ends_at_short_ones_is_refused(tm
     bridge_models.save(tmp_path, "big_bird", "masked", **sizes)
     with pytest.raises(ConfigError, match="after which one of 512 tokens gives something else"):
         Model.from_pretrained(tmp_path, device="cpu", backend="transformers")
+
+
+def test_rope_that_remembers_how_long_the_last_prompt_was_is_refused(tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [1.5] * 8}
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "max_position_embeddings": 256}
+    bridge_models.save(tmp_path, "llama", "causal", rope_parameters={**rope, **factors}, **shape)
+    with pytest.raises(ConfigError, match=r"inv_freq set from .* by one of 256 tokens"):
+        Model.from_pretrained(tmp_path, device="cpu", backend="transformers")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_other_dtypes_are_those_of_transformers(dtype, saved):
+    folder, _ = saved("gptj", "causal")
+    model = Model.from_pretrained(folder, device="cpu", dtype=dtype, backend="transformers")
+    kind = transformers.GPTJForCausalLM
+    reference = kind.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
+    ids = tokens(2, 9)
+    found = model.forward(ids, HookSpec().capture("blocks.*"))
+    torch.testing.assert_close(found.logits, theirs(reference, ids)[0])
+    assert found["blocks.0.hook_attn_out"].dtype == getattr(torch, dtype)
+
+
+QUESTIONS = {
+    "logit_attribution": {"prompts": ("The capital",)},
+    "attention_patterns": {"prompts": ("The capital",)},
+    "ablation": {},
+    "causal_tracing": {},
+    "head_detection": {},
+    "inspect_weights": {},
+    "attribution_graph": {},
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_questions_about_the_inside_are_refused_in_a_line(question, reading, tmp_path):
+    folder, _ = reading("gptj", "causal")
+    with pytest.raises(MizarrError) as error:
+        build(question, model=str(folder), backend="transformers", **QUESTIONS[question]).run(
+            open_store(tmp_path / "store")
+        )
+    assert "\n" not in str(error.value)
 
 
 def test_a_text_model_that_was_saved_by_itself_is_known_by_its_class(saved):

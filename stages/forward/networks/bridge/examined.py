@@ -120,7 +120,8 @@ class Examined:
         return Passed(logits, {capture.point: value for capture, value in held.items()})
 
     def settings(self) -> dict[str, Any]:
-        """Every number, word and switch of its modules and their configurations, which passes may read."""
+        """Every number, word, switch and buffer of its modules and their configurations, which passes may
+        read; what is large by its sum."""
         plain = bool | int | float | str
         found = {
             f"{path}.{name}": value
@@ -128,7 +129,13 @@ class Examined:
             for name, value in vars(each).items()
             if isinstance(value, plain)
         }
-        return found | {f"config.{key}": str(value) for key, value in self.config.to_dict().items()}
+        found |= {f"config.{key}": str(value) for key, value in self.config.to_dict().items()}
+        return found | {name: _told(value) for name, value in self.module.named_buffers()}
+
+
+def _told(buffer: Tensor) -> str:
+    """A buffer, as it can be compared."""
+    return f"{list(buffer.shape)} of sum {float(buffer.double().sum()):.17g}"
 
 
 def noise(shape: Sequence[int], like: Tensor, seed: int = 8) -> Tensor:

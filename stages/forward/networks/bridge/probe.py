@@ -65,8 +65,13 @@ def probe(directory: Path, raw: Mapping[str, Any], files: Sequence[Path]) -> Bri
         model.plain(model.ids(1, 1, seed=11))
         settled = model.settings()
         config = _found(model, raw, name, is_causal, files)
-        if changed := _changed(settled, model.settings()):
-            raise NotBridged(f"expected passes that leave the model as it is, found {changed}")
+        for length in (1, min(config.context, LONGEST)):
+            model.plain(model.ids(1, length, seed=11))
+            if changed := _changed(settled, model.settings()):
+                raise NotBridged(
+                    f"expected passes that leave the model as it is, found {changed} by one of {length} "
+                    "tokens"
+                )
         if changed := _changed(fresh, settled):
             _require_settled(model, load(), config.context, changed)
         return replace(config, remarks=(*config.remarks, *_missing(config)))
