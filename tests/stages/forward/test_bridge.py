@@ -101,11 +101,15 @@ def bridged(saved):
 def reading(tmp_path_factory):
     """(folder, reference) of a model that reads text."""
 
+    held = {}
+
     def give(model_type, kind):
-        folder = tmp_path_factory.mktemp(f"reading-{model_type}")
-        reference = bridge_models.save(folder, model_type, kind, seed=4, vocab_size=random_models.VOCAB)
-        random_models.save_tokenizer(folder)
-        return folder, reference
+        if (model_type, kind) not in held:
+            folder = tmp_path_factory.mktemp(f"reading-{model_type}")
+            reference = bridge_models.save(folder, model_type, kind, seed=4, vocab_size=random_models.VOCAB)
+            random_models.save_tokenizer(folder)
+            held[model_type, kind] = folder, reference
+        return held[model_type, kind]
 
     return give
 
