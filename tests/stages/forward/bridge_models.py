@@ -73,6 +73,7 @@ TOLD: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "deepseek_v2": {"head_dim": 8, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    "nemotron_h": {"n_groups": 2},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
@@ -128,6 +129,8 @@ def _shrunk(default: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
             chosen[key] = 1
         elif key in NESTED and isinstance(value, dict):
             chosen[key] = {**value, **_shrunk(value, shape)}
+        elif key == "per_layer_config" and isinstance(value, dict):
+            chosen[key] = {place: each for place, each in value.items() if int(place) < shape["layers"]}
         elif key in sizes and value is not None:
             chosen[key] = sizes[key]
         elif isinstance(value, list) and len(value) == depth:

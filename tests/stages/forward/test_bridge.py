@@ -60,11 +60,14 @@ LEAVING = ("mamba",)
 SUMS = ["gptj", "granitemoe", "gemma2", "bloom", "ctrl", "mamba"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MIZARR_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+@pytest.fixture(scope="module")
+def cache_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(cache_folder, monkeypatch):
+    monkeypatch.setenv("MIZARR_CACHE", str(cache_folder))
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +292,17 @@ def test_planned_runs_are_plain_passes(model_type, kind, bridged):
             torch.testing.assert_close(result.logits, expected.logits, atol=1e-5 * scale, rtol=1e-5)
         for point in expected:
             torch.testing.assert_close(result[point], expected[point], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind", "beside"),
+    [("bart", "masked", True), ("bart", "causal", False), ("bert", "masked", False)],
+)
+def test_what_layers_read_beside_the_stream_is_told(model_type, kind, beside, bridged):
+    """An encoder's states come to a decoder by another way."""
+    model, _ = bridged(model_type, kind)
+    assert any("beside the stream" in line for line in model.config.remarks) == beside
+    assert any("model.encoder.layers" in line for line in model.config.remarks) == beside
 
 
 def test_a_pass_ends_with_the_last_thing_wanted(bridged):

@@ -26,7 +26,7 @@ import torch
 from ...architectures.bridge.config import BridgeConfig, declared_digest
 from ...architectures.bridge.found import FoundLayer
 from ...architectures.points import HookPoint
-from ...hooks.interventions import Add
+from ...hooks.interventions import Add, Replace
 from ...hooks.spec import HookSpec
 from .adding import with_parts
 from .examined import LENGTHS, Examined, agree, noise
@@ -114,6 +114,9 @@ def _found(
     _require_repeats(model, config)
     _require_stream(model, config)
     _require_reached(model, config)
+    if _reads_beside(model, config):
+        told = "layers read something of the prompt beside the stream: its last state is not all there is"
+        config = replace(config, remarks=(*config.remarks, told))
     config = with_parts(model, config, calls, stack)
     if config.position_first or len(config.stream_tail) > 1:
         return config
@@ -197,6 +200,16 @@ def _require_reached(model: Examined, config: BridgeConfig) -> None:
             )
     if not moved:
         raise NotBridged("expected changes of the stream to reach the logits, found that none does")
+
+
+def _reads_beside(model: Examined, config: BridgeConfig) -> bool:
+    """Whether the last layer, given all of another prompt's stream, still gives something else than for that
+    prompt: an encoder's states or embeddings of its own come to it by other ways."""
+    length, entering = min(LENGTH, config.context), HookPoint.resid_pre(config.num_layers - 1)
+    one, other = (model.ids(1, length, seed=seed) for seed in (13, 14))
+    wanted = model.hooked(config, other, HookSpec().capture(entering))
+    given = HookSpec().intervene(entering, Replace(wanted.at[entering]))
+    return not agree(model.hooked(config, one, given).logits, wanted.logits)
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
