@@ -55,26 +55,27 @@ WORKFLOWS = {
 }
 
 
-def build(name: str, *, trust_layout: bool = False, **settings: Any) -> Workflow:
+def build(name: str, *, trust_layout: bool = False, backend: str | None = None, **settings: Any) -> Workflow:
     """The workflow `name` with these settings (`model` is one of them), planned but not run; loads no
     weights. revision: several of them, as a list or "a,b", are asked the same (checkpoints.py).
 
-    trust_layout: of the model named; see `Model.from_pretrained`. The setting `model` then says so.
+    trust_layout, backend: of the model named; see `Model.from_pretrained`. The setting `model` then says so.
     Raises ConfigError for an unknown workflow or setting, with the nearest name.
     """
     from .checkpoints import Checkpoints, several_revisions
     from .settings import read_settings
 
     if revisions := several_revisions(settings.get("revision")):
-        each = (build(name, trust_layout=trust_layout, **settings | {"revision": r}) for r in revisions)
+        how: dict[str, Any] = {"trust_layout": trust_layout, "backend": backend}
+        each = (build(name, **how, **settings | {"revision": r}) for r in revisions)
         return Checkpoints(dict(zip(revisions, each, strict=True)))
     kind = kind_of(name)
     model = settings.get("model")
     loaded = None if model is None or isinstance(model, str) else model
     if loaded is not None:
         settings["model"] = loaded.name
-    elif trust_layout:
-        settings["model"] = _trusted(model, settings.get("revision"))
+    elif trust_layout or backend is not None:
+        settings["model"] = _named(model, settings.get("revision"), trust_layout, backend)
     workflow: Workflow = kind(read_settings(kind.settings_type, name, settings), loaded)
     return workflow
 
@@ -89,13 +90,14 @@ def kind_of(name: str) -> type[Workflow]:
     return kind
 
 
-def _trusted(model: str | None, revision: str | None) -> str:
-    """The name of a model whose layout is trusted, as settings hold it."""
+def _named(model: str | None, revision: str | None, trust_layout: bool, backend: str | None) -> str:
+    """The name of a model that says how it runs, as settings hold it."""
     from ..stages.forward.models.files import resolve
 
     if model is None:
-        raise ConfigError("expected the model whose layout is trusted, found none; name it with model=…")
-    return resolve(model, revision, trust_layout=True).name
+        what = "trust_layout" if trust_layout else "backend"
+        raise ConfigError(f"expected the model {what} is about, found none; name it with model=…")
+    return resolve(model, revision, trust_layout=trust_layout, backend=backend).name
 
 
 def compute(
@@ -112,7 +114,7 @@ def compute(
 
     store: a store, or where it lies.  cluster: address of a Dask scheduler; by default threads of this
     process.
-    settings: of the workflow, and trust_layout; see `build`.
+    settings: of the workflow, trust_layout and backend; see `build`.
     """
     from ..store import open_store
 

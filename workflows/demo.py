@@ -59,6 +59,7 @@ def run(
     revision: str | None = None,
     device: str | None = None,
     trust_layout: bool = False,
+    backend: str | None = None,
     quiet: bool = False,
 ) -> Demo:
     """Run the workflows of the demo on `model`, print tables to `console`, draw into `folder`.
@@ -75,6 +76,7 @@ def run(
         "revision": revision,
         "device": device,
         "trust_layout": trust_layout,
+        "backend": backend,
     }
     for name, settings in DEMO.items():
         workflow = build(name, **chosen, **settings)

@@ -114,6 +114,11 @@ class InspectWeights(Workflow):
     def __init__(self, settings: InspectWeightsSettings, model: Model | None = None) -> None:
         super().__init__(settings)
         self.subject = Subject(model or settings.model, revision=settings.revision)
+        if not any(self.subject.config.tensors.layers):
+            raise ConfigError(
+                f"expected a model whose layers' tensors have names here, found {self.subject.name}, which "
+                "transformers computes; `mizarr models inspect` lists what the checkpoint holds"
+            )
         self.nodes = {"weights": weight_facts_node(self.subject.files)}
 
     @cached_property

@@ -109,7 +109,7 @@ class Subject:
         return {
             "model_id": self.name,
             "n_layers": config.num_layers,
-            "n_heads": config.attention_heads,
+            "n_heads": config.attention_heads or None,
             "hidden_size": config.hidden_size,
         }
 

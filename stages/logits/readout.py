@@ -138,7 +138,8 @@ def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
         "tokenizer": None if tokenizer is None else tokenizer.digest,
         "dtype": dtype,
     }
-    size = 4 * config.vocab_size * config.hidden_size
+    rows, width = config.tensors.outside["head"].shape  # refused here, not when all else is computed
+    size = 4 * rows * width
     estimate = Estimate(size, size, 2 * size)
     return SourceNode("readout", VERSION, params, make, estimate, lambda: files.confirm(identity))
 

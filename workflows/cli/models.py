@@ -10,10 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import SuggestingGroup, json_option, print_json, print_table, quiet_option, revision_option
+from .options import (
+    SuggestingGroup,
+    backend_option,
+    json_option,
+    print_json,
+    print_table,
+    quiet_option,
+    revision_option,
+)
 
 if TYPE_CHECKING:
     from ...stages.features.layers.files import DictionaryFiles
+    from ...stages.forward.architectures.architecture import Architecture
     from ...stages.forward.models.autoconfig import CompatibilityReport
     from ...stages.forward.models.files import ModelFiles
 
@@ -101,28 +110,38 @@ def families(as_json: bool) -> None:
 @revision_option
 @click.option("--shapes-only", is_flag=True, help="Read headers, not values: no norms, but at once.")
 @click.option("--time", "is_timed", is_flag=True, help="Load it, too, and time a pass; tells its memory.")
+@backend_option
 @json_option
 @quiet_option
 def inspect(
-    model: str, revision: str | None, shapes_only: bool, is_timed: bool, as_json: bool, quiet: bool
+    model: str,
+    revision: str | None,
+    shapes_only: bool,
+    is_timed: bool,
+    backend: str | None,
+    as_json: bool,
+    quiet: bool,
 ) -> int:
     """Show shapes and norms, and how MODEL was understood.
 
     MODEL is a hub id, a directory or "specimen". A model of unknown family is checked against transformers,
-    unless a check is remembered. Exit code 1 if the checkpoint cannot run, with the reasons.
+    unless a check is remembered. Tells which backend would take it and why, and what the transformers bridge
+    could not do. Exit code 1 if the checkpoint cannot run as it is asked for, with the reasons.
     """
     from ...pipeline.progress import Progress
     from ...stages.forward.models.autoconfig import report
+    from ...stages.forward.models.backends import backend_of
     from ...stages.forward.models.files import resolve
     from ..inspect_model import pass_times, tensor_facts
 
-    files = resolve(model, revision)
+    files = resolve(model, revision, backend=backend)
     size = sum(path.stat().st_size for path in files.weight_files)
     with Progress(quiet=quiet or shapes_only) as bars:
         read = bars.task(f"reading {files.name}", unit="numbers")
         facts = list(tensor_facts(files.weight_files, values=not shapes_only, seen=read.advance))
     understood = report(files.config, {fact.name: fact.shape for fact in facts}, source="config.json")
-    layout, issues = _layout(files, understood, remembered_only=shapes_only)
+    layout, issues, config = _layout(files, understood, remembered_only=shapes_only)
+    choice = backend_of(files, layout, issues, remembered_only=shapes_only)
     found = {
         "name": files.name,
         "revision": files.revision,
@@ -130,14 +149,15 @@ def inspect(
         "model_type": understood.model_type,
         "known_family": understood.known_family,
         "layout": layout,
+        "backend": choice.to_json(),
         "compatible": not issues,
         "issues": issues,
-        "warnings": understood.warnings,
-        "config": understood.config and understood.config.fields,
+        "warnings": [] if files.is_bridged else understood.warnings,
+        "config": config and config.fields,
         "parameters": sum(fact.parameters for fact in facts),
         "bytes": size,
         "bytes_in_float32": 4 * sum(fact.parameters for fact in facts),
-        "timed": asdict(pass_times(model, revision)) if is_timed and not issues else None,
+        "timed": asdict(pass_times(files.name, revision)) if is_timed and not issues else None,
         "tensors": [asdict(fact) for fact in facts],
     }
     if as_json:
@@ -158,19 +178,26 @@ def print_fetched(files: ModelFiles | DictionaryFiles, as_json: bool) -> None:
 
 def _layout(
     files: ModelFiles, understood: CompatibilityReport, *, remembered_only: bool
-) -> tuple[str, list[str]]:
-    """Why the layout can be relied on, or that it was not checked; and all that stands in the way."""
-    if understood.issues or understood.config is None:
-        return "not understood", understood.issues
+) -> tuple[str, list[str], Architecture | None]:
+    """Why the layout can be relied on, or that it was not checked; all that stands in the way; and what the
+    model is."""
+    from ...stages.forward.models.backends import bridge_issues
+
+    if files.is_bridged:
+        bridged, issues = bridge_issues(files, remembered_only=remembered_only)
+        return "left to transformers", issues, bridged
+    config = understood.config
+    if understood.issues or config is None:
+        return "not understood", understood.issues, config
     if understood.known_family:
-        return "known family", []
+        return "known family", [], config
     if files.trust_layout:
-        return "trusted, not checked against transformers", []
-    case = files.layout_case(understood.config)
+        return "trusted, not checked against transformers", [], config
+    case = files.layout_case(config)
     verdict = case.remembered() if remembered_only else case.verdict()
     if verdict is None:
-        return "not checked against transformers yet", []
-    return verdict.told, [] if verdict.agrees else [verdict.told]
+        return "not checked against transformers yet", [], config
+    return verdict.told, [] if verdict.agrees else [verdict.told], config
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -179,6 +206,10 @@ def _print(found: dict[str, Any]) -> None:
     family = "known family" if found["known_family"] else "unknown family, configured from its tensors"
     click.echo(f"{found['name']}: {found['model_type']} ({family})")
     click.echo(f"layout: {found['layout']}")
+    backend = found["backend"]
+    click.echo(f"backend: {backend['name'] or 'none'}, {backend['reason']}")
+    for line in backend["missing"]:
+        click.echo(f"  {line}")
     wide = human_bytes(found["bytes_in_float32"])
     click.echo(f"{found['parameters']:,} parameters, {human_bytes(found['bytes'])}, {wide} in float32")
     if timed := found["timed"]:

@@ -36,6 +36,11 @@ trust_option = click.option(
     is_flag=True,
     help="Run a model of unknown family without checking it against transformers; what it gives is marked.",
 )
+backend_option = click.option(
+    "--backend",
+    type=click.Choice(["native", "transformers"]),
+    help="Who computes the model: mizarr, or transformers behind a bridge; default what its name says.",
+)
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress bars.")
 
 

@@ -15,6 +15,7 @@ import click
 
 from .. import WORKFLOWS, build
 from .options import (
+    backend_option,
     device_option,
     json_option,
     print_json,
@@ -50,12 +51,18 @@ def on_workflow(command: Callable[..., int | None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def planned(
-        workflow: str, model: str | None, trust_layout: bool, parameters: dict[str, Any], **options: Any
+        workflow: str,
+        model: str | None,
+        backend: str | None,
+        trust_layout: bool,
+        parameters: dict[str, Any],
+        **options: Any,
     ) -> None:
-        if model is not None:
-            if "model" in parameters:
-                raise click.UsageError("the model is given twice: --model and --set model=…; keep one")
-            parameters["model"] = model
+        for name, value in {"model": model, "backend": backend}.items():
+            if value is not None and name in parameters:
+                raise click.UsageError(f"the {name} is given twice: --{name} and --set {name}=…; keep one")
+            if value is not None:
+                parameters[name] = value
         command(build(workflow, trust_layout=trust_layout, **parameters), **options)
 
     return with_options(
@@ -65,6 +72,7 @@ def on_workflow(command: Callable[..., int | None]) -> Callable[..., None]:
             "--model", help='Hub id, directory, a shipped one such as "specimen"; short for --set model=….'
         ),
         trust_option,
+        backend_option,
         click.option(
             "--set",
             "parameters",
@@ -105,6 +113,7 @@ def run_options(command: Callable[..., int | None]) -> Callable[..., int | None]
 @revision_option
 @device_option
 @trust_option
+@backend_option
 @json_option
 @quiet_option
 def demo(output: Path, as_json: bool, **chosen: Any) -> None:
@@ -141,6 +150,7 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
 )
 @click.option("--storage-dtype", type=DTYPES, help="What is stored; default what the model computes in.")
 @trust_option
+@backend_option
 @device_option
 @click.option("--batch-tokens", type=click.IntRange(min=1), help="Tokens per forward pass.")
 @click.option("--memory", callback=size, metavar="SIZE", help="What buffers may take; default 1GiB.")

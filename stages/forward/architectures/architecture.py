@@ -31,6 +31,7 @@ __all__ = [
     "Layer",
     "Mixer",
     "NoMixer",
+    "OpaqueMixer",
     "Reach",
     "RecurrentMixer",
     "SideBySide",
@@ -92,6 +93,15 @@ class NoMixer:
 
 
 @dataclass(frozen=True)
+class OpaqueMixer:
+    """A mixer nobody has looked into: of a layer that somebody else computes."""
+
+    kind: ClassVar[str] = "unknown mixer"
+    window: ClassVar[None] = None
+    """Nothing is known to bound how far it sees."""
+
+
+@dataclass(frozen=True)
 class SideBySide:
     """Mixers that read the same normed stream, and whose outputs are added up."""
 
@@ -119,7 +129,7 @@ class InTurn:
         return None if None in windows else 1 + sum(window - 1 for window in windows if window is not None)
 
 
-Mixer = AttentionMixer | RecurrentMixer | ConvolutionMixer | SideBySide | InTurn | NoMixer
+Mixer = AttentionMixer | RecurrentMixer | ConvolutionMixer | SideBySide | InTurn | NoMixer | OpaqueMixer
 
 
 @dataclass(frozen=True)
@@ -290,6 +300,21 @@ class Architecture(ABC):
         raise ConfigError(
             f"expected no other names of a {self.kind} model's tensors, found {root!r} and {head!r}"
         )
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether runs that begin alike can share the layers before they differ."""
+        return True
+
+    @property
+    def predicts_next(self) -> bool:
+        """Whether the logits at a position are of the token behind it, and depend on no later one."""
+        return True
+
+    def attention_in(self, dtype: str) -> str:
+        """How attention is computed in a dtype where nothing is asked of it, as identities tell it: with a
+        fused kernel, but in float64, which is there to be compared, as the reference computes it."""
+        return "eager" if dtype == "float64" else "sdpa"
 
     @property
     def fields(self) -> dict[str, Any]:

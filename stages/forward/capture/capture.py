@@ -70,6 +70,7 @@ def capture(
     progress: bool = True,
     cluster: str | None = None,
     trust_layout: bool = False,
+    backend: str | None = None,
 ) -> xr.Dataset:
     """Store activations of prompts at the hook points of a spec, and open them: labelled, lazy.
 
@@ -77,9 +78,9 @@ def capture(
     missing. prompts: texts, token ids, or PackedTokens. dtype: of the computation (default float32).
     storage_dtype: default that of the computation. batch_tokens: positions per forward pass.
     segment_tokens, memory: length of a segment, or the bytes its buffers may take. cluster: address of a
-    Dask scheduler whose workers compute segments. trust_layout: see `Model.from_pretrained`. What is stored
-    is not computed again; a killed capture goes on where it was. Raises PromptError, HookPointNotFound,
-    StoreFull, …
+    Dask scheduler whose workers compute segments. trust_layout, backend: see `Model.from_pretrained`. What
+    is stored is not computed again; a killed capture goes on where it was. Raises PromptError,
+    HookPointNotFound, StoreFull, …
     """
     from ....pipeline import run
 
@@ -95,6 +96,7 @@ def capture(
         memory=memory,
         device=device,
         trust_layout=trust_layout,
+        backend=backend,
     )
     with node.source.just_identified():
         run(node, store, cluster=cluster, quiet=not progress)
@@ -123,12 +125,18 @@ class CaptureNode(Ports):
         memory: int = MEMORY,
         device: str | None = None,
         trust_layout: bool = False,
+        backend: str | None = None,
         name: str = "capture",
     ) -> None:
         self.name = name
         self.batch_tokens, self.segment_tokens, self.memory = batch_tokens, segment_tokens, memory
         self.source = ModelSource(
-            model, revision=revision, dtype=dtype, device=device, trust_layout=trust_layout
+            model,
+            revision=revision,
+            dtype=dtype,
+            device=device,
+            trust_layout=trust_layout,
+            backend=backend,
         )
         self.dtype = storage_dtype or self.source.dtype
         self.spec = self._bind(hooks)

@@ -47,6 +47,7 @@ from .stopping import GeneratedText, Reason, Stop, end_ids
 __all__ = ["NewToken", "TokenStream", "generate"]
 
 KEPT = "keys and values kept"
+NOTHING_KEPT = "nothing is kept of a pass through transformers"
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,11 @@ class TokenStream:
     ) -> None:
         self.settings = settings or GenerationSettings()
         self._model = model
+        if not model.config.predicts_next:
+            raise ConfigError(
+                f"expected a causal language model to continue texts, found {model.name}, whose logits are "
+                "not of the next token; read them at the positions asked about: forward(prompts)"
+            )
         rows = model.tokenize(prompts)
         spec = model.bind(hooks)
         self._captures = spec.captures
@@ -259,8 +265,12 @@ class TokenStream:
         if self.settings.cache:
             if spec.order is not None:
                 raise ConfigError(f"expected cache=None or False, found True: {GONE_THROUGH_AGAIN}")
+            if not self._model.config.keeps_keys(1, 2):
+                raise ConfigError(f"expected cache=None or False, found True: {NOTHING_KEPT}")
             return KEPT
         why = "as asked" if self.settings.cache is False else why_read_anew(spec)
+        if why is None and not self._model.config.keeps_keys(1, 2):
+            why = NOTHING_KEPT
         if why is None and self.settings.capture_positions == "every":
             why = "as every position is captured"
         return KEPT if why is None else f"every position anew: {why}"

@@ -97,8 +97,9 @@ class CompatibilityReport:
             listed = "\n".join(f"  - {issue}" for issue in self.issues)
             raise ConfigError(
                 f"a {self.model_type!r} checkpoint{kind} cannot run here; {len(self.issues)} things stand in "
-                f"the way:\n{listed}\nSupported families: {', '.join(sorted(KNOWN))}, and transformers laid "
-                "out as these are"
+                f"the way:\n{listed}\ntransformers itself may run it: backend='transformers', or --backend "
+                f"transformers. Supported families: {', '.join(sorted(KNOWN))}, and transformers laid out as "
+                "these are"
             )
         return self.config
 

@@ -35,6 +35,7 @@ from ..text.world import WORLD, WorldTokenizer
 if TYPE_CHECKING:
     from ..architectures.architecture import Architecture
     from ..text.tokens import Tokenizer
+    from .bridge_case import BridgeCase
     from .layout_check import LayoutCase
 
 SPECIMEN = "specimen"
@@ -46,6 +47,10 @@ SHIPPED = {
 """Models that ship with mizarr, and the folders they lie in."""
 TRUSTED = " (layout trusted)"
 """Ends the name of a model of unknown family that runs unchecked, wherever that name is shown or noted."""
+BRIDGED = " (transformers)"
+"""Ends the name of a model that transformers computes, likewise."""
+BACKENDS = ("native", "transformers")
+"""Who computes a model: mizarr, or transformers behind a bridge."""
 CONFIG, WEIGHTS, INDEX, TOKENIZER = (
     "config.json",
     "model.safetensors",
@@ -62,14 +67,16 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 class ModelFiles:
     """The files of one model.
 
-    name: as it was asked for, with TRUSTED behind it where the layout is; part of no key. directory: where
-    they lie. revision: commit of a hub snapshot, else None. trust_layout: run an unknown family unchecked.
+    name: as it was asked for, with TRUSTED behind it where the layout is, or BRIDGED where transformers
+    computes; part of no key. directory: where they lie. revision: commit of a hub snapshot, else None.
+    trust_layout: run an unknown family unchecked. is_bridged: whether transformers computes it.
     """
 
     name: str
     directory: Path
     revision: str | None = None
     trust_layout: bool = False
+    is_bridged: bool = False
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -140,13 +147,16 @@ class ModelFiles:
         return next(iter(vocabularies), None)
 
     def architecture(self) -> Architecture:
-        """What the model is, by its family's row or, for an unknown family, by its config and tensors.
+        """What the model is, by its family's row or, for an unknown family, by its config and tensors; behind
+        the bridge, as it was found when it was looked into (bridge_case.py).
 
         Raises ConfigError listing everything that stands in the way; and for an unknown family whose layout
         is neither trusted nor known to compute what transformers computes (layout_check.py).
         """
         from .autoconfig import architecture_of
 
+        if self.is_bridged:
+            return self.bridge_case().finding().require()
         config = architecture_of(self.config, self.weight_files, str(self.directory / CONFIG))
         if not self.has_known_family and not self.trust_layout:
             self.layout_case(config).verdict().require(config.model_type)
@@ -170,6 +180,12 @@ class ModelFiles:
             self.directory, self.weight_files, self.config, config, self.weights_digest(), config.version
         )
 
+    def bridge_case(self) -> BridgeCase:
+        """The question what is to be found of this checkpoint if transformers computes it."""
+        from .bridge_case import BridgeCase
+
+        return BridgeCase(self.directory, self.weight_files, self.config, self.weights_digest())
+
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None without a file of one. Raises TokenizerError for one that cannot be
         read.
@@ -184,7 +200,7 @@ class ModelFiles:
         self, dtype: str = "float32", attention: str | None = None, *, verify: bool = False
     ) -> ModelIdentity:
         """What results of this model are keyed by: the content of its weight files, its configuration, how it
-        is computed. attention: None for what `attention_in` says of the dtype.
+        is computed. attention: None for what the architecture says of the dtype.
 
         The hub's own sha256 of a cached file is taken as it is, unless `verify` asks to read the file; other
         files are digested once and remembered until they change.
@@ -196,7 +212,7 @@ class ModelFiles:
             architecture.digest,
             forward,
             dtype,
-            attention or attention_in(dtype),
+            attention or architecture.attention_in(dtype),
         )
 
     def weights_digest(self, *, verify: bool = False) -> str:
@@ -224,27 +240,42 @@ class ModelFiles:
     def _fetch_hint(self) -> str:
         if self.revision is None:
             return "mizarr reads safetensors files only, so convert or copy them there"
-        return f"fetch it again: mizarr models fetch {self.name.removesuffix(TRUSTED)}"
+        return f"fetch it again: mizarr models fetch {bare_name(self.name)}"
 
 
-def attention_in(dtype: str) -> str:
-    """How attention is computed in a dtype where nothing is asked of it, as identities tell it: with a fused
-    kernel, but in float64, which is there to be compared, as the reference computes it."""
-    return "eager" if dtype == "float64" else "sdpa"
+def bare_name(name: str) -> str:
+    """What a model was asked for as, without what its name says of how it runs."""
+    return name.removesuffix(TRUSTED).removesuffix(BRIDGED)
 
 
-def resolve(name: str | Path, revision: str | None = None, *, trust_layout: bool = False) -> ModelFiles:
+def resolve(
+    name: str | Path,
+    revision: str | None = None,
+    *,
+    trust_layout: bool = False,
+    backend: str | None = None,
+) -> ModelFiles:
     """The files of a model named by directory, by "specimen", or by hub id, in that order of kinds; nothing
     is fetched.
 
     revision: branch, tag or commit of a hub id, default "main"; meaningless, and refused, for a directory.
-    trust_layout: run it unchecked if its family is unknown; a name that ends in TRUSTED says the same, so
-    that a setting, a worker or a stored note that holds the name holds that too. A known family needs no
-    trust, and its name stays as it is.
-    Raises ModelNotFound saying how to get the model.
+    trust_layout: run it unchecked if its family is unknown. backend: "native" or "transformers", which runs
+    it behind a bridge; None for what the name says, else native. A name that ends in TRUSTED or BRIDGED says
+    the same, so that a setting, a worker or a stored note that holds the name holds that too. A known family
+    needs no trust, and its name stays as it is.
+    Raises ModelNotFound saying how to get the model, ConfigError for a backend there is not.
     """
     text = str(name)
-    found = _resolve(text.removesuffix(TRUSTED), revision)
+    if backend not in (None, *BACKENDS):
+        raise ConfigError(f"expected backend to be one of {', '.join(BACKENDS)}, found {backend!r}")
+    found = _resolve(bare_name(text), revision)
+    if backend == "transformers" or (backend is None and text.endswith(BRIDGED)):
+        if trust_layout:
+            raise ConfigError(
+                "expected trust_layout or backend='transformers', found both: a layout is trusted where we "
+                "compute it ourselves; leave one out"
+            )
+        return replace(found, name=found.name + BRIDGED, is_bridged=True)
     if not (trust_layout or text.endswith(TRUSTED)) or found.has_known_family:
         return found
     return replace(found, name=found.name + TRUSTED, trust_layout=True)

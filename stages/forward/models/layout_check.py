@@ -15,12 +15,8 @@ transformers are imported when a check runs, and not for a verdict that is remem
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +25,7 @@ from ....store.digest import digest
 from ....store.errors import ConfigError, MissingExtra
 from ....store.index import layout_verdicts
 from ..architectures.transformer import TransformerConfig
+from ..networks.bridge.reference import quiet, witness
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +75,8 @@ class Verdict:
         raise kind(
             f"a {model_type!r} checkpoint, an unknown family, must agree with transformers before it runs "
             f"here; {self.told}. If you know that it is computed like a Llama of this configuration, say so: "
-            "trust_layout=True, or --trust-layout; what it computes is then marked. Supported families: "
+            "trust_layout=True, or --trust-layout; what it computes is then marked. transformers itself may "
+            "run it: backend='transformers', or --backend transformers. Supported families: "
             f"{', '.join(SUPPORTED_MODEL_TYPES)}"
         )
 
@@ -136,7 +134,7 @@ class LayoutCase:
 
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             try:
-                with _quiet():
+                with quiet():
                     declared = _declared(self.directory, self.raw)
                     turns = turning_points(self.config, {**self.raw, **declared})
                     lengths = lengths_to_check(self.config, turns)
@@ -274,16 +272,6 @@ def difference(wanted: Tensor, found: Tensor) -> float:
     return apart / scale if scale else apart
 
 
-def witness() -> str | None:
-    """The installed transformers, named without importing it; None where there is none."""
-    try:
-        if importlib.util.find_spec("transformers") is None:
-            return None
-        return f"transformers {importlib.metadata.version('transformers')}"
-    except ImportError:
-        return None
-
-
 def _declared(directory: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration as transformers reads it, with what the file leaves out.
 
@@ -324,22 +312,3 @@ def _read(text: str | None) -> Verdict | None:
         return Verdict(bool(found["agrees"]), str(found["told"]))
     except (ValueError, KeyError, TypeError):
         return None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers says nothing: its bars and warnings are about a model nobody asked it for."""
-    import warnings
-
-    logging: Any = importlib.import_module("transformers.utils.logging")
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

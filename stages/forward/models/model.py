@@ -28,11 +28,10 @@ from ..hooks.taps import PassTaps, RunTaps, Sink
 from ..hooks.wants import ALL_LOGITS, Logits
 from ..networks.history import STREAM
 from ..networks.loop import Network
-from ..passes.kept import Cache, read_on
-from ..passes.plain import forward
-from ..passes.sweep import Result, sweep
+from ..passes.drivers import passes_over
+from ..passes.kept import Cache
+from ..passes.sweep import Result
 from ..text.prompts import as_rows, check_prompts, no_tokenizer
-from .files import attention_in
 from .fingerprint import fingerprint, tensor_bytes, weights_digest
 from .memory import keep_freed_memory
 
@@ -64,6 +63,7 @@ class Model:
     ) -> None:
         self.network = network
         """What computes; its weights are these."""
+        self._passes = passes_over(network)
         self.name = name
         self._identity = identity
         self._loaded = None if identity is None else fingerprint(network)
@@ -79,6 +79,7 @@ class Model:
         device: str | torch.device | None = None,
         progress: bool | None = None,
         trust_layout: bool = False,
+        backend: str | None = None,
     ) -> Model:
         """Load a model by hub id, local directory, or name of one that ships with mizarr: "specimen",
         "specimen-rwkv", "specimen-experts".
@@ -86,7 +87,9 @@ class Model:
         dtype: of the computation, default float32 whatever the checkpoint holds. device: default CUDA when
         there is one, else CPU. progress: show a bar on stderr; None does so for large checkpoints on a
         terminal. trust_layout: run a family no row names without checking it against transformers; what it
-        computes is then kept under keys of its own, and its name says so. What happens to the files later
+        computes is then kept under keys of its own, and its name says so. backend: "transformers" has
+        transformers compute it behind a bridge, which offers the points it can find and check (DESIGN.md);
+        None for what the name says, else "native". What happens to the files later
         does not touch the model. Raises ModelNotFound, ConfigError (with a compatibility report),
         WeightsError, SourceChanged for files that are written meanwhile.
         """
@@ -97,7 +100,7 @@ class Model:
         if place.type == "cpu":
             keep_freed_memory()
         numbers = as_dtype(dtype)
-        found = files.resolve(str(name), revision=revision, trust_layout=trust_layout)
+        found = files.resolve(str(name), revision, trust_layout=trust_layout, backend=backend)
         config, identity = found.architecture(), found.identity(dtype=dtype_name(numbers))
         network = build(config, found.weight_files, dtype=numbers, device=place, progress=progress)
         found.confirm(identity)
@@ -130,7 +133,10 @@ class Model:
             return self._identity
         dtype = dtype_name(self.dtype)
         return replace(
-            self._identity, weights=weights_digest(self.network), dtype=dtype, attention=attention_in(dtype)
+            self._identity,
+            weights=weights_digest(self.network),
+            dtype=dtype,
+            attention=self.config.attention_in(dtype),
         )
 
     @property
@@ -254,13 +260,13 @@ class Model:
     ) -> Tensor | None:
         """One pass over token ids [batch, position] with taps that are no spec's: the logits wanted. order:
         see `through_layers`."""
-        return forward(self.network, ids, taps, want, order)
+        return self._passes.forward(ids, taps, want, order)
 
     @torch.no_grad()
     def read_on(self, rows: Sequence[Sequence[int]], cache: Cache, taps: PassTaps) -> Tensor:
         """Logits [batch, vocab] behind sequences of one length, of which only what the cache does not hold is
         read; see passes/kept.py."""
-        return read_on(self.network, rows, cache, taps)
+        return self._passes.read_on(rows, cache, taps)
 
     @torch.no_grad()
     def sweep(self, block: Block, wanted: Sequence[Wanted], room: int) -> Iterator[Result]:
@@ -268,7 +274,7 @@ class Model:
 
         room: bytes that may be taken beside the row of tokens.
         """
-        yield from sweep(self.network, block, wanted, room)
+        yield from self._passes.sweep(block, wanted, room)
 
     def check(self, spec: BoundSpec, want: Logits | None, *, batch: int, length: int) -> None:
         """Raise InterventionError or PromptError unless these fit a batch of prompts of one length."""

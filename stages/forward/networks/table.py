@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..architectures.architecture import Architecture
 from . import hybrid, rwkv, weights
+from .bridge import network as bridge
 from .decoder import Decoder
 from .hybrid import Hybrid
 from .loop import Network
@@ -27,6 +28,9 @@ NETWORKS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Network]]] = 
     "hybrid": (hybrid.assemble, Hybrid),
 }
 """Kind -> what makes its weights of tensors, and what computes with them."""
+
+WHOLE: dict[str, Callable[..., Network]] = {"bridge": bridge.build}
+"""Kind -> what makes the network of a folder, where the weights are somebody else's to read."""
 
 
 def build(
@@ -42,6 +46,8 @@ def build(
     progress: show a bar on stderr; None does so on a terminal for checkpoints over 1 GiB.
     Raises WeightsError naming the tensor or file that does not fit.
     """
+    if architecture.kind in WHOLE:
+        return WHOLE[architecture.kind](architecture, files[0].parent, dtype=dtype, device=device)
     assemble, network = NETWORKS[architecture.kind]
     held = weights.load(files, architecture, assemble, dtype=dtype, device=device, progress=progress)
     return network(architecture, held)

@@ -166,10 +166,28 @@ def grow(wanted: Sequence[Wanted], architecture: Architecture) -> list[Branch]:
     for tokens, indices in by_prompt.items():
         lists = {i: _ordered(wanted[i].spec) for i in indices}
         names = _Names()
+        if not architecture.shares_prefixes:
+            branches += _apart(tokens, lists, names, architecture)
+            continue
         _grow(Branch(tokens, None, (), 0, architecture), indices, 0, lists, names, branches)
     for branch in reversed(branches):
         _settle(branch, wanted)
     return branches
+
+
+def _apart(
+    tokens: tuple[int, ...],
+    lists: dict[int, tuple[PlacedIntervention, ...]],
+    names: _Names,
+    architecture: Architecture,
+) -> list[Branch]:
+    """A root for each set of interventions, where no layer can be shared."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for index, changes in lists.items():
+        groups.setdefault(tuple(names.of(change) for change in changes), []).append(index)
+    return [
+        Branch(tokens, None, lists[members[0]], 0, architecture, runs=members) for members in groups.values()
+    ]
 
 
 def _grow(
