@@ -162,6 +162,11 @@ class AblationOfEach(ModelWorkflow):
         instead = self._instead(tokens, told["target"], FEW)
         return Ablation(**self._grid, tokens=tokens, metrics=(KL(), Rank(answer)), **instead)
 
+    @property
+    def compared(self) -> list[int]:
+        """Which units are chosen among and held against each other, counted through layers."""
+        return list(range(self.units["kl"].size))
+
     @cached_property
     def lost(self) -> Floats:
         """KL without each unit on other facts, in nats: [fact, layer, head]."""
@@ -189,22 +194,22 @@ class AblationOfEach(ModelWorkflow):
             for part, rows in zip(np.split(self.lost, 2), known, strict=True)
         )
         mean, here = chosen_on.mean(0), self.units["kl"].transpose("layer", self.unit).values.ravel()
-        layers = self.units["layer"].values
+        layers, compared = self.units["layer"].values, self.compared
 
         def told(cell: int) -> str:
             where = f"{self.unit} {cell % heads} of layer {layers[cell // heads]}"
             return f"taking {where} away changes the next token"
 
         def in_prompt(cell: int, claim: str) -> Finding:
-            drawn = chosen_at_random(range(len(here)), given.controls, seed=given.seed, without=[cell])
+            drawn = chosen_at_random(compared, given.controls, seed=given.seed, without=[cell])
             null = Null(here[drawn], f"other {self.unit}s")
             return Finding(claim, float(here[cell]), null, "nats", held_out=True)
 
-        most, least = int(mean.argmax()), int(mean.argmin())
+        most, least = (compared[int(end(mean[compared]))] for end in (np.argmax, np.argmin))
         over = Finding.over(
             told(most),
             scored[:, most],
-            np.delete(scored, most, axis=1),
+            scored[:, [cell for cell in compared if cell != most]],
             f"times another {self.unit} of each prompt",
             draws=given.controls,
             seed=given.seed,

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["ExpertRouting", "ExpertRoutingSettings"]
 
 WEIGHTS = "expert_weights"
+IN_USE = 0.01
+"""Share of tokens that an expert must be sent to be held against others."""
 PIECE = 400
 """Characters of prose in a prompt: a few dozen tokens, less than any context."""
 
@@ -61,7 +63,10 @@ class ExpertRouting(AblationOfEach):
     settings_type = ExpertRoutingSettings
     settings: ExpertRoutingSettings
     unit = "expert"
-    not_claimed: ClassVar[str] = " What experts read is described, not claimed."
+    not_claimed: ClassVar[str] = (
+        f" Experts that are sent less than {IN_USE:.0%} of all tokens are left out. What experts read is "
+        "described, not claimed."
+    )
 
     use = loaded("use")
     """What they read, [layer, expert]."""
@@ -110,6 +115,12 @@ class ExpertRouting(AblationOfEach):
         tokens = subject.pack(fitting)
         return tokens, np.where(special, NO_TOKEN, tokens.ids).astype(np.int32)
 
+    @property
+    def compared(self) -> list[int]:
+        """Experts in use: who reads nothing is not missed, and makes a null that anybody exceeds."""
+        share = self.use["share"].transpose("layer", "expert").values.ravel()
+        return [int(cell) for cell in np.flatnonzero(share >= IN_USE)]
+
     def views(self) -> Iterator[View]:
         """What is lost without each; which tokens each reads, and how far tokens alone decide."""
         findings, use = self.findings(), self.use
@@ -118,7 +129,8 @@ class ExpertRouting(AblationOfEach):
         share = Heatmap.of(
             use["share"].transpose("layer", "expert"),
             "Tokens that an expert is sent",
-            f"of {self._sent} experts a token is sent to; alike would be {self._sent / self._count:.0%} each",
+            f"a token is sent to {self._sent} of {self._count}; were all used alike, each would be sent "
+            f"{self._sent / self._count:.0%}",
             value_name="share of tokens",
             low=0.0,
             sources=("use",),
