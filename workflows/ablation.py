@@ -135,6 +135,11 @@ class AblationOfEach(ModelWorkflow):
         """Every unit, in the layers that have any."""
         config = self.subject.config
         layers = config.layers_with(self._kind)
+        if not layers:
+            raise ConfigError(
+                f"expected a model with {self.unit}s that can be taken away, found {config.model_type}, of "
+                "which none is known; patch its stream: activation_patching"
+            )
         return {
             "kinds": (self._kind,),
             "over": "head",

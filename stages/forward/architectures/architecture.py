@@ -396,10 +396,16 @@ def plain(value: Any) -> dict[str, Any]:
     """The fields of a dataclass, and of those in it, but for those left out everywhere."""
     held = {each.name: (getattr(value, each.name), each) for each in fields(value)}
     return {
-        name: plain(inner) if is_dataclass(inner) else inner
+        name: _plain(inner)
         for name, (inner, each) in held.items()
         if each.metadata.get(LATER) != _EVERYWHERE or inner != each.default
     }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return plain(value) if is_dataclass(value) else value
 
 
 def without_later(value: Any, found: dict[str, Any]) -> dict[str, Any]:
