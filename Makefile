@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help demo check test lint format typecheck bench clean
+.PHONY: help demo check test lint format typecheck bench families clean
 .DELETE_ON_ERROR:
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make test       lint, type check and all tests"
 	@echo "make lint       ruff only;  make format rewrites"
 	@echo "make typecheck  mypy only"
+	@echo "make families   docs/families.md: every family, and how far it is from transformers"
 	@echo "make bench      benchmarks against the plain forward pass and the disk"
 	@echo "make clean      remove the environment, builds and caches of tools"
 
@@ -47,6 +48,9 @@ typecheck: $(VENV)/installed-test
 
 bench: $(VENV)/installed-test
 	@for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+families: $(VENV)/installed-test
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.measure_families
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
