@@ -424,6 +424,16 @@ _LISTED = 8
 _FIRST_AFTER_BLOCKS = ORDER["ln_final_scale"]
 _BY_PATH = {kind.path: kind for kind in KINDS}
 _BY_TRANSFORMER_LENS = {kind.transformer_lens: kind for kind in KINDS if kind.transformer_lens}
+NNTERP = {
+    "layers_input": "resid_pre",
+    "layers_output": "resid_post",
+    "attentions_output": "attn_out",
+    "mlps_input": "mlp_pre",
+    "mlps_output": "mlp_post",
+    "attention_probabilities": "pattern",
+}
+"""nnterp's name for every layer's -> kind."""
+_NNTERP_NAME = re.compile(rf"({'|'.join(NNTERP)})\[(\d+|\*)\]")
 _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 
 
@@ -522,8 +532,9 @@ class HookPoint:
 
     @classmethod
     def parse(cls, name: str) -> HookPoint:
-        """The point with this string form; HookPointNotFound names the nearest one otherwise."""
-        return cls._from_path(name, _BY_PATH)
+        """The point with this string form, or nnterp's (`own_name`); HookPointNotFound names the nearest one
+        otherwise."""
+        return cls._from_path(own_name(name), _BY_PATH)
 
     @classmethod
     def from_transformer_lens(cls, name: str) -> HookPoint:
@@ -570,6 +581,17 @@ class HookPoint:
 def as_point(point: HookPoint | str) -> HookPoint:
     """Either spelling of a hook point as the value."""
     return point if isinstance(point, HookPoint) else HookPoint.parse(point)
+
+
+def own_name(name: str) -> str:
+    """What nnterp calls ``layers_output[5]`` by its string form here, ``*`` for all layers; other names as
+    they are. Where a family norms what attention adds, ``attentions_output`` is what is added.
+
+    >>> own_name("layers_output[5]"), own_name("layers_input[*]")
+    ('blocks.5.hook_resid_post', 'blocks.*.hook_resid_pre')
+    """
+    found = _NNTERP_NAME.fullmatch(name)
+    return BY_NAME[NNTERP[found[1]]].path.format(found[2]) if found else name
 
 
 def is_glob(name: str) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from ....store import html
 from ....store.digest import digest
 from ....store.errors import HookPointNotFound, InterventionError
-from ..architectures.points import BY_NAME, HookPoint, as_point, expand, is_glob, require_known
+from ..architectures.points import BY_NAME, HookPoint, as_point, expand, is_glob, own_name, require_known
 from .interventions import Intervention
 
 When = Literal["after", "before"]
@@ -219,7 +219,8 @@ def _refuse_derived(point: HookPoint, change: Intervention) -> None:
 
 
 def _known(point: HookPoint | str) -> HookPoint | str:
-    return point if isinstance(point, str) and is_glob(point) else as_point(point)
+    name = own_name(point) if isinstance(point, str) else point
+    return name if isinstance(name, str) and is_glob(name) else as_point(name)
 
 
 def _matches(held: HookPoint | str, point: HookPoint) -> bool:

@@ -30,6 +30,19 @@ def test_every_transformer_lens_name_translates_back(kind):
     assert HookPoint.from_transformer_lens(point.transformer_lens) == point
 
 
+def test_nnterps_names_are_read_wherever_a_name_is():
+    assert HookPoint.parse("layers_output[2]") == HookPoint.resid_post(2)
+    assert HookPoint.parse("layers_input[0]") == HookPoint.resid_pre(0)
+    assert HookPoint.parse("attention_probabilities[1]") == HookPoint.pattern(1)
+    one = HookSpec().capture("mlps_output[3]", "layers_output[*]").intervene("attentions_output[*]", Zero())
+    other = HookSpec().capture("blocks.3.mlp.hook_post", "blocks.*.hook_resid_post")
+    other.intervene("blocks.*.hook_attn_out", Zero())
+    assert one.bind(POINTS, "toy") == other.bind(POINTS, "toy")
+    for wrong in ("layers_output[4]", "layers_outputs[1]", "layers_output[-1]"):
+        with pytest.raises(HookPointNotFound):
+            HookSpec().capture(wrong).bind(POINTS, "toy")
+
+
 def test_names_that_mean_two_things_reach_both():
     assert HookPoint.from_transformer_lens("blocks.1.mlp.hook_pre") == HookPoint.mlp_pre_act(1)
     assert HookPoint.parse("blocks.1.mlp.hook_pre") == HookPoint.mlp_pre(1)
