@@ -28,7 +28,7 @@ def each_text_is_read_once() -> Iterator[None]:
     """Workflows over shipped facts tokenise all of them, and are built some hundred times here."""
     encoded = functools.cache(LibraryTokenizer._encode)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LibraryTokenizer, "_encode", lambda *asked: encoded(*asked))
+        patch.setattr(LibraryTokenizer, "_encode", encoded)
         patch.setattr(
             LibraryTokenizer,
             "_encode_batch",
