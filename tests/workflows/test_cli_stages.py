@@ -14,6 +14,7 @@ from mizarr.stages import REGISTRY, find
 from mizarr.workflows import WORKFLOWS, build
 from mizarr.workflows.cli import run
 from mizarr.workflows.usage import Use, uses
+from tests.reading_once import each_text_read_once
 from tests.torch_free import without_torch
 
 README = (Path(mizarr.__file__).parent / "README.md").read_text()
@@ -21,7 +22,8 @@ README = (Path(mizarr.__file__).parent / "README.md").read_text()
 
 @pytest.fixture(scope="module")
 def used() -> dict[str, Use]:
-    return uses()
+    with each_text_read_once():
+        return uses()
 
 
 @pytest.fixture(autouse=True)
