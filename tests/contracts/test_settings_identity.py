@@ -17,14 +17,24 @@ from mizarr.pipeline import StageNode
 from mizarr.pipeline.nodes import Node
 from mizarr.pipeline.sources import ConstantNode, SourceNode
 from mizarr.stages.forward.capture.capture import CaptureNode
+from mizarr.stages.forward.models.files import ModelFiles
+from mizarr.stages.forward.text.library import LibraryTokenizer
 from mizarr.store.digest import digest
 from mizarr.workflows import WORKFLOWS, build
-from tests.reading_once import each_text_read_once
 
 
 @pytest.fixture(scope="module", autouse=True)
-def reading_once() -> Iterator[None]:
-    with each_text_read_once():
+def each_text_is_read_once() -> Iterator[None]:
+    """Workflows over shipped facts tokenise all of them, and are built some hundred times here."""
+    encoded = functools.cache(LibraryTokenizer._encode)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LibraryTokenizer, "_encode", encoded)
+        patch.setattr(
+            LibraryTokenizer,
+            "_encode_batch",
+            lambda self, texts, special: [encoded(self, t, special) for t in texts],
+        )
+        patch.setattr(ModelFiles, "tokenizer", functools.cache(ModelFiles.tokenizer))
         yield
 
 

@@ -288,11 +288,10 @@ for name, given in json.loads(sys.argv[2]).items():
     print(json.dumps(compute(name, store=sys.argv[1], **given).to_json()))
 """
     )
-    few = {"others": 2, "donors": 1, "controls": 2}
     settings = {
-        "activation_patching": {"pairs": 1, "kinds": ["mlp_out"]} | few,
-        "counterfact_patching": {"limit": 1} | few,
-        "factual_routing": {"limit": 1} | few,
+        "activation_patching": {"pairs": 1, "kinds": ["mlp_out"]},
+        "counterfact_patching": {"limit": 1},
+        "factual_routing": {"limit": 1},
     }
     store = tmp_path / "store"
     here = [compute(name, store=store, **given).to_json() for name, given in settings.items()]

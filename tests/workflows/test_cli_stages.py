@@ -14,7 +14,6 @@ from mizarr.stages import REGISTRY, find
 from mizarr.workflows import WORKFLOWS, build
 from mizarr.workflows.cli import run
 from mizarr.workflows.usage import Use, uses
-from tests.reading_once import each_text_read_once
 from tests.torch_free import without_torch
 
 README = (Path(mizarr.__file__).parent / "README.md").read_text()
@@ -22,8 +21,7 @@ README = (Path(mizarr.__file__).parent / "README.md").read_text()
 
 @pytest.fixture(scope="module")
 def used() -> dict[str, Use]:
-    with each_text_read_once():
-        return uses()
+    return uses()
 
 
 @pytest.fixture(autouse=True)
