@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,8 +17,25 @@ from mizarr.pipeline import StageNode
 from mizarr.pipeline.nodes import Node
 from mizarr.pipeline.sources import ConstantNode, SourceNode
 from mizarr.stages.forward.capture.capture import CaptureNode
+from mizarr.stages.forward.models.files import ModelFiles
+from mizarr.stages.forward.text.library import LibraryTokenizer
 from mizarr.store.digest import digest
 from mizarr.workflows import WORKFLOWS, build
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_text_is_read_once() -> Iterator[None]:
+    """Workflows over shipped facts tokenise all of them, and are built some hundred times here."""
+    encoded = functools.cache(LibraryTokenizer._encode)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LibraryTokenizer, "_encode", encoded)
+        patch.setattr(
+            LibraryTokenizer,
+            "_encode_batch",
+            lambda self, texts, special: [encoded(self, t, special) for t in texts],
+        )
+        patch.setattr(ModelFiles, "tokenizer", functools.cache(ModelFiles.tokenizer))
+        yield
 
 
 def identity_of(node: Node, seen: dict[int, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,19 @@ from mizarr.workflows import build, compute
 from mizarr.workflows.checkpoints import several_revisions
 from mizarr.workflows.cli import run
 from mizarr.workflows.views import Lines
+from mizarr.workflows.workflow import Workflow
 
 REVISIONS = ("step1", "step2", "main")
 ASK: dict[str, Any] = {"sequences": 2, "length": 8}
 
 
-@pytest.fixture
-def hub(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(scope="module")
+def hub(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A hub id of three revisions, whose attention is ever sharper."""
     from safetensors.torch import load_file, save_file
 
-    repository = tmp_path / "hub" / "models--org--tiny"
+    cache = tmp_path_factory.mktemp("hub")
+    repository = cache / "models--org--tiny"
     (repository / "refs").mkdir(parents=True)
     for reference, scale in zip(REVISIONS, (0.2, 0.6, 1.0), strict=True):
         snapshot = repository / "snapshots" / f"commit-{reference}"
@@ -38,11 +41,27 @@ def hub(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> st
             if "q_proj" in name:
                 tensors[name] *= scale
         save_file(tensors, snapshot / "model.safetensors")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    return "org/tiny"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_CACHE", str(cache))
+        yield "org/tiny"
 
 
-def test_each_revision_is_answered_as_alone_and_stands_along_one_axis(hub, tmp_path):
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store of what was asked of one revision at a time."""
+    return tmp_path_factory.mktemp("beside") / "store"
+
+
+@pytest.fixture(scope="module")
+def alone(hub: str, beside: Path) -> dict[str, Workflow]:
+    """What is answered of each revision alone."""
+    return {
+        revision: compute("head_detection", store=beside, model=hub, revision=revision, **ASK)
+        for revision in REVISIONS
+    }
+
+
+def test_each_revision_is_answered_as_alone_and_stands_along_one_axis(hub, alone, tmp_path):
     done = compute("head_detection", store=tmp_path / "store", model=hub, revision=list(REVISIONS), **ASK)
     document = json.loads(json.dumps(done.to_json(), allow_nan=False))
     assert list(document["revisions"]) == list(REVISIONS)
@@ -51,14 +70,14 @@ def test_each_revision_is_answered_as_alone_and_stands_along_one_axis(hub, tmp_p
     assert whole["revision"].values.tolist() == list(REVISIONS)
     effects = []
     for row, revision in enumerate(REVISIONS):
-        alone = compute("head_detection", store=tmp_path / "other", model=hub, revision=revision, **ASK)
+        single = alone[revision]
         own = document["revisions"][revision]
-        assert own["provenance"]["keys"] == alone.to_json()["provenance"]["keys"]
-        for variable, values in alone.result(name).load().data_vars.items():
+        assert own["provenance"]["keys"] == single.to_json()["provenance"]["keys"]
+        for variable, values in single.result(name).load().data_vars.items():
             found = whole[variable].isel(revision=row).values
             if values.dtype.kind == "f":
                 np.testing.assert_array_equal(found, values.values)
-        effects.append([each["effect"] for each in alone.to_json()["findings"]])
+        effects.append([each["effect"] for each in single.to_json()["findings"]])
     curves = [view for view in done.shown if isinstance(view, Lines)]
     for number in range(len(effects[0])):
         drawn = {line.name: line.values for line in curves[number].lines}
@@ -68,12 +87,9 @@ def test_each_revision_is_answered_as_alone_and_stands_along_one_axis(hub, tmp_p
     assert len({tuple(each) for each in effects}) == 3, "revisions differ"
 
 
-def test_what_was_computed_alone_is_not_computed_again(hub, tmp_path, monkeypatch):
-    store = tmp_path / "store"
-    for revision in REVISIONS:
-        compute("head_detection", store=store, model=hub, revision=revision, **ASK)
+def test_what_was_computed_alone_is_not_computed_again(hub, alone, beside, tmp_path, monkeypatch):
     monkeypatch.setattr(mizarr.Model, "from_pretrained", None)
-    done = compute("head_detection", store=store, model=hub, revision=",".join(REVISIONS), **ASK)
+    done = compute("head_detection", store=beside, model=hub, revision=",".join(REVISIONS), **ASK)
     assert done.draw(tmp_path / "figures")
     assert done.report(tmp_path / "page.html").stat().st_size > 10_000
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
+import torch
 
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.workflows.cli import run
@@ -99,30 +98,48 @@ def test_settings_are_listed(capsys):
     assert all(line.startswith("--set ") for line in lines)
 
 
-def test_control_c_leaves_a_checkpoint_and_the_same_command_ends_as_if_it_had_not_been(
-    command, tmp_path, capsys
-):
-    settings = [*(s for s in SETTINGS if not s.startswith("steps")), "steps=1500"]
-    arguments = command("cut", "--save-every=5", settings=settings)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    code = "import sys\nfrom mizarr.workflows.cli import main\nmain(sys.argv[1:])"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], env=environment, stderr=subprocess.PIPE, text=True
-    )
-    checkpoint = tmp_path / "cut" / "checkpoint.pt"
-    while not checkpoint.exists() and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 130, error
-    assert "the same command resumes" in error
+CUT = """
+import os, signal, sys
+from mizarr.stages.features.training.trainer import Training
+from mizarr.workflows.cli import main
+
+save = Training.save
+
+def save_and_press(self):
+    save(self)
+    if self.step == 5:
+        os.kill(os.getpid(), signal.SIGINT)
+
+Training.save = save_and_press
+main(sys.argv[1:])
+"""
+ENDED = """
+import json, sys
+from mizarr.workflows.cli import run
+for arguments in json.loads(sys.argv[1]):
+    assert run(arguments) == 0
+"""
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, on one core: sums over several are not the same twice."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_control_c_leaves_a_checkpoint_and_the_same_command_ends_as_if_it_had_not_been(command, tmp_path):
+    """Pressed while the first of several checkpoints is left: the step that follows is finished."""
+    cut, whole = (command(out, "--save-every=5") for out in ("cut", "whole"))
+    stopped = python(CUT, *cut)
+    assert stopped.returncode == 130, stopped.stderr
+    assert "the same command resumes" in stopped.stderr
+    held = torch.load(tmp_path / "cut" / "checkpoint.pt", weights_only=True)
+    assert 5 < held["step"] < 30
     assert not (tmp_path / "cut" / "dictionary").exists()
-    for out in ("cut", "whole"):
-        ended = subprocess.run(
-            [sys.executable, "-c", code, *command(out, settings=settings)],
-            env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert ended.returncode == 0, ended.stderr
+    ended = python(ENDED, json.dumps([cut, whole]))
+    assert ended.returncode == 0, ended.stderr
     made = [(tmp_path / out / "dictionary").rglob("*.safetensors") for out in ("cut", "whole")]
     first, second = ([path.read_bytes() for path in sorted(files)] for files in made)
-    assert first == second
+    assert first and first == second

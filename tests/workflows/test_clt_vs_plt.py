@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,14 @@ from tests.random_dictionaries import save_random_clt, save_random_plt
 PROMPT = "The mother tongue of Danielle Darrieux is"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def two_facts() -> Iterator[None]:
+    """A choice is scored on two other facts: nothing here is about how many they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mizarr.workflows.material.feature_controls.HELD_OUT", 2)
+        yield
+
+
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("dictionaries")
@@ -33,6 +42,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "suppress_word": "French",
         "inject_word": "English",
         "strength": 2.0,
+        "controls": 3,
     }
 
 

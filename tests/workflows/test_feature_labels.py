@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,14 @@ from mizarr.workflows import compute
 from mizarr.workflows.material.feature_labels import FeatureLabels
 
 ONE, TWO = FeatureId(0, 3), FeatureId(1, 4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_facts() -> Iterator[None]:
+    """A choice is scored on two other facts: nothing here is about how many they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mizarr.workflows.material.feature_controls.HELD_OUT", 2)
+        yield
 
 
 @pytest.fixture(scope="module")
