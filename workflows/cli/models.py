@@ -12,6 +12,7 @@ import click
 
 from .options import (
     SuggestingGroup,
+    adapter_option,
     backend_option,
     json_option,
     print_json,
@@ -111,6 +112,7 @@ def families(as_json: bool) -> None:
 @click.option("--shapes-only", is_flag=True, help="Read headers, not values: no norms, but at once.")
 @click.option("--time", "is_timed", is_flag=True, help="Load it, too, and time a pass; tells its memory.")
 @backend_option
+@adapter_option
 @json_option
 @quiet_option
 def inspect(
@@ -119,6 +121,7 @@ def inspect(
     shapes_only: bool,
     is_timed: bool,
     backend: str | None,
+    adapter: str | None,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -134,7 +137,7 @@ def inspect(
     from ...stages.forward.models.files import resolve
     from ..inspect_model import pass_times, tensor_facts
 
-    files = resolve(model, revision, backend=backend)
+    files = resolve(model, revision, backend=backend, adapter=adapter)
     size = sum(path.stat().st_size for path in files.weight_files)
     with Progress(quiet=quiet or shapes_only) as bars:
         read = bars.task(f"reading {files.name}", unit="numbers")
