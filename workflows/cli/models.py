@@ -132,7 +132,6 @@ def inspect(
     could not do. Exit code 1 if the checkpoint cannot run as it is asked for, with the reasons.
     """
     from ...pipeline.progress import Progress
-    from ...stages.forward.models.autoconfig import report
     from ...stages.forward.models.backends import backend_of
     from ...stages.forward.models.files import resolve
     from ..inspect_model import pass_times, tensor_facts
@@ -142,7 +141,7 @@ def inspect(
     with Progress(quiet=quiet or shapes_only) as bars:
         read = bars.task(f"reading {files.name}", unit="numbers")
         facts = list(tensor_facts(files.weight_files, values=not shapes_only, seen=read.advance))
-    understood = report(files.config, {fact.name: fact.shape for fact in facts}, source="config.json")
+    understood = files.understood()
     layout, issues, config = _layout(files, understood, remembered_only=shapes_only)
     choice = backend_of(files, layout, issues, remembered_only=shapes_only)
     found = {

@@ -1,8 +1,8 @@
 """A checkpoint: the tensors of some files by name, as plain numbers.
 
 Border: the one value that readers of weights are given. What lies between the bytes of a file and a weight
-(an adapter that is merged in) is settled here, so that networks, readouts and component weights cannot
-disagree.
+(that it is quantised, an adapter that is merged in) is settled here, so that networks, readouts and component
+weights cannot disagree.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ....store.exchange.tensors import FLOATS
 from ..architectures.architecture import Architecture
 from .adapter import Adapted, Adapter
 from .formats import stored_in
+from .quantised.scheme import Dequantised, Scheme
 from .source import Entry, Source, Take
 
 if TYPE_CHECKING:
@@ -32,23 +33,26 @@ __all__ = ["Checkpoint", "Files", "checkpoint_of"]
 class Checkpoint:
     """Files and what is done to their tensors before anybody uses them.
 
-    adapter: merged into the tensors it changes, in float32.
+    quantisation: how weights are packed, which are made plain in float32. adapter: merged into the tensors
+    it changes, in float32.
     """
 
     files: tuple[Path, ...]
+    quantisation: Scheme | None = None
     adapter: Adapter | None = None
 
     @cached_property
-    def _stored(self) -> Source:
-        return stored_in(self.files)
+    def _plain(self) -> Source:
+        stored = stored_in(self.files)
+        return stored if self.quantisation is None else Dequantised(stored, self.quantisation)
 
     @cached_property
     def _adapted(self) -> Adapted | None:
-        return None if self.adapter is None else Adapted(self._stored, self.adapter)
+        return None if self.adapter is None else Adapted(self._plain, self.adapter)
 
     @property
     def _source(self) -> Source:
-        return self._adapted or self._stored
+        return self._adapted or self._plain
 
     @property
     def entries(self) -> dict[str, Entry]:

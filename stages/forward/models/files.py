@@ -31,12 +31,14 @@ from ....store.index import file_digests
 from ....store.keys import ModelIdentity
 from ..checkpoints.adapter import Adapter
 from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.quantised.reading import KEYS, scheme_of
 from ..text.library import LibraryTokenizer
 from ..text.world import WORLD, WorldTokenizer
 
 if TYPE_CHECKING:
     from ..architectures.architecture import Architecture
     from ..text.tokens import Tokenizer
+    from .autoconfig import CompatibilityReport
     from .bridge_case import BridgeCase
     from .layout_check import LayoutCase
 
@@ -134,8 +136,15 @@ class ModelFiles:
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """The model's tensors, its adapter merged in."""
-        return Checkpoint(self.weight_files, None if self.adapter is None else Adapter(self.adapter))
+        """The model's tensors as plain numbers, its adapter merged in. Raises ConfigError for a checkpoint
+        that is quantised in a way that is not read."""
+        adapter = None if self.adapter is None else Adapter(self.adapter)
+        return Checkpoint(self.weight_files, scheme_of(self.config), adapter)
+
+    @property
+    def plain_config(self) -> dict[str, Any]:
+        """config.json of the model that the checkpoint gives: without how its weights are packed."""
+        return {key: value for key, value in self.config.items() if key not in KEYS}
 
     @property
     def trained_with_help(self) -> str:
@@ -173,11 +182,22 @@ class ModelFiles:
 
         if self.is_bridged:
             return self.bridge_case().finding().require()
-        config = architecture_of(self.config, self.checkpoint, str(self.directory / CONFIG))
+        config = architecture_of(self.plain_config, self.checkpoint, str(self.directory / CONFIG))
         if not self.has_known_family and not self.trust_layout:
             self.layout_case(config).verdict().require(config.model_type)
         self.checkpoint.check(config)
         return config
+
+    def understood(self) -> CompatibilityReport:
+        """What the model is and whether it can run; all that stands in the way, where `architecture` raises
+        for the first thing."""
+        from .autoconfig import CompatibilityReport, report
+
+        try:
+            return report(self.plain_config, self.checkpoint.shapes)
+        except ConfigError as error:
+            model_type = str(self.config.get("model_type"))
+            return CompatibilityReport(model_type, self.has_known_family, None, [str(error)])
 
     @property
     def has_known_family(self) -> bool:
@@ -235,14 +255,18 @@ class ModelFiles:
     def weights_digest(self, *, verify: bool = False) -> str:
         """`sha256:…` of the content of the weight files, whatever they are called, and of the adapter's;
         verify: see `identity`."""
-        stored, adapter = self._stored_digest(verify=verify), self.checkpoint.adapter
-        if adapter is None:
+        stored = self._stored_digest(verify=verify)
+        if self.adapter is None:
             return stored
+        adapter = Adapter(self.adapter)
         added = adapter.digest(weight_digest(adapter.file, verify=verify))
         return f"sha256:{digest('adapted', stored, added)}"
 
     def _stored_digest(self, *, verify: bool = False) -> str:
         contents = sorted(weight_digest(path, verify=verify) for path in self.weight_files)
+        scheme = None if self.is_bridged else scheme_of(self.config)
+        if scheme is not None:
+            return f"sha256:{digest('quantised-weights', contents, scheme.digest)}"
         return f"sha256:{digest('weights', contents)}"
 
     def confirm(self, identity: ModelIdentity) -> None:
