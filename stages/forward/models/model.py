@@ -7,10 +7,10 @@ keyed by). Knows nothing of stores; `capture.py` brings the two together.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -190,6 +190,23 @@ class Model:
         ]
         check_prompts(rows, self.config.vocab_size, self.config.context_length, self.name)
         return rows
+
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> list[int]:
+        """Token ids of a conversation, by the checkpoint's own chat template: a prompt like any other.
+
+        messages: what the user says, or [{"role": "user", "content": …}, …]. add_generation_prompt: end where
+        the assistant begins to speak. variables: what else the template knows, e.g. system, tools or
+        enable_thinking. Raises TokenizerError without a template or where it refuses the conversation, and as
+        `tokenize`.
+        """
+        text = self.tokenizer.chat(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self.tokenize(self.tokenizer.encode_raw(text).ids)[0]
 
     def forward(
         self,
