@@ -55,18 +55,26 @@ WORKFLOWS = {
 }
 
 
-def build(name: str, *, trust_layout: bool = False, backend: str | None = None, **settings: Any) -> Workflow:
+def build(
+    name: str,
+    *,
+    trust_layout: bool = False,
+    backend: str | None = None,
+    adapter: str | Path | None = None,
+    **settings: Any,
+) -> Workflow:
     """The workflow `name` with these settings (`model` is one of them), planned but not run; loads no
     weights. revision: several of them, as a list or "a,b", are asked the same (checkpoints.py).
 
-    trust_layout, backend: of the model named; see `Model.from_pretrained`. The setting `model` then says so.
+    trust_layout, backend, adapter: of the model named; see `Model.from_pretrained`. The setting `model`
+    then says so.
     Raises ConfigError for an unknown workflow or setting, with the nearest name.
     """
     from .checkpoints import Checkpoints, several_revisions
     from .settings import read_settings
 
     if revisions := several_revisions(settings.get("revision")):
-        how: dict[str, Any] = {"trust_layout": trust_layout, "backend": backend}
+        how: dict[str, Any] = {"trust_layout": trust_layout, "backend": backend, "adapter": adapter}
         each = (build(name, **how, **settings | {"revision": r}) for r in revisions)
         return Checkpoints(dict(zip(revisions, each, strict=True)))
     kind = kind_of(name)
@@ -74,8 +82,8 @@ def build(name: str, *, trust_layout: bool = False, backend: str | None = None, 
     loaded = None if model is None or isinstance(model, str) else model
     if loaded is not None:
         settings["model"] = loaded.name
-    elif trust_layout or backend is not None:
-        settings["model"] = _named(model, settings.get("revision"), trust_layout, backend)
+    elif trust_layout or backend is not None or adapter is not None:
+        settings["model"] = _named(model, settings.get("revision"), trust_layout, backend, adapter)
     workflow: Workflow = kind(read_settings(kind.settings_type, name, settings), loaded)
     return workflow
 
@@ -90,14 +98,20 @@ def kind_of(name: str) -> type[Workflow]:
     return kind
 
 
-def _named(model: str | None, revision: str | None, trust_layout: bool, backend: str | None) -> str:
+def _named(
+    model: str | None,
+    revision: str | None,
+    trust_layout: bool,
+    backend: str | None,
+    adapter: str | Path | None,
+) -> str:
     """The name of a model that says how it runs, as settings hold it."""
     from ..stages.forward.models.files import resolve
 
     if model is None:
-        what = "trust_layout" if trust_layout else "backend"
+        what = "trust_layout" if trust_layout else "adapter" if backend is None else "backend"
         raise ConfigError(f"expected the model {what} is about, found none; name it with model=…")
-    return resolve(model, revision, trust_layout=trust_layout, backend=backend).name
+    return resolve(model, revision, trust_layout=trust_layout, backend=backend, adapter=adapter).name
 
 
 def compute(
@@ -114,7 +128,7 @@ def compute(
 
     store: a store, or where it lies.  cluster: address of a Dask scheduler; by default threads of this
     process.
-    settings: of the workflow, trust_layout and backend; see `build`.
+    settings: of the workflow, trust_layout, backend and adapter; see `build`.
     """
     from ..store import open_store
 

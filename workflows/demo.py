@@ -60,6 +60,7 @@ def run(
     device: str | None = None,
     trust_layout: bool = False,
     backend: str | None = None,
+    adapter: str | Path | None = None,
     quiet: bool = False,
 ) -> Demo:
     """Run the workflows of the demo on `model`, print tables to `console`, draw into `folder`.
@@ -77,6 +78,7 @@ def run(
         "device": device,
         "trust_layout": trust_layout,
         "backend": backend,
+        "adapter": adapter,
     }
     for name, settings in DEMO.items():
         workflow = build(name, **chosen, **settings)

@@ -1,8 +1,9 @@
 """What heads and neurons write with, as data: output projections, biases and norm weights of every layer.
 
 Border: the tensors of a checkpoint that attribution needs beside the readout (stages/logits/readout.py), read
-straight from its safetensors files without torch and stored once per model; nothing that runs one. Two
-datasets, as who asks about heads need not store the neurons' weights, which are several times larger:
+straight from its files, without torch where these hold plain numbers, and stored once per model; nothing that
+runs one. Two datasets, as who asks about heads need not store the neurons' weights, which are several times
+larger:
 
 "attention":
   W_O float32 [layer, head, d_head, hidden]   z of a head, through it, is the head's part of the attention
@@ -19,13 +20,13 @@ under the same name ending in _bias.  attrs: part, norm "rms" | "layer".  Layers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from ...store.errors import ConfigError
+from ..forward.checkpoints.checkpoint import Checkpoint, Files, checkpoint_of
 from .readout import read_weight
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ _MATRIX_DIMS = {"W_O": ("layer", "head", "d_head", "hidden"), "W_out": ("layer",
 
 
 def component_weights(
-    weight_files: Sequence[Path], config: Architecture, part: Component, *, dtype: str = "float32"
+    weight_files: Files, config: Architecture, part: Component, *, dtype: str = "float32"
 ) -> xr.Dataset:
     """One of the datasets described above, lazy: a layer is read when it is asked for.
 
@@ -83,7 +84,7 @@ def component_weights(
     for variable, field in FIELDS[part].items():
         if field in names:
             dims = _MATRIX_DIMS.get(variable, ("layer", "hidden"))
-            read = _reader(weight_files, field, variable, config, dtype)
+            read = _reader(checkpoint_of(weight_files), field, variable, config, dtype)
             found[variable] = (dims, _by_layer(read, config.num_layers))
     coords = {"layer": np.arange(config.num_layers)}
     norm = "layer" if config.norm_type == "layer" else "rms"
@@ -101,20 +102,20 @@ def component_weights_node(files: ModelFiles, part: Component, *, dtype: str = "
     params = {"weights": identity.weights, "config": identity.config, "part": part, "dtype": dtype}
 
     def make() -> xr.Dataset:
-        return component_weights(files.weight_files, config, part, dtype=dtype)
+        return component_weights(files.checkpoint, config, part, dtype=dtype)
 
     estimate = Estimate(size, size, 4 * layer)
     return SourceNode(f"{part}_weights", VERSION, params, make, estimate, lambda: files.confirm(identity))
 
 
 def _reader(
-    files: Sequence[Path], field: str, variable: str, config: Architecture, dtype: str
+    checkpoint: Checkpoint, field: str, variable: str, config: Architecture, dtype: str
 ) -> Callable[[int], npt.NDArray[np.float32]]:
     """What gives the tensor of a layer in the shape described above."""
 
     def read(layer: int) -> npt.NDArray[np.float32]:
         name, stored = config.tensors.in_layer(layer, field), config.tensors.layers[layer][field]
-        values = read_weight(files, name, stored, dtype)
+        values = read_weight(checkpoint, name, stored, dtype)
         if variable == "W_O":
             shape = [config.axis_sizes[axis] for axis in ("head", "d_head", "hidden")]
             return np.ascontiguousarray(values.T).reshape(shape)

@@ -14,14 +14,13 @@ A readout is a dataset:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...store.arrays import Array
-from ...store.errors import ShapeError, WeightsError, nearest
-from ...store.exchange.tensors import FLOATS, mapped_tensor, read_header
+from ...store.errors import ShapeError
+from ..forward.checkpoints.checkpoint import Checkpoint, Files, checkpoint_of
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -85,26 +84,26 @@ def readout(
 
 
 def readout_from_files(
-    weight_files: Sequence[Path],
+    weight_files: Files,
     config: Architecture,
     *,
     vocabulary: Sequence[str] = (),
     dtype: str = "float32",
 ) -> xr.Dataset:
-    """The readout of a checkpoint, from its safetensors files alone.
+    """The readout of a checkpoint, from its files alone.
 
     dtype: what the model computes in; the weights are rounded to it, as the model's own are.
-    Raises WeightsError when a tensor is missing or a file is not a whole safetensors file.
+    Raises WeightsError when a tensor is missing or a file is not whole.
     """
     from ..forward.architectures.architecture import require_tied
 
     def take(weight: str) -> Array | None:
         stored = config.tensors.outside.get(weight)
-        return None if stored is None else read_weight(weight_files, stored.name, stored, dtype)
+        return None if stored is None else read_weight(checkpoint, stored.name, stored, dtype)
 
-    names = {name for path in weight_files for name in read_header(path)[0]}
-    for copy, original in config.tensors.copied(names):
-        one, other = (read_tensor(weight_files, name) for name in (copy, original))
+    checkpoint = checkpoint_of(weight_files)
+    for copy, original in config.tensors.copied(checkpoint.entries):
+        one, other = (checkpoint.array(name) for name in (copy, original))
         require_tied(copy, original, np.array_equal(one, other))
     unembed, norm_weight = take("head"), take("final_norm")
     assert unembed is not None  # every model has one
@@ -130,7 +129,7 @@ def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
 
     def make() -> xr.Dataset:
         words = () if tokenizer is None else tokenizer.vocabulary
-        return readout_from_files(files.weight_files, config, vocabulary=words, dtype=dtype)
+        return readout_from_files(files.checkpoint, config, vocabulary=words, dtype=dtype)
 
     params = {
         "weights": identity.weights,
@@ -144,33 +143,12 @@ def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
     return SourceNode("readout", VERSION, params, make, estimate, lambda: files.confirm(identity))
 
 
-def read_tensor(files: Sequence[Path], name: str) -> Array:
-    """One tensor of some safetensors files, mapped; bfloat16 as ml_dtypes.bfloat16, which safetensors' own
-    numpy reader does not know."""
-    names: list[str] = []
-    for path in files:
-        header, start = read_header(path)
-        names += header
-        if name not in header:
-            continue
-        if header[name]["dtype"] not in FLOATS:
-            raise WeightsError(
-                f"expected {name!r} as one of {', '.join(FLOATS)}, found {header[name]['dtype']}; dequantise "
-                "the checkpoint"
-            )
-        return mapped_tensor(path, header[name], start, name)
-    raise WeightsError(
-        f"expected a tensor {name!r}, found {len(names)} others, nearest {nearest(name, names)!r}; "
-        "are all files of the checkpoint there?"
-    )
-
-
-def read_weight(weight_files: Sequence[Path], name: str, stored: Stored, dtype: str) -> Array:
+def read_weight(checkpoint: Checkpoint, name: str, stored: Stored, dtype: str) -> Array:
     """A weight as the model holds it: rounded, [out, in], and its rows multiplied where the family has
     factors for what they give."""
     if stored.constant is not None:
         return np.full(stored.shape, stored.constant, np.float32)
-    values = rounded(read_tensor(weight_files, name), dtype)
+    values = rounded(checkpoint.array(name), dtype)
     if stored.plus:
         values = rounded(values + np.float32(stored.plus), dtype)
     if stored.is_transposed:

@@ -12,6 +12,7 @@ import click
 
 from .options import (
     SuggestingGroup,
+    adapter_option,
     backend_option,
     json_option,
     print_json,
@@ -111,6 +112,7 @@ def families(as_json: bool) -> None:
 @click.option("--shapes-only", is_flag=True, help="Read headers, not values: no norms, but at once.")
 @click.option("--time", "is_timed", is_flag=True, help="Load it, too, and time a pass; tells its memory.")
 @backend_option
+@adapter_option
 @json_option
 @quiet_option
 def inspect(
@@ -119,6 +121,7 @@ def inspect(
     shapes_only: bool,
     is_timed: bool,
     backend: str | None,
+    adapter: str | None,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -129,17 +132,16 @@ def inspect(
     could not do. Exit code 1 if the checkpoint cannot run as it is asked for, with the reasons.
     """
     from ...pipeline.progress import Progress
-    from ...stages.forward.models.autoconfig import report
     from ...stages.forward.models.backends import backend_of
     from ...stages.forward.models.files import resolve
     from ..inspect_model import pass_times, tensor_facts
 
-    files = resolve(model, revision, backend=backend)
+    files = resolve(model, revision, backend=backend, adapter=adapter)
     size = sum(path.stat().st_size for path in files.weight_files)
     with Progress(quiet=quiet or shapes_only) as bars:
         read = bars.task(f"reading {files.name}", unit="numbers")
         facts = list(tensor_facts(files.weight_files, values=not shapes_only, seen=read.advance))
-    understood = report(files.config, {fact.name: fact.shape for fact in facts}, source="config.json")
+    understood = files.understood()
     layout, issues, config = _layout(files, understood, remembered_only=shapes_only)
     choice = backend_of(files, layout, issues, remembered_only=shapes_only)
     found = {

@@ -41,6 +41,11 @@ backend_option = click.option(
     type=click.Choice(["native", "transformers"]),
     help="Who computes the model: mizarr, or transformers behind a bridge; default what its name says.",
 )
+adapter_option = click.option(
+    "--adapter",
+    type=click.Path(exists=True, file_okay=False),
+    help="Folder of a LoRA adapter, as PEFT saves it, to merge into the model; default what its name says.",
+)
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress bars.")
 
 

@@ -15,6 +15,7 @@ import click
 
 from .. import WORKFLOWS, build
 from .options import (
+    adapter_option,
     backend_option,
     device_option,
     json_option,
@@ -54,11 +55,12 @@ def on_workflow(command: Callable[..., int | None]) -> Callable[..., None]:
         workflow: str,
         model: str | None,
         backend: str | None,
+        adapter: str | None,
         trust_layout: bool,
         parameters: dict[str, Any],
         **options: Any,
     ) -> None:
-        for name, value in {"model": model, "backend": backend}.items():
+        for name, value in {"model": model, "backend": backend, "adapter": adapter}.items():
             if value is not None and name in parameters:
                 raise click.UsageError(f"the {name} is given twice: --{name} and --set {name}=…; keep one")
             if value is not None:
@@ -73,6 +75,7 @@ def on_workflow(command: Callable[..., int | None]) -> Callable[..., None]:
         ),
         trust_option,
         backend_option,
+        adapter_option,
         click.option(
             "--set",
             "parameters",
@@ -114,6 +117,7 @@ def run_options(command: Callable[..., int | None]) -> Callable[..., int | None]
 @device_option
 @trust_option
 @backend_option
+@adapter_option
 @json_option
 @quiet_option
 def demo(output: Path, as_json: bool, **chosen: Any) -> None:
@@ -151,6 +155,7 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
 @click.option("--storage-dtype", type=DTYPES, help="What is stored; default what the model computes in.")
 @trust_option
 @backend_option
+@adapter_option
 @device_option
 @click.option("--batch-tokens", type=click.IntRange(min=1), help="Tokens per forward pass.")
 @click.option("--memory", callback=size, metavar="SIZE", help="What buffers may take; default 1GiB.")

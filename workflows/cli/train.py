@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .options import (
+    adapter_option,
     backend_option,
     json_option,
     print_json,
@@ -57,6 +58,7 @@ def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> 
 @click.argument("prompts", nargs=-1, required=True)
 @trust_option
 @backend_option
+@adapter_option
 @click.option("--text", is_flag=True, help="PROMPTS are the prompts themselves, not files.")
 @click.option(
     "--out",
@@ -99,6 +101,7 @@ def train(
     prompts: tuple[str, ...],
     trust_layout: bool,
     backend: str | None,
+    adapter: str | None,
     text: bool,
     out: Path,
     config: Path | None,
@@ -122,7 +125,7 @@ def train(
     from ...stages.forward.models.files import resolve
 
     chosen = _settings(config, given)
-    model = resolve(model, trust_layout=trust_layout, backend=backend).name
+    model = resolve(model, trust_layout=trust_layout, backend=backend, adapter=adapter).name
     source = _captured(
         model, read_prompts(prompts, literal=text), chosen, store_path, storage_dtype, memory, quiet
     )

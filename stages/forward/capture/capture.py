@@ -71,6 +71,7 @@ def capture(
     cluster: str | None = None,
     trust_layout: bool = False,
     backend: str | None = None,
+    adapter: str | Path | None = None,
 ) -> xr.Dataset:
     """Store activations of prompts at the hook points of a spec, and open them: labelled, lazy.
 
@@ -78,9 +79,9 @@ def capture(
     missing. prompts: texts, token ids, or PackedTokens. dtype: of the computation (default float32).
     storage_dtype: default that of the computation. batch_tokens: positions per forward pass.
     segment_tokens, memory: length of a segment, or the bytes its buffers may take. cluster: address of a
-    Dask scheduler whose workers compute segments. trust_layout, backend: see `Model.from_pretrained`. What
-    is stored is not computed again; a killed capture goes on where it was. Raises PromptError,
-    HookPointNotFound, StoreFull, …
+    Dask scheduler whose workers compute segments. trust_layout, backend, adapter: see
+    `Model.from_pretrained`. What is stored is not computed again; a killed capture goes on where it was.
+    Raises PromptError, HookPointNotFound, StoreFull, …
     """
     from ....pipeline import run
 
@@ -97,6 +98,7 @@ def capture(
         device=device,
         trust_layout=trust_layout,
         backend=backend,
+        adapter=adapter,
     )
     with node.source.just_identified():
         run(node, store, cluster=cluster, quiet=not progress)
@@ -126,6 +128,7 @@ class CaptureNode(Ports):
         device: str | None = None,
         trust_layout: bool = False,
         backend: str | None = None,
+        adapter: str | Path | None = None,
         name: str = "capture",
     ) -> None:
         self.name = name
@@ -137,6 +140,7 @@ class CaptureNode(Ports):
             device=device,
             trust_layout=trust_layout,
             backend=backend,
+            adapter=adapter,
         )
         self.dtype = storage_dtype or self.source.dtype
         self.spec = self._bind(hooks)

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ....store.errors import ConfigError, WeightsError
@@ -22,6 +21,7 @@ from ..architectures.architecture import Architecture
 from ..architectures.families import FAMILIES, Family, MlpLayout, Windows, model_type_of, read_family
 from ..architectures.known import KNOWN, KnownFamily
 from ..architectures.transformer import ConfigReader
+from ..checkpoints.checkpoint import Files
 from ..networks.weights import expected_tensors, read_shapes, unused_tensors
 
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -104,9 +104,7 @@ class CompatibilityReport:
         return self.config
 
 
-def architecture_of(
-    raw: dict[str, Any], weight_files: Sequence[Path], source: str = "config.json"
-) -> Architecture:
+def architecture_of(raw: dict[str, Any], weight_files: Files, source: str = "config.json") -> Architecture:
     """The architecture of a checkpoint; ConfigError with the whole report if it cannot run.
 
     Most known families need no look at the tensors: loading checks them.

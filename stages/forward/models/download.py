@@ -20,27 +20,30 @@ from typing import Any
 from ....pipeline.progress import Progress, Task, short
 from ....store.errors import DownloadError, ModelNotFound
 from ..text.world import WORLD
-from .files import CONFIG, INDEX, TOKENIZER, WEIGHTS, ModelFiles, hub_cache, resolve
+from .files import CONFIG, INDEX, PICKLED, PICKLED_INDEX, TOKENIZER, WEIGHTS, ModelFiles, hub_cache, resolve
 
 SMALL = (
     CONFIG,
-    INDEX,
     TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
     "generation_config.json",
 )
-SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+FORMATS = (
+    (WEIGHTS, INDEX, re.compile(r"model-\d+-of-\d+\.safetensors")),
+    (PICKLED, PICKLED_INDEX, re.compile(r"pytorch_model-\d+-of-\d+\.bin")),
+)
+"""(single file, index, shards) of the formats a checkpoint may have; the first that is there is fetched."""
 LOOK_EVERY = 0.5  # seconds between looks at what has arrived
 
 
 def fetch(name: str, revision: str | None = None, *, progress: bool = True) -> ModelFiles:
-    """Fetch a model's config, tokenizer and safetensors files; those already there are not fetched again.
+    """Fetch a model's config, tokenizer and weight files; those already there are not fetched again.
 
     name: hub id such as "org/name". revision: branch, tag or commit, default "main". progress: show bytes,
     rate and time left on stderr. Raises ModelNotFound for an unknown or closed repository, DownloadError when
-    the hub cannot be reached, has no safetensors weights, or the disk is too small.
+    the hub cannot be reached, has no weights that are read here, or the disk is too small.
     """
     with hub_errors(name, revision):
         commit, sizes = remote_files(name, revision)
@@ -72,16 +75,16 @@ def fetch_files(
 
 
 def remote_files(name: str, revision: str | None = None) -> tuple[str, dict[str, int]]:
-    """(commit, file -> bytes) of what `fetch` would fetch. DownloadError without safetensors."""
+    """(commit, file -> bytes) of what `fetch` would fetch. DownloadError without weights."""
     commit, sizes = listed_files(name, revision)
     wanted = set(wanted_files(list(sizes)))
-    if not any(file.endswith(".safetensors") for file in wanted):
+    if not any(file.endswith((".safetensors", ".bin")) for file in wanted):
         weights = sorted(
             file for file in sizes if file.endswith((".bin", ".pt", ".pth", ".gguf", ".safetensors"))
         )
         raise DownloadError(
-            f"expected {WEIGHTS} or {INDEX} in {name}, found {', '.join(weights[:4]) or 'no weights'}; "
-            "mizarr reads safetensors only, so look for a converted copy of the model"
+            f"expected {WEIGHTS}, {INDEX} or {PICKLED} in {name}, found "
+            f"{', '.join(weights[:4]) or 'no weights'}; look for a converted copy of the model"
         )
     return commit, {file: size for file, size in sizes.items() if file in wanted}
 
@@ -98,11 +101,19 @@ def wanted_files(names: Sequence[str]) -> list[str]:
     """The files of a repository that a forward pass reads; shards only where there is no single file, the
     vocabulary of RWKV World only where there is no tokenizer.json.
     """
-    whole = WEIGHTS in names
-    weights = [WEIGHTS] if whole else [name for name in names if SHARD.fullmatch(name)]
     beside = [name for name in names if "/" not in name]
     words = [] if TOKENIZER in names else fnmatch.filter(beside, WORLD)
-    return [*(name for name in SMALL if name in names and not (whole and name == INDEX)), *words, *weights]
+    return [*(name for name in SMALL if name in names), *words, *_weights(names)]
+
+
+def _weights(names: Sequence[str]) -> list[str]:
+    """One file, or an index and its shards, of the first format there is."""
+    for single, index, shard in FORMATS:
+        if single in names:
+            return [single]
+        if shards := [name for name in names if shard.fullmatch(name)]:
+            return [*(name for name in names if name == index), *shards]
+    return []
 
 
 @contextmanager

@@ -29,12 +29,16 @@ from ....store.errors import (
 )
 from ....store.index import file_digests
 from ....store.keys import ModelIdentity
+from ..checkpoints.adapter import Adapter
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.quantised.reading import KEYS, scheme_of
 from ..text.library import LibraryTokenizer
 from ..text.world import WORLD, WorldTokenizer
 
 if TYPE_CHECKING:
     from ..architectures.architecture import Architecture
     from ..text.tokens import Tokenizer
+    from .autoconfig import CompatibilityReport
     from .bridge_case import BridgeCase
     from .layout_check import LayoutCase
 
@@ -49,6 +53,8 @@ TRUSTED = " (layout trusted)"
 """Ends the name of a model of unknown family that runs unchecked, wherever that name is shown or noted."""
 BRIDGED = " (transformers)"
 """Ends the name of a model that transformers computes, likewise."""
+_ADAPTED = re.compile(r"(.*) \(adapter (.+)\)", re.DOTALL)
+"""The name of a model with an adapter, likewise: the base model's, then the adapter's folder."""
 BACKENDS = ("native", "transformers")
 """Who computes a model: mizarr, or transformers behind a bridge."""
 CONFIG, WEIGHTS, INDEX, TOKENIZER = (
@@ -57,6 +63,8 @@ CONFIG, WEIGHTS, INDEX, TOKENIZER = (
     "model.safetensors.index.json",
     "tokenizer.json",
 )
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+"""What torch.save wrote; read where there are no safetensors."""
 HELP = "trained_with_help.txt"
 """A sentence beside the weights, part of no identity: what training asked of the inside of the model."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -67,9 +75,10 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 class ModelFiles:
     """The files of one model.
 
-    name: as it was asked for, with TRUSTED behind it where the layout is, or BRIDGED where transformers
-    computes; part of no key. directory: where they lie. revision: commit of a hub snapshot, else None.
-    trust_layout: run an unknown family unchecked. is_bridged: whether transformers computes it.
+    name: as it was asked for, with its adapter behind it, and TRUSTED where the layout is, or BRIDGED where
+    transformers computes; part of no key. directory: where they lie. revision: commit of a hub snapshot, else
+    None. trust_layout: run an unknown family unchecked. is_bridged: whether transformers computes it.
+    adapter: folder of an adapter that is merged into the weights.
     """
 
     name: str
@@ -77,6 +86,7 @@ class ModelFiles:
     revision: str | None = None
     trust_layout: bool = False
     is_bridged: bool = False
+    adapter: Path | None = None
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -95,32 +105,46 @@ class ModelFiles:
 
     @cached_property
     def weight_files(self) -> tuple[Path, ...]:
-        """The safetensors files, in the order of their names. Raises WeightsError naming the one that is
-        missing.
+        """The safetensors files, else those of torch, in the order of their names. Raises WeightsError naming
+        the one that is missing.
         """
-        single = self.directory / WEIGHTS
-        if single.is_file():
-            return (single,)
-        index = self.directory / INDEX
-        if not index.is_file():
-            others = sorted(
-                path.name
-                for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors")
-                for path in self.directory.glob(pattern)
-            )
-            raise WeightsError(
-                f"expected {WEIGHTS} or {INDEX} in {self.directory}, found "
-                f"{', '.join(others) or 'no weights'}; {self._fetch_hint()}"
-            )
+        for single, index in ((WEIGHTS, INDEX), (PICKLED, PICKLED_INDEX)):
+            if (path := self.directory / single).is_file():
+                return (path,)
+            if (path := self.directory / index).is_file():
+                return self._shards(path)
+        others = sorted(
+            path.name
+            for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors")
+            for path in self.directory.glob(pattern)
+        )
+        raise WeightsError(
+            f"expected {WEIGHTS}, {INDEX} or {PICKLED} in {self.directory}, found "
+            f"{', '.join(others) or 'no weights'}; {self._fetch_hint()}"
+        )
+
+    def _shards(self, index: Path) -> tuple[Path, ...]:
         shards = tuple(self.directory / name for name in sorted(set(_weight_map(index).values())))
         missing = [path.name for path in shards if not path.is_file()]
         if missing:
             rest = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise WeightsError(
-                f"{INDEX} lists {len(shards)} files, found no {missing[0]}{rest} in {self.directory}; "
+                f"{index.name} lists {len(shards)} files, found no {missing[0]}{rest} in {self.directory}; "
                 f"{self._fetch_hint()}"
             )
         return shards
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The model's tensors as plain numbers, its adapter merged in. Raises ConfigError for a checkpoint
+        that is quantised in a way that is not read."""
+        adapter = None if self.adapter is None else Adapter(self.adapter)
+        return Checkpoint(self.weight_files, scheme_of(self.config), adapter)
+
+    @property
+    def plain_config(self) -> dict[str, Any]:
+        """config.json of the model that the checkpoint gives: without how its weights are packed."""
+        return {key: value for key, value in self.config.items() if key not in KEYS}
 
     @property
     def trained_with_help(self) -> str:
@@ -151,16 +175,29 @@ class ModelFiles:
         the bridge, as it was found when it was looked into (bridge_case.py).
 
         Raises ConfigError listing everything that stands in the way; and for an unknown family whose layout
-        is neither trusted nor known to compute what transformers computes (layout_check.py).
+        is neither trusted nor known to compute what transformers computes (layout_check.py), where an adapter
+        is left out. Raises WeightsError for an adapter of another model.
         """
         from .autoconfig import architecture_of
 
         if self.is_bridged:
             return self.bridge_case().finding().require()
-        config = architecture_of(self.config, self.weight_files, str(self.directory / CONFIG))
+        config = architecture_of(self.plain_config, self.checkpoint, str(self.directory / CONFIG))
         if not self.has_known_family and not self.trust_layout:
             self.layout_case(config).verdict().require(config.model_type)
+        self.checkpoint.check(config)
         return config
+
+    def understood(self) -> CompatibilityReport:
+        """What the model is and whether it can run; all that stands in the way, where `architecture` raises
+        for the first thing."""
+        from .autoconfig import CompatibilityReport, report
+
+        try:
+            return report(self.plain_config, self.checkpoint.shapes)
+        except ConfigError as error:
+            model_type = str(self.config.get("model_type"))
+            return CompatibilityReport(model_type, self.has_known_family, None, [str(error)])
 
     @property
     def has_known_family(self) -> bool:
@@ -177,14 +214,14 @@ class ModelFiles:
 
         assert isinstance(config, TransformerConfig)  # what no row names is read as one
         return LayoutCase(
-            self.directory, self.weight_files, self.config, config, self.weights_digest(), config.version
+            self.directory, self.weight_files, self.config, config, self._stored_digest(), config.version
         )
 
     def bridge_case(self) -> BridgeCase:
         """The question what is to be found of this checkpoint if transformers computes it."""
         from .bridge_case import BridgeCase
 
-        return BridgeCase(self.directory, self.weight_files, self.config, self.weights_digest())
+        return BridgeCase(self.directory, self.weight_files, self.config, self._stored_digest())
 
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None without a file of one. Raises TokenizerError for one that cannot be
@@ -216,8 +253,20 @@ class ModelFiles:
         )
 
     def weights_digest(self, *, verify: bool = False) -> str:
-        """`sha256:…` of the content of the weight files, whatever they are called; verify: see `identity`."""
+        """`sha256:…` of the content of the weight files, whatever they are called, and of the adapter's;
+        verify: see `identity`."""
+        stored = self._stored_digest(verify=verify)
+        if self.adapter is None:
+            return stored
+        adapter = Adapter(self.adapter)
+        added = adapter.digest(weight_digest(adapter.file, verify=verify))
+        return f"sha256:{digest('adapted', stored, added)}"
+
+    def _stored_digest(self, *, verify: bool = False) -> str:
         contents = sorted(weight_digest(path, verify=verify) for path in self.weight_files)
+        scheme = None if self.is_bridged else scheme_of(self.config)
+        if scheme is not None:
+            return f"sha256:{digest('quantised-weights', contents, scheme.digest)}"
         return f"sha256:{digest('weights', contents)}"
 
     def confirm(self, identity: ModelIdentity) -> None:
@@ -239,13 +288,20 @@ class ModelFiles:
 
     def _fetch_hint(self) -> str:
         if self.revision is None:
-            return "mizarr reads safetensors files only, so convert or copy them there"
+            return "convert or copy them there"
         return f"fetch it again: mizarr models fetch {bare_name(self.name)}"
 
 
 def bare_name(name: str) -> str:
     """What a model was asked for as, without what its name says of how it runs."""
-    return name.removesuffix(TRUSTED).removesuffix(BRIDGED)
+    return _parted(name)[0]
+
+
+def _parted(name: str) -> tuple[str, str | None]:
+    """(what a model was asked for as, its adapter) of a name that says how it runs."""
+    bare = name.removesuffix(TRUSTED).removesuffix(BRIDGED)
+    match = _ADAPTED.fullmatch(bare)
+    return (bare, None) if match is None else (match[1], match[2])
 
 
 def resolve(
@@ -254,26 +310,37 @@ def resolve(
     *,
     trust_layout: bool = False,
     backend: str | None = None,
+    adapter: str | Path | None = None,
 ) -> ModelFiles:
     """The files of a model named by directory, by "specimen", or by hub id, in that order of kinds; nothing
     is fetched.
 
     revision: branch, tag or commit of a hub id, default "main"; meaningless, and refused, for a directory.
     trust_layout: run it unchecked if its family is unknown. backend: "native" or "transformers", which runs
-    it behind a bridge; None for what the name says, else native. A name that ends in TRUSTED or BRIDGED says
-    the same, so that a setting, a worker or a stored note that holds the name holds that too. A known family
-    needs no trust, and its name stays as it is.
+    it behind a bridge; None for what the name says, else native. adapter: folder of a LoRA adapter that is
+    merged into the weights; None for what the name says, else none. A name that ends in TRUSTED, BRIDGED or
+    an adapter says the same, so that a setting, a worker or a stored note that holds the name holds that too.
+    A known family needs no trust, and its name stays as it is.
     Raises ModelNotFound saying how to get the model, ConfigError for a backend there is not.
     """
     text = str(name)
     if backend not in (None, *BACKENDS):
         raise ConfigError(f"expected backend to be one of {', '.join(BACKENDS)}, found {backend!r}")
-    found = _resolve(bare_name(text), revision)
+    bare, named = _parted(text)
+    found = _resolve(bare, revision)
+    if (chosen := str(adapter) if adapter is not None else named) is not None:
+        found = replace(found, name=f"{found.name} (adapter {chosen})", adapter=Path(chosen).expanduser())
+        Adapter(Path(chosen).expanduser()).config  # noqa: B018 - refused before anything else is looked at
     if backend == "transformers" or (backend is None and text.endswith(BRIDGED)):
         if trust_layout:
             raise ConfigError(
                 "expected trust_layout or backend='transformers', found both: a layout is trusted where we "
                 "compute it ourselves; leave one out"
+            )
+        if found.adapter is not None:
+            raise ConfigError(
+                "expected an adapter or backend='transformers', found both: adapters are merged where we "
+                "compute it ourselves; merge it with PEFT, and save that"
             )
         return replace(found, name=found.name + BRIDGED, is_bridged=True)
     if not (trust_layout or text.endswith(TRUSTED)) or found.has_known_family:

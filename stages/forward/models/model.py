@@ -7,10 +7,10 @@ keyed by). Knows nothing of stores; `capture.py` brings the two together.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -80,6 +80,7 @@ class Model:
         progress: bool | None = None,
         trust_layout: bool = False,
         backend: str | None = None,
+        adapter: str | Path | None = None,
     ) -> Model:
         """Load a model by hub id, local directory, or name of one that ships with mizarr: "specimen",
         "specimen-rwkv", "specimen-experts".
@@ -89,8 +90,9 @@ class Model:
         terminal. trust_layout: run a family no row names without checking it against transformers; what it
         computes is then kept under keys of its own, and its name says so. backend: "transformers" has
         transformers compute it behind a bridge, which offers the points it can find and check (DESIGN.md);
-        None for what the name says, else "native". What happens to the files later
-        does not touch the model. Raises ModelNotFound, ConfigError (with a compatibility report),
+        None for what the name says, else "native". adapter: folder of a LoRA adapter as PEFT saves it, merged
+        into the weights and part of the identity. What happens to the files later does not touch the model.
+        Raises ModelNotFound, ConfigError (with a compatibility report),
         WeightsError, SourceChanged for files that are written meanwhile.
         """
         from ..networks.table import build
@@ -100,9 +102,11 @@ class Model:
         if place.type == "cpu":
             keep_freed_memory()
         numbers = as_dtype(dtype)
-        found = files.resolve(str(name), revision, trust_layout=trust_layout, backend=backend)
+        found = files.resolve(
+            str(name), revision, trust_layout=trust_layout, backend=backend, adapter=adapter
+        )
         config, identity = found.architecture(), found.identity(dtype=dtype_name(numbers))
-        network = build(config, found.weight_files, dtype=numbers, device=place, progress=progress)
+        network = build(config, found.checkpoint, dtype=numbers, device=place, progress=progress)
         found.confirm(identity)
         return cls(
             network,
@@ -186,6 +190,23 @@ class Model:
         ]
         check_prompts(rows, self.config.vocab_size, self.config.context_length, self.name)
         return rows
+
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> list[int]:
+        """Token ids of a conversation, by the checkpoint's own chat template: a prompt like any other.
+
+        messages: what the user says, or [{"role": "user", "content": …}, …]. add_generation_prompt: end where
+        the assistant begins to speak. variables: what else the template knows, e.g. system, tools or
+        enable_thinking. Raises TokenizerError without a template or where it refuses the conversation, and as
+        `tokenize`.
+        """
+        text = self.tokenizer.chat(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self.tokenize(self.tokenizer.encode_raw(text).ids)[0]
 
     def forward(
         self,

@@ -37,14 +37,17 @@ class ModelSource:
         device: str | None = None,
         trust_layout: bool = False,
         backend: str | None = None,
+        adapter: str | Path | None = None,
     ) -> None:
         self._model: Model | None = None
         self._looked = False
         self.files: ModelFiles | None = None
         """None for a loaded model."""
         if isinstance(model, str | Path):
-            self.files = resolve(str(model), revision, trust_layout=trust_layout, backend=backend)
-            # The name carries trust and backend to workers.
+            self.files = resolve(
+                str(model), revision, trust_layout=trust_layout, backend=backend, adapter=adapter
+            )
+            # The name carries trust, backend and adapter to workers.
             self.name, self.revision = self.files.name, revision
             self.dtype, self.device = dtype or "float32", device
             self.config: Architecture = self.files.architecture()

@@ -5,14 +5,14 @@ Border: the only file that knows which class computes which kind of architecture
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..architectures.architecture import Architecture
+from ..checkpoints.checkpoint import Files, checkpoint_of
 from . import hybrid, rwkv, weights
 from .bridge import network as bridge
 from .decoder import Decoder
@@ -35,19 +35,21 @@ WHOLE: dict[str, Callable[..., Network]] = {"bridge": bridge.build}
 
 def build(
     architecture: Architecture,
-    files: Sequence[Path],
+    files: Files,
     *,
     dtype: torch.dtype,
     device: torch.device,
     progress: bool | None = None,
 ) -> Network:
-    """The network of an architecture with the weights of some safetensors files.
+    """The network of an architecture with the weights of a checkpoint.
 
     progress: show a bar on stderr; None does so on a terminal for checkpoints over 1 GiB.
     Raises WeightsError naming the tensor or file that does not fit.
     """
     if architecture.kind in WHOLE:
-        return WHOLE[architecture.kind](architecture, files[0].parent, dtype=dtype, device=device)
+        return WHOLE[architecture.kind](
+            architecture, checkpoint_of(files).files[0].parent, dtype=dtype, device=device
+        )
     assemble, network = NETWORKS[architecture.kind]
     held = weights.load(files, architecture, assemble, dtype=dtype, device=device, progress=progress)
     return network(architecture, held)

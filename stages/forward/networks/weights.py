@@ -1,25 +1,21 @@
-"""Weights: which tensors a configuration needs, and how they come from safetensors files.
+"""Weights: which tensors a configuration needs, and how they come from a checkpoint.
 
-Tensors are read into memory of their own, one by one, cast where another dtype or device is asked. They are
-not mapped: a training loop that saves into the same folder writes into the same file, and a mapping would
-become the new weights under the old identity. Every tensor is checked against the configuration before it is
-used: present, of the right shape, finite.
+Tensors are read one by one, cast where another dtype or device is asked. Every tensor is checked against the
+configuration before it is used: present, of the right shape, finite.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from io import FileIO
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ....store.errors import WeightsError, nearest
-from ....store.exchange.tensors import FLOATS, read_header
+from ....store.exchange.tensors import FLOATS
 from ..architectures.architecture import Architecture, Stored, require_tied
 from ..architectures.transformer import TransformerConfig
+from ..checkpoints.checkpoint import Checkpoint, Files, checkpoint_of
 
 if TYPE_CHECKING:
     import torch
@@ -111,31 +107,26 @@ def expected_tensors(config: Architecture) -> dict[str, tuple[int, ...]]:
     return config.tensors.shapes
 
 
-def read_shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors in safetensors files, from their headers alone; WeightsError for a
-    truncated file.
+def read_shapes(files: Files) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors of a checkpoint, without reading one; WeightsError for a truncated
+    file.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in files:
-        for name, entry in read_header(path)[0].items():
-            shapes[name] = tuple(entry["shape"])
-    return shapes
+    return checkpoint_of(files).shapes
 
 
-def check_dtypes(files: Sequence[Path], config: Architecture) -> None:
+def check_dtypes(checkpoint: Checkpoint, config: Architecture) -> None:
     """Raise WeightsError for the first needed tensor that does not hold plain floating-point numbers."""
     expected = expected_tensors(config)
-    for path in files:
-        for name, entry in read_header(path)[0].items():
-            if name in expected and entry["dtype"] not in FLOATS:
-                raise WeightsError(
-                    f"expected {name!r} as one of {', '.join(FLOATS)}, found {entry['dtype']}; quantised "
-                    "weights do not run here, so fetch the model's unquantised checkpoint"
-                )
+    for name, entry in checkpoint.entries.items():
+        if name in expected and entry.dtype not in FLOATS:
+            raise WeightsError(
+                f"expected {name!r} as one of {', '.join(FLOATS)}, found {entry.dtype}; quantised weights do "
+                "not run here, so fetch the model's unquantised checkpoint"
+            )
 
 
 def load(
-    files: Sequence[Path],
+    files: Files,
     config: Config,
     assemble: Callable[[Callable[[str], Tensor], Config], Made],
     *,
@@ -143,7 +134,7 @@ def load(
     device: torch.device,
     progress: bool | None = None,
 ) -> Made:
-    """The weights of an architecture from its safetensors files.
+    """The weights of an architecture from its checkpoint.
 
     assemble: makes them of a function that gives a tensor by its checkpoint name. progress: show a bar on
     stderr; None does so on a terminal for checkpoints over 1 GiB.
@@ -153,13 +144,14 @@ def load(
 
     from ....pipeline.progress import Progress
 
-    shapes = read_shapes(files)
+    checkpoint = checkpoint_of(files)
+    shapes = checkpoint.shapes
     check_shapes(shapes, config)
-    check_dtypes(files, config)
-    total = sum(path.stat().st_size for path in files)
+    check_dtypes(checkpoint, config)
+    checkpoint.check(config)
+    total = checkpoint.nbytes
     quiet = not progress if progress is not None else total < 1 << 30
-    with ExitStack() as stack, Progress(quiet=quiet) as bars:
-        tensors = _reader(files, stack)
+    with checkpoint.opened() as tensors, Progress(quiet=quiet) as bars:
         for name, original in config.tensors.copied(shapes):
             copy, weight = tensors(name), tensors(original)
             wide = torch.promote_types(copy.dtype, weight.dtype)
@@ -283,43 +275,6 @@ def unused_tensors(found: Mapping[str, Any], config: Architecture) -> list[str]:
     tensors = config.tensors
     known = {*tensors.shapes, *tensors.copies, *tensors.unread}
     return sorted(name for name in found if name not in known and not name.endswith(BENIGN))
-
-
-def _reader(files: Sequence[Path], stack: ExitStack) -> Callable[[str], Tensor]:
-    """What gives a tensor by its name, in memory of its own."""
-    import torch
-
-    dtypes = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    held: dict[str, tuple[FileIO, Mapping[str, Any], int]] = {}
-    for path in files:
-        file = stack.enter_context(FileIO(path))
-        header, start = read_header(path)
-        for name, entry in header.items():
-            if name in held:
-                raise WeightsError(
-                    f"expected {name!r} in one file, found it in {held[name][0].name} and "
-                    f"{path.name}; remove the one that is not of this checkpoint"
-                )
-            held[name] = file, entry, start
-
-    def take(name: str) -> Tensor:
-        file, entry, start = held[name]
-        tensor = torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]])
-        into = tensor.reshape(-1).view(torch.uint8).numpy().data
-        first, end = entry["data_offsets"]
-        if end - first != len(into):
-            raise WeightsError(
-                f"expected {len(into)} bytes of {name!r} in {file.name} as its shape says, found "
-                f"{end - first}; fetch it again"
-            )
-        file.seek(start + first)
-        while into:
-            if not (count := file.readinto(into)):
-                raise WeightsError(f"{file.name} was cut short while {name!r} was read; fetch it again")
-            into = into[count:]
-        return tensor
-
-    return take
 
 
 def _check_finite(name: str, tensor: Tensor) -> None:

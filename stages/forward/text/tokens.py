@@ -307,6 +307,9 @@ class Tokenizer(ABC):
             said.insert(0, {"role": "system", "content": system})
         context = {
             **self._special_texts,
+            # Given as nothing, as transformers does: to a template that asks `tools is not none` it matters.
+            "tools": None,
+            "documents": None,
             **variables,
             "messages": said,
             "add_generation_prompt": add_generation_prompt,
@@ -428,15 +431,25 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def _jinja() -> Any:
     """Templates come with models, from anyone: they run in jinja's sandbox."""
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Marked(Extension):
+        """What stands in {% generation %}: training wants to know that an assistant says it."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja's own way to name them
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(inside).set_lineno(line)
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Marked, loopcontrols]
     )
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     environment.globals["raise_exception"] = refuse

@@ -22,8 +22,9 @@ from transformers import (
 )
 
 from mizarr.stages.forward.architectures.families import from_hf_config
+from mizarr.stages.forward.checkpoints.checkpoint import checkpoint_of
 from mizarr.stages.logits.lens import logits
-from mizarr.stages.logits.readout import read_tensor, readout, readout_from_files
+from mizarr.stages.logits.readout import readout, readout_from_files
 from mizarr.store.errors import ShapeError, WeightsError
 
 SIZES = {
@@ -69,7 +70,7 @@ def test_states_before_the_final_norm_give_the_logits_of_the_model(family: str, 
 def test_bfloat16_tensors_are_read_bit_for_bit(tmp_path: Path):
     values = torch.randn(5, 3).bfloat16()
     save_file({"a": torch.zeros(2), "b": values}, tmp_path / "m.safetensors")
-    found = read_tensor([tmp_path / "m.safetensors"], "b")
+    found = checkpoint_of([tmp_path / "m.safetensors"]).array("b")
     assert found.dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(found.view(np.uint16), values.view(torch.uint16).numpy())
 
@@ -77,7 +78,7 @@ def test_bfloat16_tensors_are_read_bit_for_bit(tmp_path: Path):
 def test_a_missing_tensor_is_named_with_the_nearest_one(tmp_path: Path):
     save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "m.safetensors")
     with pytest.raises(WeightsError, match=r"lm_head\.weight"):
-        read_tensor([tmp_path / "m.safetensors"], "lm_haed.weight")
+        checkpoint_of([tmp_path / "m.safetensors"]).array("lm_haed.weight")
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path):
@@ -87,14 +88,14 @@ def test_a_truncated_file_is_refused(tmp_path: Path):
     (tmp_path / "text.safetensors").write_bytes(b"version https://git-lfs")
     for name in ("cut.safetensors", "text.safetensors"):
         with pytest.raises(WeightsError, match="fetch it again"):
-            read_tensor([tmp_path / name], "a")
+            checkpoint_of([tmp_path / name]).array("a")
 
 
 def test_an_integer_checkpoint_is_refused(tmp_path: Path):
     header = json.dumps({"a": {"dtype": "I8", "shape": [2], "data_offsets": [0, 2]}}).encode()
     (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"ab")
     with pytest.raises(WeightsError, match="dequantise"):
-        read_tensor([tmp_path / "m.safetensors"], "a")
+        checkpoint_of([tmp_path / "m.safetensors"]).array("a")
 
 
 def test_rows_beyond_the_tokenizer_have_no_text():

@@ -182,11 +182,18 @@ def test_a_world_vocabulary_is_taken_only_without_a_tokenizer_json():
     assert wanted_files(["tokenizer.json", world]) == ["tokenizer.json"]
 
 
-def test_a_repository_without_safetensors_is_refused_before_anything_is_fetched(hub):
-    hub.files = {name: content for name, content in FILES.items() if not name.endswith(".safetensors")}
-    with pytest.raises(
-        DownloadError, match=r"in org/name, found pytorch_model.bin; mizarr reads safetensors only"
-    ):
+def test_files_of_torch_are_taken_only_without_safetensors():
+    index, shards = "pytorch_model.bin.index.json", [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
+    others = ["config.json", "training_args.bin", "optimizer.bin"]
+    assert wanted_files([*others, "pytorch_model.bin", "model.safetensors"])[1:] == ["model.safetensors"]
+    assert wanted_files([*others, "pytorch_model.bin"])[1:] == ["pytorch_model.bin"]
+    assert wanted_files([*others, index, *shards])[1:] == [index, *shards]
+
+
+def test_a_repository_without_weights_is_refused_before_anything_is_fetched(hub):
+    hub.files = {name: it for name, it in FILES.items() if not name.endswith((".safetensors", ".bin"))}
+    hub.files["consolidated.pth"] = b"1"
+    with pytest.raises(DownloadError, match=r"in org/name, found consolidated.pth; look for a converted"):
         fetch("org/name", progress=False)
     assert not any("/resolve/" in path for path in hub.asked)
 

@@ -205,8 +205,8 @@ def test_what_is_no_model_directory_is_told_apart(model, tmp_path):
 
 
 def test_broken_files_are_named(model):
-    (model / "model.safetensors").rename(model / "pytorch_model.bin")
-    with pytest.raises(WeightsError, match=r"found pytorch_model.bin; mizarr reads safetensors files only"):
+    (model / "model.safetensors").rename(model / "consolidated.pth")
+    with pytest.raises(WeightsError, match=r"found consolidated.pth; convert or copy them there"):
         _ = resolve(model).weight_files
     (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}')
     with pytest.raises(WeightsError, match=r"to map tensors to files beside it, found '../b.safetensors'"):

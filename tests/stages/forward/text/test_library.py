@@ -7,8 +7,9 @@ import json
 import pytest
 from hypothesis import given, strategies as st
 
+from mizarr import Model
 from mizarr.stages.forward.text.library import LibraryTokenizer
-from mizarr.store.errors import TokenizerError
+from mizarr.store.errors import PromptError, TokenizerError
 
 from .. import random_models
 
@@ -177,6 +178,75 @@ def test_a_conversation_reads_as_the_reference_renders_it(tokenizer, reference, 
     expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
     assert tokenizer.chat(messages, add_generation_prompt=prompt) == expected
     assert tokenizer.chat('Say "é"\n', system="Be brief.", add_generation_prompt=prompt) == expected
+
+
+CHATML = """{%- if messages[0].role == 'system' -%}
+    {%- set first = messages[0].content -%}{%- set messages = messages[1:] -%}
+{%- else -%}{%- set first = 'You are helpful.' -%}{%- endif -%}
+{{- '<|im_start|>system\\n' + first + '<|im_end|>\\n' }}
+{%- if tools %}{{ '# Tools\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+    {%- generation %}{{ '<|im_start|>assistant\\n' + message.content + '<|im_end|>\\n' }}{%- endgeneration %}
+    {%- else %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think></think>' }}{%- endif %}
+{%- endif %}"""
+INST = """{{ bos_token }}{% for message in messages %}
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('roles must alternate user/assistant/user/assistant/...') }}{% endif %}
+{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'].strip() + ' [/INST]' }}
+{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"""
+HEADERS = """{{- bos_token }}
+{%- if tools is not none %}{{- 'Environment: ipython' }}{%- endif %}
+{%- set ns = namespace(turns=0) %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{%- continue %}{%- endif %}
+    {%- set ns.turns = ns.turns + 1 %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim }}
+{%- endfor %}
+{{- ns.turns }}{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant' }}{%- endif %}"""
+EOS = {"eos_token": "</s>"}
+TALK = [
+    {"role": "user", "content": " The capital? "},
+    {"role": "assistant", "content": "Paris."},
+    {"role": "user", "content": 'naïve "é"\n'},
+]
+
+
+@pytest.mark.parametrize("template", [CHATML, INST, HEADERS], ids=["chatml", "inst", "headers"])
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"tools": [{"name": "é", "a": [1]}]}])
+@pytest.mark.parametrize("prompt", [True, False])
+def test_templates_as_models_ship_them_give_the_ids_of_the_reference(
+    folder, reference, template, variables, prompt
+):
+    ours = LibraryTokenizer(folder / "tokenizer.json", {"chat_template": template, "bos_token": "<s>"} | EOS)
+    how = {"add_generation_prompt": prompt, **variables}
+    expected = reference.apply_chat_template(TALK, chat_template=template, tokenize=False, **how)
+    assert ours.chat(TALK, **how) == expected
+    ids = reference.apply_chat_template(TALK, chat_template=template, tokenize=True, return_dict=False, **how)
+    assert ours.encode_raw(expected).ids == ids
+
+
+def test_a_model_chats_in_ids_that_are_a_prompt_like_any_other(folder, tmp_path, reference):
+    random_models.save_random_model(tmp_path, "llama", 1)
+    (tmp_path / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
+    model = Model.from_pretrained(tmp_path, device="cpu")
+    ids = reference.apply_chat_template(TALK, tokenize=True, return_dict=False, add_generation_prompt=True)
+    assert model.chat(TALK) == ids and model.forward(model.chat(TALK)).logits.shape[1] == len(ids)
+    ended = model.chat(TALK, add_generation_prompt=False)
+    assert ended == ids[: len(ended)] and len(ended) < len(ids)
+    with pytest.raises(PromptError, match="reads at most 128 positions"):
+        model.chat("long " * 200)
+
+
+def test_a_template_that_wants_other_roles_refuses_as_the_reference_does(folder, reference):
+    ours = LibraryTokenizer(folder / "tokenizer.json", {"chat_template": INST})
+    with pytest.raises(TokenizerError, match="refuses this conversation: roles must alternate"):
+        ours.chat(TALK[1:])
 
 
 def test_a_chat_template_in_a_file_of_its_own_is_read(folder, tmp_path):

@@ -1,0 +1,263 @@
+"""LoRA adapters as PEFT saves them, merged into the tensors of a checkpoint when these are read.
+
+A weight W [out, in] with factors A [rank, in] and B [out, rank] becomes W + s B A, computed in float32, with
+s = alpha / rank, or alpha / sqrt(rank) for rank-stabilised adapters (Hu et al., LoRA, 2021, section 4.1;
+Kalajdzievski, A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA, 2023). Modules that were
+trained whole (`modules_to_save`, biases) replace the checkpoint's. Everything else that PEFT can make is
+refused: what a merged weight cannot hold, or nobody here computes.
+
+Border: adapter_config.json and the names of tensors; never imports torch until a tensor is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ....store.arrays import Array
+from ....store.digest import digest
+from ....store.errors import ConfigError, ModelNotFound, WeightsError
+from .formats import stored_in
+from .source import Entry, Source, Take
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Adapted", "Adapter"]
+
+CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+VERSION = 1
+"""Declared version of what merging computes; in the identity of every adapted model."""
+COUNTS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out")
+"""What of an adapter's configuration decides a number; the tensors say the rest."""
+SILENT = {
+    *(
+        "peft_type",
+        "task_type",
+        "inference_mode",
+        "lora_dropout",
+        "bias",
+        "target_modules",
+        "exclude_modules",
+    ),
+    *("base_model_name_or_path", "revision", "auto_mapping", "peft_version", "layers_to_transform"),
+    *("layers_pattern", "modules_to_save", "init_lora_weights", "loftq_config", "eva_config", "corda_config"),
+    *("lora_ga_config", "runtime_config", "qalora_group_size", "megatron_core", "ensure_weight_tying"),
+}
+"""What says how an adapter was trained, or what its tensors say as well."""
+STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Initialisations that leave the base model as it was."""
+_FACTOR = re.compile(r"(.*)\.lora_(?:(A|B)\.weight|embedding_(A|B))")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an adapter does to one tensor of a checkpoint.
+
+    whole: the adapter's tensor that replaces it, else None. low: names of A and B, else None. scale: of their
+    product. is_transposed: whether the checkpoint holds [in, out].
+    """
+
+    whole: str | None = None
+    low: tuple[str, str] | None = None
+    scale: float = 1.0
+    is_transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A folder with adapter_config.json and adapter_model.safetensors, or adapter_model.bin."""
+
+    directory: Path
+
+    @property
+    def file(self) -> Path:
+        """Its weights. Raises WeightsError where they are missing."""
+        for name in WEIGHTS:
+            if (path := self.directory / name).is_file():
+                return path
+        raise WeightsError(
+            f"expected {' or '.join(WEIGHTS)} in {self.directory}, found neither; copy the adapter again"
+        )
+
+    @cached_property
+    def source(self) -> Source:
+        """Its tensors by their own names."""
+        return stored_in((self.file,))
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """adapter_config.json. Raises ModelNotFound without one, ConfigError for anything but plain LoRA."""
+        path = self.directory / CONFIG
+        if not path.is_file():
+            raise ModelNotFound(
+                f"expected an adapter in {self.directory}, found no {CONFIG}; give the folder PEFT "
+                "saved it to"
+            )
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"expected JSON in {path}, found {error}; copy it again") from error
+        if not isinstance(found, dict):
+            raise ConfigError(f"expected a JSON object in {path}, found {type(found).__name__}")
+        _require_plain_lora(found, path)
+        return found
+
+    def digest(self, weights: str) -> str:
+        """`sha256:…` of the adapter. weights: digest of its weight file."""
+        counted = {key: self.config.get(key) for key in COUNTS}
+        return f"sha256:{digest('adapter', VERSION, weights, counted)}"
+
+    def changes(self, names: Collection[str]) -> dict[str, Change]:
+        """What is done to which tensors. names: those of the checkpoint.
+
+        Raises WeightsError for a tensor of the adapter that belongs to none of them, or to no pair.
+        """
+        whole: dict[str, str] = {}
+        low: dict[str, dict[str, str]] = {}
+        for name in self.source.entries:
+            inside = name.removeprefix("base_model.model.")
+            if match := _FACTOR.fullmatch(inside):
+                low.setdefault(match[1], {})[match[2] or match[3]] = name
+            elif "lora_" in inside:
+                raise WeightsError(
+                    f"expected factors lora_A and lora_B in {self.file}, found {name!r}; merge the adapter "
+                    "into its base model with PEFT, and save that"
+                )
+            else:
+                whole[re.sub(r"\.(base_layer|modules_to_save(\.default)?)\.", ".", inside)] = name
+        found = {self._placed(name, names): Change(whole=stored) for name, stored in whole.items()}
+        for module, factors in low.items():
+            place = self._placed(f"{module}.weight", names)
+            before = found.get(place, Change()).whole
+            found[place] = self._product(module, factors, before)
+        return found
+
+    def _product(self, module: str, factors: Mapping[str, str], whole: str | None) -> Change:
+        if set(factors) != {"A", "B"}:
+            raise WeightsError(
+                f"expected factors A and B of {module!r} in {self.file}, found {', '.join(sorted(factors))} "
+                "alone; copy the adapter again"
+            )
+        rank = _by_pattern(self.config.get("rank_pattern"), module, self.config.get("r", 8))
+        alpha = _by_pattern(self.config.get("alpha_pattern"), module, self.config.get("lora_alpha", 8))
+        shape, other = (self.source.entries[factors[side]].shape for side in "AB")
+        if len(shape) != 2 or len(other) != 2 or {shape[0], other[1]} != {rank}:
+            raise WeightsError(
+                f"expected factors of rank {rank} of {module!r} as {CONFIG} says, found A {list(shape)} and "
+                f"B {list(other)}; is {CONFIG} of another adapter?"
+            )
+        scale = alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
+        is_embedding = "lora_embedding" in factors["A"]
+        turned = is_embedding or bool(self.config.get("fan_in_fan_out"))
+        return Change(whole, (factors["A"], factors["B"]), scale, turned)
+
+    def _placed(self, name: str, names: Collection[str]) -> str:
+        """What the checkpoint calls a tensor; a prefix may be the base model's or the whole model's."""
+        if name in names:
+            return name
+        near = [other for other in names if other.endswith(f".{name}") or name.endswith(f".{other}")]
+        if len(near) != 1:
+            raise WeightsError(
+                f"expected the adapter in {self.directory} to change tensors of the checkpoint, found "
+                f"{name!r}, which it does not hold; is it an adapter of another model?"
+            )
+        return near[0]
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A source with an adapter merged into its tensors, which are float32 where they change."""
+
+    base: Source
+    adapter: Adapter
+
+    @cached_property
+    def changes(self) -> dict[str, Change]:
+        """What is done to which tensors."""
+        return self.adapter.changes(self.base.entries)
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """Those of the base. Raises WeightsError for a change of another shape."""
+        found = dict(self.base.entries)
+        for name, change in self.changes.items():
+            shape = self._shape(change)
+            if shape != found[name].shape:
+                raise WeightsError(
+                    f"expected a change of {name!r}, {list(found[name].shape)}, found one of {list(shape)} "
+                    f"in {self.adapter.directory}; is it an adapter of another model?"
+                )
+            found[name] = Entry(shape, "F32")
+        return found
+
+    def mapped(self, name: str) -> Array | None:
+        """As `Source.mapped`."""
+        return None if name in self.changes else self.base.mapped(name)
+
+    def _shape(self, change: Change) -> tuple[int, ...]:
+        entries = self.adapter.source.entries
+        if change.low is None:
+            return entries[change.whole or ""].shape
+        into, out = entries[change.low[0]].shape[1], entries[change.low[1]].shape[0]
+        return (into, out) if change.is_transposed else (out, into)
+
+    @contextmanager
+    def opened(self) -> Iterator[Take]:
+        """As `Source.opened`."""
+        with self.base.opened() as take, self.adapter.source.opened() as adapted:
+
+            def merged(name: str) -> Tensor:
+                change = self.changes.get(name)
+                if change is None:
+                    return take(name)
+                weight = (take(name) if change.whole is None else adapted(change.whole)).float()
+                if change.low is None:
+                    return weight
+                into, out = (adapted(factor).float() for factor in change.low)
+                product = (out @ into) * change.scale
+                return weight + (product.T if change.is_transposed else product)
+
+            yield merged
+
+
+def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
+    """What the first pattern that fits the end of a module's name gives, as PEFT looks it up
+    (peft.utils.other.get_pattern_key)."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def _require_plain_lora(config: Mapping[str, Any], path: Path) -> None:
+    """Raise ConfigError for what is no LoRA, or one that a merged weight does not hold."""
+    advice = "merge the adapter into its base model with PEFT, and save that"
+    if config.get("peft_type") != "LORA":
+        raise ConfigError(
+            f"{path}: expected peft_type 'LORA', found {config.get('peft_type')!r}, which is not merged "
+            f"here; {advice}"
+        )
+    strange = [key for key, value in config.items() if value and key not in SILENT and key not in COUNTS]
+    if strange:
+        raise ConfigError(
+            f"{path}: expected {strange[0]} to be absent, null or false, found {config[strange[0]]!r}, which "
+            f"is not merged here; {advice}"
+        )
+    start = config.get("init_lora_weights")
+    if start not in STARTS:
+        raise ConfigError(
+            f"{path}: expected init_lora_weights that leaves the base model as it is, found {start!r}; "
+            f"{advice}"
+        )
+    for key, usual in (("r", 8), ("lora_alpha", 8)):
+        value = config.get(key, usual)
+        if isinstance(value, bool) or not isinstance(value, int | float) or (key == "r" and value < 1):
+            raise ConfigError(f"{path}: expected {key} to be a positive number, found {value!r}")

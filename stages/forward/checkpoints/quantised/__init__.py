@@ -1,0 +1,1 @@
+"""Quantised checkpoints: what of a checkpoint is packed how, and the plain weights it stands for."""

@@ -1,0 +1,108 @@
+"""compressed-tensors, as llm-compressor and vLLM write it: integers, packed or not, and float8, with scales.
+
+w = scale (q - zero), a scale for the whole tensor, for each row, each group of a row's inputs, or each block
+of rows and columns. Packed integers lie along the inputs, 2^(bits - 1) added to each; packed zero points
+along the outputs. Activations may be quantised where such a model is served; here they are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .....store.errors import ConfigError
+from ..source import Source
+from .floats import block_size, blocks_of
+from .scheme import Packed, Scheme, grouped, unpacked
+from .settings import ADVICE, require
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["compressed"]
+
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_SCALES = ("weight_scale",)
+_REST = ("weight_zero_point", "weight_g_idx")
+
+
+def compressed(config: Mapping[str, Any]) -> Scheme:
+    """One kind of quantised weights throughout. Raises ConfigError for several, sparse ones, and formats that
+    are none of FORMATS."""
+    method = "compressed-tensors"
+    form = require(method, config, "format", FORMATS, None)
+    for key in ("sparsity_config", "transform_config"):
+        held = config.get(key) or {}
+        if held and held.get("format") != "dense":
+            raise ConfigError(f"quantization_config: expected no {key} of {method}, found {held!r}; {ADVICE}")
+    groups = config.get("config_groups")
+    kinds = [
+        {
+            key: (group.get("weights") or {}).get(key)
+            for key in ("num_bits", "type", "strategy", "block_structure")
+        }
+        for group in (groups or {}).values()
+        if isinstance(group, dict)
+    ]
+    if not kinds or any(kind != kinds[0] for kind in kinds):
+        raise ConfigError(
+            f"quantization_config: expected one kind of weights in config_groups of {method}, found "
+            f"{len(kinds)}; {ADVICE}"
+        )
+    kind = kinds[0]
+    packs = form == "pack-quantized"
+    bits = require(method, kind, "num_bits", (4, 8), None)
+    require(method, kind, "type", ("int",) if packs or form == "int-quantized" else ("int", "float"), None)
+    strategy = require(method, kind, "strategy", ("tensor", "channel", "group", "block"), None)
+    block = block_size(method, kind["block_structure"]) if strategy == "block" else ()
+
+    def find(source: Source) -> dict[str, Packed]:
+        return _packed(source, bits) if packs else _whole(source)
+
+    def plain(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
+        values, zeros = parts.get("weight"), parts.get("weight_zero_point")
+        if packs:
+            offset = 1 << (bits - 1)
+            values = (unpacked(parts["weight_packed"], bits, 1) - offset)[:, : packed.shape[1]]
+            zeros = None if zeros is None else (unpacked(zeros, bits, 0) - offset)[: packed.shape[0]]
+        assert values is not None  # one of the two is needed
+        if strategy == "block":
+            return blocks_of(values.float(), parts["weight_scale"].float(), block)
+        return _scaled(values, parts["weight_scale"], zeros, parts.get("weight_g_idx"))
+
+    return Scheme(method, 1, {"format": form, **kind}, find, plain)
+
+
+def _packed(source: Source, bits: int) -> dict[str, Packed]:
+    found = {}
+    for module, parts in grouped(source, "weight_packed", _SCALES, ("weight_shape", *_REST)).items():
+        rows, words = source.entries[parts["weight_packed"]].shape
+        columns = words * 32 // bits
+        if "weight_shape" in parts:
+            with source.opened() as take:
+                rows, columns = (int(size) for size in take(parts["weight_shape"]))
+        found[f"{module}.weight"] = Packed((rows, columns), parts)
+    return found
+
+
+def _whole(source: Source) -> dict[str, Packed]:
+    held = grouped(source, "weight_scale", ("weight",), _REST)
+    return {
+        f"{module}.weight": Packed(source.entries[parts["weight"]].shape, parts)
+        for module, parts in held.items()
+    }
+
+
+def _scaled(values: Tensor, scales: Tensor, zeros: Tensor | None, group: Tensor | None) -> Tensor:
+    """values [out, in]; scales and zeros [1], [out, 1] or [out, group]."""
+    import torch
+
+    numbers = values.float()
+    if scales.ndim < 2 or scales.shape[1] == 1:
+        return (numbers if zeros is None else numbers - zeros.float()) * scales.float()
+    width = numbers.shape[1]
+    # An index that was never filled is -1 throughout.
+    plain = group is None or bool((group < 0).any())
+    index = torch.arange(width) // -(-width // scales.shape[1]) if plain or group is None else group.long()
+    numbers = numbers if zeros is None else numbers - zeros.float()[:, index]
+    return numbers * scales.float()[:, index]

@@ -1,0 +1,86 @@
+"""GPTQ and AWQ: whole numbers of a few bits in words of int32, a scale and a zero for each group of inputs.
+
+w[o, i] = scale[g, o] (q[i, o] - zero[g, o]), where g is the group of input i: that of g_idx, or
+i // group_size (Frantar et al., GPTQ, 2022; Lin et al., AWQ, 2023). GPTQ packs the inputs of q into words,
+AWQ its outputs, in an order of its own. The first format of GPTQ stores a zero point less one, modulo 2^bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .....store.errors import ConfigError
+from ..source import Source
+from .scheme import Packed, Scheme, grouped, unpacked
+from .settings import ADVICE, require
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["awq", "gptq"]
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in a word of AWQ the outputs 0 to 7 lie."""
+
+
+def gptq(config: Mapping[str, Any]) -> Scheme:
+    """GPTQ of 2, 4 or 8 bits, in either of its formats. Raises ConfigError for others."""
+    bits = require("gptq", config, "bits", (2, 4, 8), None)
+    form = require("gptq", config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    if config.get("dynamic"):
+        raise ConfigError(
+            f"quantization_config: expected gptq without dynamic settings, found some; {ADVICE}"
+        )
+    plus = 1 if form == "gptq" else 0
+
+    def find(source: Source) -> dict[str, Packed]:
+        held = grouped(source, "qweight", ("qzeros", "scales"), ("g_idx",))
+        shapes = {module: source.entries[parts["qweight"]].shape for module, parts in held.items()}
+        return {
+            f"{module}.weight": Packed((shapes[module][1], shapes[module][0] * 32 // bits), parts)
+            for module, parts in held.items()
+        }
+
+    def plain(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
+        zeros = (unpacked(parts["qzeros"], bits, 1) + plus) & ((1 << bits) - 1)
+        return _of_groups(unpacked(parts["qweight"], bits, 0), zeros, parts["scales"], parts.get("g_idx"))
+
+    return Scheme("gptq", 1, {"bits": bits, "format": form}, find, plain)
+
+
+def awq(config: Mapping[str, Any]) -> Scheme:
+    """AWQ of 4 bits as its "gemm" kernel packs it. Raises ConfigError for others."""
+    bits = require("awq", config, "bits" if "bits" in config else "w_bit", (4,), None)
+    require("awq", {"version": str(config.get("version") or "gemm").lower()}, "version", ("gemm",), "gemm")
+    require("awq", config, "zero_point", (True,), True)
+
+    def find(source: Source) -> dict[str, Packed]:
+        held = grouped(source, "qweight", ("qzeros", "scales"))
+        shapes = {module: source.entries[parts["qweight"]].shape for module, parts in held.items()}
+        return {
+            f"{module}.weight": Packed((shapes[module][1] * 8, shapes[module][0]), parts)
+            for module, parts in held.items()
+        }
+
+    def plain(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
+        values, zeros = (_in_order(unpacked(parts[role], bits, 1)) for role in ("qweight", "qzeros"))
+        return _of_groups(values, zeros, parts["scales"], None)
+
+    return Scheme("awq", 1, {"bits": bits}, find, plain)
+
+
+def _in_order(values: Tensor) -> Tensor:
+    """Columns of AWQ's words in the order of outputs."""
+    words: Tensor = values.unflatten(1, (-1, 8))
+    return words[..., list(AWQ_ORDER)].flatten(1)
+
+
+def _of_groups(values: Tensor, zeros: Tensor, scales: Tensor, group: Tensor | None) -> Tensor:
+    """values [in, out], zeros and scales [group, out] -> weight [out, in]."""
+    import torch
+
+    if group is None:
+        group = torch.arange(values.shape[0]) // (values.shape[0] // scales.shape[0])
+    index = group.long()
+    return ((values - zeros[index]).float() * scales.float()[index]).T

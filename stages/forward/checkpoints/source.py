@@ -1,0 +1,48 @@
+"""What gives tensors by name: files of one format, or something that makes them of what another source gives.
+
+Border: names, shapes, dtypes; which tensors a model needs is not known here. Entries are told without torch
+wherever the format allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from ....store.arrays import Array
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Entry", "Source", "Take"]
+
+Take = Callable[[str], "Tensor"]
+"""Gives a tensor by its name, in memory of its own."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor before it is read. dtype: by its code in safetensors ("BF16")."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Source(Protocol):
+    """Tensors by name."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """All there are. Raises WeightsError for files that are damaged."""
+        ...
+
+    def mapped(self, name: str) -> Array | None:
+        """A tensor for numpy, nothing read yet; None for one that no file holds as it is."""
+        ...
+
+    @contextmanager
+    def opened(self) -> Iterator[Take]:
+        """Reads tensors for as long as it is open; KeyError for a name that is no entry."""
+        ...
