@@ -87,8 +87,11 @@ def test_families_lists_every_row_of_the_table_as_the_documentation_does(capsys)
     assert run(["models", "families", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["model_type"] for row in rows] == list(KNOWN)
-    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
-    for line, (model_type, *told) in zip(lines, (row.values() for row in rows), strict=True):
+    written = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    lines = {line.split("`")[1]: line for line in written}
+    assert len(lines) == len(written) == len(rows)
+    for model_type, *told in (row.values() for row in rows):
+        line = lines[model_type]
         start = f"| {' | '.join([f'`{model_type}`', *told])} |"
         assert line.startswith(start), "make families writes it anew"
         points, apart = (cell.strip() for cell in line.removeprefix(start).removesuffix("|").split("|"))
