@@ -310,7 +310,7 @@ def test_writes_that_are_not_there_are_refused(models, spec, told):
         ("rwkv6", {"head_size": 5}, "expected a head size that divides"),
         ("rwkv6", {"attention_hidden_size": 8}, "expected attention_hidden_size to be hidden_size"),
         ("rwkv5", {"hidden_size": "wide"}, "expected hidden_size to be a positive integer"),
-        ("rwkv", {"quantization_config": {"bits": 4}}, "expected weights as plain numbers"),
+        ("rwkv", {"quantization_config": {"bits": 4}}, "expected quant_method to be one of gptq"),
     ],
 )
 def test_a_config_that_cannot_be_followed_is_refused(generation, change, told, tmp_path):
