@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import random_later
+from .random_later import LAYERS, bias, rms, sizes, types
 from .random_models import CONTEXT
 
 ATTENDING = (
@@ -43,23 +44,6 @@ AXES = (
 """Families that between them have what no decoder of all layers alike has: parallel layers, layers without
 rope, two ropes, norms around and behind, experts, learned positions, projections as one; slopes, sinks, norms
 behind rope, latents that turn, queries that grow, embeddings that are normed."""
-LAYERS = 3
-
-
-def sizes(rng: random.Random, *, wide_heads: bool = True) -> dict[str, Any]:
-    """Of the stream, heads and MLP; heads may be wider than the stream divided by their number."""
-    kv = rng.choice([1, 2])
-    heads = kv * rng.choice([1, 2])
-    return {
-        "hidden_size": heads * 8,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "head_dim": rng.choice([8, 16]) if wide_heads else 8,
-        "num_hidden_layers": LAYERS,
-        "intermediate_size": rng.choice([20, 36]),
-        "max_position_embeddings": CONTEXT,
-        "hidden_act": rng.choice(["silu", "gelu_pytorch_tanh"]),
-    }
 
 
 def _rope(rng: random.Random, share: float | None = None) -> dict[str, Any]:
@@ -77,24 +61,10 @@ def _rope(rng: random.Random, share: float | None = None) -> dict[str, Any]:
     return {"rope_theta": theta, **scheme} | ({"partial_rotary_factor": share} if share else {})
 
 
-def _rms(rng: random.Random) -> dict[str, Any]:
-    return {"rms_norm_eps": rng.choice([1e-5, 1e-6])}
-
-
-def _bias(rng: random.Random, *keys: str) -> dict[str, Any]:
-    return {key: rng.random() < 0.5 for key in keys or ("attention_bias",)}
-
-
-def _types(rng: random.Random) -> dict[str, Any]:
-    types = ["sliding_attention", "full_attention", rng.choice(["sliding_attention", "full_attention"])]
-    rng.shuffle(types)
-    return {"layer_types": types, "sliding_window": rng.choice([5, 9])}
-
-
 def _dense(*biases: str) -> Callable[[random.Random], dict[str, Any]]:
     def draw(rng: random.Random) -> dict[str, Any]:
         return (
-            sizes(rng) | _rms(rng) | {"rope_parameters": _rope(rng)} | (_bias(rng, *biases) if biases else {})
+            sizes(rng) | rms(rng) | {"rope_parameters": _rope(rng)} | (bias(rng, *biases) if biases else {})
         )
 
     return draw
@@ -110,13 +80,13 @@ def _multiplied(rng: random.Random) -> dict[str, Any]:
 
 
 def _granite(rng: random.Random) -> dict[str, Any]:
-    own = _bias(rng, "attention_bias", "mlp_bias") | _multiplied(rng)
-    return sizes(rng, wide_heads=False) | _rms(rng) | own | {"rope_parameters": _rope(rng)}
+    own = bias(rng, "attention_bias", "mlp_bias") | _multiplied(rng)
+    return sizes(rng, wide_heads=False) | rms(rng) | own | {"rope_parameters": _rope(rng)}
 
 
 def _granite_of_experts(rng: random.Random) -> dict[str, Any]:
     own = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _rope(rng)}
-    return sizes(rng, wide_heads=False) | _rms(rng) | _bias(rng) | _multiplied(rng) | own
+    return sizes(rng, wide_heads=False) | rms(rng) | bias(rng) | _multiplied(rng) | own
 
 
 def _granite_shared(rng: random.Random) -> dict[str, Any]:
@@ -125,7 +95,7 @@ def _granite_shared(rng: random.Random) -> dict[str, Any]:
 
 def _cohere(rng: random.Random) -> dict[str, Any]:
     own = {"layer_norm_eps": rng.choice([1e-5, 1e-6]), "logit_scale": rng.choice([0.0625, 0.5])}
-    return sizes(rng, wide_heads=False) | _bias(rng) | own | {"rope_parameters": _rope(rng)}
+    return sizes(rng, wide_heads=False) | bias(rng) | own | {"rope_parameters": _rope(rng)}
 
 
 def _gemma(rng: random.Random) -> dict[str, Any]:
@@ -137,11 +107,7 @@ def _gemma(rng: random.Random) -> dict[str, Any]:
         "rope_parameters": _two_ropes(rng),
     }
     return (
-        {k: v for k, v in sizes(rng).items() if k != "hidden_act"}
-        | _rms(rng)
-        | _bias(rng)
-        | _types(rng)
-        | own
+        {k: v for k, v in sizes(rng).items() if k != "hidden_act"} | rms(rng) | bias(rng) | types(rng) | own
     )
 
 
@@ -153,7 +119,7 @@ def _two_ropes(rng: random.Random) -> dict[str, Any]:
 
 
 def _glm(rng: random.Random) -> dict[str, Any]:
-    return sizes(rng) | _rms(rng) | _bias(rng) | {"rope_parameters": _rope(rng, rng.choice([0.5, 1.0]))}
+    return sizes(rng) | rms(rng) | bias(rng) | {"rope_parameters": _rope(rng, rng.choice([0.5, 1.0]))}
 
 
 def _glm_of_experts(rng: random.Random) -> dict[str, Any]:
@@ -172,11 +138,11 @@ def _glm_of_experts(rng: random.Random) -> dict[str, Any]:
 
 
 def _olmo2(rng: random.Random) -> dict[str, Any]:
-    return sizes(rng, wide_heads=False) | _rms(rng) | _bias(rng) | {"rope_parameters": _rope(rng)}
+    return sizes(rng, wide_heads=False) | rms(rng) | bias(rng) | {"rope_parameters": _rope(rng)}
 
 
 def _olmo3(rng: random.Random) -> dict[str, Any]:
-    return _olmo2(rng) | _types(rng) | {"rope_parameters": _two_ropes(rng)}
+    return _olmo2(rng) | types(rng) | {"rope_parameters": _two_ropes(rng)}
 
 
 def _of_experts(rng: random.Random) -> dict[str, Any]:
@@ -189,7 +155,7 @@ def _olmoe(rng: random.Random) -> dict[str, Any]:
 
 def _mixtral(rng: random.Random) -> dict[str, Any]:
     own = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": rng.choice([None, 7])}
-    return sizes(rng) | _rms(rng) | own | {"rope_parameters": _rope(rng)}
+    return sizes(rng) | rms(rng) | own | {"rope_parameters": _rope(rng)}
 
 
 def _qwen(rng: random.Random) -> dict[str, Any]:
@@ -200,7 +166,7 @@ def _qwen(rng: random.Random) -> dict[str, Any]:
         "rope_parameters": _rope(rng),
     }
     windows = {"use_sliding_window": rng.random() < 0.5, "sliding_window": 7}
-    return _rms(rng) | _of_experts(rng) | own | windows
+    return rms(rng) | _of_experts(rng) | own | windows
 
 
 def _qwen2(rng: random.Random) -> dict[str, Any]:
@@ -209,22 +175,22 @@ def _qwen2(rng: random.Random) -> dict[str, Any]:
 
 
 def _qwen3(rng: random.Random) -> dict[str, Any]:
-    return sizes(rng) | _qwen(rng) | _bias(rng) | {"num_experts": 4}
+    return sizes(rng) | _qwen(rng) | bias(rng) | {"num_experts": 4}
 
 
 def _exaone(rng: random.Random) -> dict[str, Any]:
     windows: dict[str, Any] = rng.choice(
-        [{"sliding_window": None, "layer_types": ["full_attention"] * LAYERS}, _types(rng)]
+        [{"sliding_window": None, "layer_types": ["full_attention"] * LAYERS}, types(rng)]
     )
-    return sizes(rng) | _rms(rng) | {"rope_parameters": _rope(rng)} | windows
+    return sizes(rng) | rms(rng) | {"rope_parameters": _rope(rng)} | windows
 
 
 def _smollm(rng: random.Random) -> dict[str, Any]:
     own = {"use_sliding_window": rng.random() < 0.5, "sliding_window": 6}
     if rng.random() < 0.7:
         own["no_rope_layers"] = [rng.choice([0, 1]) for _ in range(LAYERS)]
-    biases = _bias(rng, "attention_bias", "mlp_bias")
-    return sizes(rng, wide_heads=False) | _rms(rng) | biases | own | {"rope_parameters": _rope(rng)}
+    biases = bias(rng, "attention_bias", "mlp_bias")
+    return sizes(rng, wide_heads=False) | rms(rng) | biases | own | {"rope_parameters": _rope(rng)}
 
 
 def _gpt2(rng: random.Random) -> dict[str, Any]:
@@ -284,13 +250,13 @@ def _opt(rng: random.Random) -> dict[str, Any]:
 
 def _stablelm(rng: random.Random) -> dict[str, Any]:
     own = {"layer_norm_eps": rng.choice([1e-5, 1e-6]), "rope_parameters": _rope(rng, rng.choice([0.25, 0.5]))}
-    return sizes(rng, wide_heads=False) | _bias(rng, "use_qkv_bias", "use_parallel_residual") | own
+    return sizes(rng, wide_heads=False) | bias(rng, "use_qkv_bias", "use_parallel_residual") | own
 
 
 DRAWS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "arcee": _dense("attention_bias", "mlp_bias"),
     "cohere": _cohere,
-    "cohere2": lambda rng: _cohere(rng) | _types(rng),
+    "cohere2": lambda rng: _cohere(rng) | types(rng),
     "exaone4": _exaone,
     "gemma3_text": _gemma,
     "glm": _glm,

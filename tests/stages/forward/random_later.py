@@ -28,8 +28,12 @@ def sizes(rng: random.Random, *, wide_heads: bool = True) -> dict[str, Any]:
         "intermediate_size": rng.choice([20, 36]),
         "max_position_embeddings": CONTEXT,
         "hidden_act": rng.choice(["silu", "gelu_pytorch_tanh"]),
-        "tie_word_embeddings": rng.random() < 0.4,
     }
+
+
+def tied_or_not(rng: random.Random, *, wide_heads: bool = True) -> dict[str, Any]:
+    """Sizes, and whether the head is the embedding."""
+    return sizes(rng, wide_heads=wide_heads) | {"tie_word_embeddings": rng.random() < 0.4}
 
 
 def rope(rng: random.Random, share: float | None = None) -> dict[str, Any]:
@@ -64,7 +68,7 @@ def types(rng: random.Random) -> dict[str, Any]:
     return {"layer_types": listed, "sliding_window": rng.choice([5, 9])}
 
 
-def _rms(rng: random.Random) -> dict[str, Any]:
+def rms(rng: random.Random) -> dict[str, Any]:
     return {"rms_norm_eps": rng.choice([1e-5, 1e-6])}
 
 
@@ -74,7 +78,7 @@ def _layer(rng: random.Random, key: str = "layer_norm_eps") -> dict[str, Any]:
 
 def _dense(*biases: str, wide_heads: bool = True) -> Draw:
     def draw(rng: random.Random) -> dict[str, Any]:
-        drawn = sizes(rng, wide_heads=wide_heads) | _rms(rng) | {"rope_parameters": rope(rng)}
+        drawn = tied_or_not(rng, wide_heads=wide_heads) | rms(rng) | {"rope_parameters": rope(rng)}
         return drawn | (bias(rng, *biases) if biases else {})
 
     return draw
@@ -144,7 +148,7 @@ def _jais(rng: random.Random) -> dict[str, Any]:
 
 def _ministral(rng: random.Random) -> dict[str, Any]:
     told = {"rope_theta": 1e4, **yarn(rng), "llama_4_scaling_beta": rng.choice([0.1, 0.4])}
-    return sizes(rng) | _rms(rng) | {"rope_parameters": told, "sliding_window": rng.choice([None, 7])}
+    return tied_or_not(rng) | rms(rng) | {"rope_parameters": told, "sliding_window": rng.choice([None, 7])}
 
 
 def _nanochat(rng: random.Random) -> dict[str, Any]:
@@ -157,7 +161,7 @@ def _nanochat(rng: random.Random) -> dict[str, Any]:
 
 
 def _nemotron(rng: random.Random) -> dict[str, Any]:
-    drawn = sizes(rng) | _layer(rng, "norm_eps") | bias(rng, "attention_bias", "mlp_bias")
+    drawn = tied_or_not(rng) | _layer(rng, "norm_eps") | bias(rng, "attention_bias", "mlp_bias")
     told = rope(rng, rng.choice([0.5, 1.0]))
     return drawn | {"rope_parameters": told, "hidden_act": rng.choice(["relu2", "silu"])}
 
@@ -184,7 +188,7 @@ def _vaultgemma(rng: random.Random) -> dict[str, Any]:
 
 
 def _without_groups(rng: random.Random, heads: int | None = None) -> dict[str, Any]:
-    drawn = sizes(rng, wide_heads=False)
+    drawn = tied_or_not(rng, wide_heads=False)
     del drawn["num_key_value_heads"], drawn["head_dim"], drawn["hidden_act"]
     if heads is not None:
         drawn |= {"num_attention_heads": heads, "hidden_size": 8 * heads}
@@ -277,7 +281,12 @@ def _persimmon(rng: random.Random) -> dict[str, Any]:
 
 def _phi(rng: random.Random) -> dict[str, Any]:
     own = {"qk_layernorm": rng.random() < 0.5, "rope_parameters": rope(rng, rng.choice([0.5, 1.0]))}
-    return sizes(rng, wide_heads=False) | _layer(rng) | own | {"hidden_act": rng.choice(["gelu_new", "relu"])}
+    return (
+        tied_or_not(rng, wide_heads=False)
+        | _layer(rng)
+        | own
+        | {"hidden_act": rng.choice(["gelu_new", "relu"])}
+    )
 
 
 # -- experts
