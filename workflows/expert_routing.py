@@ -20,6 +20,7 @@ import numpy as np
 
 from ..stages.causal.controls import CHANCE
 from ..stages.corpus.expert_use import NO_TOKEN, expert_use
+from ..stages.forward.text.prompts import pack_encodings
 from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError
 from .ablation import AblationOfEach, AblationOfEachSettings
@@ -105,14 +106,14 @@ class ExpertRouting(AblationOfEach):
         texts = given.texts or (*pieces, *facts_read)
         limit = subject.config.context_length
         encodings = subject.tokenizer.encode_batch(list(texts))
-        fitting = [text for text, each in zip(texts, encodings, strict=True) if len(each.ids) <= limit]
+        fitting = [each for each in encodings if len(each.ids) <= limit]
         if len(fitting) < len(texts) and (given.texts or not fitting):
             raise ConfigError(
                 f"expected texts of at most {limit} tokens, which is the context of {subject.name}, found "
                 f"{len(texts) - len(fitting)} longer ones; split them"
             )
-        special = [is_special for each in encodings if len(each.ids) <= limit for is_special in each.special]
-        tokens = subject.pack(fitting)
+        special = [is_special for each in fitting for is_special in each.special]
+        tokens = pack_encodings(fitting)
         return tokens, np.where(special, NO_TOKEN, tokens.ids).astype(np.int32)
 
     @property

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..stages.forward.architectures.points import STATE_ROOMS
 from .activation_patching import ActivationPatchingTrace, ActivationPatchingTraceSettings
 from .material.places import in_every_layer
 from .settings import MODEL_HELP, RECURRENT, setting
 
 __all__ = ["StatePatching", "StatePatchingSettings"]
 
-MEMORIES = ("rwkv_state_seq", "ssm_state_seq", "linear_state_seq", "mlstm_state_seq")
+MEMORIES = tuple(f"{room}_state_seq" for room in STATE_ROOMS)
 """What recurrences remember, behind each token."""
 
 

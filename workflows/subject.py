@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from ..stages.forward.architectures.points import STATE_ROOMS
 from ..store.errors import ConfigError, SourceChanged, TokenizerError
 from ..store.runs.packed import PackedTokens
 
@@ -41,8 +42,7 @@ _NEEDS: Mapping[Need, tuple[str, Callable[[Architecture], bool]]] = {
     "states": (
         "a recurrent model whose tokens write to a state in every layer",
         lambda config: any(
-            len(config.layers_with(f"{room}_write")) == config.num_layers
-            for room in ("rwkv", "ssm", "linear", "mlstm")
+            len(config.layers_with(f"{room}_write")) == config.num_layers for room in STATE_ROOMS
         ),
     ),
     "experts": (

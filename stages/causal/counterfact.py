@@ -31,7 +31,7 @@ from ..forward.hooks.spec import HookSpec
 from ..forward.runs.experiment import CellLabels, Experiment
 from ..forward.runs.run import Run, stream
 from .grids.patching import common_ends
-from .grids.patching_grid import in_range, points
+from .grids.patching_grid import in_range
 from .grids.patching_results import Blank, as_vector
 from .metrics import kl_divergence
 
@@ -136,7 +136,7 @@ class Pairs:
             return Unpatched(np.zeros(0), np.zeros(0), Blank(self.config, len(pair.counterfactual)), None)
         if pair not in self.held:
             layers = range(self.config.num_layers)
-            states = points(["resid_post"], layers)
+            states = [HookPoint("resid_post", layer) for layer in layers]
             weights = weights_of(self.config) if self.with_attention else []
             asked = [
                 Run(pair.original, HookSpec().capture(*weights) if weights else None),

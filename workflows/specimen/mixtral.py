@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...stages.forward.models.trainable import architecture_to_train
-from .network import Shape
+from .network import Shape, decoder_config, decoder_shape
 from .served import Served
 
 __all__ = ["Mixtral", "read_mixtral"]
@@ -41,18 +41,7 @@ class Mixtral(Served):
 
 def read_mixtral(folder: Path, config: Mapping[str, Any]) -> Mixtral:
     """The network stored by `write_model`, weights in float32."""
-    shape = Shape(
-        vocabulary=config["vocab_size"],
-        hidden=config["hidden_size"],
-        layers=config["num_hidden_layers"],
-        heads=config["num_attention_heads"],
-        key_heads=config["num_key_value_heads"],
-        mlp=config["intermediate_size"],
-        theta=config["rope_theta"],
-        eps=config["rms_norm_eps"],
-        positions=config["max_position_embeddings"],
-    )
-    return Mixtral(shape).holding(folder)
+    return Mixtral(decoder_shape(config)).holding(folder)
 
 
 def hub_config(shape: Shape, dtype: str, bos: int, eos: int) -> dict[str, Any]:
@@ -60,24 +49,10 @@ def hub_config(shape: Shape, dtype: str, bos: int, eos: int) -> dict[str, Any]:
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
-        "vocab_size": shape.vocabulary,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.mlp,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.key_heads,
-        "head_dim": shape.hidden // shape.heads,
         "num_local_experts": EXPERTS,
         "num_experts_per_tok": CHOSEN,
-        "hidden_act": "silu",
-        "max_position_embeddings": shape.positions,
-        "rms_norm_eps": shape.eps,
-        "rope_theta": shape.theta,
         "sliding_window": None,
-        "tie_word_embeddings": True,
-        "bos_token_id": bos,
-        "eos_token_id": eos,
-        "torch_dtype": dtype,
+        **decoder_config(shape, dtype, bos, eos),
     }
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Llama", "Shape", "read_llama", "rotate", "write_model"]
+__all__ = ["Llama", "Shape", "decoder_config", "decoder_shape", "read_llama", "rotate", "write_model"]
 
 
 @dataclass(frozen=True)
@@ -223,18 +223,7 @@ def read_llama(folder: Path, config: Mapping[str, Any]) -> Llama:
     """The decoder stored by `write_model`, weights in float32."""
     from safetensors.torch import load_file
 
-    shape = Shape(
-        vocabulary=config["vocab_size"],
-        hidden=config["hidden_size"],
-        layers=config["num_hidden_layers"],
-        heads=config["num_attention_heads"],
-        key_heads=config["num_key_value_heads"],
-        mlp=config["intermediate_size"],
-        theta=config["rope_theta"],
-        eps=config["rms_norm_eps"],
-        positions=config["max_position_embeddings"],
-    )
-    network = Llama(shape)
+    network = Llama(decoder_shape(config))
     network.load_state_dict({k: v.float() for k, v in load_file(folder / "model.safetensors").items()})
     return network.eval()
 
@@ -244,6 +233,15 @@ def hub_config(shape: Shape, dtype: str, bos: int, eos: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
+        "attention_bias": False,
+        "mlp_bias": False,
+        **decoder_config(shape, dtype, bos, eos),
+    }
+
+
+def decoder_config(shape: Shape, dtype: str, bos: int, eos: int) -> dict[str, Any]:
+    """What the config.json of a decoder of this shape says, whatever its MLPs are."""
+    return {
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.mlp,
@@ -255,10 +253,23 @@ def hub_config(shape: Shape, dtype: str, bos: int, eos: int) -> dict[str, Any]:
         "max_position_embeddings": shape.positions,
         "rms_norm_eps": shape.eps,
         "rope_theta": shape.theta,
-        "attention_bias": False,
-        "mlp_bias": False,
         "tie_word_embeddings": True,
         "bos_token_id": bos,
         "eos_token_id": eos,
         "torch_dtype": dtype,
     }
+
+
+def decoder_shape(config: Mapping[str, Any]) -> Shape:
+    """The shape of a decoder from such a config.json."""
+    return Shape(
+        vocabulary=config["vocab_size"],
+        hidden=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=config["num_attention_heads"],
+        key_heads=config["num_key_value_heads"],
+        mlp=config["intermediate_size"],
+        theta=config["rope_theta"],
+        eps=config["rms_norm_eps"],
+        positions=config["max_position_embeddings"],
+    )

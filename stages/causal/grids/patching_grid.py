@@ -338,11 +338,6 @@ def where(place: GridPlace, point: HookPoint) -> dict[str, tuple[int, ...] | Non
     }
 
 
-def points(kinds: Sequence[str], layers: Sequence[int]) -> list[HookPoint]:
-    """Every kind at every layer."""
-    return [HookPoint(kind, layer) for kind in kinds for layer in layers]
-
-
 def _index(place: GridPlace, axes: Sequence[tuple[str, list[int]]]) -> tuple[int, ...]:
     values = dict.fromkeys(("head", "kv_head", "expert"), place.head) | {"key_position": place.key}
     values |= {"position": place.position, "query_position": place.position}

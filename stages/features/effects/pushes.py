@@ -107,15 +107,8 @@ class FeatureVectors(OfDictionary, ContrastiveVectors):
 
 
 @dataclass(frozen=True)
-class FeaturePushes(OfDictionary, PushedStates):
-    """What a feature writes to each of its layers, added there by itself, at several strengths.
-
-    tokens, position, strengths, layers, target: as in `PushedStates`; layers must be some that the feature
-    writes to. positive, negative: none. dictionary, features, feature: as in `FeatureVectors`.
-    """
-
-    name: ClassVar[str] = "feature_pushes"
-    version: ClassVar[int] = 1
+class _AlongFeature(OfDictionary):
+    """What pushes along a feature and their null have in common; beside a base that says what is measured."""
 
     positive: PromptTokens = ()
     negative: PromptTokens = ()
@@ -126,6 +119,18 @@ class FeaturePushes(OfDictionary, PushedStates):
     def params(self) -> dict[str, Any]:
         """All but where the dictionary lies, and which layers."""
         return {name: value for name, value in super().params().items() if name != "layers"}
+
+
+@dataclass(frozen=True)
+class FeaturePushes(_AlongFeature, PushedStates):
+    """What a feature writes to each of its layers, added there by itself, at several strengths.
+
+    tokens, position, strengths, layers, target: as in `PushedStates`; layers must be some that the feature
+    writes to. positive, negative: none. dictionary, features, feature: as in `FeatureVectors`.
+    """
+
+    name: ClassVar[str] = "feature_pushes"
+    version: ClassVar[int] = 1
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """As `PushedStates`. Raises InterventionError for a layer that the feature does not write to."""
@@ -146,7 +151,7 @@ class _Prepared(Undisturbed):
 
 
 @dataclass(frozen=True)
-class RandomFeaturePushes(OfDictionary, RandomPushes):
+class RandomFeaturePushes(_AlongFeature, RandomPushes):
     """The same with another feature of the layer, as long in each layer as the one it stands for.
 
     draw: index of the other feature. The rest: see `FeaturePushes`.
@@ -155,30 +160,20 @@ class RandomFeaturePushes(OfDictionary, RandomPushes):
     name: ClassVar[str] = "random_feature_pushes"
     version: ClassVar[int] = 1
 
-    positive: PromptTokens = ()
-    negative: PromptTokens = ()
-    dictionary: str = ""
-    features: str = ""
-    feature: Feature = (0, 0)
-
-    def params(self) -> dict[str, Any]:
-        """All but where the dictionary lies, and which layers."""
-        return {name: value for name, value in super().params().items() if name != "layers"}
-
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """As `RandomPushes`. Raises InterventionError for a layer that the feature does not write to."""
         _check_layers(self)
         return super().cells(config)
 
     @property
-    def baseline(self) -> Hashable:
-        """All but the draw, the strengths and the layers."""
-        return (self.tokens, self.position, self.features, self.feature)
-
-    @property
     def contrast(self) -> ContrastiveVectors:
         """The feature's vectors."""
         return vectors_of(self)
+
+    @property
+    def baseline(self) -> Hashable:
+        """All but the draw, the strengths and the layers."""
+        return (self.tokens, self.position, self.features, self.feature)
 
     def prepare(self, model: Model) -> _Prepared:
         """The undisturbed run, the vectors, and the dictionary the draws are from."""

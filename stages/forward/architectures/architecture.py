@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from ....store.errors import ConfigError, WeightsError
-from .points import BY_NAME, HookPoint
+from .points import BY_NAME, STATE_ROOMS, HookPoint
 
 __all__ = [
     "Architecture",
@@ -330,8 +330,7 @@ class Architecture(ABC):
     def attention_kind(self) -> str | None:
         """Kind of hook point that says how much a position reads of each other one: attention weights, or
         what a recurrence amounts to. None where no point does (RWKV-4)."""
-        rooms = ("rwkv", "ssm", "linear", "mlstm")
-        return self._first_kind("pattern", *(f"{room}_effective_attn" for room in rooms))
+        return self._first_kind("pattern", *(f"{room}_effective_attn" for room in STATE_ROOMS))
 
     def layers_with(self, kind: str) -> list[int]:
         """Layers that have a hook point of a kind."""

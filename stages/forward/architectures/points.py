@@ -405,6 +405,8 @@ _OF_OTHERS = frozenset(
     "shared_expert_out",
 }
 """Kinds no decoder of attention and MLPs has."""
+STATE_ROOMS = ("rwkv", "ssm", "linear", "mlstm")
+"""Rooms of mixers with a state; each has the kinds of `_states`."""
 SPLIT_INPUTS = ("q_input", "k_input", "v_input")
 """Copies of resid_pre, of which a change reaches queries, keys or values of a head and nothing else."""
 _BY_NAME_ALONE = dict.fromkeys(SPLIT_INPUTS, "_input") | {"expert_out": "expert_out"}

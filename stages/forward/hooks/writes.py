@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self
 
 from ....store.errors import InterventionError
-from ..architectures.points import HookPoint
+from ..architectures.points import STATE_ROOMS, HookPoint
 from .interventions import Intervention, Scale, Zero
 from .places import PlacedSpec
 from .spec import HookSpec
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StateKnockoutSpec", "StateSteeringSpec", "state_hooks"]
 
-WRITES = ("rwkv_write", "ssm_write", "linear_write", "mlstm_write")
+WRITES = tuple(f"{room}_write" for room in STATE_ROOMS)
 """Points of writes; a model has one of them."""
 
 
