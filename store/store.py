@@ -347,11 +347,8 @@ def default_segment_tokens(tokens: PackedTokens, arrays: Sequence[ArraySpec]) ->
     Fewer prompts than that are one segment.
     """
     target = _SHARD if tokens.n_tokens < _CORPUS else _CORPUS_SHARD
-    pairs = int((tokens.row_size * (tokens.row_size + 1) // 2).sum()) / tokens.n_tokens
     per_token = [
-        math.prod(spec.tail)
-        * (2 if spec.dtype.endswith("16") else 4)
-        * (pairs if spec.packed == "pair" else 1)
+        math.prod(spec.tail) * (2 if spec.dtype.endswith("16") else 4) * tokens.rows_per_token(spec.packed)
         for spec in arrays
     ]
     best = 2 ** max(0, round(math.log2(target / max(per_token, default=1))))

@@ -39,17 +39,20 @@ _GROUP = 16 << 20  # bytes of values in a row group
 def write_parquet(dataset: xr.Dataset, path: Path, layout: str, note: Mapping[str, Any]) -> None:
     """Write a new Parquet file. note: goes into the file's metadata, under "mizarr".
 
-    Raises ShapeError for attention patterns, which have two tokens per number, and for results too large to
-    be one row per number; MissingExtra without pyarrow.
+    Raises ShapeError for attention patterns, which have two tokens per number, for states behind prompts,
+    which have none, and for results too large to be one row per number; MissingExtra without pyarrow.
     """
     try:
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError as error:
         raise MissingExtra("Parquet needs pyarrow: pip install 'mizarr[corpora]'") from error
-    if "pair" in dataset.dims:
+    packed = {"pair": "attention patterns", "prompt_id": "what prompts leave behind"}
+    held = {str(dim) for array in dataset.data_vars.values() for dim in array.dims}
+    refused = held & set(packed) if "token" in dataset.dims else held & {"pair"}
+    if other := min(refused, default=None):
         raise ShapeError(
-            "expected variables with one token per number, found attention patterns (pair); leave them out "
+            f"expected variables with one token per number, found {packed[other]} ({other}); leave them out "
             "with --variables, or export to zarr, netcdf or npz"
         )
     tables = (

@@ -32,7 +32,7 @@ from ..errors import EntryNotFound, nearest
 from ..files import Folder, Stamp, stamp
 from ..identity import DIGEST, SOURCE
 from ..runs.coordinates import ABOUT, pair_starts, read_tokens
-from ..runs.entries import Entry, group_attributes
+from ..runs.entries import PACKED_AXES, Entry, group_attributes
 from ..runs.shards import DTYPES, ShardRows
 from ..runs.vocabularies import read_vocabulary, register_vocabulary
 from .selection import ranges
@@ -122,7 +122,7 @@ def _stamp(path: Path) -> Stamp | None:
 
 
 class ShardedArray(BackendArray):
-    """One variable of one entry, [layer,] token or pair, rest…, read from its memory-mapped shards on demand.
+    """One variable of one entry, [layer,] packed axis, rest…, read from its memory-mapped shards on demand.
 
     layers: real index of each place on the layer axis; None when the variable has no layer axis.
     bfloat16 is presented as float32, other dtypes as stored.
@@ -132,7 +132,7 @@ class ShardedArray(BackendArray):
         spec = entry.spec(variable)
         stored = DTYPES[spec.dtype]
         self.entry, self.variable, self.layers = entry, variable, layers
-        self.bounds = bounds(entry, spec.packed)
+        self.bounds = entry.bounds(spec.packed)
         self.dtype = np.dtype(np.float32) if stored.name == "bfloat16" else stored.newbyteorder("=")
         front = () if layers is None else (len(layers),)
         self.shape = (*front, int(self.bounds[-1]), *spec.tail)
@@ -252,13 +252,6 @@ class TokenColumn(BackendArray):
         return of(key[0])
 
 
-def bounds(entry: Entry, packed: str) -> npt.NDArray[np.int64]:
-    """Where segments start on the token or pair axis, and where the last ends: int64 [segments + 1]."""
-    if packed == "pair":
-        return entry.pair_bounds
-    return np.array([*(segment.start for segment in entry.segments), entry.tokens.n_tokens], np.int64)
-
-
 def _layers(
     entry: Entry, name: str, wanted: Sequence[int] | None, held: dict[str, list[int | None]]
 ) -> tuple[int, ...] | None:
@@ -306,8 +299,8 @@ def _chunked(dataset: xr.Dataset, entry: Entry, data: dict[str, xr.Variable]) ->
     """Variables as dask arrays, one chunk per layer and segment; labels per token likewise."""
     sizes: dict[Any, Any] = {}
     for dim in dataset.dims:
-        if str(dim) in ("token", "pair"):
-            sizes[dim] = tuple(int(n) for n in np.diff(bounds(entry, str(dim))))
+        if str(dim) in PACKED_AXES:
+            sizes[dim] = tuple(int(n) for n in np.diff(entry.bounds(str(dim))) if n)
         elif str(dim).startswith("layer"):
             sizes[dim] = 1
     columns = dataset[[name for name in dataset.coords if dataset[name].dims == ("token",)]]

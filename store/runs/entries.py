@@ -45,7 +45,8 @@ from .shards import ShardLayout, ShardRows, Written, array_metadata, write_shard
 if TYPE_CHECKING:
     pass
 
-PACKED_AXES = ("token", "pair")
+PACKED_AXES = ("token", "pair", "prompt_id")
+"""What an array may have a row for: each token, each pair of tokens, each prompt (see `ArraySpec`)."""
 CELL_MANIFEST = ("variable", "layer", "content", "files")
 """Fields of the manifest of one array."""
 _ABOUT = {"run", "dtype", "segment_tokens", "n_tokens", "n_prompts"}
@@ -56,8 +57,9 @@ class ArraySpec:
     """One variable of a run.
 
     dims: e.g. ("layer", "token", "hidden"); the packed axis is "token", or "pair" for attention patterns (row
-    t of the packed axis owns position(t) + 1 pairs, its lower triangle). sizes: of the axes after the packed
-    one. layers: of the model, None without layer axis.
+    t of the packed axis owns position(t) + 1 pairs, its lower triangle), or "prompt_id" for what a prompt
+    leaves behind (its last token owns it). sizes: of the axes after the packed one. layers: of the model,
+    None without layer axis.
     """
 
     variable: str
@@ -77,13 +79,13 @@ class ArraySpec:
             or self.dims[len(front)] not in PACKED_AXES
         ):
             raise ShapeError(
-                f"{self.variable}: expected dims to start with {[*front, 'token or pair']}, "
+                f"{self.variable}: expected dims to start with {[*front, ' or '.join(PACKED_AXES)]}, "
                 f"found {list(self.dims)}"
             )
 
     @property
     def packed(self) -> str:
-        """The packed axis: "token" or "pair"."""
+        """The packed axis: one of `PACKED_AXES`."""
         return self.dims[0 if self.layers is None else 1]
 
     @property
@@ -132,6 +134,7 @@ class Entry:
         self._array_files: dict[str, Watched] = {}
         self._planned: dict[str, tuple[ArraySpec, ShardLayout | None]] = {}
         self._known: dict[str, tuple[bytes, ArraySpec, ShardLayout | None]] = {}
+        self._bounds: dict[str, npt.NDArray[np.int64]] = {}
         self._committed = Committed(folder, f"{self.path}/seg", len(self.segments))
         self._mapped = MappedShards()
 
@@ -195,24 +198,20 @@ class Entry:
             for start in range(0, total, self.segment_tokens)
         ]
 
-    @cached_property
-    def pair_bounds(self) -> npt.NDArray[np.int64]:
-        """Where each segment starts on the packed pair axis, int64 [segments + 1]."""
-        starts = np.array([*(segment.start for segment in self.segments), self.tokens.n_tokens], np.int64)
-        whole = np.concatenate([[0], np.cumsum(self.tokens.row_size * (self.tokens.row_size + 1) // 2)])
-        prompt = np.searchsorted(self.tokens.row_start, starts, side="right") - 1
-        position = starts - self.tokens.row_start[prompt]
-        bounds: npt.NDArray[np.int64] = whole[prompt] + position * (position + 1) // 2
-        return bounds
+    def bounds(self, axis: str) -> npt.NDArray[np.int64]:
+        """Where each segment starts on a packed axis, and where the last ends: int64 [segments + 1]."""
+        if axis not in self._bounds:
+            starts = np.array([*(segment.start for segment in self.segments), self.tokens.n_tokens], np.int64)
+            self._bounds[axis] = self.tokens.starts_on(axis, starts)
+        return self._bounds[axis]
 
     def rows(self, variable: str, n: int) -> int:
-        """Rows a segment holds of a variable: its tokens, or their pairs."""
+        """Rows a segment holds of a variable: its tokens, their pairs, or the prompts that end in it."""
         return self._rows(self.spec(variable), n)
 
     def _rows(self, spec: ArraySpec, n: int) -> int:
-        if spec.packed == "pair":
-            return int(self.pair_bounds[n + 1] - self.pair_bounds[n])
-        return len(self.segments[n])
+        bounds = self.bounds(spec.packed)
+        return int(bounds[n + 1] - bounds[n])
 
     @property
     def specs(self) -> dict[str, ArraySpec]:
@@ -379,9 +378,9 @@ class Entry:
 
     def _plan(self, spec: ArraySpec) -> ShardLayout:
         """The layout of a new variable; ShapeError if segments of this length do not allow one."""
-        pairs = spec.packed == "pair"
-        most = int(np.diff(self.pair_bounds).max()) if pairs else self.segment_tokens
-        exact = len(self.segments) > 1 and not pairs
+        regular = spec.packed == "token"
+        most = self.segment_tokens if regular else int(np.diff(self.bounds(spec.packed)).max())
+        exact = len(self.segments) > 1 and regular
         layout = ShardLayout.of(spec.dtype, spec.tail, most, spec.layers is not None, exact=exact)
         is_declared = self.folder.get(f"{self.path}/{spec.variable}/zarr.json") is not None
         fits = is_declared or self._fits_what_stands(spec, layout)  # what is declared stays as it is
@@ -421,15 +420,17 @@ class Entry:
 
     def _metadata(self, spec: ArraySpec, layout: ShardLayout) -> bytes:
         """The `zarr.json` of a variable."""
-        many, pairs = len(self.segments) > 1, spec.packed == "pair"
-        packed = layout.rows * len(self.segments) if pairs else self.tokens.n_tokens
+        bounds, dims = self.bounds(spec.packed), spec.dims
         front = () if spec.layers is None else (spec.layers,)
+        packed = layout.rows * len(self.segments) if spec.packed == "pair" else int(bounds[-1])
         attributes: dict[str, Any] = {"long_name": spec.long_name, "units": spec.unit, "mizarr": asdict(spec)}
-        if pairs and many:
+        if spec.packed != "token" and len(self.segments) > 1:
             # For readers without mizarr: pair i of segment n lies at n * shard length + i - pair_bounds[n];
-            # what is between is NaN.
-            attributes["pair_bounds"] = self.pair_bounds.tolist()
-        return array_metadata(layout, (*front, packed, *spec.tail), spec.dims, attributes)
+            # what is between means nothing. So do prompts, whose axis with gaps is not that of their labels.
+            packed = layout.rows * len(self.segments)
+            attributes[f"{spec.packed}_bounds"] = bounds.tolist()
+            dims = tuple("prompt_slot" if dim == "prompt_id" else dim for dim in dims)
+        return array_metadata(layout, (*front, packed, *spec.tail), dims, attributes)
 
     def _array(self, variable: str) -> tuple[ArraySpec, ShardLayout | None]:
         """Spec and layout of a variable, as its `zarr.json` has them now, or as it is planned."""

@@ -182,6 +182,26 @@ class PackedTokens:
         rows = [self.row(int(i)) for i in prompts]
         return np.concatenate([np.empty(0, np.int64), *(np.arange(row.start, row.stop) for row in rows)])
 
+    def starts_on(self, axis: str, tokens: Sizes) -> Sizes:
+        """Where tokens start on a packed axis: what of it belongs to the tokens before each, int64 [token].
+
+        axis: "token"; "pair", where a token owns one for each token its prompt has up to it; "prompt_id",
+        where the last token of a prompt owns it. tokens: packed indices, the end of the axis included.
+        """
+        if axis == "token":
+            return tokens
+        if axis == "prompt_id":
+            return np.searchsorted(self.row_start + self.row_size, tokens, side="right").astype(np.int64)
+        whole = np.concatenate([[0], np.cumsum(self.row_size * (self.row_size + 1) // 2)])
+        prompt = np.searchsorted(self.row_start, tokens, side="right") - 1
+        position = tokens - self.row_start[prompt]
+        starts: Sizes = whole[prompt] + position * (position + 1) // 2
+        return starts
+
+    def rows_per_token(self, axis: str) -> float:
+        """How many rows of a packed axis a token owns in the mean."""
+        return float(self.starts_on(axis, np.array([self.n_tokens]))[0]) / self.n_tokens
+
     def _indices(self, tokens: slice | range | npt.NDArray[np.integer[Any]] | int) -> Sizes:
         if isinstance(tokens, slice):
             tokens = range(*tokens.indices(self.n_tokens))

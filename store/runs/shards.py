@@ -402,8 +402,8 @@ def _chunks_at(mapped: mmap.mmap, layout: ShardLayout, held: int, offset: int) -
 
 
 def _checks_at(mapped: mmap.mmap, layout: ShardLayout, held: int, offset: int) -> tuple[Array, Array] | None:
-    """Bytes and checksums of as many chunks in a row, mapped; None where they carry none."""
-    if not layout.checked:
+    """Bytes and checksums of as many chunks in a row, mapped; None where there are none."""
+    if not layout.checked or not held:
         return None
     strides = (layout.stored_bytes, 1)
     data: Array = np.ndarray((held, layout.chunk_bytes), np.uint8, mapped, offset, strides)
@@ -436,9 +436,9 @@ def _index(rows: int, layout: ShardLayout) -> npt.NDArray[np.uint64]:
 
 
 def _check_rows(name: str, rows: Array, layout: ShardLayout) -> None:
-    if rows.dtype != layout.native or rows.shape[1:] != layout.tail or not 0 < len(rows) <= layout.rows:
+    if rows.dtype != layout.native or rows.shape[1:] != layout.tail or len(rows) > layout.rows:
         raise ShapeError(
-            f"{name}: expected {layout.dtype} of shape [1..{layout.rows}, {', '.join(map(str, layout.tail))}]"
+            f"{name}: expected {layout.dtype} of shape [0..{layout.rows}, {', '.join(map(str, layout.tail))}]"
             f", found {rows.dtype} of shape {list(rows.shape)}"
         )
     if not rows.flags.c_contiguous:

@@ -65,7 +65,7 @@ def put_run(store: Store, dtype: str = "float32", model: str = "sha256:m", cells
         for name, layer in cells:
             here = slice(segment.start, segment.stop)
             if name == "pattern":
-                here = slice(*entry.pair_bounds[n : n + 2])
+                here = slice(*entry.bounds("pair")[n : n + 2])
             arrays[name, layer] = np.ascontiguousarray(values(name, layer, dtype)[here])
         entry.write_segment(n, arrays)
     entry.publish(cells)

@@ -22,12 +22,12 @@ from ....pipeline.nodes import Estimate, Part, Ports, Status, remembered
 from ....pipeline.reasons import last_timed
 from ....pipeline.took import measured
 from ....store.digest import digest
-from ....store.errors import EntryNotFound, PlanError, ShapeError, StageError, nearest
+from ....store.errors import EntryNotFound, PlanError, StageError, nearest
 from ....store.keys import RunKey
 from ....store.provenance import put_provenance
 from ....store.reading.labelled import LabelledEntry
 from ....store.runs.committed import VariableLayer
-from ....store.runs.entries import ArraySpec
+from ....store.runs.entries import PACKED_AXES, ArraySpec
 from ..architectures.architecture import Architecture
 from ..architectures.points import BY_NAME
 from ..hooks.spec import BoundSpec, Capture, HookSpec, as_spec, layers_by_variable
@@ -375,15 +375,12 @@ class CaptureNode(Ports):
         return min(default_segment_tokens(self.tokens, self.specs()), 1 << (longest.bit_length() - 1))
 
     def _bytes_per_token(self, cells: Sequence[VariableLayer]) -> int:
-        """Stored bytes of one token over some cells; attention patterns by the mean number of pairs."""
-        pairs = float((self.tokens.row_size * (self.tokens.row_size + 1) // 2).sum()) / self.tokens.n_tokens
-        return self._row_bytes(cells, pairs)
+        """Stored bytes of one token over some cells; what is packed otherwise by the mean."""
+        return self._row_bytes(cells, {axis: self.tokens.rows_per_token(axis) for axis in PACKED_AXES})
 
-    def _row_bytes(self, cells: Sequence[VariableLayer], pairs: float = 1.0) -> int:
+    def _row_bytes(self, cells: Sequence[VariableLayer], rows: Mapping[str, float] | None = None) -> int:
         specs = {spec.variable: spec for spec in self.specs()}
-        sizes = (
-            math.prod(specs[name].tail) * (pairs if specs[name].packed == "pair" else 1) for name, _ in cells
-        )
+        sizes = (math.prod(specs[name].tail) * (rows or {}).get(specs[name].packed, 1) for name, _ in cells)
         return math.ceil(sum(sizes) * _ITEMSIZE[self.dtype])
 
     def _for_workers(self) -> Any:
@@ -471,15 +468,10 @@ def harvest_segment(job: WorkerJob, store: Store, cell: Mapping[str, int]) -> No
 
 def array_spec(capture: Capture, config: Architecture, dtype: str) -> ArraySpec:
     """How a captured activation is stored: token-major, batch and positions packed, heads behind tokens, an
-    axis of one dropped."""
+    axis of one dropped. What has no position is of a prompt."""
     kind = BY_NAME[capture.point.kind]
-    if "position" not in kind.dims and "query_position" not in kind.dims:
-        raise ShapeError(
-            f"expected hook points with a value at every token, found '{capture.point}', which has one for a "
-            f"prompt; capture '{capture.point}_seq', whose row of the last token it is"
-        )
     sizes = {axis: size for axis, size in config.axis_sizes.items() if axis != "one"}
-    packed = "pair" if "query_position" in kind.dims else "token"
+    packed = next((axis for dim, axis in _PACKED_DIMS.items() if dim in kind.dims), "prompt_id")
     rest = tuple(dim for dim in kind.dims if dim in sizes)
     front = ("layer",) if kind.per_layer else ()
     return ArraySpec(

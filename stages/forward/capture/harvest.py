@@ -142,14 +142,21 @@ def fill(
     """Forward passes over one segment's prompts, captured activations copied to their place in the buffer, or
     kept as they are where a pass gives a segment whole."""
     tokens, segment = entry.tokens, entry.segments[n]
-    one_length = model.config.lengths_must_match or bool(spec.interventions)
-    pieces = pieces_of(segment, tokens.row_start, tokens.row_size, whole=one_length)
+    axes = {capture.variable: entry.spec(capture.variable).packed for capture in spec.captures}
+    whole = model.config.lengths_must_match or bool(spec.interventions)
+    pieces = pieces_of(segment, tokens.row_start, tokens.row_size, whole=whole)
+    # What is left behind a prompt is left behind its padding.
+    one_length = whole or "prompt_id" in axes.values()
     for batch in plan_batches(pieces, batch_tokens=batch_tokens, one_length=one_length):
 
         def keep(capture: Capture, value: Tensor, batch: Batch = batch) -> None:
             cell = capture.cell
             rows = entry.rows(cell[0], n)
-            if entry.spec(cell[0]).packed == "pair":
+            if axes[cell[0]] == "prompt_id":
+                first = int(entry.bounds("prompt_id")[n])
+                _keep_prompts(value, batch, buffer.view(cell, rows), tokens, first)
+                return
+            if axes[cell[0]] == "pair":
                 _keep_pairs(value, batch, buffer.view(cell, rows), tokens, segment)
                 return
             value = _token_major(value, capture)
@@ -212,6 +219,14 @@ def _adjoin(piece: Piece, other: Piece, length: int) -> bool:
     """Whether two whole prompts of a batch lie next to each other in the segment."""
     whole = piece.start == other.start == 0 and piece.stop == other.stop == length
     return whole and other.at == piece.at + length
+
+
+def _keep_prompts(value: Tensor, batch: Batch, place: Tensor, tokens: PackedTokens, first: int) -> None:
+    """[batch, …] behind the last token of each prompt to the prompts that end in a segment, `first` being the
+    first of them."""
+    for row, piece in enumerate(batch.pieces):
+        if piece.stop == int(tokens.row_size[piece.prompt]):
+            place[piece.prompt - first].copy_(value[row])
 
 
 def _keep_pairs(value: Tensor, batch: Batch, place: Tensor, tokens: PackedTokens, segment: range) -> None:

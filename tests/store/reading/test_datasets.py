@@ -66,7 +66,7 @@ def fill(entry, tokens, cells, dtype="float32"):
         arrays = {}
         for variable, layer in cells:
             if variable == "pattern":
-                at = slice(entry.pair_bounds[n], entry.pair_bounds[n + 1])
+                at = slice(entry.bounds("pair")[n], entry.bounds("pair")[n + 1])
                 arrays[variable, layer] = patterns(layer, tokens)[at]
             else:
                 arrays[variable, layer] = values(layer or 0, tokens, dtype)[segment.start : segment.stop]

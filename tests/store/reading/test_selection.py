@@ -67,7 +67,7 @@ def make(folder: Path, model: str = "m", name: str = "gpt-nano") -> Store:
             ("resid_post", layer): np.stack([np.full(len(here), layer, np.float32), column], axis=1)
             for layer in LAYERS
         }
-        pairs = int(entry.pair_bounds[n + 1] - entry.pair_bounds[n])
+        pairs = int(entry.bounds("pair")[n + 1] - entry.bounds("pair")[n])
         entry.write_segment(n, arrays | {("pattern", 0): np.ones((pairs, 1), np.float32)})
     entry.publish(cells)
     return store

@@ -88,8 +88,8 @@ def test_each_token_owns_a_row_of_its_prompts_triangle(sizes, segment_tokens):
         Folder("/nowhere", read_only=True), RunKey("m", tokens.digest, "n"), "float32", tokens, segment_tokens
     )
     owned = [position + 1 for size in sizes for position in range(size)]
-    assert [sum(owned[at.start : at.stop]) for at in entry.segments] == np.diff(entry.pair_bounds).tolist()
-    assert entry.pair_bounds[-1] == sum(size * (size + 1) // 2 for size in sizes)
+    assert [sum(owned[at.start : at.stop]) for at in entry.segments] == np.diff(entry.bounds("pair")).tolist()
+    assert entry.bounds("pair")[-1] == sum(size * (size + 1) // 2 for size in sizes)
 
 
 def test_an_entry_keeps_the_segments_and_layout_it_was_made_with(folder, entry, monkeypatch):
@@ -338,7 +338,7 @@ def test_plain_zarr_reads_tokens_and_pairs(folder, dtype, segment_tokens):
     assert np.isnan(group["resid_post"][1].astype("f4")).all()  # not captured
     stored = group["pattern"][1]
     bounds = group["pattern"].attrs.get("pair_bounds", [0, 6 + 55 + 1 + 28])
-    assert bounds == entry.pair_bounds.tolist()
+    assert bounds == entry.bounds("pair").tolist()
     length = group["pattern"].shards[1]
     for n in segments:
         rows = rows_of(entry, ("pattern", 1), n)

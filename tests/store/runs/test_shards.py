@@ -257,7 +257,6 @@ def test_chunks_in_another_order_are_read_by_their_index(tmp_path, small_chunks)
         np.zeros((3, 4), "f8"),
         np.zeros((3, 4), ">f4"),
         np.zeros((3, 5), "f4"),
-        np.zeros((0, 4), "f4"),
         np.zeros((17, 4), "f4"),
         np.zeros((4, 3), "f4").T,
         np.zeros(4, "f4"),
@@ -374,6 +373,15 @@ def test_damage_in_the_padding_of_the_last_chunk_is_damage(folder, small_chunks)
     rows = damaged(folder, ShardLayout.of("float32", (4,), 16, layered=False), 68 + 40, rows=6)
     with pytest.raises(CorruptEntry, match="rows 4 to 5"):
         rows[5]
+
+
+def test_a_shard_without_rows_is_an_index_of_absent_chunks(folder):
+    layout = ShardLayout.of("float32", (4,), 16, layered=False)
+    size, _ = write_shard(folder, "a", np.zeros((0, 4), "f4"), layout)
+    rows = read_shard(folder.path("a"), layout, 0)
+    assert size == layout.index_bytes == layout.file_bytes(0)
+    assert rows.shape == (0, 4)
+    assert rows[:].shape == (0, 4)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPE_NAMES, "float64", "int64"])
