@@ -1,23 +1,22 @@
 """What is in a checkpoint? Its tensors with shapes and norms, without loading a model; and what it takes to.
 
-Border: safetensors files in, plain values out; never imports torch, so that a checkpoint can be seen where it
-could not run - but to time a pass. Tensors are read a block of rows at a time: memory stays at one block
-whatever their size.
+Border: a checkpoint in, plain values out. Torch is imported to time a pass, and for tensors that no file
+holds as they are (quantised, with an adapter, written by torch); others are read a block of rows at a time,
+so that a checkpoint can be seen where it could not run, and memory stays at one block.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import ml_dtypes  # noqa: F401 - teaches numpy the bfloat16 that safetensors hands out
 import numpy as np
 
-from ..store.errors import WeightsError
+from ..stages.forward.checkpoints.checkpoint import Files, checkpoint_of
 
 __all__ = ["PassTimes", "TensorFacts", "pass_times", "tensor_facts"]
 
@@ -102,28 +101,18 @@ def _timed(work: Callable[[], T]) -> tuple[T, float]:
 
 
 def tensor_facts(
-    files: Sequence[Path], *, values: bool = True, seen: Callable[[int], object] = lambda entries: None
+    files: Files, *, values: bool = True, seen: Callable[[int], object] = lambda entries: None
 ) -> Iterator[TensorFacts]:
-    """Facts about every tensor, file by file, in the order of their names.
+    """Facts about every tensor as plain numbers, in the order of their names.
 
     values: read the tensors for norm, mean and std; otherwise the headers are enough.
     seen: told the number of entries read, block by block.
-    Raises WeightsError for a file that is not safetensors, or is cut short.
+    Raises WeightsError for a file that is damaged.
     """
-    from safetensors import SafetensorError, safe_open
-
-    for path in files:
-        try:
-            with safe_open(path, framework="numpy") as held:
-                for name in sorted(held.keys()):
-                    part = held.get_slice(name)
-                    shape, dtype = tuple(part.get_shape()), str(part.get_dtype())
-                    measured = _measure(part, shape, seen) if values else {}
-                    yield TensorFacts(name, shape, dtype, **measured)
-        except SafetensorError as error:
-            raise WeightsError(
-                f"expected a safetensors file at {str(path)!r}, found {error}; fetch it again"
-            ) from error
+    checkpoint = checkpoint_of(files)
+    for name, entry in sorted(checkpoint.entries.items()):
+        measured = _measure(checkpoint.numbers(name), entry.shape, seen) if values else {}
+        yield TensorFacts(name, entry.shape, entry.dtype, **measured)
 
 
 def _measure(part: Any, shape: tuple[int, ...], seen: Callable[[int], object]) -> dict[str, Any]:

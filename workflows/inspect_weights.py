@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["InspectWeights", "InspectWeightsSettings", "weight_facts", "weight_facts_node"]
 
-VERSION = 1
+VERSION = 2
 """Moves when the dataset of `weight_facts` changes."""
 OUTSIDE = -1
 """Layer of tensors that belong to none."""
@@ -76,7 +76,7 @@ def weight_facts(files: ModelFiles) -> xr.Dataset:
         layer, matrix = tensors.placed(name)
         return OUTSIDE if layer is None else layer, matrix.removesuffix(".weight")
 
-    facts = sorted(tensor_facts(files.weight_files), key=lambda fact: (placed_at(fact.name), fact.name))
+    facts = sorted(tensor_facts(files.checkpoint), key=lambda fact: (placed_at(fact.name), fact.name))
     axes = max((len(fact.shape) for fact in facts), default=0)
     shapes = np.array([[*fact.shape, *[NO_AXIS] * (axes - len(fact.shape))] for fact in facts], np.int64)
     placed = [placed_at(fact.name) for fact in facts]

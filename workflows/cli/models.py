@@ -24,6 +24,7 @@ from .options import (
 if TYPE_CHECKING:
     from ...stages.features.layers.files import DictionaryFiles
     from ...stages.forward.architectures.architecture import Architecture
+    from ...stages.forward.checkpoints.checkpoint import Checkpoint
     from ...stages.forward.models.autoconfig import CompatibilityReport
     from ...stages.forward.models.files import ModelFiles
 
@@ -140,7 +141,7 @@ def inspect(
     size = sum(path.stat().st_size for path in files.weight_files)
     with Progress(quiet=quiet or shapes_only) as bars:
         read = bars.task(f"reading {files.name}", unit="numbers")
-        facts = list(tensor_facts(files.weight_files, values=not shapes_only, seen=read.advance))
+        facts = list(tensor_facts(_readable(files), values=not shapes_only, seen=read.advance))
     understood = files.understood()
     layout, issues, config = _layout(files, understood, remembered_only=shapes_only)
     choice = backend_of(files, layout, issues, remembered_only=shapes_only)
@@ -176,6 +177,17 @@ def print_fetched(files: ModelFiles | DictionaryFiles, as_json: bool) -> None:
         print_json({"name": files.name, "revision": files.revision, "directory": directory})
     else:
         click.echo(directory)
+
+
+def _readable(files: ModelFiles) -> Checkpoint:
+    """The plain weights of a model; what its files hold, where nothing here makes plain weights of it."""
+    from ...stages.forward.checkpoints.checkpoint import Checkpoint
+    from ...store.errors import ConfigError
+
+    try:
+        return files.checkpoint
+    except ConfigError:
+        return Checkpoint(files.weight_files)
 
 
 def _layout(

@@ -108,6 +108,10 @@ class Checkpoint:
                 f"expected {name!r} as one of {', '.join(FLOATS)}, found {entries[name].dtype}; dequantise "
                 "the checkpoint"
             )
+        return self.numbers(name)
+
+    def numbers(self, name: str) -> Array:
+        """As `array`, of a tensor that is there, whatever its numbers are."""
         if (mapped := self._source.mapped(name)) is not None:
             return mapped
         with self.opened() as take:

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .gguf.header import SUFFIX
+from .gguf.source import GgufFiles
 from .pickled import PickledFiles
 from .safetensors import SafetensorsFiles
 from .source import Source
 
 __all__ = ["stored_in"]
 
-_FORMATS: dict[str, type[SafetensorsFiles] | type[PickledFiles]] = {".bin": PickledFiles}
+_FORMATS: dict[str, type[SafetensorsFiles] | type[PickledFiles] | type[GgufFiles]] = {
+    ".bin": PickledFiles,
+    SUFFIX: GgufFiles,
+}
 """Ending -> format; safetensors for every other."""
 
 

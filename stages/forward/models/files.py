@@ -31,6 +31,8 @@ from ....store.index import file_digests
 from ....store.keys import ModelIdentity
 from ..checkpoints.adapter import Adapter
 from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.gguf import source as gguf
+from ..checkpoints.gguf.header import SUFFIX, parts_of
 from ..checkpoints.quantised.reading import KEYS, scheme_of
 from ..text.library import LibraryTokenizer
 from ..text.world import WORLD, WorldTokenizer
@@ -78,7 +80,8 @@ class ModelFiles:
     name: as it was asked for, with its adapter behind it, and TRUSTED where the layout is, or BRIDGED where
     transformers computes; part of no key. directory: where they lie. revision: commit of a hub snapshot, else
     None. trust_layout: run an unknown family unchecked. is_bridged: whether transformers computes it.
-    adapter: folder of an adapter that is merged into the weights.
+    adapter: folder of an adapter that is merged into the weights. gguf: the one file, or the first of those,
+    that is weights and configuration at once; None where they are files of their own.
     """
 
     name: str
@@ -87,10 +90,14 @@ class ModelFiles:
     trust_layout: bool = False
     is_bridged: bool = False
     adapter: Path | None = None
+    gguf: Path | None = None
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json, parsed. Raises ConfigError if it is no JSON object."""
+        """config.json, parsed, or what a GGUF file says in its place. Raises ConfigError if it is no JSON
+        object."""
+        if self.gguf is not None:
+            return gguf.config_of(self.weight_files)
         path = self.directory / CONFIG
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -105,9 +112,11 @@ class ModelFiles:
 
     @cached_property
     def weight_files(self) -> tuple[Path, ...]:
-        """The safetensors files, else those of torch, in the order of their names. Raises WeightsError naming
-        the one that is missing.
+        """The safetensors files, else those of torch, in the order of their names; of GGUF those that were
+        named. Raises WeightsError naming the one that is missing.
         """
+        if self.gguf is not None:
+            return parts_of(self.gguf)
         for single, index in ((WEIGHTS, INDEX), (PICKLED, PICKLED_INDEX)):
             if (path := self.directory / single).is_file():
                 return (path,)
@@ -264,6 +273,8 @@ class ModelFiles:
 
     def _stored_digest(self, *, verify: bool = False) -> str:
         contents = sorted(weight_digest(path, verify=verify) for path in self.weight_files)
+        if self.gguf is not None:
+            return f"sha256:{digest('gguf-weights', contents, gguf.VERSION)}"
         scheme = None if self.is_bridged else scheme_of(self.config)
         if scheme is not None:
             return f"sha256:{digest('quantised-weights', contents, scheme.digest)}"
@@ -342,6 +353,11 @@ def resolve(
                 "expected an adapter or backend='transformers', found both: adapters are merged where we "
                 "compute it ourselves; merge it with PEFT, and save that"
             )
+        if found.gguf is not None:
+            raise ConfigError(
+                "expected a folder with config.json for backend='transformers', found a GGUF file; use the "
+                "checkpoint it was made of"
+            )
         return replace(found, name=found.name + BRIDGED, is_bridged=True)
     if not (trust_layout or text.endswith(TRUSTED)) or found.has_known_family:
         return found
@@ -353,17 +369,25 @@ def _resolve(text: str, revision: str | None) -> ModelFiles:
         folder = Path(__file__).parents[1] / SHIPPED[text]
     else:
         folder = Path(text).expanduser()
-        if folder.is_file():
+        if folder.is_file() and folder.suffix != SUFFIX:
             raise ModelNotFound(
                 f"expected a model's directory, found the file {text}; give the folder it lies in"
             )
-        if not folder.is_dir():
+        if not folder.exists():
             return _from_hub_cache(text, revision)
     if revision is not None:
         raise ModelNotFound(
             f"expected no revision for the directory {text}, found {revision!r}; revisions belong to hub ids"
         )
+    if folder.is_file():
+        return ModelFiles(text, folder.parent, gguf=folder)
     if not (folder / CONFIG).is_file():
+        others = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
+        if others:
+            raise ModelNotFound(
+                f"expected a model in {folder}, found {CONFIG} missing and {', '.join(others)}; name one of "
+                f"these: {folder / others[0]}"
+            )
         raise ModelNotFound(
             f"expected a model in {folder}, found no {CONFIG}; give the folder that holds {CONFIG} and the "
             "safetensors files"

@@ -1,0 +1,323 @@
+"""What kinds of model GGUF files hold are called elsewhere, and where their tensors lie.
+
+A row for each: the model_type, names of tensors, and what llama.cpp's converter did to them. Keys of
+config.json that its metadata do not have are worked out from tensors, or are what llama.cpp itself takes for
+granted.
+
+Border: names, shapes and metadata in; never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .....store.errors import ConfigError
+from .header import Header
+
+__all__ = ["FAMILIES", "GgufFamily", "family_of"]
+
+Raw = dict[str, Any]
+
+_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_AROUND = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+_SHARED = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+
+
+@dataclass(frozen=True)
+class GgufFamily:
+    """One kind of model.
+
+    config: what of config.json is not read in the same way for all. outside, layer: names of tensors -> what
+    the checkpoint calls them; "{}" stands for the number of an expert. prefix: of a layer's names. turned:
+    rows of queries and keys lie in the order of neighbouring pairs. shifted: norms have one added.
+    transposed: matrices of a layer are [in, out] in the checkpoint.
+    """
+
+    config: Callable[[Header], Raw]
+    outside: Mapping[str, str] = field(default_factory=lambda: _OUTSIDE)
+    layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)
+    prefix: str = "model.layers.{}."
+    turned: bool = False
+    shifted: bool = False
+    transposed: bool = False
+
+
+def family_of(header: Header) -> GgufFamily:
+    """The row of a file. Raises ConfigError for a kind that has none."""
+    found = FAMILIES.get(header.architecture)
+    if found is None:
+        raise ConfigError(
+            f"{header.path}: expected a GGUF file of {', '.join(FAMILIES)}, found {header.architecture!r}; "
+            "use the checkpoint it was made of"
+        )
+    return found
+
+
+def _usual(header: Header, model_type: str) -> Raw:
+    """What nearly all decoders are told by."""
+    heads = _whole(header, "attention.head_count")
+    hidden = header.require("embedding_length")
+    return {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "num_hidden_layers": header.require("block_count"),
+        "intermediate_size": _whole(header, "feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _whole(header, "attention.head_count_kv", heads),
+        "max_position_embeddings": header.require("context_length"),
+        "vocab_size": header.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+    }
+
+
+def _rms(header: Header, model_type: str) -> Raw:
+    """Decoders with RMS norms and rotations."""
+    heads = _whole(header, "attention.head_count")
+    head = header.get("attention.key_length", header.require("embedding_length") // heads)
+    return _usual(header, model_type) | {
+        "rms_norm_eps": header.require("attention.layer_norm_rms_epsilon"),
+        "rope_theta": header.get("rope.freq_base", 10000.0),
+        "head_dim": head,
+        **_scaling(header, header.get("rope.dimension_count", head)),
+    }
+
+
+def _llama(header: Header) -> Raw:
+    raw = _rms(header, "llama")
+    raw["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    raw["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
+    if window := header.get("attention.sliding_window"):
+        raw |= {"model_type": "mistral", "sliding_window": window}
+    if experts := header.get("expert_count", 0):
+        chosen = header.require("expert_used_count")
+        raw |= {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": chosen}
+        raw["sliding_window"] = header.get("attention.sliding_window")
+    return raw
+
+
+def _qwen2(header: Header) -> Raw:
+    return _rms(header, "qwen2")
+
+
+def _qwen3(header: Header) -> Raw:
+    return _rms(header, "qwen3") | {"attention_bias": "blk.0.attn_q.bias" in header.tensors}
+
+
+def _experts(header: Header, model_type: str) -> Raw:
+    return _rms(header, model_type) | {
+        "num_experts": header.require("expert_count"),
+        "num_experts_per_tok": header.require("expert_used_count"),
+        "moe_intermediate_size": header.tensors["blk.0.ffn_gate_exps.weight"].shape[1],
+    }
+
+
+def _qwen2_moe(header: Header) -> Raw:
+    shared = header.tensors["blk.0.ffn_gate_shexp.weight"].shape[0]
+    return _experts(header, "qwen2_moe") | {"shared_expert_intermediate_size": shared}
+
+
+def _qwen3_moe(header: Header) -> Raw:
+    return _experts(header, "qwen3_moe") | {"norm_topk_prob": True}
+
+
+def _gemma2(header: Header) -> Raw:
+    raw = _rms(header, "gemma2") | {
+        "attn_logit_softcapping": header.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": header.get("final_logit_softcapping", 30.0),
+        "sliding_window": header.get("attention.sliding_window", 4096),
+    }
+    return raw | _scale(raw, largest=46)
+
+
+def _gemma3(header: Header) -> Raw:
+    raw = _rms(header, "gemma3_text") | {
+        "sliding_window": header.require("attention.sliding_window"),
+        "rope_local_base_freq": header.get("rope.freq_base_swa", 10000.0),
+    }
+    return raw | _scale(raw, largest=62)
+
+
+def _scale(raw: Raw, largest: int) -> Raw:
+    """What scores are divided by: it stands in no file; llama.cpp knows the largest of each family by its
+    number of layers."""
+    each = raw["hidden_size"] // raw["num_attention_heads"]
+    return {"query_pre_attn_scalar": each if raw["num_hidden_layers"] == largest else raw["head_dim"]}
+
+
+def _phi3(header: Header) -> Raw:
+    raw = _rms(header, "phi3")
+    turned = header.get("rope.dimension_count", raw["head_dim"])
+    if turned != raw["head_dim"]:
+        raw["partial_rotary_factor"] = turned / raw["head_dim"]
+    if window := header.get("attention.sliding_window"):
+        raw["sliding_window"] = window
+    return raw
+
+
+def _starcoder2(header: Header) -> Raw:
+    return _usual(header, "starcoder2") | {
+        "norm_epsilon": header.require("attention.layer_norm_epsilon"),
+        "rope_theta": header.get("rope.freq_base", 10000.0),
+        "use_bias": "blk.0.attn_q.bias" in header.tensors,
+        "sliding_window": header.get("attention.sliding_window"),
+        **_scaling(header, header.get("rope.dimension_count", 0)),
+    }
+
+
+def _stablelm(header: Header) -> Raw:
+    raw = _usual(header, "stablelm")
+    head = raw["hidden_size"] // raw["num_attention_heads"]
+    return raw | {
+        "layer_norm_eps": header.require("attention.layer_norm_epsilon"),
+        "rope_theta": header.get("rope.freq_base", 10000.0),
+        "partial_rotary_factor": header.get("rope.dimension_count", head) / head,
+        "use_qkv_bias": "blk.0.attn_q.bias" in header.tensors,
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in header.tensors,
+    }
+
+
+def _gpt2(header: Header) -> Raw:
+    return {
+        "model_type": "gpt2",
+        "n_embd": header.require("embedding_length"),
+        "n_layer": header.require("block_count"),
+        "n_head": _whole(header, "attention.head_count"),
+        "n_inner": _whole(header, "feed_forward_length"),
+        "n_positions": header.require("context_length"),
+        "vocab_size": header.tensors["token_embd.weight"].shape[0],
+        "layer_norm_epsilon": header.require("attention.layer_norm_epsilon"),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+    }
+
+
+def _whole(header: Header, key: str, default: int | None = None) -> int:
+    """One number for all layers. Raises ConfigError where each has its own."""
+    value = header.require(key) if default is None else header.get(key, default)
+    if not isinstance(value, int):
+        raise ConfigError(
+            f"{header.path}: expected one {key} for all layers, found {value}; use the checkpoint it was "
+            "made of"
+        )
+    return value
+
+
+def _scaling(header: Header, turned: int) -> Raw:
+    """How rotations go beyond the context they were trained in; turned: channels that are turned."""
+    long, short = (header.tensors.get(f"rope_factors_{which}.weight") for which in ("long", "short"))
+    original = header.get("rope.scaling.original_context_length")
+    if long is not None and short is not None:
+        factors = {"long_factor": long.plain().tolist(), "short_factor": short.plain().tolist()}
+        extended = {"original_max_position_embeddings": original} if original else {}
+        return {"rope_scaling": {"rope_type": "longrope", **factors}, **extended}
+    if "rope_freqs.weight" in header.tensors:
+        return {"rope_scaling": _llama3(header, turned)}
+    kind = header.get("rope.scaling.type", "none")
+    if kind == "none":
+        return {}
+    scaling = {"rope_type": kind, "factor": header.require("rope.scaling.factor")}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = original
+    elif kind != "linear":
+        raise ConfigError(
+            f"{header.path}: expected rope.scaling.type none, linear or yarn, found {kind!r}; use the "
+            "checkpoint it was made of"
+        )
+    return {"rope_scaling": scaling}
+
+
+def _llama3(header: Header, turned: int) -> Raw:
+    """The scaling of Llama 3.1 and later, of which a file holds the divisors of each frequency alone.
+
+    Raises ConfigError where those of no release give them.
+    """
+    import numpy as np
+
+    found = np.asarray(header.tensors["rope_freqs.weight"].plain(), np.float64)
+    frequency = float(header.get("rope.freq_base", 10000.0)) ** -(np.arange(0, turned, 2) / turned)
+    for factor, original in ((8.0, 8192), (32.0, 8192), (4.0, 8192), (16.0, 8192)):
+        low, high = 1.0, 4.0
+        smooth = np.clip((original * frequency / (2 * np.pi) - low) / (high - low), 0.0, 1.0)
+        divisors = 1 / ((1 - smooth) / factor + smooth)
+        if divisors.shape == found.shape and np.allclose(divisors, found, rtol=1e-4, atol=0):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original,
+            }
+    raise ConfigError(
+        f"{header.path}: expected rope_freqs of a release of Llama 3, found others; use the checkpoint it "
+        "was made of"
+    )
+
+
+FAMILIES: dict[str, GgufFamily] = {
+    "llama": GgufFamily(_llama, layer=_LAYER | _MIXTRAL, turned=True),
+    "qwen2": GgufFamily(_qwen2),
+    "qwen3": GgufFamily(_qwen3, layer=_LAYER | _HEAD_NORMS),
+    "qwen2moe": GgufFamily(_qwen2_moe, layer=_LAYER | _EXPERTS | _SHARED),
+    "qwen3moe": GgufFamily(_qwen3_moe, layer=_LAYER | _HEAD_NORMS | _EXPERTS),
+    "gemma2": GgufFamily(_gemma2, layer=_LAYER | _AROUND, shifted=True),
+    "gemma3": GgufFamily(_gemma3, layer=_LAYER | _HEAD_NORMS | _AROUND, shifted=True),
+    "phi3": GgufFamily(
+        _phi3, layer=_LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+    ),
+    "starcoder2": GgufFamily(_starcoder2, layer=_LAYER | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
+    "stablelm": GgufFamily(_stablelm),
+    "gpt2": GgufFamily(
+        _gpt2,
+        outside={
+            "token_embd": "transformer.wte",
+            "position_embd": "transformer.wpe",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+        },
+        layer={
+            "attn_norm": "ln_1",
+            "attn_qkv": "attn.c_attn",
+            "attn_output": "attn.c_proj",
+            "ffn_norm": "ln_2",
+            "ffn_up": "mlp.c_fc",
+            "ffn_down": "mlp.c_proj",
+        },
+        prefix="transformer.h.{}.",
+        transposed=True,
+    ),
+}
+"""general.architecture -> its row."""
