@@ -35,6 +35,7 @@ _HOME = {
     "run": ".stages.forward.runs.run",
     "generate": ".stages.forward.generation.generate",
     "capture": ".stages.forward.capture.capture",
+    "Corpus": ".stages.forward.text.corpora.corpus",
     "memory": ".pipeline.memory",
     "Dictionary": ".stages.features.dictionary",
     "attribution_graph": ".stages.graph.graph",
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from .stages.forward.hooks.wants import logits as logits
     from .stages.forward.models.model import Model as Model
     from .stages.forward.runs.run import Run as Run, run as run
+    from .stages.forward.text.corpora.corpus import Corpus as Corpus
     from .stages.graph.graph import attribution_graph as attribution_graph
     from .store import open_store as open_store
     from .store.errors import MizarrError as MizarrError

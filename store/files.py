@@ -124,6 +124,23 @@ class Folder:
                     os.fsync(handle)
             return [name for name in names if _linked(waiting[name], self.path(name))]
 
+    def link_all(self, names: Mapping[str, str]) -> set[str]:
+        """Give files a further name each, new -> old; returns the new names, those taken stay as they are."""
+        made: set[str] = set()
+        for name, old in names.items():
+            with self.writing(name):
+                target = self.path(name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if _linked(self.path(old), target):
+                    made.add(name)
+        self._sync_names(made)
+        return made
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes the file system has left for this user."""
+        return shutil.disk_usage(next(path for path in (self.root, *self.root.parents) if path.exists())).free
+
     def stamps(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
         """Names of what lies directly in a folder, each with what the system says of it."""
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path(folder)) as found:

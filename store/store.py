@@ -227,6 +227,8 @@ class Store(Catalog):
         in it.
         None when there is none, or the index has forgotten: then the run is computed, no more.
         """
+        if tokens.n_prompts > _INDEXED:
+            return None
         digests = [tokens.prompt_digest(i) for i in range(tokens.n_prompts)]
         asked = list(wanted)
         for path, rows in self.index.find_prompts(_family(run, dtype), digests).items():
@@ -241,6 +243,17 @@ class Store(Catalog):
             except (EntryNotFound, PromptError):
                 self.index.forget(path)
         return None
+
+    def find_start(self, run: RunKey, tokens: PackedTokens, dtype: str) -> LabelledEntry | None:
+        """The run of the same kind that shares the most prompts with this one, from the first on; None where
+        none does. Looks at every run."""
+        best, most = None, 0
+        for entry in self.entries():
+            if (entry.run.model, entry.run.hooks, entry.dtype) != (run.model, run.hooks, dtype):
+                continue
+            if entry.run != run and (shared := tokens.shared_start(entry.tokens)) > most:
+                best, most = entry, shared
+        return best
 
     def rebuild_index(self) -> None:
         """Fill the index again from the entries; after it was deleted, or when it seems to lie."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -275,11 +276,37 @@ class Entry:
             threads=threads,
             handed_over=handed_over,
         )
-        files = {name: written[f"{self.path}/{name}"] for name in shards}
-        cells = sorted(cell_name(cell) for cell in arrays)
-        record = dict(zip(RECORD, (n, cells, files), strict=True))
-        name = f"{self.path}/seg/{n}.{digest('cells', cells)[:12]}.json"
-        self.folder.put_new(name, sealed(record))
+        self._put_record(n, arrays, {name: written[f"{self.path}/{name}"] for name in shards})
+
+    def take_over(self, other: Entry, wanted: Iterable[VariableLayer]) -> int:
+        """Commit what another run of the same kind holds of the segments that both begin with; returns the
+        tokens of these segments.
+
+        other: same model and interventions, in segments of the same length. Its files get a second name; what
+        a segment holds follows from the prompts in it, so it is what would be computed.
+        """
+        end, taken = self.tokens.shared_start(other.tokens), 0
+        if (other.run.model, other.run.hooks, other.dtype) != (self.run.model, self.run.hooks, self.dtype):
+            raise ShapeError(
+                f"expected a run of the same kind as {self.digest[:12]}, found {other.digest[:12]}"
+            )
+        for n, cells in self.missing(wanted).items():
+            if self.segments[n].stop > end or self.segments[n] not in other.segments[n : n + 1]:
+                continue
+            files: dict[str, Written] = {}
+            held: list[VariableLayer] = []
+            for cell in cells:  # of another layout, or not there: left to be computed
+                there = other._committed.shard(n, cell)
+                if there is not None and self.layout(cell[0]) == other.layout(cell[0]):
+                    files[self.layout(cell[0]).path(*cell, n)] = there
+                    held.append(cell)
+            if not held:
+                continue
+            with suppress(FileNotFoundError):  # gc took them meanwhile: the segment is computed
+                self.folder.link_all({f"{self.path}/{name}": f"{other.path}/{name}" for name in files})
+                self._put_record(n, held, files)
+                taken += len(self.segments[n])
+        return taken
 
     def claim(self, n: int) -> Claim:
         """A claim on a segment: `with entry.claim(n) as mine:`, or `acquire` … `release` from any thread."""
@@ -362,6 +389,12 @@ class Entry:
             raise EntryNotFound(self._absent(variable, layer, n, "stored")) from None
 
     # -- helpers
+
+    def _put_record(self, n: int, held: Iterable[VariableLayer], files: Mapping[str, Written]) -> None:
+        """Say that shards of a segment stand."""
+        cells = sorted(cell_name(cell) for cell in held)
+        record = dict(zip(RECORD, (n, cells, files), strict=True))
+        self.folder.put_new(f"{self.path}/seg/{n}.{digest('cells', cells)[:12]}.json", sealed(record))
 
     def _group(self, attributes: Mapping[str, Any]) -> bytes:
         """The `zarr.json` of the group."""

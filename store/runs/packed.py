@@ -198,6 +198,19 @@ class PackedTokens:
         starts: Sizes = whole[prompt] + position * (position + 1) // 2
         return starts
 
+    def shared_start(self, other: PackedTokens) -> int:
+        """Tokens of the prompts, from the first on, that both have."""
+        count = min(self.n_prompts, other.n_prompts)
+        alike = self.row_size[:count] == other.row_size[:count]
+        count = int(np.argmin(alike)) if not alike.all() else count
+        end = int(self.row_start[count - 1] + self.row_size[count - 1]) if count else 0
+        for start in range(0, end, _BLOCK):
+            same = self.ids[start : min(start + _BLOCK, end)] == other.ids[start : min(start + _BLOCK, end)]
+            if not same.all():
+                prompt = int(self.prompt_of(start + int(np.argmin(same))))
+                return int(self.row_start[prompt])
+        return end
+
     def rows_per_token(self, axis: str) -> float:
         """How many rows of a packed axis a token owns in the mean."""
         return float(self.starts_on(axis, np.array([self.n_tokens]))[0]) / self.n_tokens

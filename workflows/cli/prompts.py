@@ -1,4 +1,4 @@
-"""Prompts as people keep them: text, JSONL and Parquet files, stdin, or words on the command line.
+"""Prompts as people keep them: files, stdin, or words on the command line; and corpora, which are streamed.
 
 A text file holds one prompt per line; blank lines are skipped. A JSONL file (.jsonl, .ndjson) holds one JSON
 value per line: a string, or an object with `text` or with `ids` (token ids). A Parquet file holds a column
@@ -7,15 +7,46 @@ value per line: a string, or an object with `text` or with `ids` (token ids). A 
 
 from __future__ import annotations
 
-import json
+import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from glob import has_magic
 from pathlib import Path
-from typing import Any
+from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING, Any
 
-from ...store.errors import MissingExtra, PromptError
+from ...stages.forward.text.corpora.formats import Reading, read_documents, read_lines
+from ...store.errors import PromptError
 
-JSON_LINES = (".jsonl", ".ndjson")
+if TYPE_CHECKING:
+    from ...stages.forward.text.corpora.corpus import Corpus
+
+STREAMED = (".tar", ".tgz", ".gz", ".arrow")
+
+
+def corpus_of(sources: Sequence[str], **given: Any) -> Corpus | None:
+    """Sources as a corpus, where one of them is more than a file of prompts (a folder, a glob, an archive),
+    or something is said of how documents become prompts; else None. given: as `Corpus` has it."""
+    from ...stages.forward.text.corpora.corpus import Corpus
+
+    said = {name: value for name, value in given.items() if value not in (None, (), False)}
+    large = any(Path(each).is_dir() or has_magic(each) or each.endswith(STREAMED) for each in sources)
+    return Corpus(sources, **said) if large or said else None
+
+
+@contextmanager
+def without_stdin(sources: Sequence[str]) -> Iterator[list[str]]:
+    """The same sources, stdin as a file for as long as they are read: a corpus is known by its content."""
+    with ExitStack() as stack:
+
+        def spooled() -> str:
+            file = stack.enter_context(NamedTemporaryFile(suffix=".txt"))
+            shutil.copyfileobj(sys.stdin.buffer, file)
+            file.flush()
+            return file.name
+
+        yield [spooled() if source == "-" else source for source in sources]
 
 
 def read_prompts(sources: Sequence[str], *, literal: bool = False) -> list[str] | list[list[int]]:
@@ -37,7 +68,7 @@ def read_prompts(sources: Sequence[str], *, literal: bool = False) -> list[str] 
 
 def _read(source: str) -> Iterator[str | list[int]]:
     if source == "-":
-        yield from _text(sys.stdin)
+        yield from (document.content for document in read_lines(sys.stdin))
         return
     path = Path(source)
     if not path.is_file():
@@ -45,66 +76,4 @@ def _read(source: str) -> Iterator[str | list[int]]:
         raise PromptError(
             f"expected a file of prompts at {source!r}, found {state}; to give the prompt itself add --text"
         )
-    if path.suffix == ".parquet":
-        yield from _parquet(path)
-        return
-    with path.open(encoding="utf-8") as lines:
-        try:
-            yield from _json_lines(source, lines) if path.suffix in JSON_LINES else _text(lines)
-        except UnicodeDecodeError as error:
-            byte = error.object[error.start]
-            raise PromptError(
-                f"expected UTF-8 text in {source!r}, found byte {byte:#x}; convert it"
-            ) from error
-
-
-def _text(lines: Iterable[str]) -> Iterator[str]:
-    return (line.rstrip("\r\n") for line in lines if line.strip())
-
-
-def _json_lines(source: str, lines: Iterable[str]) -> Iterator[str | list[int]]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            found = line.strip()[:40]
-            raise PromptError(f"{source}:{number}: expected JSON, found {found!r} ({error.msg})") from error
-        prompt: Any = row.get("text", row.get("ids")) if isinstance(row, dict) else row
-        if not isinstance(prompt, str) and not _is_ids(prompt):
-            raise PromptError(
-                f"{source}:{number}: expected a string, {{'text': string}} or {{'ids': [integers]}}, "
-                f"found {line.strip()[:40]!r}"
-            )
-        yield prompt
-
-
-def _parquet(path: Path) -> Iterator[str | list[int]]:
-    """The column `text`, else `ids`, of a Parquet file; a row group in memory at a time."""
-    try:
-        from pyarrow import ArrowInvalid
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise MissingExtra(
-            "Parquet files need pyarrow; install it with: pip install 'mizarr[corpora]'"
-        ) from error
-    try:
-        file = ParquetFile(path)
-    except ArrowInvalid as error:
-        raise PromptError(f"expected a Parquet file at {str(path)!r}, found {error}") from error
-    names = file.schema_arrow.names
-    column = next((name for name in ("text", "ids") if name in names), None)
-    if column is None:
-        raise PromptError(f"expected a column 'text' or 'ids' in {str(path)!r}, found {', '.join(names)}")
-    row = 0
-    for batch in file.iter_batches(columns=[column]):
-        for prompt in batch.column(0).to_pylist():
-            if not isinstance(prompt, str) and not _is_ids(prompt):
-                raise PromptError(f"{path}, row {row}: expected a string or a list of ids, found {prompt!r}")
-            yield prompt
-            row += 1
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+    yield from (document.content for document in read_documents(path, Reading()))

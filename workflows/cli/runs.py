@@ -8,6 +8,7 @@ import functools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,11 +30,12 @@ from .options import (
     trust_option,
     with_options,
 )
-from .prompts import read_prompts
+from .prompts import corpus_of, read_prompts, without_stdin
 
 if TYPE_CHECKING:
     from ...pipeline import Plan
     from ...stages.forward.capture.capture import CaptureNode
+    from ...stages.forward.text.corpora.estimate import CorpusSize
     from ...store import Store
     from ..workflow import Workflow
 
@@ -86,6 +88,38 @@ def on_workflow(command: Callable[..., int | None]) -> Callable[..., None]:
         ),
         store_option,
         json_option,
+    )
+
+
+def corpus_options(command: Callable[..., int | None]) -> Callable[..., None]:
+    """How documents become prompts; the command is called with all of it as `documents`."""
+
+    @functools.wraps(command)
+    def gathered(
+        context: int | None,
+        pack: bool,
+        column: str | None,
+        labels: tuple[str, ...],
+        whole_files: bool,
+        share: float | None,
+        seed: int | None,
+        **options: Any,
+    ) -> None:
+        said = {"context": context, "pack": pack, "column": column, "labels": labels}
+        command(documents={**said, "whole_files": whole_files, "share": share, "seed": seed}, **options)
+
+    share = click.FloatRange(0, 1, min_open=True)
+    return with_options(
+        gathered,
+        click.option("--context", type=click.IntRange(min=1), help="Cut documents into so many tokens."),
+        click.option("--pack", is_flag=True, help="Fill each prompt from as many documents as it takes."),
+        click.option("--column", metavar="NAME", help="Of texts or token ids; default text, else ids."),
+        click.option(
+            "--label", "labels", multiple=True, metavar="NAME", help="A column to keep; repeatable."
+        ),
+        click.option("--whole-files", is_flag=True, help="A text file is one document, and not one a line."),
+        click.option("--share", type=share, help="Of the documents that are read, drawn at random."),
+        click.option("--seed", type=int, help="Of that draw; default 0."),
     )
 
 
@@ -167,6 +201,7 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
     show_default=True,
     help="Survive a power cut, or a killed process only (faster).",
 )
+@corpus_options
 @click.option("--dry-run", is_flag=True, help="Say what is cached and what the rest would take; do nothing.")
 @json_option
 @quiet_option
@@ -178,6 +213,7 @@ def capture(
     store_path: str,
     cluster: str | None,
     durability: Literal["disk", "process"],
+    documents: Mapping[str, Any],
     dry_run: bool,
     as_json: bool,
     quiet: bool,
@@ -187,24 +223,63 @@ def capture(
 
     MODEL is a hub id, a directory, or "specimen", "specimen-rwkv" or "specimen-experts", shipped with mizarr.
     PROMPTS are text files with one per line, JSONL files with a string, {"text": …} or {"ids": […]} per line,
-    Parquet files
-    with such a column, or - for stdin. What the store already holds is not computed again.
+    Parquet files with such a column, or - for stdin. Folders, globs, tar archives (WebDataset), Arrow files
+    and gzipped ones are a corpus, and so is everything where --context and its like are given: documents are
+    streamed, cut into contexts or packed into them. What the store already holds is not computed again.
     """
     from ...pipeline import plan, run
     from ...stages.forward.capture.capture import CaptureNode
     from ...stages.forward.hooks.spec import HookSpec
+    from ...stages.forward.models.source import ModelSource
+    from ...stages.forward.text.corpora.estimate import estimated_size
     from ...store import open_store
 
     given = {name: value for name, value in options.items() if value is not None}
-    # Everything that can be wrong with the request is found here, before a store is made.
-    node = CaptureNode(model, read_prompts(prompts, literal=text), HookSpec().capture(*hooks), **given)
-    if dry_run:
-        with _store_to_look_into(store_path) as there:
-            _print_plan(plan(node, there), as_json)
+    asked = partial(CaptureNode, model, hooks=HookSpec().capture(*hooks), **given)
+    with contextlib.ExitStack() as held:
+        # Everything that can be wrong with the request is found here, before a store is made.
+        if not text and corpus_of(prompts, **documents) is not None:
+            corpus = corpus_of(held.enter_context(without_stdin(prompts)), **documents)
+            assert corpus is not None
+            words = ModelSource(model, revision=given.get("revision")).tokenizer
+            there = held.enter_context(_store_to_look_into(store_path))
+            if dry_run and not all(each.status(there).is_cached for each in corpus.nodes(words)):
+                size = estimated_size(corpus, words)
+                _print_estimate(size, asked(prompts=size.sample), there, as_json)
+                return
+            store = there if dry_run else open_store(store_path, durability=durability)
+            node = asked(prompts=corpus.tokens(words, store, quiet=quiet))
+        else:
+            node = asked(prompts=read_prompts(prompts, literal=text))
+        if dry_run:
+            _print_plan(plan(node, held.enter_context(_store_to_look_into(store_path))), as_json)
+            return
+        store = open_store(store_path, durability=durability)
+        run(node, store, cluster=cluster, quiet=quiet)
+        _print_captured(node, store, as_json)
+
+
+def _print_estimate(size: CorpusSize, node: CaptureNode, store: Store, as_json: bool) -> None:
+    """About what a capture would take of a corpus that was never tokenised. node: of the sample."""
+    from ...pipeline.plan import human_bytes
+    from ...pipeline.progress import clock, short
+
+    estimate, times = node.estimate(store), size.tokens / size.sample.n_tokens
+    written, free = round(estimate.bytes_written * times), store.files.free_bytes
+    seconds = None if estimate.seconds is None else round(estimate.seconds * times, 1)
+    if as_json:
+        about = {"tokens": size.tokens, "prompts": size.prompts, "files": size.files, "bytes": size.bytes}
+        needed = {"bytes_written": written, "free_bytes": free, "seconds": seconds}
+        print_json({"is_estimated": True, **about, "looked_at_bytes": size.looked_at, **needed})
         return
-    store = open_store(store_path, durability=durability)
-    run(node, store, cluster=cluster, quiet=quiet)
-    _print_captured(node, store, as_json)
+    click.echo(
+        f"about {short(size.tokens)} tokens in {short(size.prompts)} prompts, estimated from "
+        f"{human_bytes(size.looked_at)} of the {human_bytes(size.bytes)} in {size.files} files"
+    )
+    time = "" if seconds is None else f"; about {clock(seconds)}"
+    click.echo(f"{human_bytes(written)} would be written, {human_bytes(free)} are free{time}")
+    if written > free:
+        click.echo("it does not fit: capture fewer hook points, or a share of the documents")
 
 
 def _print_captured(node: CaptureNode, store: Store, as_json: bool) -> None:

@@ -22,7 +22,7 @@ from ....pipeline.nodes import Estimate, Part, Ports, Status, remembered
 from ....pipeline.reasons import last_timed
 from ....pipeline.took import measured
 from ....store.digest import digest
-from ....store.errors import EntryNotFound, PlanError, StageError, nearest
+from ....store.errors import EntryNotFound, PlanError, StageError, StoreFull, nearest
 from ....store.keys import RunKey
 from ....store.provenance import put_provenance
 from ....store.reading.labelled import LabelledEntry
@@ -32,6 +32,7 @@ from ..architectures.architecture import Architecture
 from ..architectures.points import BY_NAME
 from ..hooks.spec import BoundSpec, Capture, HookSpec, as_spec, layers_by_variable
 from ..models.source import ModelSource
+from ..text.corpora.corpus import Corpus
 from ..text.prompts import pack
 from .batches import BUFFERS
 
@@ -48,6 +49,8 @@ OVERLAP = 8
 """Segments a corpus is cut into at least, so that writing one hides behind computing the next."""
 SMALLEST_SHARD = 4 << 20
 """Bytes below which shards are not made smaller for the sake of overlap: each costs a sync."""
+WORTH_A_LOOK = 1 << 16
+"""Tokens of a new run from which it is asked whether another one begins with the same prompts."""
 MEMORY = 1 << 30
 """Bytes for segment buffers unless told otherwise."""
 _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
@@ -76,15 +79,20 @@ def capture(
     """Store activations of prompts at the hook points of a spec, and open them: labelled, lazy.
 
     model: a loaded model, or the name of one (and revision), which is then loaded only if something is
-    missing. prompts: texts, token ids, or PackedTokens. dtype: of the computation (default float32).
-    storage_dtype: default that of the computation. batch_tokens: positions per forward pass.
-    segment_tokens, memory: length of a segment, or the bytes its buffers may take. cluster: address of a
-    Dask scheduler whose workers compute segments. trust_layout, backend, adapter: see
+    missing. prompts: texts, token ids, PackedTokens, or a Corpus, whose labels come along. dtype: of the
+    computation (default float32). storage_dtype: default that of the computation. batch_tokens: positions per
+    forward pass. segment_tokens, memory: length of a segment, or the bytes its buffers may take. cluster:
+    address of a Dask scheduler whose workers compute segments. trust_layout, backend, adapter: see
     `Model.from_pretrained`. What is stored is not computed again; a killed capture goes on where it was.
     Raises PromptError, HookPointNotFound, StoreFull, …
     """
     from ....pipeline import run
 
+    about = None
+    if isinstance(prompts, Corpus):
+        words = ModelSource(model, revision=revision, dtype=dtype).tokenizer
+        corpus, prompts = prompts, prompts.tokens(words, store, quiet=not progress)
+        about = corpus.about(words, store)
     node = CaptureNode(
         model,
         prompts,
@@ -102,7 +110,7 @@ def capture(
     )
     with node.source.just_identified():
         run(node, store, cluster=cluster, quiet=not progress)
-    return node.open(store)
+    return node.open(store) if about is None else node.open(store).assign_coords(about.coords)
 
 
 class CaptureNode(Ports):
@@ -234,10 +242,13 @@ class CaptureNode(Ports):
         model: Model | None = None
         if context.cluster is None and self.status(store).cells_cached < len(self.cells):
             model = self.source.load()  # a checkpoint that cannot be loaded must leave the store untouched
+        begun = self._begun(store)
+        if begun is None:
+            self._expect_room(store)
         # Making an entry waits for the disk many times: a new one is computed for meanwhile.
         with measured() as took, ThreadPoolExecutor(1) as aside:
-            made = aside.submit(self._made, store)
-            planned = self._planned(store) if context.cluster is None else None
+            made = aside.submit(self._made, store, begun)
+            planned = self._planned(store) if context.cluster is None and begun is None else None
             total = 0
             if planned is not None:
                 held = model or self.source.load()
@@ -246,6 +257,8 @@ class CaptureNode(Ports):
                         held, planned, context, lambda: _expect_same(made.result(), planned)
                     )
             entry = made.result()
+            if begun is not None:
+                entry.take_over(begun, self.cells)
             missing = entry.missing(self.cells)
             if context.cluster is not None:
                 total = sum(len(entry.segments[n]) for n in missing)
@@ -334,7 +347,28 @@ class CaptureNode(Ports):
             raise EntryNotFound(f"these activations are not stored in {store.path}; run the capture first")
         return found
 
-    def _made(self, store: Store) -> LabelledEntry:
+    def _begun(self, store: Store) -> LabelledEntry | None:
+        """A run that holds the beginning of this one, as a corpus that has grown since has; looked for where
+        that is worth a look at every run."""
+        if self.tokens.n_tokens < WORTH_A_LOOK or self._entry(store) is not None:
+            return None
+        return store.find_start(self.run_key, self.tokens, self.dtype)
+
+    def _expect_room(self, store: Store) -> None:
+        """Raise StoreFull where the disk has less room than what is missing will take."""
+        entry, needed = self._entry(store), 0
+        if entry is None:
+            needed = self._bytes_per_token(self.cells) * self.tokens.n_tokens
+        else:
+            for n, cells in entry.missing(self.cells).items():
+                needed += self._bytes_per_token(cells) * len(entry.segments[n])
+        if needed > (free := store.files.free_bytes):
+            raise StoreFull(
+                f"expected {needed} bytes of room in {store.path} for what is missing, found {free}; capture "
+                "fewer hook points or prompts, or free some space (mizarr gc)"
+            )
+
+    def _made(self, store: Store, begun: LabelledEntry | None = None) -> LabelledEntry:
         tokenizer = self.source.tokenizer
         about = {
             "model": self.source.name,
@@ -343,7 +377,11 @@ class CaptureNode(Ports):
         if tokenizer is not None and store.vocabulary(tokenizer.digest) is None:
             store.put_vocabulary(tokenizer.digest, tokenizer.vocabulary)
         return store.create_entry(
-            self.run_key, self.tokens, self.specs(), segment_tokens=self._segment_tokens(), attrs=about
+            self.run_key,
+            self.tokens,
+            self.specs(),
+            segment_tokens=self._segment_tokens() if begun is None else begun.segment_tokens,
+            attrs=about,
         )
 
     def _planned(self, store: Store) -> LabelledEntry | None:

@@ -32,7 +32,7 @@ def pack(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model:
     prompt longer than the context; TokenizerError for texts without a tokenizer.
     """
     if isinstance(prompts, PackedTokens):
-        check_prompts(list(prompts), config.vocab_size, config.context_length, model)
+        _check_packed(prompts, config.vocab_size, config.context_length, model)
         return prompts
     rows = as_rows(prompts)
     if not rows or not isinstance(rows[0], str):
@@ -80,6 +80,12 @@ def check_prompts(rows: Sequence[Any], vocab_size: int, context: int, model: str
                 f"expected token ids in 0..{vocab_size - 1}, found {low if low < 0 else high} in {where}; "
                 "was it encoded with another tokenizer?"
             )
+
+
+def _check_packed(tokens: PackedTokens, vocab_size: int, context: int, model: str) -> None:
+    """As `check_prompts`, without a look at each prompt unless one of them is wrong."""
+    if tokens.row_size.max() > context or tokens.ids.min() < 0 or tokens.ids.max() >= vocab_size:
+        check_prompts(list(tokens), vocab_size, context, model)
 
 
 def no_tokenizer(model: str) -> TokenizerError:

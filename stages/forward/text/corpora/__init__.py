@@ -1,0 +1,1 @@
+"""Corpora: documents in files of any size, as token ids end to end."""

@@ -1,0 +1,277 @@
+"""A corpus: files of documents, and how they become prompts of a model.
+
+Each file is tokenised by itself, as a stream, into a result of its own: keyed by the content of the file, the
+tokenizer and how it is read, never by its name. So adding a file costs that file, and packed prompts do not
+reach from one into the next. The token ids of all, end to end, are what a run is keyed by.
+
+Border: files and a tokenizer in, token ids and labels out; knows no model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from glob import has_magic, iglob
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .....pipeline.execute import run
+from .....pipeline.nodes import Estimate
+from .....pipeline.sources import SourceNode
+from .....store.errors import PromptError, SourceChanged, TokenizerError
+from .....store.index import file_digests
+from .....store.runs.packed import PackedTokens
+from .contexts import Framing, Ids, framed_prompts
+from .formats import FORMATS, Document, Reading, ending, read_documents
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from .....store import Store
+    from ..tokens import Tokenizer
+
+__all__ = ["Corpus", "encoded"]
+
+VERSION = 1
+BATCH = 1 << 20
+"""Characters of documents that are tokenised together."""
+DOCUMENT = "document"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents in files of any size, as prompts.
+
+    sources: files, folders (all files below of a format that is known, in the order of their names), globs.
+    Text (a document per line; `whole_files`: per file), JSON lines, Parquet, Arrow (as `datasets` saves it),
+    tar archives (WebDataset); each also gzipped, but for tables. column: of texts or token ids, by default
+    `text`, else `ids`. labels: columns kept beside each document. context: tokens of a prompt, special ones
+    included; longer documents are cut; None for a prompt per document. pack: fill each prompt from as many
+    documents as it takes, the model's end-of-text token behind each. share: of the documents that are read,
+    drawn by their place in their file and `seed`.
+
+    >>> Corpus("books/*.txt", context=128, pack=True).share
+    1.0
+    """
+
+    sources: str | Sequence[str]
+    column: str | None = None
+    labels: Sequence[str] = ()
+    whole_files: bool = False
+    context: int | None = None
+    pack: bool = False
+    share: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        named = (self.sources,) if isinstance(self.sources, str | Path) else tuple(self.sources)
+        object.__setattr__(self, "sources", tuple(str(Path(each).expanduser()) for each in named))
+        object.__setattr__(self, "labels", tuple(self.labels))
+        if self.pack and self.context is None:
+            raise PromptError("expected pack=True with context=…, the tokens of a prompt, found no context")
+        if self.context is not None and self.context < 1:
+            raise PromptError(f"expected a context of at least 1 token, found {self.context}")
+        if not 0 < self.share <= 1:
+            raise PromptError(f"expected a share of the documents in (0, 1], found {self.share}")
+        if taken := {"prompt_id", "prompt", DOCUMENT, "text", "token", "layer", "position"} & set(
+            self.labels
+        ):
+            raise PromptError(
+                f"expected labels by names of their own, found {sorted(taken)[0]!r}, which is taken"
+            )
+
+    @property
+    def files(self) -> list[Path]:
+        """Every file there is now. Raises PromptError for a source that is not there, or holds none."""
+        found: list[Path] = []
+        for source in self.sources:
+            path = Path(source)
+            if path.is_dir():
+                held = [each for each in sorted(path.rglob("*")) if _is_document_file(each, path)]
+            elif has_magic(source) and not path.exists():
+                matches = iglob(source, recursive=True)  # noqa: PTH207 - a pattern may begin at any root
+                held = [path for path in map(Path, sorted(matches)) if path.is_file()]
+            else:
+                held = [path] if path.is_file() else []
+            if not held:
+                formats = ", ".join(FORMATS)
+                raise PromptError(
+                    f"expected files of documents at {source!r}, found none; name files, globs or folders "
+                    f"with files of {formats}"
+                )
+            found += held
+        return found
+
+    def nodes(self, tokenizer: Tokenizer | None) -> list[SourceNode]:
+        """The tokens of each file, as nodes of a graph."""
+        framing = self.framing(tokenizer)
+        return [self._node(path, tokenizer, framing) for path in self.files]
+
+    def tokens(self, tokenizer: Tokenizer | None, store: Store, *, quiet: bool = True) -> PackedTokens:
+        """Token ids of all prompts, computed where they are not stored.
+
+        Raises PromptError for a corpus without a token, TokenizerError for texts without a tokenizer.
+        """
+        parts = self._stored(tokenizer, store, quiet=quiet)
+        ids = [part["token_id"].values for part in parts]
+        sizes = [part["row_size"].values for part in parts]
+        if not sum(map(len, sizes)):
+            raise PromptError(f"expected at least one token in {', '.join(self.sources)}, found none")
+        return PackedTokens(np.concatenate(ids), np.concatenate(sizes))
+
+    def about(self, tokenizer: Tokenizer | None, store: Store) -> xr.Dataset:
+        """Of each prompt [prompt_id] the document its first token is of (`document`, counted over all files),
+        and that document's labels."""
+        import xarray as xr
+
+        columns: dict[str, list[Any]] = {DOCUMENT: [], **{name: [] for name in self.labels}}
+        before = 0
+        for part in self._stored(tokenizer, store, quiet=True):
+            document = part[DOCUMENT].values
+            columns[DOCUMENT].append(document + before)
+            for name in self.labels:
+                columns[name].append(_joined(part[name].values)[document])
+            before += int(part.attrs["documents"])
+        data = {name: ("prompt_id", np.concatenate(values)) for name, values in columns.items()}
+        return xr.Dataset(coords=data)
+
+    def _stored(self, tokenizer: Tokenizer | None, store: Store, *, quiet: bool) -> list[xr.Dataset]:
+        nodes = self.nodes(tokenizer)
+        run(nodes, store, quiet=quiet)
+        return [node.open(store) for node in nodes]
+
+    def _node(self, path: Path, tokenizer: Tokenizer | None, framing: Framing) -> SourceNode:
+        digest, size = file_digests().digest(path), path.stat().st_size
+        reading = Reading(self.column, tuple(self.labels), self.whole_files)
+        params = {
+            "file": digest,
+            "format": ending(path),
+            "tokenizer": tokenizer and tokenizer.digest,
+            "reading": asdict(reading),
+            "framing": asdict(framing),
+            "share": self.share,
+            "seed": self.seed,
+        }
+
+        def confirm() -> None:
+            if file_digests().digest(path) != digest:
+                raise SourceChanged(
+                    f"{path} changed while it was read; start again with the file as it is now"
+                )
+
+        make = partial(_tokenised, path, digest, reading, tokenizer, framing, self.share, self.seed)
+        return SourceNode("corpus_tokens", VERSION, params, make, Estimate(size, size, 4 * size), confirm)
+
+    def framing(self, tokenizer: Tokenizer | None) -> Framing:
+        """Special tokens as the tokenizer adds them to any text, and what parts documents."""
+        before: tuple[int, ...] = ()
+        after: tuple[int, ...] = ()
+        separator: tuple[int, ...] | None = () if self.pack else None
+        if tokenizer is not None:
+            example = tokenizer.encode("a")
+            own = [place for place, special in enumerate(example.special) if not special]
+            before, after = tuple(example.ids[: own[0]]), tuple(example.ids[own[-1] + 1 :])
+            if self.pack and tokenizer.eos_id is not None:
+                separator = (tokenizer.eos_id,)
+        framing = Framing(before, after, self.context, separator)
+        if framing.room is not None and framing.room < 1:
+            raise PromptError(
+                f"expected a context of more than the {len(before) + len(after)} special tokens around each "
+                f"prompt, found {self.context}"
+            )
+        return framing
+
+
+def _is_document_file(path: Path, root: Path) -> bool:
+    hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+    known = ending(path).removesuffix(".gz") in FORMATS
+    return known and not hidden and path.is_file()
+
+
+def _tokenised(
+    path: Path,
+    digest: str,
+    reading: Reading,
+    tokenizer: Tokenizer | None,
+    framing: Framing,
+    share: float,
+    seed: int,
+) -> xr.Dataset:
+    """The prompts of one file, and of which documents they are."""
+    import xarray as xr
+
+    labels: dict[str, list[Any]] = {name: [] for name in reading.labels}
+    count = 0
+
+    def documents() -> Iterator[Document]:
+        nonlocal count
+        for document in _drawn(read_documents(path, reading), digest, share, seed):
+            for name, value in document.labels.items():
+                labels[name].append(value)
+            count += 1
+            yield document
+
+    ids, sizes, owners = [], [], []
+    for prompt, owner in framed_prompts(encoded(documents(), tokenizer, path), framing):
+        ids.append(prompt)
+        sizes.append(len(prompt))
+        owners.append(owner)
+    data = {
+        "token_id": ("token", np.concatenate(ids) if ids else np.empty(0, np.int32)),
+        "row_size": ("prompt_id", np.array(sizes, np.int64)),
+        DOCUMENT: ("prompt_id", np.array(owners, np.int64)),
+        **{name: ("document_id", _column(values)) for name, values in labels.items()},
+    }
+    return xr.Dataset(data, attrs={"documents": count})
+
+
+def _drawn(documents: Iterator[Document], digest: str, share: float, seed: int) -> Iterator[Document]:
+    """Those a seeded draw takes; the same whatever else is drawn."""
+    if share == 1:
+        yield from documents
+        return
+    rng = np.random.default_rng([seed, int(digest.rpartition(":")[2][:16], 16)])
+    yield from (document for document in documents if rng.random() < share)
+
+
+def encoded(
+    documents: Iterator[Document], tokenizer: Tokenizer | None, path: Path
+) -> Iterator[Sequence[int] | Ids]:
+    """Token ids of each document, texts tokenised many at a time."""
+    texts: list[str] = []
+    held = 0
+    for document in documents:
+        if isinstance(document.content, str):
+            if tokenizer is None:
+                raise TokenizerError(
+                    f"expected token ids in {path}, as the model has no tokenizer, found text"
+                )
+            texts.append(document.content)
+            held += len(document.content)
+            if held >= BATCH:
+                yield from tokenizer.ids_of(texts)
+                texts, held = [], 0
+        else:
+            if texts and tokenizer is not None:
+                yield from tokenizer.ids_of(texts)
+                texts, held = [], 0
+            yield document.content
+    if texts and tokenizer is not None:
+        yield from tokenizer.ids_of(texts)
+
+
+def _column(values: list[Any]) -> np.ndarray[Any, Any]:
+    """Labels of documents: whole numbers, numbers, or text; anything else as JSON."""
+    kinds = {type(value) for value in values}
+    if kinds <= {int} or kinds <= {int, float}:
+        return np.array(values, np.int64 if kinds <= {int} else np.float64)
+    texts = [value if isinstance(value, str) else json.dumps(value, default=str) for value in values]
+    return np.array(texts, np.dtypes.StringDType())
+
+
+def _joined(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return values if values.dtype.kind in "if" else values.astype(np.dtypes.StringDType())

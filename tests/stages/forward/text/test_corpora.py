@@ -1,0 +1,294 @@
+"""Corpora: the same documents in any kind of file are the same tokens, and only what is new is computed."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mizarr import Corpus, capture, open_store
+from mizarr.stages.forward.models.files import resolve
+from mizarr.stages.forward.text.corpora import contexts
+from mizarr.stages.forward.text.corpora.contexts import Framing, framed_prompts
+from mizarr.stages.forward.text.corpora.estimate import estimated_size
+from mizarr.store.errors import MizarrError, PromptError, StoreFull, TokenizerError
+from mizarr.workflows.cli import run as mizarr_command
+
+TEXTS = ["It was the best of times.", "it was the worst of times,", "the age of wisdom", "a", "foolishness"]
+ROWS = [{"text": text, "book": f"book {n % 2}", "page": n} for n, text in enumerate(TEXTS)]
+HOOKS = "blocks.*.hook_resid_post"
+
+
+@pytest.fixture(scope="module")
+def words():
+    return resolve("specimen").tokenizer()
+
+
+def write_text(path):
+    path.write_text("\n\n".join(TEXTS) + "\n")
+
+
+def write_jsonl(path):
+    path.write_text("\n".join(map(json.dumps, ROWS)))
+
+
+def write_gzip(path):
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, ROWS)).encode()))
+
+
+def write_parquet(path):
+    pa.parquet.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=2)
+
+
+def write_stream(path):
+    table = pa.Table.from_pylist(ROWS)
+    with pa.ipc.new_stream(path, table.schema) as sink:
+        sink.write_table(table, max_chunksize=2)
+
+
+def write_arrow(path):
+    table = pa.Table.from_pylist(ROWS)
+    with pa.ipc.new_file(path, table.schema) as sink:
+        sink.write_table(table, max_chunksize=2)
+
+
+def write_tar(path, texts=True):
+    with tarfile.open(path, "w") as archive:
+        for n, row in enumerate(ROWS):
+            members = {"json": json.dumps(row if not texts else {**row, "text": "no"}).encode()}
+            if texts:
+                members["txt"] = row["text"].encode()
+            for ending, data in members.items():
+                about = tarfile.TarInfo(f"shard/{n:04}.{ending}")
+                about.size = len(data)
+                archive.addfile(about, io.BytesIO(data))
+
+
+WRITERS = {
+    "a.txt": write_text,
+    "a.jsonl": write_jsonl,
+    "a.jsonl.gz": write_gzip,
+    "a.parquet": write_parquet,
+    "stream.arrow": write_stream,
+    "file.arrow": write_arrow,
+    "a.tar": write_tar,
+    "json.tar": lambda path: write_tar(path, texts=False),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_any_kind_of_file_gives_its_documents_and_their_labels(name, words, tmp_path):
+    WRITERS[name](tmp_path / name)
+    store = open_store(tmp_path / "store")
+    labels = () if name.endswith(".txt") else ("book", "page")
+    corpus = Corpus(str(tmp_path / name), labels=labels)
+    tokens = corpus.tokens(words, store)
+    assert [ids.tolist() for ids in tokens] == [words.encode(text).ids for text in TEXTS]
+    about = corpus.about(words, store)
+    assert about["document"].values.tolist() == [0, 1, 2, 3, 4]
+    if labels:
+        assert about["book"].values.tolist() == [row["book"] for row in ROWS]
+        assert about["page"].values.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_folders_and_globs_are_all_their_files_in_order(words, tmp_path):
+    for name in ("b.jsonl", "a.txt", "deep/c.parquet", ".hidden/d.txt", "deep/notes.pdf"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (
+            write_parquet
+            if name.endswith("t") and "c." in name
+            else write_jsonl
+            if "jsonl" in name
+            else write_text
+        )(tmp_path / name)
+    assert [path.name for path in Corpus(str(tmp_path)).files] == ["a.txt", "b.jsonl", "c.parquet"]
+    assert [path.name for path in Corpus(str(tmp_path / "*.[jt]*")).files] == ["a.txt", "b.jsonl"]
+    for missing in ("absent.txt", "*.csv", "deep/nothing"):
+        with pytest.raises(PromptError, match="expected files of documents"):
+            Corpus(str(tmp_path / missing)).files  # noqa: B018
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=8),
+    st.integers(1, 6),
+    st.lists(st.just(77), max_size=2),
+    st.booleans(),
+    st.sampled_from([1, 5, 1000]),
+)
+@settings(max_examples=120, deadline=None)
+def test_contexts_hold_every_token_once_and_in_order(documents, room, before, pack, row):
+    framing = Framing(tuple(before), (), room + len(before), (99,) if pack else None)
+    with mock.patch.object(contexts, "ROW", row):
+        found = list(framed_prompts(documents, framing))
+    bodies = [ids[len(before) :].tolist() for ids, _ in found]
+    flat = [each for body in bodies for each in body]
+    expected = [[*document, 99] if pack else document for document in documents if document]
+    assert flat == [each for document in expected for each in document]
+    assert all(ids[: len(before)].tolist() == before for ids, _ in found)
+    assert all(0 < len(body) <= room for body in bodies)
+    if pack:
+        assert all(len(body) == room for body in bodies[:-1])
+    starts = np.cumsum([0, *(len(document) + pack if document else 0 for document in documents)])
+    at = np.cumsum([0, *map(len, bodies)])[:-1]
+    owners = [int(np.searchsorted(starts, place, side="right")) - 1 for place in at]
+    assert [number for _, number in found] == owners
+
+
+def test_what_is_kept_follows_from_content_and_not_from_names(words, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl")
+    store = open_store(tmp_path / "store")
+    corpus = Corpus(str(tmp_path / "a.jsonl"), context=8, pack=True)
+    first = corpus.tokens(words, store)
+    keys = sorted(store.files.list("keys"))
+    (tmp_path / "a.jsonl").rename(tmp_path / "b.jsonl")
+    assert Corpus(str(tmp_path / "b.jsonl"), context=8, pack=True).tokens(words, store) == first
+    assert sorted(store.files.list("keys")) == keys
+    (tmp_path / "b.jsonl").write_text('"others"\n')
+    changed = Corpus(str(tmp_path / "b.jsonl"), context=8, pack=True).tokens(words, store)
+    assert changed != first
+    assert Corpus(str(tmp_path / "b.jsonl"), context=9, pack=True).nodes(words)[0].key(store) not in keys
+
+
+def test_a_share_is_drawn_by_seed_and_a_document_does_not_depend_on_the_rest(words, tmp_path):
+    (tmp_path / "a.txt").write_text("\n".join(f"word {n}" for n in range(400)))
+    store = open_store(tmp_path / "store")
+
+    def drawn(**given):
+        corpus = Corpus(str(tmp_path / "a.txt"), **given)
+        return [words.decode(ids.tolist(), keep_special=False) for ids in corpus.tokens(words, store)]
+
+    some, more = drawn(share=0.25, seed=1), drawn(share=0.5, seed=1)
+    assert 60 < len(some) < 140
+    assert set(some) < set(more)
+    assert drawn(share=0.25, seed=2) != some
+
+
+def test_a_corpus_that_has_grown_costs_what_is_new(words, tmp_path, monkeypatch):
+    monkeypatch.setattr("mizarr.stages.forward.capture.capture.WORTH_A_LOOK", 1)
+    rng = np.random.default_rng(0)
+    lines = [" ".join(rng.choice(["the", "best", "of", "times", "worst"], 12)) for _ in range(120)]
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "1.txt").write_text("\n".join(lines[:100]))
+    store = open_store(tmp_path / "store")
+    corpus = Corpus(str(tmp_path / "corpus"), context=16, pack=True)
+    asked = {"store": store, "progress": False, "segment_tokens": 128}
+    before = capture("specimen", corpus, HOOKS, **asked)
+    (tmp_path / "corpus" / "2.txt").write_text("\n".join(lines[100:]))
+    seen = []
+    real = mizarr_harvest().fill
+    monkeypatch.setattr(mizarr_harvest(), "fill", lambda *given: (seen.append(given[2]), real(*given)))
+    after = capture("specimen", corpus, HOOKS, **asked)
+    whole = before.sizes["token"] // 128
+    assert seen == list(range(whole, -(-after.sizes["token"] // 128)))
+    fresh = capture("specimen", corpus, HOOKS, **{**asked, "store": open_store(tmp_path / "fresh")})
+    np.testing.assert_array_equal(after["resid_post"].values, fresh["resid_post"].values)
+    assert store.verify() == []
+    # The old run may go; what the new one took over stays.
+    np.testing.assert_array_equal(
+        before["resid_post"].values, after["resid_post"].values[:, : before.sizes["token"]]
+    )
+    assert after["document"].dims == ("prompt_id",)
+
+
+def mizarr_harvest():
+    from mizarr.stages.forward.capture import harvest
+
+    return harvest
+
+
+def test_a_disk_without_room_is_told_before_anything_is_computed(tmp_path, monkeypatch):
+    from mizarr.store.files import Folder
+
+    monkeypatch.setattr(Folder, "free_bytes", property(lambda self: 1000))
+    store = open_store(tmp_path / "store")
+    with pytest.raises(StoreFull, match="bytes of room"):
+        capture("specimen", ["a prompt"], HOOKS, store=store, progress=False)
+    assert list(store.entries()) == []
+
+
+def test_an_estimate_is_near_and_reads_little(words, tmp_path):
+    rng = np.random.default_rng(0)
+    for n in range(20):
+        lines = [" ".join(rng.choice(TEXTS, 4)) for _ in range(2000)]
+        (tmp_path / f"{n:02}.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    corpus = Corpus(str(tmp_path), context=32, pack=True)
+    size = estimated_size(corpus, words)
+    exact = corpus.tokens(words, open_store(tmp_path / "store"))
+    assert size.tokens == pytest.approx(exact.n_tokens, rel=0.05)
+    assert size.prompts == pytest.approx(exact.n_prompts, rel=0.05)
+    assert size.files == 20
+    half = estimated_size(Corpus(str(tmp_path / "*.jsonl"), context=32, pack=True, share=0.5), words)
+    assert half.tokens == pytest.approx(size.tokens / 2, rel=0.01)
+
+
+def test_the_command_streams_estimates_and_captures(tmp_path, capsys, monkeypatch):
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "a.jsonl")
+    asked = [
+        "capture",
+        "specimen",
+        str(tmp_path / "data"),
+        "--hooks",
+        HOOKS,
+        "--store",
+        str(tmp_path / "store"),
+    ]
+    options = ["--context", "16", "--pack", "--label", "book", "--json", "--quiet"]
+    assert mizarr_command([*asked, *options, "--dry-run"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["is_estimated"]
+    assert not (tmp_path / "store").exists()
+    assert mizarr_command([*asked, *options]) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert done["tokens"] == pytest.approx(told["tokens"], rel=0.2)
+    assert mizarr_command([*asked, *options, "--dry-run"]) == 0
+    assert "is_estimated" not in json.loads(capsys.readouterr().out)
+    assert mizarr_command([*asked, "--dry-run", "--share", "0.5"]) == 0
+    assert "estimated from" in capsys.readouterr().out
+
+
+BAD = {
+    "not.jsonl": b"{text: 1}",
+    "no.parquet": b"PAR1 no",
+    "no.arrow": b"ARROW1 no",
+    "no.tar": b"\0" * 100 + b"x" * 500,
+    "no.jsonl.gz": b"\x1f\x8b\x08no",
+    "latin.txt": "café".encode("latin-1"),
+    "mixed.jsonl": b'{"text": "a"}\n{"book": "b"}',
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_corpus_is_one_line_and_nothing_is_written(name, words, tmp_path):
+    (tmp_path / name).write_bytes(BAD[name])
+    store = open_store(tmp_path / "store")
+    with pytest.raises(MizarrError) as said:
+        Corpus(str(tmp_path / name)).tokens(words, store)
+    assert name in str(said.value)
+    assert "\n" not in str(said.value)
+    assert list(store.files.list("keys")) == []
+
+
+def test_settings_that_make_no_sense_are_refused(words, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl")
+    path, store = str(tmp_path / "a.jsonl"), open_store(tmp_path / "store")
+    for wrong, says in (
+        ({"pack": True}, "context"),
+        ({"context": 0}, "at least 1"),
+        ({"share": 0.0}, "share"),
+        ({"labels": ["document"]}, "taken"),
+    ):
+        with pytest.raises(PromptError, match=says):
+            Corpus(path, **wrong)
+    with pytest.raises(PromptError, match="'author'"):
+        Corpus(path, labels=["author"]).tokens(words, store)
+    with pytest.raises(TokenizerError, match="token ids"):
+        Corpus(path).tokens(None, store)
