@@ -1,4 +1,4 @@
-"""Sphinx configuration: the pages of docs/ as a site in build/site. Nothing in the site is fetched from anywhere.
+"""Sphinx: the pages of docs/ as a site in build/site. Nothing in the site is fetched from anywhere.
 
 `make docs` builds it with warnings as errors. What is generated (site/reference.py) is written beside the
 sources first, and is not under version control.

@@ -59,6 +59,11 @@ def write(docs: Path) -> None:
             target.write_text(text, "utf-8")
 
 
+SETTINGS = """# Settings of workflows
+
+`mizarr compute NAME --set setting=value`, or `mizarr.compute(NAME, setting=value)`. On the command line values
+are JSON where they are JSON, else text.
+"""
 API = """# Every public name
 
 One page per room, from the docstrings. `mizarr` itself offers the names of the first page; everything else is
@@ -90,7 +95,7 @@ def folders() -> Iterator[Path]:
 
 
 def classes() -> dict[str, str]:
-    """Name of each class that has a place in the reference -> where it is defined; not of two with one name."""
+    """Name of each class in the reference -> where it is defined; without names that two have."""
     found: dict[str, list[str]] = {}
     for folder in folders():
         for path in folder.glob("*.py"):
@@ -122,10 +127,7 @@ def settings_page() -> str:
     """Every workflow with what `--set` can change."""
     from mizarr.workflows import WORKFLOWS, kind_of
 
-    parts = [
-        "# Settings of workflows\n\n`mizarr compute NAME --set setting=value`, or `mizarr.compute(NAME, "
-        "setting=value)`. On the command line values are JSON where they are JSON, else text.\n"
-    ]
+    parts = [SETTINGS]
     for name in WORKFLOWS:
         kind = kind_of(name)
         parts.append(f"## {name}\n\n{kind.question}\n\n| setting | default | what it is |\n|---|---|---|")
@@ -152,7 +154,7 @@ def module_text(path: Path) -> str:
 
 
 def public(tree: ast.Module) -> list[ast.AST]:
-    """Definitions that are public, in the order of `__all__`, else of the source; constants with their text."""
+    """Functions and classes that are public, in the order of `__all__`, else of the source."""
     defined: dict[str, ast.AST] = {}
     listed: list[str] | None = None
     for node in tree.body:

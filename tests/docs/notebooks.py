@@ -1,7 +1,7 @@
 """The tutorial as notebooks, made of the same pages: `make notebooks` writes them into docs/notebooks.
 
-Code becomes code cells without outputs, all else Markdown. Written as JSON (nbformat 4.5), byte for byte the same
-for the same page.
+Code becomes code cells without outputs, all else Markdown. Written as JSON (nbformat 4.5), byte for byte the
+same for the same page.
 
     python -m tests.docs.notebooks
 """

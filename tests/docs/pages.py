@@ -1,8 +1,8 @@
 """Blocks of code on the pages of docs/: read, run in order, and their output compared.
 
 Blocks of a page share a namespace, as the cells of a notebook do, and run in a folder of their own. ```python
-runs; a last line that is an expression is shown. ```bash holds commands of `mizarr`, a line each. ```text right
-below either is what it prints. `<!-- not run: reason -->` above a block says why it cannot be.
+runs; a last line that is an expression is shown. ```bash holds commands of `mizarr`, a line each. ```text
+right below either is what it prints. `<!-- not run: reason -->` above a block says why it cannot be.
 
 Output is compared line by line, blanks aside. Whole numbers must be the same; numbers with a point may differ
 by two of their last digit, as processors round differently; an ellipsis (…) stands for anything.

@@ -1,4 +1,4 @@
-"""`mizarr doctor`: what is installed, where things lie, and what is missing for what; to paste into a report."""
+"""`mizarr doctor`: what is installed, where things lie, what is missing for what; to paste into a report."""
 
 from __future__ import annotations
 
