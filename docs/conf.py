@@ -30,10 +30,9 @@ html_static_path = ["site/static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 html_extra_path = ["notebooks"]
 html_theme_options = {"top_of_page_buttons": []}
-pygments_style = "sphinx"
-pygments_dark_style = "monokai"
 
 myst_enable_extensions = ["colon_fence", "attrs_inline"]
 myst_heading_anchors = 3
@@ -44,6 +43,13 @@ add_module_names = False
 
 CLASSES = reference.classes()
 DRAWING = re.compile(r"^!\[(?P<alt>[^\]]*)\]\((?P<path>[^)]+\.svg)\)$", re.MULTILINE)
+
+
+def one_title(app: Any, docname: str, source: list[str]) -> None:
+    """Of a page with several titles all but the first one level lower, or each would be in the menu."""
+    title, found, rest = source[0].partition("\n")
+    if re.search(r"^# ", found + rest, re.MULTILINE) and docname == "seed":
+        source[0] = title + re.sub(r"^#", "##", found + rest, flags=re.MULTILINE)
 
 
 def inline_drawings(app: Any, docname: str, source: list[str]) -> None:
@@ -74,3 +80,4 @@ def setup(app: Any) -> None:
     reference.write(HERE)
     app.connect("doctree-read", link_types)
     app.connect("source-read", inline_drawings)
+    app.connect("source-read", one_title)

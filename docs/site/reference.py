@@ -46,7 +46,8 @@ def write(docs: Path) -> None:
     made = {f"reference/api/{name}.md": text for name, text in api_pages().items()}
     made["reference/settings.md"] = settings_page()
     made |= {path: (ROOT / source).read_text("utf-8") for path, source in COPIED.items()}
-    listed = "\n".join(f"{Path(path).stem} <{Path(path).stem}>" for path in made if "/api/" in path)
+    names = [Path(path).stem for path in made if "/api/" in path]
+    listed = "\n".join(f"{name.removeprefix('mizarr.')} <{name}>" for name in names)
     made["reference/api/index.md"] = f"{API}\n```{{toctree}}\n:maxdepth: 1\n\n{listed}\n```\n"
     for folder in ("api", "cards"):
         (docs / "reference" / folder).mkdir(parents=True, exist_ok=True)
@@ -61,8 +62,8 @@ def write(docs: Path) -> None:
 
 SETTINGS = """# Settings of workflows
 
-`mizarr compute NAME --set setting=value`, or `mizarr.compute(NAME, setting=value)`. On the command line values
-are JSON where they are JSON, else text.
+`mizarr compute NAME --set setting=value`, or `mizarr.compute(NAME, setting=value)`. On the command line
+values are JSON where they are JSON, else text.
 """
 API = """# Every public name
 
@@ -177,7 +178,7 @@ def member_text(node: ast.AST, module: str) -> str:
         return ""
     if isinstance(node, ast.ClassDef):
         return class_text(node, module)
-    return directive("function", f"{node.name}{signature(node)}", docstring(node), module)
+    return directive("function", f"{node.name}{signature(node)}", by_parameter(node), module)
 
 
 def class_text(node: ast.ClassDef, module: str) -> str:
@@ -192,7 +193,7 @@ def class_text(node: ast.ClassDef, module: str) -> str:
             else:
                 given = signature(item, skip_first="staticmethod" not in kinds)
                 how = next((f":{k}:\n" for k in ("classmethod", "staticmethod") if k in kinds), "")
-                inner.append(directive("method", item.name + given, docstring(item), "", how, colons=3))
+                inner.append(directive("method", item.name + given, by_parameter(item), "", how, colons=3))
         elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             told = node.body[place + 1] if place + 1 < len(node.body) else None
             if item.target.id.startswith("_") or "ClassVar" in ast.unparse(item.annotation):
@@ -245,6 +246,18 @@ def directive(kind: str, name: str, text: str, module: str, options: str = "", *
 def docstring(node: ast.AST) -> str:
     """As Markdown shows it rightly."""
     return markdown(ast.get_docstring(node) or "") if isinstance(node, Definition | ast.Module) else ""
+
+
+def by_parameter(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """A function's docstring with a paragraph for each parameter, for what it returns and what it raises."""
+    every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    names = "|".join(re.escape(argument.arg) for argument in every)
+    text = ast.get_docstring(node) or ""
+    if names:
+        lists = rf"(?:^|(?<=\.)\s+|  +|\n)((?:{names})(?:, (?:{names}))*):\s(?=\S)"
+        text = re.sub(lists, r"\n\n`\1`: ", text, flags=re.MULTILINE)
+    text = re.sub(r"(?<=[.\])])\s+(Returns|Raises) (?=\S)", r"\n\n\1 ", text)
+    return markdown(text)
 
 
 def markdown(text: str) -> str:
