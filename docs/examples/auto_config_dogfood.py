@@ -9,5 +9,5 @@ Prints:
 from mizarr.stages.forward.models.source import ModelSource
 
 config = ModelSource("specimen").config
-print(config.model_type, config.num_layers, config.hidden_size, config.num_attention_heads)
+print(config.model_type, config.num_layers, config.hidden_size, config.attention_heads)
 print(len(config.hook_points), "hook points")

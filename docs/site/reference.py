@@ -293,5 +293,7 @@ def paragraphs(text: str) -> Iterator[list[str]]:
 def outside_code(line: str) -> str:
     """A line with its patterns in code, and nothing in it taken for a tag."""
     parts = line.split("`")
-    parts[::2] = [PATTERN.sub(r"`\1`", part).replace("<", "\\<").replace("_", "\\_") for part in parts[::2]]
+    parts[::2] = [PATTERN.sub(r"`\1`", part) for part in parts[::2]]
+    parts = "`".join(parts).split("`")
+    parts[::2] = [part.replace("<", "\\<").replace("_", "\\_") for part in parts[::2]]
     return "`".join(parts)
