@@ -13,13 +13,15 @@ export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 # Compiled modules are kept even where the environment says otherwise: tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo check test lint format typecheck bench families clean
+.PHONY: help demo docs notebooks check test lint format typecheck bench families clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo       the main job on the built-in model, offline"
 	@echo "make check      lint, type check and the tests of what changed: for daily work"
 	@echo "make test       lint, type check and all tests"
+	@echo "make docs       the pages of docs/ as a site in build/site, offline"
+	@echo "make notebooks  the tutorial as docs/notebooks, from its pages"
 	@echo "make lint       ruff only;  make format rewrites"
 	@echo "make typecheck  mypy only"
 	@echo "make families   docs/families.md: every family, and how far it is from transformers"
@@ -28,6 +30,15 @@ help:
 
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/mizarr demo
+
+# A warning - a link that leads nowhere, a name that is not there - is an error.
+docs: $(VENV)/installed-docs
+	$(BIN)/python docs/site/drawings.py
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs build/site
+	@echo "build/site/index.html"
+
+notebooks: $(VENV)/installed-test
+	$(BIN)/python -m tests.docs.notebooks
 
 # Those tests that look at what differs from the last commit (tests/changed.py).
 check: lint typecheck
@@ -68,4 +79,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/installed-test: $(VENV)/installed
 	$(PIP) install --quiet --editable '.[test]'
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(PIP) install --quiet --editable '.[docs]'
 	touch $@

@@ -257,8 +257,13 @@ def layout_verdicts() -> Verdicts:
     return Verdicts(_user_cache() / "layouts.sqlite")
 
 
+def cache_folder() -> Path:
+    """Where what is remembered of files lies: $MIZARR_CACHE, else ~/.cache/mizarr."""
+    return Path(os.environ.get("MIZARR_CACHE") or Path.home() / ".cache" / "mizarr")
+
+
 def _user_cache() -> Path:
-    folder = Path(os.environ.get("MIZARR_CACHE") or Path.home() / ".cache" / "mizarr")
+    folder = cache_folder()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -41,7 +41,7 @@ comes out of every layer, from transformers {version} (eager, float32), as a sha
 worst of {draws} random small models at {lengths} tokens. `make families` measures it anew.
 
 What stands in no table runs if it is configured like one of these and a check against transformers says so,
-or behind the transformers bridge: see the [README](../README.md#model-families).
+or behind the transformers bridge: see [Models](reference/models.md).
 
 """
 COLUMNS = (

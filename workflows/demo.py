@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..store.errors import MissingExtra
 from . import build
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ def run(
         done.ran += _run(workflow, store, talk, quiet)
         done.workflows.append(workflow)
         console.print()
-        drawn = workflow.render(console, folder)
+        drawn = workflow.render(console)
+        drawn += _draw(workflow, folder, talk)
         done.figures += drawn
         for path in drawn:
             talk.print(f"figure {path}", highlight=False, soft_wrap=True)
@@ -96,6 +98,17 @@ def run(
         f"\n{what}, {seconds:.1f} s. Results are in {store.files.root}", highlight=False, soft_wrap=True
     )
     return done
+
+
+def _draw(workflow: Workflow, folder: Path | None, talk: Console) -> list[Path]:
+    """The figures, or one line that says what they take: the demo goes on without them."""
+    if folder is None:
+        return []
+    try:
+        return workflow.draw(folder)
+    except MissingExtra as error:
+        talk.print(f"no figures: {error}", highlight=False, soft_wrap=True, markup=False)
+        return []
 
 
 def _run(workflow: Workflow, store: Store, talk: Console, quiet: bool) -> list[str]:

@@ -72,6 +72,7 @@ class LayerScan(ModelWorkflow):
     question = "In which layer does a marker look where it should?"
     needs = "weights"
     settings_type = LayerScanSettings
+    extra = "probing"
     settings: LayerScanSettings
 
     found = loaded("scan")

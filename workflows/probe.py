@@ -88,6 +88,7 @@ class Probe(ModelWorkflow):
     question = "In which layer can it be read off the state?"
     descriptive = "How well a straight line tells the target from the states, beside shuffled targets."
     settings_type = ProbeSettings
+    extra = "probing"
     settings: ProbeSettings
 
     def plan(self) -> Mapping[str, ResultNode]:

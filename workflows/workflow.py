@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .. import __version__
+from ..stages.extras import is_installed, require
 from ..store.digest import digest
 from ..store.errors import ConfigError, nearest
 from .report.reported import NO_CLAIM
@@ -49,6 +50,9 @@ class Workflow:
     needs: ClassVar[Need] = "any model"
     """What a model must have for the question to make sense."""
 
+    extra: ClassVar[str] = ""
+    """The optional part without which it cannot be computed (stages/extras.py); empty for none."""
+
     settings: Any
     nodes: Mapping[str, ResultNode]
     """What is computed, by name; the graph below hangs on their inputs."""
@@ -67,10 +71,13 @@ class Workflow:
         """Compute what is not stored yet and open the results.
 
         options: those of `pipeline.run` (cluster, threads, memory, quiet).
+        Raises MissingExtra, before anything is computed, where an optional part is missing.
         """
         from ..pipeline import run
         from ..pipeline.memory import most_held
 
+        if self.extra:
+            self.require(self.extra, store)
         run(self.nodes.values(), store, **options)
         self.store = store
         self._results = {name: node.open(store) for name, node in self.nodes.items()}
@@ -80,6 +87,13 @@ class Workflow:
         self._seconds = sum(note.get("seconds", 0.0) for note in told)
         self._memory = most_held(told)
         return self
+
+    def require(self, extra: str, store: Store) -> None:
+        """Raise MissingExtra where an optional part is missing and something is left to compute."""
+        from ..pipeline import plan
+
+        if not is_installed(extra) and not plan(self.nodes.values(), store).is_cached:
+            require(extra, self.name if extra == self.extra else f"drawing the figures of {self.name}")
 
     def result(self, name: str) -> xr.Dataset:
         """One of the results, lazy and labelled; ConfigError before `run`, or for a name there is not."""

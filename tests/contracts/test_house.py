@@ -26,7 +26,8 @@ ROOT = Path(mizarr.__file__).parent
 ROOMS = ("store", "pipeline", "stages", "workflows")
 MODULES = [ROOT / "__init__.py", *sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "Makefile", ROOT / ".ci" / "run"]
+DOCS = [path for path in sorted((ROOT / "docs").rglob("*")) if path.suffix in (".md", ".py", ".css", ".svg")]
+PAGES = [*sorted(ROOT.glob("*.md")), *DOCS, ROOT / "Makefile", ROOT / ".ci" / "run"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 

@@ -16,7 +16,7 @@ from mizarr.workflows.cli import run
 from mizarr.workflows.usage import Use, uses
 from tests.torch_free import without_torch
 
-README = (Path(mizarr.__file__).parent / "README.md").read_text()
+PAGE = (Path(mizarr.__file__).parent / "docs" / "reference" / "python.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +36,14 @@ def said(capsys, *arguments: str) -> str:
 
 
 def test_every_stage_and_experiment_has_a_door(used):
-    """A workflow uses it, or another form of it, or the README says where to import it from."""
+    """A workflow uses it, or another form of it, or docs/reference/python.md says where to import it from."""
     assert list(used) == list(REGISTRY)
     without = [
         name
         for name, use in used.items()
-        if not use.workflows and not use.form_of and f"`{use.declaration.home}`" not in README
+        if not use.workflows and not use.form_of and f"`{use.declaration.home}`" not in PAGE
     ]
-    assert not without, "name it in the README's table of what is there for Python"
+    assert not without, "name it in docs/reference/python.md"
 
 
 def test_a_form_without_a_workflow_leads_to_one_that_has_some(used):
@@ -53,8 +53,8 @@ def test_a_form_without_a_workflow_leads_to_one_that_has_some(used):
         assert used[other].workflows and name in find(other).forms
 
 
-def test_what_the_readme_says_can_be_imported_is_there():
-    rows = [line for line in README.splitlines() if line.startswith("| `mizarr.")]
+def test_what_the_reference_says_can_be_imported_is_there():
+    rows = [line for line in PAGE.splitlines() if line.startswith("| `mizarr.")]
     names = [part for line in rows for part in line.split("`") if part.startswith("mizarr.")]
     assert names
     for name in names:

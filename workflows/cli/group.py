@@ -19,6 +19,8 @@ import click
 
 from ... import __version__
 from ...store.errors import MizarrError
+from .completion import completion
+from .doctor import doctor
 from .exchange import export, import_
 from .features import features
 from .models import models
@@ -52,7 +54,8 @@ def cli() -> None:
 
 RUNNING = (demo, capture, compute, report, replicate, train, train_zoo, explain, stages)
 STORED = (ls, show, export, import_, verify, pin, gc)
-for command in (*RUNNING, *STORED, models, features):
+ABOUT = (doctor, completion)
+for command in (*RUNNING, *STORED, models, features, *ABOUT):
     cli.add_command(command)
 
 

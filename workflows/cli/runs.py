@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from ...stages.extras import require
 from .. import WORKFLOWS, build
+from .completion import setting_names, workflow_names
 from .options import (
     adapter_option,
     backend_option,
@@ -71,7 +73,7 @@ def on_workflow(command: Callable[..., int | None]) -> Callable[..., None]:
 
     return with_options(
         planned,
-        click.argument("workflow"),
+        click.argument("workflow", shell_complete=workflow_names),
         click.option(
             "--model", help='Hub id, directory, a shipped one such as "specimen"; short for --set model=….'
         ),
@@ -83,6 +85,7 @@ def on_workflow(command: Callable[..., int | None]) -> Callable[..., None]:
             "parameters",
             multiple=True,
             callback=settings,
+            shell_complete=setting_names,
             metavar="NAME=VALUE",
             help="A setting; repeat for more. Values are JSON where they are JSON, else text.",
         ),
@@ -338,10 +341,15 @@ def compute(
 
     from ...store import open_store
 
+    if figures is not None and every_model:
+        require("plots", "--figures")
     if every_model:
         _compute_every(workflow, store_path, as_json, figures, how)
         return
-    done = workflow.run(open_store(store_path), **how)
+    store = open_store(store_path)
+    if figures is not None:
+        workflow.require("plots", store)
+    done = workflow.run(store, **how)
     if as_json:
         drawn = done.draw(figures) if figures else []
         print_json(done.to_json() | {"figures": [str(path) for path in drawn]})

@@ -644,7 +644,7 @@ def points_of(kinds: Iterable[str], num_layers: int) -> tuple[HookPoint, ...]:
 
 def _unknown(name: str, candidates: Iterable[str]) -> str:
     near = nearest(name, candidates)
-    hint = f"; did you mean {near!r}?" if near else "; the README lists every hook point"
+    hint = f"; did you mean {near!r}?" if near else "; a model lists its own: `model.hook_points`"
     return f"there is no hook point {name!r}{hint}"
 
 

@@ -616,6 +616,6 @@ def test_a_feature_there_is_not(feature: tuple[int, int], told: str, tmp_path: P
         Dictionary.from_pretrained(tmp_path).decoder_vector(feature)
 
 
-def test_every_format_is_in_the_readme():
-    readme = (Path(__file__).parents[4] / "README.md").read_text()
-    assert [name for name in FORMATS if f"| `{name}` " not in readme] == []
+def test_every_format_is_in_the_reference():
+    page = (Path(__file__).parents[4] / "docs" / "reference" / "dictionaries.md").read_text()
+    assert [name for name in FORMATS if f"| `{name}` " not in page] == []

@@ -1,0 +1,19 @@
+"""Where the last token looks, head by head of one layer.
+
+Prints:
+
+    head 0 looks at position 10 with 1.00
+    head 1 looks at position 7 with 0.55
+    head 2 looks at position 1 with 0.57
+    head 3 looks at position 6 with 0.41
+    head 4 looks at position 8 with 0.34
+    head 5 looks at position 0 with 0.51
+"""
+
+import mizarr
+
+model = mizarr.Model.from_pretrained("specimen")
+point = mizarr.HookPoint.pattern(1)
+pattern = model.forward("The mother tongue of Raimu is", mizarr.HookSpec().capture(point))[point][0]
+for head, row in enumerate(pattern[:, -1]):
+    print(f"head {head} looks at position {int(row.argmax())} with {row.max():.2f}")

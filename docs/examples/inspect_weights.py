@@ -1,0 +1,15 @@
+"""Norms of a model's matrices, layer by layer.
+
+Prints:
+
+    2,828,736 parameters
+    model.embed_tokens.weight [2048, 192] norm 48.4
+"""
+
+import mizarr
+
+asked = mizarr.compute("inspect_weights", store="activations")
+told = asked.to_json()
+print(f"{told['parameters']:,} parameters")
+embedding = told["embedding"]
+print(embedding["name"], embedding["shape"], f"norm {embedding['norm']:.1f}")

@@ -1,0 +1,119 @@
+"""`mizarr doctor`: what is installed, where things lie, what is missing for what; to paste into a report."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+import click
+
+from ... import __version__
+from ...stages.extras import EXTRAS, missing_modules
+from .options import json_option, print_json, store_option
+
+VARIABLES = ("MIZARR_STORE", "MIZARR_CACHE", "MIZARR_TUNING", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
+
+
+@click.command(epilog="Example: mizarr doctor")
+@store_option
+@json_option
+def doctor(store_path: str, as_json: bool) -> None:
+    """Say what is installed, where things lie, and what is missing for what.
+
+    Nothing is written, fetched or computed. Paste what it prints into a bug report; it names folders of
+    this machine, and no token.
+    """
+    told = examined(store_path)
+    if as_json:
+        print_json(told)
+        return
+    for title, facts in told.items():
+        click.echo(title)
+        width = max(map(len, facts))
+        for name, fact in facts.items():
+            click.echo(f"  {name.ljust(width)}  {fact}".rstrip())
+
+
+def examined(store_path: str) -> dict[str, dict[str, str]]:
+    """Title -> name -> what was found, as plain text."""
+    return {
+        "mizarr": {
+            "version": __version__,
+            "lies in": str(Path(__file__).parents[2]),
+            "Python": f"{platform.python_version()}, {sys.executable}",
+            "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        },
+        "packages": _packages(),
+        "optional parts": {name: _extra(name) for name in EXTRAS},
+        "computing": _computing(),
+        "places": {"store": _store(store_path), **_places()},
+        "variables": {name: os.environ.get(name, "-") for name in VARIABLES},
+    }
+
+
+def _packages() -> dict[str, str]:
+    """What mizarr cannot do without, with versions."""
+    needed = [line for line in requires("mizarr") or () if "extra ==" not in line]
+    names = [match[0] for line in needed if (match := re.match(r"[\w.-]+", line))]
+    return {name: _version(name) for name in names}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "missing; pip install --force-reinstall mizarr"
+
+
+def _extra(name: str) -> str:
+    missing = missing_modules(name)
+    state = f"missing {', '.join(missing)}: pip install 'mizarr[{name}]'" if missing else "installed"
+    return f"{state} ({EXTRAS[name].purpose})"
+
+
+def _computing() -> dict[str, str]:
+    """Devices and threads, as torch tells them."""
+    try:
+        import torch
+    except ImportError as error:
+        return {"torch": f"cannot be imported: {error}"}
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "devices": ", ".join(["cpu", *devices]),
+        "threads": f"{torch.get_num_threads()} of torch",
+        "memory": _memory(),
+    }
+
+
+def _memory() -> str:
+    pages, free = (os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+    size = os.sysconf("SC_PAGE_SIZE") / 2**30
+    return f"{pages * size:.1f} GiB, {free * size:.1f} GiB of it unused"
+
+
+def _store(path: str) -> str:
+    from ...store import open_store
+    from ...store.errors import MizarrError
+
+    folder = Path(path).absolute()
+    if not folder.exists():
+        return f"{folder}, not there yet"
+    try:
+        open_store(folder, mode="r")
+    except MizarrError as error:
+        return f"{folder}: {error}"
+    return f"{folder}, {'can' if os.access(folder, os.W_OK) else 'cannot'} be written"
+
+
+def _places() -> dict[str, str]:
+    from ...stages.forward.models.files import hub_cache
+    from ...store.index import cache_folder
+
+    folders = {"cache": cache_folder(), "models": hub_cache()}
+    return {
+        name: f"{folder}{'' if folder.exists() else ', not there yet'}" for name, folder in folders.items()
+    }
