@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from ....store.digest import digest
 from ....store.errors import ConfigError
-from .architecture import Architecture, AttentionMixer, Layer, Reach, Tensors, later
+from .architecture import Architecture, AttentionMixer, Heads, Layer, Reach, Tensors, later
 from .checkpoint import transformer_tensors
 from .points import ORDER, HookPoint, transformer_points
 
@@ -186,6 +186,18 @@ class TransformerConfig(Architecture):
         """How each layer attends."""
         scale, cap = self.attention_scale, self.attn_logit_softcapping
         return tuple(AttentionMixer(scale, window, cap) for window in self.layer_windows)
+
+    def heads_of(self, layer: int) -> Heads:
+        """See `Architecture`; every layer attends."""
+        return Heads(
+            self.num_attention_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.mixers[layer],
+            "by part" if self.qkv_layout == "fused" else "separate",
+            rope=self.rope,
+            are_normed=self.use_qk_norm,
+        )
 
     @cached_property
     def tensors(self) -> Tensors:
