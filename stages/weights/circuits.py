@@ -26,14 +26,16 @@ from ...store.arrays import Array
 from ...store.errors import ConfigError
 from ..forward.models.turned import turned_queries
 from .factored import BLOCK, FactoredMatrix
-from .matrices import heads_in
+from .matrices import attending, heads_in
 
 if TYPE_CHECKING:
+    from ..forward.architectures.architecture import Architecture, Heads
     from .matrices import Matrices
 
 __all__ = [
     "bigrams",
     "feature_to_head",
+    "has_scores",
     "head_to_mlp",
     "key_queries",
     "mlp_to_mlp",
@@ -51,14 +53,24 @@ def key_queries(
     of, for a key `offset` positions before its query; length: see `turned_queries`. ConfigError where scores
     are not bilinear in the stream."""
     heads = heads_in(weights.config, layer)
-    for has, what in ((heads.are_normed, "normed"), (heads.grows, "scaled by their positions")):
-        if has:
-            raise ConfigError(
-                f"expected queries and keys that meet as they are made, found them {what} in layer {layer} "
-                f"of {weights.config.model_type}; no QK circuit follows such heads, OV circuits do"
-            )
+    if what := _between(heads):
+        raise ConfigError(
+            f"expected queries and keys that meet as they are made, found them {what} in layer {layer} "
+            f"of {weights.config.model_type}; no QK circuit follows such heads, OV circuits do"
+        )
     query, key = (weights.projection(part, layer, head).matrix for part in ("q", "k"))
     return turned_queries(heads, query, offset, length), key
+
+
+def has_scores(config: Architecture) -> bool:
+    """Whether the scores of all heads of a model are products of matrices."""
+    return not any(_between(heads_in(config, layer)) for layer in attending(config))
+
+
+def _between(heads: Heads) -> str:
+    """What is done to queries and keys between their matrices and their scores; empty for nothing but
+    rope."""
+    return "normed" if heads.are_normed else "scaled by their positions" if heads.grows else ""
 
 
 def qk_circuit(

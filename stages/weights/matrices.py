@@ -26,7 +26,17 @@ if TYPE_CHECKING:
     from ..forward.architectures.architecture import Architecture, Heads, Stored
     from ..forward.checkpoints.checkpoint import Checkpoint
 
-__all__ = ["Affine", "Matrices", "Norm", "PlainMatrices", "Part", "attending", "heads_in"]
+__all__ = [
+    "Affine",
+    "Matrices",
+    "Norm",
+    "Part",
+    "PlainMatrices",
+    "attending",
+    "heads_in",
+    "require_embedding",
+    "require_outputs",
+]
 
 Part = Literal["q", "k", "v"]
 
@@ -107,11 +117,7 @@ class PlainMatrices:
         heads = heads_in(self.config, layer)
         if not 0 <= head < heads.count:
             raise ConfigError(f"expected a head in 0..{heads.count - 1} of layer {layer}, found {head}")
-        if heads.clip is not None:
-            raise ConfigError(
-                f"expected queries, keys and values that are linear in the stream, found them held within "
-                f"{heads.clip:g} in layer {layer} of {self.config.model_type}; no circuit follows such heads"
-            )
+        _require_linear(self.config, layer, heads)
         weight, rows = _rows(heads, part, head, fused="qkv" in self.config.tensors.layers[layer])
         matrix = self._in_layer(layer, weight, rows=rows)
         assert matrix is not None  # every layer that attends has it
@@ -121,11 +127,7 @@ class PlainMatrices:
     def output(self, layer: int, head: int) -> Array:
         """See `Matrices`."""
         heads = heads_in(self.config, layer)
-        if heads.is_gated:
-            raise ConfigError(
-                f"expected heads that write what they read, found them multiplied by gates in layer {layer} "
-                f"of {self.config.model_type}; no OV circuit follows such heads"
-            )
+        _require_ungated(self.config, layer, heads)
         columns = slice(head * heads.size, (head + 1) * heads.size)
         found = self._in_layer(layer, "o", columns=columns)
         assert found is not None  # as above
@@ -162,11 +164,7 @@ class PlainMatrices:
         """See `Matrices`, after the family's scale. ConfigError where embeddings are normed before they enter
         the stream: what a token enters as is then no row of a matrix."""
         outside = self.config.tensors.outside
-        if "embed_norm" in outside:
-            raise ConfigError(
-                f"expected embeddings that enter the stream as they are, found a norm behind those of "
-                f"{self.config.model_type}; ask for circuits between heads, which need none"
-            )
+        require_embedding(self.config)
         found = self._read(outside["embed"].name, outside["embed"], rows=rows)
         scale = self.config.embedding_scale
         return found if scale is None else found * np.float32(scale)
@@ -246,6 +244,38 @@ def attending(config: Architecture) -> list[int]:
             f"{config.model_type}; choose one that attends"
         )
     return found
+
+
+def require_outputs(config: Architecture) -> None:
+    """ConfigError for a model one of whose heads does not write what it reads by a matrix."""
+    for layer in attending(config):
+        _require_linear(config, layer, heads_in(config, layer))
+        _require_ungated(config, layer, heads_in(config, layer))
+
+
+def require_embedding(config: Architecture) -> None:
+    """ConfigError for a model whose tokens enter the stream as no rows of a matrix."""
+    if "embed_norm" in config.tensors.outside:
+        raise ConfigError(
+            f"expected embeddings that enter the stream as they are, found a norm behind those of "
+            f"{config.model_type}; ask for circuits between heads, which need none"
+        )
+
+
+def _require_linear(config: Architecture, layer: int, heads: Heads) -> None:
+    if heads.clip is not None:
+        raise ConfigError(
+            f"expected queries, keys and values that are linear in the stream, found them held within "
+            f"{heads.clip:g} in layer {layer} of {config.model_type}; no circuit follows such heads"
+        )
+
+
+def _require_ungated(config: Architecture, layer: int, heads: Heads) -> None:
+    if heads.is_gated:
+        raise ConfigError(
+            f"expected heads that write what they read, found them multiplied by gates in layer {layer} of "
+            f"{config.model_type}; no OV circuit follows such heads"
+        )
 
 
 def heads_in(config: Architecture, layer: int) -> Heads:

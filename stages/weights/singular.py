@@ -36,8 +36,13 @@ TOKENS = ("direction", "rank")
 
 @stage(
     version=1,
-    inputs={},
+    forms={
+        "singular_directions": {},
+        "singular_directions_of_best": {"copying": ("layer", "head")},
+    },
     outputs={
+        "told_layer": Output((), "1", "layer of the head"),
+        "told_head": Output((), "1", "the head"),
         "singular_value": Output(("direction",), "1", "singular value"),
         "share": Output(("direction",), "1", "share of the squared norm"),
         "read_token": Output(TOKENS, "1", "tokens whose embedding lies farthest along what is read"),
@@ -48,10 +53,11 @@ TOKENS = ("direction", "rank")
     resources=("weights",),
 )
 def singular_directions(
+    copying: xr.DataArray | None = None,
     *,
     weights: Matrices,
-    layer: int,
-    head: int,
+    layer: int = 0,
+    head: int = 0,
     circuit: Literal["OV", "QK"] = "OV",
     directions: int = 5,
     top_k: int = 5,
@@ -59,13 +65,18 @@ def singular_directions(
 ) -> xr.Dataset:
     """The first singular directions of a head's circuit, and the tokens along each.
 
-    offset: positions between query and key, of QK with rope. Of OV, written_by is logits per unit read.
+    copying: scores by layer and head, instead of a head: the one whose is largest. offset: positions between
+    query and key, of QK with rope. Of OV, written_by is logits per unit read.
     Raises ConfigError for another circuit, or a head there is not.
     """
     import xarray as xr
 
     if circuit not in ("OV", "QK"):
         raise ConfigError(f"expected circuit 'OV' or 'QK', found {circuit!r}")
+    if copying is not None:
+        scores = copying.transpose("layer", "head")
+        place, best = np.unravel_index(int(np.nanargmax(scores.values)), scores.shape)
+        layer, head = int(scores["layer"].values[place]), int(best)
     of_values = circuit == "OV"
     matrix = (
         ov_circuit(weights, layer, head) if of_values else qk_circuit(weights, layer, head, offset=offset)
@@ -84,6 +95,8 @@ def singular_directions(
     read, read_by, _ = _top(weights, entered, u, top_k, sign)
     return xr.Dataset(
         {
+            "told_layer": layer,
+            "told_head": head,
             "singular_value": ("direction", s[:count]),
             "share": ("direction", np.square(s[:count]) / np.square(s).sum()),
             "read_token": (TOKENS, read),
