@@ -227,8 +227,14 @@ class Evaluate(ModelWorkflow):
             "by_prompt": cost[best],
             "exchanged": exchanged.tolist(),
             "draws": flips,
-            "is_sound": bool(interval(cost[best], seed=self.settings.seed)[1] >= 0),
+            "is_sound": not self._is_better(cost[best], loss[1 + best]),
         }
+
+    def _is_better(self, cost: Floats, loss: Floats) -> bool:
+        """Whether an exchange gains, and leaves a model that has learned something: what was never trained
+        does better in one order or another, and worse than uniform guessing in all."""
+        gains, tells = (interval(each, seed=self.settings.seed)[1] for each in (cost, loss))
+        return bool(gains < 0 and tells < math.log(self.subject.config.vocab_size))
 
     def _findings(self) -> Findings:
         given = self.settings

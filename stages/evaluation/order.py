@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ...pipeline import Output
+from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..forward.runs.experiment import CellLabels
 from .changed import OfChanged, Prompts, batches, log_probabilities
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from ..forward.architectures.architecture import Architecture
 
 __all__ = ["LayerOrders", "swaps"]
+
+TOGETHER = 16
+"""Orders of a cell: each is a few runs, and less than storing them by themselves would take."""
 
 
 def swaps(layers: int, most: int, *, first: int = 0, seed: int = 0) -> tuple[tuple[int, ...], ...]:
@@ -73,7 +77,7 @@ class LayerOrders(OfChanged):
         return {"prompts": [list(ids) for ids in self.prompts], **self.change}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per order. Raises ConfigError for an order that is no permutation of the layers, and for a
+        """Some orders each. Raises ConfigError for an order that is no permutation of the layers, and for a
         model that someone else computes, whose layers cannot be gone through in another."""
         for order in self.orders:
             if sorted(order) != list(range(config.num_layers)):
@@ -89,15 +93,28 @@ class LayerOrders(OfChanged):
                 "expected a model whose layers can be gone through in another order, found "
                 f"{config.model_type}, which transformers computes"
             )
-        return [{"order": list(order)} for order in self.orders]
+        listed = [list(order) for order in self.orders]
+        return [{"orders": listed[start : start + TOGETHER]} for start in range(0, len(listed), TOGETHER)]
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """The losses of one order."""
-        import torch
+        """The losses of some orders."""
         import xarray as xr
 
+        orders = [tuple(order) for order in cell["orders"]]
+        about = {name: {"units": it.unit, "long_name": it.long_name} for name, it in self.outputs.items()}
+        loss = np.stack([self._losses(prepared, order) for order in orders])
+        return xr.Dataset(
+            {
+                "loss": (("order", "prompt"), loss, about["loss"]),
+                "layers": (("order", "layer"), np.array(orders), about["layers"]),
+            }
+        )
+
+    def _losses(self, prepared: Any, order: tuple[int, ...]) -> Floats:
+        """Mean nats per token of each prompt, the layers in one order."""
+        import torch
+
         model, spec_of = prepared
-        order = tuple(cell["order"])
         loss = np.zeros(len(self.prompts))
         for places, rows in batches(self.prompts):
             target = torch.tensor(rows, device=model.device)[:, 1:]
@@ -108,14 +125,8 @@ class LayerOrders(OfChanged):
                 wanted = target[:, here]
                 lost = -found[:, : wanted.shape[1]].gather(-1, wanted[..., None]).double()
                 loss[places] += lost.sum((1, 2)).cpu().numpy()
-        tokens = np.array([len(ids) - 1 for ids in self.prompts])
-        about = {name: {"units": it.unit, "long_name": it.long_name} for name, it in self.outputs.items()}
-        return xr.Dataset(
-            {
-                "loss": (("order", "prompt"), (loss / tokens)[None], about["loss"]),
-                "layers": (("order", "layer"), np.array([order]), about["layers"]),
-            }
-        )
+        by_prompt: Floats = loss / np.array([len(ids) - 1 for ids in self.prompts])
+        return by_prompt
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
         """All orders."""

@@ -54,6 +54,17 @@ class RopeConfig:
         """Whether two prompts of different length rotate the same position differently."""
         return self.scheme in ("dynamic", "longrope")
 
+    @property
+    def magnitude(self) -> float:
+        """What cos and sin are multiplied by: 1 but for yarn and longrope, where it keeps the scale of the
+        scores (LongRoPE, section 3.2)."""
+        if self.scheme not in ("longrope", "yarn"):
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        original = self.original_max_position_embeddings or 0
+        return 1.0 if self.factor <= 1 else math.sqrt(1 + math.log(self.factor) / math.log(original))
+
     def turns_alike(self, before: int, length: int) -> bool:
         """Whether a sequence of `length` positions turns the first `before` of them as it did when it had no
         more: dynamic NTK scaling stretches its base beyond the original context, longrope changes its factors

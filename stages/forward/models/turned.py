@@ -28,17 +28,17 @@ def turned_queries(heads: Heads, rows: Array, offset: int, length: int | None = 
     """
     if offset < 0:
         raise ConfigError(f"expected a key at or before its query, found it {-offset} positions behind")
-    if heads.rope is None:
+    if heads.rope is None or (offset == 0 and heads.rope.magnitude == 1):
         return rows
     import torch
 
-    from ..networks.rope import attention_factor, rope_tables, rotate
+    from ..networks.rope import rope_tables, rotate
 
     dtype = torch.float32
     cos, sin = rope_tables(heads.rope, max(offset + 1, length or 0), torch.device("cpu"), dtype)
     given = torch.from_numpy(rows.copy()).float()
     found = rotate(given, cos[offset], sin[offset], interleaved=heads.rope.interleaved)
     turning = 2 * cos.shape[-1]
-    found[..., :turning] *= attention_factor(heads.rope)
+    found[..., :turning] *= heads.rope.magnitude
     values: Array = found.numpy()
     return values
