@@ -122,7 +122,7 @@ def test_a_model_with_two_layers_exchanged_is_noticed_and_the_layers_named(pair,
     assert f"better with layers {pair[0]} and {pair[1]} exchanged" in done.shown[0].caption
 
 
-@pytest.mark.parametrize("seed", [0, 1, 6])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 6))])
 def test_a_model_that_learned_nothing_is_not_said_to_have_its_layers_mixed_up(seed, tmp_path):
     model = random_model(tmp_path / "model", seed)
     few = FEW | {"limit": 8, "sequences": 2, "facts": 4}
