@@ -171,14 +171,18 @@ class Composition(ModelWorkflow):
                 "the best pair of heads of two layers",
                 **told,
             )
-        names = tuple(f"L{layer}H{head}" for layer in layers for head in heads)
-        values = above.transpose("source_layer", "source_head", "layer", "head").values
+        writes, reads = (
+            tuple(f"L{layer}H{head}" for layer in some for head in heads)
+            for some in (layers[:-1], layers[1:])
+        )
+        below = above.isel(source_layer=slice(None, -1), layer=slice(1, None))
+        values = below.transpose("source_layer", "source_head", "layer", "head").values
         return Heatmap(
             title=title,
             caption="rows write, columns read; composition score above that of heads turned at random",
-            values=values.reshape(len(names), len(names)),
-            rows=names,
-            columns=names,
+            values=values.reshape(len(writes), len(reads)),
+            rows=writes,
+            columns=reads,
             row_name="writes",
             column_name="reads",
             value_name="score above that of random heads",
