@@ -41,8 +41,16 @@ if TYPE_CHECKING:
 
     from ..pipeline.nodes import ResultNode
     from ..store import PackedTokens
+    from .subject import Subject
 
-__all__ = ["HeadDetection", "HeadDetectionSettings", "repeated_tokens", "shuffled"]
+__all__ = [
+    "HeadDetection",
+    "HeadDetectionSettings",
+    "ordinary_tokens",
+    "repeated_tokens",
+    "shuffled",
+    "special_prefix",
+]
 
 COMMON = (100, 20_000)
 """Ids random tokens are drawn from, as in TransformerLens' `induction_loss`: below, vocabularies keep bytes
@@ -101,6 +109,23 @@ def repeated_tokens(
     rng = np.random.default_rng(seed)
     blocks = [rng.permutation(candidates)[:length].tolist() for _ in range(sequences)]
     return [[*prefix, *(block * repeats)] for block in blocks]
+
+
+def ordinary_tokens(subject: Subject, least: int) -> npt.NDArray[Any]:
+    """Ids of common tokens that are no special ones; of all such where there are fewer than `least`."""
+    tokenizer = subject.tokenizer
+    known = min(subject.config.vocab_size, tokenizer.vocab_size)
+    roles = ("bos_token", "eos_token", "unk_token", "pad_token")
+    special = [one for one in map(tokenizer.special_id, roles) if one is not None]
+    ids = np.setdiff1d(np.arange(known), special)
+    common = ids[(ids >= COMMON[0]) & (ids < COMMON[1])]
+    return common if len(common) >= least else ids
+
+
+def special_prefix(subject: Subject) -> list[int]:
+    """Ids that the tokenizer puts before every prompt."""
+    encoded = subject.tokenizer.encode("a")
+    return [one for one, is_special in zip(encoded.ids, encoded.special, strict=True) if is_special]
 
 
 def shuffled(row: list[int], fixed: int, block: int, seed: int) -> list[int]:
@@ -163,10 +188,9 @@ class HeadDetection(ModelWorkflow):
                 for i, (row, fixed) in enumerate(zip(rows, special, strict=True))
             ]
             return tokens, PackedTokens.from_lists(mixed), 0
-        encoded = subject.tokenizer.encode("a")
-        prefix = [one for one, is_special in zip(encoded.ids, encoded.special, strict=True) if is_special]
+        prefix = special_prefix(subject)
         rows = repeated_tokens(
-            self._candidates(),
+            ordinary_tokens(subject, chosen.length),
             prefix,
             sequences=chosen.sequences,
             length=chosen.length,
@@ -177,16 +201,6 @@ class HeadDetection(ModelWorkflow):
         mixed = [shuffled(row, start, chosen.length, chosen.seed + i) for i, row in enumerate(rows)]
         first_query = 0 if chosen.first_block else start
         return PackedTokens.from_lists(rows), PackedTokens.from_lists(mixed), first_query
-
-    def _candidates(self) -> npt.NDArray[Any]:
-        """Ids of ordinary tokens."""
-        tokenizer = self.subject.tokenizer
-        known = min(self.subject.config.vocab_size, tokenizer.vocab_size)
-        roles = ("bos_token", "eos_token", "unk_token", "pad_token")
-        special = [one for one in map(tokenizer.special_id, roles) if one is not None]
-        ids = np.setdiff1d(np.arange(known), special)
-        common = ids[(ids >= COMMON[0]) & (ids < COMMON[1])]
-        return common if len(common) >= self.settings.length else ids
 
     @cached_property
     def scores(self) -> xr.Dataset:

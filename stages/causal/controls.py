@@ -38,6 +38,7 @@ __all__ = [
     "interval_of_mean",
     "random_directions",
     "random_means",
+    "random_signs",
 ]
 
 ROUNDING = 1e-9
@@ -173,6 +174,19 @@ def random_means(causes: Any, count: int, *, seed: int) -> Floats:
     held = np.asarray(causes, np.float64)
     drawn = np.random.default_rng(seed).integers(held.shape[1], size=(count, held.shape[0]))
     found: Floats = held[np.arange(held.shape[0]), drawn].mean(axis=1)
+    return found
+
+
+def random_signs(differences: Any, count: int, *, seed: int) -> Floats:
+    """Means over prompts of differences whose signs are drawn: float64 [draw, ...].
+
+    differences: float [..., prompt], of something and its control. Where neither is better, either sign is as
+    likely in every prompt (a randomisation test of matched pairs, Fisher 1935; Edgington & Onghena 2007, ch.
+    5); leading axes share the signs of a prompt.
+    """
+    held = np.asarray(differences, np.float64)
+    signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=(count, held.shape[-1]))
+    found: Floats = np.moveaxis(held @ signs.T, -1, 0) / held.shape[-1]
     return found
 
 

@@ -143,20 +143,33 @@ def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
     return SourceNode("readout", VERSION, params, make, estimate, lambda: files.confirm(identity))
 
 
-def read_weight(checkpoint: Checkpoint, name: str, stored: Stored, dtype: str) -> Array:
+def read_weight(
+    checkpoint: Checkpoint,
+    name: str,
+    stored: Stored,
+    dtype: str,
+    *,
+    rows: slice | Array | None = None,
+    columns: slice | None = None,
+) -> Array:
     """A weight as the model holds it: rounded, [out, in], and its rows multiplied where the family has
-    factors for what they give."""
+    factors for what they give.
+
+    rows, columns: of it, by their places; None for all. Of a file that holds it as it is, no more is read.
+    """
+    every, across = slice(None) if rows is None else rows, slice(None) if columns is None else columns
     if stored.constant is not None:
-        return np.full(stored.shape, stored.constant, np.float32)
-    values = rounded(checkpoint.array(name), dtype)
+        return np.full(stored.shape, stored.constant, np.float32)[every]
+    held = checkpoint.array(name)
+    held = (held.T if stored.is_transposed else held)[every]
+    values = rounded(held if held.ndim == 1 else held[:, across], dtype)
     if stored.plus:
         values = rounded(values + np.float32(stored.plus), dtype)
-    if stored.is_transposed:
-        values = np.ascontiguousarray(values.T)
+    values = np.ascontiguousarray(values)
     if not stored.factors:
         return values
-    rows, by = zip(*stored.factors, strict=True)
-    column = np.repeat(np.array(by, np.float32), rows).reshape(-1, *[1] * (values.ndim - 1))
+    many, by = zip(*stored.factors, strict=True)
+    column = np.repeat(np.array(by, np.float32), many)[every].reshape(-1, *[1] * (values.ndim - 1))
     return rounded(values * column, dtype)
 
 

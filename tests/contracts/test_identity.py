@@ -45,6 +45,9 @@ from mizarr.stages.causal.random_pushes import RandomPushes
 from mizarr.stages.causal.recurrence import RecurrentContinuation, Trial
 from mizarr.stages.causal.state_writes import RandomWrites, StateKnockout, StateSteering
 from mizarr.stages.causal.steering import DoseResponse
+from mizarr.stages.evaluation.loss import CorpusLoss
+from mizarr.stages.evaluation.order import LayerOrders
+from mizarr.stages.evaluation.recall import FactualRecall
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.effects.activity import FeatureActivity, FeatureTrace
 from mizarr.stages.features.effects.alignment import DecoderSearch
@@ -143,6 +146,11 @@ OF_GRID = {
     "at": -2,
 }
 NAMED = {"dictionary": "specimen/clt", "features": "sha256:0"}
+OF_CHANGED = {
+    "hooks": HookSpec().intervene("hook_embed", Zero()),
+    "dictionary": "specimen/plt",
+    "features": "sha256:1",
+}
 OF_NAMED = {"features": "sha256:1"}
 WORDS = {"positive": ((1, 2),), "negative": ((3, 4),)}
 OF_WORDS = {
@@ -260,6 +268,15 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     CounterFactPatching: ({"pairs": (PAIR,)}, {"pairs": (replace(PAIR, fact=(2,)),), "block_size": 2}),
     FactualRouting: ({"pairs": (PAIR,)}, {"pairs": (replace(PAIR, fact=(2,)),), "block_size": 2}),
+    CorpusLoss: ({"prompts": ((1, 2, 3),)}, {"prompts": ((1, 2, 4),), **OF_CHANGED}),
+    LayerOrders: (
+        {"prompts": ((1, 2, 3),), "orders": ((1, 0, 2, 3, 4, 5),)},
+        {"prompts": ((1, 2, 4),), "orders": ((0, 2, 1, 3, 4, 5),), **OF_CHANGED},
+    ),
+    FactualRecall: (
+        {"prompts": ((1, 2, 3),), "targets": (4,)},
+        {"prompts": ((1, 2, 4),), "targets": (5,), **OF_CHANGED},
+    ),
     FeatureActivity: ({**NAMED, "tokens": (1, 2)}, {**OF_NAMED, "tokens": (1, 3), "zero_positions": 1}),
     FeatureTrace: (
         {**NAMED, "tokens": (1, 2), "chosen": ((0, 1),)},
@@ -393,6 +410,9 @@ NOT_IN_A_KEY = {
             FeatureVectors,
             FeaturePushes,
             RandomFeaturePushes,
+            CorpusLoss,
+            LayerOrders,
+            FactualRecall,
         )
     },
     (

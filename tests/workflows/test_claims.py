@@ -37,6 +37,9 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 CHEAP: dict[str, dict[str, Any]] = {
     "head_detection": {"sequences": 6, "length": 24},
     "layer_scan": {"samples": 8},
+    "composition": {"controls": 30},
+    "ov_qk": {"controls": 30},
+    "evaluate": {"limit": 6, "sequences": 4, "length": 20, "facts": 12, "controls": 100},
     "steering_convergence": {
         "prompt": "The mother tongue of Antonietta Di Martino is",
         "contrastive": "The mother tongue of Michel-Jean Sedaine is",
@@ -45,6 +48,8 @@ CHEAP: dict[str, dict[str, Any]] = {
     },
 }
 """Workflows that make claims and take seconds, with settings that keep them small."""
+CLAIMS = {"composition": 3, "ov_qk": 2, "evaluate": 4}
+"""How many they make, where that is not one."""
 
 
 def random_model(folder: Path, seed: int, **config: int) -> Path:
@@ -85,7 +90,7 @@ def most(tries: int) -> int:
 @pytest.mark.parametrize("name", CHEAP)
 def test_random_weights_are_said_to_do_nothing(name: str, tmp_path: Path):
     found = np.array(claimed(tmp_path, 3, name, CHEAP[name], **SMALL))
-    assert found.shape == (3, 1)
+    assert found.shape == (3, CLAIMS.get(name, 1))
     assert found.sum() <= most(found.size), found
 
 
@@ -93,6 +98,9 @@ PROMPTS = {name: CHEAP["steering_convergence"][name] for name in ("prompt", "con
 AT_DEFAULTS: dict[str, dict[str, Any]] = {
     "head_detection": {},
     "layer_scan": {},
+    "composition": {"controls": 30},
+    "ov_qk": {"controls": 30},
+    "evaluate": {"limit": 12, "sequences": 8, "facts": 40},
     "steering_convergence": PROMPTS,
     "counterfact_patching": {},
     "factual_routing": {},

@@ -24,6 +24,8 @@ CASES = {
     "layer_scan": ({"model": "specimen", "samples": 4}, {"start_layer": 3}),
     "probe": ({"targets": ["character_count"], "examples": 300}, {"examples": 200}),
     "inspect_weights": ({}, {"rms": True}),
+    "composition": ({"controls": 2}, {"controls": 3}),
+    "ov_qk": ({"controls": 2}, {"layer": 1}),
 }
 """Settings, and others that read the same stored activations."""
 

@@ -51,6 +51,9 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "expert_routing": ({}, r"expected a mixture of experts, found \w+ \(rwkv6\)"),
     "probe": ({"targets": ["character_count"], "examples": 200}, ""),
     "inspect_weights": ({}, ""),
+    "ov_qk": ({}, r"expected a model with heads that have queries, keys and values .* found rwkv6"),
+    "composition": ({}, r"expected a model with heads that have queries, keys and values .* found rwkv6"),
+    "evaluate": ({"limit": 4, "sequences": 4, "length": 12, "facts": 8, "controls": 20}, ""),
     "steering_dose_response": ({}, ATTENDS),
     "steering_convergence": (
         {"prompt": PROMPT, "contrastive": OTHER, "controls": 2, "strength_steps": 1},

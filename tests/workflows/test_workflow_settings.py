@@ -140,11 +140,15 @@ def test_every_workflow_asks_for_the_revision_it_was_given(name):
         build(name, revision="v2")
 
 
+OF_FILES = ("inspect_weights", "ov_qk", "composition", "token_positions", "clt_vs_plt")
+"""Workflows that run no model."""
+
+
 @pytest.mark.parametrize("name", OF_HUB_MODELS)
 def test_every_model_that_runs_does_so_on_the_device_it_was_given(name):
     sources = sources_of(build(name, device="cuda:7").nodes.values())
     assert {source.device for source in sources} <= {"cuda:7"}
-    assert sources or name in ("inspect_weights", "token_positions", "clt_vs_plt")
+    assert sources or name in OF_FILES
 
 
 @pytest.fixture

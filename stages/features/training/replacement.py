@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ...forward.models.model import Model
     from ..layers.layer import LayerFeatures
 
-__all__ = ["replacement_loss"]
+__all__ = ["Replacement", "replacement_loss"]
 
 ALL = "all"
 _WAYS = ("replaced", "zero", "mean")
@@ -60,7 +60,7 @@ def replacement_loss(
     kl_recovered [place, ablation]: share of what the ablation costs that the reconstruction keeps.
     Raises PromptError when no prompt is longer than skip_positions + 1.
     """
-    worker = _Worker(model, dict(sorted(layers.items())), read, write, skip_positions)
+    worker = Replacement(model, dict(sorted(layers.items())), read, write, skip_positions)
     batches = list(_batches(prompts, skip_positions, batch_tokens))
     if not batches:
         raise PromptError(f"expected prompts longer than {skip_positions + 1} tokens, found none")
@@ -100,8 +100,11 @@ def replacement_loss(
     )
 
 
-class _Worker:
-    """The runs that are compared, for one model and dictionary."""
+class Replacement:
+    """The runs of a model with a dictionary's reconstructions in place of what it writes.
+
+    layers: features by layer. read, write: hook kinds. skip: first positions that keep their activations.
+    """
 
     def __init__(
         self, model: Model, layers: Mapping[int, LayerFeatures], read: str, write: str, skip: int
@@ -111,6 +114,7 @@ class _Worker:
         self.write_points = {layer: HookPoint(write, layer) for layer in layers}
 
     def forward(self, ids: list[list[int]], spec: HookSpec) -> HookCache:
+        """One pass."""
         return self.model.forward(ids, spec)
 
     def log_probabilities(self, cache: HookCache) -> Tensor:
@@ -155,7 +159,7 @@ class _Worker:
         return spec
 
     def closed_loop(self, ids: list[list[int]]) -> HookSpec:
-        """All places, each from what the model computes with those below replaced."""
+        """All places, each from what the model computes with those below replaced; ids: of one length."""
         spec = HookSpec()
         active: dict[int, Tensor] = {}
         for layer in self.layers:

@@ -27,6 +27,7 @@ __all__ = [
     "AttentionMixer",
     "AxisSizes",
     "ConvolutionMixer",
+    "Heads",
     "InTurn",
     "Layer",
     "Mixer",
@@ -148,6 +149,39 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """Heads of a layer that attends: how its tensors hold their matrices, and what stands between these and
+    scores or values.
+
+    count: of queries; kv_count: of keys and values, each shared by as many queries. size: of a head. layout:
+    of queries, keys and values in one tensor, as `AttentionShape` says it. rope: how queries and keys turn,
+    None for not. are_normed: queries and keys, before they meet. clip: the largest entry of queries, keys and
+    values. is_gated: whether what a head has read is multiplied by a gate; gates_beside: whether a head's
+    gate stands behind its query in one tensor. slopes: what scores rise by with the position of a key.
+    has_sinks: whether weights sum to less than 1. grows: whether queries grow with their positions.
+    """
+
+    count: int
+    kv_count: int
+    size: int
+    mixer: AttentionMixer
+    layout: Literal["separate", "by part", "by head", "by fourths"] = "separate"
+    rope: Any = None
+    are_normed: bool = False
+    clip: float | None = None
+    is_gated: bool = False
+    gates_beside: bool = False
+    slopes: tuple[float, ...] = ()
+    has_sinks: bool = False
+    grows: bool = False
+
+    @property
+    def shared_by(self) -> int:
+        """Heads of queries that read one head of keys and values."""
+        return self.count // self.kv_count
+
+
+@dataclass(frozen=True)
 class Stored:
     """Where a checkpoint keeps a weight.
 
@@ -244,6 +278,10 @@ class Architecture(ABC):
     """Of a table of positions; 0 for none."""
     has_position_waves: bool = False
     """Whether that table is one of sines and cosines, which no checkpoint holds."""
+    first_position: int = 0
+    """Row of that table for the first position."""
+    embedding_scale: float | None = None
+    """What embeddings are multiplied by as they enter the stream; None for nothing."""
 
     @property
     @abstractmethod
@@ -339,6 +377,10 @@ class Architecture(ABC):
     def points_of(self, kind: str) -> list[HookPoint]:
         """The hook points of a kind, by layer."""
         return [point for point in self.hook_points if point.kind == kind]
+
+    def heads_of(self, layer: int) -> Heads | None:
+        """The heads of a layer that attends by queries, keys and values of its own; None of any other."""
+        return None
 
     @property
     def attention_heads(self) -> int:

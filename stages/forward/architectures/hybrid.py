@@ -24,6 +24,7 @@ from ....store.errors import ConfigError
 from .architecture import (
     Architecture,
     AxisSizes,
+    Heads,
     InTurn,
     Layer,
     Mixer,
@@ -36,7 +37,7 @@ from .architecture import (
     without_later,
 )
 from .hybrid_tensors import Spelling, hybrid_tensors
-from .mixers import ChannelShape, MixerShape, SharedBlockShape
+from .mixers import AttentionShape, ChannelShape, MixerShape, SharedBlockShape
 from .points import HookPoint
 from .rwkv import UNLIMITED
 from .transformer import RopeConfig
@@ -253,6 +254,11 @@ class HybridConfig(Architecture):
     def layers(self) -> tuple[Layer, ...]:
         """See `Architecture`."""
         return tuple(block.facts for block in self.blocks)
+
+    def heads_of(self, layer: int) -> Heads | None:
+        """See `Architecture`; those of a block that layers share, or of a latent, are none of its own."""
+        shapes = (shape for shape in self.blocks[layer].mixers if isinstance(shape, AttentionShape))
+        return next((shape.heads for shape in shapes), None)
 
     @cached_property
     def tensors(self) -> Tensors:

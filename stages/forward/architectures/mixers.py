@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from ....store.errors import ConfigError
-from .architecture import AttentionMixer, ConvolutionMixer, RecurrentMixer, later
+from .architecture import AttentionMixer, ConvolutionMixer, Heads, RecurrentMixer, later
 from .transformer import ActivationName, RopeConfig
 
 __all__ = [
@@ -163,6 +163,23 @@ class AttentionShape(MixerShape):
         return AttentionMixer(self.scale or 1 / math.sqrt(self.head_dim), self.window, self.soft_cap)
 
     @property
+    def heads(self) -> Heads:
+        """Its heads, as those who read their matrices are told of them."""
+        return Heads(
+            self.num_attention_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.fact,
+            self.layout,
+            rope=self.turning,
+            are_normed=self.norms is not None,
+            clip=self.clip,
+            slopes=self.slopes,
+            has_sinks=self.has_sinks,
+            grows=self.growth is not None,
+        )
+
+    @property
     def rope(self) -> RopeConfig | None:
         """See `MixerShape`."""
         return self.turning
@@ -187,6 +204,11 @@ class GatedAttentionShape(AttentionShape):
     points: ClassVar[tuple[str, ...]] = ("attn_gate", *_ATTENTION)
 
     has_gate_projection: bool = later(False, everywhere=True)
+
+    @property
+    def heads(self) -> Heads:
+        """See `AttentionShape`."""
+        return replace(super().heads, is_gated=True, gates_beside=not self.has_gate_projection)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from ....store.digest import digest
 from ....store.errors import ConfigError
-from .architecture import Architecture, AttentionMixer, Layer, Reach, Tensors, later
+from .architecture import Architecture, AttentionMixer, Heads, Layer, Reach, Tensors, later
 from .checkpoint import transformer_tensors
 from .points import ORDER, HookPoint, transformer_points
 
@@ -53,6 +53,17 @@ class RopeConfig:
     def depends_on_length(self) -> bool:
         """Whether two prompts of different length rotate the same position differently."""
         return self.scheme in ("dynamic", "longrope")
+
+    @property
+    def magnitude(self) -> float:
+        """What cos and sin are multiplied by: 1 but for yarn and longrope, where it keeps the scale of the
+        scores (LongRoPE, section 3.2)."""
+        if self.scheme not in ("longrope", "yarn"):
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        original = self.original_max_position_embeddings or 0
+        return 1.0 if self.factor <= 1 else math.sqrt(1 + math.log(self.factor) / math.log(original))
 
     def turns_alike(self, before: int, length: int) -> bool:
         """Whether a sequence of `length` positions turns the first `before` of them as it did when it had no
@@ -186,6 +197,18 @@ class TransformerConfig(Architecture):
         """How each layer attends."""
         scale, cap = self.attention_scale, self.attn_logit_softcapping
         return tuple(AttentionMixer(scale, window, cap) for window in self.layer_windows)
+
+    def heads_of(self, layer: int) -> Heads:
+        """See `Architecture`; every layer attends."""
+        return Heads(
+            self.num_attention_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.mixers[layer],
+            "by part" if self.qkv_layout == "fused" else "separate",
+            rope=self.rope,
+            are_normed=self.use_qk_norm,
+        )
 
     @cached_property
     def tensors(self) -> Tensors:

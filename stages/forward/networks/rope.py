@@ -30,7 +30,7 @@ def rope_tables(
     computed_in = torch.float32 if dtype == torch.float64 else torch.float64
     positions = torch.arange(length, dtype=computed_in)
     angles = torch.outer(positions, inverse_frequencies(rope, length, computed_in)).float()
-    magnitude = attention_factor(rope)
+    magnitude = rope.magnitude
     turning = -magnitude if rope.is_backwards else magnitude
     return (angles.cos() * magnitude).to(device), (angles.sin() * turning).to(device)
 
@@ -51,16 +51,6 @@ def inverse_frequencies(rope: RopeConfig, length: int, dtype: torch.dtype = torc
         factors = rope.long_factor if length > _original(rope) else rope.short_factor
         return 1 / (torch.tensor(factors, dtype=dtype) * rope.theta**exponent)
     return plain
-
-
-def attention_factor(rope: RopeConfig) -> float:
-    """What cos and sin are multiplied by: 1 but for yarn and longrope, where it keeps the scale of the scores
-    (LongRoPE, section 3.2)."""
-    if rope.scheme not in ("longrope", "yarn"):
-        return 1.0
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(_original(rope)))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:

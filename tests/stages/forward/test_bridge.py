@@ -557,6 +557,8 @@ QUESTIONS = {
     "causal_tracing": {},
     "head_detection": {},
     "inspect_weights": {},
+    "ov_qk": {},
+    "composition": {},
     "attribution_graph": {},
 }
 

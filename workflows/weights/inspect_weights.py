@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..pipeline import Estimate, SourceNode
-from ..store.errors import ConfigError
-from .inspect_model import BLOCK, TensorFacts, tensor_facts
-from .material.answers import number
-from .settings import FileSettings, setting
-from .subject import Subject
-from .views import Data, Lines, Table, View, bold, together
-from .workflow import Workflow
+from ...pipeline import Estimate, SourceNode
+from ...store.errors import ConfigError
+from ..inspect_model import BLOCK, TensorFacts, tensor_facts
+from ..material.answers import number
+from ..settings import FileSettings, setting
+from ..subject import Subject
+from ..views import Data, Lines, Table, View, bold, together
+from ..workflow import Workflow
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ..stages.forward.models.files import ModelFiles
-    from ..stages.forward.models.model import Model
+    from ...stages.forward.models.files import ModelFiles
+    from ...stages.forward.models.model import Model
 
 __all__ = ["InspectWeights", "InspectWeightsSettings", "weight_facts", "weight_facts_node"]
 

@@ -1,0 +1,1 @@
+"""Questions about a model's matrices, answered off its weights alone."""

@@ -1,0 +1,240 @@
+"""Which heads copy what they read, and what is a head made of? OV and QK circuits, off the weights alone.
+
+Every head's OV circuit is followed through embedding and unembedding, with norms folded in
+(stages/weights/folded.py): the share of positive eigenvalues says whether a token that is read raises its own
+logit (stages/weights/copying.py). Of one head, the one that copies most unless another is named, singular
+directions of OV and QK are read through the vocabulary (stages/weights/singular.py). No prompt is run, so
+that nothing is said of whether a head ever looks there.
+
+Control: each head with its singular values, writing elsewhere; what is claimed of the best, and of the worst,
+of all heads stands beside the best and the worst of all in each such draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...stages.causal.controls import Null
+from ...stages.logits.lens import format_token
+from ...stages.weights.circuits import has_scores
+from ...stages.weights.copying import copying_scores
+from ...stages.weights.matrices import heads_in, require_embedding, require_outputs
+from ...stages.weights.positional import position_scores
+from ...stages.weights.singular import singular_directions
+from ...stages.weights.stored import StoredMatrices
+from ...store.errors import ConfigError
+from ..material.answers import named
+from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
+from ..views import Figure, Finding, Findings, Heatmap, Table, View
+from ..workflow import ModelWorkflow, loaded
+
+if TYPE_CHECKING:
+    from ...pipeline.nodes import ResultNode
+
+__all__ = ["OvQk", "OvQkSettings"]
+
+POSITIONS, OFFSETS = 64, 4
+"""Positions that attend to each other by position alone, and how far back is told."""
+
+
+@dataclass(frozen=True)
+class OvQkSettings(ControlSettings, ModelSettings):
+    """What `--set` can change."""
+
+    layer: int | None = setting(None, "layer of the head told in full; none: the head that copies most")
+    head: Natural = setting(0, "the head told in full, where its layer is named")
+    directions: Count = setting(5, "singular directions told")
+    top_k: Count = setting(5, "tokens named along each")
+    offset: Natural = setting(0, "positions between query and key, of a model with rope")
+    top: Count = setting(5, "heads listed from either end")
+
+
+class OvQk(ModelWorkflow):
+    """Copying scores of all heads, and the circuits of one."""
+
+    name = "ov_qk"
+    question = "Which heads copy what they read, and what is a head made of?"
+    settings_type = OvQkSettings
+    settings: OvQkSettings
+
+    copying = loaded("copying")
+    """`copying_scores`, in memory."""
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """Scores of all heads, and the directions of one."""
+        given, config = self.settings, self.subject.config
+        require_outputs(config)
+        require_embedding(config)
+        folded, plain = (
+            StoredMatrices.of(self.subject.files, dtype=self.subject.dtype, folded=folds)
+            for folds in (True, False)
+        )
+        copying = copying_scores.on(weights=folded, controls=given.controls, seed=given.seed)
+        asked: dict[str, Any] = {"directions": given.directions, "top_k": given.top_k}
+        if given.layer is None:
+            asked["copying"] = copying["copying"]
+        else:
+            count = heads_in(config, given.layer).count
+            if given.head >= count:
+                raise ConfigError(
+                    f"expected a head in 0..{count - 1} of layer {given.layer}, found {given.head}"
+                )
+            asked |= {"layer": given.layer, "head": given.head}
+        nodes: dict[str, ResultNode] = {
+            "copying": copying,
+            "ov": singular_directions.on(weights=folded, circuit="OV", **asked),
+        }
+        if has_scores(config):
+            turned = {"offset": given.offset}
+            nodes["qk"] = singular_directions.on(weights=folded, circuit="QK", **turned, **asked)
+            if "positions" in config.tensors.outside:
+                length = min(POSITIONS, config.position_rows - config.first_position)
+                nodes["positions"] = position_scores.on(
+                    weights=plain, length=length, offsets=min(OFFSETS, length - 1)
+                )
+        return nodes
+
+    def _findings(self) -> Findings:
+        found = self.copying.transpose(..., "draw")
+        scores = found["copying"].values
+        heads = int(np.isfinite(scores).sum())
+        most, least = (np.unravel_index(pick(scores), scores.shape) for pick in (np.nanargmax, np.nanargmin))
+        named_so = [f"L{found['layer'].values[a]}H{b}" for a, b in (most, least)]
+        control = found["control"].values
+        return Findings.of(
+            Finding(
+                f"{named_so[0]} copies what it reads (share of positive eigenvalues)",
+                float(scores[most]),
+                Null(
+                    np.nanmax(control, axis=(0, 1)),
+                    f"draws of all heads writing elsewhere, each the best of {heads}",
+                ),
+            ),
+            Finding(
+                f"{named_so[1]} lowers what it reads (share of positive eigenvalues)",
+                float(scores[least]),
+                Null(
+                    np.nanmin(control, axis=(0, 1)),
+                    f"draws of all heads writing elsewhere, each the lowest of {heads}",
+                    "below",
+                ),
+            ),
+            caption="of a token that is read with weight 1; nothing is said of where heads look",
+            sources=("copying",),
+        )
+
+    def heads(self) -> list[dict[str, Any]]:
+        """Every head, by copying score, highest first."""
+        found = self.copying.transpose(..., "draw")
+        order = np.argsort(-found["copying"].values, axis=None, kind="stable")
+        rows = []
+        for flat in order:
+            a, b = (int(each) for each in np.unravel_index(flat, found["copying"].shape))
+            here = found.isel(layer=a, head=b)
+            null = here["control"].values
+            rows.append(
+                {
+                    "layer": int(found["layer"].values[a]),
+                    "head": b,
+                    "copying": float(here["copying"]),
+                    "control_low": float(np.quantile(null, 0.025)),
+                    "control_high": float(np.quantile(null, 0.975)),
+                    "quantile": float((null < float(here["copying"])).mean()),
+                    "ov_norm": float(here["ov_norm"]),
+                    "top_share": float(here["top_share"]),
+                }
+            )
+        return rows
+
+    def views(self) -> Iterator[View]:
+        """What copies, every head, and what one of them is made of."""
+        model, given = self.subject.name, self.settings
+        yield self._findings()
+        rows = self.heads()
+        shown = rows if len(rows) <= 2 * given.top else [*rows[: given.top], *rows[-given.top :]]
+        yield Table.of(
+            shown,
+            ("head", lambda row: f"L{row['layer']}H{row['head']}"),
+            ("copying", "copying", "+.2f"),
+            ("elsewhere", lambda row: f"{row['control_low']:+.2f} to {row['control_high']:+.2f}"),
+            ("quantile", "quantile", ".2f"),
+            ("norm of OV", "ov_norm", ".3g"),
+            ("in one direction", "top_share", ".0%"),
+            title=f"Heads of {model} that copy most, and least",
+            caption=f"elsewhere: 95 % of {given.controls} draws of the head writing elsewhere, and the "
+            "quantile of the head among them; in one direction: share of the squared norm",
+            json={**self.subject.about, "heads": rows},
+        )
+        by_head = Heatmap.of(
+            self.copying["copying"].transpose("layer", "head"),
+            "Copying score",
+            "1: reading a token raises its logit; -1: lowers it",
+            sources=("copying",),
+            diverging=True,
+            low=-1.0,
+            high=1.0,
+        )
+        yield by_head
+        yield Figure(name="ov_qk", title=f"Which heads of {model} copy what they read", panels=(by_head,))
+        yield self._directions("ov", "OV", ("what it reads", "what it then writes"))
+        if "qk" in self.nodes:
+            yield self._directions("qk", "QK", ("where it stands", "what it looks for"))
+        if "positions" in self.nodes:
+            yield self._positions()
+
+    def _directions(self, node: str, circuit: str, sides: tuple[str, str]) -> Table:
+        found = self.result(node).load()
+        layer, head = int(found["told_layer"]), int(found["told_head"])
+        records = []
+        for d in range(found.sizes["direction"]):
+            here = found.isel(direction=d)
+            told = {
+                side: named(self.subject, here[f"{side}_token"].values.tolist())
+                for side in ("read", "written")
+            }
+            records.append(
+                {"share": float(here["share"]), "singular_value": float(here["singular_value"]), **told}
+            )
+        apart = (
+            f", {self.settings.offset} positions apart" if circuit == "QK" and self.settings.offset else ""
+        )
+        return Table.of(
+            records,
+            ("share", "share", ".1%"),
+            (sides[0], lambda row: " ".join(format_token(token) for token in row["read"])),
+            (sides[1], lambda row: " ".join(format_token(token) for token in row["written"])),
+            title=f"Singular directions of {circuit} of L{layer}H{head}{apart}",
+            caption="tokens farthest along each side; share: of the squared norm",
+            sources=(node,),
+            json={node: {"layer": layer, "head": head, "directions": records}},
+        )
+
+    def _positions(self) -> Table:
+        """Where heads look by positions alone."""
+        found = self.result("positions")["weight"].load().transpose("layer", "head", "offset")
+        records = [
+            {"layer": int(layer), "head": head, "weight": found.values[i, head].tolist()}
+            for i, layer in enumerate(found["layer"].values)
+            for head in range(found.sizes["head"])
+        ]
+        records.sort(key=lambda row: -row["weight"][1])
+
+        def back(offset: int) -> Any:
+            return lambda row: row["weight"][offset]
+
+        return Table.of(
+            records[: self.settings.top],
+            ("head", lambda row: f"L{row['layer']}H{row['head']}"),
+            *((f"{k} back", back(k), ".2f") for k in range(found.sizes["offset"])),
+            title="Where heads look by position alone",
+            caption="mean attention by distance if every token were the mean token; best at 1 back first",
+            sources=("positions",),
+            json={"positions": records},
+        )
+
+
+WORKFLOW = OvQk
