@@ -141,6 +141,9 @@ STUDIES: dict[str, Callable[[Material], xr.Dataset]] = {
         name: by(name, lambda stored, more=more: {"states": stored.states["resid_post"], **more})
         for name, more in STATES.items()
     },
+    "representation_similarity": lambda s: find("representation_similarity")(
+        s.states["resid_post"], s.states["resid_post"], seed=2
+    ),
     "principal_components": lambda s: find("principal_components")(STUDIES["moments"](s), n_components=3),
     "scree": lambda s: find("scree")(STUDIES["moments"](s)),
     "outlier_dimensions": lambda s: find("outlier_dimensions")(STUDIES["dimension_sums"](s)),

@@ -31,9 +31,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 assert "torch" not in sys.modules
 """
 )
-READING_OTHERS = (".features.", ".graph.", ".algzoo.")
-"""Stages over features and graphs, whose inputs come from a dictionary, and over networks of AlgZoo; they
-have tests of their own."""
+READING_OTHERS = (".features.", ".graph.", ".algzoo.", ".weights.")
+"""Stages over features and graphs, whose inputs come from a dictionary, over networks of AlgZoo, and over a
+checkpoint's matrices; they have tests of their own."""
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])
