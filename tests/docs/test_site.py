@@ -85,6 +85,7 @@ def test_every_workflow_has_its_settings_on_a_page():
 def test_docstrings_become_markdown():
     made = loaded("reference")
     assert made.markdown("Points blocks.*.hook_z of all.") == "Points `blocks.*.hook_z` of all."
+    assert made.markdown("Of `kv_head,\nssm_head` or a_b.") == "Of `kv_head,\nssm_head` or a\\_b."
     assert made.markdown("One.\n\n    a  b") == "One.\n\n```text\na  b\n```"
     assert made.markdown("Is:\n>>> 1 + 1\n2") == "Is:\n\n```pycon\n>>> 1 + 1\n2\n```"
     node = ast.parse('def f(a, b):\n    """Sum.\n\n    a, b: numbers [n]. Returns [n]."""').body[0]
