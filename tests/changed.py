@@ -1,8 +1,8 @@
 """Which tests look at what changed: printed for `make check`, one path per line.
 
 A test file that changed is one of them; of a module, the file in the mirrored room that is named after it,
-and the tests of its room that import it by name. Changed is what differs from the last commit, or, where
-nothing does, what that commit changed.
+and the tests of its room that import it by name; of a page of docs/ those that run its blocks. Changed is
+what differs from the last commit, or, where nothing does, what that commit changed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ def changed() -> list[str]:
 def tests_of(path: str) -> Iterator[str]:
     """Test files that look at one changed path."""
     changed_file = Path(path)
+    if path.startswith("docs/") and changed_file.suffix == ".md":
+        yield from (
+            "tests/docs/test_pages.py",
+            "tests/docs/test_notebooks.py",
+            "tests/contracts/test_reference_tables.py",
+        )
     if changed_file.suffix != ".py":
         return
     if path.startswith("tests/"):

@@ -107,7 +107,7 @@ def _draw(workflow: Workflow, folder: Path | None, talk: Console) -> list[Path]:
     try:
         return workflow.draw(folder)
     except MissingExtra as error:
-        talk.print(f"no figures: {error}", highlight=False, soft_wrap=True, markup=False)
+        talk.print(f"no figures, tables only: {error}", highlight=False, soft_wrap=True, markup=False)
         return []
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 FIGURES = Path(__file__).parents[1] / "figures"
 BLUE, ORANGE = "#2b8ea3", "#c9702a"
-STYLE = "<style>svg { color: #222 } @media (prefers-color-scheme: dark) { svg { color: #ddd } }</style>"
+STYLE = "<style>svg { color: #222222 } @media (prefers-color-scheme: dark) { svg { color: #dddddd } }</style>"
 ARROW = (
     '<defs><marker id="{0}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
     'orient="auto"><path d="M0 0L8 4L0 8z" fill="currentColor"/></marker></defs>'

@@ -273,7 +273,7 @@ def markdown(text: str) -> str:
         elif all(line.startswith("    ") for line in part):
             lines += ["```text", *(line[4:] for line in part), "```"]
         else:
-            lines += [line if line.startswith("    ") else outside_code(line) for line in part]
+            lines.append(outside_code("\n".join(part)))
         lines.append("")
     return "\n".join(lines).strip()
 
@@ -290,9 +290,9 @@ def paragraphs(text: str) -> Iterator[list[str]]:
             part.append(line)
 
 
-def outside_code(line: str) -> str:
-    """A line with its patterns in code, and nothing in it taken for a tag."""
-    parts = line.split("`")
+def outside_code(text: str) -> str:
+    """Prose with its patterns in code, and nothing in it taken for a tag or for emphasis by underscores."""
+    parts = text.split("`")
     parts[::2] = [PATTERN.sub(r"`\1`", part) for part in parts[::2]]
     parts = "`".join(parts).split("`")
     parts[::2] = [part.replace("<", "\\<").replace("_", "\\_") for part in parts[::2]]

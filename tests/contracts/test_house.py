@@ -390,6 +390,10 @@ def test_newest_entry_of_the_changelog_is_this_version():
     assert newest and newest[1] == mizarr.__version__
 
 
+def test_the_citation_is_of_this_version():
+    assert f"\nversion: {mizarr.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_ci_runs_the_test_command_of_the_readme():
     assert "make test" in (ROOT / ".ci" / "run").read_text()
     assert re.search(r"^\s*make test\b", (ROOT / "README.md").read_text(), re.MULTILINE)

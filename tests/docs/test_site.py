@@ -61,23 +61,17 @@ def test_every_stage_and_experiment_has_an_entry():
     assert not {name: home for name, home in homes.items() if home not in documented()}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "decompose_resid",
-        "logit_attrs",
-        "pca",
-        "detect_head",
-        "ContrastiveVectors",
-        "feature_intervention",
-        "block_every",
-        "head_all_pos_every",
-        "head_by_pos_every",
-        "DonorPatching",
-        "PatchTable",
-        "Null",
-    ],
-)
+NAMED = {
+    "logits": ["decompose_resid", "logit_attrs"],
+    "geometry": ["pca"],
+    "attention": ["detect_head"],
+    "causal": ["ContrastiveVectors", "Null", "DonorPatching", "PatchTable"],
+    "grids": ["block_every", "head_all_pos_every", "head_by_pos_every"],
+    "graph": ["feature_intervention"],
+}
+
+
+@pytest.mark.parametrize("name", [name for names in NAMED.values() for name in names])
 def test_what_works_is_named(name):
     assert any(entry.endswith(f".{name}") for entry in documented())
 
@@ -91,6 +85,7 @@ def test_every_workflow_has_its_settings_on_a_page():
 def test_docstrings_become_markdown():
     made = loaded("reference")
     assert made.markdown("Points blocks.*.hook_z of all.") == "Points `blocks.*.hook_z` of all."
+    assert made.markdown("Of `kv_head,\nssm_head` or a_b.") == "Of `kv_head,\nssm_head` or a\\_b."
     assert made.markdown("One.\n\n    a  b") == "One.\n\n```text\na  b\n```"
     assert made.markdown("Is:\n>>> 1 + 1\n2") == "Is:\n\n```pycon\n>>> 1 + 1\n2\n```"
     node = ast.parse('def f(a, b):\n    """Sum.\n\n    a, b: numbers [n]. Returns [n]."""').body[0]

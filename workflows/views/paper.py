@@ -154,8 +154,7 @@ def style() -> Any:
         import matplotlib as mpl
     except ImportError as error:
         raise MissingExtra(
-            "figures need matplotlib, which is not installed; pip install 'mizarr[plots]', "
-            "or ask for tables only: figures=False"
+            "figures need matplotlib, which is not installed; pip install 'mizarr[plots]' (tables need none)"
         ) from error
     return mpl.rc_context(STYLE)
 
