@@ -77,7 +77,7 @@ def encoded(subject: Subject, prompt: str) -> Encoding:
     """Tokens of a prompt. Raises PromptError for one that is empty or too long for the model."""
     found = subject.tokenizer.encode(prompt)
     config = subject.config
-    check_prompts([found.ids], config.vocab_size, config.context_length, subject.name)
+    check_prompts([found.ids], config.vocab_size, config.context_length, subject.name, config.unknown_token)
     return found
 
 

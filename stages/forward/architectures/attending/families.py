@@ -13,6 +13,7 @@ from .....store.errors import ConfigError
 from ..hybrid_tensors import Spelling
 from ..linear_families import LLAMA, OF_MIXTRAL
 from ..transformer import ConfigReader
+from .encoders import ENCODERS
 from .experts import granite_experts, mixtral_experts, qwen_experts, sigmoid_experts
 from .latent import LATENT
 from .layers import but_every, in_windows, in_windows_if_any
@@ -412,6 +413,7 @@ ATTENDING: dict[str, Attends] = {
         tied=True,
         max_positions=32768,
     ),
+    **ENCODERS,
     **LATENT,
     **NEWER,
     **OLDER,
