@@ -107,7 +107,7 @@ class Branch:
                 if reach(point) != "here":
                     spreading = min([spreading, *where]) if reach(point) == "later" else 0
             self._reach.append(np.array(sorted(touched.union(range(spreading, length))), np.int64))
-            first = min([first, *touched])
+            first = min([first, spreading, *touched])
 
     @property
     def n_layers(self) -> int:
