@@ -327,6 +327,16 @@ class Architecture(ABC):
     def bytes_per_token(self, itemsize: int) -> int:
         """Bytes of one token while a layer is computed."""
 
+    def require_linear_head(self) -> None:
+        """Raise ConfigError unless logits are a linear map of the normed stream, so that they can be split by
+        who wrote what, and tokens have directions in the stream."""
+        if self.transform is not None:
+            raise ConfigError(
+                f"expected logits that are a linear map of the normed stream, found {self.model_type}, whose "
+                "head reads it through a dense map, an activation and a norm; read its layers with the logit "
+                "lens"
+            )
+
     def under(self, root: str, head: str) -> Architecture:
         """The same, of a checkpoint that has other names before its tensors (`root` for "model.") and its LM
         head. ConfigError for a kind that is in no such checkpoint."""

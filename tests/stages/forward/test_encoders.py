@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import xarray as xr
 from safetensors.torch import load_file, save_file
 
 from mizarr import HookPoint, HookSpec, Knockout, Model, Replace, Run
@@ -18,7 +19,12 @@ from mizarr.stages.forward.models.autoconfig import report
 from mizarr.stages.forward.models.files import resolve
 from mizarr.stages.forward.networks.weights import read_shapes
 from mizarr.stages.forward.runs.run import plan
-from mizarr.store.errors import ConfigError, InterventionError, PromptError
+from mizarr.stages.graph.rows.frozen import require_attention
+from mizarr.stages.logits.attribution import constant_share
+from mizarr.stages.logits.lens import logits as read_by
+from mizarr.stages.logits.prompt_test import tokens_to_residual_directions
+from mizarr.stages.logits.readout import readout_from_files
+from mizarr.store.errors import ConfigError, InterventionError, PromptError, ShapeError
 
 from .compared import assert_near, assert_parity, draw_ids
 from .random_encoders import DECODERS, ENCODERS, LAYERS, MASK, draw, save_random_encoder
@@ -262,3 +268,29 @@ def test_draws_differ_along_every_axis():
     for family in ENCODERS:
         drawn = {read({**draw(family, seed), "model_type": family}).digest for seed in range(12)}
         assert len(drawn) >= 10 or family == "distilbert", family
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_the_lens_on_the_last_stream_gives_the_logits(family, tmp_path):
+    """By the files alone, without torch: final norm, transform, head."""
+    save_random_encoder(tmp_path, family, 1, tokenizer=False)
+    model, files = Model.from_pretrained(tmp_path), resolve(tmp_path)
+    last = HookPoint.resid_post(model.config.num_layers - 1)
+    cache = model.forward(draw_ids(1, 20), HookSpec().capture(last))
+    states = xr.DataArray(cache[last][0].numpy(), dims=("position", "hidden"))
+    found = read_by(states, readout_from_files(files.weight_files, model.config))
+    assert_near(torch.from_numpy(found.to_numpy()), cache.logits[0])
+
+
+def test_what_is_not_linear_there_is_refused_in_one_line(tmp_path):
+    save_random_encoder(tmp_path, "bert", 1, tokenizer=False)
+    model, files = Model.from_pretrained(tmp_path), resolve(tmp_path)
+    with pytest.raises(ConfigError, match=r"linear map of the normed stream, found bert, whose head"):
+        tokens_to_residual_directions(model, 5)
+    readout = readout_from_files(files.weight_files, model.config)
+    with pytest.raises(ShapeError, match=r"found one with a dense map, an activation \(\w+\) and a norm"):
+        constant_share(readout, token=3)
+    with pytest.raises(ConfigError, match="positions see no later ones"):
+        require_attention(model.config, "a model")
+    with pytest.raises(ConfigError, match="expected a final norm in bert, found none"):
+        model.network.norm_gain("ln_final", None, torch.float32)
