@@ -176,20 +176,21 @@ def require_linear(readout: xr.Dataset) -> None:
 
 
 def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
-    """The readout of a model in a workflow's graph; stored once per model, tokenizer and dtype."""
+    """The readout of a model in a workflow's graph; stored once per model, tokenizer and dtype. Of a model
+    without a tokenizer, ids stand for the texts of its tokens."""
     from ...pipeline import Estimate, SourceNode
 
     config, tokenizer = files.architecture(), files.tokenizer()
     identity = files.identity(dtype=dtype)
 
     def make() -> xr.Dataset:
-        words = () if tokenizer is None else tokenizer.vocabulary
+        words = [str(i) for i in range(config.vocab_size)] if tokenizer is None else tokenizer.vocabulary
         return readout_from_files(files.checkpoint, config, vocabulary=words, dtype=dtype)
 
     params = {
         "weights": identity.weights,
         "config": identity.config,
-        "tokenizer": None if tokenizer is None else tokenizer.digest,
+        "tokenizer": "ids" if tokenizer is None else tokenizer.digest,
         "dtype": dtype,
     }
     rows, width = config.tensors.outside["head"].shape  # refused here, not when all else is computed

@@ -82,19 +82,8 @@ def encoded(subject: Subject, prompt: str) -> Encoding:
 
 
 def answer_pieces(subject: Subject, prompt: str, answer: str) -> tuple[int, ...]:
-    """All tokens of an answer as it follows a prompt, none for an empty one; the first is that of
-    `Subject.answer_id`.
-
-    The two are encoded together where the prompt's own tokens stay what they are, else the answer by itself.
-    """
-    if not answer:
-        return ()
-    word = answer if not answer[:1].isalnum() or prompt[-1:].isspace() else f" {answer}"
-    before = subject.tokenizer.encode(prompt, add_special=False).ids
-    both = subject.tokenizer.encode(prompt + word, add_special=False).ids
-    if both[: len(before)] == before and len(both) > len(before):
-        return tuple(both[len(before) :])
-    return tuple(subject.tokenizer.encode(word, add_special=False).ids)
+    """All tokens of an answer to a prompt, none for an empty one; see `Subject.answer_pieces`."""
+    return tuple(subject.answer_pieces(prompt, answer))
 
 
 def named(subject: Subject, tokens: Any) -> list[str]:

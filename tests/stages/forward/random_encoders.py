@@ -178,3 +178,46 @@ def save_random_encoder(
     if tokenizer:
         save_tokenizer(directory)
     return model
+
+
+def save_masking_tokenizer(directory: Path, kind: str) -> None:
+    """A tokenizer of at most VOCAB tokens that puts a token before a text and one behind it, and has a mask:
+    "WordPiece" as BERT's, "Unigram" as XLM-RoBERTa's. Ids of special tokens from 0 on."""
+    import json
+
+    from tokenizers import (
+        AddedToken,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
+
+    from mizarr.workflows.subject import shipped_facts
+
+    texts = [f"{fact['prompt']} {fact['target']}." for fact in shipped_facts()]
+    if kind == "WordPiece":
+        first, last, mask, others = "[CLS]", "[SEP]", "[MASK]", ["[PAD]", "[UNK]"]
+        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+        named = [*others, first, last, mask]
+        trainer: Any = trainers.WordPieceTrainer(vocab_size=VOCAB, special_tokens=named, show_progress=False)
+    else:
+        first, last, mask, others = "<s>", "</s>", "<mask>", ["<pad>", "<unk>"]
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        named = [*others, first, last, mask]
+        trainer = trainers.UnigramTrainer(
+            vocab_size=VOCAB, special_tokens=named, unk_token="<unk>", show_progress=False
+        )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken(mask, lstrip=kind == "Unigram", special=True)])
+    ends = [(each, tokenizer.token_to_id(each)) for each in (first, last)]
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{first} $A {last}", special_tokens=ends)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"cls_token": first, "sep_token": last, "mask_token": mask} if kind == "Unigram" else {}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
