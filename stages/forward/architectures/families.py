@@ -302,9 +302,10 @@ def asks_to_look_ahead(reader: ConfigReader) -> bool:
     return not reader.raw.get("is_causal", True)
 
 
-def refuse_unfollowed(reader: ConfigReader, *, looks_ahead: bool = False) -> None:
+def refuse_unfollowed(reader: ConfigReader, *, looks_ahead: bool = False, both_ways: bool = False) -> None:
     """Raise ConfigError for settings that change numbers in every family and that are not followed.
-    looks_ahead: whether attention to later tokens is followed.
+    looks_ahead, both_ways: whether attention to later tokens is, as is_causal or use_bidirectional_attention
+    ask for it.
     """
     if reader.has("quantization_config"):
         raise ConfigError(
@@ -313,8 +314,8 @@ def refuse_unfollowed(reader: ConfigReader, *, looks_ahead: bool = False) -> Non
         )
     causal = {"use_bidirectional_attention": False, "is_encoder_decoder": False, "is_causal": True}
     found = {key: reader.raw.get(key, usual) for key, usual in causal.items()}
-    if looks_ahead:
-        found["is_causal"] = True
+    found |= {"is_causal": True} if looks_ahead else {}
+    found |= {"use_bidirectional_attention": False} if both_ways else {}
     if any(bool(found[key]) is not usual for key, usual in causal.items()):
         told = ", ".join(f"{key}={value!r}" for key, value in found.items())
         raise ConfigError(

@@ -28,6 +28,8 @@ from mizarr.store.errors import ConfigError, InterventionError, PromptError, Sha
 
 from .compared import assert_near, assert_parity, draw_ids
 from .random_encoders import DECODERS, ENCODERS, LAYERS, MASK, draw, save_random_encoder
+from .random_hybrids import save_random_hybrid
+from .random_models import save_random_model
 
 pytest.importorskip("transformers")
 
@@ -294,3 +296,126 @@ def test_what_is_not_linear_there_is_refused_in_one_line(tmp_path):
         require_attention(model.config, "a model")
     with pytest.raises(ConfigError, match="expected a final norm in bert, found none"):
         model.network.norm_gain("ln_final", None, torch.float32)
+
+
+def reference_without_a_mask(family: str, told: dict[str, Any]) -> Any:
+    """A decoder of the reference whose causal mask is taken away (is_causal)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    described = AutoConfig.for_model(family, **told, is_causal=False)
+    described._attn_implementation = "eager"
+    torch.manual_seed(0)
+    reference = AutoModelForCausalLM.from_config(described).float().eval()
+    with torch.no_grad():
+        for weight in reference.parameters():
+            weight.normal_(std=0.2) if weight.ndim > 1 else weight.normal_(mean=0.5, std=0.3)
+    return reference
+
+
+@pytest.mark.parametrize(
+    ("family", "save"),
+    [
+        *((family, save_random_model) for family in ("llama", "qwen3", "gemma2", "starcoder2")),
+        *((family, save_random_hybrid) for family in ("olmo2", "cohere2", "gpt_neox", "bloom")),
+    ],
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_decoder_without_its_mask_looks_both_ways(family, save, seed, tmp_path):
+    """Windows too, of which the reference then does not count the query itself."""
+    reference = save(tmp_path, family, seed, tokenizer=False, is_causal=False)
+    model = Model.from_pretrained(tmp_path)
+    assert model.config.looks_ahead and not model.config.predicts_next
+    assert all(layer.mixer.is_bidirectional for layer in model.config.layers)
+    assert_parity(model, reference)
+    with pytest.raises(ConfigError, match="expected a causal language model to continue texts"):
+        generate(model, [[5, 6]], max_tokens=2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gemma_3_may_look_both_ways(seed, tmp_path):
+    """As EmbeddingGemma: half of each window on either side."""
+    told = {"use_bidirectional_attention": True}
+    reference = save_random_hybrid(tmp_path, "gemma3_text", seed, tokenizer=False, **told)
+    model = Model.from_pretrained(tmp_path)
+    assert model.config.looks_ahead
+    assert_parity(model, reference)
+
+
+def test_dream_is_a_qwen_2_without_its_mask(tmp_path):
+    """Its code is on the hub alone: names and keys are those of Qwen 2."""
+    told = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "intermediate_size": 40,
+        "rope_theta": 1e5,
+        "tie_word_embeddings": False,
+    }
+    reference = reference_without_a_mask("qwen2", told)
+    reference.save_pretrained(tmp_path)
+    raw = {**told, "model_type": "Dream", "mask_token_id": 4, "rms_norm_eps": 1e-6, "use_mrope": False}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert_parity(Model.from_pretrained(tmp_path), reference)
+
+
+OF_LLADA = {
+    "model.embed_tokens": "model.transformer.wte",
+    "model.norm": "model.transformer.ln_f",
+    "lm_head": "model.transformer.ff_out",
+    "model.layers": "model.transformer.blocks",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ff_norm",
+    "self_attn.o_proj": "attn_out",
+    "self_attn.": "",
+    "mlp.gate_proj": "ff_proj",
+    "mlp.up_proj": "up_proj",
+    "mlp.down_proj": "ff_out",
+}
+"""Llama's names -> those of LLaDA's code on the hub."""
+
+
+def test_llada_is_a_llama_without_its_mask(tmp_path):
+    sizes = {"vocab_size": 320, "num_hidden_layers": 3, "intermediate_size": 40, "rms_norm_eps": 1e-5}
+    heads = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 5e5}
+    reference = reference_without_a_mask("llama", sizes | heads | {"tie_word_embeddings": False})
+    reference.save_pretrained(tmp_path)
+    path, held = tmp_path / "model.safetensors", {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        for old, new in OF_LLADA.items():
+            name = name.replace(old, new)  # noqa: PLW2901
+        held[name] = tensor
+    save_file(held, path)
+    raw = {
+        "model_type": "llada",
+        "block_type": "llama",
+        "activation_type": "silu",
+        "layer_norm_type": "rms",
+        "d_model": 32,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "n_layers": 3,
+        "mlp_hidden_size": 40,
+        "rope": True,
+        "vocab_size": 320,
+        "embedding_size": 320,
+        "max_sequence_length": 256,
+        "rope_theta": 5e5,
+        "rms_norm_eps": 1e-5,
+        "weight_tying": False,
+        "include_bias": False,
+        "include_qkv_bias": False,
+        "alibi": False,
+        "multi_query_attention": None,
+        "mask_token_id": 4,
+        "rope_full_precision": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    model = Model.from_pretrained(tmp_path)
+    assert_parity(model, reference)
+    found = report(resolve(tmp_path).config, read_shapes(resolve(tmp_path).weight_files))
+    assert found.is_compatible and not found.warnings
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"block_type": "sequential"}))
+    with pytest.raises(ConfigError, match="expected block_type to be 'llama', found 'sequential'"):
+        Model.from_pretrained(tmp_path)

@@ -95,6 +95,8 @@ class Attends(Family):
     to it."""
     looks_ahead: Callable[[ConfigReader], bool] = asks_to_look_ahead
     """Whether queries see later keys."""
+    may_look_both_ways: bool = False
+    """Whether use_bidirectional_attention is followed: queries then see half of a window on each side."""
     skips_first_norm: bool = False
     """Whether attention of the first layer reads the embeddings as they are."""
     sources: Callable[[ConfigReader, int], Sequence[int]] | None = None
@@ -292,7 +294,7 @@ def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) 
     Raises ConfigError for a key that is missing, of the wrong type, or asks for what is not followed.
     """
     reader = _renamed(reader, family)
-    refuse_unfollowed(reader, looks_ahead=family.mixer is None)
+    refuse_unfollowed(reader, looks_ahead=family.mixer is None, both_ways=family.may_look_both_ways)
     _refuse(reader, family)
     hidden, heads, layers = (
         reader.integer(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
@@ -301,9 +303,12 @@ def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) 
     windows = (family.windows_of or partial(_windows, family=family))(reader, layers=layers)
     if asks_to_look_ahead(reader):
         windows = both_ways(windows)
+    if is_split := reader.flag("use_bidirectional_attention", False):
+        windows = [window and window // 2 + 1 for window in windows]
     head_dim = _head_dim(reader, family, hidden // heads)
     ropes = _ropes(reader, family, head_dim, windows)
-    told = Told(reader, family, heads, head_dim, eps, bool(_frequencies(family, shapes)))
+    looks_ahead = is_split or family.looks_ahead(reader)
+    told = Told(reader, family, heads, head_dim, eps, looks_ahead, bool(_frequencies(family, shapes)))
     factors = factors_of(reader, family)
     is_parallel = has_bias(reader, family.parallel)
     sources = family.sources and family.sources(reader, layers)
@@ -359,13 +364,14 @@ def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) 
 @dataclass(frozen=True)
 class Told:
     """What the attention of every layer is made of: a config, its family, heads, their width, eps of norms;
-    and whether the checkpoint tells what rope turns by."""
+    whether queries see later keys, and whether the checkpoint tells what rope turns by."""
 
     reader: ConfigReader
     family: Attends
     heads: int
     head_dim: int
     eps: float
+    looks_ahead: bool
     has_frequencies: bool
 
 
@@ -399,7 +405,7 @@ def _grouped(told: Told, rope: RopeConfig | None, window: int | None, layer: int
         slopes=family.slopes(reader, heads) if family.slopes else (),
         has_sinks=family.has_sinks,
         growth=_growth(reader, family) if family.has_growth else None,
-        is_bidirectional=family.looks_ahead(reader),
+        is_bidirectional=told.looks_ahead,
         has_frequencies=told.has_frequencies and rope is not None,
     )
 
