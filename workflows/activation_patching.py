@@ -326,7 +326,7 @@ class ActivationPatchingTrace(ModelWorkflow):
             raise ConfigError(
                 f"expected a corrupted prompt that differs from the clean one, found {clean!r} twice"
             )
-        pieces = answer_pieces(self.subject, clean, answer)
+        pieces = answer_pieces(self.subject, clean, answer, at_mask=True)
         if len(pieces) > 1 and self.settings.answer_piece == "only":
             raise ConfigError(
                 f"expected an answer of one token, found {answer!r} as {named(self.subject, pieces)}; choose "

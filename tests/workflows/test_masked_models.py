@@ -105,6 +105,24 @@ def test_prompts_of_several_masks_are_refused(folder: Path, tmp_path: Path):
         compute("logit_lens", store=tmp_path / "store", model=str(folder), prompts=(f"The {mask} of {mask}",))
 
 
+def test_what_is_asked_at_the_last_token_is_refused(folder: Path, tmp_path: Path):
+    given = {"model": str(folder), "prompt": "The capital of", "target": "Rome"}
+    with pytest.raises(ConfigError, match=r"expected a model that says what comes next, found .* fills in"):
+        compute("ablation", store=tmp_path / "store", **given)
+
+
+def test_attention_that_looks_ahead_is_read_and_not_stored(folder: Path, tmp_path: Path):
+    """Of matrices a store keeps the lower triangles."""
+    model, store = Model.from_pretrained(folder), mizarr.open_store(tmp_path / "store")
+    hooks = HookSpec().capture("blocks.0.attn.hook_pattern")
+    pattern = model.forward([5, 6, 7], hooks)["blocks.0.attn.hook_pattern"]
+    assert float(pattern.triu(1).max()) > 0
+    with pytest.raises(ConfigError, match=r"see no later ones to capture 'blocks\.0\.attn\.hook_pattern' of"):
+        mizarr.capture(model, [[5, 6, 7]], hooks, store=store)
+    kept = [mizarr.run(model, [mizarr.Run([5, 6, 7], hooks)], store=store)[0] for _ in range(2)]
+    assert all(torch.equal(each["blocks.0.attn.hook_pattern"], pattern) for each in kept)
+
+
 def test_models_without_a_tokenizer_are_read_by_ids(tmp_path: Path):
     """As those of board games: prompts are ids, and so are the labels of tokens."""
     from mizarr.pipeline import run
