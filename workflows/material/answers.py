@@ -25,6 +25,7 @@ __all__ = [
     "fact",
     "named",
     "number",
+    "require_next",
     "target_json",
     "top_changed_json",
 ]
@@ -83,14 +84,19 @@ def encoded(subject: Subject, prompt: str) -> Encoding:
 
 def answer_pieces(subject: Subject, prompt: str, answer: str, *, at_mask: bool = False) -> tuple[int, ...]:
     """All tokens of an answer to a prompt, none for an empty one; see `Subject.answer_pieces`. at_mask:
-    whether who asks reads what a model that fills in masks says there; ConfigError for such a model where it
-    does not, as the last token's logits are of no answer."""
-    if subject.mask is not None and not at_mask:
+    whether who asks reads what a model that fills in masks says there; refused (`require_next`) where not."""
+    if not at_mask:
+        require_next(subject)
+    return tuple(subject.answer_pieces(prompt, answer))
+
+
+def require_next(subject: Subject) -> None:
+    """Raise ConfigError for a model that fills in masks: the logits at its last token are of no answer."""
+    if subject.mask is not None:
         raise ConfigError(
             f"expected a model that says what comes next, found {subject.name}, which fills in masks; of "
             "such models logit_lens and activation_patching are asked at the mask"
         )
-    return tuple(subject.answer_pieces(prompt, answer))
 
 
 def named(subject: Subject, tokens: Any) -> list[str]:

@@ -20,7 +20,7 @@ from ...store.errors import ConfigError
 from ..settings import PairSettings
 from ..subject import shipped_facts
 from ..workflow import ModelWorkflow
-from .answers import named
+from .answers import named, require_next
 from .relations import relation_of
 from .unrelated import Unrelated
 
@@ -143,6 +143,7 @@ class PairWorkflow(ModelWorkflow):
 
     def read_pairs(self, rule: str = "differing") -> dict[str, Any]:
         """Pairs and blocks, as an experiment takes them; see `fact_pairs` for the rule."""
+        require_next(self.subject)
         given, layers = self.settings, self.subject.config.num_layers
         self.pairs = fact_pairs(self.subject, given.data, given.limit, rule=rule)
         self.block_size = given.block_size or max(1, min(4, layers // 3))
