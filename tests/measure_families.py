@@ -17,11 +17,13 @@ from typing import Any
 import torch
 
 from mizarr import HookPoint, HookSpec, Model
+from mizarr.stages.forward.architectures.attending.diffusion import DIFFUSION
 from mizarr.stages.forward.architectures.known import KNOWN
 from tests.stages.forward import test_towers
 from tests.stages.forward.compared import LENGTHS, draw_ids, outputs_of
 from tests.stages.forward.literal_fla import MIXERS
 from tests.stages.forward.random_attending import ATTENDING
+from tests.stages.forward.random_encoders import ENCODERS, save_random_encoder
 from tests.stages.forward.random_hybrids import HYBRIDS, save_random_hybrid
 from tests.stages.forward.random_models import FAMILIES, save_random_model
 from tests.stages.forward.random_rwkv import GENERATIONS
@@ -32,9 +34,10 @@ HEAD = """# Model families
 
 `model_type` of `config.json` decides. These are read and computed by mizarr itself, with every hook point,
 planned runs and generation; of a checkpoint that holds more than a language model, that is what runs.
-Windows, soft caps and biases are there where `config.json` says so. Every family reads grouped queries, and
-rope plain, linear, dynamic, yarn, llama3 and longrope. `mizarr models families` prints the list, `mizarr
-models inspect MODEL` what was understood of a checkpoint.
+Models that look both ways fill in masks, and continue no text. Windows, soft caps and biases are there where
+`config.json` says so. Every family reads grouped queries, and rope plain, linear, dynamic, yarn, llama3 and
+longrope. `mizarr models families` prints the list, `mizarr models inspect MODEL` what was understood of a
+checkpoint.
 
 Points: hook points of a small model, and how many kinds they are of. Difference: of logits and of what
 comes out of every layer, from transformers {version} (eager, float32), as a share of the largest entry: the
@@ -62,6 +65,8 @@ def reference_of(family: str) -> Callable[[Path, int], Any] | None:
         return lambda folder, seed: save_random_model(folder, family, seed, tokenizer=False)
     if family in (*ATTENDING, *HYBRIDS) and family not in MIXERS:
         return lambda folder, seed: save_random_hybrid(folder, family, seed, tokenizer=False)
+    if family in ENCODERS:
+        return lambda folder, seed: save_random_encoder(folder, family, seed, tokenizer=False)
     if family in test_towers.TOWERS:
         return lambda folder, seed: test_towers.save(folder, family, seed)
     return None
@@ -104,6 +109,8 @@ def told_of(family: str) -> tuple[str, str]:
         return measured(family, save)
     if family in GENERATIONS:
         return "", "reference arrays"
+    if family in DIFFUSION:
+        return "", "Llama or Qwen 2 without a mask"
     return "", "its equations" if family in MIXERS else "its text model's"
 
 

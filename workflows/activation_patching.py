@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from ..pipeline.nodes import ResultNode
+    from ..stages.forward.text.tokens import Encoding
 
 __all__ = ["ActivationPatchingTrace", "ActivationPatchingTraceSettings"]
 
@@ -171,7 +172,7 @@ class ActivationPatchingTrace(ModelWorkflow):
         pairs, limit = list[tuple[tuple[int, ...], tuple[int, ...]]](), self.subject.config.context_length
         for record in shipped_pairs(self.subject)[: 4 * given.others + len(shown)]:
             texts = record["original_prompt"], record["counterfactual_prompt"]
-            one, other = (tuple(self.subject.tokenizer.encode(text).ids) for text in texts)
+            one, other = (tuple(self._encoded(text).ids) for text in texts)
             if (one, other) not in shown and (limit is None or len(one) <= limit):
                 pairs.append((one, other))
                 targets[one] = (record["gt_original_target"], record["gt_counterfactual_target"])
@@ -202,13 +203,28 @@ class ActivationPatchingTrace(ModelWorkflow):
 
     def _roles(self, clean: tuple[int, ...], corrupted: tuple[int, ...], kinds: Any) -> dict[str, Any]:
         _, end = common_ends(clean, corrupted)
+        at = self._asked_at(clean, corrupted)
         return {
             "clean": clean,
             "corrupted": corrupted,
             "kinds": kinds,
-            "positions": (len(clean) - end - 1, len(clean) - 1),
+            "positions": (len(clean) - end - 1, at),
             "window": self.settings.window,
+            "at": -1 if at == len(clean) - 1 else at,
         }
+
+    def _asked_at(self, clean: tuple[int, ...], corrupted: tuple[int, ...]) -> int:
+        """Where both prompts are asked. Raises ConfigError unless that is one position."""
+        one, other = map(self.subject.read_at, (clean, corrupted))
+        if one != other:
+            raise ConfigError(
+                f"expected the mask at one position of both prompts, found {one} and {other}; choose others"
+            )
+        return one
+
+    def _encoded(self, text: str) -> Encoding:
+        """Tokens of a prompt as the model is asked."""
+        return encoded(self.subject, self.subject.asked(text))
 
     def findings(self) -> Findings:
         """What the best place of other pairs recovers in these, by kind; and of the first kind one that
@@ -235,6 +251,10 @@ class ActivationPatchingTrace(ModelWorkflow):
             f"{self.num_donors} unrelated prompts per pair.",
             sources=sources,
         )
+
+    @property
+    def _roles_named(self) -> tuple[str, str]:
+        return ROLES if self.subject.mask is None else (ROLES[0], "the mask")
 
     def is_known(self, name: str) -> npt.NDArray[np.bool_]:
         """Which pairs of a result count, bool [pair]: those whose clean answer is the likeliest next token,
@@ -263,7 +283,8 @@ class ActivationPatchingTrace(ModelWorkflow):
         scored, controls = (self._recovered(name, kind)[:, layer, role] for name in ("scored", "controls"))
         before, said = "for comparison, " if is_quiet else "", "state" if _is_memory(kind) else kind
         return Finding.over(
-            f"{before}clean {said} of layer {layer} at {ROLES[role]} brings the clean prediction back",
+            f"{before}clean {said} of layer {layer} at {self._roles_named[role]} brings the clean "
+            "prediction back",
             scored,
             controls.reshape(len(scored), self.num_donors),
             "times states of unrelated prompts as long",
@@ -288,12 +309,12 @@ class ActivationPatchingTrace(ModelWorkflow):
 
     def _fits(self, clean: str, candidates: tuple[str, ...]) -> bool:
         """Whether any of the candidates has as many tokens."""
-        first, *others = (len(encoded(self.subject, text).ids) for text in (clean, *candidates))
+        first, *others = (len(self._encoded(text).ids) for text in (clean, *candidates))
         return first in others
 
     def _chosen(self, clean: str, answer: str, candidates: tuple[str, ...]) -> Traced:
-        ids = tuple(encoded(self.subject, clean).ids)
-        tried = {text: tuple(encoded(self.subject, text).ids) for text in candidates}
+        ids = tuple(self._encoded(clean).ids)
+        tried = {text: tuple(self._encoded(text).ids) for text in candidates}
         corrupted = next((text for text, other in tried.items() if len(other) == len(ids)), None)
         if corrupted is None:
             lengths = ", ".join(f"{text!r} has {len(other)}" for text, other in tried.items())
@@ -305,7 +326,7 @@ class ActivationPatchingTrace(ModelWorkflow):
             raise ConfigError(
                 f"expected a corrupted prompt that differs from the clean one, found {clean!r} twice"
             )
-        pieces = answer_pieces(self.subject, clean, answer)
+        pieces = answer_pieces(self.subject, clean, answer, at_mask=True)
         if len(pieces) > 1 and self.settings.answer_piece == "only":
             raise ConfigError(
                 f"expected an answer of one token, found {answer!r} as {named(self.subject, pieces)}; choose "
@@ -317,7 +338,9 @@ class ActivationPatchingTrace(ModelWorkflow):
         metrics: tuple[Metric, ...] = (Recovery(KL()), KL())
         if traced.pieces:
             metrics += (Probability(traced.pieces[0]),)
+        at = self._asked_at(traced.clean_ids, traced.corrupted_ids)
         return ActivationPatching(
+            at=-1 if at == len(traced.clean_ids) - 1 else at,
             clean=traced.clean_ids,
             corrupted=traced.corrupted_ids,
             kinds=kinds,

@@ -64,8 +64,9 @@ class AttentionPatterns(ModelWorkflow):
         self.prompt, _ = fact(given.model, given.prompt, "")
         self.encoding = encoded(self.subject, self.prompt)
         self.query, self.key = (position_of(self.encoding, where) for where in (given.query, given.key))
-        # Refuses an edge into the future.
-        SteeringSpec.scale(1.0).edge(self.query, self.key).resolved(len(self.encoding))
+        # Refuses an edge into the future, unless the model looks there.
+        edge, ahead = SteeringSpec.scale(1.0).edge(self.query, self.key), self.subject.config.looks_ahead
+        edge.resolved(len(self.encoding), ahead=ahead)
         tokens = self.subject.pack([self.prompt])
         self.captured = self.subject.capture_weights(tokens)
         pattern = self.captured[self.subject.attention_kind]

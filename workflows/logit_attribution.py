@@ -130,6 +130,7 @@ class LogitAttribution(ModelWorkflow):
                 "expected a model whose residual stream is the sum of what its parts write, found "
                 f"{config.model_type}, which norms the stream itself; read its layers with the logit lens"
             )
+        config.require_linear_head()
 
     def _require_parts(self) -> None:
         """Raise ConfigError where layers do not all write alike."""

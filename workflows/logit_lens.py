@@ -64,7 +64,9 @@ class LogitLens(ModelWorkflow):
         """The residual stream after every layer, and what the model's readout makes of it."""
         given = self.settings
         self.texts, self.words = answered(given.prompts, given.answers)
+        self.texts = tuple(map(self.subject.asked, self.texts))
         tokens = self.subject.pack(self.texts)
+        self.ends = [self.subject.read_at(ids.tolist()) for ids in tokens]
         states = self.subject.capture(tokens, "blocks.*.hook_resid_post")["resid_post"]
         readout = readout_node(self.subject.files, dtype=self.subject.dtype)
         shape: dict[str, Any] = {"top_k": given.top_k, "soft_cap": given.soft_cap}
@@ -72,12 +74,17 @@ class LogitLens(ModelWorkflow):
         return {"lens": lens, "readout": readout}
 
     def _targets(self, tokens: PackedTokens) -> xr.DataArray:
-        """The next token of each token; for the last one of a prompt, its answer."""
+        """What each token should say: the next one, or of a model that looks ahead the token itself; at the
+        end of a prompt, or its mask, the answer."""
         import xarray as xr
 
-        targets = next_tokens(tokens.ids, tokens.prompt_of(slice(None)))
-        for i, answer in enumerate(self.words):
-            targets[tokens.row(i).stop - 1] = self.subject.answer_id(self.texts[i], answer)
+        if self.subject.config.predicts_next:
+            targets = next_tokens(tokens.ids, tokens.prompt_of(slice(None)))
+        else:
+            targets = np.asarray(tokens.ids, np.int32).copy()
+        for i, end in enumerate(self.ends):
+            answer = self.subject.answer_id(self.texts[i], self.words[i]) if self.words else -1
+            targets[tokens.row(i).start + end] = answer
         return xr.DataArray(targets, dims="token", name="targets")
 
     @cached_property
@@ -92,16 +99,18 @@ class LogitLens(ModelWorkflow):
         return part.rename(token="position").assign_coords(position=np.arange(len(rows)))
 
     def answers(self) -> xr.Dataset:
-        """The lens at the last token of every prompt that has an answer: prompt in place of token."""
+        """The lens at the last token, or the mask, of every prompt that has an answer: prompt in place of
+        token."""
         prompts = self.lens["prompt"].values
-        last = np.flatnonzero(np.diff(prompts, append=prompts[-1] + 1))
+        starts = np.flatnonzero(np.diff(prompts, prepend=-1))
+        last = starts + np.array(self.ends)
         last = last[self.lens["target_id"].values[last] >= 0]
         part = self.lens.isel(token=last).drop_vars(["prompt", "position"], errors="ignore")
         return part.rename(token="prompt").assign_coords(prompt=prompts[last])
 
     def told(self, i: int) -> dict[str, Any]:
         """Prompt `i` in the fields of candle-mi's example, plus entropy and KL."""
-        last = self.prompt(i).isel(position=-1)
+        last = self.prompt(i).isel(position=self.ends[i])
         found: dict[str, Any] = {**self.subject.about, "prompt": self.texts[i]}
         if self.words:
             appears = first_appearance(last["top_id"], int(last["target_id"]), TOP)
@@ -170,11 +179,12 @@ class LogitLens(ModelWorkflow):
             "low": 0.0,
             "high": 1.0,
         }
+        where = "last token" if self.subject.mask is None else "mask"
         shares = tuple(Line(f"answer in the top {k}", (rank <= k).mean(axis=1)) for k in (TOP, 5, 1))
         median = np.median(probability, axis=1)
         yield Lines(
             title="Where the answers appear",
-            caption=f"{len(words):,} prompts, at their last token.",
+            caption=f"{len(words):,} prompts, at their {where}.",
             y_name="share of prompts",
             lines=(*shares, Line("median probability of the answer", median, control=True)),
             **by_layer,

@@ -201,19 +201,64 @@ class Subject:
             [start for start, _ in self.tokenizer.encode(text, add_special=False).offsets], np.int64
         )
 
-    def answer_id(self, prompt: str, answer: str) -> int:
-        """The token with which `answer` begins when it follows `prompt`.
+    @cached_property
+    def mask(self) -> int | None:
+        """The token at which the model says what is missing; None where it says what comes next, or has no
+        such token."""
+        return None if self.config.predicts_next else self.tokenizer.mask_id
+
+    def asked(self, prompt: str) -> str:
+        """A prompt as the model is asked: of one that fills in what is missing, with a mask behind it unless
+        it has one."""
+        if self.mask is None or self.mask in self.tokenizer.encode(prompt).ids:
+            return prompt
+        return f"{prompt} {self.tokenizer.pieces([self.mask])[0]}"
+
+    def read_at(self, ids: Sequence[int]) -> int:
+        """The position at which the answer to a prompt stands: its mask's, or the last one. Raises
+        ConfigError for several masks."""
+        masks = [place for place, token in enumerate(ids) if token == self.mask]
+        if len(masks) > 1:
+            raise ConfigError(
+                f"expected one mask in a prompt to {self.name}, found {len(masks)}; ask for one token at a "
+                "time"
+            )
+        return masks[0] if masks else len(ids) - 1
+
+    def answer_pieces(self, prompt: str, answer: str) -> list[int]:
+        """All tokens of an answer as it follows a prompt, or stands at its mask; none for an empty one.
 
         Found by encoding both together; an answer that starts with a letter is set off by a space. Where the
-        prompt's last token changes with what follows, the answer is encoded by itself. Raises ConfigError for
-        an answer of no token.
+        prompt's own tokens change with it, the answer is encoded by itself.
         """
+        if not answer:
+            return []
+        if self.mask is not None:
+            return self._filled(prompt, answer)
         word = answer if not answer[:1].isalnum() or prompt[-1:].isspace() else f" {answer}"
         before = self.tokenizer.encode(prompt, add_special=False).ids
         both = self.tokenizer.encode(prompt + word, add_special=False).ids
         if both[: len(before)] == before and len(both) > len(before):
-            return both[len(before)]
-        alone = self.tokenizer.encode(word, add_special=False).ids
+            return both[len(before) :]
+        return self.tokenizer.encode(word, add_special=False).ids
+
+    def _filled(self, prompt: str, answer: str) -> list[int]:
+        """The tokens that stand where the mask of a prompt stood, once it is filled in."""
+        asked = self.asked(prompt)
+        before = self.tokenizer.encode(asked).ids
+        place, start = self.read_at(before), self.tokenizer.encode(asked).offsets
+        first, last = start[place]
+        mask = asked[first:last]
+        text = asked[:first] + mask.replace(mask.strip(), answer.strip()) + asked[last:]
+        both = self.tokenizer.encode(text).ids
+        stop = len(both) - (len(before) - place - 1)
+        if both[:place] == before[:place] and both[stop:] == before[place + 1 :] and stop > place:
+            return both[place:stop]
+        return self.tokenizer.encode(answer, add_special=False).ids
+
+    def answer_id(self, prompt: str, answer: str) -> int:
+        """The token with which `answer` begins (`answer_pieces`). Raises ConfigError for one of no token."""
+        alone = self.answer_pieces(prompt, answer)
         if not alone:
             raise ConfigError(
                 f"expected an answer of at least one token to {prompt!r}, found {answer!r}; give a word, or "

@@ -55,7 +55,9 @@ class _Knockout(LayerSweep):
     def check(self, config: Architecture) -> None:
         """Raise InterventionError for edges or heads that are not there."""
         for spec in self._specs():
-            spec.validate(config.num_layers, config.axis_sizes["head"], len(self.tokens))
+            spec.validate(
+                config.num_layers, config.axis_sizes["head"], len(self.tokens), ahead=config.looks_ahead
+            )
 
     def prepare(self, model: Model) -> Baseline:
         """The unchanged run with its attention."""
@@ -99,7 +101,8 @@ class EdgeKnockout(_Knockout):
         import xarray as xr
 
         layer = cell["layer"]
-        resolved = [spec.resolved(len(self.tokens)) for spec in self._specs()]
+        ahead = prepared.config.looks_ahead
+        resolved = [spec.resolved(len(self.tokens), ahead=ahead) for spec in self._specs()]
         weight = [[prepared.weight(layer, self.heads, edges).mean() for edges in resolved]]
         sides = np.array([[-1 if place is None else place for place in edge] for edge in self._places()])
         return xr.Dataset(
@@ -168,7 +171,8 @@ class HeadKnockout(_Knockout):
             **of_baseline(prepared, self.target, self.top_k),
         }
         if self.edges:
-            weight = prepared.weight(layer, None, self._spec(self.edges).resolved(len(self.tokens)))
+            edges = self._spec(self.edges).resolved(len(self.tokens), ahead=prepared.config.looks_ahead)
+            weight = prepared.weight(layer, None, edges)
             found["attention"] = self.outputs["attention"].variable(weight[None])
         return xr.Dataset(found, coords={"layer": [layer], "head": np.arange(heads)})
 

@@ -181,7 +181,9 @@ class RecurrentContinuation(Experiment):
 
 
 def words_direction(model: Model, words: Sequence[int]) -> npt.NDArray[np.float32]:
-    """Mean of the rows by which the LM head reads some tokens, at length 1: float32 [hidden]."""
+    """Mean of the rows by which the LM head reads some tokens, at length 1: float32 [hidden]. Raises
+    ConfigError where it does not read the stream itself."""
+    model.config.require_linear_head()
     rows = model.network.unembedding[list(words)].double().mean(0)
     length = float(rows.norm())
     found: npt.NDArray[np.float32] = (rows / length if length > _SHORTEST else rows).float().cpu().numpy()

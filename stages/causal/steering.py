@@ -101,7 +101,9 @@ class DoseResponse(LayerSweep):
         """Raise StageError for no doses, InterventionError for edges or heads that are not there."""
         check_doses(self.doses)
         for dose in self.doses:
-            self._spec(dose).validate(config.num_layers, config.axis_sizes["head"], len(self.tokens))
+            self._spec(dose).validate(
+                config.num_layers, config.axis_sizes["head"], len(self.tokens), ahead=config.looks_ahead
+            )
 
     def prepare(self, model: Model) -> Baseline:
         """The unchanged run with its attention."""
@@ -120,14 +122,20 @@ class DoseResponse(LayerSweep):
     def measure(self, prepared: Baseline, cell: CellLabels, result: HookCache) -> dict[str, Any]:
         """What changed, and the weight of the edges in the steered run, by head."""
         patterns = [array(result[HookPoint.pattern(layer)][0]) for layer in self.changed(cell)]
-        weight = np.mean([edge_weight(pattern, self.heads, self._resolved()) for pattern in patterns], axis=0)
+        weight = np.mean(
+            [edge_weight(pattern, self.heads, self._resolved(prepared.config)) for pattern in patterns],
+            axis=0,
+        )
         return effect(prepared.logits, read_logits(result), self.target, self.top_k) | {"weight": weight}
 
     def dataset(self, prepared: Baseline, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """The effects [layer, dose], and the attention to the targets before and after."""
         import xarray as xr
 
-        weights = [prepared.weight(layer, self.heads, self._resolved()) for layer in self.changed(cell)]
+        weights = [
+            prepared.weight(layer, self.heads, self._resolved(prepared.config))
+            for layer in self.changed(cell)
+        ]
         before, after = np.mean(weights, axis=0), np.array([one["weight"] for one in measured])
         heads = range(prepared.config.axis_sizes["head"]) if self.heads is None else self.heads
         attention = {
@@ -149,8 +157,8 @@ class DoseResponse(LayerSweep):
             },
         )
 
-    def _resolved(self) -> tuple[tuple[int, int], ...]:
-        return self._spec(self.doses[0]).resolved(len(self.tokens))
+    def _resolved(self, config: Architecture) -> tuple[tuple[int, int], ...]:
+        return self._spec(self.doses[0]).resolved(len(self.tokens), ahead=config.looks_ahead)
 
     def _spec(self, dose: float) -> SteeringSpec:
         if self.kind not in ("scale", "set_value"):

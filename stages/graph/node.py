@@ -70,7 +70,9 @@ class GraphNode(ResultNode):
         self.tokens = tuple(tokens)
         self.memory = as_bytes(memory) or MEMORY
         config = source.config
-        check_prompts([self.tokens], config.vocab_size, config.context_length, source.name)
+        check_prompts(
+            [self.tokens], config.vocab_size, config.context_length, source.name, config.unknown_token
+        )
         if not 0 <= options.zero_positions < len(self.tokens):
             raise PromptError(
                 f"expected a prompt of more than {options.zero_positions} tokens, as the first "

@@ -28,6 +28,7 @@ from ...store.errors import ShapeError
 from ..corpus.token_blocks import ahead, read_rows, token_ranges
 from .lens import logits
 from .logit_directions import MOST_LIKELY, NONE, Directions
+from .readout import require_linear
 from .residual import apply_ln_to_stack, of_one_layer
 
 if TYPE_CHECKING:
@@ -222,6 +223,7 @@ def logit_attrs(
     """
     import xarray as xr
 
+    require_linear(readout)
     unembed = readout["unembed"]
     direction = _rows(unembed, token) - (0 if against is None else _rows(unembed, against))
     direction = direction * float(readout.attrs.get("logit_scale", 1.0))
@@ -237,6 +239,7 @@ def constant_share(
     """What the biases of final norm and unembedding add to the logit of any state; 0 without biases."""
     import xarray as xr
 
+    require_linear(readout)
     rows = _rows(readout["unembed"], token)
     if against is not None:
         rows = rows - _rows(readout["unembed"], against)

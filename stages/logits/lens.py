@@ -1,7 +1,7 @@
 """Logit lens: what each layer of the residual stream would predict if it were the last.
 
-Border: labelled states and a readout dataset (final norm, unembedding); knows no model and never imports
-torch.
+Border: labelled states and a readout dataset (final norm, unembedding, and what stands between them in
+encoders); knows no model and never imports torch.
 
 Idea (nostalgebraist 2020, "interpreting GPT: the logit lens"): apply the model's own final norm and
 unembedding to the residual stream after every layer. The statistics of the norm are recomputed for every
@@ -17,7 +17,8 @@ Units: log-probabilities, entropy and KL in nats.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 __all__ = [
+    "before_head",
     "final_norm",
     "first_appearance",
     "format_probability",
@@ -131,19 +133,63 @@ def final_norm(states: Array, readout: xr.Dataset) -> Array:
     readout.attrs: norm "rms", "layer" or "none", and eps. Rms: x / sqrt(mean(x^2) + eps) * weight. Layer: the
     mean is subtracted first, and a bias added last if the readout has one.
     """
-    states = np.asarray(states, np.float32)
-    norm = readout.attrs["norm"]
+    return _normed(states, readout, "norm", readout.attrs["eps"])
+
+
+def before_head(states: Array, readout: xr.Dataset) -> Array:
+    """What the LM head reads of states [..., hidden], float32: their final norm, and in encoders with a
+    transform its dense map, activation and norm of that (Devlin et al., BERT, 2019), [..., embedding]."""
+    states = final_norm(states, readout)
+    if "transform_weight" not in readout:
+        return states
+    weight = readout["transform_weight"].transpose("embedding", "hidden").values.astype(np.float32)
+    states = states @ weight.T
+    if "transform_bias" in readout:
+        states += readout["transform_bias"].values.astype(np.float32)
+    act = ACTIVATIONS[readout.attrs["transform_activation"]]
+    return _normed(act(states), readout, "transform_norm", readout.attrs["transform_eps"])
+
+
+def _normed(states: Array, readout: xr.Dataset, name: str, eps: float) -> Array:
+    """The norm of a readout with this name."""
+    states, norm = np.asarray(states, np.float32), readout.attrs[name]
     if norm == "none":
         return states
     if norm not in ("rms", "layer"):
         raise ShapeError(f"expected a readout with norm 'rms', 'layer' or 'none', found {norm!r}")
     if norm == "layer":
         states = states - states.mean(axis=-1, keepdims=True)
-    scale = np.sqrt(np.mean(np.square(states), axis=-1, keepdims=True) + np.float32(readout.attrs["eps"]))
-    states = states / scale * readout["norm_weight"].values.astype(np.float32)
-    if "norm_bias" in readout:
-        states += readout["norm_bias"].values.astype(np.float32)
+    scale = np.sqrt(np.mean(np.square(states), axis=-1, keepdims=True) + np.float32(eps))
+    states = states / scale * readout[f"{name}_weight"].values.astype(np.float32)
+    if f"{name}_bias" in readout:
+        states += readout[f"{name}_bias"].values.astype(np.float32)
     return states
+
+
+def _gelu(x: Array) -> Array:
+    """x times the share of a normal distribution below it (Hendrycks and Gimpel, GELUs, 2016)."""
+    below = np.asarray(_ERF(x / math.sqrt(2)), np.float32)
+    found: Array = x * np.float32(0.5) * (1 + below)
+    return found
+
+
+def _gelu_tanh(x: Array) -> Array:
+    """Its approximation, section 2 there."""
+    inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3)
+    found: Array = np.float32(0.5) * x * (1 + np.tanh(inner))
+    return found
+
+
+_ERF = np.frompyfunc(math.erf, 1, 1)
+"""numpy has none. A tenth of what the unembedding costs."""
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": lambda x: np.maximum(x, 0),
+    "relu2": lambda x: np.maximum(x, 0) ** 2,
+    "silu": lambda x: x / (1 + np.exp(-x)),
+}
+"""Of transforms, by their names in architectures/."""
 
 
 def next_tokens(token_id: Array, prompt: Array) -> npt.NDArray[np.int32]:
@@ -201,14 +247,15 @@ class _Head:
 
     def __init__(self, readout: xr.Dataset, soft_cap: bool) -> None:
         self.readout = readout
-        self.unembed = np.asarray(readout["unembed"].transpose("vocab", "hidden").values, np.float32)
+        read = "embedding" if "transform_weight" in readout else "hidden"
+        self.unembed = np.asarray(readout["unembed"].transpose("vocab", read).values, np.float32)
         self.bias = readout["unembed_bias"].values.astype(np.float32) if "unembed_bias" in readout else None
         self.scale = np.float32(readout.attrs.get("logit_scale", 1.0))
         self.cap = np.float32(readout.attrs.get("soft_cap", 0.0) if soft_cap else 0.0)
 
     def logits(self, states: Array) -> Array:
         """Logits [row, vocab] of states [row, hidden], float32."""
-        found: Array = final_norm(states, self.readout) @ self.unembed.T
+        found: Array = before_head(states, self.readout) @ self.unembed.T
         if self.bias is not None:
             found += self.bias
         if self.scale != 1:

@@ -22,6 +22,7 @@ import numpy as np
 
 from ...store.arrays import Array
 from ...store.errors import ShapeError
+from .readout import require_linear
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -101,6 +102,7 @@ class Directions:
 
 def _weighted(readout: xr.Dataset, ids: Array) -> tuple[Array, Array]:
     """Rows of the unembedding times norm weight and scale, centred for LayerNorm; and their constants."""
+    require_linear(readout)
     norm = readout.attrs["norm"]
     if norm not in ("rms", "layer"):
         raise ShapeError(f"expected a readout with norm 'rms' or 'layer', found {norm!r}")

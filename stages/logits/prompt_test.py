@@ -121,6 +121,7 @@ def tokens_to_residual_directions(model: Model, tokens: str | int | Sequence[Any
     """
     import torch
 
+    model.config.require_linear_head()
     if isinstance(tokens, str | int):
         ids = torch.tensor(_single(model, tokens))
     elif isinstance(tokens, torch.Tensor):

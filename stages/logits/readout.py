@@ -1,6 +1,6 @@
 """The readout of a model as data: final norm, unembedding and vocabulary, stored once beside its activations.
 
-Border: the two tensors and the few numbers that turn a residual stream into logits; nothing that runs a
+Border: the few tensors and numbers that turn a residual stream into logits; nothing that runs a
 model. Read straight from the checkpoint's files, without torch, so that whoever has the store needs neither.
 
 A readout is a dataset:
@@ -8,12 +8,17 @@ A readout is a dataset:
   norm_weight float32 [hidden]            as it multiplies (Gemma's 1 + w is added up here)
   norm_bias [hidden], unembed_bias [vocab]  float32, only where the model has them
   token str [vocab]                       text of each token, empty where the tokenizer has none
-  attrs: norm "rms" | "layer", eps, soft_cap (0 = none), logit_scale
+  attrs: norm "rms" | "layer" | "none", eps, soft_cap (0 = none), logit_scale
+
+Of an encoder with a transform before its head (`HeadTransform`), which the logits are no linear map through:
+  unembed [vocab, embedding], transform_weight [embedding, hidden], transform_bias [embedding]
+  transform_norm_weight, transform_norm_bias [embedding]
+  attrs: transform_activation, transform_norm, transform_eps
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,10 +31,10 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from ...pipeline import SourceNode
-    from ..forward.architectures.architecture import Architecture, Stored
+    from ..forward.architectures.architecture import Architecture, HeadTransform, Stored
     from ..forward.models.files import ModelFiles
 
-__all__ = ["readout", "readout_from_files", "readout_node"]
+__all__ = ["readout", "readout_from_files", "readout_node", "require_linear"]
 
 
 VERSION = 1
@@ -48,7 +53,7 @@ def readout(
     unembed_bias: Array | None = None,
     vocabulary: Sequence[str] = (),
 ) -> xr.Dataset:
-    """The dataset described above, from its parts.
+    """The dataset described above, from its parts, where nothing stands between norm and head.
 
     unembed: [vocab, hidden].  norm: "rms", "gemma_rms" (weight is 1 + w) or "layer".  vocabulary: text by
     token id; models often have more rows than their tokenizer has tokens.
@@ -107,7 +112,9 @@ def readout_from_files(
         require_tied(copy, original, np.array_equal(one, other))
     unembed, norm_weight = take("head"), take("final_norm")
     assert unembed is not None  # every model has one
-    assert norm_weight is not None
+    if config.transform is not None:
+        return _transformed(config, config.transform, take, vocabulary)
+    assert norm_weight is not None  # without a transform every model has one
     return readout(
         unembed,
         norm_weight,
@@ -120,21 +127,70 @@ def readout_from_files(
     )
 
 
+def _transformed(
+    config: Architecture,
+    transform: HeadTransform,
+    take: Callable[[str], Array | None],
+    vocabulary: Sequence[str],
+) -> xr.Dataset:
+    """The readout of an encoder with a transform before its head."""
+    import xarray as xr
+
+    dims = {
+        "norm_weight": ("final_norm", ("hidden",)),
+        "norm_bias": ("final_norm.bias", ("hidden",)),
+        "transform_weight": ("transform", ("embedding", "hidden")),
+        "transform_bias": ("transform.bias", ("embedding",)),
+        "transform_norm_weight": ("transform_norm", ("embedding",)),
+        "transform_norm_bias": ("transform_norm.bias", ("embedding",)),
+        "unembed": ("head", ("vocab", "embedding")),
+        "unembed_bias": ("head.bias", ("vocab",)),
+    }
+    data: dict[str, Any] = {}
+    for name, (weight, axes) in dims.items():
+        if (values := take(weight)) is not None:
+            data[name] = (axes, np.asarray(values, np.float32))
+    rows, norm = config.vocab_size, "layer" if config.norm_type == "layer" else "rms"
+    words = [*vocabulary[:rows], *[""] * (rows - len(vocabulary))]
+    data["token"] = ("vocab", np.array(words, dtype=object))
+    attrs = {
+        "norm": norm if "norm_weight" in data else "none",
+        "eps": float(config.norm_eps),
+        "soft_cap": float(config.final_logit_softcapping or 0.0),
+        "logit_scale": 1.0,
+        "transform_activation": transform.activation,
+        "transform_norm": norm,
+        "transform_eps": float(transform.eps),
+    }
+    return xr.Dataset(data, attrs=attrs)
+
+
+def require_linear(readout: xr.Dataset) -> None:
+    """Raise ShapeError for a readout with a transform, which splits no logit by who wrote what."""
+    if "transform_weight" in readout:
+        raise ShapeError(
+            "expected a readout that is a linear map behind its norm, found one with a dense map, an "
+            f"activation ({readout.attrs['transform_activation']}) and a norm before its head; read states "
+            "with the logit lens"
+        )
+
+
 def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
-    """The readout of a model in a workflow's graph; stored once per model, tokenizer and dtype."""
+    """The readout of a model in a workflow's graph; stored once per model, tokenizer and dtype. Of a model
+    without a tokenizer, ids stand for the texts of its tokens."""
     from ...pipeline import Estimate, SourceNode
 
     config, tokenizer = files.architecture(), files.tokenizer()
     identity = files.identity(dtype=dtype)
 
     def make() -> xr.Dataset:
-        words = () if tokenizer is None else tokenizer.vocabulary
+        words = [str(i) for i in range(config.vocab_size)] if tokenizer is None else tokenizer.vocabulary
         return readout_from_files(files.checkpoint, config, vocabulary=words, dtype=dtype)
 
     params = {
         "weights": identity.weights,
         "config": identity.config,
-        "tokenizer": None if tokenizer is None else tokenizer.digest,
+        "tokenizer": "ids" if tokenizer is None else tokenizer.digest,
         "dtype": dtype,
     }
     rows, width = config.tensors.outside["head"].shape  # refused here, not when all else is computed

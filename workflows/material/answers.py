@@ -25,6 +25,7 @@ __all__ = [
     "fact",
     "named",
     "number",
+    "require_next",
     "target_json",
     "top_changed_json",
 ]
@@ -77,24 +78,25 @@ def encoded(subject: Subject, prompt: str) -> Encoding:
     """Tokens of a prompt. Raises PromptError for one that is empty or too long for the model."""
     found = subject.tokenizer.encode(prompt)
     config = subject.config
-    check_prompts([found.ids], config.vocab_size, config.context_length, subject.name)
+    check_prompts([found.ids], config.vocab_size, config.context_length, subject.name, config.unknown_token)
     return found
 
 
-def answer_pieces(subject: Subject, prompt: str, answer: str) -> tuple[int, ...]:
-    """All tokens of an answer as it follows a prompt, none for an empty one; the first is that of
-    `Subject.answer_id`.
+def answer_pieces(subject: Subject, prompt: str, answer: str, *, at_mask: bool = False) -> tuple[int, ...]:
+    """All tokens of an answer to a prompt, none for an empty one; see `Subject.answer_pieces`. at_mask:
+    whether who asks reads what a model that fills in masks says there; refused (`require_next`) where not."""
+    if not at_mask:
+        require_next(subject)
+    return tuple(subject.answer_pieces(prompt, answer))
 
-    The two are encoded together where the prompt's own tokens stay what they are, else the answer by itself.
-    """
-    if not answer:
-        return ()
-    word = answer if not answer[:1].isalnum() or prompt[-1:].isspace() else f" {answer}"
-    before = subject.tokenizer.encode(prompt, add_special=False).ids
-    both = subject.tokenizer.encode(prompt + word, add_special=False).ids
-    if both[: len(before)] == before and len(both) > len(before):
-        return tuple(both[len(before) :])
-    return tuple(subject.tokenizer.encode(word, add_special=False).ids)
+
+def require_next(subject: Subject) -> None:
+    """Raise ConfigError for a model that fills in masks: the logits at its last token are of no answer."""
+    if subject.mask is not None:
+        raise ConfigError(
+            f"expected a model that says what comes next, found {subject.name}, which fills in masks; of "
+            "such models logit_lens and activation_patching are asked at the mask"
+        )
 
 
 def named(subject: Subject, tokens: Any) -> list[str]:

@@ -111,7 +111,9 @@ class PlaceWorkflow(ModelWorkflow):
         self.keys = tuple(dict.fromkeys(self.open.values())) if named is None else (named,)
         for each in self.keys:
             spec = KnockoutSpec().edge(self.query, each)
-            spec.validate(config.num_layers, config.axis_sizes["head"], len(self.encoding))
+            spec.validate(
+                config.num_layers, config.axis_sizes["head"], len(self.encoding), ahead=config.looks_ahead
+            )
         last = config.num_layers - window
         if given.layer is not None and not 0 <= given.layer <= last:
             wide = f" (with a window of {window})" if window > 1 else ""

@@ -20,7 +20,7 @@ from ...store.errors import ConfigError
 from ..settings import PairSettings
 from ..subject import shipped_facts
 from ..workflow import ModelWorkflow
-from .answers import answer_pieces, named
+from .answers import named, require_next
 from .relations import relation_of
 from .unrelated import Unrelated
 
@@ -113,7 +113,7 @@ def shipped_pairs(subject: Subject) -> list[dict[str, str]]:
 
     def pieces(record: dict[str, str]) -> int:
         prompts, targets = [record[name] for name in FIELDS[:2]], [record[name] for name in FIELDS[2:]]
-        return max(len(answer_pieces(subject, *each)) for each in zip(prompts, targets, strict=True))
+        return max(len(subject.answer_pieces(*each)) for each in zip(prompts, targets, strict=True))
 
     return sorted(records, key=lambda record: pieces(record) > 1)
 
@@ -143,6 +143,7 @@ class PairWorkflow(ModelWorkflow):
 
     def read_pairs(self, rule: str = "differing") -> dict[str, Any]:
         """Pairs and blocks, as an experiment takes them; see `fact_pairs` for the rule."""
+        require_next(self.subject)
         given, layers = self.settings, self.subject.config.num_layers
         self.pairs = fact_pairs(self.subject, given.data, given.limit, rule=rule)
         self.block_size = given.block_size or max(1, min(4, layers // 3))

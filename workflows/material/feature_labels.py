@@ -138,7 +138,8 @@ def _given(subject: Subject, dictionary: Dictionary) -> dict[str, Any]:
 
 
 def _writes_to_stream(subject: Subject, dictionary: Dictionary) -> bool:
-    return dictionary.d_out == subject.config.hidden_size
+    """Whether what it writes is as wide as the stream, and tokens are read off that by directions."""
+    return dictionary.d_out == subject.config.hidden_size and subject.config.transform is None
 
 
 def _written(subject: Subject, words: xr.Dataset | None) -> dict[FeatureId, str]:

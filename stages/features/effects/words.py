@@ -24,6 +24,7 @@ from ....pipeline import Output, stage
 from ....store.arrays import Ints
 from ....store.errors import ShapeError
 from ...logits.lens import top_columns
+from ...logits.readout import require_linear
 from ..dictionary import Dictionary
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def _words(dictionary: Dictionary, pairs: Ints, readout: xr.Dataset, top_k: int)
 
 def _directions(readout: xr.Dataset) -> Floats:
     """What reads each token's logit off a state before the final norm's division: [vocab, hidden]."""
+    require_linear(readout)
     unembed: Floats = np.asarray(readout["unembed"].transpose("vocab", "hidden").values, np.float32)
     found: Floats = (unembed - unembed.mean(0)) * np.asarray(readout["norm_weight"].values, np.float32)
     return found

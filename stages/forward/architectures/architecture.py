@@ -23,11 +23,14 @@ from ....store.errors import ConfigError, WeightsError
 from .points import BY_NAME, STATE_ROOMS, HookPoint
 
 __all__ = [
+    "EVERYWHERE",
+    "LATER",
     "Architecture",
     "AttentionMixer",
     "AxisSizes",
     "ConvolutionMixer",
     "Heads",
+    "HeadTransform",
     "InTurn",
     "Layer",
     "Mixer",
@@ -45,7 +48,7 @@ __all__ = [
 ]
 
 LATER = "later"
-_EVERYWHERE, _OUTSIDE = "everywhere", "outside"
+EVERYWHERE, _OUTSIDE = "everywhere", "outside"
 Reach = Literal["here", "later", "all"]
 """Which positions a change reaches before its layer ends: its own, later ones too, or all of them."""
 
@@ -56,7 +59,8 @@ class AttentionMixer:
 
     scale: what q k^T is multiplied by. window: how many keys back a query sees, itself included; None for
     all. soft_cap: c tanh(scores / c) before the mask; None for none. sinks: a weight, [head], which the
-    network puts here: scores of a place with nothing in it, that each query may look at.
+    network puts here: scores of a place with nothing in it, that each query may look at. is_bidirectional:
+    whether a query sees later keys as well, up to as far ahead as it sees back.
     """
 
     kind: ClassVar[str] = "attention"
@@ -64,6 +68,7 @@ class AttentionMixer:
     window: int | None = None
     soft_cap: float | None = None
     sinks: Any = field(default=None, compare=False, repr=False)
+    is_bidirectional: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ class RecurrentMixer:
     """A mixer that reads a state every token decays and writes to. recurrence: which ("rwkv7")."""
 
     kind: ClassVar[str] = "recurrence"
+    is_bidirectional: ClassVar[bool] = False
     window: ClassVar[None] = None
     """Nothing bounds how far back a state remembers."""
     recurrence: str
@@ -81,6 +87,7 @@ class ConvolutionMixer:
     """A mixer that sees a token and the few before it, by the same weights everywhere. window: how many."""
 
     kind: ClassVar[str] = "convolution"
+    is_bidirectional: ClassVar[bool] = False
     window: int
 
 
@@ -89,6 +96,7 @@ class NoMixer:
     """In place of a mixer, where a layer only mixes channels."""
 
     kind: ClassVar[str] = "none"
+    is_bidirectional: ClassVar[bool] = False
     window: ClassVar[int] = 1
     """A token sees itself."""
 
@@ -98,6 +106,8 @@ class OpaqueMixer:
     """A mixer nobody has looked into: of a layer that somebody else computes."""
 
     kind: ClassVar[str] = "unknown mixer"
+    is_bidirectional: ClassVar[bool] = True
+    """Nothing is known to keep it from later positions."""
     window: ClassVar[None] = None
     """Nothing is known to bound how far it sees."""
 
@@ -107,6 +117,7 @@ class SideBySide:
     """Mixers that read the same normed stream, and whose outputs are added up."""
 
     kind: ClassVar[str] = "side by side"
+    is_bidirectional: ClassVar[bool] = False
     mixers: tuple[AttentionMixer | RecurrentMixer | ConvolutionMixer, ...]
 
     @property
@@ -121,6 +132,7 @@ class InTurn:
     """Mixers of one layer of which each reads, at every position, what the one before it gives."""
 
     kind: ClassVar[str] = "in turn"
+    is_bidirectional: ClassVar[bool] = False
     mixers: tuple[AttentionMixer | RecurrentMixer | ConvolutionMixer | SideBySide, ...]
 
     @property
@@ -139,7 +151,8 @@ class Layer:
 
     mixer: what mixes positions. channel_mixer: what does not; None for neither. norms: "before" what each of
     them reads, "after" it, of what it adds, or "around" it, of both; "of stream" where what is normed becomes
-    the stream, too. is_parallel: whether both read the stream that enters.
+    the stream, be it what they read or the sum of that and what they add. is_parallel: whether both read the
+    stream that enters.
     """
 
     mixer: Mixer
@@ -207,9 +220,10 @@ class Tensors:
     """The map from checkpoint tensors to weights.
 
     outside: weight -> tensor; "embed", "final_norm", "final_norm.bias" and "head", which is the embedding's
-    where the two are tied. layers: the same of every layer ("q", "o.bias", "ln1", …). prefix: of a layer's
-    tensors, "{}" for its number. copies: names of tensors a checkpoint may hold besides, and the tensor each
-    of them must equal. unread: names of tensors that come with such a checkpoint, and no layer reads.
+    where the two are tied; "transform…" of what stands before the head (`HeadTransform`). layers: the same of
+    every layer ("q", "o.bias", "ln1", …). prefix: of a layer's tensors, "{}" for its number. copies: names of
+    tensors a checkpoint may hold besides, and the tensor each of them must equal. unread: names of tensors
+    that come with such a checkpoint, and no layer reads.
     """
 
     outside: Mapping[str, Stored]
@@ -242,6 +256,21 @@ class Tensors:
         layer, found, rest = name.removeprefix(before).partition(after)
         inside = name.startswith(before) and found and layer.isdigit()
         return (int(layer), rest) if inside else (None, name)
+
+
+@dataclass(frozen=True)
+class HeadTransform:
+    """What stands between the last stream, or the final norm, and the LM head of an encoder: a dense map, an
+    activation and a norm of the kind of all others (Devlin et al., BERT, 2019).
+
+    width: of what the LM head reads. has_bias: of the dense map; has_norm_bias: of the norm.
+    """
+
+    width: int
+    activation: str
+    eps: float
+    has_bias: bool = True
+    has_norm_bias: bool = True
 
 
 class AxisSizes(dict[str, int]):
@@ -282,6 +311,10 @@ class Architecture(ABC):
     """Row of that table for the first position."""
     embedding_scale: float | None = None
     """What embeddings are multiplied by as they enter the stream; None for nothing."""
+    transform: HeadTransform | None = None
+    """What stands before the LM head; None for the final norm alone."""
+    unknown_token: int | None = None
+    """Id that no prompt may hold, as the reference has no position for it; None for none."""
 
     @property
     @abstractmethod
@@ -332,6 +365,16 @@ class Architecture(ABC):
     def bytes_per_token(self, itemsize: int) -> int:
         """Bytes of one token while a layer is computed."""
 
+    def require_linear_head(self) -> None:
+        """Raise ConfigError unless logits are a linear map of the normed stream, so that they can be split by
+        who wrote what, and tokens have directions in the stream."""
+        if self.transform is not None:
+            raise ConfigError(
+                f"expected logits that are a linear map of the normed stream, found {self.model_type}, whose "
+                "head reads it through a dense map, an activation and a norm; read its layers with the logit "
+                "lens"
+            )
+
     def under(self, root: str, head: str) -> Architecture:
         """The same, of a checkpoint that has other names before its tensors (`root` for "model.") and its LM
         head. ConfigError for a kind that is in no such checkpoint."""
@@ -347,7 +390,7 @@ class Architecture(ABC):
     @property
     def predicts_next(self) -> bool:
         """Whether the logits at a position are of the token behind it, and depend on no later one."""
-        return True
+        return not self.looks_ahead
 
     def attention_in(self, dtype: str) -> str:
         """How attention is computed in a dtype where nothing is asked of it, as identities tell it: with a
@@ -358,6 +401,11 @@ class Architecture(ABC):
     def fields(self) -> dict[str, Any]:
         """Every field, as plain values."""
         return plain(self)
+
+    @cached_property
+    def looks_ahead(self) -> bool:
+        """Whether positions see later ones, in any layer."""
+        return any(layer.mixer.is_bidirectional for layer in self.layers)
 
     @cached_property
     def known_points(self) -> frozenset[HookPoint]:
@@ -430,7 +478,7 @@ def require_tied(copy: str, original: str, same: bool) -> None:
 def later(default: Any, *, everywhere: bool = False) -> Any:
     """A field that enters no digest at its default, or every key would move. everywhere: inside of what other
     fields hold, too."""
-    return field(default=default, metadata={LATER: _EVERYWHERE if everywhere else _OUTSIDE})
+    return field(default=default, metadata={LATER: EVERYWHERE if everywhere else _OUTSIDE})
 
 
 def plain(value: Any) -> dict[str, Any]:
@@ -439,7 +487,7 @@ def plain(value: Any) -> dict[str, Any]:
     return {
         name: _plain(inner)
         for name, (inner, each) in held.items()
-        if each.metadata.get(LATER) != _EVERYWHERE or inner != each.default
+        if each.metadata.get(LATER) != EVERYWHERE or inner != each.default
     }
 
 

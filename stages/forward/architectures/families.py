@@ -7,7 +7,7 @@ differs, DESIGN.md says so. A new family that differs along existing axes is a n
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -252,7 +252,8 @@ def model_type_of(raw: dict[str, Any], source: str = "config.json") -> str:
 
 def read_family(reader: ConfigReader, model_type: str, family: Family) -> TransformerConfig:
     """A TransformerConfig from a config.json read the way a family says."""
-    refuse_unfollowed(reader)
+    refuse_unfollowed(reader, looks_ahead=True)
+    looks_ahead = asks_to_look_ahead(reader)
     hidden, heads, layers = (
         reader.integer(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
@@ -271,7 +272,10 @@ def read_family(reader: ConfigReader, model_type: str, family: Family) -> Transf
         vocab_size=reader.integer("vocab_size"),
         max_position_embeddings=context,
         rope=replace(read_rope(reader, family, head_dim, context), interleaved=family.interleaved_rope),
-        layer_windows=read_windows(reader, family, layers),
+        layer_windows=both_ways(read_windows(reader, family, layers))
+        if looks_ahead
+        else read_windows(reader, family, layers),
+        is_bidirectional=looks_ahead,
         norm_type=family.norm,
         norm_eps=eps,
         activation=read_activation(reader, family),
@@ -292,18 +296,26 @@ def read_family(reader: ConfigReader, model_type: str, family: Family) -> Transf
     )
 
 
-def refuse_unfollowed(reader: ConfigReader) -> None:
-    """Raise ConfigError for settings that change numbers in every family and that the decoder does not
-    follow.
+def asks_to_look_ahead(reader: ConfigReader) -> bool:
+    """Whether a config asks a decoder for attention to later tokens; a null is_causal is false to the
+    reference."""
+    return not reader.raw.get("is_causal", True)
+
+
+def refuse_unfollowed(reader: ConfigReader, *, looks_ahead: bool = False, both_ways: bool = False) -> None:
+    """Raise ConfigError for settings that change numbers in every family and that are not followed.
+    looks_ahead, both_ways: whether attention to later tokens is, as is_causal or use_bidirectional_attention
+    ask for it.
     """
     if reader.has("quantization_config"):
         raise ConfigError(
             f"{reader.source}: expected weights as plain numbers, found a quantization_config; fetch the "
             "model's unquantised checkpoint"
         )
-    # A null is_causal is false to the reference.
     causal = {"use_bidirectional_attention": False, "is_encoder_decoder": False, "is_causal": True}
     found = {key: reader.raw.get(key, usual) for key, usual in causal.items()}
+    found |= {"is_causal": True} if looks_ahead else {}
+    found |= {"use_bidirectional_attention": False} if both_ways else {}
     if any(bool(found[key]) is not usual for key, usual in causal.items()):
         told = ", ".join(f"{key}={value!r}" for key, value in found.items())
         raise ConfigError(
@@ -345,6 +357,11 @@ def read_windows(reader: ConfigReader, family: Family, layers: int) -> tuple[int
     if family.windows == "alternating":
         return tuple(size if layer % 2 == 0 else None for layer in range(layers))
     return tuple(size if layer >= first else None for layer in range(layers))
+
+
+def both_ways(windows: Sequence[int | None]) -> tuple[int | None, ...]:
+    """Windows of a decoder that looks ahead, of which the reference does not count the query itself."""
+    return tuple(None if window is None else window + 1 for window in windows)
 
 
 def read_rope(reader: ConfigReader, family: Family, head_dim: int, context: int) -> RopeConfig:

@@ -2,10 +2,10 @@
 
     norm -> mixer, or several side by side -> +        norm -> channel mixer -> +
 
-Norms may stand behind what is added instead, or on the stream itself (`Block.norms`). A block is a layer's
-list of mixers and its channel mixer; either may be missing. A model of Mamba layers alone is the hybrid whose
-blocks have one mixer and nothing else. What a mixer is stands in mixers.py; here is what follows from a
-sequence of them: hook points that exist in some layers only, and how far a change reaches.
+Norms may stand behind what is added instead, on the stream itself, or on the sum of both (`Block.norms`). A
+block is a layer's list of mixers and its channel mixer; either may be missing. A model of Mamba layers alone
+is the hybrid whose blocks have one mixer and nothing else. What a mixer is stands in mixers.py; here is what
+follows from a sequence of them: hook points that exist in some layers only, and how far a change reaches.
 
 Border: sizes and switches; checkpoint names are in hybrid_tensors.py. Never imports torch.
 
@@ -25,6 +25,7 @@ from .architecture import (
     Architecture,
     AxisSizes,
     Heads,
+    HeadTransform,
     InTurn,
     Layer,
     Mixer,
@@ -45,29 +46,34 @@ from .transformer import RopeConfig
 __all__ = ["Block", "HybridConfig"]
 
 _BEFORE_MIXERS = frozenset(("resid_pre", "ln1_scale", "ln1_normalized"))
-_OUTSIDE = ("embed", "ln_final_scale", "ln_final_normalized", "final_norm")
+_FINAL_NORM = ("ln_final_scale", "ln_final_normalized", "final_norm")
+_TRANSFORM = ("head_pre_act", "head_post_act", "head_scale", "head_normalized", "head_out")
 
 
 @dataclass(frozen=True)
 class Block:
     """One layer: mixers that read the same normed stream, and what mixes its channels behind them.
 
-    norms: "before" what each of them reads, "after" it, of what it adds, "around" it, of both, or "of
-    stream": what is normed is read, and becomes the stream. carried: what the stream is then multiplied by
+    norms: "before" what each of them reads, "after" it, of what it adds, "around" it, of both, "of stream":
+    what is normed is read, and becomes the stream, or "of sums": the stream with what is added to it is
+    normed, and becomes the stream (Devlin et al., BERT, 2019). carried: what the stream is then multiplied by
     where the mixers' and the channel mixer's outputs are added to it. is_parallel: whether the channel mixer,
     too, reads the stream that enters; has_two_norms: whether each then reads it through a norm of its own.
     shared: what stands ahead of the mixers, and adds to what they read. post_factor: what is added is
-    multiplied by behind its norm.
+    multiplied by behind its norm. source: of a layer that has its tensors from elsewhere, under which number
+    these lie. reads_normed: whether mixers read the stream through a norm, where norms stand before them.
     """
 
     mixers: tuple[MixerShape, ...]
     channel_mixer: ChannelShape | None = None
-    norms: Literal["before", "after", "around", "of stream"] = "before"
+    norms: Literal["before", "after", "around", "of stream", "of sums"] = "before"
     carried: tuple[float, float] = (1.0, 1.0)
     is_parallel: bool = later(False)
     has_two_norms: bool = later(True)
     shared: SharedBlockShape | None = later(None)
     post_factor: float = later(1.0)
+    source: int | None = later(None)
+    reads_normed: bool = later(True)
 
     def __post_init__(self) -> None:
         if not self.mixers and self.channel_mixer is None:
@@ -86,7 +92,7 @@ class Block:
     def norm_names(self) -> tuple[str, ...]:
         """Of the norms it has: "ln1" and "ln2" before what they are read by, "_post" behind."""
         suffixes = {"after": ("_post",), "around": ("", "_post")}.get(self.norms, ("",))
-        halves = ["ln1"] if self.mixers else []
+        halves = ["ln1"] if self.mixers and self.reads_normed else []
         has_second = self.channel_mixer is not None and (self.has_two_norms or not self.is_parallel)
         halves += ["ln2"] if has_second else []
         return tuple(half + suffix for half in halves for suffix in suffixes)
@@ -104,7 +110,8 @@ class Block:
     def facts(self) -> Layer:
         """What others are told of it."""
         channel_mixer = None if self.channel_mixer is None else self.channel_mixer.fact
-        return Layer(self.mixer, channel_mixer, self.norms, self.is_parallel)
+        norms = "of stream" if self.norms == "of sums" else self.norms
+        return Layer(self.mixer, channel_mixer, norms, self.is_parallel)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -158,7 +165,14 @@ class HybridConfig(Architecture):
     whether what embeddings are multiplied by is rounded to their dtype. has_position_waves: whether the table
     of positions is one of sines and cosines, which no checkpoint holds. has_embedding_norm: whether
     embeddings are normed before they become the stream. has_norm_weights: of the norms of the stream;
-    has_unit_norms: whether 1 is added to these. has_head_bias: of the LM head.
+    has_unit_norms: whether 1 is added to these. has_head_bias: of the LM head. embedding_width: of
+    embeddings that are mapped to the width of the stream, and of what is added to and normed with them; None
+    where these are one. token_types: rows of a table whose first is added to every embedding, as prompts are
+    of one type. unknown_token: id at which the reference has no position, so that no prompt may hold it.
+    dropped_token: id whose embeddings are 0, and all others multiplied by what training with dropout of it
+    expects, by its share of the prompt (Rives et al., ESM-1b, 2021, and its reference).
+    has_final_norm, has_final_norm_bias: whether the last stream is normed, and by what. transform: what
+    stands before the LM head.
     """
 
     kind: ClassVar[str] = "hybrid"
@@ -186,6 +200,13 @@ class HybridConfig(Architecture):
     has_norm_weights: bool = later(True)
     has_unit_norms: bool = later(False)
     has_head_bias: bool = later(False)
+    embedding_width: int | None = later(None)
+    token_types: int = later(0)
+    unknown_token: int | None = later(None)
+    dropped_token: int | None = later(None)
+    has_final_norm: bool = later(True)
+    has_final_norm_bias: bool = later(True)
+    transform: HeadTransform | None = later(None)
 
     def __post_init__(self) -> None:
         for shape in (shape for block in self.blocks for shape in block.shapes):
@@ -221,6 +242,7 @@ class HybridConfig(Architecture):
         return without_later(self, own) | {
             "spelling": asdict(self.spelling),
             "blocks": [block.fields for block in distinct],
+            **({} if self.transform is None else {"transform": asdict(self.transform)}),
             "layers": [distinct.index(block) for block in self.blocks],
         }
 
@@ -240,12 +262,13 @@ class HybridConfig(Architecture):
         found = AxisSizes(hidden=self.hidden_size, one=1)
         for shape in (shape for block in self.blocks for shape in block.shapes):
             found.update({axis: size for axis, size in shape.axis_sizes.items() if axis not in found})
-        return found
+        return found if self.transform is None else AxisSizes(found, embedding=self.transform.width)
 
     @cached_property
     def hook_points(self) -> tuple[HookPoint, ...]:
         """See `Architecture`; those of a mixer are in the layers that have it."""
-        found = [HookPoint(kind) for kind in _OUTSIDE]
+        outside = _FINAL_NORM * self.has_final_norm + _TRANSFORM * (self.transform is not None)
+        found = [HookPoint(kind) for kind in ("embed", *outside)]
         for layer, block in enumerate(self.blocks):
             found += [HookPoint(kind, layer) for kind in block.kinds]
         return tuple(sorted(found, key=lambda point: point.order))
@@ -266,24 +289,27 @@ class HybridConfig(Architecture):
         return hybrid_tensors(self)
 
     def reach(self, point: HookPoint) -> Reach:
-        """Later positions too before a mixer, and at its points that others read."""
+        """Later positions too, or all that look there, before a mixer, and at its points that others read."""
+        spread: Reach = "all" if self.looks_ahead else "later"
         if point.kind in ("embed", "resid_post"):
             layer = 0 if point.layer is None else point.layer + 1
-            return "later" if layer < self.num_layers and self.blocks[layer].mixers else "here"
+            return spread if layer < self.num_layers and self.blocks[layer].mixers else "here"
         if point.layer is None:
             return "here"
-        mixers = self.blocks[point.layer].all_mixers
-        spreads = mixers and point.kind in _BEFORE_MIXERS
-        return "later" if spreads or any(point.kind in shape.reaches_later for shape in mixers) else "here"
+        block = self.blocks[point.layer]
+        mixers = block.all_mixers
+        spreads = mixers and point.kind in (_BEFORE_MIXERS if block.norms != "of sums" else ("resid_pre",))
+        return spread if spreads or any(point.kind in shape.reaches_later for shape in mixers) else "here"
 
     @property
     def lengths_must_match(self) -> bool:
-        """See `Architecture`."""
-        return any(rope.depends_on_length for rope in self._ropes)
+        """See `Architecture`; a position that looks ahead would see the padding."""
+        return self.looks_ahead or any(rope.depends_on_length for rope in self._ropes)
 
     def keeps_keys(self, before: int, length: int) -> bool:
-        """States are true of whatever follows; keys where rope turns them alike."""
-        return before == 0 or all(rope.turns_alike(before, length) for rope in self._ropes)
+        """States are true of whatever follows, unless it is looked at; keys where rope turns them alike."""
+        alike = all(rope.turns_alike(before, length) for rope in self._ropes)
+        return before == 0 or (alike and not self.looks_ahead)
 
     def bytes_per_token(self, itemsize: int) -> int:
         """Stream and norms, and the widest block's inside."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from .architecture import Stored, Tensors
+from .architecture import HeadTransform, Stored, Tensors
 from .linear_mixers import (
     GatedDeltaShape,
     LightningShape,
@@ -49,8 +49,13 @@ CORRECTED = ("sigmoid", "sigmoid of chosen", "chosen of corrected softmax")
 class Spelling:
     """How a checkpoint names its rooms; each of a layer with the dot behind it.
 
-    head, positions, embed_norm: the LM head, learned positions, the norm of embeddings. layer: "{}" for its
-    number. ln1_post, ln2_post: norms that stand behind what they norm. mixer: of every mixer but attention;
+    head, positions, embed_norm: the LM head, learned positions, the norm of embeddings. head_bias: the bias
+    of a tied head, where that is not the head's; own_head_bias: of its own head, likewise. frequencies: what
+    rope turns by, where a checkpoint tells. token_types, embed_in: the table of token types, the map from
+    embeddings to the stream. transform: dense map and norm before the LM head. has_old_norms: whether norms
+    called LayerNorm have gamma and beta, as their first code named weight and bias. unread: tensors that come
+    with such a checkpoint, and no layer reads. layer: "{}" for its number.
+    ln1_post, ln2_post: norms that stand behind what they norm. mixer: of every mixer but attention;
     mixer_norm: of what it has read. attention_norms: of queries and keys. attention_in, attention_out:
     queries, keys and values as one, and the output projection; attention_parts: of queries, keys and values
     apart. mlp_parts: gate and up projection (or both as one, or only up), and down projection. expert_ending:
@@ -62,7 +67,15 @@ class Spelling:
     embed: str = "model.embed_tokens"
     head: str = "lm_head"
     positions: str = ""
+    head_bias: str = ""
+    own_head_bias: str = ""
+    frequencies: str = ""
     embed_norm: str = ""
+    token_types: str = ""
+    embed_in: str = ""
+    transform: tuple[str, str] = ("", "")
+    has_old_norms: bool = False
+    unread: tuple[str, ...] = ()
     final_norm: str = "model.final_layernorm"
     layer: str = "model.layers.{}."
     ln1: str = "input_layernorm"
@@ -101,6 +114,8 @@ class _Block(Protocol):
     def shared(self) -> SharedBlockShape | None: ...
     @property
     def post_factor(self) -> float: ...
+    @property
+    def source(self) -> int | None: ...
 
 
 class Shapes(Protocol):
@@ -134,31 +149,71 @@ class Shapes(Protocol):
     def has_unit_norms(self) -> bool: ...
     @property
     def has_head_bias(self) -> bool: ...
+    @property
+    def embedding_width(self) -> int | None: ...
+    @property
+    def token_types(self) -> int: ...
+    @property
+    def has_final_norm(self) -> bool: ...
+    @property
+    def has_final_norm_bias(self) -> bool: ...
+    @property
+    def transform(self) -> HeadTransform | None: ...
 
 
 def hybrid_tensors(config: Shapes) -> Tensors:
     """The map of a hybrid; "head" is the embedding's where the two are tied."""
     c, spelling = config, config.spelling
-    table = (c.vocab_size, c.hidden_size)
-    outside = {"embed": Stored(f"{spelling.embed}.weight", table)}
-    outside |= _norm("final_norm", spelling.final_norm, c, has_bias=_has_biased_norms(c))
-    tied = c.tie_word_embeddings
+    outside = _embeddings(c)
+    if c.has_final_norm:
+        biased = _has_biased_norms(c) and c.has_final_norm_bias
+        outside |= _norm("final_norm", spelling.final_norm, c, has_bias=biased)
+    read = c.hidden_size
+    if c.transform is not None:
+        outside |= _transform(c, c.transform)
+        read = c.transform.width
+    tied, rows = c.tie_word_embeddings, _all(c.vocab_size, c.logit_factor)
     own = f"{spelling.head}.weight"
     head = outside["embed"].name if tied else own
-    outside["head"] = Stored(head, table, factors=_all(c.vocab_size, c.logit_factor))
-    if c.has_embedding_norm:
-        outside |= _norm("embed_norm", spelling.embed_norm, c, has_bias=_has_biased_norms(c))
-    if c.has_head_bias:
-        outside["head.bias"] = Stored(
-            f"{spelling.head}.bias", (c.vocab_size,), factors=_all(c.vocab_size, c.logit_factor)
-        )
-    if c.position_rows and not c.has_position_waves:
-        outside["positions"] = Stored(f"{spelling.positions}.weight", (c.position_rows, c.hidden_size))
+    outside["head"] = Stored(head, (c.vocab_size, read), factors=rows)
     copies = {own: head} if tied else {}
+    if c.has_head_bias:
+        own = spelling.own_head_bias or f"{spelling.head}.bias"
+        bias = (spelling.head_bias or own) if tied else own
+        outside["head.bias"] = Stored(bias, (c.vocab_size,), factors=rows)
+        copies |= {own: bias} if bias != own else {}
+    if spelling.frequencies:
+        turning = c.blocks[0].mixers[0].axis_sizes["d_head"]
+        outside["frequencies"] = Stored(spelling.frequencies, (turning // 2,))
     layers = [dict(_block(c, block)) for block in c.blocks]
     repeated, unread = _repeated(c)
     found = Tensors(outside, layers, spelling.layer, copies | repeated)
-    return replace(found, unread=unread - found.shapes.keys())
+    return replace(found, unread=unread.union(spelling.unread) - found.shapes.keys())
+
+
+def _embeddings(config: Shapes) -> dict[str, Stored]:
+    """Of tokens, their types and positions; their norm, and their map to the stream."""
+    c, spelling = config, config.spelling
+    width = c.embedding_width or c.hidden_size
+    found = {"embed": Stored(f"{spelling.embed}.weight", (c.vocab_size, width))}
+    if c.has_embedding_norm:
+        found |= _norm("embed_norm", spelling.embed_norm, c, has_bias=_has_biased_norms(c), width=width)
+    if c.position_rows and not c.has_position_waves:
+        found["positions"] = Stored(f"{spelling.positions}.weight", (c.position_rows, width))
+    if c.token_types:
+        found["token_types"] = Stored(f"{spelling.token_types}.weight", (c.token_types, width))
+    if c.embedding_width is not None:
+        found |= dict(_linear("embed_in", spelling.embed_in, (c.hidden_size, width), bias=True))
+    return found
+
+
+def _transform(config: Shapes, transform: HeadTransform) -> dict[str, Stored]:
+    """The dense map before the LM head, and its norm."""
+    dense, norm = config.spelling.transform
+    size = (transform.width, config.hidden_size)
+    found = dict(_linear("transform", dense, size, bias=transform.has_bias))
+    biased = transform.has_norm_bias
+    return found | _norm("transform_norm", norm, config, has_bias=biased, width=transform.width)
 
 
 def _repeated(config: Shapes) -> tuple[dict[str, str], set[str]]:
@@ -189,19 +244,32 @@ def _has_biased_norms(config: Shapes) -> bool:
 
 
 def _norm(
-    weight: str, name: str, config: Shapes, *, has_bias: bool, factor: float = 1.0
+    weight: str,
+    name: str,
+    config: Shapes,
+    *,
+    has_bias: bool,
+    factor: float = 1.0,
+    width: int | None = None,
 ) -> dict[str, Stored]:
-    """factor: what the norm's output is multiplied by."""
-    width = config.hidden_size
+    """factor: what the norm's output is multiplied by. width: of what it norms, None for the stream's."""
+    width = width or config.hidden_size
+    is_old = config.spelling.has_old_norms and name.endswith("LayerNorm")
+    scale, bias = ("gamma", "beta") if is_old else ("weight", "bias")
     constant, plus = None if config.has_norm_weights else 1.0, 1.0 if config.has_unit_norms else 0.0
-    stored = Stored(f"{name}.weight", (width,), factors=_all(width, factor), plus=plus, constant=constant)
+    stored = Stored(f"{name}.{scale}", (width,), factors=_all(width, factor), plus=plus, constant=constant)
     found = {weight: stored}
     if has_bias:
-        found[f"{weight}.bias"] = Stored(f"{name}.bias", (config.hidden_size,))
+        found[f"{weight}.bias"] = Stored(f"{name}.{bias}", (width,))
     return found
 
 
 def _block(config: Shapes, block: _Block) -> Named:
+    for weight, stored in _inside(config, block):
+        yield weight, stored if block.source is None else replace(stored, layer=block.source)
+
+
+def _inside(config: Shapes, block: _Block) -> Named:
     spelling, hidden = config.spelling, config.hidden_size
     if block.shared is not None:
         yield from _shared_block(block.shared, spelling, hidden)
@@ -262,7 +330,7 @@ def _attention(shape: AttentionShape, spelling: Spelling, hidden: int) -> Named:
         constant = None if shape.has_norm_weights else 1.0
         for weight, name, width in zip(("q_norm", "k_norm"), spelling.attention_norms, widths, strict=True):
             yield weight, Stored(f"{room}{name}.weight", (width,), constant=constant)
-            if shape.norm_type == "layer":
+            if shape.norm_type == "layer" and shape.has_norm_bias:
                 yield f"{weight}.bias", Stored(f"{room}{name}.bias", (width,))
     if shape.has_sinks:
         yield "sinks", Stored(f"{room}sinks", (shape.num_attention_heads,))

@@ -54,7 +54,7 @@ def _attending(model_type: str) -> KnownFamily:
     return KnownFamily(
         lambda reader, shapes: read_attending(reader, family, shapes),
         described_attending(model_type, family),
-        reads_tensors=bool(family.root),
+        reads_tensors=family.reads_tensors,
     )
 
 

@@ -119,10 +119,12 @@ class AttentionShape(MixerShape):
     over each "head" or "all" of them together, None for none; norm_type: which kind of norm. factors: of what
     goes in, of keys, and of what comes out. layout: whether the projections are tensors of their own, or one:
     "by part", all queries before all keys, "by head", the queries that share a key head before key and value,
-    or "by fourths" of all heads, values before keys. has_norm_weights, norms_behind_rope: of norms of queries
-    and keys. clip: the largest entry of queries, keys and values. soft_cap: of scores. slopes: what scores
-    rise by with each position of a key, by head. has_sinks: whether each head has a score of nothing. growth:
-    how queries grow with the logarithm of their position in multiples of the second number.
+    or "by fourths" of all heads, values before keys. has_norm_weights, has_norm_bias, norms_behind_rope: of
+    norms of queries and keys. clip: the largest entry of queries, keys and values. soft_cap: of scores.
+    slopes: what scores rise by with each position of a key, by head. has_sinks: whether each head has a score
+    of nothing. growth: how queries grow with the logarithm of their position in multiples of the second
+    number. is_bidirectional: whether a query sees later keys, too. has_frequencies: whether a checkpoint
+    tells what rope turns by.
     """
 
     kind: ClassVar[str] = "attention"
@@ -149,6 +151,9 @@ class AttentionShape(MixerShape):
     slopes: tuple[float, ...] = later((), everywhere=True)
     has_sinks: bool = later(False, everywhere=True)
     growth: tuple[float, int] | None = later(None, everywhere=True)
+    is_bidirectional: bool = later(False, everywhere=True)
+    has_norm_bias: bool = later(True, everywhere=True)
+    has_frequencies: bool = later(False, everywhere=True)
 
     def __post_init__(self) -> None:
         if self.slopes and self.num_kv_heads != self.num_attention_heads:
@@ -160,7 +165,8 @@ class AttentionShape(MixerShape):
     @property
     def fact(self) -> AttentionMixer:
         """See `MixerShape`."""
-        return AttentionMixer(self.scale or 1 / math.sqrt(self.head_dim), self.window, self.soft_cap)
+        scale = self.scale or 1 / math.sqrt(self.head_dim)
+        return AttentionMixer(scale, self.window, self.soft_cap, is_bidirectional=self.is_bidirectional)
 
     @property
     def heads(self) -> Heads:

@@ -16,6 +16,11 @@ head differ in width, so that it has a room of its own but for scores and patter
 An mLSTM (xLSTM) has a room of its own as well, as what it keeps is wider than its values: ``mlstm_cell``
 counts the columns of values, then the normaliser, then the logarithm of what both are over, in every row.
 
+An encoder with a transform before its LM head has the points of that behind the final norm, or in its place;
+``embedding`` is the width of what the LM head reads there. Where norms stand on the sums of stream and output
+(BERT), ``ln1`` and ``ln2`` are met behind attention and MLP, as TransformerLens names them, and resid_mid and
+resid_post are what they give: the stream as the next layer reads it.
+
 Where layers share a block of attention and MLP ahead of their own mixer (Zamba), its points are those of any
 attention and MLP, and ``shared``; in such a layer they are met before ln1, which is the mixer's norm.
 
@@ -60,6 +65,7 @@ LINEAR_VALUES = ("batch", "linear_head", "position", "linear_value")
 LINEAR_ONE = ("batch", "linear_head", "position", "one")
 NEURONS = ("batch", "neuron")
 EXPERTS = ("batch", "position", "expert")
+EMBEDDING = ("batch", "position", "embedding")
 
 
 @dataclass(frozen=True)
@@ -309,7 +315,9 @@ KINDS: tuple[HookKind, ...] = (
     _block(
         "attn_out", "hook_attn_out", HIDDEN, "what the mixer adds to the residual stream, after any post-norm"
     ),
-    _block("resid_mid", "hook_resid_mid", HIDDEN, "resid_pre + attn_out"),
+    _block(
+        "resid_mid", "hook_resid_mid", HIDDEN, "resid_pre + attn_out; normed where norms stand on the sum"
+    ),
     _block("ln2_scale", "ln2.hook_scale", SCALE, "divisor of the pre-MLP norm"),
     _block("ln2_normalized", "ln2.hook_normalized", HIDDEN, "pre-MLP norm before weight and bias"),
     _block("mlp_pre", "mlp.hook_pre", HIDDEN, "MLP input: the pre-MLP norm with weight and bias", None),
@@ -368,7 +376,9 @@ KINDS: tuple[HookKind, ...] = (
     _block(
         "mlp_out", "hook_mlp_out", HIDDEN, "what the MLP adds to the residual stream, after any post-norm"
     ),
-    _block("resid_post", "hook_resid_post", HIDDEN, "resid_mid + mlp_out"),
+    _block(
+        "resid_post", "hook_resid_post", HIDDEN, "resid_mid + mlp_out; normed where norms stand on the sum"
+    ),
     HookKind(
         "rnn_pre_activation",
         "rnn.hook_pre_activation.{}",
@@ -389,12 +399,24 @@ KINDS: tuple[HookKind, ...] = (
     HookKind(
         "final_norm", "hook_final_norm", HIDDEN, "final norm with weight and bias: what the LM head reads"
     ),
+    HookKind(
+        "head_pre_act",
+        "head.hook_pre_act",
+        EMBEDDING,
+        "encoders: the dense map before the LM head, before its activation",
+    ),
+    HookKind("head_post_act", "head.hook_post_act", EMBEDDING, "the same after its activation"),
+    HookKind("head_scale", "head.hook_scale", SCALE, "divisor of the norm behind that activation"),
+    HookKind("head_normalized", "head.hook_normalized", EMBEDDING, "that norm before its weight and bias"),
+    HookKind("head_out", "head.hook_out", EMBEDDING, "that norm: what the LM head reads"),
     HookKind("rnn_final_state", "rnn.hook_final_state", NEURONS, "the last state: what the readout reads"),
     HookKind("rnn_output", "rnn.hook_output", ("batch", "output"), "what the network says: the readout"),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 _OF_OTHERS = frozenset(
-    kind.name for kind in KINDS if re.search(r"\b(rwkv|ssm|linear|mlstm|conv|latent|shared|rnn)\.", kind.path)
+    kind.name
+    for kind in KINDS
+    if re.search(r"\b(rwkv|ssm|linear|mlstm|conv|latent|shared|rnn|head)\.", kind.path)
 ) | {
     "pre_norm",
     "attn_gate",
@@ -515,6 +537,8 @@ class HookPoint:
     mlp_out, resid_post = _At("mlp_out"), _At("resid_post")
     ln_final_scale, ln_final_normalized = _At("ln_final_scale"), _At("ln_final_normalized")
     final_norm = _At("final_norm")
+    head_pre_act, head_post_act = _At("head_pre_act"), _At("head_post_act")
+    head_scale, head_normalized, head_out = _At("head_scale"), _At("head_normalized"), _At("head_out")
     rnn_pre_activation, rnn_hidden = _At("rnn_pre_activation"), _At("rnn_hidden")
     rnn_final_state, rnn_output = _At("rnn_final_state"), _At("rnn_output")
 

@@ -7,13 +7,23 @@ Torch-free, so that hook points and identities can be had without loading anythi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from ....store.digest import digest
 from ....store.errors import ConfigError
-from .architecture import Architecture, AttentionMixer, Heads, Layer, Reach, Tensors, later
+from .architecture import (
+    EVERYWHERE,
+    LATER,
+    Architecture,
+    AttentionMixer,
+    Heads,
+    Layer,
+    Reach,
+    Tensors,
+    later,
+)
 from .checkpoint import transformer_tensors
 from .points import ORDER, HookPoint, transformer_points
 
@@ -32,6 +42,8 @@ class RopeConfig:
     together (as Su et al. 2021 write it), not i and i + dim / 2. bounds: rotations within the original
     context from which an entry turns as it did, and up to which it turns slower by the whole factor (yarn);
     is_truncated: whether the places of these entries are rounded. is_backwards: whether angles are negative.
+    frequencies: a weight, radians per position [dim / 2], which the network puts here where a checkpoint
+    tells them; None for what the others say.
     """
 
     theta: float
@@ -48,6 +60,7 @@ class RopeConfig:
     bounds: tuple[float, float] = later((32.0, 1.0), everywhere=True)
     is_truncated: bool = later(True, everywhere=True)
     is_backwards: bool = later(False, everywhere=True)
+    frequencies: Any = field(default=None, compare=False, repr=False, metadata={LATER: EVERYWHERE})
 
     @property
     def depends_on_length(self) -> bool:
@@ -122,6 +135,8 @@ class TransformerConfig(Architecture):
     use_post_norms: bool = False
     use_qk_norm: bool = False
     qk_norm_eps: float = 1e-6
+    is_bidirectional: bool = later(False, everywhere=True)
+    """Whether a query sees later keys, too."""
     root: str = "model."
     head: str = "lm_head"
     """What names of tensors begin with, and the LM head's; like any spelling, in no digest."""
@@ -196,7 +211,10 @@ class TransformerConfig(Architecture):
     def mixers(self) -> tuple[AttentionMixer, ...]:
         """How each layer attends."""
         scale, cap = self.attention_scale, self.attn_logit_softcapping
-        return tuple(AttentionMixer(scale, window, cap) for window in self.layer_windows)
+        ahead = self.is_bidirectional
+        return tuple(
+            AttentionMixer(scale, window, cap, is_bidirectional=ahead) for window in self.layer_windows
+        )
 
     def heads_of(self, layer: int) -> Heads:
         """See `Architecture`; every layer attends."""
@@ -216,17 +234,19 @@ class TransformerConfig(Architecture):
         return transformer_tensors(self)
 
     def reach(self, point: HookPoint) -> Reach:
-        """Before keys and values later positions as well, behind them its own."""
-        return "later" if point.kind in _REACHES_LATER else "here"
+        """Before keys and values later positions as well, or all that see it, behind them its own."""
+        if point.kind not in _REACHES_LATER:
+            return "here"
+        return "all" if self.is_bidirectional else "later"
 
     @property
     def lengths_must_match(self) -> bool:
         """See `Architecture`."""
-        return self.rope.depends_on_length
+        return self.is_bidirectional or self.rope.depends_on_length
 
     def keeps_keys(self, before: int, length: int) -> bool:
-        """See `Architecture`."""
-        return before == 0 or self.rope.turns_alike(before, length)
+        """See `Architecture`; never where later tokens change earlier ones."""
+        return before == 0 or (not self.is_bidirectional and self.rope.turns_alike(before, length))
 
     def bytes_per_token(self, itemsize: int) -> int:
         """Stream and norms, projections, the MLP's inside."""

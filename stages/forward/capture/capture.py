@@ -22,7 +22,7 @@ from ....pipeline.nodes import Estimate, Part, Ports, Status, remembered
 from ....pipeline.reasons import last_timed
 from ....pipeline.took import measured
 from ....store.digest import digest
-from ....store.errors import EntryNotFound, PlanError, StageError, StoreFull, nearest
+from ....store.errors import ConfigError, EntryNotFound, PlanError, StageError, StoreFull, nearest
 from ....store.keys import RunKey
 from ....store.provenance import put_provenance
 from ....store.reading.labelled import LabelledEntry
@@ -152,10 +152,21 @@ class CaptureNode(Ports):
         )
         self.dtype = storage_dtype or self.source.dtype
         self.spec = self._bind(hooks)
+        self._require_triangles()
         self.tokens = pack(prompts, self.source.tokenizer, self.source.config, self.source.name)
 
     def __repr__(self) -> str:
         return f"CaptureNode({self.source.name}, {self.tokens!r}, {len(self.spec.captures)} captures)"
+
+    def _require_triangles(self) -> None:
+        """Raise ConfigError for attention matrices of a model whose positions see later ones: what is kept of
+        one is its lower triangle."""
+        points = [each.point for each in self.spec.captures if "query_position" in each.point.dims]
+        if points and self.source.config.looks_ahead:
+            raise ConfigError(
+                f"expected a model whose positions see no later ones to capture {str(points[0])!r} of, found "
+                f"{self.source.name}: of attention a store keeps lower triangles; read it with model.forward"
+            )
 
     # -- identity ------------------------------------------------------------------------------------------
 

@@ -64,10 +64,14 @@ class Knockout(Intervention):
                     f"found {list(self.mask.shape)}"
                 )
 
-    def touched(self, length: int) -> tuple[int, ...] | None:
+    def require_causal(self, point: HookPoint, length: int) -> None:
+        """See `Intervention`."""
+        _require_causal("Knockout", point, self.edges, length)
+
+    def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
         """Queries with a cut edge."""
         if self.mask is None:
-            return _queries(self.edges, length)
+            return _queries(self.edges, length, ahead)
         cut = np.asarray(self.mask).reshape(-1, length, length).any(axis=(0, 2))
         return tuple(np.flatnonzero(cut).tolist())
 
@@ -91,7 +95,7 @@ class Steer(Intervention):
     """Multiply the attention weight of edges by `factor`, then renormalise the touched rows.
 
     For one edge of weight a: a' = factor * a / (1 + (factor - 1) * a). An edge named twice counts once.
-    Weights stay causal.
+    What a query does not see stays unseen.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("pattern",)
@@ -110,9 +114,13 @@ class Steer(Intervention):
         super().check(point, sizes)
         _check_edges("Steer", point, self.edges, self.heads, sizes)
 
-    def touched(self, length: int) -> tuple[int, ...] | None:
+    def require_causal(self, point: HookPoint, length: int) -> None:
+        """See `Intervention`."""
+        _require_causal("Steer", point, self.edges, length)
+
+    def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
         """Queries with a steered edge."""
-        return _queries(self.edges, length)
+        return _queries(self.edges, length, ahead)
 
     def apply(
         self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, held: Held | None = None
@@ -152,9 +160,13 @@ class SetValue(Intervention):
         super().check(point, sizes)
         _check_edges("SetValue", point, self.edges, self.heads, sizes)
 
-    def touched(self, length: int) -> tuple[int, ...] | None:
+    def require_causal(self, point: HookPoint, length: int) -> None:
+        """See `Intervention`."""
+        _require_causal("SetValue", point, self.edges, length)
+
+    def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
         """Queries with a changed edge."""
-        return _queries(self.edges, length)
+        return _queries(self.edges, length, ahead)
 
     def apply(
         self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, held: Held | None = None
@@ -209,11 +221,12 @@ def _steered(
     return torch.where(touched & (total > 1e-10), weights / total.clamp_min(1e-10), x.float()).to(x.dtype)
 
 
-def _queries(edges: Sequence[Edge], length: int) -> tuple[int, ...]:
-    """Queries that own one of the edges; an edge from all of them starts at its key: attention is causal."""
+def _queries(edges: Sequence[Edge], length: int, ahead: bool) -> tuple[int, ...]:
+    """Queries that own one of the edges; an edge from all of them starts at its key, unless those before it
+    look ahead."""
     found: set[int] = set()
     for query, key in edges:
-        first = 0 if key is None else key % length
+        first = 0 if key is None or ahead else key % length
         found.update(range(first, length) if query is None else [query % length])
     return tuple(sorted(found))
 
@@ -263,14 +276,14 @@ def _check_edges(
     for query, key in edges:
         check_indices(where, "query positions", [query] if query is not None else [], sizes["query_position"])
         check_indices(where, "key positions", [key] if key is not None else [], sizes["key_position"])
-        if (
-            query is not None
-            and key is not None
-            and query % sizes["query_position"] < key % sizes["key_position"]
-        ):
+
+
+def _require_causal(name: str, point: HookPoint, edges: Sequence[Edge], length: int) -> None:
+    for query, key in edges:
+        if query is not None and key is not None and query % length < key % length:
             raise InterventionError(
-                f"{where}: expected a query at or after its key, found edge ({query}, {key}); a causal "
-                "model has no weight there"
+                f"{name} at '{point}': expected a query at or after its key, found edge ({query}, {key}); a "
+                "causal model has no weight there"
             )
 
 

@@ -89,10 +89,12 @@ class _EdgeSpec(PlacedSpec):
         """The largest key named; None when none is."""
         return max((key for _, key in self.edges if key is not None), default=None)
 
-    def resolved(self, length: int) -> tuple[tuple[int, int], ...]:
-        """Every (query, key) pair meant, for a prompt of this length, in order and each once.
+    def resolved(self, length: int, *, ahead: bool = False) -> tuple[tuple[int, int], ...]:
+        """Every (query, key) pair meant, for a prompt of this length, in order and each once. ahead: of a
+        model that looks ahead (`Architecture.looks_ahead`).
 
-        Raises InterventionError for a position out of range, an edge into the future, and no edge at all.
+        Raises InterventionError for a position out of range, an edge into the future of a model that looks
+        back, and no edge at all.
         """
         if not self.edges:
             raise InterventionError(
@@ -101,14 +103,14 @@ class _EdgeSpec(PlacedSpec):
         found: set[tuple[int, int]] = set()
         for edge in self.edges:
             query, key = (None if place is None else _position(place, length, edge) for place in edge)
-            if query is not None and key is not None and key > query:
+            if query is not None and key is not None and key > query and not ahead:
                 raise InterventionError(
                     f"expected a query at or after its key, found edge {edge} in a prompt of {length} "
                     "tokens; a causal model has no weight there"
                 )
-            queries = range(key or 0, length) if query is None else [query]
+            queries = range(0 if ahead else key or 0, length) if query is None else [query]
             for row in queries:
-                keys = range(row + 1) if key is None else [key]
+                keys = range(length if ahead else row + 1) if key is None else [key]
                 named = query is not None and key is not None
                 found |= {(row, column) for column in keys if named or not self.keeps_self or column != row}
         if not found:
@@ -118,11 +120,11 @@ class _EdgeSpec(PlacedSpec):
             )
         return tuple(sorted(found))
 
-    def validate(self, n_layers: int, n_heads: int, length: int) -> None:
+    def validate(self, n_layers: int, n_heads: int, length: int, *, ahead: bool = False) -> None:
         """Raise InterventionError unless a model with these sizes has all that is chosen, for a prompt of
-        `length` tokens."""
+        `length` tokens. ahead: see `resolved`."""
         self.require_places(n_layers, n_heads)
-        self.resolved(length)
+        self.resolved(length, ahead=ahead)
 
 
 @dataclass(frozen=True)
@@ -135,19 +137,19 @@ class KnockoutSpec(_EdgeSpec):
 
     _called: ClassVar[str] = "a knockout"
 
-    def validate(self, n_layers: int, n_heads: int, length: int) -> None:
+    def validate(self, n_layers: int, n_heads: int, length: int, *, ahead: bool = False) -> None:
         """Raise InterventionError unless a model with these sizes has all that is chosen, and every query
         keeps something to read. (With a sliding window the pass itself finds what is left.)"""
-        super().validate(n_layers, n_heads, length)
-        _no_empty_row(self.resolved(length))
+        super().validate(n_layers, n_heads, length, ahead=ahead)
+        _no_empty_row(self.resolved(length, ahead=ahead), length if ahead else None)
 
     def hooks(self, config: Architecture, length: int) -> HookSpec:
         """The interventions that cut these edges in a prompt of `length` tokens.
 
         Raises InterventionError if the model or the prompt does not have them.
         """
-        self.validate(config.num_layers, config.axis_sizes["head"], length)
-        change = Knockout(self.resolved(length), heads=self.chosen_heads)
+        self.validate(config.num_layers, config.axis_sizes["head"], length, ahead=config.looks_ahead)
+        change = Knockout(self.resolved(length, ahead=config.looks_ahead), heads=self.chosen_heads)
         return self.at_layers(config, "scores", change)
 
 
@@ -202,13 +204,13 @@ class SteeringSpec(_EdgeSpec):
         """Whether weights are scaled or set."""
         return not self.is_knockout
 
-    def validate(self, n_layers: int, n_heads: int, length: int) -> None:
+    def validate(self, n_layers: int, n_heads: int, length: int, *, ahead: bool = False) -> None:
         """Raise InterventionError unless a model with these sizes has all that is chosen, and the weights
         asked for fit into a row."""
-        super().validate(n_layers, n_heads, length)
-        edges = self.resolved(length)
+        super().validate(n_layers, n_heads, length, ahead=ahead)
+        edges = self.resolved(length, ahead=ahead)
         if self.kind == "knockout":
-            _no_empty_row(edges)
+            _no_empty_row(edges, length if ahead else None)
         if self.kind == "set_value":
             query, targets = max(_by_query(edges).items(), key=lambda row: len(row[1]))
             if self.value * len(targets) > 1 + 1e-6:
@@ -222,8 +224,8 @@ class SteeringSpec(_EdgeSpec):
 
         Raises InterventionError if the model or the prompt does not have them.
         """
-        self.validate(config.num_layers, config.axis_sizes["head"], length)
-        edges, heads = self.resolved(length), self.chosen_heads
+        self.validate(config.num_layers, config.axis_sizes["head"], length, ahead=config.looks_ahead)
+        edges, heads = self.resolved(length, ahead=config.looks_ahead), self.chosen_heads
         if self.kind == "knockout":
             return self.at_layers(config, "scores", Knockout(edges, heads=heads))
         change = (
@@ -248,10 +250,13 @@ def _by_query(edges: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
     return rows
 
 
-def _no_empty_row(edges: Sequence[tuple[int, int]]) -> None:
+def _no_empty_row(edges: Sequence[tuple[int, int]], length: int | None) -> None:
+    """length: of the prompt, where every query reads all of it; None where it reads those up to itself."""
     for query, keys in _by_query(edges).items():
-        if len(keys) == query + 1:
+        read = length or query + 1
+        if len(keys) == read:
             raise InterventionError(
-                f"the knockout leaves query {query} no key to attend to: it reads positions 0..{query}, and "
-                "all are cut; keep one edge of it, .keep_self(), or zero the head's output (hook_z) instead"
+                f"the knockout leaves query {query} no key to attend to: it reads positions 0..{read - 1}, "
+                "and all are cut; keep one edge of it, .keep_self(), or zero the head's output (hook_z) "
+                "instead"
             )

@@ -79,9 +79,13 @@ class Intervention:
                 "Zero there"
             )
 
-    def touched(self, length: int) -> tuple[int, ...] | None:
-        """Positions (on attention: queries) of a prompt of `length` that may change; None for all of them."""
+    def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
+        """Positions (on attention: queries) of a prompt of `length` that may change; None for all of them.
+        ahead: whether queries see later keys."""
         return None
+
+    def require_causal(self, point: HookPoint, length: int) -> None:
+        """Raise InterventionError for an edge to a later key, which models that look back have not."""
 
     def apply(
         self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, held: Held | None = None
@@ -165,7 +169,7 @@ class _Selective(Intervention):
             index[point.dims.index(axis)] = places
         return tuple(index)
 
-    def touched(self, length: int) -> tuple[int, ...] | None:
+    def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
         """The positions chosen."""
         return None if self.positions is None else tuple(position % length for position in self.positions)
 
@@ -276,7 +280,14 @@ class AddAtPositions(Intervention):
 
     def __post_init__(self) -> None:
         pairs = self.vectors.items() if isinstance(self.vectors, Mapping) else self.vectors
-        kept = tuple((int(position), checked_payload("AddAtPositions", vector)) for position, vector in pairs)
+        try:
+            given = [(int(position), vector) for position, vector in pairs]
+        except (TypeError, ValueError) as error:
+            raise InterventionError(
+                "AddAtPositions: expected (position, vector) pairs, found something else; write "
+                "AddAtPositions([(-1, vector)])"
+            ) from error
+        kept = tuple((position, checked_payload("AddAtPositions", vector)) for position, vector in given)
         if not kept:
             raise InterventionError(
                 "AddAtPositions: expected at least one (position, vector) pair, found none"
@@ -301,7 +312,7 @@ class AddAtPositions(Intervention):
                     f"position {position}, found shape {list(vector.shape)}"
                 )
 
-    def touched(self, length: int) -> tuple[int, ...] | None:
+    def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
         """The positions that have a vector."""
         return tuple(position % length for position, _ in self.vectors)
 

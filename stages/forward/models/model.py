@@ -188,7 +188,8 @@ class Model:
             self.tokenizer.encode(row).ids if isinstance(row, str) else [int(i) for i in row]
             for row in as_rows(prompts)
         ]
-        check_prompts(rows, self.config.vocab_size, self.config.context_length, self.name)
+        c = self.config
+        check_prompts(rows, c.vocab_size, c.context_length, self.name, c.unknown_token)
         return rows
 
     def chat(
@@ -308,6 +309,8 @@ class Model:
         }
         for point, change in spec.interventions:
             change.check(point, sizes)
+            if not self.config.looks_ahead:
+                change.require_causal(point, length)
         if want is not None:
             want.check(length, self.config.vocab_size)
 

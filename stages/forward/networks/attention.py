@@ -100,6 +100,21 @@ def causal(length: int, window: int | None, device: torch.device, *, newest: int
     return seen if window is None else seen & (distance < window)
 
 
+def visible(length: int, how: AttentionMixer, device: torch.device) -> Tensor | None:
+    """Bool [query, key], where a whole prompt may look; None where that is all that is plain (`plainly`)."""
+    if how.window is None or how.window >= length:
+        return None
+    seen = causal(length, how.window, device)
+    return seen | seen.T if how.is_bidirectional else seen
+
+
+def plainly(length: int, how: AttentionMixer, device: torch.device) -> Tensor:
+    """Bool [query, key], where a whole prompt looks that no window limits: at what comes before, or all."""
+    if how.is_bidirectional:
+        return torch.ones(length, length, dtype=torch.bool, device=device)
+    return causal(length, None, device)
+
+
 def attention(
     x: Tensor,
     weights: AttentionWeights,
@@ -261,15 +276,15 @@ def attend(
     """Pattern-weighted values z [B, H, query, dh] from rotated q, k and v.
 
     allowed: bool, broadcastable to [B, H, query, key], True where attention may look; None where that is
-    plainly causal, which the fused kernel knows by itself.
+    plainly causal, or everywhere, which the fused kernel knows by itself.
     """
     seen = allowed
     cut = taps.cut(layer, q.shape[1], q.shape[2], k.shape[2], q.device)
     if cut is not None:
-        seen = _spared(causal(k.shape[2], None, q.device) if seen is None else seen, cut, layer)
+        seen = _spared(plainly(k.shape[2], how, q.device) if seen is None else seen, cut, layer, how)
     by_hand = is_by_hand(q, how) or taps.changes_attention(layer)
     if by_hand or taps.captures(layer, "scores", "attn_scores", "pattern"):
-        whole = causal(k.shape[2], None, q.device) if seen is None else seen
+        whole = plainly(k.shape[2], how, q.device) if seen is None else seen
         pattern = _pattern(q, k, how, layer, whole, taps)
         if by_hand:
             return _weigh(pattern, v)
@@ -278,7 +293,7 @@ def attend(
         k,
         v,
         attn_mask=seen,
-        is_causal=seen is None and q.shape[-2] > 1,
+        is_causal=seen is None and q.shape[-2] > 1 and not how.is_bidirectional,
         scale=how.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
@@ -303,16 +318,16 @@ def output(z: Tensor, projection: Linear, layer: int, taps: Taps) -> Tensor:
     return linear(z.transpose(1, 2).flatten(2), projection)
 
 
-def _spared(seen: Tensor, cut: Tensor, layer: int) -> Tensor:
+def _spared(seen: Tensor, cut: Tensor, layer: int, how: AttentionMixer) -> Tensor:
     """Where attention may look once edges are cut; InterventionError for a query left with no key."""
     spared = seen & ~cut
     blind = (~spared.any(-1)).nonzero()
     if len(blind):
         # Rows may start anywhere in the prompt; the last key a causal query sees is its own.
         query = int(seen.expand_as(spared)[tuple(blind[0].tolist())].nonzero()[-1])
-        head = int(blind[0][-2])
+        head, which = int(blind[0][-2]), "a query" if how.is_bidirectional else f"query {query}"
         raise InterventionError(
-            f"Knockout at 'blocks.{layer}.attn.hook_scores' leaves query {query} of head {head} no key to "
+            f"Knockout at 'blocks.{layer}.attn.hook_scores' leaves {which} of head {head} no key to "
             "attend to; expected at least one uncut key per row, so spare one, or zero the head at "
             f"'blocks.{layer}.attn.hook_z'"
         )

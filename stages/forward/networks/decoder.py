@@ -18,7 +18,7 @@ from ..architectures.transformer import TransformerConfig
 from ..hooks.taps import Taps
 from .attention import Source, attention
 from .ends import Ends
-from .history import STREAM, Carried, History
+from .history import STREAM, Carried, History, Shares
 from .mlp import mlp
 from .norms import apply_norm, normalise
 from .weights import LayerWeights, NormWeights
@@ -27,7 +27,7 @@ from .weights import LayerWeights, NormWeights
 class Decoder(Ends[TransformerConfig, LayerWeights]):
     """The network of every supported transformer family (`Network` in loop.py)."""
 
-    def embed(self, ids: Tensor, positions: Tensor | None) -> Carried:
+    def embed(self, ids: Tensor, positions: Tensor | None, shares: Shares | None = None) -> Carried:
         """Token ids [B, S] -> embeddings [B, S, D], scaled where the family does."""
         x = F.embedding(ids, self.weights.embed)
         if self.config.embedding_scale is not None:

@@ -1,5 +1,8 @@
 """What every network does before its layers and behind them: embedding, final norm, LM head.
 
+Encoders have a transform before the head, behind the final norm or in its place: what the head reads is what
+that gives (`head_transform`), here as everywhere.
+
 A network is made of these and of its own `embed`, `layer` and norms of layers (`Network` in loop.py).
 
 Border: knows no layer, and weights outside of layers alone.
@@ -14,11 +17,13 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from ....store.errors import ConfigError
 from ..architectures.architecture import Architecture
 from ..hooks.taps import Taps
 from ..hooks.wants import Logits
 from .norms import apply_norm, normalise
 from .products import product
+from .transform import BEFORE_HEAD, transformed
 from .weights import NormWeights, Weights
 
 __all__ = ["Ends"]
@@ -45,17 +50,23 @@ class Ends(Generic[Config, Layer]):
         return self.weights.embed if self.weights.lm_head is None else self.weights.lm_head
 
     def finish(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
-        """The last residual stream [B, S, D] -> normalised, [B, wanted positions, D]."""
+        """The last residual stream [B, S, D] -> what the LM head reads, [B, wanted positions, D]."""
         c, final, x = self.config, self.weights.final_norm, self._narrow(x)
-        if want is not None and not taps.touches(None, "ln_final_scale", "ln_final_normalized", "final_norm"):
-            return apply_norm(want.at_positions(x), final, c.norm_type, c.norm_eps)
-        x = taps("final_norm", None, normalise(x, final, c.norm_type, c.norm_eps, taps, "ln_final", None))
+        if want is not None and not taps.touches(None, *BEFORE_HEAD):
+            return self.final_norm(want.at_positions(x))
+        if final is not None:
+            normed = normalise(x, final, c.norm_type, c.norm_eps, taps, "ln_final", None)
+            x = taps("final_norm", None, normed)
+        if c.transform is not None:
+            x = transformed(x, self.weights, c.transform, c.norm_type, taps)
         return x if want is None else want.at_positions(x)
 
     def final_norm(self, x: Tensor) -> Tensor:
-        """The final norm of residual states [..., D]."""
-        c = self.config
-        return apply_norm(self._narrow(x), self.weights.final_norm, c.norm_type, c.norm_eps)
+        """What the LM head reads of residual states [..., D]: their final norm, transformed where it is."""
+        c, final, x = self.config, self.weights.final_norm, self._narrow(x)
+        if final is not None:
+            x = apply_norm(x, final, c.norm_type, c.norm_eps)
+        return x if c.transform is None else transformed(x, self.weights, c.transform, c.norm_type)
 
     def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:
         """Normalised states [..., D] -> logits [..., tokens], soft-capped as the model's output is."""
@@ -68,6 +79,8 @@ class Ends(Generic[Config, Layer]):
     def norm_gain(self, name: str, layer: int | None, dtype: torch.dtype) -> Tensor:
         """What a norm multiplies by [hidden]: a norm of a layer by its name ("ln1"); "ln_final"."""
         norm = self.weights.final_norm if layer is None else self.norm_of(name, layer)
+        if norm is None:
+            raise ConfigError(f"expected a final norm in {self.config.model_type}, found none")
         weight = norm.weight.to(dtype)
         return 1 + weight if self.config.norm_type == "gemma_rms" else weight
 

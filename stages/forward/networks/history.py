@@ -15,7 +15,7 @@ Axes: as in passes/; kept = those tokens whose output of a layer anyone needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -32,6 +32,13 @@ Carried = dict[str, Tensor]
 """Tensors [B, token, width] that go from layer to layer, by name: the residual stream, and whatever a family
 passes along beside it."""
 STREAM = "stream"
+Shares = Callable[[int, Tensor], Tensor]
+"""What `History.shares` gives."""
+
+
+def share_of(token: int, ids: Tensor) -> Tensor:
+    """How much of each prompt [B, position] is a token, float32 [B, 1]."""
+    return (ids == token).float().mean(1, keepdim=True)
 
 
 class History(Protocol):
@@ -40,6 +47,11 @@ class History(Protocol):
     @property
     def positions(self) -> Tensor:
         """Of the tokens that enter the layer under way in their sequences, int [token]."""
+        ...
+
+    def shares(self, token: int, ids: Tensor) -> Tensor:
+        """How much of its prompt is this token, of each of the ids [B, token] that are embedded: float32,
+        [B, token], or [B, 1] where a row is one prompt."""
         ...
 
     def enter(self, layer: int, carried: Carried) -> Carried:

@@ -7,7 +7,8 @@ In layers that share a block (mixers/shared_block.py), ln1 norms what that adds 
 
 Knows which class computes which kind of mixer, and nothing of what they do. A layer without a channel mixer,
 or without a mixer, has neither its half nor resid_mid. Norms may stand behind what mixers give, around them,
-or on the stream (`Block.norms`); in a parallel layer both halves read the same norm.
+on the stream, or on its sum with what they give (`Block.norms`); in a parallel layer both halves read the
+same norm.
 
 Axes: [B, token, channel].
 """
@@ -26,7 +27,7 @@ from ....store.errors import ConfigError
 from ..architectures.hybrid import HybridConfig
 from ..hooks.taps import Taps
 from .ends import Ends
-from .history import STREAM, Carried, History
+from .history import STREAM, Carried, History, Shares, share_of
 from .mixers.attention import GatedAttention, SelfAttention
 from .mixers.experts import Experts
 from .mixers.gated_delta import GatedDelta
@@ -42,6 +43,7 @@ from .mixers.mlstm import Mlstm
 from .mixers.shared_block import SharedBlock
 from .mixers.short_convolution import ShortConvolution
 from .norms import apply_norm, normalise
+from .products import product
 from .weights import NormWeights, Weights, made, parts_of, with_ends
 
 __all__ = ["Hybrid", "assemble"]
@@ -61,6 +63,8 @@ MIXERS: dict[str, Callable[[Any, LayerTensors], Mixer]] = {
 }
 CHANNEL_MIXERS: dict[str, Callable[[Any, LayerTensors], ChannelMixer]] = {"mlp": Mlp, "experts": Experts}
 """Kind of a shape -> what computes it, from the shape and the tensors of a layer."""
+KEPT_IN_TRAINING = 1 - 0.15 * 0.8
+"""Share of tokens that were not masked when ESM was trained."""
 START = "start"
 """The embedding, carried beside the stream where layers read it again."""
 
@@ -87,7 +91,8 @@ def assemble(take: Callable[[str], Tensor], config: HybridConfig) -> Weights[Hyb
         return held[name]
 
     for layer, (block, stored) in enumerate(zip(config.blocks, tensors.layers, strict=True)):
-        found: dict[str, Tensor] = {}
+        outside = tensors.outside.get("frequencies")
+        found: dict[str, Tensor] = {} if outside is None else {"frequencies": take_once(outside.name)}
         for weight, where in sorted(stored.items(), key=lambda item: item[1].constant is not None):
             read = take if where.layer is None else take_once
             found[weight] = made(read, where, tensors.in_layer(layer, weight), found)
@@ -103,20 +108,28 @@ def assemble(take: Callable[[str], Tensor], config: HybridConfig) -> Weights[Hyb
 class Hybrid(Ends[HybridConfig, HybridLayer]):
     """The network of every hybrid (`Network` in loop.py)."""
 
-    def embed(self, ids: Tensor, positions: Tensor | None) -> Carried:
+    def embed(self, ids: Tensor, positions: Tensor | None, shares: Shares | None = None) -> Carried:
         """Token ids [B, S] -> embeddings [B, S, D], scaled where the family does, and with those of their
-        positions where these are learned."""
-        x = F.embedding(ids, self.weights.embed)
+        positions where these are learned; normed, and mapped to the stream, where it does that."""
+        x, weights = F.embedding(ids, self.weights.embed), self.weights
         if self.config.embedding_scale is not None:
             scale: float | Tensor = self.config.embedding_scale
             if self.config.rounds_embedding_scale:
                 scale = torch.tensor(scale, dtype=x.dtype, device=x.device)
             x = x * scale
-        if positions is not None and self.weights.positions is not None:
-            x = x + F.embedding(positions + self.config.first_position, self.weights.positions)
-        if self.weights.embed_norm is not None:
+        if (dropped := self.config.dropped_token) is not None:
+            share = (shares or share_of)(dropped, ids)[..., None]
+            kept = x.masked_fill((ids == dropped)[..., None], 0)
+            x = (kept * KEPT_IN_TRAINING / (1 - share)).to(x.dtype)
+        if weights.token_type is not None:
+            x = x + weights.token_type
+        if positions is not None and weights.positions is not None:
+            x = x + F.embedding(positions + self.config.first_position, weights.positions)
+        if weights.embed_norm is not None:
             c = self.config
-            x = apply_norm(x, self.weights.embed_norm, c.norm_type, c.norm_eps)
+            x = apply_norm(x, weights.embed_norm, c.norm_type, c.norm_eps)
+        if weights.embed_in is not None:
+            x = product(x, weights.embed_in.weight, weights.embed_in.bias)
         # The reference keeps the stream in float32 where it is told to, whatever the weights are in.
         return {STREAM: x.to(torch.promote_types(x.dtype, torch.float32)) if self._is_wide else x}
 
@@ -132,7 +145,7 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
             h, x = self._read(x, "ln1", layer, taps, ahead)
             each = [mixer(h, layer, history, taps) for mixer in part.mixers]
             added = self._added(sum(each[1:], each[0]), "ln1_post", layer, taps)
-            x = history.kept(x) + taps("attn_out", layer, added)
+            x = self._summed(history.kept(x) + taps("attn_out", layer, added), "ln1", layer, taps)
         else:
             x = history.kept(x)
         if part.channel_mixer is not None:
@@ -144,7 +157,7 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
                 h, x = self._read(x, "ln2", layer, taps)
             h = part.channel_mixer(taps("mlp_pre", layer, h), layer, taps)
             added = self._added(taps("mlp_post", layer, h), "ln2_post", layer, taps)
-            x = x + taps("mlp_out", layer, added)
+            x = self._summed(x + taps("mlp_out", layer, added), "ln2", layer, taps)
         return {STREAM: x} | {name: history.kept(each) for name, each in beside.items()}
 
     def _beside(self, carried: Carried) -> Carried:
@@ -160,11 +173,15 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
         """What mixers read of a stream x, and of what stands ahead of them; and the stream that their output
         is added to."""
         block = self.config.blocks[layer]
-        if block.norms == "after":
+        if block.norms in ("after", "of sums") or name not in block.norm_names:
             # A copy, where somebody may write over what is read, and not over the stream.
             return self._narrow(x.clone() if name == "ln2" and taps.changes(layer, "mlp_pre") else x), x
         normed = self._normed(x if ahead is None else x + ahead, name, layer, taps)
         return normed, normed * block.carried[name == "ln2"] if block.norms == "of stream" else x
+
+    def _summed(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
+        """The stream that a sum becomes."""
+        return self._normed(x, name, layer, taps) if self.config.blocks[layer].norms == "of sums" else x
 
     def _added(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
         """What is added to the stream of what mixers give."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..architectures.architecture import Architecture
     from ..hooks.taps import Taps
     from ..hooks.wants import Logits
-    from .history import History
+    from .history import History, Shares
 
 __all__ = ["Network", "through_layers"]
 
@@ -47,8 +47,9 @@ class Network(Protocol):
         """The embedding matrix [vocab, hidden], on the device and in the dtype of the computation."""
         ...
 
-    def embed(self, ids: Tensor, positions: Tensor | None) -> Carried:
-        """Token ids [B, S] at these positions [S] -> what enters the first layer; None for tokens alone."""
+    def embed(self, ids: Tensor, positions: Tensor | None, shares: Shares | None = None) -> Carried:
+        """Token ids [B, S] at these positions [S] -> what enters the first layer; None for tokens alone.
+        shares: how much of its prompt is a token (`History.shares`); None where each row is one prompt."""
         ...
 
     def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
@@ -94,7 +95,7 @@ def through_layers(
     that keeps nothing of a layer can say what that means.
     Raises EverythingHeld, by way of the taps, where the last thing wanted is reached earlier.
     """
-    carried, left = network.embed(ids, history.positions), None
+    carried, left = network.embed(ids, history.positions, history.shares), None
     layers = network.config.num_layers
     for layer in range(layers) if order is None else order:
         carried = _entering(layer, left, carried, history, taps)

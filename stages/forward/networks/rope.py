@@ -36,7 +36,11 @@ def rope_tables(
 
 
 def inverse_frequencies(rope: RopeConfig, length: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Radians per position [rope.dim / 2], computed in `dtype`, each step as the reference takes it."""
+    """Radians per position [rope.dim / 2], computed in `dtype`, each step as the reference takes it; those of
+    the checkpoint where it tells."""
+    if rope.frequencies is not None:
+        told: Tensor = rope.frequencies.to("cpu", dtype)
+        return told
     exponent = torch.arange(0, rope.dim, 2, dtype=dtype) / rope.dim
     plain: Tensor = 1 / rope.theta**exponent
     if rope.scheme == "linear":

@@ -23,7 +23,7 @@ from ..architectures.rwkv import RwkvConfig
 from ..architectures.rwkv_tensors import MIXES
 from ..hooks.taps import Taps
 from .ends import Ends
-from .history import STREAM, Carried, History
+from .history import STREAM, Carried, History, Shares
 from .norms import apply_norm, normalise
 from .products import product
 from .recurrences.linear import LinearRecurrence
@@ -63,7 +63,7 @@ def assemble(take: Callable[[str], Tensor], config: RwkvConfig) -> Weights[Layer
 class Rwkv(Ends[RwkvConfig, LayerTensors]):
     """The network of every RWKV generation (`Network` in loop.py)."""
 
-    def embed(self, ids: Tensor, positions: Tensor | None) -> Carried:
+    def embed(self, ids: Tensor, positions: Tensor | None, shares: Shares | None = None) -> Carried:
         """Token ids [B, S] -> embeddings [B, S, D]."""
         return {STREAM: F.embedding(ids, self.weights.embed)}
 

@@ -25,7 +25,7 @@ Config = TypeVar("Config", bound=Architecture)
 Made = TypeVar("Made")
 Layer = TypeVar("Layer")
 BENIGN = (
-    *("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias"),
+    *("rotary_emb.inv_freq", "rotary_embeddings.inv_freq", "attn.masked_bias", "attn.bias"),
     *("attention.masked_bias", "attention.bias"),
     *("attn.slope_rate", "attn.query_decay", "attn.key_decay", "attn.diagonal_decay"),
 )
@@ -92,7 +92,8 @@ class Weights(Generic[Layer]):
 
     embed: Tensor
     layers: tuple[Layer, ...]
-    final_norm: NormWeights
+    final_norm: NormWeights | None
+    """None where the last stream is as it is read (BERT)."""
     lm_head: Tensor | None = None
     positions: Tensor | None = None
     """[position, hidden], where they are learned."""
@@ -100,6 +101,13 @@ class Weights(Generic[Layer]):
     """Of the LM head, [vocab]."""
     embed_norm: NormWeights | None = None
     """What embeddings are normed by before they become the stream."""
+    embed_in: Linear | None = None
+    """What maps embeddings to the stream, where they are not as wide."""
+    token_type: Tensor | None = None
+    """Embedding of the one type that tokens have here, [embedding]."""
+    transform: Linear | None = None
+    transform_norm: NormWeights | None = None
+    """What stands before the LM head, and its norm."""
 
 
 def expected_tensors(config: Architecture) -> dict[str, tuple[int, ...]]:
@@ -178,7 +186,7 @@ def assemble(take: Callable[[str], Tensor], config: TransformerConfig) -> Weight
 
 
 def with_ends(take: Callable[[str], Tensor], config: Architecture, layers: Iterable[Layer]) -> Weights[Layer]:
-    """Layers with what stands outside of them: embedding, final norm, and the head where it is its own."""
+    """Layers with what stands outside of them: embeddings, final norm, and the head where it is its own."""
     outside = config.tensors.outside
     embed, head = outside["embed"], outside["head"]
     table = take(embed.name)
@@ -190,18 +198,25 @@ def with_ends(take: Callable[[str], Tensor], config: Architecture, layers: Itera
         weight = held(name)
         return None if weight is None else NormWeights(weight, held(f"{name}.bias"))
 
-    final = norm("final_norm")
-    assert final is not None  # every model has one
+    def linear(name: str) -> Linear | None:
+        weight = held(name)
+        return None if weight is None else Linear(weight, held(f"{name}.bias"))
+
+    types = held("token_types")
     # A head that is the embedding's tensor, multiplied, is a matrix of its own.
     own = table if head.name == embed.name else take(head.name)
     return Weights(
         table,
         tuple(layers),
-        final,
+        norm("final_norm"),
         lm_head=None if head == embed else multiplied(own, head.factors),
         positions=waves(config, table) if config.has_position_waves else held("positions"),
         head_bias=held("head.bias"),
         embed_norm=norm("embed_norm"),
+        embed_in=linear("embed_in"),
+        token_type=None if types is None else types[0],
+        transform=linear("transform"),
+        transform_norm=norm("transform_norm"),
     )
 
 

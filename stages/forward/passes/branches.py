@@ -3,7 +3,8 @@
 Runs on the same tokens share their passes up to the first intervention in which they differ: a trie over
 interventions in execution order. A branch leaves its parent in the layer of its first own intervention, and
 from there on holds only positions the intervention can reach (its cone of influence): in a causal model a
-change at layer l and position p changes nothing before p. Everything else it reads from its parent, keys and
+change at layer l and position p changes nothing before p; in one that looks ahead it changes all positions,
+from the next layer on. Everything else it reads from its parent, keys and
 values above all.
 
 Where in its layer an intervention acts decides how far it reaches there, which the architecture says
@@ -87,7 +88,7 @@ class Branch:
 
     def __post_init__(self) -> None:
         length, slots = len(self.tokens), self.n_layers + 1
-        reach = self.architecture.reach
+        reach, ahead = self.architecture.reach, self.architecture.looks_ahead
         own = [
             (slot_of(point, self.n_layers), point, change) for point, change in self.changes[self.shared :]
         ]
@@ -100,13 +101,13 @@ class Branch:
             entering = HookPoint("resid_post", slot - 1) if slot else HookPoint("embed")
             spreading = 0 if first < length and reach(entering) == "all" else first
             for _, point, change in (each for each in own if each[0] == slot):
-                positions = change.touched(length)
+                positions = change.touched(length, ahead=ahead)
                 where = range(length) if positions is None else positions
                 touched.update(where)
                 if reach(point) != "here":
                     spreading = min([spreading, *where]) if reach(point) == "later" else 0
             self._reach.append(np.array(sorted(touched.union(range(spreading, length))), np.int64))
-            first = min([first, *touched])
+            first = min([first, spreading, *touched])
 
     @property
     def n_layers(self) -> int:
@@ -249,7 +250,7 @@ def _settle(branch: Branch, wanted: Sequence[Wanted]) -> None:
     for capture in captures:
         slot = slot_of(capture.point, branch.n_layers)
         branch.last = max(branch.last, (slot, capture.point.kind not in ENTERS))
-        if capture.point.kind == "scores":
+        if capture.point.kind == "scores" and not branch.architecture.looks_ahead:
             _widen(branch, slot)
         branch.whole |= (slot, capture.point.kind not in ENTERS) > (branch.n_layers - 1, False)
     branch.captures = tuple(captures)

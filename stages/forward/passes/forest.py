@@ -90,5 +90,6 @@ class AttentionGroup:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every position of prompts of one length is asked: attention is then plainly causal."""
+        """Whether every position of prompts of one length is asked: attention is then plainly causal, or of
+        everything."""
         return bool(self.keys.shape[1] == min(self.counts) == min(self.lengths))

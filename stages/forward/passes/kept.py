@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....store.errors import InterventionError
+from ....store.errors import ConfigError, InterventionError
 from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import RopeConfig
 from ..hooks.taps import PassTaps
@@ -139,6 +139,13 @@ class NewestPositions:
     def positions(self) -> Tensor:
         """Those behind what is kept."""
         return torch.arange(self._cache.length, self._length, device=self._device)
+
+    def shares(self, token: int, ids: Tensor) -> Tensor:
+        """Not known: what is kept was embedded when the text was shorter. Raises ConfigError."""
+        raise ConfigError(
+            f"expected a model that embeds each token by itself, found one that goes by the share of token "
+            f"{token} in its prompt; read all positions anew"
+        )
 
     def enter(self, layer: int, carried: Carried) -> Carried:
         """As it is: the same tokens in every layer."""

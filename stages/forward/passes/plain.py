@@ -15,8 +15,8 @@ from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import RopeConfig
 from ..hooks.taps import EverythingHeld, PassTaps
 from ..hooks.wants import Logits
-from ..networks.attention import attend, causal
-from ..networks.history import Carried
+from ..networks.attention import attend, visible
+from ..networks.history import Carried, share_of
 from ..networks.loop import Network, through_layers
 from ..networks.recurrences.recurrence import Recurrence
 from ..networks.rope import rope_tables
@@ -46,18 +46,22 @@ def forward(
 
 
 class WholePrompts:
-    """The history of a plain pass (`History`): each token sees those before it in its prompt."""
+    """The history of a plain pass (`History`): each token sees those before it in its prompt, or all."""
 
     def __init__(self, length: int, taps: PassTaps, device: torch.device) -> None:
         self._length, self._taps, self._device = length, taps, device
         self._rotations: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
-        self._masks: dict[int, Tensor] = {}
-        """Bool [query, key], True where attention may look, by window."""
+        self._masks: dict[tuple[int | None, bool], Tensor | None] = {}
+        """Bool [query, key], True where attention may look, by window and whether it looks ahead."""
 
     @property
     def positions(self) -> Tensor:
         """All."""
         return torch.arange(self._length, device=self._device)
+
+    def shares(self, token: int, ids: Tensor) -> Tensor:
+        """See `History`."""
+        return share_of(token, ids)
 
     def enter(self, layer: int, carried: Carried) -> Carried:
         """As it is: the same tokens in every layer."""
@@ -75,7 +79,7 @@ class WholePrompts:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
         """See `History`."""
-        return attend(q, k, v, self._mask(how.window), how, layer, self._taps)
+        return attend(q, k, v, self._mask(how), how, layer, self._taps)
 
     def before(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
         """See `History`."""
@@ -88,10 +92,9 @@ class WholePrompts:
         show_derived(layer, recurrence, tokens, state, room, self._taps)
         return read
 
-    def _mask(self, window: int | None) -> Tensor | None:
-        """None where attention is plainly causal, which kernels know by themselves."""
-        if window is None or window >= self._length:
-            return None
-        if window not in self._masks:
-            self._masks[window] = causal(self._length, window, self._device)
-        return self._masks[window]
+    def _mask(self, how: AttentionMixer) -> Tensor | None:
+        """See `visible`."""
+        kind = how.window, how.is_bidirectional
+        if kind not in self._masks:
+            self._masks[kind] = visible(self._length, how, self._device)
+        return self._masks[kind]

@@ -58,6 +58,13 @@ class BranchHistory:
         """See `History`."""
         return torch.from_numpy(self.row.position).to(self._device)
 
+    def shares(self, token: int, ids: Tensor) -> Tensor:
+        """See `History`."""
+        of_branch = np.array(
+            [np.mean(np.array(b.tokens) == token) for b in self._forest.branches], np.float32
+        )
+        return torch.from_numpy(of_branch[self.row.branch])[None].to(self._device)
+
     def enter(self, layer: int, carried: Carried) -> Carried:
         """The tokens of every branch that takes part: its own, or those of the ancestor it leaves here."""
         branches = self._forest.branches
@@ -104,7 +111,7 @@ class BranchHistory:
                 k[0][:, keys].transpose(0, 1),
                 v[0][:, keys].transpose(0, 1),
             )
-            allowed = self._allowed(group, how.window)
+            allowed = self._allowed(group, how)
             mixed = attend(*gathered, allowed, how, layer, self._taps.of_group(group, self._kept, layer))
             real = np.arange(queries.shape[1]) < np.array(group.counts)[:, None]
             own = torch.from_numpy(real).to(self._device)
@@ -133,15 +140,17 @@ class BranchHistory:
         )
         return Row(self._forest, {n: branch.held(layer) for n, branch in taking_part})
 
-    def _allowed(self, group: AttentionGroup, window: int | None) -> Tensor | None:
-        """Bool [row, 1, query, key]; None where attention is plainly causal."""
-        size = group.keys.shape[1]
+    def _allowed(self, group: AttentionGroup, how: AttentionMixer) -> Tensor | None:
+        """Bool [row, 1, query, key]; None where attention is plainly causal, or sees all there is."""
+        size, window = group.keys.shape[1], how.window
         if group.is_whole and (window is None or window >= size):
             return None
-        distance = torch.from_numpy(group.positions).to(self._device)[:, None, :, None] - torch.arange(
-            size, device=self._device
-        )
+        places = torch.arange(size, device=self._device)
+        distance = torch.from_numpy(group.positions).to(self._device)[:, None, :, None] - places
         seen = distance >= 0
+        if how.is_bidirectional:
+            lengths = torch.tensor(group.lengths, device=self._device)[:, None, None, None]
+            seen, distance = places.expand_as(distance) < lengths, distance.abs()
         return seen if window is None else seen & (distance < window)
 
     def _groups(

@@ -32,16 +32,22 @@ def pack(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model:
     prompt longer than the context; TokenizerError for texts without a tokenizer.
     """
     if isinstance(prompts, PackedTokens):
-        _check_packed(prompts, config.vocab_size, config.context_length, model)
+        _check_packed(prompts, config.vocab_size, config.context_length, model, config.unknown_token)
         return prompts
     rows = as_rows(prompts)
     if not rows or not isinstance(rows[0], str):
-        check_prompts(rows, config.vocab_size, config.context_length, model)
+        check_prompts(rows, config.vocab_size, config.context_length, model, config.unknown_token)
         return PackedTokens.from_lists(rows)
     if tokenizer is None:
         raise no_tokenizer(model)
     encodings = tokenizer.encode_batch(rows)
-    check_prompts([encoding.ids for encoding in encodings], config.vocab_size, config.context_length, model)
+    check_prompts(
+        [encoding.ids for encoding in encodings],
+        config.vocab_size,
+        config.context_length,
+        model,
+        config.unknown_token,
+    )
     return pack_encodings(encodings)
 
 
@@ -62,8 +68,11 @@ def pack_encodings(encodings: Sequence[Encoding]) -> PackedTokens:
     )
 
 
-def check_prompts(rows: Sequence[Any], vocab_size: int, context: int, model: str) -> None:
-    """Raise PromptError naming the first prompt that is empty, out of range or too long."""
+def check_prompts(
+    rows: Sequence[Any], vocab_size: int, context: int, model: str, unknown: int | None = None
+) -> None:
+    """Raise PromptError naming the first prompt that is empty, out of range or too long, or holds a token
+    that is unknown to the model (`Architecture.unknown_token`)."""
     if not rows:
         raise PromptError("expected at least one prompt, found none")
     for number, ids in enumerate(rows):
@@ -80,12 +89,21 @@ def check_prompts(rows: Sequence[Any], vocab_size: int, context: int, model: str
                 f"expected token ids in 0..{vocab_size - 1}, found {low if low < 0 else high} in {where}; "
                 "was it encoded with another tokenizer?"
             )
+        if unknown is not None and unknown in ids:
+            raise PromptError(
+                f"expected no padding in {where}, found token {unknown}, which has no position in {model}; "
+                "leave it out: prompts are never padded here"
+            )
 
 
-def _check_packed(tokens: PackedTokens, vocab_size: int, context: int, model: str) -> None:
+def _check_packed(
+    tokens: PackedTokens, vocab_size: int, context: int, model: str, unknown: int | None
+) -> None:
     """As `check_prompts`, without a look at each prompt unless one of them is wrong."""
-    if tokens.row_size.max() > context or tokens.ids.min() < 0 or tokens.ids.max() >= vocab_size:
-        check_prompts(list(tokens), vocab_size, context, model)
+    ids = tokens.ids
+    is_wrong = tokens.row_size.max() > context or ids.min() < 0 or ids.max() >= vocab_size
+    if is_wrong or (unknown is not None and bool((ids == unknown).any())):
+        check_prompts(list(tokens), vocab_size, context, model, unknown)
 
 
 def no_tokenizer(model: str) -> TokenizerError:

@@ -29,6 +29,8 @@ Span = tuple[int, int] | range
 OTHER, FINAL = "other", "_final"
 NOWHERE = (0, 0)
 """Offsets of a token that stands for no character."""
+MASKS = ("[MASK]", "<mask>", "<|mask|>", "<|mdm_mask|>")
+"""What encoders and masked-diffusion models call their mask, where their settings do not say."""
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -215,6 +217,13 @@ class Tokenizer(ABC):
     def eos_id(self) -> int | None:
         """Id of the end-of-sequence token, if the settings name one."""
         return self.special_id("eos_token")
+
+    @property
+    def mask_id(self) -> int | None:
+        """Id of the token that stands where one is to be filled in: that of tokenizer_config.json, else one
+        of the usual names; None without one."""
+        named = self.special_id("mask_token")
+        return named if named is not None else next(filter(None, map(self._id_of, MASKS)), None)
 
     def special_id(self, role: str) -> int | None:
         """Id of a special token by its role, e.g. "bos_token"; None where the model has none."""

@@ -61,6 +61,12 @@ def require_attention(config: Architecture, model: str) -> None:
             f"expected attention in every layer, found {' and '.join(sorted(others))} in {model}: "
             "attribution graphs follow attention heads"
         )
+    if config.looks_ahead:
+        raise ConfigError(
+            f"expected a model whose positions see no later ones, found {model}; attribution graphs follow "
+            "what comes before a token"
+        )
+    config.require_linear_head()
     for layer in config.layers:
         if layer.is_parallel or layer.norms not in ("before", "around"):
             found = "an MLP beside it" if layer.is_parallel else f"norms {layer.norms}"

@@ -33,11 +33,15 @@ def outputs_of(reference: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[to
     def keep(module: Any, inputs: Any, output: Any) -> None:
         streams.append(output[0] if isinstance(output, tuple) else output)
 
-    body = getattr(reference.base_model, "decoder", reference.base_model)
-    layers = next(getattr(body, name) for name in ("layers", "h", "blocks") if hasattr(body, name))
+    body = reference.base_model
+    body = next((getattr(body, name) for name in ("decoder", "transformer") if hasattr(body, name)), body)
+    body = body if hasattr(body, "layers") else getattr(body, "encoder", body)
+    names = ("layers", "h", "blocks", "layer", "albert_layer_groups")
+    layers = next(getattr(body, name) for name in names if hasattr(body, name))
     hooks = [layer.register_forward_hook(keep) for layer in layers]
     with torch.no_grad():
-        logits = reference(ids, use_cache=False).logits
+        told = {"use_cache": False} if hasattr(reference.config, "use_cache") else {}
+        logits = reference(ids, **told).logits
     for hook in hooks:
         hook.remove()
     return logits, streams

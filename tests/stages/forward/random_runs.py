@@ -15,7 +15,7 @@ from mizarr.stages.forward.hooks.wants import Logits
 from mizarr.stages.forward.models.model import Model
 from mizarr.stages.forward.runs.run import Run
 
-SCALES = ("ln1_scale", "ln2_scale", "ln1_post_scale", "ln2_post_scale", "ln_final_scale")
+SCALES = ("ln1_scale", "ln2_scale", "ln1_post_scale", "ln2_post_scale", "ln_final_scale", "head_scale")
 DECAYS = tuple(
     f"{room}_{name}" for room in ("rwkv", "ssm", "linear", "mlstm") for name in ("log_decay", "decay")
 )
@@ -40,15 +40,15 @@ def draw_intervention(rng: random.Random, model: Model, point: HookPoint, length
     if "expert" in point.dims:
         where["experts"] = rng.choice([None, (rng.randrange(sizes["expert"]),)])
     query = rng.randrange(length)
-    edges = rng.choice([[(query, rng.randint(0, query))], [(query, None)], [(None, rng.randrange(length))]])
+    seen = length - 1 if model.config.looks_ahead else query
+    edges = rng.choice([[(query, rng.randint(0, seen))], [(query, None)], [(None, rng.randrange(length))]])
     if point.kind == "pattern" and rng.random() < 0.6:
         if rng.random() < 0.5:
             return Steer(edges=edges, factor=rng.choice([0.0, 0.5, 3.0]), heads=heads)
-        return SetValue(
-            edges=[(query, rng.randint(0, query))], value=rng.choice([0.0, 0.3, 1.0]), heads=heads
-        )
+        return SetValue(edges=[(query, rng.randint(0, seen))], value=rng.choice([0.0, 0.3, 1.0]), heads=heads)
     if point.kind in ("scores", "attn_scores") and rng.random() < 0.6:
-        spared = [(q, rng.randrange(q)) for q in range(1, length) if rng.random() < 0.5]
+        ahead = model.config.looks_ahead
+        spared = [(q, rng.randrange(length if ahead else q)) for q in range(1, length) if rng.random() < 0.5]
         return Knockout(edges=spared or [(0, length - 1)] if length > 1 else [(0, 0)], heads=heads)
     if point.kind == "attn_scores":  # -inf where masked: numbers may only be scaled
         return Scale(rng.choice([0.5, 2.0]), **where)

@@ -619,7 +619,7 @@ def test_an_adapter_is_no_whole_model(saved, tmp_path):
 
 def test_requests_that_make_no_sense_are_refused(bridged, saved):
     model, _ = bridged("roberta", "masked")
-    folder, _ = saved("roberta", "masked")
+    folder, _ = saved("layoutlm", "masked")
     assert model.config.context_length == 254, "256 positions, of which padding takes two"
     with pytest.raises(PromptError, match="254"):
         model.forward(tokens(1, 255))
@@ -639,7 +639,7 @@ def test_requests_that_make_no_sense_are_refused(bridged, saved):
 
 
 def test_inspect_tells_the_backend_and_what_it_cannot_do(saved, tmp_path, capsys):
-    folder, _ = saved("bert", "masked")
+    folder, _ = saved("layoutlm", "masked")
     assert mizarr_command(["models", "inspect", str(folder), "--json", "--quiet"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["compatible"] and found["backend"]["name"] == "transformers"
@@ -647,7 +647,7 @@ def test_inspect_tells_the_backend_and_what_it_cannot_do(saved, tmp_path, capsys
     asked = ["models", "inspect", str(folder), "--backend", "transformers", "--quiet"]
     assert mizarr_command([*asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["compatible"] and found["config"]["class_name"] == "BertForMaskedLM"
+    assert found["compatible"] and found["config"]["class_name"] == "LayoutLMForMaskedLM"
     assert any("no logit lens" in line for line in found["backend"]["missing"])
     assert mizarr_command(asked) == 0
     assert "backend: transformers, as asked for" in capsys.readouterr().out
@@ -657,7 +657,7 @@ def test_inspect_tells_the_backend_and_what_it_cannot_do(saved, tmp_path, capsys
 
 
 def test_commands_take_the_backend(reading, tmp_path, capsys):
-    folder, _ = reading("bert", "masked")
+    folder, _ = reading("layoutlm", "masked")
     (tmp_path / "prompts.jsonl").write_text('{"ids": [9, 8, 7]}\n')
     wanted = [str(folder), str(tmp_path / "prompts.jsonl"), "--hooks", "blocks.*.hook_attn_out"]
     placed = ["--store", str(tmp_path / "store"), "--quiet"]

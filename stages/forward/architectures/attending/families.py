@@ -13,6 +13,8 @@ from .....store.errors import ConfigError
 from ..hybrid_tensors import Spelling
 from ..linear_families import LLAMA, OF_MIXTRAL
 from ..transformer import ConfigReader
+from .diffusion import DIFFUSION
+from .encoders import ENCODERS
 from .experts import granite_experts, mixtral_experts, qwen_experts, sigmoid_experts
 from .latent import LATENT
 from .layers import but_every, in_windows, in_windows_if_any
@@ -124,7 +126,7 @@ ATTENDING: dict[str, Attends] = {
         max_positions=2048,
     ),
     "gemma3_text": Attends(
-        examples="Gemma 3, text",
+        examples="Gemma 3, text; EmbeddingGemma",
         norm="gemma_rms",
         places="around",
         qk_norms="head",
@@ -140,6 +142,7 @@ ATTENDING: dict[str, Attends] = {
         theta=1000000.0,
         local_rope=("rope_local_base_freq", 10000.0),
         types=but_every(6),
+        may_look_both_ways=True,
         tied=True,
         max_positions=131072,
         never=("attn_logit_softcapping",),
@@ -412,6 +415,8 @@ ATTENDING: dict[str, Attends] = {
         tied=True,
         max_positions=32768,
     ),
+    **DIFFUSION,
+    **ENCODERS,
     **LATENT,
     **NEWER,
     **OLDER,

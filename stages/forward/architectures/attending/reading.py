@@ -16,9 +16,12 @@ from functools import partial
 from typing import Any, Literal
 
 from .....store.errors import ConfigError
+from ..architecture import HeadTransform
 from ..families import (
     Bias,
     Family,
+    asks_to_look_ahead,
+    both_ways,
     described,
     has_bias,
     kv_heads_of,
@@ -87,13 +90,40 @@ class Factors:
 class Attends(Family):
     """A family as in the table of decoders, along more axes."""
 
-    places: Literal["before", "after", "around"] = "before"
-    """Where norms stand: before mixers, behind them, or both."""
+    places: Literal["before", "after", "around", "of sums"] = "before"
+    """Where norms stand: before mixers, behind them, or both; or on the sum of the stream and what is added
+    to it."""
+    looks_ahead: Callable[[ConfigReader], bool] = asks_to_look_ahead
+    """Whether queries see later keys."""
+    may_look_both_ways: bool = False
+    """Whether use_bidirectional_attention is followed: queries then see half of a window on each side."""
+    skips_first_norm: bool = False
+    """Whether attention of the first layer reads the embeddings as they are."""
+    sources: Callable[[ConfigReader, int], Sequence[int]] | None = None
+    """Under which number the tensors of each layer lie, where layers share them."""
+    token_types: tuple[str, int] | None = None
+    """The key of the rows of a table of token types, and its default."""
+    embedding_width: tuple[str, int] | None = None
+    """The key of the width of embeddings, and its default."""
+    always_maps_embeddings: bool = False
+    """Whether embeddings are mapped to the stream even where they are as wide."""
+    positions_behind_padding: bool | Callable[[ConfigReader], bool] = False
+    """Whether the first of positions in a table is in the row behind the padding token's id."""
+    dropped_token: Callable[[ConfigReader], int | None] | None = None
+    """The token that embeddings leave out as dropout did in training."""
+    transform: Callable[[ConfigReader, Attends, int], HeadTransform] | None = None
+    """What stands before the LM head, of eps of all norms and the width of embeddings."""
+    is_never_tied: bool = False
+    """Whether the head is its own, whatever the config says."""
+    has_final_norm: bool = True
+    """Whether the last stream is normed."""
+    has_final_norm_bias: bool = True
+    """Of a layer norm."""
     parallel: Bias = False
     """Whether attention and MLP both read the stream that enters; or the key that says, with its default."""
     has_two_norms: bool | Callable[[ConfigReader], bool] = False
     """Whether each of them then reads it through a norm of its own."""
-    has_norm_bias: bool = True
+    has_norm_bias: Bias = True
     """Of layer norms."""
     qk_norms: Literal["head", "all"] | None = None
     """Of queries and keys: over each head, or all of them together."""
@@ -101,13 +131,15 @@ class Attends(Family):
     """The key that says whether there are any, and its default; None for always."""
     qk_norm_type: Literal["rms", "layer"] | None = None
     """Of these norms, where it is not that of all others."""
+    has_qk_norm_bias: bool = True
+    """Of these, where they are layer norms."""
     norms_behind_rope: bool = False
     """Whether they norm what has turned."""
     has_norm_weights: bool = True
     """Of all norms."""
     has_unit_norms: bool = False
     """Whether norms multiply by 1 more than their weights."""
-    has_embedding_norm: bool = False
+    has_embedding_norm: Bias = False
     """Whether embeddings are normed before they become the stream."""
     fixed_eps: float | None = None
     """Of norms, whatever the config says."""
@@ -174,14 +206,23 @@ class Attends(Family):
     aliases: Mapping[str, str] = field(default_factory=dict)
     """What keys are called here, by their usual names."""
     spelling: Spelling | Callable[[ConfigReader], Spelling] = LLAMA
+    frequencies: str = ""
+    """How the names of tensors end that tell what rope turns by; the first of a checkpoint counts."""
     root: str = ""
     """What names of tensors begin with, but not in all files."""
+    may_have_old_norms: bool = False
+    """Whether files may name weights and biases of norms as TensorFlow did."""
+
+    @property
+    def reads_tensors(self) -> bool:
+        """Whether names of tensors decide how the others are spelled."""
+        return bool(self.root) or self.may_have_old_norms
 
 
 def described_attending(model_type: str, family: Attends) -> dict[str, str]:
     """A family in words, as `described` in families.py."""
     row = described(model_type, family)
-    places = {"before": "", "after": "behind what is added", "around": "four per block"}[family.places]
+    places = _PLACES[family.places]
     attention = (
         "norms on q and k" if family.qk_norms else "",
         "biases" if family.qkv_bias else "",
@@ -193,15 +234,20 @@ def described_attending(model_type: str, family: Attends) -> dict[str, str]:
         "no rope in some layers" if family.turns is not turning_everywhere else "",
         "sliding window" if family.types or family.has_window_flag or family.windows != "none" else "",
         "beside the MLP" if family.parallel else "",
-        _POSITIONS[family.has_position_waves] if family.first_position is not None else "",
+        _POSITIONS[family.has_position_waves] if _has_positions(family) else "",
         "ALiBi" if family.slopes else "",
         "sinks" if family.has_sinks else "",
         "queries grow with positions" if family.has_growth else "",
+        "layers share weights" if family.sources else "",
+        "" if family.looks_ahead is asks_to_look_ahead else "looks both ways",
     )
     head = (
         "scaled embedding" if family.scaled_embedding or family.has_multipliers or family.factors else "",
         "normed embedding" if family.has_embedding_norm else "",
+        "embeddings narrower than the stream" if family.embedding_width else "",
+        "token types" if family.token_types else "",
         "tied" if family.tied else "",
+        "a transform before it" if family.transform else "",
         "scaled" if family.has_multipliers or family.logit_scale is not None else "",
         "bias" if family.head_bias else "",
         "soft cap" if family.soft_caps else "",
@@ -214,6 +260,12 @@ def described_attending(model_type: str, family: Attends) -> dict[str, str]:
     }
 
 
+_PLACES = {
+    "before": "",
+    "after": "behind what is added",
+    "around": "four per block",
+    "of sums": "on the sums",
+}
 _POSITIONS = {False: "learned positions", True: "positions of sines and cosines"}
 
 
@@ -242,17 +294,24 @@ def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) 
     Raises ConfigError for a key that is missing, of the wrong type, or asks for what is not followed.
     """
     reader = _renamed(reader, family)
-    refuse_unfollowed(reader)
+    refuse_unfollowed(reader, looks_ahead=family.mixer is None, both_ways=family.may_look_both_ways)
     _refuse(reader, family)
     hidden, heads, layers = (
         reader.integer(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
     eps = family.fixed_eps or reader.number(family.eps_key, family.eps)
     windows = (family.windows_of or partial(_windows, family=family))(reader, layers=layers)
+    if asks_to_look_ahead(reader):
+        windows = both_ways(windows)
+    if is_split := reader.flag("use_bidirectional_attention", False):
+        windows = [window and window // 2 + 1 for window in windows]
     head_dim = _head_dim(reader, family, hidden // heads)
     ropes = _ropes(reader, family, head_dim, windows)
-    told, factors = Told(reader, family, heads, head_dim, eps), factors_of(reader, family)
+    looks_ahead = is_split or family.looks_ahead(reader)
+    told = Told(reader, family, heads, head_dim, eps, looks_ahead, bool(_frequencies(family, shapes)))
+    factors = factors_of(reader, family)
     is_parallel = has_bias(reader, family.parallel)
+    sources = family.sources and family.sources(reader, layers)
 
     def block(layer: int) -> Block:
         return Block(
@@ -262,11 +321,13 @@ def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) 
             is_parallel=is_parallel,
             has_two_norms=_has_two_norms(reader, family) or not is_parallel,
             post_factor=factors.residual if family.places == "around" else 1.0,
+            source=None if sources is None else sources[layer],
+            reads_normed=layer > 0 or not family.skips_first_norm,
         )
 
     blocks = tuple(map(block, range(layers)))
-    context = family.max_positions and reader.integer("max_position_embeddings", family.max_positions)
-    rows = (context or 0) + (family.first_position or 0)
+    context, rows, first = _positions(reader, family)
+    width = None if family.embedding_width is None else reader.integer(*family.embedding_width)
     return HybridConfig(
         model_type=reader.raw["model_type"],
         hidden_size=hidden,
@@ -275,34 +336,43 @@ def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) 
         spelling=_rooted(reader, family, shapes),
         norm_eps=eps,
         norm_type=family.norm,
-        norm_biases="of layer norms" if family.has_norm_bias else "none",
+        norm_biases="of layer norms" if has_bias(reader, family.has_norm_bias) else "none",
         max_position_embeddings=context,
-        position_rows=0 if family.first_position is None else rows,
-        first_position=family.first_position or 0,
+        position_rows=rows,
+        first_position=first,
+        unknown_token=first - 1 if _is_behind_padding(reader, family) else None,
+        dropped_token=family.dropped_token and family.dropped_token(reader),
         has_position_waves=family.has_position_waves,
         embedding_scale=_embedding_scale(reader, family, hidden),
         rounds_embedding_scale=family.scaled_embedding,
         logit_factor=_logit_factor(reader, family),
         final_logit_softcapping=family.soft_caps
         and reader.optional_number("final_logit_softcapping", family.soft_caps[1]),
-        tie_word_embeddings=reader.flag("tie_word_embeddings", family.tied),
-        has_embedding_norm=family.has_embedding_norm,
+        tie_word_embeddings=reader.flag("tie_word_embeddings", family.tied) and not family.is_never_tied,
+        has_embedding_norm=has_bias(reader, family.has_embedding_norm),
         has_norm_weights=family.has_norm_weights,
         has_unit_norms=family.has_unit_norms,
         has_head_bias=has_bias(reader, family.head_bias),
+        embedding_width=None if width == hidden and not family.always_maps_embeddings else width,
+        token_types=0 if family.token_types is None else reader.integer(*family.token_types, least=0),
+        has_final_norm=family.has_final_norm,
+        has_final_norm_bias=family.has_final_norm_bias,
+        transform=family.transform and family.transform(reader, family, width or hidden),
     )
 
 
 @dataclass(frozen=True)
 class Told:
-    """What the attention of every layer is made of: a config, its family, heads, their width, eps of
-    norms."""
+    """What the attention of every layer is made of: a config, its family, heads, their width, eps of norms;
+    whether queries see later keys, and whether the checkpoint tells what rope turns by."""
 
     reader: ConfigReader
     family: Attends
     heads: int
     head_dim: int
     eps: float
+    looks_ahead: bool
+    has_frequencies: bool
 
 
 def _grouped(told: Told, rope: RopeConfig | None, window: int | None, layer: int) -> AttentionShape:
@@ -328,13 +398,45 @@ def _grouped(told: Told, rope: RopeConfig | None, window: int | None, layer: int
         factors=(1.0, 1.0, residual_factor(reader, family)),
         layout=family.layout(reader) if callable(family.layout) else family.layout,
         has_norm_weights=family.has_norm_weights,
+        has_norm_bias=family.has_qk_norm_bias,
         norms_behind_rope=family.norms_behind_rope,
         clip=family.clip and family.clip(reader),
         soft_cap=_soft_cap(reader, family),
         slopes=family.slopes(reader, heads) if family.slopes else (),
         has_sinks=family.has_sinks,
         growth=_growth(reader, family) if family.has_growth else None,
+        is_bidirectional=told.looks_ahead,
+        has_frequencies=told.has_frequencies and rope is not None,
     )
+
+
+def _frequencies(family: Attends, shapes: TensorShapes) -> str:
+    """The tensor that tells what rope turns by; "" for none."""
+    if not family.frequencies:
+        return ""
+    return next((name for name in sorted(shapes) if name.endswith(family.frequencies)), "")
+
+
+def _has_positions(family: Attends) -> bool:
+    """Whether there is a table of positions."""
+    return bool(family.positions_behind_padding) or family.first_position is not None
+
+
+def _is_behind_padding(reader: ConfigReader, family: Attends) -> bool:
+    told = family.positions_behind_padding
+    return told(reader) if callable(told) else told
+
+
+def _positions(reader: ConfigReader, family: Attends) -> tuple[int | None, int, int]:
+    """How many positions there are, None where nothing bounds them; rows of a table of them, and the first's.
+    What stands behind the padding counts its rows, not positions."""
+    told = family.max_positions and reader.integer("max_position_embeddings", family.max_positions)
+    if _is_behind_padding(reader, family):
+        first = reader.integer("pad_token_id", 1, least=0) + 1
+        return (told or 0) - first, told or 0, first
+    if family.first_position is None:
+        return told, 0, 0
+    return told, (told or 0) + family.first_position, family.first_position
 
 
 def _head_dim(reader: ConfigReader, family: Attends, usual: int) -> int:
@@ -388,12 +490,16 @@ def _refuse(reader: ConfigReader, family: Attends) -> None:
 
 
 def _rooted(reader: ConfigReader, family: Attends, shapes: TensorShapes) -> Spelling:
-    """The names of tensors, with or without what the reference writes before them."""
+    """The names of tensors, with or without what the reference writes before them; of norms, old or new."""
     root = family.root
     spelling = family.spelling if isinstance(family.spelling, Spelling) else family.spelling(reader)
+    if family.may_have_old_norms and any(name.endswith("LayerNorm.gamma") for name in shapes):
+        spelling = replace(spelling, has_old_norms=True)
+    if family.frequencies and not _is_behind_padding(reader, family):
+        spelling = replace(spelling, frequencies=_frequencies(family, shapes))
     if not root or not shapes or any(name.startswith(root) for name in shapes):
         return spelling
-    names = ("embed", "final_norm", "layer", "positions", "embed_norm")
+    names = ("embed", "final_norm", "layer", "positions", "embed_norm", "token_types", "embed_in")
     return replace(spelling, **{name: getattr(spelling, name).removeprefix(root) for name in names})
 
 
@@ -439,7 +545,7 @@ def _ropes(
     def rope(raw: Mapping[str, Any], theta: float) -> RopeConfig:
         return rope_of_family(raw, reader, replace(family, theta=theta), head_dim)
 
-    if family.first_position is not None:
+    if family.first_position is not None or _is_behind_padding(reader, family):
         return (None,) * len(windows)
     if family.rope_of is not None:
         return (family.rope_of(reader, family, head_dim),) * len(windows)

@@ -165,6 +165,11 @@ class BridgeConfig(Architecture):
         """See `Architecture`."""
         return self.next_token
 
+    @cached_property
+    def looks_ahead(self) -> bool:
+        """See `Architecture`; measured, as is what logits are of."""
+        return not self.next_token
+
     @property
     def shares_prefixes(self) -> bool:
         """A pass through transformers begins at its first layer."""

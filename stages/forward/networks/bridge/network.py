@@ -31,7 +31,7 @@ from ...architectures.bridge.config import BridgeConfig
 from ...hooks.spec import BoundSpec, Capture
 from ...hooks.taps import EverythingHeld, RunTaps, Taps
 from ...hooks.wants import Logits
-from ..history import STREAM, Carried, History
+from ..history import STREAM, Carried, History, Shares
 from ..norms import apply_norm
 from ..products import product
 from ..weights import NormWeights
@@ -132,7 +132,7 @@ class Bridged:
         weight: Tensor = head.weight  # type: ignore[assignment]
         return weight if found.scale == 1 else weight * found.scale
 
-    def embed(self, ids: Tensor, positions: Tensor | None) -> Carried:
+    def embed(self, ids: Tensor, positions: Tensor | None, shares: Shares | None = None) -> Carried:
         """Token ids [B, S] -> what enters the first layer. Raises ConfigError without positions: nobody can
         say what it would be without them."""
         if positions is None:

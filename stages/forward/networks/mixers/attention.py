@@ -30,6 +30,8 @@ class SelfAttention:
             parts_of(_separated(tensors, shape)),
             {field.name for field in fields(AttentionWeights)},
         )
+        if shape.turning is not None and shape.has_frequencies:
+            shape = replace(shape, turning=replace(shape.turning, frequencies=tensors["frequencies"]))
         self.shape, self._how = shape, replace(shape.fact, sinks=tensors.get("sinks"))
         self.weights = AttentionWeights(**{name: part for name, part in parts.items() if name in known})
 

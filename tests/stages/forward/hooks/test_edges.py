@@ -17,7 +17,7 @@ from mizarr.stages.forward.hooks.edges import KnockoutSpec, SteeringSpec
 from mizarr.store.errors import InterventionError
 
 LENGTH = 5
-CONFIG = cast(TransformerConfig, SimpleNamespace(num_layers=4, axis_sizes={"head": 3}))
+CONFIG = cast(TransformerConfig, SimpleNamespace(num_layers=4, axis_sizes={"head": 3}, looks_ahead=False))
 SPECS = [KnockoutSpec(), SteeringSpec.scale(2.0)]
 
 

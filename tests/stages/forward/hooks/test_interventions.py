@@ -179,8 +179,12 @@ def test_an_open_edge_means_every_position():
     ],
 )
 def test_what_cannot_be_applied_is_refused_before_the_pass(intervention, point, message):
-    with pytest.raises(InterventionError, match=message):
+    def check() -> None:
         intervention.check(point, SIZES)
+        intervention.require_causal(point, SIZES["query_position"])
+
+    with pytest.raises(InterventionError, match=message):
+        check()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -104,10 +105,14 @@ def test_small_weights_hide_no_difference(tmp_path):
         resolve(tmp_path).identity()
 
 
-def test_attention_that_looks_ahead_is_no_causal_language_model(saved):
+def test_attention_that_looks_ahead_is_no_causal_language_model(saved, tmp_path):
+    """Laid out as a Llama, and of a type that transformers knows as a masked model alone."""
     folder, _ = saved("eurobert")
-    with pytest.raises(ConfigError, match=r"lists as a causal language model, found 'eurobert'"):
-        Model.from_pretrained(folder, device="cpu")
+    shutil.copytree(folder, tmp_path / "other")
+    told = json.loads((folder / "config.json").read_text()) | {"model_type": "ultrabert"}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(told))
+    with pytest.raises(ConfigError, match=r"lists as a causal language model, found 'ultrabert'"):
+        Model.from_pretrained(tmp_path / "other", device="cpu")
 
 
 def test_a_refusal_names_the_way_out(saved):

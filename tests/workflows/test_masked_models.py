@@ -1,0 +1,146 @@
+"""Models that fill in a mask, asked at its position: the logit lens and the causal trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import mizarr
+from mizarr import HookPoint, HookSpec, Model, Replace
+from mizarr.store.errors import ConfigError
+from mizarr.workflows import compute
+from mizarr.workflows.subject import shipped_facts
+from tests.stages.forward.random_encoders import save_masking_tokenizer, save_random_encoder
+
+pytest.importorskip("transformers")
+KINDS = {"bert": "WordPiece", "xlm-roberta": "Unigram"}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp(request.param)
+    save_random_encoder(found, request.param, 0, tokenizer=False, pad_token_id=0, num_hidden_layers=3)
+    save_masking_tokenizer(found, KINDS[request.param])
+    return found
+
+
+def test_a_text_gets_what_its_tokenizer_puts_around_it_and_the_mask_is_one_token(folder: Path):
+    tokenizer = Model.from_pretrained(folder).tokenizer
+    mask = tokenizer.mask_id
+    found = tokenizer.encode(f"The {tokenizer.pieces([mask])[0]} of the sea")
+    assert found.ids[0] == 2 and found.ids[-1] == 3
+    assert found.special[0] and found.special[-1] and not any(found.special[1:-1])
+    assert found.ids.count(mask) == 1 == len([token for token in found.ids if token == 4])
+
+
+def test_the_lens_follows_the_answer_at_the_mask(folder: Path, tmp_path: Path):
+    model = Model.from_pretrained(folder)
+    mask = model.tokenizer.pieces([model.tokenizer.mask_id])[0]
+    facts = shipped_facts()[:2]
+    texts = (facts[0]["prompt"], f"In {facts[1]['prompt']} {mask}.")
+    words = tuple(fact["target"] for fact in facts)
+    done = compute("logit_lens", store=tmp_path / "store", model=str(folder), prompts=texts, answers=words)
+    assert done.texts == (f"{texts[0]} {mask}", texts[1])
+    for i, text in enumerate(done.texts):
+        ids = model.tokenizer.encode(text).ids
+        place = ids.index(model.tokenizer.mask_id)
+        logits = model.forward(ids).logits[0].log_softmax(-1)
+        lens = done.prompt(i)
+        assert done.ends[i] == place
+        np.testing.assert_array_equal(np.delete(lens["target_id"].values, place), np.delete(ids, place))
+        filled = model.tokenizer.encode(text.replace(mask, words[i].strip())).ids
+        assert lens["target_id"].values[place] == filled[place]
+        last = lens.isel(layer=-1)
+        expected = logits[torch.arange(len(ids)), torch.tensor(last["target_id"].values).long()]
+        np.testing.assert_allclose(last["target_logprob"].values, expected.numpy(), atol=1e-4)
+        told = done.told(i)["layers"][-1]["predictions"][0]
+        assert told["token_id"] == int(logits[place].argmax())
+    assert json.dumps(done.to_json(), allow_nan=False)
+
+
+def test_patches_are_measured_at_the_mask(folder: Path, tmp_path: Path):
+    model = Model.from_pretrained(folder)
+    mask = model.tokenizer.pieces([model.tokenizer.mask_id])[0]
+    pairs = [(a["prompt"], b["prompt"]) for a in shipped_facts() for b in shipped_facts()]
+    clean, corrupted = next(
+        (a, b)
+        for a, b in pairs
+        if a != b and len(model.tokenizer.encode(a)) == len(model.tokenizer.encode(b))
+    )
+    clean, corrupted = f"{clean} {mask}.", f"{corrupted} {mask}."
+    done = compute(
+        "activation_patching",
+        store=tmp_path / "store",
+        model=str(folder),
+        prompt=clean,
+        corrupted=[corrupted],
+        others=2,
+        controls=6,
+    )
+    one, other = (model.tokenizer.encode(text).ids for text in (clean, corrupted))
+    place = one.index(model.tokenizer.mask_id)
+    assert place < len(one) - 1
+    kind, layer, position = "attn_out", 1, done.traced[0].subject[1]
+    point = HookPoint(kind, layer)
+    held = model.forward(one, HookSpec().capture(point))
+    spec = HookSpec().intervene(point, Replace(held[point][0, position], positions=(position,)))
+    runs = [held.logits, model.forward(other).logits, model.forward(other, spec).logits]
+    logs = [each[0, place].double().log_softmax(-1) for each in runs]
+    kl = [float((logs[0].exp() * (logs[0] - each)).sum()) for each in logs]
+    grid = done.grids(0)[kind]["recovery"].sel(layer=layer, position=position)
+    assert float(grid) == pytest.approx(1 - kl[2] / kl[1], abs=1e-3)
+    # Everything of the last stream at the mask is the answer itself; elsewhere it is nothing.
+    stream = done.grids(0)["resid_post"]["recovery"].isel(layer=-1).values
+    assert stream[place] == pytest.approx(1, abs=1e-4)
+    np.testing.assert_allclose(np.delete(stream, place), 0, atol=1e-4)
+
+
+def test_prompts_of_several_masks_are_refused(folder: Path, tmp_path: Path):
+    mask = {"bert": "[MASK]", "xlm-roberta": "<mask>"}[Model.from_pretrained(folder).config.model_type]
+    with pytest.raises(ConfigError, match=r"expected one mask in a prompt to .*, found 2"):
+        compute("logit_lens", store=tmp_path / "store", model=str(folder), prompts=(f"The {mask} of {mask}",))
+
+
+def test_what_is_asked_at_the_last_token_is_refused(folder: Path, tmp_path: Path):
+    given = {"model": str(folder), "prompt": "The capital of", "target": "Rome"}
+    with pytest.raises(ConfigError, match=r"expected a model that says what comes next, found .* fills in"):
+        compute("ablation", store=tmp_path / "store", **given)
+
+
+def test_attention_that_looks_ahead_is_read_and_not_stored(folder: Path, tmp_path: Path):
+    """Of matrices a store keeps the lower triangles."""
+    model, store = Model.from_pretrained(folder), mizarr.open_store(tmp_path / "store")
+    hooks = HookSpec().capture("blocks.0.attn.hook_pattern")
+    pattern = model.forward([5, 6, 7], hooks)["blocks.0.attn.hook_pattern"]
+    assert float(pattern.triu(1).max()) > 0
+    with pytest.raises(ConfigError, match=r"see no later ones to capture 'blocks\.0\.attn\.hook_pattern' of"):
+        mizarr.capture(model, [[5, 6, 7]], hooks, store=store)
+    kept = [mizarr.run(model, [mizarr.Run([5, 6, 7], hooks)], store=store)[0] for _ in range(2)]
+    assert all(torch.equal(each["blocks.0.attn.hook_pattern"], pattern) for each in kept)
+
+
+def test_models_without_a_tokenizer_are_read_by_ids(tmp_path: Path):
+    """As those of board games: prompts are ids, and so are the labels of tokens."""
+    from mizarr.pipeline import run
+    from mizarr.stages.forward.models.files import resolve
+    from mizarr.stages.logits.lens import logit_lens
+    from mizarr.stages.logits.readout import readout_node
+    from tests.stages.forward.random_hybrids import save_random_hybrid
+
+    save_random_hybrid(tmp_path / "model", "gpt2", 0, tokenizer=False, vocab_size=61)
+    model, games = Model.from_pretrained(tmp_path / "model"), [[5, 60, 7, 8], [1, 2, 3]]
+    store = mizarr.open_store(tmp_path / "store")
+    states = mizarr.capture(model, games, HookSpec().capture("blocks.*.hook_resid_post"), store=store)
+    node = readout_node(resolve(tmp_path / "model"))
+    run(node, store)
+    readout = node.open(store)
+    assert readout["token"].values.tolist() == [str(i) for i in range(61)]
+    found = logit_lens(states["resid_post"], None, readout)
+    logits = model.forward(games[0]).logits[0]
+    assert found["top_id"].isel(layer=-1, rank=0).values[:4].tolist() == logits.argmax(-1).tolist()
+    with pytest.raises(mizarr.MizarrError, match=r"expected a tokenizer\.json"):
+        model.forward("text")
