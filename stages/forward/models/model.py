@@ -28,8 +28,10 @@ from ..hooks.taps import PassTaps, RunTaps, Sink
 from ..hooks.wants import ALL_LOGITS, Logits
 from ..networks.history import STREAM
 from ..networks.loop import Network
+from ..passes.backward import Cotangent, Gradients, backward
 from ..passes.drivers import passes_over
 from ..passes.kept import Cache
+from ..passes.planner import MEMORY
 from ..passes.sweep import Result
 from ..text.prompts import as_rows, check_prompts, no_tokenizer
 from .fingerprint import fingerprint, tensor_bytes, weights_digest
@@ -282,6 +284,28 @@ class Model:
         """One pass over token ids [batch, position] with taps that are no spec's: the logits wanted. order:
         see `through_layers`."""
         return self._passes.forward(ids, taps, want, order)
+
+    def backward(
+        self,
+        rows: Sequence[Sequence[int]],
+        spec: BoundSpec,
+        want: Logits,
+        cotangent: Cotangent,
+        *,
+        memory: int = MEMORY,
+    ) -> tuple[Tensor, Gradients]:
+        """Prompts of one length through the model and back: (logits wanted [batch, positions, tokens],
+        everything the spec captures, activations and gradients alike).
+
+        cotangent: from those logits the gradient of a metric with respect to each of them. Interventions hold
+        on the way: what they replace has no gradient before them. memory: bytes the recorded pass may take;
+        above it layers are computed again on the way back. Raises ConfigError for a model that is not
+        computed here, PromptError, InterventionError.
+        """
+        self.config.require_gradients()
+        ids = torch.tensor(rows, dtype=torch.long, device=self.device)
+        self.check(spec, want, batch=ids.shape[0], length=ids.shape[1])
+        return backward(self.network, ids, spec, want, cotangent, memory)
 
     @torch.no_grad()
     def read_on(self, rows: Sequence[Sequence[int]], cache: Cache, taps: PassTaps) -> Tensor:
