@@ -21,6 +21,7 @@ from ....store.digest import digest
 from ....store.errors import HookPointNotFound, InterventionError
 from ..architectures.points import BY_NAME, HookPoint, as_point, expand, is_glob, own_name, require_known
 from .interventions import Intervention
+from .objective import Differentiable, Objective, objective_of
 
 When = Literal["after", "before"]
 GRADIENT = "grad:"
@@ -38,7 +39,7 @@ class Capture:
     @property
     def name(self) -> str:
         """The point as it was asked for."""
-        return f"{GRADIENT}{self.point}" if self.is_gradient else str(self.point)
+        return named(self.point, self.is_gradient)
 
     @property
     def variable(self) -> str:
@@ -55,11 +56,13 @@ class Capture:
 @dataclass(frozen=True)
 class BoundSpec:
     """A spec whose globs are expanded against one model: captures in execution order, interventions in the
-    order given. order: layers as they are gone through; None for each of them once."""
+    order given. order: layers as they are gone through; None for each of them once. objective: what gradients
+    are of."""
 
     captures: tuple[Capture, ...] = ()
     interventions: tuple[tuple[HookPoint, Intervention], ...] = ()
     order: tuple[int, ...] | None = None
+    objective: Objective | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -88,6 +91,22 @@ class BoundSpec:
         """Digest of the interventions alone: it, the model and the tokens say which run this is."""
         return digest("interventions", self.canonical_interventions())
 
+    def digest_over(self, prompts: str) -> str:
+        """As `run_digest`, of gradients together with what they are of. prompts: digest of the prompts."""
+        if not self.gradients:
+            return self.run_digest
+        told = self.require_objective().canonical(prompts)
+        return digest("gradients", self.canonical_interventions(), told)
+
+    def require_objective(self) -> Objective:
+        """What gradients are of; HookPointNotFound where nobody said it."""
+        if self.objective is None:
+            raise HookPointNotFound(
+                f"expected to be told what {self.gradients[0].name!r} is the gradient of, found no metric; "
+                "add .gradient_of(LogitDifference(correct, wrong))"
+            )
+        return self.objective
+
     @property
     def digest(self) -> str:
         """Digest of captures and interventions together."""
@@ -107,6 +126,7 @@ class HookSpec:
     """
 
     def __init__(self) -> None:
+        self._objective: Objective | None = None
         self._captures: dict[tuple[HookPoint | str, When, bool], None] = {}
         self._interventions: list[tuple[HookPoint | str, Intervention]] = []
 
@@ -131,8 +151,26 @@ class HookSpec:
         self._interventions.append((_known(point), intervention))
         return self
 
+    def gradient_of(
+        self,
+        metric: Differentiable | Sequence[Differentiable],
+        *,
+        at: int = -1,
+        baseline: Sequence[int] | Sequence[Sequence[int]] = (),
+    ) -> HookSpec:
+        """Say what gradients are of; saying it again replaces it.
+
+        metric: one for all prompts, or one of each. at: the position whose next-token logits it reads.
+        baseline: token ids of the prompt, or of each, whose unchanged run a metric such as KL compares with.
+        Raises StageError for a metric without a gradient.
+        """
+        self._objective = objective_of(metric, at, baseline)
+        return self
+
     def extend(self, other: HookSpec) -> HookSpec:
-        """Add the captures of another spec, and its interventions after the present ones."""
+        """Add the captures of another spec, its interventions after the present ones, and what its gradients
+        are of."""
+        self._objective = other._objective or self._objective
         self._captures.update(other._captures)
         self._interventions.extend(other._interventions)
         return self
@@ -184,14 +222,21 @@ class HookSpec:
         for point, change in interventions:
             _refuse_derived(point, change)
         ordered = sorted(captures, key=lambda c: (c.point.order, c.when, c.is_gradient))
-        return BoundSpec(tuple(ordered), tuple(interventions))
+        found = BoundSpec(tuple(ordered), tuple(interventions), objective=self._objective)
+        if self._objective is not None and not found.gradients:
+            raise HookPointNotFound(
+                "expected hook points whose gradient is wanted beside gradient_of(…), found none; add "
+                f".capture('{GRADIENT}blocks.*.hook_resid_post')"
+            )
+        return found
 
     def canonical(self) -> dict[str, Any]:
         """Plain JSON values of the spec as written, globs unexpanded; a key uses those of `bind` instead."""
-        captures = sorted([_named(held, is_gradient), when] for held, when, is_gradient in self._captures)
+        captures = sorted([named(held, is_gradient), when] for held, when, is_gradient in self._captures)
         return {
             "captures": captures,
             "interventions": [[str(held), change.canonical()] for held, change in self._interventions],
+            **({} if self._objective is None else {"objective": self._objective.canonical("as given")}),
         }
 
     def __eq__(self, other: object) -> bool:
@@ -202,19 +247,21 @@ class HookSpec:
     def _repr_html_(self) -> str:
         """For a notebook: a line per capture and intervention."""
         rows: list[tuple[Any, str]] = [
-            (_named(held, is_gradient), f"capture, {when} interventions")
+            (named(held, is_gradient), f"capture, {when} interventions")
             for held, when, is_gradient in self._captures
         ]
         rows += [(held, repr(change)) for held, change in self._interventions]
+        rows += [] if self._objective is None else [("gradients of", repr(self._objective))]
         return html.shown("HookSpec", html.table(["hook point", "what"], rows))
 
     def __repr__(self) -> str:
         captures = "".join(
-            f".capture({_named(held, is_gradient)!r}{'' if when == 'after' else ', when=' + repr(when)})"
+            f".capture({named(held, is_gradient)!r}{'' if when == 'after' else ', when=' + repr(when)})"
             for held, when, is_gradient in self._captures
         )
         changes = "".join(f".intervene({str(held)!r}, {change!r})" for held, change in self._interventions)
-        return f"HookSpec(){captures}{changes}"
+        metric = "" if self._objective is None else f".gradient_of({self._objective!r})"
+        return f"HookSpec(){captures}{changes}{metric}"
 
 
 def as_spec(hooks: HookSpec | str | Sequence[str]) -> HookSpec:
@@ -289,7 +336,8 @@ def _differentiable(held: HookPoint | str, available: Sequence[HookPoint], model
     return made
 
 
-def _named(held: HookPoint | str, is_gradient: bool) -> str:
+def named(held: HookPoint | str, is_gradient: bool) -> str:
+    """A point as it is asked for, or its gradient is."""
     return f"{GRADIENT}{held}" if is_gradient else str(held)
 
 
