@@ -23,7 +23,7 @@ from .wants import Logits
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Differentiable", "Objective", "objective_of"]
+__all__ = ["Differentiable", "Objective", "columns", "objective_of"]
 
 
 class Differentiable(Protocol):
@@ -145,7 +145,7 @@ class Objective:
         place = self.at if want.positions is None else want.positions.index(self.at)
         for row, prompt in enumerate(prompts):
             metric, compared = self.metric_of(prompt), clean[row]
-            chosen = _columns(metric.tokens, want.tokens)
+            chosen = columns(metric.tokens, want.tokens)
             own = _wide(logits[row, place])[chosen]
             other = own if compared is None else _wide(compared)[chosen]
             np.add.at(found[row, place], chosen, metric.gradient(own, other))
@@ -173,8 +173,8 @@ def objective_of(
     return Objective(metrics, at, tuple(tuple(int(token) for token in row) for row in rows))
 
 
-def _columns(tokens: Sequence[int] | None, held: Sequence[int] | None) -> Any:
-    """Where a metric's tokens stand among those held."""
+def columns(tokens: Sequence[int] | None, held: Sequence[int] | None) -> Any:
+    """Where a metric's tokens stand among those held, as an index; None for all of them."""
     if tokens is None:
         return slice(None)
     return list(tokens) if held is None else [held.index(token) for token in tokens]
