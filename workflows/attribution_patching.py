@@ -27,6 +27,7 @@ from ..stages.causal.draws import AtOnce
 from ..stages.causal.grids.patching_metrics import LogitDifference, Recovery
 from ..stages.logits.lens import format_token
 from ..store.arrays import Floats
+from ..store.errors import ConfigError
 from .material.answers import named
 from .material.attributed_pairs import AttributedPairs, AttributionSettings, pair_json
 from .settings import Count, setting
@@ -51,7 +52,13 @@ class AttributionPatchingTraceSettings(AttributionSettings):
     what: Literal["heads", "states"] = setting(
         HEADS, '"heads" by position (what they have read), or "states" of the stream by position'
     )
+    wrong: str = setting("", "what comes next in a corrupted prompt of one's own")
     verify: Count = setting(12, "largest estimates that are run exactly, and as many others at random")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.prompt) != bool(self.wrong):
+            raise ConfigError("expected a prompt and the wrong answer together, found one without the other")
 
 
 class AttributionPatchingTrace(AttributedPairs):
@@ -69,7 +76,7 @@ class AttributionPatchingTrace(AttributedPairs):
 
     def plan(self) -> Mapping[str, ResultNode]:
         """The grid of the first pair, cells of all of them, and which answers the model knows."""
-        self.read = self.read_pairs()
+        self.read = self.read_pairs(self.settings.wrong)
         by_head = self.settings.what == HEADS
         kind = self.subject.config.read_kind if by_head else "resid_post"
         self.kind = kind

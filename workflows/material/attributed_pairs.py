@@ -37,21 +37,23 @@ class AttributionSettings(ControlSettings, ModelSettings):
     prompt: str = setting("", "clean prompt; none: shipped facts")
     corrupted: str = setting("", "the same of another answer, of as many tokens")
     answer: str = setting("", "what comes next in the clean prompt; its first token is followed")
-    wrong: str = setting("", "what comes next in the corrupted one")
     pairs: Count = setting(8, "how many shipped pairs, where no prompt is named")
 
     def __post_init__(self) -> None:
-        given = [bool(getattr(self, name)) for name in ("prompt", "corrupted", "answer", "wrong")]
+        given = (self.prompt, self.corrupted, self.answer)
         if any(given) and not all(given):
             raise ConfigError(
-                "expected prompt, corrupted, answer and wrong together, found some of them; set all four, or "
-                "none for shipped facts"
+                "expected prompt, corrupted and answer together, found some of them; set all three, or none "
+                "for shipped facts"
             )
 
 
 @dataclass(frozen=True)
 class AttributedPair:
-    """Texts of a clean and a corrupted prompt and their answers, and all of it as token ids."""
+    """Texts of a clean and a corrupted prompt and their answers, and all of it as token ids.
+
+    wrong: the corrupted prompt's answer, that of the clean one where nobody named it.
+    """
 
     texts: tuple[str, str]
     answers: tuple[str, str]
@@ -66,12 +68,13 @@ class AttributedPairs(ModelWorkflow):
 
     settings: AttributionSettings
 
-    def read_pairs(self) -> tuple[AttributedPair, ...]:
-        """Those asked for, or the first shipped ones that fit the model. Raises ConfigError for prompts of
-        different lengths, answers that begin alike, or no pair at all."""
+    def read_pairs(self, wrong: str = "") -> tuple[AttributedPair, ...]:
+        """Those asked for, or the first shipped ones that fit the model. wrong: the answer of one's own
+        corrupted prompt. Raises ConfigError for prompts of different lengths, answers that begin alike, or no
+        pair at all."""
         given, subject = self.settings, self.subject
         if given.prompt:
-            return (_paired(subject, (given.prompt, given.corrupted), (given.answer, given.wrong)),)
+            return (_paired(subject, (given.prompt, given.corrupted), (given.answer, wrong)),)
         found: list[AttributedPair] = []
         for record in shipped_pairs(subject):
             one, other, answer, wrong = (record[name] for name in FIELDS)
@@ -120,13 +123,14 @@ class AttributedPairs(ModelWorkflow):
 
 def _paired(subject: Subject, texts: tuple[str, str], answers: tuple[str, str]) -> AttributedPair:
     clean, corrupted = (tuple(encoded(subject, text).ids) for text in texts)
-    answer, wrong = (subject.answer_id(*each) for each in zip(texts, answers, strict=True))
+    answer = subject.answer_id(texts[0], answers[0])
+    wrong = subject.answer_id(texts[1], answers[1]) if answers[1] else answer
     if len(clean) != len(corrupted):
         raise ConfigError(
             f"expected prompts of as many tokens, found {len(clean)} in {texts[0]!r} and {len(corrupted)} in "
             f"{texts[1]!r}; choose another corrupted prompt"
         )
-    if answer == wrong:
+    if answers[1] and answer == wrong:
         raise ConfigError(
             f"expected answers that begin with different tokens, found {answers[0]!r} and {answers[1]!r}; "
             "choose others"
