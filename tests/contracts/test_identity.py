@@ -195,11 +195,11 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     AttributionPatching: (
         {**GRID, "clean": (1, 2, 3), "corrupted": (1, 4, 3)},
-        {**OF_GRID, "clean": (1, 5, 3), "corrupted": (1, 5, 3)},
+        {**OF_GRID, "clean": (1, 5, 3), "corrupted": (1, 5, 3), "attention": "anew"},
     ),
     AttributionCheck: (
         {**GRID, "clean": (1, 2, 3), "corrupted": (1, 4, 3), "verify": 2},
-        {**OF_GRID, "clean": (1, 5, 3), "corrupted": (1, 5, 3), "verify": 3, "seed": 1},
+        {**OF_GRID, "clean": (1, 5, 3), "corrupted": (1, 5, 3), "verify": 3, "seed": 1, "attention": "anew"},
     ),
     IntegratedGradients: (
         {"prompt": (1, 2, 3), "metric": Probability(1)},

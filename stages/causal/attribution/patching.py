@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from ..grids.patching import ActivationPatching
 from ..grids.patching_grid import GridPlace, head_axis
 from ..grids.patching_metrics import Metric, Recovery, read
 from ..grids.patching_results import PreparedGrid, as_vector, token_texts
+from .attention import NEEDED, key_effects, query_effects, remade
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -50,7 +51,11 @@ class AttributionPatching(ActivationPatching):
     """Estimates of `ActivationPatching`: the same fields, axes and scale, no run per place.
 
     Metrics must have a gradient (`Recovery` of one that has). align and window are not for estimates.
+    attention: of queries and keys, "slope" for the gradient there, "anew" for that at the weights they give
+    (AtP*; attention.py), where each is patched by head or by head and position.
     """
+
+    attention: Literal["slope", "anew"] = "slope"
 
     name: ClassVar[str] = "attribution_patching"
     version: ClassVar[int] = 1
@@ -68,13 +73,20 @@ class AttributionPatching(ActivationPatching):
             )
         for metric in self.metrics:
             objective_of(plain(metric))
+        if self.attention not in ("slope", "anew"):
+            raise StageError(
+                f"{self.name}: expected attention to be 'slope' or 'anew', found {self.attention!r}"
+            )
 
     def prepare(self, model: Model) -> PreparedGrid:
         """Both runs with their activations, side by side in one pass, and back from it for every metric."""
         points = [
             HookPoint(cell["kind"], cell["layer"]) for cell in AttributionPatching.cells(self, model.config)
         ]
-        activations: dict[Any, Tensor] = {}
+        remaking = [point for point in points if self._is_anew(point.kind)]
+        beside = [HookPoint(kind, point.layer) for point in remaking for kind in ("pattern", "attn_scores")]
+        points = list(dict.fromkeys([*points, *beside]))
+        activations: dict[Any, Any] = {}
         for number, metric in enumerate(self.metrics):
             logits, found = self._back(model, metric, points, with_activations=number == 0)
             for point in points:
@@ -82,6 +94,8 @@ class AttributionPatching(ActivationPatching):
                 if number == 0:
                     activations["clean", point] = found[Capture(point)][CLEAN]
                     activations["corrupted", point] = found[Capture(point)][CORRUPTED]
+        anew = remade(model, self.corrupted, {point: activations["clean", point] for point in remaking})
+        activations |= {("anew", point): numbers for point, numbers in anew.items()}
         texts = {
             "token": token_texts(model, self.corrupted),
             "clean_token": token_texts(model, self.clean),
@@ -104,13 +118,17 @@ class AttributionPatching(ActivationPatching):
         point = HookPoint(kind, layer)
         base = read(self.metrics, prepared.unpatched[0], prepared.clean)
         places = self.places(prepared.config, kind)
+        effects = remade_effects_of if self._is_anew(kind) else effects_of
         return np.stack(
             [
-                base[number] + at_places(effects_of(prepared.activations, number, point), point, places)
+                base[number] + at_places(effects(prepared.activations, number, point), point, places)
                 for number in range(len(self.metrics))
             ],
             axis=1,
         )
+
+    def _is_anew(self, kind: str) -> bool:
+        return self.attention == "anew" and kind in NEEDED
 
     def _back(
         self, model: Model, metric: Metric, points: Sequence[HookPoint], *, with_activations: bool
@@ -141,6 +159,22 @@ def effects_of(activations: Mapping[Any, Tensor], number: int, point: HookPoint)
     moved = activations["clean", point].double() - activations["corrupted", point].double()
     found: Floats = (moved * activations["gradient", number, point].double()).cpu().numpy()
     return found
+
+
+def remade_effects_of(activations: Mapping[Any, Any], number: int, point: HookPoint) -> Floats:
+    """The same of clean queries or keys by the weights they give: their entries have it in one, [head,
+    position, 1]."""
+
+    def held(mark: tuple[Any, ...], kind: str) -> Floats:
+        found: Floats = activations[(*mark, HookPoint(kind, point.layer))].double().cpu().numpy()
+        return found
+
+    weights, gradient = held(("corrupted",), "pattern"), held(("gradient", number), "pattern")
+    patched = activations["anew", point]
+    if point.kind == "q":
+        return query_effects(weights, patched, gradient)[..., None]
+    heads = activations["clean", point].shape[0]
+    return key_effects(weights, held(("corrupted",), "attn_scores"), patched, gradient, heads)[..., None]
 
 
 def at_places(effects: Floats, point: HookPoint, places: Sequence[GridPlace]) -> Floats:

@@ -27,7 +27,8 @@ from mizarr.stages.causal.grids.patching_metrics import (
 )
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.store.errors import PromptError, ShapeError, StageError
-from tests.stages.forward.random_models import VOCAB, save_random_model
+from tests.stages.forward.random_hybrids import save_random_hybrid
+from tests.stages.forward.random_models import FAMILIES, VOCAB, save_random_model
 from tests.stages.forward.random_rwkv import save_random_rwkv
 
 pytest.importorskip("transformers")
@@ -124,6 +125,49 @@ def test_an_estimate_is_the_slope_of_exact_runs(model, store, kind, over, metric
     for place in product(*map(range, effects.shape)):
         expected = slope(model, point, clean, index_of(kind, over, place), metric)
         assert float(effects.values[place]) == pytest.approx(expected, abs=3e-3 * scale), place
+
+
+@pytest.mark.parametrize(("family", "seed"), [("llama", 2), ("gemma2", 3), ("gpt_oss", 1)])
+@pytest.mark.parametrize("kind", ["q", "k"])
+def test_weights_made_anew_are_those_of_each_patch_alone(family, seed, kind, tmp_path, store):
+    """Grouped queries, soft caps, windows, sinks: weights by a run per cell, gradients by the primitive."""
+    save = save_random_model if family in FAMILIES else save_random_hybrid
+    save(tmp_path / "m", family, seed, tokenizer=False)
+    model, layer = Model.from_pretrained(tmp_path / "m", dtype="float64"), 1
+    given: dict[str, Any] = {
+        "clean": CLEAN,
+        "corrupted": CORRUPTED,
+        "kinds": (kind,),
+        "over": "head_position",
+        "metrics": (METRIC,),
+        "layers": (layer,),
+    }
+    found = computed(AttributionPatching(attention="anew", **given), model, store)
+    effects = (found["logit_difference"] - found["unpatched"].sel(run="corrupted").item())[0].values
+    point, weights = HookPoint(kind, layer), HookPoint.pattern(layer)
+    clean = model.forward([list(CLEAN)], HookSpec().capture(point))[point][0]
+    spec = HookSpec().capture(weights, f"grad:{weights}").gradient_of(METRIC)
+    base = model.forward([list(CORRUPTED)], spec)
+    gradient = base[f"grad:{weights}"][0]
+    expected = np.zeros_like(effects)
+    for head, position in product(*map(range, effects.shape)):
+        part = clean[head : head + 1, position : position + 1]
+        change = Replace(part, positions=(position,), heads=(head,))
+        patched = model.forward([list(CORRUPTED)], HookSpec().intervene(point, change).capture(weights))
+        expected[head, position] = ((patched[weights] - base[weights])[0] * gradient).sum()
+    assert np.abs(expected).max() > 1e-4
+    np.testing.assert_allclose(effects, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_weights_made_anew_are_nearer_to_exact_runs_of_keys(model, store):
+    given: dict[str, Any] = {"clean": CLEAN, "corrupted": CORRUPTED, "over": "head_position"}
+    given |= {"kinds": ("k",), "metrics": (METRIC,)}
+    exact = computed(ActivationPatching(**given), model, store)["logit_difference"]
+    misses = {}
+    for how in ("slope", "anew"):
+        found = computed(AttributionPatching(attention=how, **given), model, store)[METRIC.name]
+        misses[how] = float(np.abs(found - exact).mean())
+    assert misses["anew"] < misses["slope"]
 
 
 def test_states_of_a_recurrence_are_estimated_too(tmp_path, store):
@@ -293,6 +337,7 @@ def test_agreement_by_hand():
         ({"metrics": (Recovery(Rank(3)),)}, StageError, "expected a metric that says its gradient"),
         ({"kinds": ("resid_pst",)}, StageError, "did you mean 'resid_post'"),
         ({"verify": 0}, StageError, "at least one cell to verify"),
+        ({"attention": "new"}, StageError, "expected attention to be 'slope' or 'anew', found 'new'"),
     ],
     ids=str,
 )

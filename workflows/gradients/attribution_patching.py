@@ -20,24 +20,24 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..stages.causal.attribution.check import LARGEST, PLACE, AttributionCheck, rank_correlation
-from ..stages.causal.attribution.patching import AttributionPatching
-from ..stages.causal.controls import Null, interval
-from ..stages.causal.draws import AtOnce
-from ..stages.causal.grids.patching_metrics import LogitDifference, Recovery
-from ..stages.logits.lens import format_token
-from ..store.arrays import Floats
-from ..store.errors import ConfigError
-from .material.answers import named
-from .material.attributed_pairs import AttributedPairs, AttributionSettings, pair_json
-from .settings import Count, setting
-from .views import Figure, Finding, Findings, Heatmap, Table, View
-from .workflow import loaded
+from ...stages.causal.attribution.check import LARGEST, PLACE, AttributionCheck, rank_correlation
+from ...stages.causal.attribution.patching import AttributionPatching
+from ...stages.causal.controls import Null, interval
+from ...stages.causal.draws import AtOnce
+from ...stages.causal.grids.patching_metrics import LogitDifference, Recovery
+from ...stages.logits.lens import format_token
+from ...store.arrays import Floats
+from ...store.errors import ConfigError
+from ..material.answers import named
+from ..settings import Count, setting
+from ..views import Figure, Finding, Findings, Heatmap, Table, View
+from ..workflow import loaded
+from .pairs import AttributedPairs, AttributionSettings, pair_json
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ..pipeline.nodes import ResultNode
+    from ...pipeline.nodes import ResultNode
 
 __all__ = ["AttributionPatchingTrace", "AttributionPatchingTraceSettings"]
 

@@ -20,21 +20,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.causal.attribution.check import rank_correlation
-from ..stages.causal.attribution.integrated import IntegratedGradients
-from ..stages.causal.controls import Null, interval
-from ..stages.causal.grids.patching_metrics import LogProbability
-from ..stages.logits.lens import format_token
-from ..store.arrays import Floats
-from .material.attributed_pairs import AttributedPairs, AttributionSettings, pair_json
-from .material.unrelated import Unrelated
-from .settings import Count, setting
-from .views import Bars, Figure, Finding, Findings, Lines, Table, View
+from ...stages.causal.attribution.check import rank_correlation
+from ...stages.causal.attribution.integrated import IntegratedGradients
+from ...stages.causal.controls import Null, interval
+from ...stages.causal.grids.patching_metrics import LogProbability
+from ...stages.logits.lens import format_token
+from ...store.arrays import Floats
+from ..material.unrelated import Unrelated
+from ..settings import Count, setting
+from ..views import Bars, Figure, Finding, Findings, Lines, Table, View
+from .pairs import AttributedPairs, AttributionSettings, pair_json
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ..pipeline.nodes import ResultNode
+    from ...pipeline.nodes import ResultNode
 
 __all__ = ["IntegratedGradientsTrace", "IntegratedGradientsTraceSettings"]
 

@@ -18,11 +18,11 @@ from ...stages.causal.draws import AtOnce
 from ...stages.causal.grids.patching import ActivationPatching
 from ...stages.causal.grids.patching_metrics import KL, Rank
 from ...store.errors import ConfigError
+from ..material.answers import KNOWN, encoded
+from ..material.fact_pairs import FIELDS, shipped_pairs
 from ..settings import ControlSettings, Count, ModelSettings, setting
 from ..subject import Subject
 from ..workflow import ModelWorkflow
-from .answers import KNOWN, encoded
-from .fact_pairs import FIELDS, shipped_pairs
 
 if TYPE_CHECKING:
     from ...pipeline.nodes import ResultNode
