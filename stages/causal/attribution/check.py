@@ -92,10 +92,6 @@ class AttributionCheck(AttributionPatching):
             for kind, layer, place, _ in self._picked(prepared)[0]
         ]
 
-    def sketch(self, config: Architecture, cell: CellLabels) -> None:  # type: ignore[override]
-        """Nobody can say before the estimates are there."""
-        return
-
     def measure(self, prepared: PreparedGrid, cell: CellLabels, result: HookCache) -> Floats:
         """Every metric of one run."""
         return ActivationPatching.measure(self, prepared, cell, result)

@@ -108,6 +108,9 @@ class AttributionPatching(ActivationPatching):
         """None: what was prepared is enough."""
         return []
 
+    def sketch(self, config: Architecture, cell: CellLabels) -> None:  # type: ignore[override]
+        """None: a pass and its way back are no runs that a plan counts."""
+
     def dataset(self, prepared: PreparedGrid, cell: CellLabels, measured: Sequence[Floats]) -> xr.Dataset:
         """The estimates of one hook point, as patching would report its runs."""
         numbers = self.estimates(prepared, cell["kind"], cell["layer"])

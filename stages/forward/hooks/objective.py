@@ -85,6 +85,14 @@ class Objective:
         """Whether prompts have metrics or baselines of their own."""
         return max(len(self.metrics), len(self.baselines)) > 1
 
+    @property
+    def arguments(self) -> str:
+        """What `HookSpec.gradient_of` was given, as it is written."""
+        told = [repr(self.metrics[0] if len(self.metrics) == 1 else list(self.metrics))]
+        told += [f"at={self.at}"] if self.at != -1 else []
+        told += [f"baseline={[list(row) for row in self.baselines]}"] if self.baselines else []
+        return ", ".join(told)
+
     def canonical(self, prompts: str) -> dict[str, Any]:
         """Plain values. prompts: the digest of the prompts, of which each has its own where this says so."""
         told = {

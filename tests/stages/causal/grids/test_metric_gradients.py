@@ -102,3 +102,17 @@ def test_all_of_an_objective_is_in_its_identity():
     assert by_prompt.canonical("p") != by_prompt.canonical("q"), "whose order is that of these prompts"
     assert plain.canonical("p") == plain.canonical("q"), "the same of whatever prompt"
     assert Objective((LogitDifference(1, 2),)) == plain
+
+
+def test_a_spec_reads_as_it_was_written():
+    from mizarr import HookSpec
+
+    for given in (
+        {"metric": LogitDifference(1, 2)},
+        {"metric": [KL(), LogProbability(3)], "at": 2, "baseline": [[1, 2], [3, 4]]},
+    ):
+        spec = HookSpec().capture("grad:blocks.*.attn.hook_z").gradient_of(**given)
+        assert eval(repr(spec)) == spec
+        assert spec != HookSpec().capture("grad:blocks.*.attn.hook_z")
+        assert HookSpec().extend(spec) == spec
+    assert spec.is_captured("grad:blocks.*.attn.hook_z") and not spec.is_captured("blocks.1.hook_resid_pre")
