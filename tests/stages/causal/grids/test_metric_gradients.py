@@ -115,4 +115,5 @@ def test_a_spec_reads_as_it_was_written():
         assert eval(repr(spec)) == spec
         assert spec != HookSpec().capture("grad:blocks.*.attn.hook_z")
         assert HookSpec().extend(spec) == spec
-    assert spec.is_captured("grad:blocks.*.attn.hook_z") and not spec.is_captured("blocks.1.hook_resid_pre")
+    assert spec.is_captured("grad:blocks.3.attn.hook_z")
+    assert not spec.is_captured("blocks.3.attn.hook_z") and not spec.is_captured("grad:hook_embed")
