@@ -122,9 +122,10 @@ class Objective:
                     f"gradients: expected at in {-length}..{length - 1} for a prompt of {length} tokens, "
                     f"found {self.at}"
                 )
-        for token in (token for metric in self.metrics for token in metric.named):
-            if not 0 <= token < vocab_size:
-                raise PromptError(f"gradients: expected a token id in 0..{vocab_size - 1}, found {token}")
+        for named in (*(metric.named for metric in self.metrics), *self.baselines):
+            for token in named:
+                if not 0 <= token < vocab_size:
+                    raise PromptError(f"gradients: expected a token id in 0..{vocab_size - 1}, found {token}")
 
     def metric_of(self, prompt: int) -> Differentiable:
         """The metric of a prompt."""

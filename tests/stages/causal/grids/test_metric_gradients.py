@@ -80,6 +80,7 @@ def test_what_goes_with_no_prompts_is_refused():
         (objective_of(KL(), baseline=[[1], [2]]), [3, 3, 3], StageError, "one baseline for all prompts"),
         (objective_of(LogitDifference(1, 2), at=4), [5, 4], PromptError, r"found 4"),
         (objective_of(Probability(320)), [5], PromptError, r"a token id in 0\.\.319, found 320"),
+        (objective_of(KL(), baseline=[3, -1]), [5], PromptError, r"a token id in 0\.\.319, found -1"),
     ):
         with pytest.raises(error, match=told):
             objective.check(lengths, 320)
