@@ -23,6 +23,9 @@ import xarray as xr
 
 from mizarr import stages
 from mizarr.pipeline import ConstantNode, Stage, run, stage
+from mizarr.stages.causal.attribution.check import AttributionCheck
+from mizarr.stages.causal.attribution.integrated import IntegratedGradients
+from mizarr.stages.causal.attribution.patching import AttributionPatching
 from mizarr.stages.causal.continuation import Continuation
 from mizarr.stages.causal.convergence import ContrastiveVectors, PushedStates
 from mizarr.stages.causal.counterfact import CounterFactPatching, Pair
@@ -34,6 +37,7 @@ from mizarr.stages.causal.grids.patching_metrics import (
     KL,
     Custom,
     LogitDifference,
+    LogProbability,
     Metric,
     Probability,
     Rank,
@@ -126,11 +130,18 @@ METRICS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
     LogitDifference: ({"correct": 1, "wrong": 2}, {"correct": 3, "wrong": 3, "name": "other"}),
     KL: ({}, {"name": "other"}),
     Probability: ({"token": 1}, {"token": 2, "name": "other"}),
+    LogProbability: ({"token": 1}, {"token": 2, "name": "other"}),
     Rank: ({"token": 1}, {"token": 2, "name": "other"}),
     Recovery: ({"of": KL()}, {"of": Probability(1), "name": "other"}),
     Custom: (
         {"function": first, "version": 1},
-        {"version": 2, "name": "other", "units": "nats", "long_name": "another"},
+        {
+            "version": 2,
+            "name": "other",
+            "units": "nats",
+            "long_name": "another",
+            "derivative": np.zeros_like,
+        },
     ),
 }
 
@@ -188,6 +199,25 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
             "corrupted": (1, 5, 3),
             "align": (0, 1, 1),
             "donor": (5, 6, 8),
+        },
+    ),
+    AttributionPatching: (
+        {**GRID, "clean": (1, 2, 3), "corrupted": (1, 4, 3)},
+        {**OF_GRID, "clean": (1, 5, 3), "corrupted": (1, 5, 3), "attention": "anew"},
+    ),
+    AttributionCheck: (
+        {**GRID, "clean": (1, 2, 3), "corrupted": (1, 4, 3), "verify": 2},
+        {**OF_GRID, "clean": (1, 5, 3), "corrupted": (1, 5, 3), "verify": 3, "seed": 1, "attention": "anew"},
+    ),
+    IntegratedGradients: (
+        {"prompt": (1, 2, 3), "metric": Probability(1)},
+        {
+            "prompt": (1, 2, 4),
+            "metric": Probability(2),
+            "baseline": (1, 4, 3),
+            "steps": 4,
+            "at": -2,
+            "exact": False,
         },
     ),
     CausalTracing: (
@@ -382,6 +412,11 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 NOT_IN_A_KEY = {
+    **{
+        (kind, field): "an estimate has but one value of it: others are refused"
+        for kind in (AttributionPatching, AttributionCheck)
+        for field in ("align", "window")
+    },
     (Custom, "function"): "its declared version stands for it, or else the digest of its text",
     (Continuation, "on_token"): "a listener: told what is computed, decides nothing",
     (LogitDifference, "units"): "constant of the class",
@@ -392,6 +427,8 @@ NOT_IN_A_KEY = {
     (Rank, "long_name"): "constant of the class",
     (Probability, "units"): "constant of the class",
     (Probability, "long_name"): "constant of the class",
+    (LogProbability, "units"): "constant of the class",
+    (LogProbability, "long_name"): "constant of the class",
     (Recovery, "units"): "constant of the class",
     **{
         (

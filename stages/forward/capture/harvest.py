@@ -143,7 +143,7 @@ def fill(
     kept as they are where a pass gives a segment whole."""
     tokens, segment = entry.tokens, entry.segments[n]
     axes = {capture.variable: entry.spec(capture.variable).packed for capture in spec.captures}
-    whole = model.config.lengths_must_match or bool(spec.interventions)
+    whole = model.config.lengths_must_match or bool(spec.interventions or spec.gradients)
     pieces = pieces_of(segment, tokens.row_start, tokens.row_size, whole=whole)
     # What is left behind a prompt is left behind its padding.
     one_length = whole or "prompt_id" in axes.values()
@@ -165,7 +165,13 @@ def fill(
             else:
                 _keep_rows(value, batch, buffer.view(cell, rows))
 
-        model.stream_batch([_padded(tokens, piece, batch.length) for piece in batch.pieces], spec, None, keep)
+        rows = [_padded(tokens, piece, batch.length) for piece in batch.pieces]
+        if not spec.gradients:
+            model.stream_batch(rows, spec, None, keep)
+            continue
+        _, found = model.differentiate(rows, spec, [piece.prompt for piece in batch.pieces])
+        for capture, value in found.items():
+            keep(capture, value)
     if entry.dtype == "float16":
         _refuse_overflow(buffer, spec, entry, n)
 

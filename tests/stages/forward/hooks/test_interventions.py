@@ -200,6 +200,7 @@ def test_what_cannot_be_applied_is_refused_before_the_pass(intervention, point, 
         lambda: Knockout(mask=np.full((4, 4), 0.5)),
         lambda: Zero(positions=()),
         lambda: AddAtPositions([]),
+        lambda: AddAtPositions([-1], [0.0, 0.0, 0.0]),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_once(make):
