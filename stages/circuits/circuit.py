@@ -4,8 +4,8 @@
     rest = ~found                                   # every other edge
     Circuit.from_json(found.to_json()) == found
 
-Selections are those of EAP-IG (Hanna et al., Have Faith in Faithfulness, 2024, section 2.3), pruning as its code
-prunes: what nothing reads, or what reads nothing, does not belong.
+Selections are those of EAP-IG (Hanna et al., Have Faith in Faithfulness, 2024, section 2.3), pruning as its
+code prunes: what nothing reads, or what reads nothing, does not belong.
 
 Border: names and numbers of edges; knows no model and no scores but those it is given. Never imports torch.
 
@@ -137,7 +137,7 @@ class Circuit:
     def nodes(self) -> tuple[str, ...]:
         """Names of the nodes with an edge, in the order in which they are computed; the logits last."""
         owner = self.layout.owner
-        with_edges = self.chosen.any(1)
+        with_edges: Bools = np.array(self.chosen.any(1))
         with_edges[owner[self.chosen.any(0) & (owner >= 0)]] = True
         names = [name for name, held in zip(self.layout.sources, with_edges, strict=True) if held]
         return (*names, LOGITS) if self.chosen[:, -1].any() else tuple(names)
@@ -147,7 +147,7 @@ class Circuit:
         again, until nothing changes."""
         held, owner = self.chosen, self.layout.owner
         while True:
-            is_reading = np.zeros(len(held), np.bool_)
+            is_reading: Bools = np.zeros(len(held), np.bool_)
             is_reading[owner[held.any(0) & (owner >= 0)]] = True
             is_reading[self.layout.sources.index(INPUT)] = True
             stays = held.any(1) & is_reading
@@ -207,8 +207,8 @@ class Circuit:
         if other.layout != self.layout:
             raise ConfigError(
                 f"expected circuits of one graph, found {self.layout.num_layers} layers of "
-                f"{self.layout.num_heads} heads and {other.layout.num_layers} of {other.layout.num_heads}, or "
-                "layers that are parallel in one of them alone"
+                f"{self.layout.num_heads} heads and {other.layout.num_layers} of {other.layout.num_heads}, "
+                "or layers that are parallel in one of them alone"
             )
         return other.chosen
 

@@ -2,8 +2,8 @@
 
 Every destination reads a stream of its own: the constants, what stands for each source, and of the edges that
 are chosen the difference between what the source adds in this pass and that. So a source answers to what the
-edges into it carry, and its own edges carry the answer (Hanna et al., 2024, section 2.2; Conmy et al., Towards
-Automated Circuit Discovery, 2023).
+edges into it carry, and its own edges carry the answer (Hanna et al., 2024, section 2.2; Conmy et al.,
+Towards Automated Circuit Discovery, 2023).
 
 Where only edges into one layer and those above are left out, everything below is the clean pass: `first`.
 
@@ -70,7 +70,8 @@ def circuit_logits(
         _logits(network, layout, given, chosen[part[:, 0]], part[:, 1], first, want)
         for part in rows.split(_most_rows(layout, given.other, memory))
     ]
-    return torch.cat(parts).unflatten(0, (len(chosen), prompts))
+    found: Tensor = torch.cat(parts).unflatten(0, (len(chosen), prompts))
+    return found
 
 
 def _logits(
@@ -113,7 +114,8 @@ def _read(base: Tensor, weights: Tensor, differing: Tensor, columns: slice, coun
     difference, where the edge is chosen."""
     held = weights[:, :count, columns].transpose(1, 2)
     added = torch.bmm(held, differing[:, :count].flatten(2))
-    return base.unsqueeze(1) + added.unflatten(2, base.shape[1:])
+    found: Tensor = base.unsqueeze(1) + added.unflatten(2, base.shape[1:])
+    return found
 
 
 def _most_rows(layout: Layout, other: Tensor, memory: int) -> int:

@@ -67,7 +67,7 @@ def changed_edges(
         alone[:, first] = change[:, first]
         change = alone
     rest = _Rest(network, layout, clean, first, want)
-    most = _most_rows(network, length - first, memory)
+    most = _most_rows(network, length - first, want, memory)
     for layer in range(layout.num_layers):
         yield from _into_heads(rest, layer, change, most, memory)
         yield from _into_mlp(rest, layer, change, most)
@@ -195,10 +195,12 @@ class _Suffixes(WholePrompts):
         return attend(q, k, v, seen, how, layer, NO_TAPS)
 
 
-def _most_rows(network: SplitNetwork, positions: int, memory: int) -> int:
+def _most_rows(network: SplitNetwork, positions: int, want: Logits, memory: int) -> int:
     """Rows of a block: as many as fit half of the memory, and no more than make products fast."""
-    of_a_token = network.config.bytes_per_token(network.embedding.element_size())
-    return max(1, min(MOST_TOKENS, memory // 2 // of_a_token) // positions)
+    itemsize = network.embedding.element_size()
+    logits = network.config.vocab_size if want.tokens is None else len(want.tokens)
+    of_a_row = network.config.bytes_per_token(itemsize) * positions + 4 * itemsize * logits
+    return max(1, min(MOST_TOKENS // positions, memory // 2 // of_a_row))
 
 
 def _blocks(rows: Tensor, most: int) -> Iterator[Tensor]:

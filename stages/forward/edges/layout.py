@@ -40,8 +40,8 @@ _NEEDED = ("resid_pre", "q", "k", "v", "z", "attn_out", "mlp_out")
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a model's graph. parallel: of each layer, whether its MLP reads what its heads read, so that no
-    edge goes from the one to the other."""
+    """Sizes of a model's graph. parallel: of each layer, whether its MLP reads what its heads read, so that
+    no edge goes from the one to the other."""
 
     num_heads: int
     parallel: tuple[bool, ...]
@@ -53,9 +53,9 @@ class Layout:
         for layer in range(config.num_layers):
             if (found := _hindrance(config, layer)) is not None:
                 raise ConfigError(
-                    f"expected layers whose heads and MLP add to one stream that each reads through a norm of "
-                    f"its own, found {found} in layer {layer} of {config.model_type}; edges are no parts of "
-                    "such a model: patch whole activations instead (activation_patching)"
+                    "expected layers whose heads and MLP add to one stream that each reads through a "
+                    f"norm of its own, found {found} in layer {layer} of {config.model_type}; edges are "
+                    "no parts of such a model: patch whole activations instead (activation_patching)"
                 )
         outside = config.tensors.outside
         if "embed_norm" in outside and "positions" in outside:
@@ -93,7 +93,7 @@ class Layout:
 
     def mlp(self, layer: int) -> int:
         """The source that is its MLP."""
-        return self.heads(layer).stop
+        return int(self.heads(layer).stop)
 
     def inputs(self, layer: int, kind: str | None = None) -> slice:
         """The destinations that are what a layer's heads read, for one of `KINDS` or for all of them."""
@@ -105,15 +105,16 @@ class Layout:
 
     def mlp_input(self, layer: int) -> int:
         """The destination that is what its MLP reads."""
-        return self.inputs(layer).stop
+        return int(self.inputs(layer).stop)
 
     def read_by_heads(self, layer: int) -> int:
         """How many sources the heads of a layer read: the first ones."""
-        return self.heads(layer).start
+        return int(self.heads(layer).start)
 
     def read_by_mlp(self, layer: int) -> int:
         """How many its MLP reads."""
-        return self.heads(layer).start if self.parallel[layer] else self.heads(layer).stop
+        heads = self.heads(layer)
+        return int(heads.start if self.parallel[layer] else heads.stop)
 
     @cached_property
     def read(self) -> npt.NDArray[np.int64]:
@@ -159,8 +160,8 @@ class Layout:
             place = rows.get(source), columns.get(destination)
             if None in place or not self.edges[place]:
                 raise ConfigError(
-                    f"expected an edge of a model of {self.num_layers} layers of {self.num_heads} heads, such "
-                    f"as {self.name(0, 0)!r}, found {name!r}"
+                    f"expected an edge of a model of {self.num_layers} layers of {self.num_heads} heads, "
+                    f"such as {self.name(0, 0)!r}, found {name!r}"
                 )
             found[place] = True
         return found

@@ -1,11 +1,12 @@
 """Parts: one layer's attention or MLP by itself, over streams that are given to it.
 
-The layer is the model's own (`Network.layer`); taps put in what a part is to read, take out what it gives, and
-end the layer there. So whatever a family does with norms, rope, biases or windows is done here as well.
+The layer is the model's own (`Network.layer`); taps put in what a part is to read, take out what it gives,
+and end the layer there. So whatever a family does with norms, rope, biases or windows is done here as well.
 
 Border: tensors and taps; which streams are given, others decide.
 
-Axes: [row, position, hidden]; a row is a prompt in one of the states compared. Heads: [row, head, position, …].
+Axes: [row, position, hidden]; a row is a prompt in one of the states compared. Heads: [row, head, position,
+…].
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from ..hooks.taps import EverythingHeld, Place, StateTaps, Taps
 from ..networks.history import STREAM, History
 from ..networks.loop import Network
 
-__all__ = ["NO_TAPS", "PartTaps", "SplitNetwork", "attended", "output_by_head", "output_constant", "projected"]
+__all__ = [
+    "NO_TAPS",
+    "PartTaps",
+    "SplitNetwork",
+    "attended",
+    "output_by_head",
+    "output_constant",
+    "projected",
+]
 
 
 class SplitNetwork(Network, Protocol):
@@ -89,8 +98,8 @@ NO_TAPS = PartTaps()
 def projected(
     network: SplitNetwork, layer: int, stream: Tensor, history: History
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [row, head, position, d_head], k and v [row, kv_head, position, d_head] that a layer makes of a stream,
-    before rope."""
+    """q [row, head, position, d_head], k and v [row, kv_head, position, d_head] that a layer makes of a
+    stream, before rope."""
     q, k, v = _met(network, layer, stream, history, {}, ("q", "k", "v"))
     return q, k, v
 
@@ -110,7 +119,8 @@ def attended(
 
 def output_by_head(network: SplitNetwork, layer: int, heads: int) -> Tensor:
     """What a head's z is multiplied by where it is added to the stream, [head, d_head, hidden]."""
-    return network.output_matrix(layer).unflatten(1, (heads, -1)).permute(1, 2, 0)
+    by_head: Tensor = network.output_matrix(layer).unflatten(1, (heads, -1))
+    return by_head.permute(1, 2, 0)
 
 
 def output_constant(network: SplitNetwork, layer: int, z: Tensor, history: History) -> Tensor:

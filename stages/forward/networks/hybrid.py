@@ -162,8 +162,8 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
     def _mixed(
         self, mixer: Mixer, h: Tensor, stream: Tensor, layer: int, history: History, taps: Taps
     ) -> Tensor:
-        """What a mixer gives of normed h; attention is told which stream that is the norm of, as its heads may
-        be shown others."""
+        """What a mixer gives of normed h; attention is told which stream that is the norm of, as its heads
+        may be shown others."""
         if not isinstance(mixer, SelfAttention) or self.config.blocks[layer].norms != "before":
             return mixer(h, layer, history, taps)
         c, norm = self.config, self.norm_of("ln1", layer)
