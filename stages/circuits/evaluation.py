@@ -76,7 +76,7 @@ class CircuitValues(EdgeExperiment):
             if circuit.layout != layout:
                 raise ConfigError(
                     f"expected circuits of {layout.num_layers} layers of {layout.num_heads} heads, as the "
-                    f"model has, found one of {circuit.layout.num_layers} layers of {circuit.layout.num_heads}"
+                    f"model has, found one of {circuit.layout.num_layers} of {circuit.layout.num_heads}"
                 )
         return layout
 
