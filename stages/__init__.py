@@ -64,6 +64,17 @@ REGISTRY = {
     "activation_patching": ".causal.grids.patching ActivationPatching",
     "donor_patching": ".causal.grids.patching DonorPatching",
     "patch_table": ".causal.grids.patching PatchTable",
+    "attribution_patching": ".causal.attribution.patching AttributionPatching",
+    "attribution_check": ".causal.attribution.check AttributionCheck",
+    "integrated_gradients": ".causal.attribution.integrated IntegratedGradients",
+    **dict.fromkeys(
+        ("patch_attribution", "patch_attribution_of_heads", "patch_attribution_of_neurons"),
+        ".causal.attribution.scores patch_attribution",
+    ),
+    **dict.fromkeys(
+        ("gradient_attribution", "gradient_attribution_of_heads", "gradient_attribution_of_neurons"),
+        ".causal.attribution.scores gradient_attribution",
+    ),
     "causal_tracing": ".causal.grids.tracing CausalTracing",
     "ablation": ".causal.grids.ablation Ablation",
     "counterfact_patching": ".causal.counterfact CounterFactPatching",

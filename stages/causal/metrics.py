@@ -17,7 +17,17 @@ import numpy.typing as npt
 from ...store.arrays import Floats
 from ...store.errors import PromptError
 
-__all__ = ["Change", "kl_divergence", "log_softmax", "logit_difference", "probability", "top_changed"]
+__all__ = [
+    "Change",
+    "kl_divergence",
+    "kl_gradient",
+    "log_probability_gradient",
+    "log_softmax",
+    "logit_difference",
+    "probability",
+    "probability_gradient",
+    "top_changed",
+]
 
 
 def log_softmax(logits: Any) -> Floats:
@@ -36,6 +46,12 @@ def kl_divergence(baseline: Any, other: Any) -> Floats:
     return np.maximum(found, 0.0)
 
 
+def kl_gradient(baseline: Any, other: Any) -> Floats:
+    """Gradient of KL(softmax(baseline) || softmax(other)) with respect to `other`: q - p, [..., vocab]."""
+    found: Floats = np.exp(log_softmax(other)) - np.exp(log_softmax(baseline))
+    return found
+
+
 def logit_difference(logits: Any, token: int, other: int) -> Floats:
     """logits[token] - logits[other], [...]."""
     wide = np.asarray(logits, np.float64)
@@ -48,6 +64,22 @@ def probability(logits: Any, token: int) -> Floats:
     """softmax(logits)[token], [...]."""
     _check(np.asarray(logits), token)
     found: Floats = np.exp(log_softmax(logits)[..., token])
+    return found
+
+
+def log_probability_gradient(logits: Any, token: int) -> Floats:
+    """Gradient of log softmax(logits)[token]: 1 at the token, less the probabilities, [..., vocab]."""
+    _check(np.asarray(logits), token)
+    found: Floats = -np.exp(log_softmax(logits))
+    # 1 - p of the token itself, without the difference of nearly equal numbers.
+    others = np.delete(found, token, axis=-1)
+    found[..., token] = -others.sum(-1)
+    return found
+
+
+def probability_gradient(logits: Any, token: int) -> Floats:
+    """Gradient of softmax(logits)[token]: p times that of its logarithm, [..., vocab]."""
+    found: Floats = probability(logits, token)[..., None] * log_probability_gradient(logits, token)
     return found
 
 

@@ -34,6 +34,7 @@ from mizarr.stages.causal.grids.patching_metrics import (
     KL,
     Custom,
     LogitDifference,
+    LogProbability,
     Metric,
     Probability,
     Rank,
@@ -123,11 +124,18 @@ METRICS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
     LogitDifference: ({"correct": 1, "wrong": 2}, {"correct": 3, "wrong": 3, "name": "other"}),
     KL: ({}, {"name": "other"}),
     Probability: ({"token": 1}, {"token": 2, "name": "other"}),
+    LogProbability: ({"token": 1}, {"token": 2, "name": "other"}),
     Rank: ({"token": 1}, {"token": 2, "name": "other"}),
     Recovery: ({"of": KL()}, {"of": Probability(1), "name": "other"}),
     Custom: (
         {"function": first, "version": 1},
-        {"version": 2, "name": "other", "units": "nats", "long_name": "another"},
+        {
+            "version": 2,
+            "name": "other",
+            "units": "nats",
+            "long_name": "another",
+            "derivative": np.zeros_like,
+        },
     ),
 }
 
@@ -375,6 +383,8 @@ NOT_IN_A_KEY = {
     (Rank, "long_name"): "constant of the class",
     (Probability, "units"): "constant of the class",
     (Probability, "long_name"): "constant of the class",
+    (LogProbability, "units"): "constant of the class",
+    (LogProbability, "long_name"): "constant of the class",
     (Recovery, "units"): "constant of the class",
     **{
         (

@@ -1,8 +1,9 @@
 """Metrics of patched runs, as values: what is read off the next-token logits of each run.
 
 A metric is data: it says what it is called, its unit, which logits it needs and how it enters a key. It sees
-one vector of logits and those of the clean run; what it gives is the number of one run. `Recovery` rescales
-the numbers of another metric so that 0 is the corrupted run and 1 the clean one.
+one vector of logits and those of the clean run; what it gives is the number of one run, and, where it has
+one, its gradient with respect to these logits in closed form. `Recovery` rescales the numbers of another
+metric so that 0 is the corrupted run and 1 the clean one.
 
 Border: numpy vectors of logits; knows no model and no runs. Never imports torch.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from .. import metrics
 __all__ = [
     "KL",
     "Custom",
+    "LogProbability",
     "LogitDifference",
     "Metric",
     "Probability",
@@ -51,6 +53,11 @@ class Metric(ABC):
         """Vocabulary items whose logits are needed; None for all of them."""
         return None
 
+    @property
+    def named(self) -> tuple[int, ...]:
+        """Vocabulary items it names."""
+        return self.tokens or ()
+
     def canonical(self) -> dict[str, Any]:
         """Plain values that identify the metric, its code as it is now among them."""
         told = {"metric": type(self).__name__, **vars(self)}
@@ -65,6 +72,22 @@ class Metric(ABC):
     def value(self, logits: Floats, clean: Floats) -> float:
         """The number of one run. logits, clean: of this run and of the clean one, float64 [vocab], or
         [tokens] in the order of `tokens`."""
+
+    needs_baseline: ClassVar[bool] = False
+    """Whether its gradient depends on the clean run."""
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether `gradient` gives one."""
+        return type(self).gradient is not Metric.gradient
+
+    def gradient(self, logits: Floats, clean: Floats) -> Floats:
+        """Derivative of `value` with respect to each of these logits, float64, of their shape. StageError for
+        a metric that has none."""
+        raise StageError(
+            f"metric {self.name!r}: expected one with a gradient, found {type(self).__name__}; take "
+            "LogitDifference, LogProbability, Probability or KL"
+        )
 
     def scaled(self, values: Floats, clean: float, corrupted: float) -> Floats:
         """Numbers of runs on the scale the metric reports. clean, corrupted: the numbers of those runs."""
@@ -93,6 +116,10 @@ class LogitDifference(Metric):
         """In logits."""
         return float(logits[0] - logits[1])
 
+    def gradient(self, logits: Floats, clean: Floats) -> Floats:
+        """1 and -1."""
+        return np.array([1.0, -1.0])
+
 
 @dataclass(frozen=True)
 class KL(Metric):
@@ -102,10 +129,15 @@ class KL(Metric):
 
     units: str = field(default="nats", init=False, repr=False)
     long_name: str = field(default="KL(clean || run) of next-token distributions", init=False, repr=False)
+    needs_baseline: ClassVar[bool] = True
 
     def value(self, logits: Floats, clean: Floats) -> float:
         """In nats."""
         return float(metrics.kl_divergence(clean, logits))
+
+    def gradient(self, logits: Floats, clean: Floats) -> Floats:
+        """Probabilities of this run less those of the clean one; 0 at the clean run."""
+        return metrics.kl_gradient(clean, logits)
 
 
 @dataclass(frozen=True)
@@ -118,9 +150,42 @@ class Probability(Metric):
     units: str = field(default="1", init=False, repr=False)
     long_name: str = field(default="probability of the token", init=False, repr=False)
 
+    @property
+    def named(self) -> tuple[int, ...]:
+        """The token."""
+        return (self.token,)
+
     def value(self, logits: Floats, clean: Floats) -> float:
         """Between 0 and 1."""
         return float(metrics.probability(logits, self.token))
+
+    def gradient(self, logits: Floats, clean: Floats) -> Floats:
+        """p times that of log p."""
+        return metrics.probability_gradient(logits, self.token)
+
+
+@dataclass(frozen=True)
+class LogProbability(Metric):
+    """Log-probability of one token."""
+
+    token: int
+    name: str = "log_probability"
+
+    units: str = field(default="nats", init=False, repr=False)
+    long_name: str = field(default="log-probability of the token", init=False, repr=False)
+
+    @property
+    def named(self) -> tuple[int, ...]:
+        """The token."""
+        return (self.token,)
+
+    def value(self, logits: Floats, clean: Floats) -> float:
+        """At most 0."""
+        return float(metrics.log_softmax(logits)[self.token])
+
+    def gradient(self, logits: Floats, clean: Floats) -> Floats:
+        """1 at the token, less the probabilities."""
+        return metrics.log_probability_gradient(logits, self.token)
 
 
 @dataclass(frozen=True)
@@ -132,6 +197,11 @@ class Rank(Metric):
 
     units: str = field(default="1", init=False, repr=False)
     long_name: str = field(default="tokens likelier than the token", init=False, repr=False)
+
+    @property
+    def named(self) -> tuple[int, ...]:
+        """The token."""
+        return (self.token,)
 
     def value(self, logits: Floats, clean: Floats) -> float:
         """From 0 up."""
@@ -164,6 +234,11 @@ class Recovery(Metric):
         """Those of the metric."""
         return self.of.tokens
 
+    @property
+    def named(self) -> tuple[int, ...]:
+        """Those of the metric."""
+        return self.of.named
+
     def canonical(self) -> dict[str, Any]:
         """The metric inside."""
         return {"metric": "Recovery", "of": self.of.canonical(), "name": self.name}
@@ -188,6 +263,7 @@ class Custom(Metric):
 
     version: moves when numbers move; without one the function's code is its version, with everything that
     code reads from outside, as it is when the key is made. StageError then for what has no identity.
+    derivative: its gradient, float64 [vocab] -> [vocab]; part of the version where there is none.
     """
 
     function: Callable[[Floats], float] = field(repr=False)
@@ -195,6 +271,7 @@ class Custom(Metric):
     name: str = ""
     units: str = "1"
     long_name: str = ""
+    derivative: Callable[[Floats], Floats] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         label = self.name or getattr(self.function, "__name__", "metric")
@@ -204,11 +281,29 @@ class Custom(Metric):
     def canonical(self) -> dict[str, Any]:
         """Name, unit and version; never the address of the function."""
         told = {"name": self.name, "units": self.units, "long_name": self.long_name}
-        return {"metric": "Custom", "version": self._version, **told}
+        versions: dict[str, Any] = {"version": self._version_of(self.function)}
+        versions |= {} if self.derivative is None else {"derivative": self._version_of(self.derivative)}
+        return {"metric": "Custom", **versions, **told}
 
     @property
-    def _version(self) -> int | str:
-        return code_version(f"metric {self.name!r}", self.function) if self.version is None else self.version
+    def has_gradient(self) -> bool:
+        """Where it was given one."""
+        return self.derivative is not None
+
+    def gradient(self, logits: Floats, clean: Floats) -> Floats:
+        """What the derivative says; StageError unless it is finite numbers, one for each logit."""
+        if self.derivative is None:
+            return super().gradient(logits, clean)
+        found = np.asarray(self.derivative(logits), np.float64)
+        if found.shape != logits.shape or not np.isfinite(found).all():
+            raise StageError(
+                f"metric {self.name!r}: expected {len(logits)} finite numbers as its gradient, found shape "
+                f"{list(found.shape)}; return one for each logit"
+            )
+        return found
+
+    def _version_of(self, function: Callable[[Floats], Any]) -> int | str:
+        return code_version(f"metric {self.name!r}", function) if self.version is None else self.version
 
     def value(self, logits: Floats, clean: Floats) -> float:
         """What the function says; StageError unless it is a finite number."""
@@ -227,9 +322,7 @@ def check_metrics(chosen: Sequence[Metric], vocab_size: int) -> None:
         if names.count(name) > 1:
             raise StageError(f"expected metrics of different names, found {name!r} twice; give name=… to one")
     for metric in chosen:
-        inner = metric.of if isinstance(metric, Recovery) else metric
-        named = (inner.token,) if isinstance(inner, Probability | Rank) else inner.tokens or ()
-        for token in named:
+        for token in metric.named:
             if not 0 <= token < vocab_size:
                 raise PromptError(
                     f"metric {metric.name!r}: expected a token id in 0..{vocab_size - 1}, found {token}"

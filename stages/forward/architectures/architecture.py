@@ -311,6 +311,19 @@ class Architecture(ABC):
         """Whether the logits at a position are of the token behind it, and depend on no later one."""
         return True
 
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether a pass can be gone back through."""
+        return True
+
+    def require_gradients(self) -> None:
+        """ConfigError for a model whose passes cannot be gone back through."""
+        if not self.is_differentiable:
+            raise ConfigError(
+                "expected a model whose layers are computed here to take gradients of, found one that "
+                "transformers computes; choose a model of a supported family"
+            )
+
     def attention_in(self, dtype: str) -> str:
         """How attention is computed in a dtype where nothing is asked of it, as identities tell it: with a
         fused kernel, but in float64, which is there to be compared, as the reference computes it."""

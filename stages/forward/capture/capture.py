@@ -30,7 +30,7 @@ from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import ArraySpec
 from ..architectures.architecture import Architecture
 from ..architectures.points import BY_NAME
-from ..hooks.spec import BoundSpec, Capture, HookSpec, as_spec, layers_by_variable
+from ..hooks.spec import BoundSpec, Capture, HookSpec, as_spec, layers_by_variable, named
 from ..models.source import ModelSource
 from ..text.prompts import pack
 from .batches import BUFFERS
@@ -145,6 +145,9 @@ class CaptureNode(Ports):
         self.dtype = storage_dtype or self.source.dtype
         self.spec = self._bind(hooks)
         self.tokens = pack(prompts, self.source.tokenizer, self.source.config, self.source.name)
+        if self.spec.gradients:
+            lengths = self.tokens.row_size.tolist()
+            self.spec.require_objective().check(lengths, self.source.config.vocab_size)
 
     def __repr__(self) -> str:
         return f"CaptureNode({self.source.name}, {self.tokens!r}, {len(self.spec.captures)} captures)"
@@ -153,8 +156,9 @@ class CaptureNode(Ports):
 
     @cached_property
     def run_key(self) -> RunKey:
-        """Which run this is: model, tokens, interventions."""
-        return RunKey(self.source.identity.digest, self.tokens.digest, self.spec.run_digest)
+        """Which run this is: model, tokens, interventions; of gradients, what they are of."""
+        prompts = self.tokens.digest
+        return RunKey(self.source.identity.digest, prompts, self.spec.digest_over(prompts))
 
     @cached_property
     def cells(self) -> tuple[VariableLayer, ...]:
@@ -280,9 +284,11 @@ class CaptureNode(Ports):
 
     def provenance(self) -> dict[str, Any]:
         """What a person will want to know, and no key holds."""
+        objective, prompts = self.spec.objective, self.run_key.prompt
         return {
             **self.source.provenance(),
             "hooks": self.spec.canonical(),
+            **({} if objective is None else {"gradient_of": objective.canonical(prompts)}),
             "batch_tokens": self.batch_tokens,
         }
 
@@ -300,6 +306,15 @@ class CaptureNode(Ports):
                 "expected a HookSpec that captures something, found none; add "
                 ".capture('blocks.*.hook_resid_post')"
             )
+        if spec.gradients:
+            self.source.config.require_gradients()
+            spec.require_objective()
+            for capture in spec.captures:
+                if not capture.is_gradient:
+                    raise StageError(
+                        f"expected gradients alone, which are a run of their own, found {capture.name!r} "
+                        f"beside {spec.gradients[0].name!r}; capture activations by a HookSpec of their own"
+                    )
         return spec
 
     @cached_property
@@ -484,12 +499,12 @@ def array_spec(capture: Capture, config: Architecture, dtype: str) -> ArraySpec:
     front = ("layer",) if kind.per_layer else ()
     return ArraySpec(
         capture.variable,
-        kind.path,
+        named(kind.path, capture.is_gradient),
         (*front, packed, *rest),
         {dim: sizes[dim] for dim in rest},
         dtype,
         config.num_layers if kind.per_layer else None,
-        kind.meaning,
+        f"gradient at: {kind.meaning}" if capture.is_gradient else kind.meaning,
         "1",
     )
 

@@ -142,7 +142,7 @@ def fill(
     """Forward passes over one segment's prompts, captured activations copied to their place in the buffer, or
     kept as they are where a pass gives a segment whole."""
     tokens, segment = entry.tokens, entry.segments[n]
-    one_length = model.config.lengths_must_match or bool(spec.interventions)
+    one_length = model.config.lengths_must_match or bool(spec.interventions) or bool(spec.gradients)
     pieces = pieces_of(segment, tokens.row_start, tokens.row_size, whole=one_length)
     for batch in plan_batches(pieces, batch_tokens=batch_tokens, one_length=one_length):
 
@@ -158,7 +158,13 @@ def fill(
             else:
                 _keep_rows(value, batch, buffer.view(cell, rows))
 
-        model.stream_batch([_padded(tokens, piece, batch.length) for piece in batch.pieces], spec, None, keep)
+        rows = [_padded(tokens, piece, batch.length) for piece in batch.pieces]
+        if not spec.gradients:
+            model.stream_batch(rows, spec, None, keep)
+            continue
+        _, found = model.differentiate(rows, spec, [piece.prompt for piece in batch.pieces])
+        for capture, value in found.items():
+            keep(capture, value)
     if entry.dtype == "float16":
         _refuse_overflow(buffer, spec, entry, n)
 

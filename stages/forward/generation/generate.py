@@ -32,7 +32,7 @@ from torch import Tensor
 from ....store.errors import ConfigError, ModelNotFound, PromptError
 from ..hooks.interventions import Held
 from ..hooks.recurrent import RecurrentPass
-from ..hooks.spec import BoundSpec, Capture, HookSpec
+from ..hooks.spec import BoundSpec, Capture, HookSpec, refuse_gradients
 from ..hooks.taps import RunTaps, Sink
 from ..hooks.wants import LAST_LOGITS
 from ..models.files import resolve
@@ -201,6 +201,7 @@ class TokenStream:
             )
         rows = model.tokenize(prompts)
         spec = model.bind(hooks)
+        refuse_gradients(spec, "generation")
         self._captures = spec.captures
         self._specs = {
             length: spec if recurrent is None else recurrent.applied(spec, model.config, length, grows=True)

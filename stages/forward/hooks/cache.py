@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ....store import html
 from ....store.errors import HookPointNotFound, nearest
 from ..architectures.points import BY_NAME, HookPoint, as_point
-from .spec import Capture, When
+from .spec import Capture, When, named, split_gradient
 
 if TYPE_CHECKING:
     import xarray
@@ -26,7 +26,8 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
     """Captured activations and logits of one call of `Model.forward`.
 
     ``cache["blocks.5.hook_resid_post"]`` and ``cache[HookPoint.resid_post(5)]`` are the same tensor, its
-    axes those of the hook point's kind, e.g. [batch, position, hidden]. Where a point was captured before
+    axes those of the hook point's kind, e.g. [batch, position, hidden]; ``cache["grad:…"]`` is the gradient
+    there. Where a point was captured before
     and after its interventions, indexing gives the value after them; `get` takes ``when``.
     """
 
@@ -66,8 +67,9 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
         """The activation at a point, or `default`. when: "after" or "before" its interventions; None
         prefers "after"."""
         asked: list[When] = ["after", "before"] if when is None else [when]
+        place, is_gradient = split_gradient(point)
         for choice in asked:
-            found = self._captured.get(Capture(as_point(point), choice))
+            found = self._captured.get(Capture(as_point(place), choice, is_gradient))
             if found is not None:
                 return found
         return default
@@ -76,7 +78,7 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
         """The activation at a point; HookPointNotFound names the nearest captured one otherwise."""
         found: Tensor | None = self.get(point, when=when)
         if found is None:
-            held = sorted({str(capture.point) for capture in self._captured})
+            held = sorted({capture.name for capture in self._captured})
             near = nearest(str(point), held)
             hint = f", nearest is {near!r}" if near else ""
             raise HookPointNotFound(
@@ -91,11 +93,12 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
     def __contains__(self, point: object) -> bool:
         return isinstance(point, HookPoint | str) and self.get(point) is not None
 
-    def __iter__(self) -> Iterator[HookPoint]:
-        return iter(sorted({capture.point for capture in self._captured}, key=lambda point: point.order))
+    def __iter__(self) -> Iterator[Any]:
+        ordered = sorted(self._captured, key=lambda capture: (capture.is_gradient, capture.point.order))
+        return iter(dict.fromkeys(c.name if c.is_gradient else c.point for c in ordered))
 
     def __len__(self) -> int:
-        return len({capture.point for capture in self._captured})
+        return len({(capture.point, capture.is_gradient) for capture in self._captured})
 
     def __repr__(self) -> str:
         kinds = ", ".join(sorted({capture.variable for capture in self._captured}))
@@ -111,7 +114,7 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
         first = {capture.variable: capture for capture in reversed(self._captured)}
         rows: list[tuple[str, ...]] = [
             (
-                BY_NAME[first[name].point.kind].path.format("*"),
+                named(BY_NAME[first[name].point.kind].path.format("*"), first[name].is_gradient),
                 first[name].when,
                 ", ".join(map(str, sorted(held))),
                 ", ".join(first[name].point.dims),
@@ -149,7 +152,7 @@ def _labelled(variable: str, layers: Mapping[int | None, Tensor]) -> xarray.Data
     import numpy as np
     import xarray as xr
 
-    kind = variable.removesuffix("__pre")
+    kind = variable.partition("__")[0]
     if None in layers:
         return xr.DataArray(_numbers(layers[None]), dims=HookPoint(kind).dims, name=variable)
     chosen = sorted(layer for layer in layers if layer is not None)

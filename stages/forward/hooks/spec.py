@@ -6,7 +6,7 @@ apart, so that asking for one more layer of the same run computes one more layer
 
 A captured value is by default the one *after* the interventions at its own point (what the next operation
 sees, and what TransformerLens users expect); ``when="before"`` asks for the value before them (what
-candle-mi stores).
+candle-mi stores). ``grad:`` before a point asks for the gradient of a metric there instead.
 """
 
 from __future__ import annotations
@@ -21,21 +21,31 @@ from ....store.digest import digest
 from ....store.errors import HookPointNotFound, InterventionError
 from ..architectures.points import BY_NAME, HookPoint, as_point, expand, is_glob, own_name, require_known
 from .interventions import Intervention
+from .objective import Differentiable, Objective, objective_of
 
 When = Literal["after", "before"]
+GRADIENT = "grad:"
+"""Before a hook point: not the activation there, but the gradient of a metric with respect to it."""
 
 
 @dataclass(frozen=True)
 class Capture:
-    """One wanted activation."""
+    """One wanted activation, or gradient with respect to one."""
 
     point: HookPoint
     when: When = "after"
+    is_gradient: bool = False
+
+    @property
+    def name(self) -> str:
+        """The point as it was asked for."""
+        return named(self.point, self.is_gradient)
 
     @property
     def variable(self) -> str:
         """Name of the array that holds it in a store; all layers share one array."""
-        return self.point.kind if self.when == "after" else f"{self.point.kind}__pre"
+        when = "" if self.when == "after" else "__pre"
+        return f"{self.point.kind}{when}{'__grad' if self.is_gradient else ''}"
 
     @property
     def cell(self) -> tuple[str, int | None]:
@@ -46,11 +56,13 @@ class Capture:
 @dataclass(frozen=True)
 class BoundSpec:
     """A spec whose globs are expanded against one model: captures in execution order, interventions in the
-    order given. order: layers as they are gone through; None for each of them once."""
+    order given. order: layers as they are gone through; None for each of them once. objective: what gradients
+    are of."""
 
     captures: tuple[Capture, ...] = ()
     interventions: tuple[tuple[HookPoint, Intervention], ...] = ()
     order: tuple[int, ...] | None = None
+    objective: Objective | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -60,7 +72,7 @@ class BoundSpec:
     def canonical(self) -> dict[str, Any]:
         """Plain JSON values: captures sorted, interventions in order, payloads by digest."""
         return {
-            "captures": [[str(c.point), c.when] for c in self.captures],
+            "captures": [[c.name, c.when] for c in self.captures],
             "interventions": self.canonical_interventions(),
         }
 
@@ -70,9 +82,30 @@ class BoundSpec:
         return changes if self.order is None else [*changes, ["order", list(self.order)]]
 
     @property
+    def gradients(self) -> tuple[Capture, ...]:
+        """The captures that are gradients."""
+        return tuple(capture for capture in self.captures if capture.is_gradient)
+
+    @property
     def run_digest(self) -> str:
         """Digest of the interventions alone: it, the model and the tokens say which run this is."""
         return digest("interventions", self.canonical_interventions())
+
+    def digest_over(self, prompts: str) -> str:
+        """As `run_digest`, of gradients together with what they are of. prompts: digest of the prompts."""
+        if not self.gradients:
+            return self.run_digest
+        told = self.require_objective().canonical(prompts)
+        return digest("gradients", self.canonical_interventions(), told)
+
+    def require_objective(self) -> Objective:
+        """What gradients are of; HookPointNotFound where nobody said it."""
+        if self.objective is None:
+            raise HookPointNotFound(
+                f"expected to be told what {self.gradients[0].name!r} is the gradient of, found no metric; "
+                "add .gradient_of(LogitDifference(correct, wrong))"
+            )
+        return self.objective
 
     @property
     def digest(self) -> str:
@@ -93,19 +126,22 @@ class HookSpec:
     """
 
     def __init__(self) -> None:
-        self._captures: dict[tuple[HookPoint | str, When], None] = {}
+        self._objective: Objective | None = None
+        self._captures: dict[tuple[HookPoint | str, When, bool], None] = {}
         self._interventions: list[tuple[HookPoint | str, Intervention]] = []
 
     def capture(self, *points: HookPoint | str, when: When = "after") -> HookSpec:
         """Ask for the activations at these points; asking twice changes nothing.
 
-        when: "after" the interventions at that point (default), or "before" them.
+        points: "grad:blocks.*.hook_resid_post" asks for gradients there. when: "after" the interventions at
+        that point (default), or "before" them.
         Raises HookPointNotFound for a name no architecture has, naming the nearest.
         """
         if when not in ("after", "before"):
             raise HookPointNotFound(f"expected when='after' or when='before', found {when!r}")
         for point in points:
-            self._captures[(_known(point), when)] = None
+            place, is_gradient = split_gradient(point)
+            self._captures[(_known(place), when, is_gradient)] = None
         return self
 
     def intervene(self, point: HookPoint | str, intervention: Intervention) -> HookSpec:
@@ -115,15 +151,36 @@ class HookSpec:
         self._interventions.append((_known(point), intervention))
         return self
 
+    def gradient_of(
+        self,
+        metric: Differentiable | Sequence[Differentiable],
+        *,
+        at: int = -1,
+        baseline: Sequence[int] | Sequence[Sequence[int]] = (),
+    ) -> HookSpec:
+        """Say what gradients are of; saying it again replaces it.
+
+        metric: one for all prompts, or one of each. at: the position whose next-token logits it reads.
+        baseline: token ids of the prompt, or of each, whose unchanged run a metric such as KL compares with.
+        Raises StageError for a metric without a gradient.
+        """
+        self._objective = objective_of(metric, at, baseline)
+        return self
+
     def extend(self, other: HookSpec) -> HookSpec:
-        """Add the captures of another spec, and its interventions after the present ones."""
+        """Add the captures of another spec, its interventions after the present ones, and what its gradients
+        are of."""
+        self._objective = other._objective or self._objective
         self._captures.update(other._captures)
         self._interventions.extend(other._interventions)
         return self
 
     def is_captured(self, point: HookPoint | str) -> bool:
         """Whether a point is asked for, by name or by glob."""
-        return any(_matches(held, as_point(point)) for held, _ in self._captures)
+        place, is_gradient = split_gradient(point)
+        return any(
+            _matches(held, as_point(place)) for held, _, wanted in self._captures if wanted == is_gradient
+        )
 
     def has_intervention_at(self, point: HookPoint | str) -> bool:
         """Whether a point is changed."""
@@ -155,22 +212,31 @@ class HookSpec:
         change of what nothing reads; nothing is ignored.
         """
         captures = {
-            Capture(p, when) for held, when in self._captures for p in _expanded(held, available, model)
+            Capture(p, when, is_gradient)
+            for held, when, is_gradient in self._captures
+            for p in (_differentiable if is_gradient else _expanded)(held, available, model)
         }
         interventions = [
             (p, change) for held, change in self._interventions for p in _expanded(held, available, model)
         ]
         for point, change in interventions:
             _refuse_derived(point, change)
-        ordered = sorted(captures, key=lambda c: (c.point.order, c.when))
-        return BoundSpec(tuple(ordered), tuple(interventions))
+        ordered = sorted(captures, key=lambda c: (c.point.order, c.when, c.is_gradient))
+        found = BoundSpec(tuple(ordered), tuple(interventions), objective=self._objective)
+        if self._objective is not None and not found.gradients:
+            raise HookPointNotFound(
+                "expected hook points whose gradient is wanted beside gradient_of(…), found none; add "
+                f".capture('{GRADIENT}blocks.*.hook_resid_post')"
+            )
+        return found
 
     def canonical(self) -> dict[str, Any]:
         """Plain JSON values of the spec as written, globs unexpanded; a key uses those of `bind` instead."""
-        captures = sorted([str(held), when] for held, when in self._captures)
+        captures = sorted([named(held, is_gradient), when] for held, when, is_gradient in self._captures)
         return {
             "captures": captures,
             "interventions": [[str(held), change.canonical()] for held, change in self._interventions],
+            **({} if self._objective is None else {"objective": self._objective.canonical("as given")}),
         }
 
     def __eq__(self, other: object) -> bool:
@@ -180,17 +246,22 @@ class HookSpec:
 
     def _repr_html_(self) -> str:
         """For a notebook: a line per capture and intervention."""
-        rows = [(held, f"capture, {when} interventions") for held, when in self._captures]
+        rows: list[tuple[Any, str]] = [
+            (named(held, is_gradient), f"capture, {when} interventions")
+            for held, when, is_gradient in self._captures
+        ]
         rows += [(held, repr(change)) for held, change in self._interventions]
+        rows += [] if self._objective is None else [("gradients of", repr(self._objective))]
         return html.shown("HookSpec", html.table(["hook point", "what"], rows))
 
     def __repr__(self) -> str:
         captures = "".join(
-            f".capture({str(held)!r}{'' if when == 'after' else ', when=' + repr(when)})"
-            for held, when in self._captures
+            f".capture({named(held, is_gradient)!r}{'' if when == 'after' else ', when=' + repr(when)})"
+            for held, when, is_gradient in self._captures
         )
         changes = "".join(f".intervene({str(held)!r}, {change!r})" for held, change in self._interventions)
-        return f"HookSpec(){captures}{changes}"
+        metric = "" if self._objective is None else f".gradient_of({self._objective!r})"
+        return f"HookSpec(){captures}{changes}{metric}"
 
 
 def as_spec(hooks: HookSpec | str | Sequence[str]) -> HookSpec:
@@ -198,6 +269,25 @@ def as_spec(hooks: HookSpec | str | Sequence[str]) -> HookSpec:
     if isinstance(hooks, HookSpec):
         return hooks
     return HookSpec().capture(*([hooks] if isinstance(hooks, str) else hooks))
+
+
+def split_gradient(point: HookPoint | str) -> tuple[HookPoint | str, bool]:
+    """A point, and whether the gradient there is meant.
+
+    >>> split_gradient("grad:hook_embed"), split_gradient("hook_embed")
+    (('hook_embed', True), ('hook_embed', False))
+    """
+    is_gradient = isinstance(point, str) and point.startswith(GRADIENT)
+    return (str(point).removeprefix(GRADIENT), True) if is_gradient else (point, False)
+
+
+def refuse_gradients(spec: BoundSpec, who: str) -> None:
+    """HookPointNotFound for gradients asked of what goes forward alone. who: "generation"."""
+    for capture in spec.gradients:
+        raise HookPointNotFound(
+            f"expected hook points without gradients, as {who} goes no way back, found {capture.name!r}; "
+            "take gradients of whole prompts: Model.forward, or mizarr.capture"
+        )
 
 
 def layers_by_variable(captures: Iterable[Capture]) -> dict[str, list[int | None]]:
@@ -232,6 +322,23 @@ def _glob_hits(pattern: str, point: HookPoint) -> list[HookPoint]:
         return expand(pattern, [point])
     except HookPointNotFound:
         return []
+
+
+def _differentiable(held: HookPoint | str, available: Sequence[HookPoint], model: str) -> list[HookPoint]:
+    """Of the points meant, those that the pass goes on from: a pattern leaves others out."""
+    found = _expanded(held, available, model)
+    made = [point for point in found if not BY_NAME[point.kind].is_derived]
+    if not made:
+        raise HookPointNotFound(
+            f"expected a gradient at a point the pass goes on from, found {GRADIENT + str(held)!r}, which is "
+            "worked out for who reads it: no metric depends on it; choose a point it is made of"
+        )
+    return made
+
+
+def named(held: HookPoint | str, is_gradient: bool) -> str:
+    """A point as it is asked for, or its gradient is."""
+    return f"{GRADIENT}{held}" if is_gradient else str(held)
 
 
 def _expanded(held: HookPoint | str, available: Sequence[HookPoint], model: str) -> list[HookPoint]:

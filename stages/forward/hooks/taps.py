@@ -17,7 +17,7 @@ import numpy as np
 
 from ..architectures.points import HookPoint
 from .interventions import Held, Intervention
-from .spec import BoundSpec, Capture
+from .spec import BoundSpec, Capture, refuse_gradients
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,6 +108,7 @@ class RunTaps:
         self._after: dict[Place, Capture] = {}
         self._changes: dict[Place, list[Intervention]] = defaultdict(list)
         self._sink, self._held = sink, held
+        refuse_gradients(spec, "this pass")
         for capture in spec.captures:
             wanted = self._after if capture.when == "after" else self._before
             wanted[capture.point.kind, capture.point.layer] = capture

@@ -28,8 +28,10 @@ from ..hooks.taps import PassTaps, RunTaps, Sink
 from ..hooks.wants import ALL_LOGITS, Logits
 from ..networks.history import STREAM
 from ..networks.loop import Network
+from ..passes.backward import Cotangent, Gradients, backward
 from ..passes.drivers import passes_over
 from ..passes.kept import Cache
+from ..passes.planner import MEMORY
 from ..passes.sweep import Result
 from ..text.prompts import as_rows, check_prompts, no_tokenizer
 from .fingerprint import fingerprint, tensor_bytes, weights_digest
@@ -235,8 +237,10 @@ class Model:
             length: spec if recurrent is None else recurrent.applied(spec, self.config, length)
             for length in groups
         }
+        if spec.gradients:
+            spec.require_objective().check([len(row) for row in rows], self.config.vocab_size)
         parts = [
-            (chosen, *self.run_batch([rows[row] for row in chosen], specs[length], want))
+            (chosen, *self._of_one_length([rows[row] for row in chosen], specs[length], want, chosen))
             for length, chosen in groups.items()
         ]
         if len(parts) == 1:
@@ -251,6 +255,22 @@ class Model:
         }
         logits = _stack_logits([(chosen, part) for chosen, part, _ in parts], want, len(rows), longest)
         return HookCache(rows, logits, captured)
+
+    def _of_one_length(
+        self,
+        rows: Sequence[Sequence[int]],
+        spec: BoundSpec,
+        want: Logits | None,
+        numbers: Sequence[int],
+    ) -> tuple[Tensor | None, dict[Capture, Tensor]]:
+        if not spec.gradients:
+            return self.run_batch(rows, spec, want)
+        logits, captured = self.differentiate(rows, spec, numbers, want=None if want is None else ALL_LOGITS)
+        if want is None:
+            return None, captured
+        self.check(spec, want, batch=len(rows), length=len(rows[0]))
+        chosen = want.at_positions(logits)
+        return (chosen if want.tokens is None else chosen[..., list(want.tokens)]), captured
 
     def run_batch(
         self, rows: Sequence[Sequence[int]], spec: BoundSpec, want: Logits | None
@@ -282,6 +302,60 @@ class Model:
         """One pass over token ids [batch, position] with taps that are no spec's: the logits wanted. order:
         see `through_layers`."""
         return self._passes.forward(ids, taps, want, order)
+
+    def backward(
+        self,
+        rows: Sequence[Sequence[int]],
+        spec: BoundSpec,
+        want: Logits,
+        cotangent: Cotangent,
+        *,
+        memory: int = MEMORY,
+    ) -> tuple[Tensor, Gradients]:
+        """Prompts of one length through the model and back: (logits wanted [batch, positions, tokens],
+        everything the spec captures, activations and gradients alike).
+
+        cotangent: from those logits the gradient of a metric with respect to each of them. Interventions hold
+        on the way: what they replace has no gradient before them. memory: bytes the recorded pass may take;
+        above it layers are computed again on the way back. Raises ConfigError for a model that is not
+        computed here, PromptError, InterventionError.
+        """
+        self.config.require_gradients()
+        ids = torch.tensor(rows, dtype=torch.long, device=self.device)
+        self.check(spec, want, batch=ids.shape[0], length=ids.shape[1])
+        return backward(self.network, ids, spec, want, cotangent, memory)
+
+    def differentiate(
+        self,
+        rows: Sequence[Sequence[int]],
+        spec: BoundSpec,
+        numbers: Sequence[int],
+        *,
+        want: Logits | None = None,
+        memory: int = MEMORY,
+    ) -> tuple[Tensor, Gradients]:
+        """As `backward`, of what the spec says gradients are of. numbers: which of its prompts these are.
+        want: logits to give; None for those its metrics need."""
+        objective = spec.require_objective()
+        wanted = objective.want(numbers) if want is None else want
+        compared = Logits((objective.at,), wanted.tokens)
+        clean = self._baselines([objective.baseline_of(number) for number in numbers], compared)
+        return self.backward(
+            rows,
+            spec,
+            wanted,
+            lambda logits: objective.cotangent(logits, wanted, numbers, clean),
+            memory=memory,
+        )
+
+    def _baselines(self, rows: Sequence[tuple[int, ...] | None], want: Logits) -> list[Tensor | None]:
+        """Logits [tokens] of unchanged runs, each computed once, alone, whoever else is asked for."""
+        found: dict[tuple[int, ...], Tensor] = {}
+        for row in dict.fromkeys(row for row in rows if row is not None):
+            logits, _ = self.run_batch([row], BoundSpec(), want)
+            assert logits is not None
+            found[row] = logits[0, 0]
+        return [None if row is None else found[row] for row in rows]
 
     @torch.no_grad()
     def read_on(self, rows: Sequence[Sequence[int]], cache: Cache, taps: PassTaps) -> Tensor:

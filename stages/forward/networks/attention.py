@@ -191,9 +191,11 @@ def _from_inputs(
         anew = torch.matmul(source.norm(given), rows.transpose(1, 2))
         if bias is not None:
             anew = anew + bias.view(count, 1, -1).repeat_interleave(each, 0)
-        if each == 1 and not is_recorded(given):
+        if each == 1:
             # What was left alone keeps its projection, with whatever was done to the norm that it is made of.
             kept = made.unflatten(-1, (count, -1)).transpose(1, 2)
+            if is_recorded(given):
+                kept = kept.detach() + (anew - anew.detach())  # its value, and the way back by the input
             anew = torch.where((given != copies).any(-1, keepdim=True), anew, kept)
         found.append(anew.transpose(1, 2).flatten(2))
     return tuple(found)

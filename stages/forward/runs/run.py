@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ....pipeline.plan import as_bytes
-from ..hooks.spec import HookSpec
+from ..hooks.spec import HookSpec, refuse_gradients
 from ..hooks.wants import LAST_LOGITS, Logits
 from ..passes.branches import Wanted
 from ..passes.planner import MEMORY, SweepPlan, plan_runs
@@ -101,5 +101,6 @@ def resolve(model: Model, run: Run) -> Wanted:
     prompt: Any = run.prompt if isinstance(run.prompt, str) else list(run.prompt)
     (tokens,) = model.tokenize(prompt)
     spec = model.bind(run.hooks)
+    refuse_gradients(spec, "the planner of runs")
     model.check(spec, run.want, batch=1, length=len(tokens))
     return Wanted(tuple(tokens), spec, run.want)

@@ -166,6 +166,11 @@ class BridgeConfig(Architecture):
         return self.next_token
 
     @property
+    def is_differentiable(self) -> bool:
+        """Hooks on somebody's modules are shown copies, through which nothing goes back."""
+        return False
+
+    @property
     def shares_prefixes(self) -> bool:
         """A pass through transformers begins at its first layer."""
         return False

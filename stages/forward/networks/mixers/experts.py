@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ...architectures.mixers import ExpertsShape
 from ...hooks.taps import Taps
+from ..gradients import is_recorded
 from ..mlp import ACTIVATIONS
 from ..products import product
 from .mixer import LayerTensors, own
@@ -74,8 +75,9 @@ class Experts:
         """Expert by expert: the tokens it reads, its weights there, and what it gives."""
         w = self.weights
         for expert in chosen.unique().tolist():
-            # A weight of 0 is that of an expert somebody left out.
-            token, place = ((chosen == expert) & (share != 0)).nonzero(as_tuple=True)
+            # A weight of 0 is that of an expert somebody left out; its gradient is what it would give.
+            is_its = chosen == expert
+            token, place = (is_its if is_recorded(share) else is_its & (share != 0)).nonzero(as_tuple=True)
             if len(token):
                 biases = (w[name][expert] if name in w else None for name in ("up.bias", "down.bias"))
                 out = self._through(inner[token], w["up"][expert], w["down"][expert], *biases)
