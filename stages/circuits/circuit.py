@@ -95,6 +95,13 @@ class Circuit:
         found[chosen] = True
         return cls(layout, found.reshape(layout.edges.shape))
 
+    @classmethod
+    def grown(cls, layout: Layout, size: int, *, seed: int) -> Circuit:
+        """As many edges, drawn one after the other from the logits down, as `greedy` takes them: each leads
+        to the logits, as those of a circuit that does something must."""
+        scores = np.random.default_rng(seed).permutation(layout.edges.size) + 1.0
+        return cls.greedy(layout, scores.reshape(layout.edges.shape), size)
+
     # -- sets
 
     def __or__(self, other: Circuit) -> Circuit:
