@@ -24,6 +24,8 @@ WORKFLOWS = {
     "generate": ".generate",
     "character_count_helix": ".character_count_helix",
     "activation_patching": ".activation_patching",
+    "circuit_discovery": ".circuit_discovery",
+    "circuit_evaluation": ".circuit_evaluation",
     "causal_tracing": ".causal_tracing",
     "ablation": ".ablation",
     "counterfact_patching": ".counterfact_patching",

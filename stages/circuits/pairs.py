@@ -71,10 +71,10 @@ def checked(pairs: Sequence[Pair], alternative: str, config: Architecture) -> La
     if alternative not in ALTERNATIVES:
         raise StageError(f"expected an alternative among {', '.join(ALTERNATIVES)}, found {alternative!r}")
     alone = [places for places in by_length(pairs) if len(places) < 2]
-    if alternative == "resampled" and alone:
+    if alternative in ("mean", "resampled") and alone:
         raise StageError(
-            f"expected at least two pairs of each length to resample from, found one of "
-            f"{len(pairs[alone[0][0]].clean)} tokens"
+            f"alternative {alternative}: expected at least two pairs of each length, as others stand "
+            f"for one, found one pair of {len(pairs[alone[0][0]].clean)} tokens"
         )
     return layout
 

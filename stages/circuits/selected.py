@@ -1,15 +1,13 @@
-"""Selected circuits: chosen by scores on some pairs, run on others, beside circuits of the same size at
-random.
+"""Selected circuits: chosen by scores on some pairs, run on others.
 
-    found = SelectedCircuits(chosen_on=some, pairs=others, sizes=(50, 200), draws=20)
+    found = SelectedCircuits(chosen_on=some, pairs=others, sizes=(50, 200))
 
-A circuit is known only when the scores are, so that choosing and running it are one experiment. What is
-random is grown from the logits down, one edge into a node that is in already after the other: circuits of
-which no edge leads anywhere would be beaten by any that does.
+A circuit is known only when the scores are, so that choosing and running it are one experiment. Circuits of
+the same size at random need no scores: `Circuit.grown`, as `CircuitValues` runs them.
 
 Border: pairs in, labelled arrays out. Never imports torch until it runs.
 
-Axes: size (a cell each), draw, pair, source, destination.
+Axes: size (a cell each), pair, source, destination.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class SelectedCircuits(EdgeExperiment):
 
     chosen_on: pairs whose scores choose the edges. pairs: those the circuits are run on. method, steps: of
     the scores. selection: "top", the edges of largest |score|, or "greedy", from the logits down. sizes: in
-    edges, ascending. draws: random circuits of each size. minimal: whether each circuit is also run without
+    edges, ascending. minimal: whether each circuit is also run without
     each of its edges.
     """
 
@@ -55,7 +53,6 @@ class SelectedCircuits(EdgeExperiment):
     method: Method = "EAP-IG-inputs"
     steps: int = 5
     selection: Literal["top", "greedy"] = "top"
-    draws: int = 20
     minimal: bool = False
 
     name: ClassVar[str] = "selected_circuits"
@@ -64,7 +61,6 @@ class SelectedCircuits(EdgeExperiment):
         "chosen": Output(("size", "source", "destination"), "1", "1 for an edge of the circuit, else 0"),
         "value": Output(("size", "pair"), "<unit>", "the metric where all other edges are left out"),
         "complement": Output(("size", "pair"), "<unit>", "the metric where those of the circuit are"),
-        "random": Output(("size", "draw", "pair"), "<unit>", "the metric under random circuits as large"),
         "without": Output(
             ("size", "source", "destination"),
             "<unit>",
@@ -110,8 +106,6 @@ class SelectedCircuits(EdgeExperiment):
             raise StageError(f"expected ascending sizes of at least one edge, found {self.sizes}")
         if self.sizes[-1] > most:
             raise StageError(f"expected sizes of at most {most} edges, found {self.sizes[-1]}")
-        if self.draws < 1:
-            raise StageError(f"expected at least one random circuit, found draws={self.draws}")
         if self.selection not in ("top", "greedy"):
             raise StageError(f"expected selection top or greedy, found {self.selection!r}")
         return layout
@@ -126,7 +120,7 @@ class SelectedCircuits(EdgeExperiment):
         return model, self.scores.dataset(model, {}, ())["score"].values
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """One size: its circuit, the rest, random ones, and where asked the circuit without each edge."""
+        """One size: its circuit, the rest, and where asked the circuit without each edge."""
         import xarray as xr
 
         from .runs import Measured
@@ -135,11 +129,8 @@ class SelectedCircuits(EdgeExperiment):
         layout, declared = self.check(model.config), self.outputs_on(model.config)
         choose = Circuit.top if self.selection == "top" else Circuit.greedy
         circuit = choose(layout, scores, cell["size"])
-        random = [
-            Circuit.grown(layout, cell["size"], seed=self.seed + 1 + draw) for draw in range(self.draws)
-        ]
         nothing = Circuit(layout, np.zeros_like(layout.edges))
-        asked = [circuit, ~circuit, nothing, *random]
+        asked = [circuit, ~circuit, nothing]
         left = [each for _, each in without_each(circuit)] if self.minimal else []
         runs = Measured(model, layout, self.pairs, self.alternative, self.seed, self.memory)
         values = runs.values(np.stack([each.chosen for each in (*asked, *left)]))
@@ -147,7 +138,6 @@ class SelectedCircuits(EdgeExperiment):
             "chosen": circuit.chosen.astype(np.int8)[None],
             "value": values[:1],
             "complement": values[1:2],
-            "random": values[3 : len(asked)][None],
             "clean": runs.clean,
             "empty": values[2],
         }

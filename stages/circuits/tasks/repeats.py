@@ -24,6 +24,8 @@ __all__ = ["copying", "induction"]
 
 LENGTH = 8
 """Tokens of a sequence that is repeated, or in which a pair stands."""
+AGAIN = 6
+"""Of them that stand a second time."""
 
 
 def induction(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
@@ -47,12 +49,11 @@ def copying(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
     for _ in range(count):
         both = rng.permutation(words)[: 2 * LENGTH].tolist()
         row, other = both[:LENGTH], both[LENGTH:]
-        again = int(rng.integers(LENGTH // 2, LENGTH - 1))
         found.append(
             Pair(
-                (*prefix, *row, *row[:again]),
-                (*prefix, *other, *row[:again]),
-                LogitDifference(row[again], other[again]),
+                (*prefix, *row, *row[:AGAIN]),
+                (*prefix, *other, *row[:AGAIN]),
+                LogitDifference(row[AGAIN], other[AGAIN]),
             )
         )
     return found
