@@ -39,8 +39,9 @@ __all__ = ["CircuitDiscovery", "CircuitDiscoverySettings"]
 class CircuitDiscoverySettings(CircuitSettings):
     """What `--set` can change."""
 
-    size: Natural = setting(0, "edges of the circuit; 0: one in fifty of all there are")
+    size: Natural = setting(0, "edges of the circuit; 0: one in ten of all there are")
     listed: Count = setting(25, "edges in the table, the largest |score| first")
+    drawn: Count = setting(60, "edges that are drawn, of those that lead from the input to the logits")
 
 
 class CircuitDiscovery(CircuitWorkflow):
@@ -55,7 +56,7 @@ class CircuitDiscovery(CircuitWorkflow):
     @property
     def size(self) -> int:
         """Edges of the circuit."""
-        return self.settings.size or max(1, int(self.layout.edges.sum()) // 50)
+        return self.settings.size or max(1, int(self.layout.edges.sum()) // 10)
 
     def plan(self) -> Mapping[str, ResultNode]:
         """Of each task the scores, the exact effects, the circuit on other pairs, and random ones on
@@ -133,7 +134,7 @@ class CircuitDiscovery(CircuitWorkflow):
             yield Figure(
                 name=f"circuit_discovery_{task}",
                 title=f"What {self.subject.name} needs for {task}",
-                caption=_of(told[task]),
+                caption=f"{told[task]['faithfulness_percent']:.0f} % of the task is kept",
                 panels=(self._drawing(task), *([findings] if findings.findings else [])),
                 columns=1,
             )
@@ -176,13 +177,14 @@ class CircuitDiscovery(CircuitWorkflow):
         )
 
     def _drawing(self, task: str) -> CircuitDrawing:
-        circuit = self.circuit(task).pruned()
-        names = [name.partition("->") for name in circuit.edges]
-        columns, rows = np.nonzero(circuit.chosen.T)
-        scores = self.result(f"{task}_scores")["score"].values
+        scores, pruned = self.result(f"{task}_scores")["score"].values, self.circuit(task).pruned()
+        masked = np.where(pruned.chosen, scores, 0.0)
+        shown = Circuit.top(self.layout, masked, min(self.settings.drawn, len(pruned))) & pruned
+        names = [name.partition("->") for name in shown.edges]
+        columns, rows = np.nonzero(shown.chosen.T)
         return CircuitDrawing(
             title=f"{task}: the circuit",
-            caption=f"{len(circuit)} edges that lead from the input to the logits",
+            caption=f"the strongest {len(shown)} of {len(pruned)} edges from the input to the logits",
             sources=tuple(source for source, _, _ in names),
             destinations=tuple(destination for _, _, destination in names),
             weights=scores[rows, columns],
