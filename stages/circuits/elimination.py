@@ -72,6 +72,9 @@ def eliminated(
         for edge, without in zip(coming, found.tolist(), strict=True):
             waiting.pop(0)
             steps += 1
+            if _is_unread(layout, held, edge):
+                held[edge] = False
+                continue
             if not is_left_out(without, worse):
                 break
             held[edge], worse = False, without
