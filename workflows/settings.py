@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from ..stages.circuits.names import Method
 from ..store.errors import ConfigError, nearest
 
 __all__ = [
@@ -181,9 +182,7 @@ class CircuitSettings(ControlSettings, ModelSettings):
     )
     controls: Count = setting(20, "random circuits of as many edges that one is held against")
     pairs: Count = setting(8, "pairs the edges are chosen on, and as many others that circuits are run on")
-    method: Literal[
-        "EAP", "EAP-IG-inputs", "clean-corrupted", "EAP-IG-activations", "information-flow-routes"
-    ] = setting("EAP-IG-inputs", "how edges are scored")
+    method: Method = setting("EAP-IG-inputs", "how edges are scored (stages/circuits/methods.py)")
     steps: Count = setting(5, "of integrated gradients")
     selection: Literal["top", "greedy"] = setting(
         "top", "edges of largest |score|, or one after the other from the logits down"

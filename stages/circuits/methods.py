@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,17 +35,10 @@ from ..forward.edges.prompts import Streams, constants, streams_of
 from ..forward.hooks.taps import Place
 from ..forward.networks.history import STREAM
 from .batches import Batch
+from .names import Method
 
-__all__ = ["METHODS", "Method", "OfLogits", "edge_scores", "node_scores"]
+__all__ = ["OfLogits", "edge_scores", "node_scores"]
 
-Method = Literal["EAP", "EAP-IG-inputs", "clean-corrupted", "EAP-IG-activations", "information-flow-routes"]
-METHODS: tuple[Method, ...] = (
-    "EAP",
-    "EAP-IG-inputs",
-    "clean-corrupted",
-    "EAP-IG-activations",
-    "information-flow-routes",
-)
 OfLogits = Callable[[Tensor], Tensor]
 
 

@@ -23,6 +23,7 @@ from ...pipeline import Output
 from ...store.errors import PromptError, StageError
 from ..forward.runs.experiment import CellLabels
 from .experiment import EdgeExperiment, labels, where_there_are_edges
+from .names import METHODS, Method
 from .pairs import tokens_of, value
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from ..forward.architectures.architecture import Architecture
     from ..forward.edges.layout import Layout
     from ..forward.models.model import Model
-    from .methods import Method
 
 __all__ = ["EdgeEffects", "EdgeScores"]
 
@@ -74,8 +74,6 @@ class EdgeScores(EdgeExperiment):
     def check(self, config: Architecture) -> Layout:
         """As of every experiment on edges; StageError for a method there is not, for no steps, or for a
         metric without a gradient."""
-        from .methods import METHODS
-
         layout = super().check(config)
         if self.method not in METHODS:
             raise StageError(f"expected a method among {', '.join(METHODS)}, found {self.method!r}")

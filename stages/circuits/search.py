@@ -24,6 +24,7 @@ from ..forward.edges.layout import Bools
 from ..forward.runs.experiment import CellLabels
 from .elimination import downwards, eliminated
 from .experiment import EdgeExperiment, labels
+from .names import Method
 from .scores import EdgeScores
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from ..forward.architectures.architecture import Architecture
     from ..forward.edges.layout import Layout
     from ..forward.models.model import Model
-    from .methods import Method
 
 __all__ = ["CircuitSearch"]
 

@@ -24,6 +24,7 @@ from ..forward.runs.experiment import CellLabels
 from .circuit import Circuit
 from .evaluation import without_each
 from .experiment import EdgeExperiment, labels
+from .names import Method
 from .pairs import Pair
 from .scores import EdgeScores
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from ..forward.architectures.architecture import Architecture
     from ..forward.edges.layout import Layout
     from ..forward.models.model import Model
-    from .methods import Method
 
 __all__ = ["SelectedCircuits"]
 

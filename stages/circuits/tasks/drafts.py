@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Draft", "drawn", "next_token", "pair_of", "single", "usable"]
 
-TRIED = 50
+TRIED = 20
 """Drafts tried for each pair wanted, before a task is given up."""
 
 

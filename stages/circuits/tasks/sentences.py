@@ -87,13 +87,13 @@ def agreement(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
 def docstrings(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
     """The next argument a docstring describes (Heimersheim and Janiak, A Circuit for Python Docstrings,
     2023). Corrupted: other arguments in the definition."""
-    words = usable("docstrings", "identifiers", tokenizer, IDENTIFIERS, 10)
+    words = usable("docstrings", "identifiers", tokenizer, IDENTIFIERS, 12)
     rng = np.random.default_rng(seed)
 
     def drafts() -> Iterator[Draft]:
         while True:
-            name, *chosen = rng.permutation(words)[:10].tolist()
-            given, others, said = chosen[:4], chosen[4:7], rng.permutation(words)[:4].tolist()
+            name, *chosen = rng.permutation(words)[:12].tolist()
+            given, others, said = chosen[:4], chosen[4:7], chosen[7:]
             wrong = others[2]
             told = (
                 f'):\n    """{said[0]} {said[1]}\n\n    :param {given[0]}: {said[2]}\n'

@@ -64,7 +64,7 @@ def test_edges_by_themselves_are_circuits_without_them_and_everything_is_the_mod
     whole = Circuit.whole(layout)
     effects = EdgeEffects(pairs=pairs)
     found = effects.dataset(model, effects.cells(model.config)[0], ())["effect"].values[0]
-    names = random.Random(family).sample(whole.edges, 30)
+    names = random.Random(family).sample(whole.edges, min(30, len(whole)))
     masks = [(whole - Circuit.of(layout, [name])).chosen for name in names]
     runs = Measured(model, layout, pairs, "corrupted")
     values = runs.values(np.stack([whole.chosen, (~whole).chosen, *masks]))
@@ -77,10 +77,11 @@ def test_edges_by_themselves_are_circuits_without_them_and_everything_is_the_mod
     np.testing.assert_allclose(single, values[2:, 0], rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "gpt_neox", "bloom", "mixtral", "starcoder2"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "gpt_neox", "bloom", "starcoder2"])
 def test_gradients_are_those_of_small_changes_of_single_edges(family, tmp_path):
     """Against central differences of the exact passes, in float64. The reference's norms and softmax round to
-    float32 all the same, which leaves 1e-3 of the largest."""
+    float32 all the same, which leaves 1e-3 of the largest. Experts are left out: a router that chooses others
+    within the step has no difference to take."""
     save(tmp_path, family, 1)
     model = Model.from_pretrained(tmp_path, dtype="float64")
     pairs = draw(model, 1, 7)
@@ -93,13 +94,13 @@ def test_gradients_are_those_of_small_changes_of_single_edges(family, tmp_path):
     with torch.no_grad():
         for columns, gradient in cotangents(network, layout, batch.clean.streams, along.expand_as):
             count = layout.read[columns][0]
-            estimated[:count, columns] = torch.einsum("spd,cpd->sc", change[:count], gradient[0])
+            estimated[:count, columns] = torch.einsum("spd,cpd->sc", change[:count], gradient[0]).numpy()
         step = 3e-3
         for sign in (1, -1):
             for sources, destinations, logits in changed_edges(
                 network, layout, batch.clean, sign * step * change, Logits(), memory=1 << 26
             ):
-                exact[sources, destinations] += sign * (logits @ along).numpy() / (2 * step)
+                exact[sources.numpy(), destinations.numpy()] += sign * (logits @ along).numpy() / (2 * step)
     assert np.abs(estimated - exact).max() <= 1e-3 * np.abs(exact).max()
 
 
@@ -108,7 +109,7 @@ def test_what_is_no_sum_is_refused_in_one_line(family, tmp_path):
     make = save_random_model if family in FAMILIES else save_random_hybrid
     make(tmp_path, family, 1, tokenizer=False)
     config = Model.from_pretrained(tmp_path).config
-    with pytest.raises(ConfigError, match=f"found {SUMS[family]}.* in layer .; edges are no parts") as caught:
+    with pytest.raises(ConfigError, match=rf"found {SUMS[family]}.* in layer \d of \w+; edges") as caught:
         Layout.of(config)
     assert "\n" not in str(caught.value)
 
