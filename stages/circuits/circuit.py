@@ -14,6 +14,7 @@ Axes: source, destination, as in forward/edges/layout.py.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +30,8 @@ from ..forward.edges.layout import INPUT, LOGITS, Bools, Layout
 __all__ = ["Circuit"]
 
 FORMAT = 1
+LEAVES_NOTHING = -1
+"""Owner of the logits (`Layout.owner`), which are no source."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,16 +77,26 @@ class Circuit:
     def greedy(cls, layout: Layout, scores: Any, size: int) -> Circuit:
         """As many edges one after the other, from the logits down: each time the one of largest |score| into
         a node that is in already, whose source is then in as well."""
-        magnitude = _magnitudes(layout, scores)
-        found = np.zeros_like(layout.edges)
-        open_to = layout.owner < 0
+        magnitude, found = _magnitudes(layout, scores), np.zeros_like(layout.edges)
+        waiting: list[tuple[float, int]] = []
+
+        def enter(node: int) -> None:
+            """Queue the edges into a node, the largest first and of equal ones the first by source."""
+            into = layout.edges & (layout.owner == node)
+            for place in np.flatnonzero(into).tolist():
+                heapq.heappush(waiting, (-magnitude.flat[place], place))
+
+        entered = {LEAVES_NOTHING}
+        enter(LEAVES_NOTHING)
         for _ in range(_within(size, layout)):
-            candidates = np.where(layout.edges & ~found & open_to, magnitude, -np.inf)
-            source, destination = np.unravel_index(int(candidates.argmax()), candidates.shape)
-            if candidates[source, destination] == -np.inf:
+            if not waiting:
                 break
-            found[source, destination] = True
-            open_to = open_to | (layout.owner == source)
+            place = heapq.heappop(waiting)[1]
+            found.flat[place] = True
+            source = place // found.shape[1]
+            if source not in entered:
+                entered.add(source)
+                enter(source)
         return cls(layout, found)
 
     @classmethod

@@ -65,7 +65,9 @@ class CircuitWorkflow(ModelWorkflow):
 
     @cached_property
     def pairs(self) -> Mapping[str, tuple[tuple[Pair, ...], tuple[Pair, ...]]]:
-        """Of each task those that edges are chosen on, and those that circuits are run on."""
+        """Of each task those that edges are chosen on, and those that circuits are run on. Raises ConfigError
+        for a model that is no graph, and for a task that a tokenizer leaves too few pairs of."""
+        Layout.of(self.subject.config)  # a model that is none is refused before its tokenizer is asked
         count, seed, tokenizer = self.settings.pairs, self.settings.seed, self.subject.tokenizer
         found = {}
         for task in self.tasks:
