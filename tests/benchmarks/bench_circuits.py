@@ -3,9 +3,10 @@
     python tests/benchmarks/bench_circuits.py [--rounds 3] [--threads 2] [--device cpu]
 
 The random Llama of bench_runs.py (8 layers, hidden 512, 8 heads, 4 key/value heads, MLP 1408, vocabulary
-4096, float32) and two prompts of 20 random tokens. It has 6,637 edges. Times are over those of as many forward
-passes of transformers, of which fifty are run in each round, lower is better, target in the last column: edges
-left out at the last position, and at all of them. Then EAP and EAP-IG (5 steps) of one pair, in plain passes.
+4096, float32) and two prompts of 20 random tokens. It has 6,637 edges. Times are over those of as many
+forward passes of transformers, of which fifty are run in each round, lower is better, target in the last
+column: edges left out at the last position, and at all of them. Then EAP and EAP-IG (5 steps) of one pair, in
+plain passes.
 """
 
 from __future__ import annotations
