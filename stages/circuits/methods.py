@@ -37,18 +37,19 @@ from ..forward.networks.history import STREAM
 from .batches import Batch
 from .names import Method
 
-__all__ = ["OfLogits", "edge_scores", "node_scores"]
+__all__ = ["OfLogits", "edge_scores"]
 
 OfLogits = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class _At:
-    """Where a gradient is taken, and what it counts. lost: whether edges from the input into the first
-    layer's heads count nothing."""
+    """Where a gradient is taken, and what it counts for edges and for nodes. lost: whether edges from the
+    input into the first layer's heads count nothing."""
 
     streams: Streams
     weight: float
+    of_nodes: float
     held: tuple[Held, ...] = ()
     lost: bool = False
 
@@ -56,69 +57,52 @@ class _At:
 @torch.no_grad()
 def edge_scores(
     network: SplitNetwork, layout: Layout, batch: Batch, method: Method, steps: int, of_logits: OfLogits
-) -> Tensor:
-    """Scores of a batch's edges, summed over its pairs, float64 [source, destination].
+) -> tuple[Tensor, Tensor]:
+    """Scores of a batch's edges and of all edges of each node at once, <D, dM/du>, summed over its pairs:
+    float64 [source, destination] and [source]; of a method that takes no gradient, 0 of nodes.
 
-    of_logits: last logits [B, vocab] -> gradient of each pair's metric. steps: n.
+    of_logits: last logits [B, vocab] -> gradient of each pair's metric. steps: n. Of nodes, the steps of
+    EAP-IG-inputs are k = 1 … n.
     """
     found = torch.zeros(layout.edges.shape, dtype=torch.float64)
+    nodes = torch.zeros(len(layout.sources), dtype=torch.float64)
     if method == "information-flow-routes":
         for columns, shares in _shares(layout, batch):
             found[: len(shares), columns] = shares[:, None]
-        return found
+        return found, nodes
     change = batch.change
     for at in _taken(network, layout, batch, method, steps):
         for columns, gradient in cotangents(network, layout, at.streams, of_logits, at.held):
             count = int(layout.read[columns][0])
-            estimate = _product(change[:, :count], gradient)
-            if at.lost and columns == layout.inputs(0):
-                estimate = torch.zeros_like(estimate)
-            found[:count, columns] += at.weight * estimate.double().cpu()
-    return found
-
-
-@torch.no_grad()
-def node_scores(
-    network: SplitNetwork, layout: Layout, batch: Batch, method: Method, steps: int, of_logits: OfLogits
-) -> Tensor:
-    """The same of all edges of a node at once, <D, dM/du>, float64 [source], of a method that takes
-    gradients; the steps of EAP-IG-inputs are then k = 1 … n."""
-    found = torch.zeros(len(layout.sources), dtype=torch.float64)
-    change = batch.change
-    if method == "EAP-IG-inputs":
-        taken = _on_the_way(network, layout, batch, range(1, steps + 1), steps)
-    else:
-        taken = _taken(network, layout, batch, method, steps)
-    for at in taken:
-        for columns, gradient in cotangents(network, layout, at.streams, of_logits, at.held):
-            count = int(layout.read[columns][0])
-            estimate = _product(change[:, :count], gradient.sum(1, keepdim=True))[:, 0]
-            found[:count] += at.weight * estimate.double().cpu()
-    return found
+            estimate = _product(change[:, :count], gradient).double().cpu()
+            nodes[:count] += at.of_nodes * estimate.sum(1)
+            if not (at.lost and columns == layout.inputs(0)):
+                found[:count, columns] += at.weight * estimate
+    return found, nodes
 
 
 def _taken(network: SplitNetwork, layout: Layout, batch: Batch, method: Method, steps: int) -> Iterator[_At]:
     """Where gradients are taken, one after the other, so that no more than one run is held."""
     if method == "EAP":
-        yield _At(batch.clean.streams, 1.0)
+        yield _At(batch.clean.streams, 1.0, 1.0)
     elif method == "clean-corrupted":
-        yield _At(batch.clean.streams, 0.5)
-        yield _At(streams_of(network, layout, batch.corrupted_ids), 0.5)
+        yield _At(batch.clean.streams, 0.5, 0.5)
+        yield _At(streams_of(network, layout, batch.corrupted_ids), 0.5, 0.5)
     elif method == "EAP-IG-inputs":
-        yield from _on_the_way(network, layout, batch, range(steps), steps)
+        yield from _on_the_way(network, layout, batch, steps)
     else:
         yield from _in_groups(network, layout, batch, steps)
 
 
-def _on_the_way(
-    network: SplitNetwork, layout: Layout, batch: Batch, chosen: range, steps: int
-) -> Iterator[_At]:
-    """Runs whose embedding is k / n of the way from the corrupted prompt's to the clean one's."""
-    entering = batch.clean.streams.heads[0]
+def _on_the_way(network: SplitNetwork, layout: Layout, batch: Batch, steps: int) -> Iterator[_At]:
+    """Runs whose embedding is k / n of the way from the corrupted prompt's to the clean one's: for edges from
+    k = 0 on, for nodes to k = n."""
+    entering, weight = batch.clean.streams.heads[0], 1 / steps
     away = network.embed(batch.corrupted_ids, None)[STREAM] - batch.clean.added[:, 0]
-    for k in chosen:
+    for k in range(steps):
         given: dict[Place, Tensor] = {("embed", None): entering + (1 - k / steps) * away}
-        yield _At(streams_of(network, layout, batch.ids, given), 1 / steps)
+        yield _At(streams_of(network, layout, batch.ids, given), weight, weight if k else 0.0)
+    yield _At(batch.clean.streams, 0.0, weight)
 
 
 def _in_groups(network: SplitNetwork, layout: Layout, batch: Batch, steps: int) -> Iterator[_At]:
@@ -136,14 +120,14 @@ def _in_groups(network: SplitNetwork, layout: Layout, batch: Batch, steps: int) 
     for k in range(1, steps + 1):
         away = 1 - k / steps
         given: dict[Place, Tensor] = {("embed", None): entering + away * change[:, 0]}
-        yield _At(streams_of(network, layout, batch.ids, given), weight, (), not has_positions)
+        yield _At(streams_of(network, layout, batch.ids, given), weight, weight, (), not has_positions)
         for layer in range(layout.num_layers):
             heads, mlp = layout.heads(layer), layout.mlp(layer)
             summed = (clean.added[:, heads] + away * change[:, heads]).sum(1)
             of_heads: dict[Place, Tensor] = {("attn_out", layer): summed + (fixed[layer + 1] - fixed[layer])}
-            yield _At(streams_of(network, layout, batch.ids, of_heads), weight, (("heads", layer),))
+            yield _At(streams_of(network, layout, batch.ids, of_heads), weight, weight, (("heads", layer),))
             of_mlp: dict[Place, Tensor] = {("mlp_out", layer): clean.added[:, mlp] + away * change[:, mlp]}
-            yield _At(streams_of(network, layout, batch.ids, of_mlp), weight, (("mlp", layer),))
+            yield _At(streams_of(network, layout, batch.ids, of_mlp), weight, weight, (("mlp", layer),))
 
 
 def _shares(layout: Layout, batch: Batch) -> Iterator[tuple[slice, Tensor]]:

@@ -92,16 +92,16 @@ class EdgeScores(EdgeExperiment):
         import xarray as xr
 
         from .batches import batches, gradients, network_of
-        from .methods import edge_scores, node_scores
+        from .methods import edge_scores
 
         model, network = prepared, network_of(prepared)
         layout, declared = self.check(model.config), self.outputs_on(model.config)
         found, nodes = np.zeros(layout.edges.shape), np.zeros(len(layout.sources))
         for batch in batches(model, layout, self.pairs, self.alternative, seed=self.seed, memory=self.memory):
-            told = (network, layout, batch, self.method, self.steps, partial(gradients, batch))
-            found += edge_scores(*told).numpy() / len(self.pairs)
-            if self.takes_gradients:
-                nodes += node_scores(*told).numpy() / len(self.pairs)
+            of_logits = partial(gradients, batch)
+            edges, own = edge_scores(network, layout, batch, self.method, self.steps, of_logits)
+            found += edges.numpy() / len(self.pairs)
+            nodes += own.numpy() / len(self.pairs)
         given = {"score": declared["score"].variable(where_there_are_edges(layout, found))}
         if self.takes_gradients:
             given["node_score"] = declared["node_score"].variable(nodes)
