@@ -173,7 +173,7 @@ class PairSettings(ControlSettings, ModelSettings):
 
 @dataclass(frozen=True)
 class CircuitSettings(ControlSettings, ModelSettings):
-    """A question about circuits that do a task (material/circuit_tasks.py)."""
+    """A question about circuits that do a task (circuits/tasks.py)."""
 
     tasks: tuple[str, ...] = setting(
         (),

@@ -12,7 +12,7 @@ from scipy.stats import binomtest
 from mizarr.stages.circuits.circuit import Circuit
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
-from mizarr.workflows.material.circuit_tasks import by_sign
+from mizarr.workflows.circuits.tasks import by_sign
 from mizarr.workflows.subject import SPECIMEN_FOLDER as SPECIMEN
 from tests.stages.forward.random_models import save_random_model
 

@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.causal.controls import Null, interval
-from ..stages.circuits.circuit import Circuit
-from ..stages.circuits.evaluation import faithfulness
-from ..stages.circuits.experiment import EdgeExperiment
-from ..stages.circuits.scores import EdgeEffects, EdgeScores
-from ..stages.circuits.selected import SelectedCircuits
-from .material.circuit_tasks import CircuitWorkflow
-from .settings import CircuitSettings, Count, Natural, setting
-from .views import CircuitDrawing, Data, Figure, Finding, Findings, Table, View
+from ...stages.causal.controls import Null, interval
+from ...stages.circuits.circuit import Circuit
+from ...stages.circuits.evaluation import faithfulness
+from ...stages.circuits.experiment import EdgeExperiment
+from ...stages.circuits.scores import EdgeEffects, EdgeScores
+from ...stages.circuits.selected import SelectedCircuits
+from ..settings import CircuitSettings, Count, Natural, setting
+from ..views import CircuitDrawing, Data, Figure, Finding, Findings, Table, View
+from .tasks import CircuitWorkflow
 
 if TYPE_CHECKING:
-    from ..pipeline.nodes import ResultNode
-    from ..store.arrays import Floats
+    from ...pipeline.nodes import ResultNode
+    from ...store.arrays import Floats
 
 __all__ = ["CircuitDiscovery", "CircuitDiscoverySettings"]
 

@@ -25,10 +25,10 @@ from ...stages.circuits.tasks.table import TASKS, task_pairs
 from ...stages.forward.edges.layout import Layout
 from ...stages.forward.models.files import SHIPPED
 from ...store.errors import ConfigError
+from ..material.answers import answer_pieces, encoded
+from ..material.fact_pairs import FIELDS, shipped_pairs
 from ..settings import CircuitSettings
 from ..workflow import ModelWorkflow
-from .answers import answer_pieces, encoded
-from .fact_pairs import FIELDS, shipped_pairs
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.causal.controls import Null
-from ..stages.circuits.circuit import Circuit
-from ..stages.circuits.evaluation import areas, faithfulness
-from ..stages.circuits.experiment import EdgeExperiment
-from ..stages.circuits.pairs import Alternative
-from ..stages.circuits.selected import SelectedCircuits
-from ..store.errors import ConfigError
-from .material.circuit_tasks import CircuitWorkflow
-from .settings import CircuitSettings, Count, Share, setting
-from .views import Data, Figure, Finding, Findings, Line, Lines, Table, View
+from ...stages.causal.controls import Null
+from ...stages.circuits.circuit import Circuit
+from ...stages.circuits.evaluation import areas, faithfulness
+from ...stages.circuits.experiment import EdgeExperiment
+from ...stages.circuits.pairs import Alternative
+from ...stages.circuits.selected import SelectedCircuits
+from ...store.errors import ConfigError
+from ..settings import CircuitSettings, Count, Share, setting
+from ..views import Data, Figure, Finding, Findings, Line, Lines, Table, View
+from .tasks import CircuitWorkflow
 
 if TYPE_CHECKING:
-    from ..pipeline.nodes import ResultNode
-    from ..store.arrays import Floats
+    from ...pipeline.nodes import ResultNode
+    from ...store.arrays import Floats
 
 __all__ = ["CircuitEvaluation", "CircuitEvaluationSettings"]
 
