@@ -24,6 +24,8 @@ WORKFLOWS = {
     "generate": ".generate",
     "character_count_helix": ".character_count_helix",
     "activation_patching": ".activation_patching",
+    "attribution_patching": ".gradients.attribution_patching",
+    "integrated_gradients": ".gradients.integrated_gradients",
     "circuit_discovery": ".circuits.discovery",
     "circuit_evaluation": ".circuits.evaluation",
     "causal_tracing": ".causal_tracing",

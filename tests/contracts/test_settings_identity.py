@@ -71,6 +71,11 @@ at_first = functools.cache(identity)
 """The same, of settings that several tests start from."""
 PROMPT = "Two plus two is"
 PAIR_OF_PROMPTS = {"prompt": "The capital of France is", "corrupted": ("The capital of Spain is",)}
+LAWS = {
+    "prompt": "The law in North Dakota declares the language",
+    "corrupted": "The law in Saskatchewan declares the language",
+    "answer": "English",
+}
 SUBJECT = {"prompt": PROMPT, "target": " the", "subject": "Two"}
 SITED = "Two and two in all is"
 OTHERS: dict[tuple[str, str], Any] = {
@@ -103,6 +108,10 @@ OTHERS: dict[tuple[str, str], Any] = {
     ("generate", "zero"): ("blocks.0.hook_mlp_out",),
     ("activation_patching", "prompt"): PAIR_OF_PROMPTS,
     ("activation_patching", "kinds"): ("resid_post",),
+    ("attribution_patching", "prompt"): LAWS | {"wrong": "French"},
+    ("attribution_patching", "wrong"): LAWS | {"wrong": "French"},
+    ("attribution_patching", "what"): "states",
+    ("integrated_gradients", "prompt"): LAWS,
     ("state_patching", "prompt"): PAIR_OF_PROMPTS,
     ("state_patching", "kinds"): ("resid_post",),
     ("rwkv_inference", "scales"): (0.0, 2.0),
@@ -168,6 +177,9 @@ others have to change with it."""
 
 STARTS: dict[tuple[str, str], dict[str, Any]] = {
     ("activation_patching", "prompt"): {},
+    ("attribution_patching", "prompt"): {},
+    ("attribution_patching", "wrong"): LAWS | {"wrong": "Spanish"},
+    ("integrated_gradients", "prompt"): {},
     ("state_patching", "prompt"): {},
     ("causal_tracing", "prompt"): {**SUBJECT, "prompt": SITED},
     ("causal_tracing", "target"): {**SUBJECT, "target": " four"},
@@ -202,6 +214,8 @@ ONLY_SHOWN = {
         for name in (
             "ablation",
             "activation_patching",
+            "attribution_patching",
+            "integrated_gradients",
             "state_patching",
             "attention_knockout",
             "counterfact_patching",

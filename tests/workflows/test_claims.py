@@ -101,11 +101,15 @@ AT_DEFAULTS: dict[str, dict[str, Any]] = {
     "steering_dose_response": {},
     "causal_tracing": {},
     "activation_patching": {},
+    "attribution_patching": {},
+    "integrated_gradients": {},
     "planning_pairs": {"limit": 3},
 }
 ON_KNOWN_FACTS = (
     "ablation",
     "activation_patching",
+    "attribution_patching",
+    "integrated_gradients",
     "attention_knockout",
     "steering_dose_response",
     "causal_tracing",

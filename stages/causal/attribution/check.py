@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["AttributionCheck", "agreement", "rank_correlation"]
 
 LARGEST, RANDOM = "largest", "random"
+PLACE = ("kind", "layer", "position", "head", "key_position")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,12 @@ class AttributionCheck(AttributionPatching):
         "rank_correlation": Output(("chosen",), "1", "Spearman correlation of the two over cells"),
         "worst_miss": Output(("chosen",), "as the metric", "largest difference of the two"),
         "unpatched": Output(("run",), "as the metric", "metric of the runs nothing was patched in"),
+        "sort": Output(("cell",), "1", "whether a cell is among the largest estimates or drawn at random"),
+        "kind": Output(("cell",), "1", "hook point that is patched"),
+        "layer": Output(("cell",), "1", "its layer"),
+        "position": Output(("cell",), "1", "its position (of a pattern: query), -1 for all"),
+        "head": Output(("cell",), "1", "its head, -1 for all or none"),
+        "key_position": Output(("cell",), "1", "of an attention edge its key, else -1"),
     }
 
     def __post_init__(self) -> None:
@@ -84,10 +91,6 @@ class AttributionCheck(AttributionPatching):
             Run(self.corrupted, patch(HookSpec(), prepared, kind, [layer], place, 0), self.want)
             for kind, layer, place, _ in self._picked(prepared)[0]
         ]
-
-    def sketch(self, config: Architecture, cell: CellLabels) -> None:  # type: ignore[override]
-        """Nobody can say before the estimates are there."""
-        return
 
     def measure(self, prepared: PreparedGrid, cell: CellLabels, result: HookCache) -> Floats:
         """Every metric of one run."""
@@ -115,23 +118,18 @@ class AttributionCheck(AttributionPatching):
             (kind, layer, *(-1 if at is None else at for at in (place.position, place.head, place.key)))
             for kind, layer, place, _ in chosen
         ]
-        names = ("kind", "layer", "position", "head", "key_position")
-        labels = {
-            name: ("cell", list(column)) for name, column in zip(names, zip(*rows, strict=True), strict=True)
-        }
-        sort = [LARGEST] * count + [RANDOM] * (len(chosen) - count)
+        columns = dict(zip(PLACE, map(list, zip(*rows, strict=True)), strict=True))
         data = {
-            "estimate": ("cell", estimate),
-            "exact": ("cell", exact),
-            "unpatched": ("run", [clean, corrupted]),
-            **{name: ("chosen", [each[name] for each in told]) for name in told[0]},
+            "estimate": estimate,
+            "exact": exact,
+            "unpatched": [clean, corrupted],
+            "sort": [LARGEST] * count + [RANDOM] * (len(chosen) - count),
+            **columns,
+            **{name: [each[name] for each in told] for name in told[0]},
         }
-        given = {name: self.outputs[name].variable(np.asarray(values)) for name, (_, values) in data.items()}
-        return xr.Dataset(
-            given,
-            {**labels, "sort": ("cell", sort), "chosen": list(sorts), "run": ["clean", "corrupted"]},
-            {"metric": metric.name, "units": metric.units},
-        )
+        given = {name: self.outputs[name].variable(np.asarray(values)) for name, values in data.items()}
+        coords = {"chosen": list(sorts), "run": ["clean", "corrupted"]}
+        return xr.Dataset(given, coords, {"metric": metric.name, "units": metric.units})
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
         """The one there is."""

@@ -6,7 +6,7 @@ the first order alone; where saturated attention, norms or a late MLP bend the m
 check.py measures by exact runs.
 
 Border: token ids and hook points in, labelled arrays out, as patching.py; asks the model for gradients by
-`Model.differentiate`. Planning imports no torch.
+`Model.backward`. Planning imports no torch.
 
     grid = AttributionPatching(clean=a, corrupted=b, kinds=("z",), over="head_position",
                                metrics=(LogitDifference(x, y),))
@@ -16,19 +16,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
 
 from ....store.arrays import Floats
 from ....store.errors import StageError
 from ...forward.architectures.points import HookPoint
-from ...forward.hooks.objective import objective_of
+from ...forward.hooks.objective import columns, objective_of
 from ...forward.hooks.spec import Capture, HookSpec
 from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..grids.patching import ActivationPatching
-from ..grids.patching_grid import GridPlace, part_of
+from ..grids.patching_grid import GridPlace, head_axis
 from ..grids.patching_metrics import Metric, Recovery, read
 from ..grids.patching_results import PreparedGrid, as_vector, token_texts
+from .attention import NEEDED, key_effects, query_effects, remade
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -39,13 +42,20 @@ if TYPE_CHECKING:
 
 __all__ = ["AttributionPatching"]
 
+CLEAN, CORRUPTED = 0, 1
+"""Rows of the batch of both runs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttributionPatching(ActivationPatching):
     """Estimates of `ActivationPatching`: the same fields, axes and scale, no run per place.
 
     Metrics must have a gradient (`Recovery` of one that has). align and window are not for estimates.
+    attention: of queries and keys, "slope" for the gradient there, "anew" for that at the weights they give
+    (AtP*; attention.py), where each is patched by head or by head and position.
     """
+
+    attention: Literal["slope", "anew"] = "slope"
 
     name: ClassVar[str] = "attribution_patching"
     version: ClassVar[int] = 1
@@ -63,59 +73,82 @@ class AttributionPatching(ActivationPatching):
             )
         for metric in self.metrics:
             objective_of(plain(metric))
+        if self.attention not in ("slope", "anew"):
+            raise StageError(
+                f"{self.name}: expected attention to be 'slope' or 'anew', found {self.attention!r}"
+            )
 
     def prepare(self, model: Model) -> PreparedGrid:
-        """Both runs with their activations, and the gradient of every metric in the corrupted one."""
+        """Both runs with their activations, side by side in one pass, and back from it for every metric."""
         points = [
             HookPoint(cell["kind"], cell["layer"]) for cell in AttributionPatching.cells(self, model.config)
         ]
-        clean, held = self._clean(model, points)
-        activations: dict[Any, Tensor] = {("clean", point): held[Capture(point)][0] for point in points}
+        remaking = [point for point in points if self._is_anew(point.kind)]
+        beside = [HookPoint(kind, point.layer) for point in remaking for kind in ("pattern", "attn_scores")]
+        points = list(dict.fromkeys([*points, *beside]))
+        activations: dict[Any, Any] = {}
         for number, metric in enumerate(self.metrics):
-            corrupted, found = self._back(model, metric, points if number == 0 else [], points)
+            logits, found = self._back(model, metric, points, with_activations=number == 0)
             for point in points:
-                activations["gradient", number, point] = found[Capture(point, is_gradient=True)][0]
+                activations["gradient", number, point] = found[Capture(point, is_gradient=True)][CORRUPTED]
                 if number == 0:
-                    activations["corrupted", point] = found[Capture(point)][0]
-        tokens = {
+                    activations["clean", point] = found[Capture(point)][CLEAN]
+                    activations["corrupted", point] = found[Capture(point)][CORRUPTED]
+        anew = remade(model, self.corrupted, {point: activations["clean", point] for point in remaking})
+        activations |= {("anew", point): numbers for point, numbers in anew.items()}
+        texts = {
             "token": token_texts(model, self.corrupted),
             "clean_token": token_texts(model, self.clean),
         }
-        known = {name: each for name, each in tokens.items() if each is not None}
-        unpatched = [as_vector(corrupted)]
-        return PreparedGrid(model.config, as_vector(clean), unpatched, activations, known)
+        known = {name: each for name, each in texts.items() if each is not None}
+        clean, corrupted = (as_vector(logits[row : row + 1]) for row in (CLEAN, CORRUPTED))
+        return PreparedGrid(model.config, clean, [corrupted], activations, known)
 
     def runs(self, prepared: PreparedGrid, cell: CellLabels) -> Sequence[Run]:
         """None: what was prepared is enough."""
         return []
 
+    def sketch(self, config: Architecture, cell: CellLabels) -> None:  # type: ignore[override]
+        """None: a pass and its way back are no runs that a plan counts."""
+
     def dataset(self, prepared: PreparedGrid, cell: CellLabels, measured: Sequence[Floats]) -> xr.Dataset:
         """The estimates of one hook point, as patching would report its runs."""
-        return super().dataset(prepared, cell, self.estimates(prepared, cell["kind"], cell["layer"]))
+        numbers = self.estimates(prepared, cell["kind"], cell["layer"])
+        return super().dataset(prepared, cell, list(numbers))
 
-    def estimates(self, prepared: PreparedGrid, kind: str, layer: int) -> list[Floats]:
-        """Of each place of a hook point every metric, not yet rescaled: float64 [metric]."""
+    def estimates(self, prepared: PreparedGrid, kind: str, layer: int) -> Floats:
+        """Of each place of a hook point every metric, not yet rescaled: float64 [place, metric]."""
         point = HookPoint(kind, layer)
         base = read(self.metrics, prepared.unpatched[0], prepared.clean)
-        effects = [effects_of(prepared.activations, number, point) for number, _ in enumerate(self.metrics)]
-        return [
-            base + [float(part_of(each, point, place)[_key(place)].sum()) for each in effects]
-            for place in self.places(prepared.config, kind)
-        ]
+        places = self.places(prepared.config, kind)
+        effects = remade_effects_of if self._is_anew(kind) else effects_of
+        return np.stack(
+            [
+                base[number] + at_places(effects(prepared.activations, number, point), point, places)
+                for number in range(len(self.metrics))
+            ],
+            axis=1,
+        )
 
-    def _clean(self, model: Model, points: Sequence[HookPoint]) -> tuple[Tensor, dict[Capture, Tensor]]:
-        spec = model.bind(HookSpec().capture(*points))
-        logits, held = model.run_batch([self.clean], spec, self.want)
-        assert logits is not None  # they are wanted
-        return logits, held
+    def _is_anew(self, kind: str) -> bool:
+        return self.attention == "anew" and kind in NEEDED
 
     def _back(
-        self, model: Model, metric: Metric, also: Sequence[HookPoint], points: Sequence[HookPoint]
+        self, model: Model, metric: Metric, points: Sequence[HookPoint], *, with_activations: bool
     ) -> tuple[Tensor, Mapping[Capture, Tensor]]:
-        """The corrupted run: logits wanted, activations where they are asked for, gradients of one metric."""
-        asked = HookSpec().capture(*also, *(Capture(point, is_gradient=True).name for point in points))
-        asked.gradient_of(plain(metric), at=self.at, baseline=self.clean)
-        return model.differentiate([self.corrupted], model.bind(asked), [0], want=self.want)
+        """Logits wanted of both runs [2, 1, tokens]; what stands at the points, and there the gradient of one
+        metric of the corrupted run, which has the clean one beside it to compare with."""
+        asked = HookSpec().capture(*(Capture(point, is_gradient=True).name for point in points))
+        asked.capture(*points if with_activations else ())
+
+        def cotangent(logits: Tensor) -> Tensor:
+            clean, corrupted = (as_vector(logits[row : row + 1]) for row in (CLEAN, CORRUPTED))
+            found = np.zeros(tuple(logits.shape))
+            held = columns(plain(metric).tokens, self.want.tokens)
+            np.add.at(found[CORRUPTED, 0], held, plain(metric).gradient(corrupted[held], clean[held]))
+            return logits.new_tensor(found)
+
+        return model.backward([self.clean, self.corrupted], model.bind(asked), self.want, cotangent)
 
 
 def plain(metric: Metric) -> Metric:
@@ -123,13 +156,41 @@ def plain(metric: Metric) -> Metric:
     return metric.of if isinstance(metric, Recovery) else metric
 
 
-def effects_of(activations: Mapping[Any, Tensor], number: int, point: HookPoint) -> Tensor:
+def effects_of(activations: Mapping[Any, Tensor], number: int, point: HookPoint) -> Floats:
     """What each entry of the clean activation does to metric `number`, to first order: float64, shaped as the
     activation without its batch."""
     moved = activations["clean", point].double() - activations["corrupted", point].double()
-    return moved * activations["gradient", number, point].double()
+    found: Floats = (moved * activations["gradient", number, point].double()).cpu().numpy()
+    return found
 
 
-def _key(place: GridPlace) -> Any:
-    """Of an attention edge, its key among those of the row."""
-    return (..., slice(None) if place.key is None else slice(place.key, place.key + 1))
+def remade_effects_of(activations: Mapping[Any, Any], number: int, point: HookPoint) -> Floats:
+    """The same of clean queries or keys by the weights they give: their entries have it in one, [head,
+    position, 1]."""
+
+    def held(mark: tuple[Any, ...], kind: str) -> Floats:
+        found: Floats = activations[(*mark, HookPoint(kind, point.layer))].double().cpu().numpy()
+        return found
+
+    weights, gradient = held(("corrupted",), "pattern"), held(("gradient", number), "pattern")
+    patched = activations["anew", point]
+    if point.kind == "q":
+        return query_effects(weights, patched, gradient)[..., None]
+    heads = activations["clean", point].shape[0]
+    return key_effects(weights, held(("corrupted",), "attn_scores"), patched, gradient, heads)[..., None]
+
+
+def at_places(effects: Floats, point: HookPoint, places: Sequence[GridPlace]) -> Floats:
+    """Effects of entries [axes of the point but the batch], summed over what each place holds: [place]."""
+    first = places[0]
+    axes = {head_axis(point.dims): "head", "position": "position", "query_position": "position"}
+    axes["key_position"] = "key"
+    cut = [axes.get(dim, "") for dim in point.dims[1:]]
+    kept = [bool(name) and getattr(first, name) is not None for name in cut]
+    summed: Floats = effects.sum(axis=tuple(axis for axis, is_kept in enumerate(kept) if not is_kept))
+    names = [name for name, is_kept in zip(cut, kept, strict=True) if is_kept]
+    if not names:
+        return np.broadcast_to(summed, len(places))
+    chosen = [np.array([getattr(place, name) for place in places]) for name in names]
+    found: Floats = summed[tuple(chosen)]
+    return found

@@ -23,7 +23,7 @@ from .wants import Logits
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Differentiable", "Objective", "objective_of"]
+__all__ = ["Differentiable", "Objective", "columns", "objective_of"]
 
 
 class Differentiable(Protocol):
@@ -85,6 +85,14 @@ class Objective:
         """Whether prompts have metrics or baselines of their own."""
         return max(len(self.metrics), len(self.baselines)) > 1
 
+    @property
+    def arguments(self) -> str:
+        """What `HookSpec.gradient_of` was given, as it is written."""
+        told = [repr(self.metrics[0] if len(self.metrics) == 1 else list(self.metrics))]
+        told += [f"at={self.at}"] if self.at != -1 else []
+        told += [f"baseline={[list(row) for row in self.baselines]}"] if self.baselines else []
+        return ", ".join(told)
+
     def canonical(self, prompts: str) -> dict[str, Any]:
         """Plain values. prompts: the digest of the prompts, of which each has its own where this says so."""
         told = {
@@ -114,9 +122,10 @@ class Objective:
                     f"gradients: expected at in {-length}..{length - 1} for a prompt of {length} tokens, "
                     f"found {self.at}"
                 )
-        for token in (token for metric in self.metrics for token in metric.named):
-            if not 0 <= token < vocab_size:
-                raise PromptError(f"gradients: expected a token id in 0..{vocab_size - 1}, found {token}")
+        for named in (*(metric.named for metric in self.metrics), *self.baselines):
+            for token in named:
+                if not 0 <= token < vocab_size:
+                    raise PromptError(f"gradients: expected a token id in 0..{vocab_size - 1}, found {token}")
 
     def metric_of(self, prompt: int) -> Differentiable:
         """The metric of a prompt."""
@@ -145,7 +154,7 @@ class Objective:
         place = self.at if want.positions is None else want.positions.index(self.at)
         for row, prompt in enumerate(prompts):
             metric, compared = self.metric_of(prompt), clean[row]
-            chosen = _columns(metric.tokens, want.tokens)
+            chosen = columns(metric.tokens, want.tokens)
             own = _wide(logits[row, place])[chosen]
             other = own if compared is None else _wide(compared)[chosen]
             np.add.at(found[row, place], chosen, metric.gradient(own, other))
@@ -173,8 +182,8 @@ def objective_of(
     return Objective(metrics, at, tuple(tuple(int(token) for token in row) for row in rows))
 
 
-def _columns(tokens: Sequence[int] | None, held: Sequence[int] | None) -> Any:
-    """Where a metric's tokens stand among those held."""
+def columns(tokens: Sequence[int] | None, held: Sequence[int] | None) -> Any:
+    """Where a metric's tokens stand among those held, as an index; None for all of them."""
     if tokens is None:
         return slice(None)
     return list(tokens) if held is None else [held.index(token) for token in tokens]

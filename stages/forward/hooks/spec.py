@@ -251,7 +251,7 @@ class HookSpec:
             for held, when, is_gradient in self._captures
         ]
         rows += [(held, repr(change)) for held, change in self._interventions]
-        rows += [] if self._objective is None else [("gradients of", repr(self._objective))]
+        rows += [] if self._objective is None else [("gradients of", self._objective.arguments)]
         return html.shown("HookSpec", html.table(["hook point", "what"], rows))
 
     def __repr__(self) -> str:
@@ -260,7 +260,7 @@ class HookSpec:
             for held, when, is_gradient in self._captures
         )
         changes = "".join(f".intervene({str(held)!r}, {change!r})" for held, change in self._interventions)
-        metric = "" if self._objective is None else f".gradient_of({self._objective!r})"
+        metric = "" if self._objective is None else f".gradient_of({self._objective.arguments})"
         return f"HookSpec(){captures}{changes}{metric}"
 
 

@@ -80,6 +80,7 @@ def test_what_goes_with_no_prompts_is_refused():
         (objective_of(KL(), baseline=[[1], [2]]), [3, 3, 3], StageError, "one baseline for all prompts"),
         (objective_of(LogitDifference(1, 2), at=4), [5, 4], PromptError, r"found 4"),
         (objective_of(Probability(320)), [5], PromptError, r"a token id in 0\.\.319, found 320"),
+        (objective_of(KL(), baseline=[3, -1]), [5], PromptError, r"a token id in 0\.\.319, found -1"),
     ):
         with pytest.raises(error, match=told):
             objective.check(lengths, 320)
@@ -102,3 +103,18 @@ def test_all_of_an_objective_is_in_its_identity():
     assert by_prompt.canonical("p") != by_prompt.canonical("q"), "whose order is that of these prompts"
     assert plain.canonical("p") == plain.canonical("q"), "the same of whatever prompt"
     assert Objective((LogitDifference(1, 2),)) == plain
+
+
+def test_a_spec_reads_as_it_was_written():
+    from mizarr import HookSpec
+
+    for given in (
+        {"metric": LogitDifference(1, 2)},
+        {"metric": [KL(), LogProbability(3)], "at": 2, "baseline": [[1, 2], [3, 4]]},
+    ):
+        spec = HookSpec().capture("grad:blocks.*.attn.hook_z").gradient_of(**given)
+        assert eval(repr(spec)) == spec
+        assert spec != HookSpec().capture("grad:blocks.*.attn.hook_z")
+        assert HookSpec().extend(spec) == spec
+    assert spec.is_captured("grad:blocks.3.attn.hook_z")
+    assert not spec.is_captured("blocks.3.attn.hook_z") and not spec.is_captured("grad:hook_embed")

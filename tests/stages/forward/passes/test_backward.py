@@ -146,6 +146,39 @@ def test_gradients_of_streams_are_those_of_transformers(family, tmp_path):
         assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max(), capture.point
 
 
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [("gpt2", "attn"), ("mixtral", "self_attn"), ("falcon", "self_attention"), ("deepseek_v3", "self_attn")],
+)
+def test_gradients_of_parts_are_those_of_transformers(family, attention, tmp_path):
+    """Families whose parts are added to the stream as their modules give them."""
+    reference = save_random_hybrid(tmp_path, family, 4, tokenizer=False)
+    model, ids = Model.from_pretrained(tmp_path), draw(2, 15)
+    body = reference.base_model
+    layers = body.h if hasattr(body, "h") else body.layers
+    seen: dict[HookPoint, Tensor] = {}
+
+    def keep(point: HookPoint) -> Any:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            seen[point] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    hooks = [
+        block.get_submodule(name).register_forward_hook(keep(HookPoint(kind, layer)))
+        for layer, block in enumerate(layers)
+        for kind, name in (("attn_out", attention), ("mlp_out", "mlp"))
+    ]
+    logits = reference(torch.tensor(ids), use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    expected = torch.autograd.grad(metric(logits[:, -1:]).sum(), list(seen.values()))
+    found = gradients(model, ids, HookSpec().capture(*(f"grad:{point}" for point in seen)))
+    for point, theirs in zip(seen, expected, strict=True):
+        ours = found[Capture(point, is_gradient=True)]
+        assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max(), point
+
+
 @pytest.mark.parametrize("family", by_family(SAVE))
 def test_gradients_at_every_hook_point_are_what_a_small_change_does(family, tmp_path):
     SAVE[family](tmp_path, family, 3, tokenizer=False)

@@ -1,0 +1,1 @@
+"""Questions about gradients: what they propose, and what exact runs say of it."""

@@ -1,0 +1,239 @@
+"""Which heads carry what makes two prompts differ, as gradients say it, and are they right?
+
+Attribution patching: one pass back through the corrupted prompt gives an estimate of what every head does at
+every position when its clean value is put in (stages/causal/attribution/patching.py), on the scale on which 0
+is as corrupted and 100 % as clean by the difference of the two answers' logits. The largest estimates, and as
+many cells drawn at random, are then patched exactly.
+
+Defaults: pairs of shipped facts, of which those count that the model knows. Two claims: the cell with the
+largest estimate moves the answer when it is patched, beside cells of the same grid drawn at random; and
+estimates rank cells as exact runs do, beside estimates shuffled among them. Where attention or norms saturate
+first order is wrong, and the worst miss says how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ...stages.causal.attribution.check import LARGEST, PLACE, AttributionCheck, rank_correlation
+from ...stages.causal.attribution.patching import AttributionPatching
+from ...stages.causal.controls import Null, interval
+from ...stages.causal.draws import AtOnce
+from ...stages.causal.grids.patching_metrics import LogitDifference, Recovery
+from ...stages.logits.lens import format_token
+from ...store.arrays import Floats
+from ...store.errors import ConfigError
+from ..material.answers import named
+from ..settings import Count, setting
+from ..views import Figure, Finding, Findings, Heatmap, Table, View
+from ..workflow import loaded
+from .pairs import AttributedPairs, AttributionSettings, pair_json
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ...pipeline.nodes import ResultNode
+
+__all__ = ["AttributionPatchingTrace", "AttributionPatchingTraceSettings"]
+
+HEADS = "heads"
+STREAM = "states"
+
+
+@dataclass(frozen=True)
+class AttributionPatchingTraceSettings(AttributionSettings):
+    """What `--set` can change."""
+
+    what: Literal["heads", "states"] = setting(
+        HEADS, '"heads" by position (what they have read), or "states" of the stream by position'
+    )
+    wrong: str = setting("", "what comes next in a corrupted prompt of one's own")
+    verify: Count = setting(12, "largest estimates that are run exactly, and as many others at random")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.prompt) != bool(self.wrong):
+            raise ConfigError("expected a prompt and the wrong answer together, found one without the other")
+
+
+class AttributionPatchingTrace(AttributedPairs):
+    """A grid of estimates of the first pair, and cells of every pair run exactly."""
+
+    name = "attribution_patching"
+    question = "Which heads carry what makes two prompts differ, as gradients say it, and are they right?"
+    settings_type = AttributionPatchingTraceSettings
+    settings: AttributionPatchingTraceSettings
+
+    grid = loaded("grid")
+    """Estimates of the pair shown: recovery [layer, head, position], or [layer, position]."""
+    checked = loaded("checked")
+    """Cells of every pair, [draw = pair, cell]."""
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """The grid of the first pair, cells of all of them, and which answers the model knows."""
+        self.read = self.read_pairs(self.settings.wrong)
+        by_head = self.settings.what == HEADS
+        kind = self.subject.config.read_kind if by_head else "resid_post"
+        self.kind = kind
+
+        def given(number: int) -> dict[str, Any]:
+            pair = self.read[number]
+            return {
+                "clean": pair.clean,
+                "corrupted": pair.corrupted,
+                "kinds": (kind,),
+                "over": "head_position" if by_head else "position",
+                "layers": tuple(self.subject.config.layers_with(kind)),
+                "metrics": (Recovery(LogitDifference(pair.answer, pair.wrong)),),
+            }
+
+        checks = tuple(
+            AttributionCheck(verify=self.settings.verify, seed=self.settings.seed + number, **given(number))
+            for number in range(len(self.read))
+        )
+        return {
+            "grid": self.on_model(AttributionPatching(**given(0))),
+            "checked": self.on_model(AtOnce(checks)),
+            "known": self.known_node(self.read),
+        }
+
+    @cached_property
+    def effects(self) -> tuple[Floats, Floats]:
+        """Estimated and exact effects of the cells of pairs that count, percent [pair, cell]."""
+        estimate, exact = (
+            100 * self.checked[name].transpose("draw", "cell").values[self.is_known]
+            for name in ("estimate", "exact")
+        )
+        return estimate, exact
+
+    def findings(self) -> Findings:
+        """What the largest estimate does by a run, and whether estimates rank cells; nothing of pairs that
+        the model does not know."""
+        if self.not_claimed:
+            return Findings.of(caption=self.not_claimed, sources=("known",))
+        given, (estimate, exact) = self.settings, self.effects
+        drawn = self.checked["sort"].transpose("draw", "cell").values[0] != LARGEST
+        found = (
+            [
+                Finding.over(
+                    f"the {self._place} with the largest estimate, patched exactly, moves the answer",
+                    np.abs(exact[:, 0]),
+                    np.abs(exact[:, drawn]),
+                    f"times another {self._place} of each pair",
+                    draws=given.controls,
+                    seed=given.seed,
+                    unit="%",
+                )
+            ]
+            if drawn.any()
+            else []
+        )
+        ranks = np.array([rank_correlation(*pair) for pair in zip(estimate, exact, strict=True)])
+        random = np.random.default_rng(given.seed)
+        shuffled = [
+            np.mean(
+                [rank_correlation(random.permutation(a), b) for a, b in zip(estimate, exact, strict=True)]
+            )
+            for _ in range(given.controls)
+        ]
+        null = Null(np.array(shuffled), "times estimates shuffled among the cells of each pair")
+        claim = "estimates rank cells as exact runs do (Spearman)"
+        spread = interval(ranks, seed=given.seed)
+        found.append(Finding(claim, float(ranks.mean()), null, spread=spread, prompts=len(ranks)))
+        return Findings.of(
+            *found,
+            caption=f"{int(self.is_known.sum())} of {len(self.read)} pairs, whose answer the model says; the "
+            f"{given.verify} largest estimates and as many random cells of each run exactly. Worst miss "
+            f"{float(np.abs(estimate - exact).max()):.1f} %.",
+            sources=("checked", "known"),
+        )
+
+    @property
+    def _place(self) -> str:
+        return f"{'head and ' if self.settings.what == HEADS else ''}position"
+
+    @cached_property
+    def cells(self) -> list[dict[str, Any]]:
+        """Cells of the pair shown, largest estimates first: place, estimate and exact effect in percent."""
+        here = self.checked.isel(draw=0)
+        tokens = named(self.subject, self.read[0].corrupted)
+        columns = {name: here[name].values.tolist() for name in (*PLACE, "sort")}
+        effects = {name: (100 * here[name].values).tolist() for name in ("estimate", "exact")}
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        return [
+            {
+                **row,
+                "token": tokens[row["position"]],
+                "estimate": effects["estimate"][i],
+                "exact": effects["exact"][i],
+            }
+            for i, row in enumerate(rows)
+        ]
+
+    def views(self) -> Iterator[View]:
+        """The claims, the grid of the pair shown by head and by position, and its cells both ways."""
+        pair = self.read[0]
+        findings = self.findings()
+        yield findings
+        # A recovery counts from the corrupted run, which is 0: estimates of parts add up.
+        whole = (100 * self.grid["recovery"]).assign_attrs(units="%", long_name="estimated recovery")
+        maps = [self._map(whole, "position", "head")]
+        if "head" in whole.dims:
+            maps.insert(0, self._map(whole, "head", "position"))
+        title = f"Estimates of {pair.texts[0]!r} put into {pair.texts[1]!r}"
+        yield from maps
+        yield Figure(name="attribution_patching", title=title, panels=(*maps, findings), columns=2)
+        yield self._told(pair)
+
+    def _map(self, whole: xr.DataArray, kept: str, summed: str) -> Heatmap:
+        shown = whole.sum(summed, keep_attrs=True) if summed in whole.dims else whole
+        tokens = named(self.subject, self.read[0].corrupted)
+        over = f", summed over {summed}s" if summed in whole.dims else ""
+        return Heatmap.of(
+            shown.transpose("layer", kept).reset_coords(drop=True),
+            f"Estimated recovery by {kept}",
+            f"share of the answers' logit difference that comes back, to first order{over}",
+            diverging=True,
+            sources=("grid",),
+            json={f"estimate_by_{kept}": shown.transpose("layer", kept)},
+            **({"columns": tuple(format_token(each) for each in tokens)} if kept == "position" else {}),
+        )
+
+    def _told(self, pair: Any) -> Table:
+        agree = [
+            {
+                name: float(self.checked[name].isel(draw=number).sel(chosen=sort))
+                for name in ("correlation", "rank_correlation", "worst_miss")
+            }
+            | {"pair": number, "chosen": sort, "is_known": bool(self.is_known[number])}
+            for number in range(len(self.read))
+            for sort in self.checked["chosen"].values.tolist()
+        ]
+        return Table.of(
+            self.cells,
+            ("layer", "layer", "d"),
+            ("head", lambda row: row["head"] if row["head"] >= 0 else "all", "{}".format),
+            ("position", lambda row: f"{format_token(row['token'])} ({row['position']})"),
+            ("chosen", "sort"),
+            ("estimate", "estimate", "{:+.1f} %".format),
+            ("exact", "exact", "{:+.1f} %".format),
+            title=f"{self.subject.name}: {pair.texts[0]!r} put into {pair.texts[1]!r}",
+            caption=f"Recovery of the logit difference {pair.answers[0]!r} - {pair.answers[1]!r} by one "
+            f"patch of {self.kind}: to first order, and by a run.",
+            sources=("checked",),
+            json={
+                **self.subject.about,
+                "kind": self.kind,
+                "pairs": [pair_json(each) for each in self.read],
+                "cells": self.cells,
+                "agreement": agree,
+            },
+        )
+
+
+WORKFLOW = AttributionPatchingTrace

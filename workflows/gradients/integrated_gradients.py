@@ -1,0 +1,228 @@
+"""Which words of a prompt does an answer come from? Integrated gradients, and runs without each word.
+
+Along the straight line from the embeddings of an unrelated prompt to those of the prompt, gradients of the
+answer's log-probability are summed up (stages/causal/attribution/integrated.py): each position gets a share,
+and the shares add up to what the whole prompt does, but for a gap that is told. Beside them stands what exact
+runs say: the log-probability lost when the embedding of one position alone becomes that of the unrelated
+prompt.
+
+Defaults: shipped facts, of which those count that the model knows; baselines are other facts of as many
+tokens and another answer. Two claims: replacing the position with the largest share loses more than replacing
+another one of the same prompt; and shares rank positions as runs do, beside shares shuffled among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...stages.causal.attribution.check import rank_correlation
+from ...stages.causal.attribution.integrated import IntegratedGradients
+from ...stages.causal.controls import Null, interval
+from ...stages.causal.grids.patching_metrics import LogProbability
+from ...stages.logits.lens import format_token
+from ...store.arrays import Floats
+from ..material.unrelated import Unrelated
+from ..settings import Count, setting
+from ..views import Bars, Figure, Finding, Findings, Lines, Table, View
+from .pairs import AttributedPairs, AttributionSettings, pair_json
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ...pipeline.nodes import ResultNode
+
+__all__ = ["IntegratedGradientsTrace", "IntegratedGradientsTraceSettings"]
+
+MEASURED = {"units": "nats", "long_name": "log-probability of the answer"}
+
+
+@dataclass(frozen=True)
+class IntegratedGradientsTraceSettings(AttributionSettings):
+    """What `--set` can change."""
+
+    steps: Count = setting(32, "places along the way at which gradients are taken")
+
+
+class IntegratedGradientsTrace(AttributedPairs):
+    """One way from an unrelated prompt per fact."""
+
+    name = "integrated_gradients"
+    question = "Which words of a prompt does an answer come from?"
+    settings_type = IntegratedGradientsTraceSettings
+    settings: IntegratedGradientsTraceSettings
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """A result per fact, and which answers the model knows."""
+        given = self.settings
+        self.read = self.read_pairs()
+        unrelated = Unrelated(self.subject)
+        nodes: dict[str, ResultNode] = {}
+        for number, pair in enumerate(self.read):
+            baseline = pair.corrupted
+            if not given.prompt:
+                (baseline,) = unrelated.to(pair.clean, 1, seed=given.seed + number, targets=pair.answers)
+            nodes[f"fact_{number}"] = self.on_model(
+                IntegratedGradients(
+                    prompt=pair.clean,
+                    baseline=baseline,
+                    metric=LogProbability(pair.answer),
+                    steps=given.steps,
+                )
+            )
+        return nodes | {"known": self.known_node(self.read)}
+
+    @cached_property
+    def facts(self) -> list[xr.Dataset]:
+        """What was found of each, over positions whose embedding differs from the baseline's."""
+        found = [self.result(f"fact_{number}").load() for number in range(len(self.read))]
+        return [each.isel(position=np.flatnonzero(each["attribution"].values != 0)) for each in found]
+
+    @cached_property
+    def counted(self) -> list[xr.Dataset]:
+        """Those that the model knows, of more than one position."""
+        return [
+            each
+            for each, known in zip(self.facts, self.is_known, strict=True)
+            if known and each.sizes["position"] > 1
+        ]
+
+    def findings(self) -> Findings:
+        """What the position with the largest share is worth by a run, and whether shares rank positions."""
+        if self.not_claimed or not self.counted:
+            told = (
+                self.not_claimed
+                or "One position differs from the baseline: there is none to hold it against."
+            )
+            return Findings.of(caption=told, sources=("known",))
+        given = self.settings
+        largest, others = zip(*map(self._removed, self.counted), strict=True)
+        count = min(map(len, others))
+        random = np.random.default_rng(given.seed)
+        drawn = np.array([random.permutation(each)[:count] for each in others])
+        first = Finding.over(
+            "without the word of the largest share the answer loses log-probability",
+            np.array(largest),
+            drawn,
+            "times another word of each prompt",
+            draws=given.controls,
+            seed=given.seed,
+            unit="nats",
+        )
+        pairs = [(each["attribution"].values, each["removed"].values) for each in self.counted]
+        ranks = np.array([rank_correlation(*pair) for pair in pairs])
+        shuffled = [
+            np.nanmean([rank_correlation(random.permutation(a), b) for a, b in pairs])
+            for _ in range(given.controls)
+        ]
+        null = Null(np.array(shuffled), "times shares shuffled among the words of each prompt")
+        second = Finding(
+            "shares rank words as runs without them do (Spearman)",
+            float(np.nanmean(ranks)),
+            null,
+            spread=interval(ranks, seed=given.seed),
+            prompts=len(pairs),
+        )
+        gaps = [abs(float(each["gap"])) for each in self.facts]
+        return Findings.of(
+            first,
+            second,
+            caption=f"{len(self.counted)} of {len(self.read)} facts, whose answer the model says; in "
+            f"{given.steps} steps shares miss the whole by at most {max(gaps):.3f} nats.",
+            sources=tuple(self.nodes),
+        )
+
+    def _removed(self, fact: xr.Dataset) -> tuple[float, Floats]:
+        """What is lost without the word of the largest share, and without each other one, in nats."""
+        most = int(fact["attribution"].values.argmax())
+        lost: Floats = fact["removed"].values
+        return float(lost[most]), np.delete(lost, most)
+
+    def told(self, number: int) -> dict[str, Any]:
+        """A fact in plain values."""
+        fact, pair = self.facts[number], self.read[number]
+        value, base = fact["value"].values.tolist()
+        return {
+            **pair_json(pair),
+            "is_known": bool(self.is_known[number]),
+            "log_probability": value,
+            "baseline_log_probability": base,
+            "gap": float(fact["gap"]),
+            "words": [
+                {"position": position, "token": token, "share": share, "removed": removed}
+                for position, token, share, removed in zip(
+                    fact["position"].values.tolist(),
+                    fact["token"].values.tolist(),
+                    fact["attribution"].values.tolist(),
+                    fact["removed"].values.tolist(),
+                    strict=True,
+                )
+            ],
+        }
+
+    def views(self) -> Iterator[View]:
+        """The claims, the words of the first fact both ways, and the way itself."""
+        import xarray as xr
+
+        facts = [self.told(number) for number in range(len(self.read))]
+        shown, told = self.facts[0], facts[0]
+        findings = self.findings()
+        yield findings
+        words = tuple(f"{format_token(each['token'])} {each['position']}" for each in told["words"])
+        both = xr.DataArray(
+            np.stack([shown["attribution"].values, shown["removed"].values]),
+            dims=("what", "position"),
+            coords={"what": ["share", "lost without it"]},
+            attrs=MEASURED,
+        )
+        bars = Bars.of(
+            both.assign_coords(position=list(words)),
+            f"Words of {told['clean_prompt']!r}",
+            f"share of each in the log-probability of {told['answer']!r}, and what is lost when its "
+            "embedding is that of the baseline",
+            sources=("fact_0",),
+        )
+        way = xr.DataArray(
+            np.stack([each["path"].values for each in self.facts]),
+            dims=("fact", "step"),
+            coords={
+                "fact": [f"{each['answer']} ({n})" for n, each in enumerate(facts)],
+                "step": shown["step"],
+            },
+            attrs=MEASURED,
+        )
+        lines = Lines.of(
+            way,
+            "Along the way",
+            "log-probability of each fact's answer from its baseline (0) to its prompt (1)",
+            sources=tuple(self.nodes),
+        )
+        title = f"Where {told['answer']!r} comes from"
+        yield bars
+        yield lines
+        yield Figure(name="integrated_gradients", title=title, panels=(bars, lines, findings), columns=2)
+        yield Table.of(
+            facts,
+            ("prompt", lambda row: format_token(row["clean_prompt"])),
+            ("answer", "answer"),
+            ("log-probability", "log_probability", ".2f"),
+            ("of the baseline", "baseline_log_probability", ".2f"),
+            ("gap", "gap", "+.4f"),
+            ("largest share", _most),
+            title=f"{self.subject.name}: {len(facts)} facts",
+            caption="Log-probability of the answer in nats; the gap is what shares do not add up to.",
+            sources=tuple(self.nodes),
+            json={**self.subject.about, "steps": self.settings.steps, "facts": facts},
+        )
+
+
+def _most(told: dict[str, Any]) -> str:
+    word = max(told["words"], key=lambda each: abs(each["share"]), default=None)
+    return "none" if word is None else f"{format_token(word['token'])} ({word['share']:+.2f})"
+
+
+WORKFLOW = IntegratedGradientsTrace

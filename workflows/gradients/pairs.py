@@ -1,0 +1,148 @@
+"""Pairs of prompts that attribution is asked about: whose answers differ, of as many tokens.
+
+One's own pair, or shipped facts; of these count those the model knows, whose clean answer is its likeliest
+next token (answers.KNOWN): gradients of an untrained network find causes, too, of nothing anybody said.
+
+Border: texts and token ids; loads no model and never imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...stages.causal.draws import AtOnce
+from ...stages.causal.grids.patching import ActivationPatching
+from ...stages.causal.grids.patching_metrics import KL, Rank
+from ...store.errors import ConfigError
+from ..material.answers import KNOWN, encoded
+from ..material.fact_pairs import FIELDS, shipped_pairs
+from ..settings import ControlSettings, Count, ModelSettings, setting
+from ..subject import Subject
+from ..workflow import ModelWorkflow
+
+if TYPE_CHECKING:
+    from ...pipeline.nodes import ResultNode
+
+__all__ = ["AttributedPair", "AttributedPairs", "AttributionSettings"]
+
+
+@dataclass(frozen=True)
+class AttributionSettings(ControlSettings, ModelSettings):
+    """A question about a pair of prompts and their answers, or about shipped ones."""
+
+    prompt: str = setting("", "clean prompt; none: shipped facts")
+    corrupted: str = setting("", "the same of another answer, of as many tokens")
+    answer: str = setting("", "what comes next in the clean prompt; its first token is followed")
+    pairs: Count = setting(8, "how many shipped pairs, where no prompt is named")
+
+    def __post_init__(self) -> None:
+        given = (self.prompt, self.corrupted, self.answer)
+        if any(given) and not all(given):
+            raise ConfigError(
+                "expected prompt, corrupted and answer together, found some of them; set all three, or none "
+                "for shipped facts"
+            )
+
+
+@dataclass(frozen=True)
+class AttributedPair:
+    """Texts of a clean and a corrupted prompt and their answers, and all of it as token ids.
+
+    wrong: the corrupted prompt's answer, that of the clean one where nobody named it.
+    """
+
+    texts: tuple[str, str]
+    answers: tuple[str, str]
+    clean: tuple[int, ...]
+    corrupted: tuple[int, ...]
+    answer: int
+    wrong: int
+
+
+class AttributedPairs(ModelWorkflow):
+    """A question about such pairs."""
+
+    settings: AttributionSettings
+
+    def read_pairs(self, wrong: str = "") -> tuple[AttributedPair, ...]:
+        """Those asked for, or the first shipped ones that fit the model. wrong: the answer of one's own
+        corrupted prompt. Raises ConfigError for prompts of different lengths, answers that begin alike, or no
+        pair at all."""
+        given, subject = self.settings, self.subject
+        if given.prompt:
+            return (_paired(subject, (given.prompt, given.corrupted), (given.answer, wrong)),)
+        found: list[AttributedPair] = []
+        for record in shipped_pairs(subject):
+            one, other, answer, wrong = (record[name] for name in FIELDS)
+            try:
+                found.append(_paired(subject, (one, other), (answer, wrong)))
+            except ConfigError:
+                continue  # answers that begin with the same token tell nothing apart
+            if len(found) == given.pairs:
+                break
+        if not found:
+            raise ConfigError("expected shipped pairs of facts that fit the model, found none; name a prompt")
+        return tuple(found)
+
+    def known_node(self, pairs: tuple[AttributedPair, ...]) -> ResultNode:
+        """What says which answers the model knows: the clean runs' ranks, read beside one patch each."""
+        return self.on_model(
+            AtOnce(
+                tuple(
+                    ActivationPatching(
+                        clean=pair.clean,
+                        corrupted=pair.corrupted,
+                        kinds=("resid_pre",),
+                        over="layer",
+                        layers=(0,),
+                        metrics=(KL(), Rank(pair.answer)),
+                    )
+                    for pair in pairs
+                )
+            )
+        )
+
+    @property
+    def is_known(self) -> npt.NDArray[np.bool_]:
+        """Which pairs count, bool [pair]: a pair of one's own does."""
+        ranks = self.result("known")["unpatched"].sel(run="clean", metric="rank").values
+        return np.array((ranks == 0) | bool(self.settings.prompt))
+
+    @property
+    def not_claimed(self) -> str:
+        """Why nothing is claimed; empty where something is."""
+        count, least = int(self.is_known.sum()), 1 if self.settings.prompt else KNOWN
+        if count >= least:
+            return ""
+        return f"The model says the answer of {count} of {len(self.is_known)} pairs: nothing is claimed."
+
+
+def _paired(subject: Subject, texts: tuple[str, str], answers: tuple[str, str]) -> AttributedPair:
+    clean, corrupted = (tuple(encoded(subject, text).ids) for text in texts)
+    answer = subject.answer_id(texts[0], answers[0])
+    wrong = subject.answer_id(texts[1], answers[1]) if answers[1] else answer
+    if len(clean) != len(corrupted):
+        raise ConfigError(
+            f"expected prompts of as many tokens, found {len(clean)} in {texts[0]!r} and {len(corrupted)} in "
+            f"{texts[1]!r}; choose another corrupted prompt"
+        )
+    if answers[1] and answer == wrong:
+        raise ConfigError(
+            f"expected answers that begin with different tokens, found {answers[0]!r} and {answers[1]!r}; "
+            "choose others"
+        )
+    return AttributedPair(texts, answers, clean, corrupted, answer, wrong)
+
+
+def pair_json(pair: AttributedPair) -> dict[str, Any]:
+    """What a document says of a pair."""
+    return {
+        "clean_prompt": pair.texts[0],
+        "corrupted_prompt": pair.texts[1],
+        "answer": pair.answers[0],
+        "wrong": pair.answers[1],
+    }
