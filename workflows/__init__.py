@@ -26,6 +26,8 @@ WORKFLOWS = {
     "activation_patching": ".activation_patching",
     "attribution_patching": ".gradients.attribution_patching",
     "integrated_gradients": ".gradients.integrated_gradients",
+    "circuit_discovery": ".circuits.discovery",
+    "circuit_evaluation": ".circuits.evaluation",
     "causal_tracing": ".causal_tracing",
     "ablation": ".ablation",
     "counterfact_patching": ".counterfact_patching",

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from ..stages.circuits.names import Method
 from ..store.errors import ConfigError, nearest
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "RECURRENT",
     "AnswerSettings",
     "ChosenEdgeSettings",
+    "CircuitSettings",
     "ChosenPlaceSettings",
     "ControlSettings",
     "Count",
@@ -167,6 +169,24 @@ class PairSettings(ControlSettings, ModelSettings):
     block_size: Natural = setting(0, "layers patched together; 0: 4, of small models a third of the layers")
     others: Count = setting(6, "other pairs the block is chosen on")
     donors: Count = setting(2, "unrelated prompts per pair whose subject is put there instead")
+
+
+@dataclass(frozen=True)
+class CircuitSettings(ControlSettings, ModelSettings):
+    """A question about circuits that do a task (circuits/tasks.py)."""
+
+    tasks: tuple[str, ...] = setting(
+        (),
+        "facts (the shipped ones), copying, induction, agreement, ioi, greater_than, pronouns, docstrings; "
+        "none: copying, and of a shipped model facts",
+    )
+    controls: Count = setting(20, "random circuits of as many edges that one is held against")
+    pairs: Count = setting(8, "pairs the edges are chosen on, and as many others that circuits are run on")
+    method: Method = setting("EAP-IG-inputs", "how edges are scored (stages/circuits/methods.py)")
+    steps: Count = setting(5, "of integrated gradients")
+    selection: Literal["top", "greedy"] = setting(
+        "top", "edges of largest |score|, or one after the other from the logits down"
+    )
 
 
 def read_settings(kind: type[Any], name: str, given: Mapping[str, Any]) -> Any:

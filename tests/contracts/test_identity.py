@@ -49,6 +49,13 @@ from mizarr.stages.causal.random_pushes import RandomPushes
 from mizarr.stages.causal.recurrence import RecurrentContinuation, Trial
 from mizarr.stages.causal.state_writes import RandomWrites, StateKnockout, StateSteering
 from mizarr.stages.causal.steering import DoseResponse
+from mizarr.stages.circuits.circuit import Circuit
+from mizarr.stages.circuits.evaluation import CircuitValues
+from mizarr.stages.circuits.pairs import Pair as EdgePair
+from mizarr.stages.circuits.scores import EdgeEffects, EdgeScores
+from mizarr.stages.circuits.search import CircuitSearch
+from mizarr.stages.circuits.selected import SelectedCircuits
+from mizarr.stages.circuits.tasks.years import ProbabilityDifference
 from mizarr.stages.evaluation.loss import CorpusLoss
 from mizarr.stages.evaluation.order import LayerOrders
 from mizarr.stages.evaluation.recall import FactualRecall
@@ -62,6 +69,7 @@ from mizarr.stages.features.effects.sweeps import Dose, InjectionSweep
 from mizarr.stages.features.layers.layout import Layout
 from mizarr.stages.forward.architectures.points import HookPoint
 from mizarr.stages.forward.architectures.transformer import RopeConfig, TransformerConfig
+from mizarr.stages.forward.edges.layout import Layout as GraphLayout
 from mizarr.stages.forward.generation.continuations import GenerationSettings
 from mizarr.stages.forward.hooks.edge_interventions import Knockout, SetValue, Steer
 from mizarr.stages.forward.hooks.interventions import Add, AddAtPositions, Intervention, Replace, Scale, Zero
@@ -132,6 +140,10 @@ METRICS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
     Probability: ({"token": 1}, {"token": 2, "name": "other"}),
     LogProbability: ({"token": 1}, {"token": 2, "name": "other"}),
     Rank: ({"token": 1}, {"token": 2, "name": "other"}),
+    ProbabilityDifference: (
+        {"right": (1,), "wrong": (2,)},
+        {"right": (3,), "wrong": (3,), "name": "other"},
+    ),
     Recovery: ({"of": KL()}, {"of": Probability(1), "name": "other"}),
     Custom: (
         {"function": first, "version": 1},
@@ -411,7 +423,50 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
+
+OF_GRAPH = GraphLayout.of(ModelSource("specimen").config)
+ONE_PAIR = EdgePair((1, 2, 3), (1, 4, 3), LogitDifference(1, 2))
+ANOTHER_PAIR = EdgePair((1, 2, 5), (1, 4, 3), LogitDifference(1, 2))
+ON_PAIRS = {"pairs": (ONE_PAIR, ANOTHER_PAIR)}
+OF_PAIRS = {"pairs": (ANOTHER_PAIR,), "alternative": "zero", "seed": 1}
+BY_BUDGET = {"rule": "budget"}
+EXPERIMENTS |= {
+    EdgeScores: (ON_PAIRS, {**OF_PAIRS, "method": "EAP", "steps": 6}),
+    EdgeEffects: (ON_PAIRS, {**OF_PAIRS, "position": 1}),
+    CircuitValues: (
+        {**ON_PAIRS, "circuits": (Circuit.at_random(OF_GRAPH, 5, seed=0),)},
+        {**OF_PAIRS, "circuits": (Circuit.at_random(OF_GRAPH, 5, seed=1),)},
+    ),
+    SelectedCircuits: (
+        {**ON_PAIRS, "chosen_on": (ONE_PAIR, ANOTHER_PAIR), "sizes": (5,)},
+        {
+            **OF_PAIRS,
+            "chosen_on": (ANOTHER_PAIR,),
+            "sizes": (6,),
+            "method": "EAP",
+            "steps": 6,
+            "selection": "greedy",
+            "minimal": True,
+        },
+    ),
+    CircuitSearch: (
+        {**ON_PAIRS, "threshold": 0.5},
+        {
+            **OF_PAIRS,
+            "threshold": 0.25,
+            "rule": "budget",
+            "method": Pairwise(BY_BUDGET, {**BY_BUDGET, "method": "EAP"}),
+            "steps": Pairwise(BY_BUDGET, {**BY_BUDGET, "steps": 6}),
+        },
+    ),
+}
+
 NOT_IN_A_KEY = {
+    **{
+        (kind, "memory"): "how much is computed at once"
+        for kind in (EdgeScores, EdgeEffects, CircuitValues, SelectedCircuits, CircuitSearch)
+    },
+    **{(ProbabilityDifference, name): "constant of the class" for name in ("units", "long_name")},
     **{
         (kind, field): "an estimate has but one value of it: others are refused"
         for kind in (AttributionPatching, AttributionCheck)

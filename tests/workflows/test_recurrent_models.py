@@ -42,6 +42,8 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "activation_patching": (PAIR | {"others": 2, "controls": 4}, ""),
     "attribution_patching": ({"pairs": 2, "verify": 3, "controls": 4}, ""),
     "integrated_gradients": ({"pairs": 2, "steps": 4, "controls": 4}, ""),
+    "circuit_discovery": ({}, ATTENDS),
+    "circuit_evaluation": ({}, ATTENDS),
     "causal_tracing": ({"prompt": PROMPT, "target": "French", "subject": "Danielle", "samples": 2}, ""),
     "ablation": ({"prompt": PROMPT, "target": "French", "facts": 2, "how": "zero"}, ""),
     "counterfact_patching": (FEW_PAIRS, ""),

@@ -9,6 +9,7 @@ See workflows/DESIGN.md for how a workflow is written with them.
 from __future__ import annotations
 
 from .attention import Attention
+from .circuit import CircuitDrawing
 from .cones import Cones
 from .curves import Bars, Curve, Line, Lines
 from .figure import Figure, together
@@ -24,6 +25,7 @@ __all__ = [
     "Attention",
     "Bars",
     "Choice",
+    "CircuitDrawing",
     "Cones",
     "Column",
     "Curve",

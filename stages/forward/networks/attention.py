@@ -183,7 +183,11 @@ def _from_inputs(
     layer: int,
     taps: Taps,
 ) -> tuple[Tensor, ...]:
-    """Projections [B, S, heads * dh], anew where the stream that a head reads for one of them is changed."""
+    """Projections [B, S, heads * dh], anew where the stream that a head reads for one of them is changed.
+
+    Taps may give back a stream for each query head where fewer make keys and values: each then reads those
+    that its own stream makes.
+    """
     heads = (sizes.num_attention_heads, sizes.num_kv_heads, sizes.num_kv_heads)
     found = []
     for kind, count, made, part in zip(SPLIT_INPUTS, heads, flat, _apart(weights, sizes), strict=True):
@@ -197,15 +201,17 @@ def _from_inputs(
             continue
         # Taps may write into it, and one head's copy would be the stream itself.
         given = taps(kind, layer, copies.clone(memory_format=torch.contiguous_format))
-        rows = part.weight.unflatten(0, (count, -1))
+        rows, bias, each = part.weight.unflatten(0, (count, -1)), part.bias, given.shape[1] // count
+        rows = rows.repeat_interleave(each, 0)
         anew = torch.matmul(source.norm(given), rows.transpose(1, 2))
-        if part.bias is not None:
-            anew = anew + part.bias.view(count, 1, -1)
-        # What was left alone keeps its projection, with whatever was done to the norm that it is made of.
-        kept = made.unflatten(-1, (count, -1)).transpose(1, 2)
-        if is_recorded(given):
-            kept = kept.detach() + (anew - anew.detach())  # its value, and the way back by the input
-        anew = torch.where((given != copies).any(-1, keepdim=True), anew, kept)
+        if bias is not None:
+            anew = anew + bias.view(count, 1, -1).repeat_interleave(each, 0)
+        if each == 1:
+            # What was left alone keeps its projection, with whatever was done to the norm that it is made of.
+            kept = made.unflatten(-1, (count, -1)).transpose(1, 2)
+            if is_recorded(given):
+                kept = kept.detach() + (anew - anew.detach())  # its value, and the way back by the input
+            anew = torch.where((given != copies).any(-1, keepdim=True), anew, kept)
         found.append(anew.transpose(1, 2).flatten(2))
     return tuple(found)
 

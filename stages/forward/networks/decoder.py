@@ -45,11 +45,16 @@ class Decoder(Ends[TransformerConfig, LayerWeights]):
         if weights.ln1_post is not None:
             h = normalise(h, weights.ln1_post, c.norm_type, c.norm_eps, taps, "ln1_post", layer)
         x = taps("resid_mid", layer, history.kept(x) + taps("attn_out", layer, h))
+        return {**carried, STREAM: x + self.fed(layer, x, taps)}
+
+    def fed(self, layer: int, x: Tensor, taps: Taps) -> Tensor:
+        """What the MLP adds [B, token, D], of the stream that it reads."""
+        c, weights = self.config, self.weights.layers[layer]
         h = taps("mlp_pre", layer, normalise(x, weights.ln2, c.norm_type, c.norm_eps, taps, "ln2", layer))
         h = taps("mlp_post", layer, mlp(h, weights, c.activation, layer, taps))
         if weights.ln2_post is not None:
             h = normalise(h, weights.ln2_post, c.norm_type, c.norm_eps, taps, "ln2_post", layer)
-        return {**carried, STREAM: x + taps("mlp_out", layer, h)}
+        return taps("mlp_out", layer, h)
 
     def norm_of(self, name: str, layer: int) -> NormWeights:
         """One of "ln1", "ln2", "ln1_post", "ln2_post"."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from ....store.errors import ConfigError
 from ..architectures.hybrid import HybridConfig
 from ..hooks.taps import Taps
+from .attention import Source
 from .ends import Ends
 from .history import STREAM, Carried, History, Shares, share_of
 from .mixers.attention import GatedAttention, SelfAttention
@@ -143,7 +144,7 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
             if part.shared is not None:
                 ahead = part.shared(x, beside[START], layer, history, taps)
             h, x = self._read(x, "ln1", layer, taps, ahead)
-            each = [mixer(h, layer, history, taps) for mixer in part.mixers]
+            each = [self._mixed(mixer, h, entering, layer, history, taps) for mixer in part.mixers]
             added = self._added(sum(each[1:], each[0]), "ln1_post", layer, taps)
             x = self._summed(history.kept(x) + taps("attn_out", layer, added), "ln1", layer, taps)
         else:
@@ -155,10 +156,32 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
             else:
                 x = taps("resid_mid", layer, x) if part.mixers else x
                 h, x = self._read(x, "ln2", layer, taps)
-            h = part.channel_mixer(taps("mlp_pre", layer, h), layer, taps)
-            added = self._added(taps("mlp_post", layer, h), "ln2_post", layer, taps)
-            x = self._summed(x + taps("mlp_out", layer, added), "ln2", layer, taps)
+            x = self._summed(x + self._written(h, layer, taps), "ln2", layer, taps)
         return {STREAM: x} | {name: history.kept(each) for name, each in beside.items()}
+
+    def fed(self, layer: int, x: Tensor, taps: Taps) -> Tensor:
+        """What the channel mixer adds [B, token, D], of the stream that it reads; where norms stand before
+        what reads them."""
+        name = "ln2" if "ln2" in self.config.blocks[layer].norm_names else "ln1"
+        return self._written(self._normed(x, name, layer, taps), layer, taps)
+
+    def _written(self, h: Tensor, layer: int, taps: Taps) -> Tensor:
+        """What the channel mixer adds to the stream, of what it reads behind its norm."""
+        channel_mixer = self.weights.layers[layer].channel_mixer
+        assert channel_mixer is not None  # nobody asks a layer without one
+        h = channel_mixer(taps("mlp_pre", layer, h), layer, taps)
+        return taps("mlp_out", layer, self._added(taps("mlp_post", layer, h), "ln2_post", layer, taps))
+
+    def _mixed(
+        self, mixer: Mixer, h: Tensor, stream: Tensor, layer: int, history: History, taps: Taps
+    ) -> Tensor:
+        """What a mixer gives of normed h; attention is told which stream that is the norm of, as its heads
+        may be shown others."""
+        if not isinstance(mixer, SelfAttention) or self.config.blocks[layer].norms != "before":
+            return mixer(h, layer, history, taps)
+        c, norm = self.config, self.norm_of("ln1", layer)
+        source = Source(stream, lambda read: apply_norm(self._narrow(read), norm, c.norm_type, c.norm_eps))
+        return mixer(h, layer, history, taps, source)
 
     def _beside(self, carried: Carried) -> Carried:
         """What is carried beside the stream: the embedding, once it has been shown, where layers read it."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..hooks.wants import Logits
     from .history import History, Shares
 
-__all__ = ["Network", "through_layers"]
+__all__ = ["Network", "onwards", "through_layers"]
 
 
 class Network(Protocol):
@@ -95,12 +95,28 @@ def through_layers(
     that keeps nothing of a layer can say what that means.
     Raises EverythingHeld, by way of the taps, where the last thing wanted is reached earlier.
     """
-    carried, left = network.embed(ids, history.positions, history.shares), None
-    layers = network.config.num_layers
-    for layer in range(layers) if order is None else order:
+    carried = network.embed(ids, history.positions, history.shares)
+    return onwards(
+        network, carried, range(network.config.num_layers) if order is None else order, history, taps
+    )
+
+
+def onwards(
+    network: Network,
+    carried: Carried,
+    layers: Sequence[int],
+    history: History,
+    taps: Taps,
+    left: int | None = None,
+) -> Tensor:
+    """What comes out of one layer, or is embedded -> the residual stream [B, token, D] behind these layers.
+
+    left: the layer it comes out of; None for the embedding.
+    """
+    for layer in layers:
         carried = _entering(layer, left, carried, history, taps)
         carried, left = network.layer(layer, carried, history, taps), layer
-    return _entering(layers, left, carried, history, taps)[STREAM]
+    return _entering(network.config.num_layers, left, carried, history, taps)[STREAM]
 
 
 def _entering(layer: int, left: int | None, carried: Carried, history: History, taps: Taps) -> Carried:

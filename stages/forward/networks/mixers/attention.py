@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...architectures.mixers import AttentionShape
 from ...hooks.taps import Taps
-from ..attention import attention
+from ..attention import Source, attention
 from ..history import History
 from ..products import product
 from ..weights import AttentionWeights, parts_of
@@ -35,9 +35,11 @@ class SelfAttention:
         self.shape, self._how = shape, replace(shape.fact, sinks=tensors.get("sinks"))
         self.weights = AttentionWeights(**{name: part for name, part in parts.items() if name in known})
 
-    def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `Mixer`."""
-        return attention(x, self.weights, self.shape, self._how, layer, history, taps)
+    def __call__(
+        self, x: Tensor, layer: int, history: History, taps: Taps, source: Source | None = None
+    ) -> Tensor:
+        """See `Mixer`; source: what x is the norm of."""
+        return attention(x, self.weights, self.shape, self._how, layer, history, taps, source=source)
 
 
 def _separated(tensors: LayerTensors, shape: AttentionShape) -> LayerTensors:
@@ -72,8 +74,10 @@ class GatedAttention(SelfAttention):
         super().__init__(shape, found)
         self._gate, self._gate_bias = found[gate], found.get(f"{gate}.bias")
 
-    def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `Mixer`."""
+    def __call__(
+        self, x: Tensor, layer: int, history: History, taps: Taps, source: Source | None = None
+    ) -> Tensor:
+        """See `Mixer`; source: what x is the norm of."""
         gate = torch.sigmoid(product(history.kept(x), self._gate, self._gate_bias))
         gate = taps("attn_gate", layer, by_heads(gate, self.shape.head_dim))
-        return attention(x, self.weights, self.shape, self._how, layer, history, taps, gate)
+        return attention(x, self.weights, self.shape, self._how, layer, history, taps, gate, source)

@@ -1,0 +1,213 @@
+"""Edge scores: what leaving out each edge would do to a metric, estimated (methods.py) or exactly.
+
+    scores = EdgeScores(pairs=pairs, method="EAP-IG-inputs")
+    found = run(scores.on("specimen"), store)["score"]        # [source, destination]
+    exact = EdgeEffects(pairs=pairs)                          # every edge by itself, one cell per pair
+
+Border: pairs in, labelled arrays out; how a pass is taken apart is in forward/edges. Never imports torch
+until it runs.
+
+Axes: pair, source, destination. NaN where there is no edge. Positive: leaving the edge out raises the metric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from ...pipeline import Output
+from ...store.errors import PromptError, StageError
+from ..forward.runs.experiment import CellLabels
+from .experiment import EdgeExperiment, labels, where_there_are_edges
+from .names import METHODS, Method
+from .pairs import tokens_of, value
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ..forward.architectures.architecture import Architecture
+    from ..forward.edges.layout import Layout
+    from ..forward.models.model import Model
+
+__all__ = ["EdgeEffects", "EdgeScores"]
+
+AXES = ("source", "destination")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeScores(EdgeExperiment):
+    """Estimates of every edge, and of every node by the same gradients, averaged over pairs.
+
+    method: see methods.py. steps: of integrated gradients.
+    """
+
+    method: Method = "EAP-IG-inputs"
+    steps: int = 5
+
+    name: ClassVar[str] = "edge_scores"
+    version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = {
+        "score": Output(AXES, "<unit>", "estimated change of the metric where the edge is left out"),
+        "node_score": Output(
+            ("source",), "<unit>", "the same of all edges that leave a node", is_optional=True
+        ),
+    }
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether the method does; a share of a stream has no unit."""
+        return self.method != "information-flow-routes"
+
+    def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
+        """In the unit of the metric."""
+        unit = self.unit if self.takes_gradients else "1"
+        return {
+            name: Output(each.dims, unit, each.long_name, each.is_optional)
+            for name, each in self.outputs.items()
+            if self.takes_gradients or not each.is_optional
+        }
+
+    def check(self, config: Architecture) -> Layout:
+        """As of every experiment on edges; StageError for a method there is not, for no steps, or for a
+        metric without a gradient."""
+        layout = super().check(config)
+        if self.method not in METHODS:
+            raise StageError(f"expected a method among {', '.join(METHODS)}, found {self.method!r}")
+        if self.steps < 1:
+            raise StageError(f"expected at least one step, found {self.steps}")
+        without = [pair.metric for pair in self.pairs if not pair.metric.has_gradient]
+        if self.takes_gradients and without:
+            raise StageError(
+                f"{self.method}: expected metrics with a gradient, found {without[0].name!r}; take a logit "
+                "difference, or a KL"
+            )
+        return layout
+
+    def dataset(self, prepared: Model, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
+        """score [source, destination], node_score [source]."""
+        import xarray as xr
+
+        from .batches import batches, gradients, network_of
+        from .methods import edge_scores
+
+        model, network = prepared, network_of(prepared)
+        layout, declared = self.check(model.config), self.outputs_on(model.config)
+        found, nodes = np.zeros(layout.edges.shape), np.zeros(len(layout.sources))
+        for batch in batches(model, layout, self.pairs, self.alternative, seed=self.seed, memory=self.memory):
+            of_logits = partial(gradients, batch)
+            edges, own = edge_scores(network, layout, batch, self.method, self.steps, of_logits)
+            found += edges.numpy() / len(self.pairs)
+            nodes += own.numpy() / len(self.pairs)
+        given = {"score": declared["score"].variable(where_there_are_edges(layout, found))}
+        if self.takes_gradients:
+            given["node_score"] = declared["node_score"].variable(nodes)
+        return xr.Dataset(given, coords=labels(layout))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeEffects(EdgeExperiment):
+    """Every edge left out by itself, in each pair, exactly. A cell is a pair.
+
+    position: the only one at which it is left out, negative from the end; None for all.
+    """
+
+    position: int | None = None
+
+    name: ClassVar[str] = "edge_effects"
+    version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = {
+        "effect": Output(
+            ("pair", *AXES), "<unit>", "change of the metric where the edge is left out, exactly"
+        ),
+        "clean": Output(("pair",), "<unit>", "the metric of the clean run"),
+    }
+
+    def params(self) -> dict[str, Any]:
+        """Without the pairs, which are in the cells, unless what stands for a source depends on all of
+        them."""
+        given = super().params()
+        if self.alternative in ("corrupted", "zero"):
+            del given["pairs"]
+        return given
+
+    def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
+        """In the unit of the metric."""
+        return {name: Output(each.dims, self.unit, each.long_name) for name, each in self.outputs.items()}
+
+    def check(self, config: Architecture) -> Layout:
+        """As of every experiment on edges; PromptError for a position that a prompt does not have, StageError
+        for a pair given twice."""
+        layout = super().check(config)
+        shortest = min(len(pair.clean) for pair in self.pairs)
+        if self.position is not None and not -shortest <= self.position < shortest:
+            raise PromptError(
+                f"expected a position in {-shortest}..{shortest - 1}, which all prompts have, found "
+                f"{self.position}"
+            )
+        if len({str(pair.canonical()) for pair in self.pairs}) < len(self.pairs):
+            raise StageError("expected pairs that differ, found one of them twice")
+        return layout
+
+    def cells(self, config: Architecture) -> Sequence[CellLabels]:
+        """One per pair."""
+        self.check(config)
+        return [{"pair": pair.canonical()} for pair in self.pairs]
+
+    def dataset(self, prepared: Model, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
+        """effect [pair, source, destination], clean [pair], of one pair."""
+        import torch
+        import xarray as xr
+
+        from ..forward.edges.effects import changed_edges
+        from ..forward.hooks.wants import Logits
+        from .batches import as_array, batches, network_of
+
+        layout, declared = self.check(prepared.config), self.outputs_on(prepared.config)
+        (place,) = (i for i, pair in enumerate(self.pairs) if pair.canonical() == cell["pair"])
+        (batch,) = batches(
+            prepared,
+            layout,
+            self.pairs,
+            self.alternative,
+            seed=self.seed,
+            memory=self.memory,
+            only=place,
+        )
+        metric, clean = self.pairs[place].metric, batch.logits[0]
+        chosen = tokens_of(metric)
+        unchanged = value(metric, clean, clean)
+        seen = clean if chosen is None else clean[chosen]
+        want = Logits((-1,), None if chosen is None else tuple(chosen))
+        effect = np.zeros(layout.edges.shape)
+        with torch.no_grad():
+            for sources, destinations, logits in changed_edges(
+                network_of(prepared),
+                layout,
+                batch.clean,
+                batch.change[0],
+                want,
+                position=self.position,
+                memory=self.memory,
+            ):
+                numbers = [metric.value(row, seen) - unchanged for row in as_array(logits)]
+                effect[sources.numpy(), destinations.numpy()] = numbers
+        return xr.Dataset(
+            {
+                "effect": declared["effect"].variable(where_there_are_edges(layout, effect)[None]),
+                "clean": declared["clean"].variable(np.array([unchanged])),
+            },
+            coords=labels(layout),
+        )
+
+    def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
+        """Along pairs, in their order."""
+        import xarray as xr
+
+        found: xr.Dataset = xr.concat(
+            parts, "pair", data_vars="all", coords="minimal", compat="override", join="override"
+        )
+        return found

@@ -1,0 +1,40 @@
+"""Words that tasks are made of; a tokenizer keeps those that are one token.
+
+Border: plain data.
+"""
+
+from __future__ import annotations
+
+__all__ = ["FEMALE", "IDENTIFIERS", "MALE", "NOUNS", "PLACES", "SPANS", "THINGS"]
+
+
+def _each(words: str) -> tuple[str, ...]:
+    return tuple(words.split())
+
+
+MALE = _each(
+    "John James David Michael Robert William Richard Thomas Charles Daniel Matthew Anthony Mark Paul "
+    "Steven Andrew Kevin Brian George Edward Peter Jack Henry Frank Simon Adam Louis Martin Tom Joe Sam "
+    "Max Alan"
+)
+FEMALE = _each(
+    "Mary Patricia Jennifer Linda Elizabeth Barbara Susan Jessica Sarah Karen Lisa Nancy Margaret Sandra "
+    "Emily Anna Laura Alice Julia Kate Jane Emma Rachel Maria Amy Ruth Rose Lucy Helen Diana Martha Ann "
+    "Clara"
+)
+PLACES = ("store", "park", "school", "office", "garden", "house", "station", "church", "market", "hotel")
+THINGS = ("drink", "book", "ring", "letter", "gift", "flower", "key", "ball", "paper", "coat")
+NOUNS = tuple(
+    (noun, f"{noun}s")
+    for noun in _each(
+        "boy girl book key car house author teacher student friend brother sister king letter door "
+        "picture name hand eye year day street window horse"
+    )
+)
+"""In the singular and the plural."""
+SPANS = ("war", "reign", "siege", "voyage", "project", "trial", "strike", "study", "tour", "conflict")
+IDENTIFIERS = _each(
+    "load size file last name path list line text data port host user key index width height count value "
+    "type state order group token start end mode level time date code page table field input output item "
+    "color image source target model format result"
+)

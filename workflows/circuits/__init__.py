@@ -1,0 +1,1 @@
+"""Questions about circuits: which edges a task needs, and how much of it they do."""

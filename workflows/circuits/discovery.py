@@ -1,0 +1,227 @@
+"""Which edges between heads and MLPs does a task need? Circuit discovery.
+
+Every edge of the model's graph is scored by gradients (stages/circuits/methods.py) and left out by itself,
+exactly (forward/edges/effects.py), on some pairs of a task. The edges of largest |score| are the circuit; on
+other pairs it is run with every other edge carrying what its source adds in the corrupted prompt
+(stages/circuits/evaluation.py), beside random circuits of as many edges, grown from the logits down.
+
+Defaults: copying of random tokens, and on shipped models facts. Faithfulness is the share of the metric's
+difference between the model and no edge at all that is left, not clipped. Of a task that the model does not
+do nothing is claimed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...stages.causal.controls import Null, interval
+from ...stages.circuits.circuit import Circuit
+from ...stages.circuits.evaluation import faithfulness
+from ...stages.circuits.experiment import EdgeExperiment
+from ...stages.circuits.scores import EdgeEffects, EdgeScores
+from ...stages.circuits.selected import SelectedCircuits
+from ..settings import CircuitSettings, Count, Natural, setting
+from ..views import CircuitDrawing, Data, Figure, Finding, Findings, Table, View
+from .tasks import CircuitWorkflow
+
+if TYPE_CHECKING:
+    from ...pipeline.nodes import ResultNode
+    from ...store.arrays import Floats
+
+__all__ = ["CircuitDiscovery", "CircuitDiscoverySettings"]
+
+
+@dataclass(frozen=True)
+class CircuitDiscoverySettings(CircuitSettings):
+    """What `--set` can change."""
+
+    size: Natural = setting(0, "edges of the circuit; 0: one in ten of all there are")
+    listed: Count = setting(25, "edges in the table, the largest |score| first")
+    drawn: Count = setting(60, "edges that are drawn, of those that lead from the input to the logits")
+
+
+class CircuitDiscovery(CircuitWorkflow):
+    """The edges of each task, and how much of it they do."""
+
+    name = "circuit_discovery"
+    question = "Which edges between heads and MLPs does a task need?"
+    needs = "attention"
+    settings_type = CircuitDiscoverySettings
+    settings: CircuitDiscoverySettings
+
+    @property
+    def size(self) -> int:
+        """Edges of the circuit."""
+        return self.settings.size or max(1, int(self.layout.edges.sum()) // 10)
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """Of each task the scores, the exact effects, the circuit on other pairs, and random ones on
+        these."""
+        nodes: dict[str, ResultNode] = {}
+        for task in self.tasks:
+            chosen_on, scored = self.pairs[task]
+            circuit = SelectedCircuits(
+                chosen_on=chosen_on,
+                pairs=scored,
+                sizes=(self.size,),
+                selection=self.settings.selection,
+                **self.scoring,
+            )
+            experiments: dict[str, EdgeExperiment] = {
+                "scores": EdgeScores(pairs=chosen_on, **self.scoring),
+                "effects": EdgeEffects(pairs=chosen_on),
+                "circuit": circuit,
+                "random": self.grown(task, (self.size,)),
+            }
+            for experiment in experiments.values():
+                experiment.check(self.subject.config)
+            nodes |= {f"{task}_{name}": self.on_model(each) for name, each in experiments.items()}
+        return nodes
+
+    def circuit(self, task: str) -> Circuit:
+        """The edges found for a task."""
+        return Circuit(self.layout, self.result(f"{task}_circuit")["chosen"].values[0] > 0)
+
+    def faithful(self, task: str) -> tuple[float, tuple[float, float], Floats]:
+        """Percent of a task that the circuit keeps, between which it lies over pairs, and what random
+        circuits keep."""
+        found, random = (self.result(f"{task}_{name}").load() for name in ("circuit", "random"))
+        clean, empty = (found[name].values for name in ("clean", "empty"))
+        gap = float((clean - empty).mean())
+        each = 100 * (found["value"].values[0] - empty) / gap
+        return float(each.mean()), interval(each, seed=self.settings.seed), 100 * faithfulness(random)
+
+    def findings(self) -> Findings:
+        """What each circuit keeps of its task, beside random ones; nothing of tasks that the model does not
+        do."""
+        found, not_done = [], []
+        for task in self.tasks:
+            if not self.is_done(self.result(f"{task}_circuit")):
+                not_done.append(task)
+                continue
+            effect, spread, random = self.faithful(task)
+            found.append(
+                Finding(
+                    f"{self.size} of {int(self.layout.edges.sum())} edges keep what the model does in {task}",
+                    effect,
+                    Null(random, "random circuits of as many edges"),
+                    "%",
+                    spread=spread,
+                    prompts=self.settings.pairs,
+                    held_out=True,
+                )
+            )
+        return Findings.of(*found, caption=self.not_done(not_done), sources=tuple(self.nodes))
+
+    def views(self) -> Iterator[View]:
+        """What is claimed; each task's circuit, drawn and as a table of edges."""
+        findings = self.findings()
+        yield findings
+        told = {task: self.told(task) for task in self.tasks}
+        yield Data(
+            json={
+                **self.subject.about,
+                "edges_of_the_model": int(self.layout.edges.sum()),
+                "circuits": told,
+            }
+        )
+        for task in self.tasks:
+            yield self._table(task, told[task])
+            yield Figure(
+                name=f"circuit_discovery_{task}",
+                title=f"What {self.subject.name} needs for {task}",
+                caption=f"{told[task]['faithfulness_percent']:.0f} % of the task is kept",
+                panels=(self._drawing(task), *([findings] if findings.findings else [])),
+                columns=1,
+            )
+
+    def told(self, task: str) -> dict[str, Any]:
+        """A task's circuit in numbers, for tables and JSON."""
+        scores = self.result(f"{task}_scores")["score"].values
+        effects = self.result(f"{task}_effects")["effect"].mean("pair").values
+        circuit, layout = self.circuit(task), self.layout
+        places = np.argwhere(circuit.chosen)
+        order = np.argsort(-np.abs(scores[circuit.chosen]), kind="stable")
+        kept, spread, random = self.faithful(task)
+        return {
+            "circuit": circuit.to_json(),
+            "pruned_edges": len(circuit.pruned()),
+            "faithfulness_percent": kept,
+            "faithfulness_interval_95": spread,
+            "random_faithfulness_percent": random,
+            "scores_and_exact_effects": _agreement(scores[layout.edges], effects[layout.edges]),
+            "edges": [
+                {
+                    "edge": layout.name(int(source), int(destination)),
+                    "score": float(scores[source, destination]),
+                    "exact_effect": float(effects[source, destination]),
+                }
+                for source, destination in places[order]
+            ],
+        }
+
+    def _table(self, task: str, told: dict[str, Any]) -> Table:
+        return Table.of(
+            told["edges"][: self.settings.listed],
+            ("edge", "edge"),
+            ("score", "score", "+.4f"),
+            ("exact effect", "exact_effect", "+.4f"),
+            title=f"{task}: {len(told['edges'])} edges",
+            caption=f"{_of(told)}. Positive: leaving this edge alone out raises the metric, right answer "
+            "over wrong one; mean over the pairs edges were chosen on",
+            sources=tuple(name for name in self.nodes if name.startswith(f"{task}_")),
+        )
+
+    def _drawing(self, task: str) -> CircuitDrawing:
+        scores, pruned = self.result(f"{task}_scores")["score"].values, self.circuit(task).pruned()
+        masked = np.where(pruned.chosen, scores, 0.0)
+        shown = Circuit.top(self.layout, masked, min(self.settings.drawn, len(pruned))) & pruned
+        names = [name.partition("->") for name in shown.edges]
+        columns, rows = np.nonzero(shown.chosen.T)
+        return CircuitDrawing(
+            title=f"{task}: the circuit",
+            caption=f"the strongest {len(shown)} of {len(pruned)} edges from the input to the logits",
+            sources=tuple(source for source, _, _ in names),
+            destinations=tuple(destination for _, _, destination in names),
+            weights=scores[rows, columns],
+            weight_name="|score|",
+            n_layers=self.layout.num_layers,
+            n_heads=self.layout.num_heads,
+        )
+
+
+def _agreement(scores: Floats, effects: Floats) -> dict[str, float | None]:
+    """How scores of all edges go with their exact effects: correlation of numbers and of ranks, the largest
+    difference, and the share of signs that agree among the tenth of largest effect."""
+    ranks = [np.argsort(np.argsort(each)) for each in (scores, effects)]
+    strongest = np.argsort(-np.abs(effects), kind="stable")[: max(1, len(effects) // 10)]
+    signs = np.sign(scores[strongest]) == np.sign(effects[strongest])
+    return {
+        "correlation": _correlation(scores, effects),
+        "rank_correlation": _correlation(*ranks),
+        "largest_difference": float(np.abs(scores - effects).max()),
+        "signs_that_agree": float(signs.mean()),
+    }
+
+
+def _correlation(one: Any, other: Any) -> float | None:
+    if min(np.ptp(one), np.ptp(other)) == 0:
+        return None
+    return float(np.corrcoef(one, other)[0, 1])
+
+
+def _of(told: dict[str, Any]) -> str:
+    """A circuit in a sentence."""
+    agreement = told["scores_and_exact_effects"]["correlation"]
+    said = "not to be told" if agreement is None else f"{agreement:.2f}"
+    return (
+        f"{told['faithfulness_percent']:.0f} % of the task is kept; over all edges of the model, scores and "
+        f"exact effects correlate {said}"
+    )
+
+
+WORKFLOW = CircuitDiscovery

@@ -1,0 +1,220 @@
+"""How much of a task does a circuit do, how much is left without it, and which of its edges does it need?
+
+Circuits of growing size are chosen on some pairs of a task and run on others with every other edge left out
+(stages/circuits/evaluation.py): faithfulness by share of edges, and its areas CPR and CMD as the Mechanistic
+Interpretability Benchmark has them (Mueller et al., 2025); completeness, what the model keeps without the
+circuit; minimality, what one more edge out changes. Beside them random circuits of the same sizes, grown from
+the logits down.
+
+Defaults: copying of random tokens, and on shipped models facts; the benchmark's sizes; edges left out carry
+what their source adds in the corrupted prompt. Of a task that the model does not do nothing is claimed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...stages.causal.controls import Null
+from ...stages.circuits.circuit import Circuit
+from ...stages.circuits.evaluation import areas, faithfulness
+from ...stages.circuits.experiment import EdgeExperiment
+from ...stages.circuits.pairs import Alternative
+from ...stages.circuits.selected import SelectedCircuits
+from ...store.errors import ConfigError
+from ..settings import CircuitSettings, Count, Share, setting
+from ..views import Data, Figure, Finding, Findings, Line, Lines, Table, View
+from .tasks import CircuitWorkflow
+
+if TYPE_CHECKING:
+    from ...pipeline.nodes import ResultNode
+    from ...store.arrays import Floats
+
+__all__ = ["CircuitEvaluation", "CircuitEvaluationSettings"]
+
+SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""The benchmark's."""
+
+
+@dataclass(frozen=True)
+class CircuitEvaluationSettings(CircuitSettings):
+    """What `--set` can change."""
+
+    alternative: Alternative = setting(
+        "corrupted", "what edges carry that are left out; mean and resampled: of the pairs' clean prompts"
+    )
+    shares: tuple[Share, ...] = setting(SHARES, "sizes of circuits, as shares of all edges, ascending")
+    share: Share = setting(0.02, "that of the circuit which is run without each of its edges")
+    listed: Count = setting(10, "edges listed that a circuit needs most, and least")
+
+    def __post_init__(self) -> None:
+        if len(self.shares) < 2 or list(self.shares) != sorted(set(self.shares)) or self.shares[0] == 0:
+            raise ConfigError(f"expected two or more ascending shares above 0, found {self.shares}")
+        if self.share == 0:
+            raise ConfigError("expected a share above 0 for the circuit told, found 0")
+
+
+class CircuitEvaluation(CircuitWorkflow):
+    """Circuits of every size, and one in full."""
+
+    name = "circuit_evaluation"
+    question = "How much of a task does a circuit do, and which of its edges does it need?"
+    needs = "attention"
+    settings_type = CircuitEvaluationSettings
+    settings: CircuitEvaluationSettings
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """In edges; shares of fewer than one edge, and of as many as the one before, are left out."""
+        return tuple(sorted({size for share in self.settings.shares if (size := self._edges(share))}))
+
+    def _edges(self, share: float) -> int:
+        return int(share * int(self.layout.edges.sum()))
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """Of each task circuits of every size, random ones, and one without each of its edges."""
+        if len(self.sizes) < 2:
+            raise ConfigError(
+                f"expected shares that are two sizes or more of {int(self.layout.edges.sum())} edges, found "
+                f"{self.sizes}"
+            )
+        nodes: dict[str, ResultNode] = {}
+        for task in self.tasks:
+            chosen_on, scored = self.pairs[task]
+            told: dict[str, Any] = {
+                "chosen_on": chosen_on,
+                "pairs": scored,
+                "alternative": self.settings.alternative,
+                "selection": self.settings.selection,
+                **self.scoring,
+            }
+            experiments: dict[str, EdgeExperiment] = {
+                "circuits": SelectedCircuits(sizes=self.sizes, **told),
+                "random": self.grown(task, self.sizes, alternative=self.settings.alternative),
+                "minimal": SelectedCircuits(
+                    sizes=(max(1, self._edges(self.settings.share)),), minimal=True, **told
+                ),
+            }
+            for experiment in experiments.values():
+                experiment.check(self.subject.config)
+            nodes |= {f"{task}_{name}": self.on_model(each) for name, each in experiments.items()}
+        return nodes
+
+    def curves(self, task: str) -> dict[str, Floats]:
+        """Percent of a task that is kept: by circuits and by the rest [size], by random ones [size, draw]."""
+        found, random = (self.result(f"{task}_{name}").load() for name in ("circuits", "random"))
+        rest = found.drop_vars("value").rename(complement="value")
+        return {
+            "circuit": 100 * faithfulness(found),
+            "complement": 100 * faithfulness(rest),
+            "random": 100 * faithfulness(random).reshape(len(self.sizes), -1),
+        }
+
+    @property
+    def shares(self) -> Floats:
+        """Of all edges, as the sizes have them."""
+        found: Floats = np.array(self.sizes) / int(self.layout.edges.sum())
+        return found
+
+    def findings(self) -> Findings:
+        """The area under faithfulness of each task, beside that of random circuits."""
+        found, not_done = [], []
+        for task in self.tasks:
+            if not self.is_done(self.result(f"{task}_circuits")):
+                not_done.append(task)
+                continue
+            curves = self.curves(task)
+            effect, _ = areas(self.shares, curves["circuit"])
+            others = [areas(self.shares, draw)[0] for draw in curves["random"].T]
+            found.append(
+                Finding(
+                    f"circuits of growing size keep what the model does in {task}, on average",
+                    effect,
+                    Null(np.array(others), "sequences of random circuits as large"),
+                    "%",
+                    held_out=True,
+                )
+            )
+        return Findings.of(*found, caption=self.not_done(not_done), sources=tuple(self.nodes))
+
+    def told(self, task: str) -> dict[str, Any]:
+        """A task in numbers, for tables and JSON."""
+        curves, minimal = self.curves(task), self.result(f"{task}_minimal").load()
+        under, between = areas(self.shares, curves["circuit"] / 100)
+        circuit = Circuit(self.layout, minimal["chosen"].values[0] > 0)
+        clean, empty = (float(minimal[name].mean()) for name in ("clean", "empty"))
+        without = (minimal["without"].values[0] - empty) / (clean - empty)
+        kept = float(faithfulness(minimal)[0])
+        places = np.argwhere(circuit.chosen)
+        lost = [
+            {"edge": self.layout.name(int(s), int(d)), "lost_percent": 100 * (kept - float(without[s, d]))}
+            for s, d in places
+        ]
+        rest = minimal.drop_vars("value").rename(complement="value")
+        return {
+            "sizes": list(self.sizes),
+            "faithfulness_percent": curves["circuit"],
+            "complement_percent": curves["complement"],
+            "random_percent": curves["random"],
+            "cpr": under,
+            "cmd": between,
+            "circuit": circuit.to_json(),
+            "circuit_percent": 100 * kept,
+            "without_circuit_percent": 100 * float(faithfulness(rest)[0]),
+            "lost_without_edge": sorted(lost, key=lambda each: -abs(each["lost_percent"])),
+        }
+
+    def views(self) -> Iterator[View]:
+        """What is claimed; faithfulness by size; the edges that one circuit needs."""
+        findings = self.findings()
+        yield findings
+        told = {task: self.told(task) for task in self.tasks}
+        yield Data(json={**self.subject.about, "evaluated": told})
+        for task in self.tasks:
+            curve = self._curve(task, told[task])
+            yield curve
+            yield self._table(task, told[task])
+            yield Figure(
+                name=f"circuit_evaluation_{task}",
+                title=f"How much of {task} circuits of {self.subject.name} do",
+                caption=f"edges left out: {self.settings.alternative}",
+                panels=(curve, *([findings] if findings.findings else [])),
+                columns=1,
+            )
+
+    def _curve(self, task: str, told: dict[str, Any]) -> Lines:
+        random = told["random_percent"]
+        return Lines(
+            title=f"{task}: faithfulness by size",
+            caption=f"CPR {told['cpr']:.3f}, CMD {told['cmd']:.3f}; median of random circuits dashed",
+            x=tuple(f"{100 * share:.3g} %" for share in self.shares.tolist()),
+            x_name="edges of the model",
+            y_name="of the task that is kept",
+            unit="%",
+            lines=(
+                Line("circuit", told["faithfulness_percent"], strong=True),
+                Line("all but the circuit", told["complement_percent"]),
+                Line("random circuits", np.median(random, axis=1), control=True),
+            ),
+            sources=(f"{task}_circuits", f"{task}_random"),
+        )
+
+    def _table(self, task: str, told: dict[str, Any]) -> Table:
+        """The edges a circuit needs most and least."""
+        lost, listed = told["lost_without_edge"], self.settings.listed
+        shown = lost if len(lost) <= 2 * listed else [*lost[:listed], *lost[-listed:]]
+        return Table.of(
+            shown,
+            ("edge", "edge"),
+            ("lost without it", "lost_percent", "+.2f"),
+            title=f"{task}: what a circuit of {len(lost)} edges loses without one of them",
+            caption=f"points of the {told['circuit_percent']:.1f} % it keeps; without the circuit the model "
+            f"keeps {told['without_circuit_percent']:.1f} %",
+            sources=(f"{task}_minimal",),
+        )
+
+
+WORKFLOW = CircuitEvaluation

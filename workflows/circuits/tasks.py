@@ -1,0 +1,126 @@
+"""Pairs of tasks for questions about circuits: some that edges are chosen on, others that circuits are run
+on.
+
+A model claims something of a task only if it does it: the right answer is above the wrong one in more of the
+pairs that circuits are run on than a coin would make it (a sign test).
+
+Border: texts, token ids and results; loads no model and never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from math import comb
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...stages.causal.controls import CHANCE
+from ...stages.causal.grids.patching_metrics import LogitDifference
+from ...stages.circuits.circuit import Circuit
+from ...stages.circuits.evaluation import CircuitValues
+from ...stages.circuits.pairs import Pair
+from ...stages.circuits.tasks.table import TASKS, task_pairs
+from ...stages.forward.edges.layout import Layout
+from ...stages.forward.models.files import SHIPPED
+from ...store.errors import ConfigError
+from ..material.answers import answer_pieces, encoded
+from ..material.fact_pairs import FIELDS, shipped_pairs
+from ..settings import CircuitSettings
+from ..workflow import ModelWorkflow
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ...store.arrays import Floats
+
+__all__ = ["FACTS", "CircuitWorkflow", "by_sign"]
+
+FACTS = "facts"
+"""Pairs of shipped facts of one relation."""
+
+
+class CircuitWorkflow(ModelWorkflow):
+    """A question about circuits that do tasks."""
+
+    settings: CircuitSettings
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The model's graph. Raises ConfigError for a model whose parts are no sum."""
+        return Layout.of(self.subject.config)
+
+    @cached_property
+    def tasks(self) -> tuple[str, ...]:
+        """As asked, or what the model is thought to do. Raises ConfigError for a task there is not."""
+        usual = ("copying", FACTS) if self.settings.model in SHIPPED else ("copying",)
+        chosen = self.settings.tasks or usual
+        if len(set(chosen)) < len(chosen):
+            raise ConfigError(f"expected tasks that differ, found {', '.join(chosen)}")
+        for task in chosen:
+            if task not in (FACTS, *TASKS):
+                raise ConfigError(f"no task {task!r}; there are {', '.join((FACTS, *TASKS))}")
+        return chosen
+
+    @cached_property
+    def pairs(self) -> Mapping[str, tuple[tuple[Pair, ...], tuple[Pair, ...]]]:
+        """Of each task those that edges are chosen on, and those that circuits are run on. Raises ConfigError
+        for a model that is no graph, and for a task that a tokenizer leaves too few pairs of."""
+        Layout.of(self.subject.config)  # a model that is none is refused before its tokenizer is asked
+        count, seed, tokenizer = self.settings.pairs, self.settings.seed, self.subject.tokenizer
+        found = {}
+        for task in self.tasks:
+            all_of = (
+                self._facts(2 * count) if task == FACTS else task_pairs(tokenizer, task, 2 * count, seed=seed)
+            )
+            found[task] = (tuple(all_of[:count]), tuple(all_of[count:]))
+        return found
+
+    def _facts(self, count: int) -> list[Pair]:
+        """Facts told by the first pieces of their answers, where these differ."""
+        found = []
+        for record in shipped_pairs(self.subject):
+            texts, answers = [record[name] for name in FIELDS[:2]], [record[name] for name in FIELDS[2:]]
+            clean, corrupted = (tuple(encoded(self.subject, text).ids) for text in texts)
+            right, wrong = (answer_pieces(self.subject, texts[0], answer)[0] for answer in answers)
+            if len(clean) == len(corrupted) and right != wrong:
+                found.append(Pair(clean, corrupted, LogitDifference(right, wrong)))
+        if len(found) < count:
+            raise ConfigError(
+                f"facts: expected {count} pairs of equal length whose answers begin differently, found "
+                f"{len(found)} with this tokenizer; ask for fewer: pairs={len(found) // 2}"
+            )
+        return found[:count]
+
+    @property
+    def scoring(self) -> dict[str, Any]:
+        """What experiments that score edges are told."""
+        return {"method": self.settings.method, "steps": self.settings.steps}
+
+    def grown(self, task: str, sizes: tuple[int, ...], **told: Any) -> CircuitValues:
+        """Random circuits of these sizes, as many of each as there are controls, on the pairs of a task."""
+        count, seed = self.settings.controls, self.settings.seed
+        circuits = tuple(
+            Circuit.grown(self.layout, size, seed=seed + 1 + draw) for size in sizes for draw in range(count)
+        )
+        return CircuitValues(pairs=self.pairs[task][1], circuits=circuits, **told)
+
+    def is_done(self, values: xr.Dataset) -> bool:
+        """Whether the model does a task, by the clean metric of pairs."""
+        return by_sign(values["clean"].values) <= CHANCE
+
+    def not_done(self, tasks: list[str]) -> str:
+        """A sentence on tasks that the model does not do; empty where it does them all."""
+        if not tasks:
+            return ""
+        return (
+            f"The model does not do {' and '.join(tasks)}: the right answer is above the wrong one in no "
+            "more pairs than by chance, so that nothing is claimed of it."
+        )
+
+
+def by_sign(values: Floats) -> float:
+    """Probability that a coin makes as many of these values positive (sign test, one side)."""
+    count, positive = len(values), int((np.asarray(values) > 0).sum())
+    return float(sum(comb(count, k) for k in range(positive, count + 1)) / 2**count)
