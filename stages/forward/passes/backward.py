@@ -24,10 +24,10 @@ from ..architectures.points import SPLIT_INPUTS
 from ..hooks.spec import BoundSpec, Capture
 from ..hooks.wants import Logits
 from ..networks.loop import Network
-from ..networks.recomputed import recomputed
 from .gradient_taps import GradientTaps
 from .plain import forward
 from .planner import MEMORY
+from .recomputed import recomputed
 
 __all__ = ["Cotangent", "Gradients", "backward"]
 

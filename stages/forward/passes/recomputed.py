@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from torch.utils.checkpoint import checkpoint
 
-from .history import Carried
-from .loop import Network
+from ..networks.history import Carried
+from ..networks.loop import Network
 
 __all__ = ["recomputed"]
 
