@@ -177,7 +177,9 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
     ) -> Tensor:
         """What a mixer gives of normed h; attention is told which stream that is the norm of, as its heads
         may be shown others."""
-        if not isinstance(mixer, SelfAttention) or self.config.blocks[layer].norms != "before":
+        block = self.config.blocks[layer]
+        has_norm = block.norms == "before" and "ln1" in block.norm_names
+        if not isinstance(mixer, SelfAttention) or not has_norm:
             return mixer(h, layer, history, taps)
         c, norm = self.config, self.norm_of("ln1", layer)
         source = Source(stream, lambda read: apply_norm(self._narrow(read), norm, c.norm_type, c.norm_eps))

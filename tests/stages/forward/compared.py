@@ -40,7 +40,7 @@ def outputs_of(reference: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[to
     layers = next(getattr(body, name) for name in names if hasattr(body, name))
     hooks = [layer.register_forward_hook(keep) for layer in layers]
     with torch.no_grad():
-        told = {"use_cache": False} if hasattr(reference.config, "use_cache") else {}
+        told = {"use_cache": False} if hasattr(getattr(reference, "config", None), "use_cache") else {}
         logits = reference(ids, **told).logits
     for hook in hooks:
         hook.remove()
