@@ -204,18 +204,6 @@ def test_stored_activations_are_those_of_a_pass(models, generation, tmp_path):
     assert again.identical(found)
 
 
-def test_one_state_per_prompt_is_not_stored_by_token(models, tmp_path):
-    with pytest.raises(MizarrError, match=r"blocks\.0\.rwkv\.hook_state_seq"):
-        mizarr.capture(
-            models("rwkv6"),
-            [IDS],
-            "blocks.0.rwkv.hook_state",
-            store=mizarr.open_store(tmp_path),
-            progress=False,
-        )
-    assert not list(mizarr.open_store(tmp_path).records())
-
-
 def test_the_stream_of_layer_0_is_replaced_by_its_norm(models):
     model = models("rwkv7")
     assert model.config.norm_first
