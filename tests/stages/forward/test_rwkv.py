@@ -17,7 +17,7 @@ from mizarr.stages.forward.hooks.taps import RunTaps
 from mizarr.stages.forward.hooks.writes import StateKnockoutSpec, StateSteeringSpec
 from mizarr.stages.forward.passes.kept import Cache
 from mizarr.stages.forward.passes.plain import forward
-from mizarr.store.errors import ConfigError, HookPointNotFound, InterventionError, MizarrError, WeightsError
+from mizarr.store.errors import ConfigError, HookPointNotFound, InterventionError, WeightsError
 
 from .random_models import VOCAB
 from .random_rwkv import GENERATIONS, draw_config, save_random_rwkv
