@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .reading.labelled import LabelledEntry
     from .runs.entries import ArraySpec
     from .upkeep.collect import GcReport, Usage
+    from .upkeep.listing import ListedRun
     from .upkeep.verify import Damage
 
 FORMAT = 2
@@ -200,8 +201,7 @@ class Store(Catalog):
         from .runs.shards import DTYPES
 
         if isinstance(run, str):
-            name = unique_name(run, self._entry_names(run), "run", self)
-            return self._entry_in(entry_path(name))
+            return self._entry_in(self._run_path(run))
         tried = [entry_path(entry_digest(run, kind)) for kind in ([dtype] if dtype else sorted(DTYPES))]
         there = [path for path in tried if self.files.get(f"{path}/zarr.json") is not None]
         if len(there) != 1:
@@ -246,9 +246,12 @@ class Store(Catalog):
 
     def find_start(self, run: RunKey, tokens: PackedTokens, dtype: str) -> LabelledEntry | None:
         """The run of the same kind that shares the most prompts with this one, from the first on; None where
-        none does. Looks at every run."""
+        none does. Looks at every run, which is no use of it."""
+        from .runs.entries import entry_path
+
         best, most = None, 0
-        for entry in self.entries():
+        for name in self._entry_names(""):
+            entry = self._look_at(entry_path(name))
             if (entry.run.model, entry.run.hooks, entry.dtype) != (run.model, run.hooks, dtype):
                 continue
             if entry.run != run and (shared := tokens.shared_start(entry.tokens)) > most:
@@ -272,7 +275,10 @@ class Store(Catalog):
     # -- where it came from
 
     def provenance(self, key: Key | Record) -> list[dict[str, Any]]:
-        """What is noted about the data under a key, oldest first: requests, parents, versions, times."""
+        """What is noted about the data under a key, or a run's, oldest first: requests, parents, versions,
+        times."""
+        if isinstance(key, str) and self.names_run(key):
+            return get_provenance(self.files, self._run_path(key))
         record = key if isinstance(key, Record) else self.record(key)
         return get_provenance(self.files, record.data)
 
@@ -298,13 +304,12 @@ class Store(Catalog):
 
         key: of what is stored with them; by default all of the store. Names are relative to the store.
         """
-        from .runs.entries import entry_path
         from .upkeep.verify import unchecked
 
         if key is None:
             return unchecked(self)
         if isinstance(key, str) and self.names_run(key):
-            return unchecked(self, [entry_path(unique_name(key, self._entry_names(key), "run", self))])
+            return unchecked(self, [self._run_path(key)])
         return unchecked(self, [(key if isinstance(key, Record) else self.record(key)).data])
 
     def quarantine(self, damage: Damage) -> None:
@@ -318,6 +323,12 @@ class Store(Catalog):
         from .upkeep.collect import gc
 
         return gc(self, grace=grace, quota=quota, dry_run=dry_run)
+
+    def runs(self) -> list[ListedRun]:
+        """Runs with their model, prompts, hook points and sizes, the one used last first."""
+        from .upkeep.listing import runs
+
+        return runs(self)
 
     def usage(self) -> list[Usage]:
         """Bytes by run and result, largest first."""
@@ -334,12 +345,21 @@ class Store(Catalog):
             yield
 
     def _entry_in(self, path: str) -> LabelledEntry:
+        entry = self._look_at(path)
+        self.index.touch(path)
+        return entry
+
+    def _look_at(self, path: str) -> LabelledEntry:
         from .reading.labelled import LabelledEntry
         from .runs.coordinates import read_tokens
 
-        entry = LabelledEntry.load(self.files, path, read_tokens(self.files, path))
-        self.index.touch(path)
-        return entry
+        return LabelledEntry.load(self.files, path, read_tokens(self.files, path))
+
+    def _run_path(self, prefix: str) -> str:
+        """Where the one run lies whose digest starts so."""
+        from .runs.entries import entry_path
+
+        return entry_path(unique_name(prefix, self._entry_names(prefix), "run", self))
 
     def _entry_names(self, prefix: str) -> list[str]:
         folder = self.files.path("data")

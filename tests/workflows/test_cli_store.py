@@ -35,6 +35,31 @@ def test_ls_shows_one_line_per_key(stored, capsys):
     assert "recovery/1" in line
 
 
+def test_ls_tells_of_runs_their_model_prompts_and_hook_points(tmp_path, capsys):
+    import mizarr
+
+    prompts, points = ["a prompt", "another"], ["blocks.[0124].hook_resid_post", "hook_embed"]
+    store = mizarr.open_store(tmp_path / "store")
+    held = mizarr.capture("specimen", prompts, points, store=store, progress=False)
+    lines = said(capsys, "ls", "--store", tmp_path / "store").splitlines()
+    assert lines[0].split()[:2] == ["RUN", "MODEL"]
+    (listed,) = store.runs()
+    assert (listed.model, listed.prompts, listed.tokens) == ("specimen", 2, held.sizes["token"])
+    assert listed.hooks == ("embed", "resid_post 0-2, 4")
+    assert listed.bytes == sum(
+        file.stat().st_size for file in store.files.path(_data(store)).rglob("*") if file.is_file()
+    )
+    for word in (listed.run[:12], "specimen", "resid_post 0-2, 4", "float32"):
+        assert word in lines[1]
+    assert len(said(capsys, "ls", "--keys", "--store", tmp_path / "store").splitlines()) == 1 + 5
+    assert "resid_post" in said(capsys, "show", listed.run[:12], "--store", tmp_path / "store")
+
+
+def _data(store):
+    (entry,) = store.entries()
+    return entry.path
+
+
 def test_ls_for_machines_holds_the_whole_record(stored, capsys):
     path, record = stored
     (row,) = json.loads(said(capsys, "ls", "--store", path, "--json"))

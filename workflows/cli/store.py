@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,21 +18,29 @@ from .options import (
     store_option,
 )
 
+if TYPE_CHECKING:
+    from ...store import Store
+
 DAMAGED = 1
 
 
 @click.command(epilog="Example: mizarr ls --store activations")
 @store_option
+@click.option("--keys", "by_key", is_flag=True, help="A line per key: of a run one for each layer.")
 @json_option
-def ls(store_path: str, as_json: bool) -> None:
+def ls(store_path: str, by_key: bool, as_json: bool) -> None:
     """List what a store holds.
 
-    One line per layer of a captured variable, and per result. KEY is what `mizarr show` and `mizarr pin`
-    take; lines with equal DATA share a run. CONTENT digests the values: equal contents are equal numbers.
+    Runs first, those used last on top, then results. RUN and KEY are what `mizarr show` and `mizarr export`
+    take. With --keys one line per layer of a captured variable, and per result: what `mizarr pin` takes;
+    lines with equal DATA share a run, and CONTENT digests the values: equal contents are equal numbers.
     """
     from ...store import open_store
 
     store = open_store(store_path, mode="r")
+    if not by_key and not as_json:
+        _list_for_people(store)
+        return
     pins = {key: name for name, key in store.pins().items()}
     rows = [asdict(record) | {"pin": pins.get(record.key)} for record in store.records()]
     if as_json:
@@ -49,6 +58,50 @@ def ls(store_path: str, as_json: bool) -> None:
         for row in rows
     ]
     print_table(["KEY", "LABEL", "DATA", "CONTENT", "CREATED", "PIN"], short)
+
+
+def _list_for_people(store: Store) -> None:
+    """Runs, and results with their sizes."""
+    from ...pipeline.plan import human_bytes
+    from ...pipeline.progress import short
+    from ...store.records import RESULT
+
+    runs = [
+        {
+            "RUN": run.run[:12],
+            "MODEL": run.model,
+            "PROMPTS": short(run.prompts),
+            "TOKENS": short(run.tokens),
+            "DTYPE": run.dtype,
+            "SIZE": human_bytes(run.bytes),
+            "USED": _minute(run.used),
+            "HOOK POINTS": ", ".join(run.hooks) or "none finished",
+        }
+        for run in store.runs()
+    ]
+    pins, usage = {key: name for name, key in store.pins().items()}, {one.data: one for one in store.usage()}
+    results = [
+        {
+            "KEY": record.key[:12],
+            "LABEL": record.label,
+            "SIZE": human_bytes(usage[record.data].bytes),
+            "USED": _minute(usage[record.data].used),
+            "PIN": pins.get(record.key),
+        }
+        for record in store.records()
+        if record.kind == RESULT and record.data in usage
+    ]
+    if runs:
+        print_table(list(runs[0]), runs)
+    if runs and results:
+        click.echo()
+    if results or not runs:
+        print_table(["KEY", "LABEL", "SIZE", "USED", "PIN"], results)
+
+
+def _minute(seconds: float) -> str:
+    """A moment as people write it, in local time."""
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 @click.command(epilog="Example: mizarr show 3f9a0c --store activations")

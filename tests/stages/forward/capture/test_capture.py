@@ -473,9 +473,9 @@ def test_a_run_that_somebody_else_has_just_made_keeps_the_length_of_their_segmen
         outrun.set()
         return entry
 
-    def make_second(node, where):
+    def make_second(node, where, begun=None):
         assert outrun.wait(60)
-        return made(node, where)
+        return made(node, where, begun)
 
     monkeypatch.setattr(CaptureNode, "_planned", plan_first)
     monkeypatch.setattr(CaptureNode, "_made", make_second)

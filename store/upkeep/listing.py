@@ -1,0 +1,74 @@
+"""What a store holds, for people: runs by model and hook points, with their sizes and last use.
+
+Border: reads records, notes and sizes; opens no array and changes nothing, not even when something was used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..files import Folder
+from ..provenance import get_provenance
+from ..reading.selection import ranges
+from ..records import ACTIVATION
+from ..runs.entries import group_attributes
+
+if TYPE_CHECKING:
+    from ..store import Store
+
+__all__ = ["ListedRun", "runs"]
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """One run. run: its digest. model: as it was captured by; its digest where nobody noted a name. hooks:
+    variables and layers that are published, "resid_post 0-5". bytes: on disk. used: seconds since the
+    epoch."""
+
+    run: str
+    model: str
+    prompts: int
+    tokens: int
+    hooks: tuple[str, ...]
+    dtype: str
+    bytes: int
+    used: float
+
+
+def runs(store: Store) -> list[ListedRun]:
+    """Every run that has been begun, the one used last first."""
+    found = []
+    for usage in store.usage():
+        if usage.kind != ACTIVATION:
+            continue
+        about = group_attributes(store.files, usage.data)["mizarr"]
+        found.append(
+            ListedRun(
+                usage.data.rpartition("/")[2],
+                _model(store.files, usage.data) or about["run"]["model"][:12],
+                about["n_prompts"],
+                about["n_tokens"],
+                _hooks(usage.labels),
+                about["dtype"],
+                usage.bytes,
+                usage.used,
+            )
+        )
+    return sorted(found, key=lambda run: (-run.used, run.run))
+
+
+def _model(files: Folder, data: str) -> str | None:
+    """The name that stands in a run's notes."""
+    names = (note.get("model") for note in get_provenance(files, data))
+    return next((name for name in names if isinstance(name, str)), None)
+
+
+def _hooks(labels: Sequence[str]) -> tuple[str, ...]:
+    """Labels of records ("resid_post/3") as a line per variable."""
+    layers: dict[str, list[int]] = {}
+    for label in sorted(labels):
+        variable, _, layer = label.partition("/")
+        layers.setdefault(variable, []).extend([int(layer)] if layer else [])
+    return tuple(f"{name} {ranges(sorted(held))}" if held else name for name, held in layers.items())
