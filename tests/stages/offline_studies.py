@@ -136,6 +136,9 @@ STATES: dict[str, dict] = {
 }
 """Stages that are given states and nothing else."""
 
+SLOPES = {"": "resid_post", "_of_heads": "z", "_of_neurons": "mlp_post_act"}
+"""Forms of attribution -> states, which stand for gradients here: a stage cannot tell."""
+
 STUDIES: dict[str, Callable[[Material], xr.Dataset]] = {
     **{
         name: by(name, lambda stored, more=more: {"states": stored.states["resid_post"], **more})
@@ -180,6 +183,24 @@ STUDIES: dict[str, Callable[[Material], xr.Dataset]] = {
             "token_id": s.states["token_id"],
         },
     ),
+    **{
+        f"gradient_attribution{form}": by(
+            f"gradient_attribution{form}",
+            lambda s, name=name: {"activation": s.states[name], "gradient": s.states[name]},
+        )
+        for form, name in SLOPES.items()
+    },
+    **{
+        f"patch_attribution{form}": by(
+            f"patch_attribution{form}",
+            lambda s, name=name: {
+                "clean": s.states[name],
+                "corrupted": 0.5 * s.states[name],
+                "gradient": s.states[name],
+            },
+        )
+        for form, name in SLOPES.items()
+    },
     "attention_flow": lambda s: find("attention_flow")(one_prompt(s)),
     "head_scores": by("head_scores", lambda s: {**s.patterns, "token_id": s.states["token_id"]}),
     "displaced_scores": by(
