@@ -123,7 +123,12 @@ def own_pattern(stored: Material) -> xr.Dataset:
 
 def by(name: str, read: Callable[[Material], dict]) -> Callable[[Material], xr.Dataset]:
     """A study that is one stage and what it is given."""
-    return lambda stored: find(name)(**read(stored))
+
+    def study(stored: Material) -> xr.Dataset:
+        found = find(name)(**read(stored))
+        return found.to_dataset() if isinstance(found, xr.DataArray) else found
+
+    return study
 
 
 STATES: dict[str, dict] = {
