@@ -13,7 +13,7 @@ export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 # Compiled modules are kept even where the environment says otherwise: tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo docs notebooks check test lint format typecheck bench families clean
+.PHONY: help demo docs gallery notebooks check test lint format typecheck bench families clean
 .DELETE_ON_ERROR:
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make check      lint, type check and the tests of what changed: for daily work"
 	@echo "make test       lint, type check and all tests"
 	@echo "make docs       the pages of docs/ as a site in build/site, offline"
+	@echo "make gallery    every workflow at its defaults, reports linked from build/gallery/index.html"
 	@echo "make notebooks  the tutorial as docs/notebooks, from its pages"
 	@echo "make lint       ruff only;  make format rewrites"
 	@echo "make typecheck  mypy only"
@@ -36,6 +37,10 @@ docs: $(VENV)/installed-docs
 	$(BIN)/python docs/site/drawings.py
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs build/site
 	@echo "build/site/index.html"
+
+# Some minutes the first time.
+gallery: $(VENV)/installed-test
+	HF_HUB_OFFLINE=1 $(BIN)/python docs/site/gallery.py build/gallery
 
 notebooks: $(VENV)/installed-test
 	$(BIN)/python -m tests.docs.notebooks

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from ..catalog import Catalog
 from ..files import Folder
 from ..provenance import get_provenance
 from ..reading.selection import ranges
 from ..records import ACTIVATION
 from ..runs.entries import group_attributes
-
-if TYPE_CHECKING:
-    from ..store import Store
+from .collect import usage
 
 __all__ = ["ListedRun", "runs"]
 
@@ -37,23 +35,23 @@ class ListedRun:
     used: float
 
 
-def runs(store: Store) -> list[ListedRun]:
+def runs(store: Catalog) -> list[ListedRun]:
     """Every run that has been begun, the one used last first."""
     found = []
-    for usage in store.usage():
-        if usage.kind != ACTIVATION:
+    for each in usage(store):
+        if each.kind != ACTIVATION:
             continue
-        about = group_attributes(store.files, usage.data)["mizarr"]
+        about = group_attributes(store.files, each.data)["mizarr"]
         found.append(
             ListedRun(
-                usage.data.rpartition("/")[2],
-                _model(store.files, usage.data) or about["run"]["model"][:12],
+                each.data.rpartition("/")[2],
+                _model(store.files, each.data) or about["run"]["model"][:12],
                 about["n_prompts"],
                 about["n_tokens"],
-                _hooks(usage.labels),
+                _hooks(each.labels),
                 about["dtype"],
-                usage.bytes,
-                usage.used,
+                each.bytes,
+                each.used,
             )
         )
     return sorted(found, key=lambda run: (-run.used, run.run))

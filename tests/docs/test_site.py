@@ -137,3 +137,14 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert not [
         page for page in pages if re.search(r'<(?:script|link|img)\b[^>]*(?:src|href)="https?:', page)
     ]
+
+
+def test_the_gallery_links_the_reports_of_what_ran_and_says_what_did_not(tmp_path, monkeypatch):
+    gallery = loaded("gallery")
+    monkeypatch.setattr("mizarr.stages.extras.missing_modules", lambda extra: ["sklearn"])
+    gallery.main(tmp_path, ["token_positions", "probe"])
+    page = (tmp_path / "index.html").read_text("utf-8")
+    assert re.findall(r'href="([^"]+)"', page) == ["token_positions.html"]
+    assert (tmp_path / "token_positions.html").stat().st_size > 10_000
+    assert "mizarr[probing]" in page
+    assert gallery.page([gallery.Shown("a", "1 < 2?")]).count("1 &lt; 2?") == 1
