@@ -247,13 +247,19 @@ class Store(Catalog):
     def find_start(self, run: RunKey, tokens: PackedTokens, dtype: str) -> LabelledEntry | None:
         """The run of the same kind that shares the most prompts with this one, from the first on; None where
         none does. Looks at every run, which is no use of it."""
-        from .runs.entries import entry_path
+        from .runs.entries import entry_path, group_attributes
 
         best, most = None, 0
         for name in self._entry_names(""):
-            entry = self._look_at(entry_path(name))
-            if (entry.run.model, entry.run.hooks, entry.dtype) != (run.model, run.hooks, dtype):
+            path = entry_path(name)
+            about = group_attributes(self.files, path)["mizarr"]
+            if (about["run"]["model"], about["run"]["hooks"], about["dtype"]) != (
+                run.model,
+                run.hooks,
+                dtype,
+            ):
                 continue
+            entry = self._look_at(path)
             if entry.run != run and (shared := tokens.shared_start(entry.tokens)) > most:
                 best, most = entry, shared
         return best
@@ -324,11 +330,12 @@ class Store(Catalog):
 
         return gc(self, grace=grace, quota=quota, dry_run=dry_run)
 
-    def runs(self) -> list[ListedRun]:
-        """Runs with their model, prompts, hook points and sizes, the one used last first."""
+    def runs(self, measured: Sequence[Usage] | None = None) -> list[ListedRun]:
+        """Runs with their model, prompts, hook points and sizes, the one used last first. measured: `usage`,
+        where it is known already, as it looks at every file."""
         from .upkeep.listing import runs
 
-        return runs(self)
+        return runs(self, self.usage() if measured is None else measured)
 
     def usage(self) -> list[Usage]:
         """Bytes by run and result, largest first."""

@@ -14,7 +14,7 @@ from ..provenance import get_provenance
 from ..reading.selection import ranges
 from ..records import ACTIVATION
 from ..runs.entries import group_attributes
-from .collect import usage
+from .collect import Usage
 
 __all__ = ["ListedRun", "runs"]
 
@@ -35,10 +35,10 @@ class ListedRun:
     used: float
 
 
-def runs(store: Catalog) -> list[ListedRun]:
-    """Every run that has been begun, the one used last first."""
+def runs(store: Catalog, measured: Sequence[Usage]) -> list[ListedRun]:
+    """Every run that has been begun, the one used last first. measured: by `usage`."""
     found = []
-    for each in usage(store):
+    for each in measured:
         if each.kind != ACTIVATION:
             continue
         about = group_attributes(store.files, each.data)["mizarr"]

@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from glob import has_magic
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -36,8 +37,8 @@ def corpus_of(sources: Sequence[str], **given: Any) -> Corpus | None:
 
 
 @contextmanager
-def without_stdin(sources: Sequence[str]) -> Iterator[list[str]]:
-    """The same sources, stdin as a file for as long as they are read: a corpus is known by its content."""
+def as_files(corpus: Corpus) -> Iterator[Corpus]:
+    """The same corpus, stdin as a file for as long as it is read: a corpus is known by its content."""
     with ExitStack() as stack:
 
         def spooled() -> str:
@@ -46,7 +47,7 @@ def without_stdin(sources: Sequence[str]) -> Iterator[list[str]]:
             file.flush()
             return file.name
 
-        yield [spooled() if source == "-" else source for source in sources]
+        yield replace(corpus, sources=[spooled() if source == "-" else source for source in corpus.sources])
 
 
 def read_prompts(sources: Sequence[str], *, literal: bool = False) -> list[str] | list[list[int]]:

@@ -32,7 +32,7 @@ from .options import (
     trust_option,
     with_options,
 )
-from .prompts import corpus_of, read_prompts, without_stdin
+from .prompts import as_files, corpus_of, read_prompts
 
 if TYPE_CHECKING:
     from ...pipeline import Plan
@@ -241,23 +241,25 @@ def capture(
     asked = partial(CaptureNode, model, hooks=HookSpec().capture(*hooks), **given)
     with contextlib.ExitStack() as held:
         # Everything that can be wrong with the request is found here, before a store is made.
-        if not text and corpus_of(prompts, **documents) is not None:
-            corpus = corpus_of(held.enter_context(without_stdin(prompts)), **documents)
-            assert corpus is not None
-            words = ModelSource(model, revision=given.get("revision")).tokenizer
-            there = held.enter_context(_store_to_look_into(store_path))
-            if dry_run and not all(each.status(there).is_cached for each in corpus.nodes(words)):
-                size = estimated_size(corpus, words)
-                _print_estimate(size, asked(prompts=size.sample), there, as_json)
-                return
-            store = there if dry_run else open_store(store_path, durability=durability)
-            node = asked(prompts=corpus.tokens(words, store, quiet=quiet))
-        else:
+        corpus = None if text else corpus_of(prompts, **documents)
+        if corpus is None:
             node = asked(prompts=read_prompts(prompts, literal=text))
+        else:
+            words = ModelSource(model, revision=given.get("revision")).tokenizer
+            corpus = held.enter_context(as_files(corpus))
         if dry_run:
-            _print_plan(plan(node, held.enter_context(_store_to_look_into(store_path))), as_json)
+            store = held.enter_context(_store_to_look_into(store_path))
+        else:
+            store = open_store(store_path, durability=durability)
+        if corpus is not None:
+            if dry_run and not all(each.status(store).is_cached for each in corpus.nodes(words)):
+                size = estimated_size(corpus, words)
+                _print_estimate(size, asked(prompts=size.sample), store, as_json)
+                return
+            node = asked(prompts=corpus.tokens(words, store, quiet=quiet))
+        if dry_run:
+            _print_plan(plan(node, store), as_json)
             return
-        store = open_store(store_path, durability=durability)
         run(node, store, cluster=cluster, quiet=quiet)
         _print_captured(node, store, as_json)
 

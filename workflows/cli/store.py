@@ -66,6 +66,7 @@ def _list_for_people(store: Store) -> None:
     from ...pipeline.progress import short
     from ...store.records import RESULT
 
+    measured = store.usage()
     runs = [
         {
             "RUN": run.run[:12],
@@ -77,9 +78,9 @@ def _list_for_people(store: Store) -> None:
             "USED": _minute(run.used),
             "HOOK POINTS": ", ".join(run.hooks) or "none finished",
         }
-        for run in store.runs()
+        for run in store.runs(measured)
     ]
-    pins, usage = {key: name for name, key in store.pins().items()}, {one.data: one for one in store.usage()}
+    pins, usage = {key: name for name, key in store.pins().items()}, {one.data: one for one in measured}
     results = [
         {
             "KEY": record.key[:12],

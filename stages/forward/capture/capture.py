@@ -91,8 +91,7 @@ def capture(
     about = None
     if isinstance(prompts, Corpus):
         words = ModelSource(model, revision=revision, dtype=dtype).tokenizer
-        corpus, prompts = prompts, prompts.tokens(words, store, quiet=not progress)
-        about = corpus.about(words, store)
+        prompts, about = prompts.read(words, store, quiet=not progress)
     node = CaptureNode(
         model,
         prompts,

@@ -385,7 +385,7 @@ def _resolve(text: str, revision: str | None) -> ModelFiles:
         others = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
         if others:
             raise ModelNotFound(
-                f"expected a model in {folder}, found {CONFIG} missing and {', '.join(others)}; name one of "
+                f"expected a model in {folder}, found no {CONFIG} but {', '.join(others)}; name one of "
                 f"these: {folder / others[0]}"
             )
         raise ModelNotFound(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+import xarray as xr
 
 from mizarr import HookPoint, HookSpec, Model
+from mizarr.stages.forward.models.files import resolve
+from mizarr.stages.logits.lens import logits as read_by
+from mizarr.stages.logits.readout import readout_from_files
 
 from .random_models import VOCAB
 
@@ -45,6 +50,16 @@ def outputs_of(reference: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[to
     for hook in hooks:
         hook.remove()
     return logits, streams
+
+
+def assert_read_by_its_files(folder: Path) -> None:
+    """The last stream, read by a readout of the files alone, gives the logits of the pass."""
+    model, files = Model.from_pretrained(folder), resolve(folder)
+    last = HookPoint.resid_post(model.config.num_layers - 1)
+    cache = model.forward(draw_ids(1, 20), HookSpec().capture(last))
+    states = xr.DataArray(cache[last][0].numpy(), dims=("position", "hidden"))
+    found = read_by(states, readout_from_files(files.weight_files, model.config))
+    assert_near(torch.from_numpy(found.to_numpy()), cache.logits[0])
 
 
 def assert_parity(model: Model, reference: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .random_models import CONTEXT, VOCAB, save_tokenizer
+from .random_models import CONTEXT, VOCAB, draw_weights, save_tokenizer
 
 LAYERS = 3
 MASK = 4
@@ -168,12 +168,7 @@ def save_random_encoder(
     torch.manual_seed(seed)
     kind = AutoModelForCausalLM if overrides.get("is_decoder") else AutoModelForMaskedLM
     model = kind.from_config(described).float().eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(std=0.2)
-            else:
-                weight.normal_(mean=0.5, std=0.3)
+    draw_weights(model)
     model.save_pretrained(directory)
     if tokenizer:
         save_tokenizer(directory)

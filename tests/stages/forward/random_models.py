@@ -127,17 +127,23 @@ def save_random_model(
     described._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(described).float().eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            # Larger than an initialisation: attention must be far from uniform for a wrong mask to show.
-            if weight.ndim > 1:
-                weight.normal_(std=0.2)
-            else:
-                weight.normal_(mean=0.5, std=0.3)
+    draw_weights(model)
     model.save_pretrained(directory)
     if tokenizer:
         save_tokenizer(directory)
     return model
+
+
+def draw_weights(model: Any) -> None:
+    """Weights larger than an initialisation: attention must be far from uniform for a wrong mask to show."""
+    import torch
+
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.normal_(std=0.2)
+            else:
+                weight.normal_(mean=0.5, std=0.3)
 
 
 TEXT = "The capital of France is Paris. It was the best of times, the worst of times. naïve 🙂 café myself"

@@ -11,6 +11,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from .random_models import draw_weights
+
 VOCAB = 128
 LARGEST = 50_000_000
 """Parameters beyond which a type did not become small."""
@@ -108,11 +110,6 @@ def _saved(directory: Path, model_type: str, seed: int, described: Any) -> Any:
         raise NotBuildable(f"{size / 1e6:.0f} million parameters")
     torch.manual_seed(seed)
     model = kind.from_config(described, attn_implementation="eager").float().eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(std=0.2)
-            else:
-                weight.normal_(mean=0.5, std=0.3)
+    draw_weights(model)
     model.save_pretrained(directory)
     return model

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import xarray as xr
 from safetensors.torch import load_file, save_file
 
 from mizarr import HookPoint, HookSpec, Model
@@ -19,11 +18,9 @@ from mizarr.stages.forward.generation.generate import generate
 from mizarr.stages.forward.models.autoconfig import report
 from mizarr.stages.forward.models.files import resolve
 from mizarr.stages.forward.networks.weights import read_shapes
-from mizarr.stages.logits.lens import logits as read_by
-from mizarr.stages.logits.readout import readout_from_files
 from mizarr.store.errors import ConfigError
 
-from .compared import assert_near, assert_parity, draw_ids
+from .compared import assert_near, assert_parity, assert_read_by_its_files, draw_ids
 from .random_attending import ATTENDING, AXES
 from .random_hybrids import draw, save_random_hybrid
 from .random_later import REQUIRED
@@ -234,12 +231,7 @@ def test_what_is_not_followed_is_told(family, told, message):
 def test_a_readout_of_the_files_gives_the_logits(family, tmp_path):
     """Heads with a bias, norms without weights, and norms by 1 more than theirs."""
     save_random_hybrid(tmp_path, family, 1, tokenizer=False)
-    model, files = Model.from_pretrained(tmp_path), resolve(tmp_path)
-    last = HookPoint.resid_post(model.config.num_layers - 1)
-    cache = model.forward(draw_ids(1, 20), HookSpec().capture(last))
-    states = xr.DataArray(cache[last][0].numpy(), dims=("position", "hidden"))
-    found = read_by(states, readout_from_files(files.weight_files, model.config))
-    assert_near(torch.from_numpy(found.to_numpy()), cache.logits[0])
+    assert_read_by_its_files(tmp_path)
 
 
 def test_values_that_are_clipped_are_no_linear_map(tmp_path):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import xarray as xr
 from safetensors.torch import load_file, save_file
 
 from mizarr import HookPoint, HookSpec, Knockout, Model, Replace, Run
@@ -21,12 +20,11 @@ from mizarr.stages.forward.networks.weights import read_shapes
 from mizarr.stages.forward.runs.run import plan
 from mizarr.stages.graph.rows.frozen import require_attention
 from mizarr.stages.logits.attribution import constant_share
-from mizarr.stages.logits.lens import logits as read_by
 from mizarr.stages.logits.prompt_test import tokens_to_residual_directions
 from mizarr.stages.logits.readout import readout_from_files
 from mizarr.store.errors import ConfigError, InterventionError, PromptError, ShapeError
 
-from .compared import assert_near, assert_parity, draw_ids
+from .compared import assert_near, assert_parity, assert_read_by_its_files, draw_ids
 from .random_encoders import DECODERS, ENCODERS, LAYERS, MASK, draw, save_random_encoder
 from .random_hybrids import save_random_hybrid
 from .random_models import save_random_model
@@ -276,12 +274,7 @@ def test_draws_differ_along_every_axis():
 def test_the_lens_on_the_last_stream_gives_the_logits(family, tmp_path):
     """By the files alone, without torch: final norm, transform, head."""
     save_random_encoder(tmp_path, family, 1, tokenizer=False)
-    model, files = Model.from_pretrained(tmp_path), resolve(tmp_path)
-    last = HookPoint.resid_post(model.config.num_layers - 1)
-    cache = model.forward(draw_ids(1, 20), HookSpec().capture(last))
-    states = xr.DataArray(cache[last][0].numpy(), dims=("position", "hidden"))
-    found = read_by(states, readout_from_files(files.weight_files, model.config))
-    assert_near(torch.from_numpy(found.to_numpy()), cache.logits[0])
+    assert_read_by_its_files(tmp_path)
 
 
 def test_what_is_not_linear_there_is_refused_in_one_line(tmp_path):

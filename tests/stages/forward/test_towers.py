@@ -85,12 +85,7 @@ def save(directory: Any, family: str, seed: int) -> Any:
     described._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(described).float().eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(std=0.2)
-            else:
-                weight.normal_(mean=0.5, std=0.3)
+    random_models.draw_weights(model)
     model.save_pretrained(directory)
     return model
 

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .....store.errors import ConfigError, MissingExtra, WeightsError
+from .....store.errors import ConfigError, WeightsError
 from .....store.files import stamp
+from ....extras import require
 
 __all__ = ["SUFFIX", "Header", "Stored", "header_of", "parts_of"]
 
@@ -50,7 +51,7 @@ class Stored:
         numbers: npt.NDArray[Any] = gguf.dequantize(
             np.ascontiguousarray(data), gguf.GGMLQuantizationType[self.kind]
         )
-        return np.array(numbers, np.float32).reshape(shape)
+        return np.asarray(numbers, np.float32).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,9 @@ def header_of(paths: Sequence[Path]) -> Header:
 
 @lru_cache(maxsize=2)
 def _header_of(paths: tuple[Path, ...], stamps: tuple[Any, ...]) -> Header:
-    try:
-        import gguf
-    except ImportError as error:
-        raise MissingExtra("GGUF files need gguf: pip install 'mizarr[gguf]'") from error
+    require("gguf", "A GGUF file")
+    import gguf
+
     tensors: dict[str, Stored] = {}
     fields: dict[str, Any] = {}
     for path in paths:

@@ -116,21 +116,33 @@ class Corpus:
 
         Raises PromptError for a corpus without a token, TokenizerError for texts without a tokenizer.
         """
-        parts = self._stored(tokenizer, store, quiet=quiet)
+        return self.read(tokenizer, store, quiet=quiet)[0]
+
+    def about(self, tokenizer: Tokenizer | None, store: Store, *, quiet: bool = True) -> xr.Dataset:
+        """Of each prompt [prompt_id] the document its first token is of (`document`, counted over all files),
+        and that document's labels. Raises as `tokens`."""
+        return self.read(tokenizer, store, quiet=quiet)[1]
+
+    def read(
+        self, tokenizer: Tokenizer | None, store: Store, *, quiet: bool = True
+    ) -> tuple[PackedTokens, xr.Dataset]:
+        """`tokens` and `about`, of the same look at the files."""
+        nodes = self.nodes(tokenizer)
+        run(nodes, store, quiet=quiet)
+        parts = [node.open(store) for node in nodes]
         ids = [part["token_id"].values for part in parts]
         sizes = [part["row_size"].values for part in parts]
         if not sum(map(len, sizes)):
             raise PromptError(f"expected at least one token in {', '.join(self.sources)}, found none")
-        return PackedTokens(np.concatenate(ids), np.concatenate(sizes))
+        return PackedTokens(np.concatenate(ids), np.concatenate(sizes)), self._labelled(parts)
 
-    def about(self, tokenizer: Tokenizer | None, store: Store) -> xr.Dataset:
-        """Of each prompt [prompt_id] the document its first token is of (`document`, counted over all files),
-        and that document's labels."""
+    def _labelled(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
+        """Documents and labels of the prompts of all files."""
         import xarray as xr
 
         columns: dict[str, list[Any]] = {DOCUMENT: [], **{name: [] for name in self.labels}}
         before = 0
-        for part in self._stored(tokenizer, store, quiet=True):
+        for part in parts:
             document = part[DOCUMENT].values
             columns[DOCUMENT].append(document + before)
             for name in self.labels:
@@ -138,11 +150,6 @@ class Corpus:
             before += int(part.attrs["documents"])
         data = {name: ("prompt_id", np.concatenate(values)) for name, values in columns.items()}
         return xr.Dataset(coords=data)
-
-    def _stored(self, tokenizer: Tokenizer | None, store: Store, *, quiet: bool) -> list[xr.Dataset]:
-        nodes = self.nodes(tokenizer)
-        run(nodes, store, quiet=quiet)
-        return [node.open(store) for node in nodes]
 
     def _node(self, path: Path, tokenizer: Tokenizer | None, framing: Framing) -> SourceNode:
         digest, size = file_digests().digest(path), path.stat().st_size

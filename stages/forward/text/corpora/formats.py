@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
-from .....store.errors import MissingExtra, PromptError
+from .....store.errors import PromptError
+from ....extras import require
 
 __all__ = [
     "FORMATS",
@@ -250,13 +251,10 @@ def _readable(told: str, what: str) -> Iterator[None]:
 
 
 def _arrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise MissingExtra(
-            "Parquet and Arrow files need pyarrow; install it with: pip install 'mizarr[corpora]'"
-        ) from error
+    require("corpora", "A Parquet or Arrow file")
+    import pyarrow
+    from pyarrow import parquet
+
     return pyarrow, parquet
 
 

@@ -15,6 +15,7 @@ from mizarr.workflows.cli import run as mizarr_command
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("transformers")
+from ..random_models import draw_weights  # noqa: E402
 from .gguf_files import KINDS, draw_config, save_gguf  # noqa: E402 - needs gguf
 
 IDS = [5, 17, 3, 90, 9, 40, 40, 2, 61, 8, 33, 7, 1, 22, 95, 4, 19, 18, 70, 6]
@@ -28,9 +29,7 @@ def save_random(folder, model_type, seed, kind=None, **given):
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).float().eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.normal_(std=0.2) if weight.ndim > 1 else weight.normal_(mean=0.5, std=0.3)
+    draw_weights(model)
     save_gguf(folder / "model.gguf", model, kind)
     return model
 
