@@ -35,6 +35,7 @@ _HOME = {
     "run": ".stages.forward.runs.run",
     "generate": ".stages.forward.generation.generate",
     "capture": ".stages.forward.capture.capture",
+    "ActivationLoader": ".stages.training_data.loader",
     "Corpus": ".stages.forward.text.corpora.corpus",
     "memory": ".pipeline.memory",
     "Dictionary": ".stages.features.dictionary",
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from .stages.forward.runs.run import Run as Run, run as run
     from .stages.forward.text.corpora.corpus import Corpus as Corpus
     from .stages.graph.graph import attribution_graph as attribution_graph
+    from .stages.training_data.loader import ActivationLoader as ActivationLoader
     from .store import open_store as open_store
     from .store.errors import MizarrError as MizarrError
     from .store.exchange.exports import export as export

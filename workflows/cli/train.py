@@ -30,8 +30,8 @@ from .runs import DTYPES
 
 if TYPE_CHECKING:
     from ...stages.features.training.settings import TrainingSettings
-    from ...stages.features.training.source import StoredActivations
     from ...stages.features.training.trainer import Training
+    from ...stages.training_data.stored import StoredActivations
 
 __all__ = ["train"]
 
@@ -171,9 +171,9 @@ def _captured(
 ) -> StoredActivations:
     """The activations the settings ask for, captured as far as they are not stored."""
     from ...pipeline import run
-    from ...stages.features.training.source import StoredActivations
     from ...stages.forward.architectures.points import BY_NAME
     from ...stages.forward.capture.capture import MEMORY, CaptureNode
+    from ...stages.training_data.stored import StoredActivations
     from ...store import open_store
 
     layers = ["*"] if chosen.layers is None else list(map(str, chosen.layers))

@@ -30,8 +30,8 @@ from .dictionary_corpus import SAE_LAYER, captured, training_prompts
 from .dictionary_figures import pack
 
 if TYPE_CHECKING:
-    from ...stages.features.training.source import StoredActivations
     from ...stages.features.training.trainer import Training
+    from ...stages.training_data.stored import StoredActivations
 
 __all__ = ["CLT", "PLT", "SAE", "main"]
 

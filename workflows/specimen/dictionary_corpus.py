@@ -16,7 +16,7 @@ from .data import BOS, HELD_OUT, WATCHED, Batches, Chapter, Fact, Mixture, read_
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from ...stages.features.training.source import StoredActivations
+    from ...stages.training_data.stored import StoredActivations
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ def specimen_tokenizer() -> Tokenizer:
 def captured(prompts: list[list[int]], store: Path) -> StoredActivations:
     """The specimen's activations on prompts, stored in float16; only what is missing is computed."""
     from ...pipeline import run
-    from ...stages.features.training.source import StoredActivations
     from ...stages.forward.capture.capture import CaptureNode
+    from ...stages.training_data.stored import StoredActivations
     from ...store import open_store
 
     hooks = ["blocks.*.hook_resid_mid", "blocks.*.hook_mlp_out", f"blocks.{SAE_LAYER}.hook_resid_post"]

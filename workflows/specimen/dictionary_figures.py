@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from ...stages.features.dictionary import Dictionary
     from ...stages.features.layers.layer import LayerFeatures
-    from ...stages.features.training.source import StoredActivations
     from ...stages.features.training.trainer import Training
+    from ...stages.training_data.stored import StoredActivations
 
 __all__ = ["EVALUATION", "FACTS", "GRAPHS", "WIDTHS", "graph_prompts", "pack", "prose_prompts"]
 
@@ -57,7 +57,7 @@ def pack(training: Training, to: Path, store: Path) -> None:
     figures = {
         "settings": settings.plain(),
         "trained_on": {
-            "tokens": training.source.count(settings.skip_positions),
+            "tokens": training.source.count(),
             "seen": training.step * settings.batch,
         },
         "bytes": sum(path.stat().st_size for path in to.rglob("*") if path.is_file()),
@@ -80,12 +80,10 @@ def measured(training: Training, dictionary: Dictionary, store: Path) -> dict[st
     layers = {layer: dictionary.layer(layer) for layer in dictionary.layers}
 
     def blocks() -> Iterator[dict[Any, Tensor]]:
-        from ...stages.features.training.source import every
+        from ...stages.training_data.batches import every
 
-        apart = max(1, training.source.count(it.skip_positions) // FITTED)
-        return every(
-            training.source, training.cells, skip_positions=it.skip_positions, block=4096, apart=apart
-        )
+        apart = max(1, training.source.count() // FITTED)
+        return every(training.source, training.cells, block=4096, apart=apart)
 
     control, unfitted = (
         random_features(layers, blocks, it.read, it.writes, seed=it.seed, fitted=fitted)
@@ -154,11 +152,12 @@ def _figures(
 ) -> dict[str, Any]:
     from ...stages.features.training.evaluate import measure, summary
     from ...stages.features.training.replacement import replacement_loss
-    from ...stages.features.training.source import every
     from ...stages.forward.models.model import Model
+    from ...stages.training_data.batches import every
 
     it = training.settings
-    blocks = every(source, training.cells, skip_positions=it.skip_positions, block=4096)
+    rows = source.leaving_out(positions=it.skip_positions)
+    blocks = every(rows, training.cells, block=4096)
     seen = measure(layers, blocks, it.read, it.writes)
     model = Model.from_pretrained("specimen", device="cpu")
     lost = replacement_loss(model, layers, it.read, it.writes, prompts, skip_positions=it.skip_positions)

@@ -1,11 +1,9 @@
 """Training dictionaries - autoencoders, transcoders, cross-layer transcoders - from stored activations.
 
 settings     what is trained, on what, for how long: plain values, checked
-source       rows of activations out of a stored run, in memory maps
-batches      which rows in which order: two-level shuffle, a cursor of three numbers
 statistics   mean, scale and variance of each hook point
 models       parameters, encode and decode; losses: sparsity, dead features
-trainer      the loop; checkpoint: what it leaves behind to go on from
+trainer      the loop over batches of stages/training_data; checkpoint: what it leaves behind to go on from
 evaluate     L0, FVU, dead features, densities; replacement: loss of a model that reads what was reconstructed
 
 Border: reads stored activations and writes dictionary files; which prompts, and which model made them, is the

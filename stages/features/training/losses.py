@@ -89,7 +89,7 @@ def _activate(model: DictionaryModel, layer: int, pre: Tensor, k: int) -> Tensor
         return jump_relu(pre, model.threshold(layer), it.bandwidth)
     if it.activation == "topk":
         kept = pre * _kept(pre, k)
-        return kept.relu() if it.kind == "sae" else kept
+        return kept.relu() if it.is_autoencoder else kept
     return _batch_top(model, layer, pre.relu(), k)
 
 

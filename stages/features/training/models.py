@@ -3,7 +3,8 @@
 Border: rows in and out; knows neither losses nor the order of batches.
 
 One model for all kinds: a feature reads one layer and writes to its targets - its own layer (sae, plt) or it
-and all later ones (clt; Lindsey et al. 2025). Inside, inputs are centred and scaled to a mean squared entry
+and all later ones (clt; Lindsey et al. 2025). A crosscoder is an autoencoder of several hook points joined to
+one row, each centred and scaled by itself. Inside, inputs are centred and scaled to a mean squared entry
 of 1, and so are outputs: then the squared error per entry is the fraction of variance unexplained (FVU) with
 the variance of all the data, equal for every layer, and one learning rate fits all. `folded` undoes that in
 the weights.
@@ -29,16 +30,25 @@ __all__ = ["Affine", "DictionaryModel"]
 
 @dataclass(frozen=True, eq=False)
 class Affine:
-    """(x - mean) * scale: rows with mean 0 and mean squared entry 1. mean: float32 [width]."""
+    """(x - mean) * scale: rows with mean 0 and mean squared entry 1. mean: float32 [width]. scale: one for
+    all entries, or, of joined hook points, [width].
+    """
 
     mean: Tensor
-    scale: float
+    scale: float | Tensor
 
     @classmethod
     def of(cls, found: RowStatistics) -> Affine:
         """Of a hook point's moments; the scale of one that never changes is 1."""
         entry = found.variance / len(found.mean)
         return cls(found.mean.float(), entry**-0.5 if entry > 0 else 1.0)
+
+    @classmethod
+    def joined(cls, found: Sequence[RowStatistics]) -> Affine:
+        """Of hook points in a row, each scaled by itself."""
+        parts = [cls.of(each) for each in found]
+        each = [torch.full_like(part.mean, float(part.scale)) for part in parts]
+        return cls(torch.cat([part.mean for part in parts]), torch.cat(each))
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Rows as the model sees them."""
@@ -48,7 +58,8 @@ class Affine:
 class DictionaryModel(nn.Module):
     """Features that read some layers and write to some; see the module's docstring.
 
-    read, write: layer -> how its rows are scaled. seed: of the first weights.
+    read, write: layer -> how its rows are scaled. seed: of the first weights. widths: of the places whose
+    rows are joined to one (crosscoder).
     """
 
     def __init__(
@@ -58,9 +69,10 @@ class DictionaryModel(nn.Module):
         write: Mapping[int, Affine],
         *,
         seed: int,
+        widths: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
-        self.settings = settings
+        self.settings, self.widths = settings, widths
         self.read, self.write = dict(read), dict(write)
         self.layers = tuple(sorted(read))
         self.d_in = len(next(iter(read.values())).mean)
@@ -76,7 +88,7 @@ class DictionaryModel(nn.Module):
         for layer in self.layers:
             name = str(layer)
             decoder = _unit(torch.randn(count, len(self.targets(layer)), self.d_out, generator=generator))
-            tied = settings.kind == "sae"
+            tied = settings.is_autoencoder
             encoder = decoder[:, 0].clone() if tied else torch.randn(count, self.d_in, generator=generator)
             self.W_enc[name] = encoder if tied else _unit(encoder)
             self.b_enc[name] = torch.zeros(count)
@@ -145,8 +157,12 @@ class DictionaryModel(nn.Module):
         return out + inputs[target] @ self.W_skip[str(target)].T if self.settings.skip else out
 
     def norms(self, layer: int) -> Tensor:
-        """Norm of what a feature writes, all targets together [feature]."""
-        found: Tensor = self.W_dec[str(layer)].flatten(1).norm(dim=1)
+        """Norm of what a feature writes, all targets together [feature]; of a crosscoder the sum of the norms
+        at its places (Lindsey et al. 2024, "Sparse Crosscoders").
+        """
+        rows: Tensor = self.W_dec[str(layer)].flatten(1)
+        parts = rows.split(self.widths, dim=1) if self.widths else (rows,)
+        found: Tensor = torch.stack([part.norm(dim=1) for part in parts]).sum(0)
         return found
 
     # -- decoder rows of norm 1
@@ -173,7 +189,7 @@ class DictionaryModel(nn.Module):
             return ReLU()
         if self.settings.activation == "topk":
             # SAELens rectifies what is largest, circuit-tracer does not.
-            return TopK(self.settings.k, rectified=self.settings.kind == "sae")
+            return TopK(self.settings.k, rectified=self.settings.is_autoencoder)
         if self.settings.activation == "batchtopk":
             return JumpReLU(torch.full((self.settings.features,), self.running[layer]))
         return JumpReLU(self.threshold(layer).detach())

@@ -16,7 +16,7 @@ from ..layers.names import hook_kind
 
 __all__ = ["TrainingSettings"]
 
-KINDS = ("sae", "plt", "clt")
+KINDS = ("sae", "plt", "clt", "crosscoder")
 ACTIVATIONS = ("topk", "batchtopk", "jumprelu", "relu")
 PENALTIES = {"relu": ("l1", "tanh"), "jumprelu": ("step", "tanh"), "topk": (), "batchtopk": ()}
 
@@ -33,7 +33,9 @@ class TrainingSettings:
     """
 
     kind: str = _setting(
-        "sae", "sae (writes what it reads), plt (a transcoder per layer) or clt (cross-layer)"
+        "sae",
+        "sae (writes what it reads), plt (a transcoder per layer), clt (cross-layer) or crosscoder (one set "
+        "of features for all layers, or models)",
     )
     read: str = _setting("hook_resid_post", "hook point that is read")
     write: str | None = _setting(None, "hook point that is written; default, the one that is read")
@@ -72,6 +74,7 @@ class TrainingSettings:
         None, "tokens without firing after which a feature is dead; default 10 million, or a tenth of all"
     )
     skip_positions: int = _setting(1, "first positions of each prompt that are left out")
+    without: tuple[int, ...] = _setting((), "token ids that are left out, wherever they stand")
     validation: float = _setting(0.05, "share of the prompts held out")
     window: int = _setting(32_768, "tokens shuffled together in memory")
     block: int = _setting(1024, "neighbouring tokens read together")
@@ -96,9 +99,11 @@ class TrainingSettings:
         for kind in (self.read, self.writes):
             if not BY_NAME[kind].per_layer:
                 raise ConfigError(f"expected a hook point that every layer has, found {BY_NAME[kind].path!r}")
-        if (self.kind == "sae") != (self.read == self.write):
+        if self.is_autoencoder != (self.read == self.write):
             other = (
-                "reads and writes one hook point" if self.kind == "sae" else "writes to another than it reads"
+                "reads and writes one hook point"
+                if self.is_autoencoder
+                else "writes to another than it reads"
             )
             raise ConfigError(f"kind {self.kind!r} {other}, found read={self.read!r}, write={self.write!r}")
         if self.kind == "clt" and self.activation == "topk":
@@ -137,6 +142,11 @@ class TrainingSettings:
     def writes(self) -> str:
         """Kind of hook point that is written."""
         return self.write or self.read
+
+    @property
+    def is_autoencoder(self) -> bool:
+        """Whether it writes what it reads."""
+        return self.kind in ("sae", "crosscoder")
 
     @property
     def is_top(self) -> bool:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ....store.runs.committed import VariableLayer
+    from ...training_data.stored import Cell
 
 __all__ = ["RowStatistics", "moments"]
+
+CellT = TypeVar("CellT", bound="Cell")
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +58,9 @@ class RowStatistics:
         )
 
 
-def moments(blocks: Iterable[Mapping[VariableLayer, Tensor]]) -> dict[VariableLayer, RowStatistics]:
+def moments(blocks: Iterable[Mapping[CellT, Tensor]]) -> dict[CellT, RowStatistics]:
     """Of every cell over all blocks: cell -> [row, width] each."""
-    found: dict[VariableLayer, RowStatistics] = {}
+    found: dict[CellT, RowStatistics] = {}
     for block in blocks:
         for cell, rows in block.items():
             here = RowStatistics.of(rows)

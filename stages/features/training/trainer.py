@@ -15,7 +15,9 @@ Border: stored activations, in a folder of its own; captures nothing, exports no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +25,14 @@ import torch
 from torch import Tensor
 
 from ....store.errors import ConfigError
+from ...training_data.batches import Batches, every
+from ...training_data.several import EndToEnd, Joined, SideBySide
+from ...training_data.stored import Cell, StoredActivations, TokenRows
 from . import checkpoint
-from .batches import Batches, Cursor
 from .evaluate import measure
 from .losses import Loss, loss
-from .models import DictionaryModel, scales
+from .models import Affine, DictionaryModel, scales
 from .settings import TrainingSettings
-from .source import StoredActivations, every
 from .statistics import RowStatistics, moments
 
 if TYPE_CHECKING:
@@ -38,7 +41,9 @@ if TYPE_CHECKING:
     from ....store.runs.committed import VariableLayer
     from ..layers.layer import LayerFeatures
 
-__all__ = ["Training"]
+__all__ = ["Source", "Training"]
+
+Source = StoredActivations | EndToEnd | SideBySide
 
 STATISTICS = 1 << 18
 """Tokens from which means and scales are taken, spread over all of them."""
@@ -51,7 +56,8 @@ VALIDATION = 1 << 15
 class Training:
     """A training in a folder, begun or resumed.
 
-    source: what may be read; `settings.validation` of its prompts are held out. log_every, validate_every,
+    source: what may be read: a run, runs of one model end to end, or, of a crosscoder, those of several
+    models side by side. `settings.validation` of its prompts are held out. log_every, validate_every,
     save_every: in steps; they decide no number of the result.
     Raises ConfigError for settings that do not fit the data, or a folder with another training; EntryNotFound
     for a hook point or layer that is not stored; ShapeError where activations are not finite. Nothing is
@@ -70,19 +76,24 @@ class Training:
     ) -> None:
         self.settings, self.folder = settings, folder
         self.log_every, self.validate_every, self.save_every = log_every, validate_every, save_every
+        self.source: Source = source.leaving_out(positions=settings.skip_positions, tokens=settings.without)
         self.layer_numbers = _layers(settings, source)
+        self.places: tuple[Cell, ...] = ()
+        if settings.kind == "crosscoder":
+            self.places = _places(settings, source, self.layer_numbers)
+            self.layer_numbers = (0,)
         reads = [(settings.read, layer) for layer in self.layer_numbers]
         writes = [(settings.writes, layer) for layer in self.layer_numbers]
         self.cells: tuple[VariableLayer, ...] = tuple(dict.fromkeys([*reads, *writes]))
-        source.require(self.cells)
-        self.data = source.identity(self.cells)
+        self.rows(self.source).require(self.cells)
+        self.data = self.rows(self.source).identity(self.cells)
         held = checkpoint.load(folder)
         if held is not None:
-            checkpoint.require_same(folder, held, settings.plain(), self.data)
-        self.source = source
-        self.held_out: StoredActivations | None = None
+            before = TrainingSettings().plain() | held["settings"]
+            checkpoint.require_same(folder, {**held, "settings": before}, settings.plain(), self.data)
+        self.held_out: Source | None = None
         if settings.validation:
-            self.source, self.held_out = source.split(settings.validation, settings.seed)
+            self.source, self.held_out = self.source.split(settings.validation, settings.seed)
         self.step = 0
         self._begin(held)
 
@@ -98,10 +109,18 @@ class Training:
         """The features of each layer, on activations as stored; float32."""
         return {layer: self.model.folded(layer) for layer in self.model.layers}
 
-    def measured(self, source: StoredActivations, *, most: int | None = None) -> xr.Dataset:
+    def rows(self, source: Source) -> TokenRows:
+        """A source as the model reads it: of a crosscoder, all places in one row."""
+        return Joined(source, {(self.settings.read, 0): self.places}) if self.places else source
+
+    def measured(self, source: Source, *, most: int | None = None) -> xr.Dataset:
         """Figures of `evaluate.measure` on all rows of a source, or on its first `most` and few more."""
         it = self.settings
-        blocks = every(source, self.cells, skip_positions=it.skip_positions, block=it.block)
+        blocks = every(
+            self.rows(source.leaving_out(positions=it.skip_positions, tokens=it.without)),
+            self.cells,
+            block=it.block,
+        )
         return measure(self.layers, _first(blocks, most), it.read, it.writes)
 
     # -- the loop
@@ -116,10 +135,9 @@ class Training:
         if self.is_done:
             return True
         log = None
-        with self._batches() as batches:
+        with closing(self._batches.since(self.step)) as batches:
             while not self.is_done:
-                found = self._make_step(next(batches))
-                self._cursor = batches.cursor
+                found = self._make_step(next(batches).tensors())
                 if self.is_done and self.settings.activation == "batchtopk":
                     self._settle_thresholds()
                 log = log or checkpoint.Log(self.folder, self.step - 1)
@@ -134,12 +152,10 @@ class Training:
 
     def save(self) -> None:
         """Leave a checkpoint of this step."""
-        cursor = self._cursor
         state = {
             "settings": self.settings.plain(),
             "data": self.data,
             "step": self.step,
-            "cursor": [cursor.epoch, cursor.window, cursor.offset],
             "model": self.model.state_dict(),
             "running": self.model.running,
             "optimiser": self.optimiser.state_dict(),
@@ -149,20 +165,23 @@ class Training:
         }
         checkpoint.save(self.folder, state)
 
+    @cached_property
     def _batches(self) -> Batches:
+        """Those of steps: batch number n is of step n."""
         it = self.settings
+        return self._shuffled(batch=it.batch, window=it.window, seed=it.seed)
+
+    def _shuffled(self, *, batch: int, window: int, seed: int) -> Batches:
         return Batches(
-            self.source,
+            self.rows(self.source),
             self.cells,
-            batch=it.batch,
-            window=it.window,
-            block=it.block,
-            seed=it.seed,
-            skip_positions=it.skip_positions,
-            cursor=self._cursor,
+            batch=batch,
+            window=window,
+            block=self.settings.block,
+            seed=seed,
         )
 
-    def _make_step(self, batch: Mapping[VariableLayer, Tensor]) -> Loss:
+    def _make_step(self, batch: Mapping[Cell, Tensor]) -> Loss:
         it, model = self.settings, self.model
         for group in self.optimiser.param_groups:
             group["lr"] = it.rate * schedule(self.step, it)
@@ -202,8 +221,8 @@ class Training:
         it, model = self.settings, self.model
         cells = [(it.read, layer) for layer in model.layers]
         wanted = max(it.k, SETTLING // it.features)
-        apart = max(1, self.source.count(it.skip_positions) // wanted)
-        found = list(every(self.source, cells, skip_positions=it.skip_positions, block=it.block, apart=apart))
+        apart = max(1, self.source.count() // wanted)
+        found = list(every(self.rows(self.source), cells, block=it.block, apart=apart))
         for layer in model.layers:
             rows = model.read[layer](torch.cat([block[it.read, layer] for block in found]))
             values = model.preactivations(layer, rows).relu().flatten()
@@ -213,7 +232,7 @@ class Training:
             else:
                 model.running[layer] = 0.0
 
-    def _scaled(self, batch: Mapping[VariableLayer, Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    def _scaled(self, batch: Mapping[Cell, Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         it, model = self.settings, self.model
         inputs = {layer: scaled(batch[it.read, layer]) for layer, scaled in model.read.items()}
         outputs = {layer: scaled(batch[it.writes, layer]) for layer, scaled in model.write.items()}
@@ -245,18 +264,16 @@ class Training:
 
     def _begin(self, held: Mapping[str, Any] | None) -> None:
         it = self.settings
-        self._cursor = Cursor()
         if held is None:
             read, write = self._scales()
         else:
-            from .models import Affine
-
             read, write = ({n: Affine(*pair) for n, pair in held[side].items()} for side in ("read", "write"))
-        self.model = DictionaryModel(it, read, write, seed=it.seed)
+        widths = tuple(self.source.width(place) for place in self.places)
+        self.model = DictionaryModel(it, read, write, seed=it.seed, widths=widths)
         self.optimiser = torch.optim.Adam(self.model.parameters(), lr=it.rate, betas=(0.9, 0.999), eps=1e-8)
         self.quiet = {n: torch.zeros(it.features, dtype=torch.int64) for n in self.model.layers}
         if held is not None:
-            self.step, self._cursor = held["step"], Cursor(*held["cursor"])
+            self.step = held["step"]
             self.model.load_state_dict(held["model"])
             self.model.running = held["running"]
             self.optimiser.load_state_dict(held["optimiser"])
@@ -267,17 +284,19 @@ class Training:
     def _scales(self) -> tuple[Any, Any]:
         it = self.settings
         found = self._moments()
+        if self.places:
+            joined = {0: Affine.joined([found[place] for place in self.places])}
+            return joined, joined
         read = {layer: found[it.read, layer] for layer in self.layer_numbers}
         write = {layer: found[it.writes, layer] for layer in self.layer_numbers}
         return scales(read, self.layer_numbers), scales(write, self.layer_numbers)
 
-    def _moments(self) -> dict[VariableLayer, RowStatistics]:
+    def _moments(self) -> dict[Cell, RowStatistics]:
         """Of blocks spread evenly over all that is trained on."""
         it = self.settings
-        apart = max(1, self.source.count(it.skip_positions) // STATISTICS)
-        found = moments(
-            every(self.source, self.cells, skip_positions=it.skip_positions, block=it.block, apart=apart)
-        )
+        apart = max(1, self.source.count() // STATISTICS)
+        read: tuple[Cell, ...] = self.places or self.cells
+        found = moments(every(self.source, read, block=it.block, apart=apart))
         if not found:
             raise ConfigError(
                 f"expected tokens behind the first {it.skip_positions} of each prompt, found none"
@@ -287,16 +306,10 @@ class Training:
     def _samples(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """As many rows as there are features, in the order of an epoch of their own."""
         it = self.settings
-        with Batches(
-            self.source,
-            self.cells,
-            batch=min(it.features, self.source.count(it.skip_positions)),
-            window=max(it.window, it.features),
-            block=it.block,
-            seed=it.seed + 1,
-            skip_positions=it.skip_positions,
-        ) as batches:
-            found = next(batches)
+        size = min(it.features, self.source.count())
+        batches = self._shuffled(batch=size, window=max(it.window, it.features), seed=it.seed + 1)
+        with closing(batches.since(0)) as some:
+            found = next(some).tensors()
         inputs = {layer: found[it.read, layer] for layer in self.layer_numbers}
         return inputs, {layer: found[it.writes, layer] for layer in self.layer_numbers}
 
@@ -334,7 +347,15 @@ def pressure(step: int, settings: TrainingSettings) -> float:
     return min(1.0, step / steps) if steps else 1.0
 
 
-def _layers(settings: TrainingSettings, source: StoredActivations) -> tuple[int, ...]:
+def _places(settings: TrainingSettings, source: Source, layers: Sequence[int]) -> tuple[Cell, ...]:
+    """Where a crosscoder reads and writes: layers, of each model where there are several."""
+    if isinstance(source, SideBySide):
+        runs = range(len(source.runs))
+        return tuple((settings.read, layer, run) for run in runs for layer in layers)
+    return tuple((settings.read, layer) for layer in layers)
+
+
+def _layers(settings: TrainingSettings, source: Source) -> tuple[int, ...]:
     """Layers to train on: as set, or all that both hook points are stored of."""
     both = set(source.layers(settings.read)) & set(source.layers(settings.writes))
     chosen = tuple(sorted(set(settings.layers))) if settings.layers is not None else tuple(sorted(both))
@@ -343,7 +364,7 @@ def _layers(settings: TrainingSettings, source: StoredActivations) -> tuple[int,
             f"expected layers of which {settings.read} and {settings.writes} are stored, found none; capture "
             "them"
         )
-    if settings.kind != "sae" and chosen != tuple(range(len(chosen))):
+    if settings.kind in ("plt", "clt") and chosen != tuple(range(len(chosen))):
         raise ConfigError(
             f"a {settings.kind} has features of every layer from 0 on, found layers "
             f"{', '.join(map(str, chosen))}; capture the others, or choose layers"

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from mizarr.store import open_store
-from mizarr.store.keys import RunKey
-from mizarr.store.runs.entries import ArraySpec, Entry
-from mizarr.store.runs.packed import PackedTokens
+from mizarr.store.runs.entries import Entry
+from tests.stored_rows import write_rows
 
 Store = Callable[..., Entry]
 
@@ -37,38 +34,13 @@ def stored(tmp_path) -> Store:
         segment: int = 512,
         dtype: str = "float32",
         folder: Path | None = None,
+        model: str = "rows",
     ) -> Entry:
         first = next(iter(next(iter(rows.values())).values()))
-        tokens = PackedTokens.from_lists([[1] * prompt for _ in range(len(first) // prompt)])
-        specs = [
-            ArraySpec(
-                name,
-                f"blocks.{{}}.hook_{name}",
-                ("layer", "token", "hidden"),
-                {"hidden": next(iter(layers.values())).shape[1]},
-                dtype,
-                max(layers) + 1,
-            )
-            for name, layers in rows.items()
-        ]
-        store = open_store(folder or tmp_path / "store", durability="process")
-        entry = store.create_entry(
-            RunKey("rows", tokens.digest, "none"), tokens, specs, segment_tokens=segment
-        )
-        cells = {(name, layer): values for name, layers in rows.items() for layer, values in layers.items()}
-        for number, tokens_of in enumerate(entry.segments):
-            part = {cell: values[tokens_of.start : tokens_of.stop] for cell, values in cells.items()}
-            if dtype == "bfloat16":
-                import ml_dtypes
-
-                kind = ml_dtypes.bfloat16
-            else:
-                kind = np.dtype(dtype)
-            entry.write_segment(
-                number, {cell: np.ascontiguousarray(v.numpy().astype(kind)) for cell, v in part.items()}
-            )
-        entry.publish(list(cells))
-        return entry
+        held = {name: {layer: v.numpy() for layer, v in layers.items()} for name, layers in rows.items()}
+        prompts = [[1] * prompt for _ in range(len(first) // prompt)]
+        place = folder or tmp_path / "store"
+        return write_rows(place, held, prompts, segment=segment, dtype=dtype, model=model)
 
     return write
 

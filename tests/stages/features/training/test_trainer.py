@@ -15,9 +15,9 @@ from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.export import export
 from mizarr.stages.features.training.checkpoint import read_log
 from mizarr.stages.features.training.settings import TrainingSettings
-from mizarr.stages.features.training.source import StoredActivations
 from mizarr.stages.features.training.trained import FORMATS, as_dictionary
 from mizarr.stages.features.training.trainer import Training
+from mizarr.stages.training_data.stored import StoredActivations
 from mizarr.store.errors import ConfigError, EntryNotFound, PromptError, ShapeError
 
 SMALL = TrainingSettings(
