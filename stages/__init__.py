@@ -29,6 +29,7 @@ REGISTRY = {
     "layer_cka": ".geometry.similarity",
     "token_statistics": ".corpus.token_statistics",
     "dimension_sums": ".corpus.token_statistics",
+    "state_statistics": ".training_data.normalisation",
     "outlier_dimensions": ".corpus.token_statistics",
     "side_sums": ".geometry.directions",
     "contrastive_direction": ".geometry.directions",

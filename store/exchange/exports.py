@@ -1,4 +1,5 @@
-"""Stored runs and results as files other programs read: NetCDF, Zarr, Parquet, safetensors, npz.
+"""Stored runs and results as files other programs read: NetCDF, Zarr, Parquet, safetensors, npz, and folders
+of Hugging Face `datasets`.
 
 Border: a labelled dataset in, one file (for Zarr: one folder) out; which key it is of, and how that came
 about, is told by the caller and goes along as one JSON note.
@@ -30,6 +31,7 @@ import numpy.typing as npt
 from ..content import plain, slabs
 from ..errors import ConfigError, EntryNotFound, ShapeError, StoreFull, nearest
 from ..records import RESULT
+from .dataset_folders import FOLDERS, write_dataset_folder
 from .tensors import Tensor, write_npz, write_safetensors
 
 if TYPE_CHECKING:
@@ -46,8 +48,9 @@ FORMATS = {
     "parquet": (".parquet", ".pq"),
     "safetensors": (".safetensors",),
     "npz": (".npz",),
+    **dict.fromkeys(FOLDERS, ()),
 }
-"""Format -> suffixes that say it."""
+"""Format -> suffixes that say it; a folder of `datasets` has none."""
 TableLayout = Literal["long", "wide"]
 NOTE = "mizarr"
 """Where the note is in a file: an attribute, a metadata entry, or (npz) the array of bytes `mizarr.json`."""
@@ -71,6 +74,7 @@ def export_key(
     variables: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
     layout: TableLayout = "long",
+    context: int | None = None,
 ) -> Path:
     """Write what is stored under a key to a file; returns its path.
 
@@ -79,7 +83,7 @@ def export_key(
     content and provenance.
     """
     dataset, note, dtype = _opened(store, key, variables, layers)
-    return export(dataset, path, format=format, layout=layout, note=note, dtype=dtype)
+    return export(dataset, path, format=format, layout=layout, note=note, dtype=dtype, context=context)
 
 
 def export(
@@ -90,10 +94,13 @@ def export(
     layout: TableLayout = "long",
     note: Mapping[str, Any] | None = None,
     dtype: str | None = None,
+    context: int | None = None,
 ) -> Path:
     """Write a labelled dataset to a file; returns its path.
 
-    format: netcdf, zarr, parquet, safetensors or npz, by default as the suffix says.  layout: of Parquet,
+    format: netcdf, zarr, parquet, safetensors or npz, by default as the suffix says; datasets, saelens or
+    sparsify, of which each is a folder (dataset_folders.py).  context: of the latter two, tokens of a row.
+     layout: of Parquet,
     "long" or "wide".  note: plain values on where it comes from.  dtype: in which safetensors holds float32
     variables, "bfloat16" for states that were computed so.
     Raises ConfigError for an unknown format or a path that is taken, ShapeError for what the format cannot
@@ -103,10 +110,14 @@ def export(
     kind = format_of(path, format)
     if layout not in ("long", "wide"):
         raise ConfigError(f"expected layout 'long' or 'wide', found {layout!r}")
+    if context is not None and kind not in FOLDERS:
+        raise ConfigError(f"expected context with saelens or sparsify, found it with {kind}; leave it out")
     _check_names(dataset, kind)
     _expect_new(path)
     ready = _with_strings(dataset)
     ready = ready if kind == "safetensors" else _widened(ready)
+    if kind == "sparsify":  # which runs the model itself: ids are all it reads
+        ready = ready.drop_vars(list(ready.data_vars))
     halved = dtype == "bfloat16" and kind == "safetensors"
     _check_room(path, ready.nbytes // 2 if halved else ready.nbytes)
     told = {"format": 1, **(note or {})}
@@ -123,6 +134,8 @@ def export(
                 from .netcdf import write_netcdf
 
                 write_netcdf(ready.assign_attrs({NOTE: json.dumps(told, sort_keys=True)}), to)
+            elif kind in FOLDERS:
+                write_dataset_folder(unchunked(ready), to, kind, told, context)
             elif kind == "parquet":
                 from .parquet import write_parquet
 

@@ -18,7 +18,10 @@ from .options import json_option, print_json, store_option
     "--to", "path", required=True, metavar="FILE", help="File (for Zarr: folder) to write; must be new."
 )
 @click.option(
-    "--format", "kind", help="netcdf, zarr, parquet, safetensors or npz, where the name does not say."
+    "--format",
+    "kind",
+    help="netcdf, zarr, parquet, safetensors or npz, where the name does not say; or datasets, saelens, "
+    "sparsify: folders that `datasets` opens.",
 )
 @click.option("--variables", metavar="NAMES", help="Only these, as resid_post,mlp_out.")
 @click.option("--layers", metavar="LAYERS", help="Only these layers of a run, as 0-5,11.")
@@ -29,6 +32,7 @@ from .options import json_option, print_json, store_option
     show_default=True,
     help="Of Parquet: a row per layer and token, or per token with a column per layer.",
 )
+@click.option("--context", type=click.IntRange(min=1), help="Of saelens and sparsify: tokens of a row.")
 @store_option
 @json_option
 def export(
@@ -38,6 +42,7 @@ def export(
     variables: str | None,
     layers: str | None,
     layout: str,
+    context: int | None,
     store_path: str,
     as_json: bool,
 ) -> None:
@@ -58,6 +63,7 @@ def export(
         variables=names,
         layers=None if layers is None else _layers(layers),
         layout="wide" if layout == "wide" else "long",
+        context=context,
     )
     files = [written] if written.is_file() else [file for file in written.rglob("*") if file.is_file()]
     if as_json:

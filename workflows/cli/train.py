@@ -1,4 +1,4 @@
-"""`mizarr train`: a dictionary from a model's activations; parse, call, print."""
+"""`mizarr train`: a dictionary from the activations of a model, or of two; parse, call, print."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .runs import DTYPES
 
 if TYPE_CHECKING:
     from ...stages.features.training.settings import TrainingSettings
-    from ...stages.features.training.trainer import Training
+    from ...stages.features.training.trainer import Source, Training
     from ...stages.training_data.stored import StoredActivations
 
 __all__ = ["train"]
@@ -59,6 +59,11 @@ def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> 
 @trust_option
 @backend_option
 @adapter_option
+@click.option(
+    "--against",
+    metavar="MODEL",
+    help="Of --set kind=crosscoder: a second model, with the same tokenizer, to find what differs.",
+)
 @click.option("--text", is_flag=True, help="PROMPTS are the prompts themselves, not files.")
 @click.option(
     "--out",
@@ -102,6 +107,7 @@ def train(
     trust_layout: bool,
     backend: str | None,
     adapter: str | None,
+    against: str | None,
     text: bool,
     out: Path,
     config: Path | None,
@@ -114,27 +120,37 @@ def train(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Train an autoencoder or transcoders on MODEL's activations on PROMPTS.
+    """Train an autoencoder, transcoders or a crosscoder on MODEL's activations on PROMPTS.
 
     Captures what the store does not hold, trains, exports (SAELens for autoencoders, circuit-tracer's files
-    for transcoders) and measures on prompts held out. Ctrl-C, or a kill, leaves a checkpoint in --out; the
-    same command goes on there, with the same result.
+    for transcoders, dictionary_learning's tensors for crosscoders) and measures on prompts held out. Ctrl-C,
+    or a kill, leaves a checkpoint in --out; the same command goes on there, with the same result.
 
     PROMPTS are given as to mizarr capture.
     """
     from ...stages.forward.models.files import resolve
+    from ...stages.training_data.several import SideBySide
 
     chosen = _settings(config, given)
-    model = resolve(model, trust_layout=trust_layout, backend=backend, adapter=adapter).name
-    source = _captured(
-        model, read_prompts(prompts, literal=text), chosen, store_path, storage_dtype, memory, quiet
-    )
+    _check_against(chosen, against)
+    models = [resolve(model, trust_layout=trust_layout, backend=backend, adapter=adapter).name]
+    models += [] if against is None else [resolve(against, trust_layout=trust_layout, backend=backend).name]
+    texts = read_prompts(prompts, literal=text)
+    runs = [_captured(name, texts, chosen, store_path, storage_dtype, memory, quiet) for name in models]
+    source = runs[0] if against is None else SideBySide(tuple(runs))
     training = _train(chosen, source, out, save_every, quiet)
     if not (out / RESULT).exists():
-        _finish(training, model, out, dtype)
+        if training.places:
+            _finish_crosscoder(training, models, out)
+        else:
+            _finish(training, models[0], out, dtype)
     found = json.loads((out / FIGURES).read_text("utf-8"))
     if as_json:
         print_json(found)
+        return
+    if chosen.kind == "crosscoder":
+        _print_crosscoder(found["held_out"])
+        click.echo(f"wrote {out / RESULT}", err=True)
         return
     columns = ("layers", "fvu", "l0", "dead")
     rows = zip(*(found["held_out"][name] for name in columns), strict=True)
@@ -143,6 +159,29 @@ def train(
     recovered = found["held_out"]["loss"]["places"]["all"]["ce_recovered_zero"]
     click.echo(f"loss recovered, against zeros: {recovered:.3f}", err=True)
     click.echo(f"wrote {out / RESULT}", err=True)
+
+
+def _check_against(chosen: TrainingSettings, against: str | None) -> None:
+    from ...store.errors import ConfigError
+
+    if against is not None and chosen.kind != "crosscoder":
+        raise ConfigError(
+            f"expected kind=crosscoder with --against, found kind={chosen.kind}; add --set kind=crosscoder"
+        )
+
+
+def _print_crosscoder(held_out: dict[str, Any]) -> None:
+    """FVU of each place; what is one model's alone goes to stderr."""
+    rows = zip(held_out["places"], held_out["fvu"], strict=True)
+    print_table(["PLACE", "FVU"], [dict(zip(["PLACE", "FVU"], row, strict=True)) for row in rows])
+    click.echo(f"active per token: {held_out['l0']:.1f}; never active: {held_out['dead']:.3f}", err=True)
+    if "first_alone" in held_out:
+        first, second = held_out["first_alone"], held_out["second_alone"]
+        click.echo(
+            f"of {held_out['alive']} features that are active, {first} are written to the first model alone, "
+            f"{second} to the second; a model against itself is the control",
+            err=True,
+        )
 
 
 def _settings(config: Path | None, given: dict[str, Any]) -> TrainingSettings:
@@ -186,9 +225,7 @@ def _captured(
     return StoredActivations.of_run(store, node.run_key, node.tokens, node.dtype, node.cells)
 
 
-def _train(
-    chosen: TrainingSettings, source: StoredActivations, out: Path, save_every: int, quiet: bool
-) -> Training:
+def _train(chosen: TrainingSettings, source: Source, out: Path, save_every: int, quiet: bool) -> Training:
     """The training brought to its end; KeyboardInterrupt, with a checkpoint left behind, when stopped."""
     from ...pipeline.progress import Progress
     from ...stages.features.training.trainer import Training
@@ -241,3 +278,27 @@ def _finish(training: Training, model: str, out: Path, dtype: str) -> None:
     figures = {"settings": chosen.plain(), "held_out": summary(training.measured(held_out), lost)}
     (out / FIGURES).write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
     export(as_dictionary(layers, chosen, model_name=model), out / RESULT, FORMATS[chosen.kind], dtype=dtype)
+
+
+def _finish_crosscoder(training: Training, models: list[str], out: Path) -> None:
+    """Measure, then save; the crosscoder's folder comes last and says that all is done."""
+    from ...stages.features.crosscoder import place_figures
+
+    crosscoder = training.crosscoder(models)
+    source = training.held_out or training.source
+    seen = place_figures(crosscoder, training.states(source))
+    measured = training.measured(source)
+    held_out: dict[str, Any] = {
+        "tokens": int(seen.attrs["rows"]),
+        "places": seen["place"].values.tolist(),
+        "fvu": [round(float(value), 5) for value in seen["fvu"].values],
+        "l0": round(float(measured["l0"][0]), 5),
+        "dead": round(float(measured["dead"][0]), 5),
+    }
+    held_out |= {name: value for name, value in seen.attrs.items() if name != "rows"}
+    if "relative_norm" in seen:
+        held_out["relative_norm"] = [round(float(value), 5) for value in seen["relative_norm"].values]
+    (out / FIGURES).write_text(
+        json.dumps({"settings": training.settings.plain(), "held_out": held_out}, indent=1) + "\n", "utf-8"
+    )
+    crosscoder.save(out / RESULT)

@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 
 from ....store.errors import ConfigError
+from ...forward.architectures.points import HookPoint
 from ...training_data.batches import Batches, every
 from ...training_data.several import EndToEnd, Joined, SideBySide
 from ...training_data.stored import Cell, StoredActivations, TokenRows
+from ..crosscoder import Crosscoder, Place
 from . import checkpoint
 from .evaluate import measure
 from .losses import Loss, loss
@@ -67,7 +69,7 @@ class Training:
     def __init__(
         self,
         settings: TrainingSettings,
-        source: StoredActivations,
+        source: Source,
         folder: Path,
         *,
         log_every: int = 50,
@@ -116,12 +118,27 @@ class Training:
     def measured(self, source: Source, *, most: int | None = None) -> xr.Dataset:
         """Figures of `evaluate.measure` on all rows of a source, or on its first `most` and few more."""
         it = self.settings
-        blocks = every(
-            self.rows(source.leaving_out(positions=it.skip_positions, tokens=it.without)),
-            self.cells,
-            block=it.block,
-        )
-        return measure(self.layers, _first(blocks, most), it.read, it.writes)
+        return measure(self.layers, _first(self._blocks(source), most), it.read, it.writes)
+
+    def crosscoder(self, models: Sequence[str]) -> Crosscoder:
+        """What was trained of kind crosscoder. models: name of each run's model, in order."""
+        scale = self.model.read[0].scale
+        assert isinstance(scale, Tensor)
+        width = len(scale) // len(self.places)
+        places = [
+            Place(
+                models[place[2] if len(place) == 3 else 0],
+                str(HookPoint(place[0], place[1])),
+                float(scale[number * width]),
+            )
+            for number, place in enumerate(self.places)
+        ]
+        return Crosscoder.of_joined(self.layers[0], places)
+
+    def states(self, source: Source) -> Iterator[Tensor]:
+        """Rows of a source [row, place, width], block by block: what a crosscoder is measured on."""
+        for block in self._blocks(source):
+            yield block[self.cells[0]].unflatten(1, (len(self.places), -1))
 
     # -- the loop
 
@@ -170,6 +187,12 @@ class Training:
         """Those of steps: batch number n is of step n."""
         it = self.settings
         return self._shuffled(batch=it.batch, window=it.window, seed=it.seed)
+
+    def _blocks(self, source: Source) -> Iterator[dict[VariableLayer, Tensor]]:
+        """All rows of a source, in the order of the store."""
+        it = self.settings
+        kept = source.leaving_out(positions=it.skip_positions, tokens=it.without)
+        return every(self.rows(kept), self.cells, block=it.block)
 
     def _shuffled(self, *, batch: int, window: int, seed: int) -> Batches:
         return Batches(
@@ -269,6 +292,8 @@ class Training:
         else:
             read, write = ({n: Affine(*pair) for n, pair in held[side].items()} for side in ("read", "write"))
         widths = tuple(self.source.width(place) for place in self.places)
+        if len(set(widths)) > 1:
+            raise ConfigError(f"expected places of one width, found {sorted(set(widths))}; choose others")
         self.model = DictionaryModel(it, read, write, seed=it.seed, widths=widths)
         self.optimiser = torch.optim.Adam(self.model.parameters(), lr=it.rate, betas=(0.9, 0.999), eps=1e-8)
         self.quiet = {n: torch.zeros(it.features, dtype=torch.int64) for n in self.model.layers}

@@ -76,7 +76,7 @@ def test_prompts_and_layers_selected_before_are_what_is_read(entry):
     batches = list(loader)
     assert {int(n) for batch in batches for n in batch["prompt"]} == {1, 4, 5}
     assert batches[0]["resid_post"].shape[1:] == (1, 6)
-    with pytest.raises(ShapeError, match="expected whole prompts"):
+    with pytest.raises(ShapeError, match="whole prompts"):
         mizarr.ActivationLoader(entry.open().mi.sel(position=[0]), batch=1)
     with pytest.raises(ShapeError, match="expected whole prompts"):
         mizarr.ActivationLoader(entry.open().isel(token=slice(0, 500)), batch=1)

@@ -1,0 +1,226 @@
+"""A labelled dataset as a folder of Hugging Face `datasets`, as `Dataset.load_from_disk` opens it.
+
+    datasets   a row per prompt, as long as it is: `input_ids`, `text` where there is one, and a column per
+               hook point [position, width]
+    saelens    what `CacheActivationsRunner` of SAELens writes, for its `cached_activations_path`: a row per
+               context of equal length, a column per hook point [position, width] and `token_ids`
+    sparsify   a row per context with `input_ids` and nothing else, as sparsify runs the model itself
+
+Contexts are cut from the start of each prompt on and lie in no two; what is left of a prompt behind its last
+whole context is not written. Rows keep the order of the store; both trainers shuffle what they read.
+
+Border: labels and columns; file names and provenance are exports.py's. Written by pyarrow alone: an Arrow
+stream and two JSON files, in the layout of datasets 2.14 and later.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..digest import digest
+from ..errors import ConfigError, MissingExtra, ShapeError
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+__all__ = ["FOLDERS", "write_dataset_folder"]
+
+FOLDERS = ("datasets", "saelens", "sparsify")
+_IDS = {"datasets": "input_ids", "saelens": "token_ids", "sparsify": "input_ids"}
+_FILE = "data-00000-of-00001.arrow"
+_GROUP = 16 << 20  # bytes of values in a record batch
+
+Indices = npt.NDArray[np.int64]
+
+
+def write_dataset_folder(
+    dataset: xr.Dataset, folder: Path, kind: str, note: Mapping[str, Any], context: int | None
+) -> None:
+    """Write a new folder. kind: of FOLDERS. note: into the description. context: tokens of a row; by default
+    those of a prompt, where all are as long.
+
+    Raises ShapeError for what has no row per token, for prompts of unlike lengths without a context, and for
+    prompts that are all shorter; ConfigError for a context of ragged rows; MissingExtra without pyarrow.
+    """
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise MissingExtra(f"{kind} needs pyarrow: pip install 'mizarr[corpora]'") from error
+    starts, sizes = _rows(dataset, kind, context)
+    columns = {} if kind == "sparsify" else _columns(dataset)
+    width = max((math.prod(array.shape[1:]) for array in columns.values()), default=1)
+    length = int(sizes[0]) if kind != "datasets" else None
+    features = _features(dataset, columns, kind, length)
+    description = {
+        "description": json.dumps(note, sort_keys=True),
+        "citation": "",
+        "homepage": "",
+        "license": "",
+    }
+    about = {"info": {"features": features}}
+    schema = _schema(dataset, columns, kind, length, pa).with_metadata({"huggingface": json.dumps(about)})
+    folder.mkdir()
+    with (folder / _FILE).open("wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        for some in _groups(sizes, 4 * width * max(1, len(columns))):
+            writer.write_batch(_batch(dataset, columns, kind, starts, sizes, some, schema, pa))
+    state: dict[str, Any] = {
+        "_data_files": [{"filename": _FILE}],
+        "_fingerprint": digest("dataset folder", json.dumps(note, sort_keys=True), features, kind)[:16],
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    (folder / "state.json").write_text(json.dumps(state, indent=2), "utf-8")
+    (folder / "dataset_info.json").write_text(
+        json.dumps(description | {"features": features}, indent=2), "utf-8"
+    )
+
+
+def _rows(dataset: xr.Dataset, kind: str, context: int | None) -> tuple[Indices, Indices]:
+    """(first token, tokens) of each row."""
+    if "token" not in dataset.dims or "row_size" not in dataset.coords:
+        raise ShapeError(
+            f"expected a run with prompts on a token axis for {kind}, found none; export to zarr"
+        )
+    if "token_id" not in dataset.coords:
+        raise ShapeError(f"expected token ids for {kind}, found a run imported without them; use zarr")
+    sizes = dataset["row_size"].values.astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+    if kind == "datasets":
+        if context is not None:
+            raise ConfigError("expected no context for rows of one prompt each, found one; leave it out")
+        return starts, sizes
+    if context is None:
+        if len(np.unique(sizes)) != 1:
+            raise ShapeError(
+                f"expected prompts of one length for {kind}, found {sizes.min()} to {sizes.max()} tokens; "
+                "give the tokens of a row with --context (context=)"
+            )
+        context = int(sizes[0])
+    if context < 1:
+        raise ConfigError(f"expected a context of at least 1 token, found {context}")
+    parts = sizes // context
+    if not parts.any():
+        raise ShapeError(
+            f"expected a prompt of at least {context} tokens, found at most {sizes.max()}; give a smaller "
+            "context"
+        )
+    nth = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+    return np.repeat(starts, parts) + nth * context, np.full(parts.sum(), context, np.int64)
+
+
+def _columns(dataset: xr.Dataset) -> dict[str, xr.DataArray]:
+    """Hook point -> what was captured there [token, ...]."""
+    found: dict[str, xr.DataArray] = {}
+    for name, array in dataset.data_vars.items():
+        if "token" not in array.dims:
+            raise ShapeError(
+                f"expected {name!r} with a row per token, found {array.dims}; leave it out with --variables"
+            )
+        hook = str(array.attrs.get("hook", name))
+        dim = next((dim for dim in array.dims if str(dim).startswith("layer")), None)
+        if dim is None:
+            label = hook.format(int(array["layer"])) if "layer" in array.coords else hook
+            found[label] = array.transpose("token", ...)
+            continue
+        for place, layer in enumerate(array[dim].values.tolist()):
+            label = hook.format(layer) if "{}" in hook else f"{hook}.{layer}"
+            found[label] = array.isel({dim: place}).transpose("token", ...)
+    return found
+
+
+def _groups(sizes: Indices, token_bytes: int) -> Iterator[slice]:
+    """Rows of about `_GROUP` bytes each, at least one."""
+    ends, first = np.cumsum(sizes) * token_bytes, 0
+    while first < len(sizes):
+        before = int(ends[first - 1]) if first else 0
+        stop = max(first + 1, int(np.searchsorted(ends, before + _GROUP, side="right")))
+        yield slice(first, stop)
+        first = stop
+
+
+def _features(
+    dataset: xr.Dataset, columns: Mapping[str, xr.DataArray], kind: str, length: int | None
+) -> dict[str, Any]:
+    """As dataset_info.json says what the columns are."""
+    found: dict[str, Any] = {}
+    for label, array in columns.items():
+        width, dtype = math.prod(array.shape[1:]), str(array.dtype)
+        if length is not None:
+            found[label] = {"shape": [length, width], "dtype": dtype, "_type": "Array2D"}
+        else:
+            row = {"feature": {"dtype": dtype, "_type": "Value"}, "length": width, "_type": "List"}
+            found[label] = {"feature": row, "_type": "List"}
+    ids: dict[str, Any] = {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "List"}
+    found[_IDS[kind]] = ids if length is None else ids | {"length": length}
+    if _has_text(dataset, kind):
+        found["text"] = {"dtype": "string", "_type": "Value"}
+    return found
+
+
+def _schema(
+    dataset: xr.Dataset, columns: Mapping[str, xr.DataArray], kind: str, length: int | None, pa: Any
+) -> Any:
+    fields = []
+    for label, array in columns.items():
+        number, width = pa.from_numpy_dtype(array.dtype), math.prod(array.shape[1:])
+        if length is None:
+            fields.append(pa.field(label, pa.list_(pa.list_(number, width))))
+            continue
+        # Arrays of two axes are an extension type that datasets registers; to others it is a list of lists.
+        told = {
+            "ARROW:extension:name": "datasets.features.features.Array2DExtensionType",
+            "ARROW:extension:metadata": json.dumps([[length, width], str(array.dtype)]),
+        }
+        fields.append(pa.field(label, pa.list_(pa.list_(number)), metadata=told))
+    fields.append(
+        pa.field(_IDS[kind], pa.list_(pa.int32()) if length is None else pa.list_(pa.int32(), length))
+    )
+    if _has_text(dataset, kind):
+        fields.append(pa.field("text", pa.string()))
+    return pa.schema(fields)
+
+
+def _batch(
+    dataset: xr.Dataset,
+    columns: Mapping[str, xr.DataArray],
+    kind: str,
+    starts: Indices,
+    sizes: Indices,
+    some: slice,
+    schema: Any,
+    pa: Any,
+) -> Any:
+    counts = sizes[some]
+    ends = np.concatenate([[0], np.cumsum(counts)])
+    tokens = np.repeat(starts[some] - ends[:-1], counts) + np.arange(ends[-1])
+    made = []
+    for array in columns.values():
+        rows = np.ascontiguousarray(array.isel(token=tokens).values).reshape(len(tokens), -1)
+        flat, width = pa.array(rows.reshape(-1)), rows.shape[1]
+        if kind == "datasets":
+            inner = pa.FixedSizeListArray.from_arrays(flat, width)
+        else:
+            inner = pa.ListArray.from_arrays(np.arange(len(rows) + 1, dtype=np.int32) * width, flat)
+        made.append(pa.ListArray.from_arrays(ends.astype(np.int32), inner))
+    ids = pa.array(dataset["token_id"].values[tokens].astype(np.int32))
+    if kind == "datasets":
+        made.append(pa.ListArray.from_arrays(ends.astype(np.int32), ids))
+    else:
+        made.append(pa.FixedSizeListArray.from_arrays(ids, int(counts[0])))
+    if _has_text(dataset, kind):
+        made.append(pa.array([str(text) for text in dataset["text"][some].values], pa.string()))
+    return pa.RecordBatch.from_arrays(made, schema=schema)
+
+
+def _has_text(dataset: xr.Dataset, kind: str) -> bool:
+    return kind == "datasets" and "text" in dataset.coords
