@@ -166,8 +166,7 @@ class StoredActivations:
     def leaving_out(self, *, positions: int = 0, tokens: Iterable[int] = ()) -> StoredActivations:
         """Without the first positions of each prompt, and without these token ids."""
         chosen = tuple(sorted({int(token) for token in tokens}))
-        about = group_attributes(self.entry.folder, self.entry.path)
-        if chosen and about.get("token_ids") == "unknown":
+        if chosen and not self._has_ids:
             raise ConfigError(
                 f"run {self.entry.digest[:12]} was imported without token ids, so that none can be left out; "
                 "leave positions out"
@@ -281,13 +280,14 @@ class StoredActivations:
         return found
 
     def labels(self, tokens: Indices) -> dict[str, npt.NDArray[Any]]:
-        """run, prompt, position and token_id of tokens."""
+        """run, prompt, position and token_id of tokens; the id is -1 where none are known."""
         prompt, position = self._places(tokens)
+        ids = np.full(len(tokens), -1, np.int64)
         return {
             "run": np.zeros(len(tokens), np.int64),
             "prompt": prompt,
             "position": position,
-            "token_id": self.entry.tokens.ids[tokens].astype(np.int64),
+            "token_id": self.entry.tokens.ids[tokens].astype(np.int64) if self._has_ids else ids,
         }
 
     # -- rows
@@ -309,6 +309,11 @@ class StoredActivations:
                 if not is_finite(rows):
                     raise self._not_finite(cell, here[at : at + len(rows)], rows)
                 out[places[first + at : first + at + len(rows)]] = rows.reshape(len(rows), -1)
+
+    @cached_property
+    def _has_ids(self) -> bool:
+        """Whether token ids are known: of states harvested elsewhere they need not be."""
+        return group_attributes(self.entry.folder, self.entry.path).get("token_ids") != "unknown"
 
     @cached_property
     def _starts(self) -> Indices:

@@ -69,7 +69,7 @@ def test_saelens_reads_the_activations_as_its_own_cache(states, tmp_path):
 
 
 def test_sparsify_takes_the_ids_for_its_own(states, tmp_path):
-    """By the road of its command line: a folder of `datasets` that has a column input_ids is not tokenised."""
+    """By the road of its command line: a folder of `datasets` with a column input_ids is not tokenised."""
     folder = export(states, tmp_path / "out", format="sparsify", context=CONTEXT)
     found = datasets.Dataset.load_from_disk(str(folder), keep_in_memory=False).with_format("torch")
     batch = next(iter(torch.utils.data.DataLoader(found, batch_size=4)))

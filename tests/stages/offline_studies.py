@@ -138,6 +138,7 @@ STATES: dict[str, dict] = {
     "layer_cka": {},
     "token_statistics": {},
     "dimension_sums": {"magnitude": 1.0},
+    "state_statistics": {"skip_positions": 1},
 }
 """Stages that are given states and nothing else."""
 

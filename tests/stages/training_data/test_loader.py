@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import sys
 from itertools import pairwise
 
@@ -168,6 +169,22 @@ print(json.dumps(found.hexdigest()))
     for batch in mizarr.ActivationLoader(entry.open(), **SMALL):
         here.update(batch["resid_post"].tobytes())
     assert without_torch(program, tmp_path / "store", entry.digest) == here.hexdigest()
+
+
+def test_a_loader_sent_to_another_process_draws_the_same(entry):
+    loader = mizarr.ActivationLoader(entry.open(), **SMALL)
+    sent = pickle.loads(pickle.dumps(loader))
+    assert all(np.array_equal(a["resid_post"], b["resid_post"]) for a, b in zip(loader, sent, strict=True))
+
+
+def test_states_imported_without_token_ids_have_none(tmp_path):
+    np.savez(tmp_path / "s.npz", states=np.ones((10, 4), "f4"), row_size=[4, 6])
+    names = {"states": "blocks.0.hook_resid_post"}
+    states = mizarr.import_activations(tmp_path / "s.npz", model="m", store=tmp_path / "st", names=names)
+    (batch,) = mizarr.ActivationLoader(states, batch=10, labels=True)
+    assert batch["token_id"].tolist() == [-1] * 10
+    with pytest.raises(ConfigError, match="imported without token ids"):
+        mizarr.ActivationLoader(states, batch=10, without=[0])
 
 
 def test_several_runs_are_read_as_one(tmp_path):
