@@ -15,7 +15,7 @@ Border: torch's protocol; rows and order are the loader's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
@@ -23,9 +23,32 @@ from torch.utils.data import IterableDataset, get_worker_info
 from .conversion import as_tensor
 
 if TYPE_CHECKING:
-    from .loader import ActivationLoader
+    import numpy as np
+    import numpy.typing as npt
 
-__all__ = ["ActivationDataset"]
+__all__ = ["ActivationDataset", "SharedBatches"]
+
+
+class SharedBatches(Protocol):
+    """Batches that can be shared out over workers: an `ActivationLoader`."""
+
+    def __len__(self) -> int:
+        """Batches that are left."""
+        ...
+
+    def shared(
+        self, worker: int, workers: int, *, taken: int = 0
+    ) -> Iterator[dict[str, npt.NDArray[np.generic]]]:
+        """Those of a worker, without the first `taken`."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where they begin."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+        """Begin there."""
+        ...
 
 
 class ActivationDataset(IterableDataset[dict[str, Tensor]]):
@@ -35,7 +58,7 @@ class ActivationDataset(IterableDataset[dict[str, Tensor]]):
     that it handed out.
     """
 
-    def __init__(self, loader: ActivationLoader) -> None:
+    def __init__(self, loader: SharedBatches) -> None:
         super().__init__()
         self.loader = loader
         self._begun = 0

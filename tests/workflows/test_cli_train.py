@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from mizarr.stages.features.crosscoder import Crosscoder
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.workflows.cli import run
 
@@ -143,3 +146,28 @@ def test_control_c_leaves_a_checkpoint_and_the_same_command_ends_as_if_it_had_no
     made = [(tmp_path / out / "dictionary").rglob("*.safetensors") for out in ("cut", "whole")]
     first, second = ([path.read_bytes() for path in sorted(files)] for files in made)
     assert first and first == second
+
+
+def test_a_crosscoder_of_two_models_is_trained_measured_and_saved(command, tmp_path, capsys):
+    """Of one model against a copy of it whose last layer is another."""
+    arguments = command("cc", "--json", "--set=kind=crosscoder", "--set=layers=[1]")
+    other = shutil.copytree(arguments[1], tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    changed = {name: t.flip(0).contiguous() if ".1." in name else t for name, t in tensors.items()}
+    save_file(changed, other / "model.safetensors")
+    assert run([*arguments, "--against", str(other)]) == 0
+    told = json.loads(capsys.readouterr().out)["held_out"]
+    assert [place.split()[-1] for place in told["places"]] == ["blocks.1.hook_resid_post"] * 2
+    assert told["places"][0] != told["places"][1]
+    made = Crosscoder.load(tmp_path / "cc" / "dictionary")
+    assert [str(place) for place in made.places] == told["places"]
+    assert told["relative_norm"] == pytest.approx(made.relative_norm().tolist(), abs=1e-5)
+    assert told["first_alone"] + told["second_alone"] <= told["alive"] <= 24
+    # What was trained on one model alone is another training.
+    assert run(arguments) == 2
+    assert "holds a training on other activations" in capsys.readouterr().err
+
+
+def test_a_second_model_is_for_crosscoders_only(command, capsys):
+    assert run(command("sae", "--against", "specimen")) == 2
+    assert "expected kind=crosscoder with --against, found kind=sae" in capsys.readouterr().err
