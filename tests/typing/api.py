@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import assert_type
+from typing import Any, assert_type
 
 import torch
 import xarray as xr
@@ -33,6 +33,8 @@ store = mizarr.open_store("activations")
 assert_type(store, Store)
 assert_type(mizarr.capture(model, ["a prompt"], hooks, store=store), xr.Dataset)
 assert_type(mizarr.import_activations("states.npz", model="gpt2", store=store), xr.Dataset)
+loader = mizarr.ActivationLoader(store["3f9a0c"], layers=[3, 4], epochs=2)
+assert_type(loader.state_dict(), dict[str, Any])
 assert_type(mizarr.export(store["3f9a0c"], "states.nc"), Path)
 assert_type(mizarr.compute("logit_lens", store=store, model="specimen"), Workflow)
 
