@@ -95,7 +95,7 @@ class LayerFeatures:
 
     def _products(self, rows: Tensor, encoder: Tensor, features: slice | Tensor) -> Tensor:
         """Pre-activations of prepared rows, given the encoder rows of these features in their dtype."""
-        from ...forward.networks.products import product
+        from ...forward.networks.kernels.products import product
 
         out = product(rows, encoder)
         if self.b_enc is not None:

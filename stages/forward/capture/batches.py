@@ -1,22 +1,30 @@
 """Which prompts share a forward pass: decided from the corpus alone, never from timing.
 
-The same corpus, segment and batch size always give the same batches, so that a resumed or differently
-scheduled harvest computes the same bits. Prompts are sorted by length and padded on the right to the
-longest of their batch; in a causal model what stands to the right changes nothing to the left, and padded
-places are dropped before anything is stored. Where that does not hold (rotations that depend on the length
-of the sequence, interventions counted from the end of a prompt) only prompts of one length share a batch.
+Prompts are sorted by length and padded on the right to the longest of their batch; in a causal model what
+stands to the right changes nothing to the left, and padded places are dropped before anything is stored.
+Where that does not hold (rotations that depend on the length of the sequence, interventions counted from the
+end of a prompt) only prompts of one length share a batch.
+
+What a pass gives of a prompt must not depend on its company, to the last bit (DESIGN.md, "What last bits
+depend on"). Two rules see to that. Products ask one library for powers of two and another for all else
+(networks/kernels/products.py): so prompts whose length is a power of two run whole, with others of that
+length, a power of two of them; and others are never computed at such a length. And products of few rows have
+kernels of their own: so a batch of few is computed several times over.
 
 Knows lengths; knows no tokens, models or arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from ..networks.kernels import FEW_ROWS
 
 BUFFERS = 2
 """Segment buffers: one being filled, one being written."""
@@ -47,6 +55,11 @@ class Batch:
     pieces: tuple[Piece, ...]
     length: int
 
+    @property
+    def copies(self) -> int:
+        """How often the pieces stand in a pass, so that its products have rows enough."""
+        return max(1, math.ceil(FEW_ROWS / (len(self.pieces) * self.length)))
+
 
 def pieces_of(
     segment: range, row_start: npt.NDArray[Any], row_size: npt.NDArray[Any], *, whole: bool
@@ -54,7 +67,8 @@ def pieces_of(
     """The prompts a token range touches, cut to it; a prompt that straddles its edge is run here and kept
     in part.
 
-    whole: run every prompt to its end, because later positions do change earlier ones here.
+    whole: run every prompt to its end, because later positions do change earlier ones here, or their number
+    does.
     """
     first = int(np.searchsorted(row_start, segment.start, side="right")) - 1
     last = int(np.searchsorted(row_start, segment.stop, side="left"))
@@ -63,27 +77,41 @@ def pieces_of(
         begin, size = int(row_start[prompt]), int(row_size[prompt])
         start, stop = max(segment.start - begin, 0), min(segment.stop - begin, size)
         if start < stop:
-            found.append(Piece(prompt, start, stop, begin + start - segment.start, size if whole else stop))
+            run = size if whole or _is_power(size) else stop
+            while run < size and _is_power(run):
+                run += 1
+            found.append(Piece(prompt, start, stop, begin + start - segment.start, run))
     return found
 
 
 def plan_batches(pieces: Sequence[Piece], *, batch_tokens: int, one_length: bool) -> list[Batch]:
     """Batches of at most `batch_tokens` computed positions; a longer prompt runs alone."""
-    batches: list[Batch] = []
-    waiting: list[Piece] = []
+    groups: list[list[Piece]] = []
     for piece in sorted(pieces, key=lambda piece: (piece.run, piece.prompt)):
-        if waiting and not _fits(waiting, piece, batch_tokens, one_length):
-            batches.append(Batch(tuple(waiting), waiting[-1].run))
-            waiting = []
-        waiting.append(piece)
-    if waiting:
-        batches.append(Batch(tuple(waiting), waiting[-1].run))
-    return batches
+        if not groups or not _fits(groups[-1], piece, batch_tokens, one_length):
+            groups.append([])
+        groups[-1].append(piece)
+    return [Batch(tuple(part), part[-1].run) for group in groups for part in _by_powers(group)]
+
+
+def _by_powers(group: list[Piece]) -> Iterator[list[Piece]]:
+    """A group as it is, or, of a length that is a power of two, by powers of two, the largest first."""
+    while _is_power(group[0].run) and not _is_power(len(group)):
+        count = 1 << (len(group).bit_length() - 1)
+        yield group[:count]
+        group = group[count:]
+    yield group
+
+
+def _is_power(count: int) -> bool:
+    """Whether it is a power of two."""
+    return count.bit_count() == 1
 
 
 def _fits(waiting: Sequence[Piece], piece: Piece, batch_tokens: int, one_length: bool) -> bool:
     """Whether the next longer piece may join; pieces come sorted, so it sets the length of the batch."""
-    if one_length and piece.run != waiting[0].run:
+    apart = one_length or _is_power(piece.run) or _is_power(waiting[0].run)
+    if apart and piece.run != waiting[0].run:
         return False
     computed = piece.run * (len(waiting) + 1)
     kept = sum(held.run for held in waiting) + piece.run

@@ -49,6 +49,8 @@ OVERLAP = 8
 """Segments a corpus is cut into at least, so that writing one hides behind computing the next."""
 SMALLEST_SHARD = 4 << 20
 """Bytes below which shards are not made smaller for the sake of overlap: each costs a sync."""
+_WIDE = 8
+"""A capture this many times as wide as the residual stream says by itself how a run is cut."""
 WORTH_A_LOOK = 1 << 16
 """Tokens of a new run from which it is asked whether another one begins with the same prompts."""
 MEMORY = 1 << 30
@@ -419,7 +421,8 @@ class CaptureNode(Ports):
         """As long as the store likes, but no longer than memory allows, nor so long that nothing overlaps.
 
         While a segment is written the next is computed: a corpus is cut into at least `OVERLAP` of them, as
-        long as its largest shards stay above a few MiB.
+        long as its largest shards stay above a few MiB. Sizes are those of the residual stream, whatever is
+        captured first, unless that is much wider: so two stores cut a run alike.
         """
         if self.segment_tokens is not None:
             return self.segment_tokens
@@ -432,10 +435,15 @@ class CaptureNode(Ports):
                 f"a token of {len(self.cells)} captures needs {per_token} bytes, more than the memory of "
                 f"{self.memory}; capture fewer points, or raise memory="
             )
-        largest = max(self._row_bytes([(spec.variable, None)]) for spec in self.specs())
+        width = self.source.config.hidden_size
+        stream = ArraySpec("stream", "", ("token", "hidden"), {"hidden": width}, self.dtype, None)
+        row, own = width * _ITEMSIZE[self.dtype], self.specs()
+        largest = max(self._bytes_per_token([(spec.variable, None)]) for spec in own)
+        if largest <= _WIDE * row:
+            largest, own = row, [stream]
         overlapping = max(self.tokens.n_tokens // OVERLAP, SMALLEST_SHARD // largest, 1)
         longest = min(affordable, overlapping)
-        return min(default_segment_tokens(self.tokens, self.specs()), 1 << (longest.bit_length() - 1))
+        return min(default_segment_tokens(self.tokens, own), 1 << (longest.bit_length() - 1))
 
     def _bytes_per_token(self, cells: Sequence[VariableLayer]) -> int:
         """Stored bytes of one token over some cells; what is packed otherwise by the mean."""

@@ -143,7 +143,9 @@ def fill(
     kept as they are where a pass gives a segment whole."""
     tokens, segment = entry.tokens, entry.segments[n]
     axes = {capture.variable: entry.spec(capture.variable).packed for capture in spec.captures}
-    whole = model.config.lengths_must_match or bool(spec.interventions or spec.gradients)
+    asked = bool(spec.interventions or spec.gradients)
+    # A row of a pattern is a sum over as many keys as there are.
+    whole = model.config.lengths_must_match or asked or "pair" in axes.values()
     pieces = pieces_of(segment, tokens.row_start, tokens.row_size, whole=whole)
     # What is left behind a prompt is left behind its padding.
     one_length = whole or "prompt_id" in axes.values()
@@ -167,7 +169,7 @@ def fill(
 
         rows = [_padded(tokens, piece, batch.length) for piece in batch.pieces]
         if not spec.gradients:
-            model.stream_batch(rows, spec, None, keep)
+            model.stream_batch(rows if asked else rows * batch.copies, spec, None, keep)
             continue
         _, found = model.differentiate(rows, spec, [piece.prompt for piece in batch.pieces])
         for capture, value in found.items():
@@ -218,7 +220,13 @@ def _is_segment(value: Tensor, batch: Batch, segment: range, dtype: torch.dtype)
         _adjoin(one, other, batch.length) for one, other in itertools.pairwise(pieces)
     )
     whole = in_order and pieces[-1].stop == batch.length and len(pieces) * batch.length == len(segment)
-    return whole and value.is_contiguous() and value.dtype == dtype and value.device.type == "cpu"
+    return (
+        whole
+        and batch.copies == 1
+        and value.is_contiguous()
+        and value.dtype == dtype
+        and value.device.type == "cpu"
+    )
 
 
 def _adjoin(piece: Piece, other: Piece, length: int) -> bool:

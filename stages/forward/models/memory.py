@@ -15,7 +15,7 @@ import os
 import sys
 from functools import cache
 
-from ..networks.tuning import is_tuned
+from ..networks.kernels.tuning import is_tuned
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
 _KEPT = (1 << 31) - 1  # bytes of freed memory that stay with the process; the largest number mallopt takes

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ....store.errors import PlanError, SourceChanged
 from ....store.keys import ModelIdentity
 from ..architectures.architecture import Architecture
-from ..networks.tuning import tuning
+from ..networks.kernels.tuning import tuning
 from .files import ModelFiles, resolve
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from ....store.errors import ConfigError
 from ..architectures.architecture import Architecture
 from ..hooks.taps import Taps
 from ..hooks.wants import Logits
+from .kernels.products import product
 from .norms import apply_norm, normalise
-from .products import product
 from .transform import BEFORE_HEAD, transformed
 from .weights import NormWeights, Weights
 

@@ -29,6 +29,7 @@ from ..hooks.taps import Taps
 from .attention import Source
 from .ends import Ends
 from .history import STREAM, Carried, History, Shares, share_of
+from .kernels.products import product
 from .mixers.attention import GatedAttention, SelfAttention
 from .mixers.experts import Experts
 from .mixers.gated_delta import GatedDelta
@@ -44,7 +45,6 @@ from .mixers.mlstm import Mlstm
 from .mixers.shared_block import SharedBlock
 from .mixers.short_convolution import ShortConvolution
 from .norms import apply_norm, normalise
-from .products import product
 from .weights import NormWeights, Weights, made, parts_of, with_ends
 
 __all__ = ["Hybrid", "assemble"]

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..hooks.taps import Taps
 from .attention import linear
 from .gradients import is_recorded
+from .kernels.functions import evenly
 from .weights import MlpWeights
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -43,7 +44,7 @@ def mlp(x: Tensor, weights: MlpWeights, activation: str, layer: int, taps: Taps)
     act = partial(LEARNED[activation], **learned) if learned else ACTIVATIONS[activation]
     if not recorded and not taps.touches(layer, "mlp_pre_act"):
         act = IN_PLACE.get(activation, act)
-    inner = act(activated)
+    inner = evenly(act, activated)
     if gate is not None:
         inner = inner * up if recorded else inner.mul_(up)  # nobody else has seen it
     return linear(taps("mlp_post_act", layer, inner), weights.down)

@@ -24,8 +24,8 @@ from ..architectures.rwkv_tensors import MIXES
 from ..hooks.taps import Taps
 from .ends import Ends
 from .history import STREAM, Carried, History, Shares
+from .kernels.products import product
 from .norms import apply_norm, normalise
-from .products import product
 from .recurrences.linear import LinearRecurrence
 from .recurrences.recurrence import Recurrence
 from .recurrences.rwkv4 import ExponentialAverage

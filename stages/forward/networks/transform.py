@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..architectures.architecture import HeadTransform
 from ..hooks.taps import Taps
+from .kernels.products import product
 from .mlp import ACTIVATIONS
 from .norms import apply_norm, normalise
-from .products import product
 from .weights import Weights
 
 __all__ = ["BEFORE_HEAD", "transformed"]

@@ -15,7 +15,8 @@ from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import RopeConfig
 from ..hooks.taps import EverythingHeld, PassTaps
 from ..hooks.wants import Logits
-from ..networks.attention import attend, visible
+from ..networks.attention import attend, in_tiles, visible
+from ..networks.gradients import is_recorded
 from ..networks.history import Carried, share_of
 from ..networks.loop import Network, through_layers
 from ..networks.recurrences.recurrence import Recurrence
@@ -78,8 +79,10 @@ class WholePrompts:
         return self._rotations[rope]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
-        """See `History`."""
-        return attend(q, k, v, self._mask(how), how, layer, self._taps)
+        """See `History`; in tiles, but for what looks ahead, gradients, and the kernels of other devices."""
+        plain = how.is_bidirectional or is_recorded(q, k, v) or q.device.type != "cpu"
+        weigh = None if plain else in_tiles
+        return attend(q, k, v, self._mask(how), how, layer, self._taps, weigh)
 
     def before(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
         """See `History`."""

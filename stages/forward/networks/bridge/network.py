@@ -32,8 +32,8 @@ from ...hooks.spec import BoundSpec, Capture
 from ...hooks.taps import EverythingHeld, RunTaps, Taps
 from ...hooks.wants import Logits
 from ..history import STREAM, Carried, History, Shares
+from ..kernels.products import product
 from ..norms import apply_norm
-from ..products import product
 from ..weights import NormWeights
 from .reference import in_one_line, load_reference, version
 from .trace import at_slot, given, with_slot

@@ -15,7 +15,8 @@ from ...architectures.mixers import AttentionShape
 from ...hooks.taps import Taps
 from ..attention import Source, attention
 from ..history import History
-from ..products import product
+from ..kernels.functions import evenly
+from ..kernels.products import product
 from ..weights import AttentionWeights, parts_of
 from .mixer import LayerTensors, by_heads
 
@@ -78,6 +79,6 @@ class GatedAttention(SelfAttention):
         self, x: Tensor, layer: int, history: History, taps: Taps, source: Source | None = None
     ) -> Tensor:
         """See `Mixer`; source: what x is the norm of."""
-        gate = torch.sigmoid(product(history.kept(x), self._gate, self._gate_bias))
+        gate = evenly(torch.sigmoid, product(history.kept(x), self._gate, self._gate_bias))
         gate = taps("attn_gate", layer, by_heads(gate, self.shape.head_dim))
         return attention(x, self.weights, self.shape, self._how, layer, history, taps, gate, source)

@@ -20,13 +20,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...architectures.mixers import ExpertsShape
 from ...hooks.taps import Taps
 from ..gradients import is_recorded
+from ..kernels import FEW_ROWS
+from ..kernels.functions import evenly
+from ..kernels.products import product
 from ..mlp import ACTIVATIONS
-from ..products import product
 from .mixer import LayerTensors, own
 
 __all__ = ["Experts"]
@@ -65,10 +68,10 @@ class Experts:
         if self.shape.latent_size:
             found = product(found, w["from_latent"], w.get("from_latent.bias"))
         if self.shape.shared_size:
-            shared = self._shared(rows)
+            shared = self._shared(x)
             if self.shape.has_shared_gate:
-                shared = shared * torch.sigmoid(product(rows, w["shared_gate"]))
-            found = found + taps("shared_expert_out", layer, shared.view(x.shape)).flatten(0, 1)
+                shared = shared * evenly(torch.sigmoid, product(x, w["shared_gate"]))
+            found = found + taps("shared_expert_out", layer, shared).flatten(0, 1)
         return found.view(x.shape)
 
     def _given(self, inner: Tensor, chosen: Tensor, share: Tensor) -> Iterator[Given]:
@@ -80,7 +83,10 @@ class Experts:
             token, place = (is_its if is_recorded(share) else is_its & (share != 0)).nonzero(as_tuple=True)
             if len(token):
                 biases = (w[name][expert] if name in w else None for name in ("up.bias", "down.bias"))
-                out = self._through(inner[token], w["up"][expert], w["down"][expert], *biases)
+                its, own = inner[token], len(token)
+                if own < FEW_ROWS <= len(chosen):  # what a token gets does not depend on how many others come
+                    its = F.pad(its, (0, 0, 0, FEW_ROWS - own))
+                out = self._through(its, w["up"][expert], w["down"][expert], *biases)[:own]
                 yield expert, token, share[token, place, None], out
 
     def _weighed(
@@ -99,14 +105,13 @@ class Experts:
 
     def _routed(self, x: Tensor, layer: int, taps: Taps) -> tuple[Tensor, Tensor]:
         """The experts of each token [n, k], and their weights [n, k]."""
-        s, w, rows = self.shape, self.weights, x.flatten(0, 1)
+        s, w = self.shape, self.weights
         is_sigmoid = s.routing.startswith("sigmoid")
-        if s.routing == "sigmoid":
-            rows = rows.float()
-        scores = product(rows, w["router"].to(rows.dtype), w.get("router.bias")).float()
-        scores = taps("router_logits", layer, scores.view(*x.shape[:2], -1))
+        read = x.float() if s.routing == "sigmoid" else x
+        scores = product(read, w["router"].to(read.dtype), w.get("router.bias")).float()
+        scores = taps("router_logits", layer, scores)
         if taps.captures(layer, "router_probs"):
-            taps("router_probs", layer, scores.sigmoid() if is_sigmoid else scores.softmax(-1))
+            taps("router_probs", layer, evenly(torch.sigmoid, scores) if is_sigmoid else scores.softmax(-1))
         chosen, share = self._chosen(scores.flatten(0, 1))
         return chosen, share.to(x.dtype)
 
@@ -114,7 +119,7 @@ class Experts:
         """The same from scores [n, expert]."""
         s = self.shape
         if s.routing == "sigmoid":
-            return self._by_sigmoid(scores.sigmoid())
+            return self._by_sigmoid(evenly(torch.sigmoid, scores))
         if s.routing == "sparse mixing":
             chosen, share = _mixed_sparsely(scores, s.jitter)
         elif s.routing == "chosen of corrected softmax":
@@ -134,7 +139,7 @@ class Experts:
         s = self.shape
         chosen = (scores + self.weights["correction"].float().flatten()).topk(s.chosen, dim=-1).indices
         share = scores.gather(-1, chosen)
-        share = share.sigmoid() if s.routing == "sigmoid of chosen" else share
+        share = evenly(torch.sigmoid, share) if s.routing == "sigmoid of chosen" else share
         return chosen, share / share.sum(-1, keepdim=True).clamp_min(s.sum_eps) if s.sums_to_one else share
 
     def _in_best_groups(self, scores: Tensor) -> Tensor:
@@ -169,28 +174,28 @@ class Experts:
         w["up.bias"] = torch.cat([w["up.bias"][:, ::2], w["up.bias"][:, 1::2]], dim=1)
         w["down"] = w["down"].transpose(1, 2).contiguous()
 
-    def _shared(self, rows: Tensor) -> Tensor:
-        """What the expert of all tokens adds."""
+    def _shared(self, x: Tensor) -> Tensor:
+        """What the expert of all tokens adds to x [batch, position, hidden]."""
         w = self.weights
         if "shared.gate_up" in w:
-            return self._through(rows, w["shared.gate_up"], w["shared.down"])
+            return self._through(x, w["shared.gate_up"], w["shared.down"])
         up, bias = w["shared.up"], w.get("shared.up.bias")
         if "shared.gate" in w:
             up = torch.cat([w["shared.gate"], up])
             bias = None if bias is None else torch.cat([w["shared.gate.bias"], bias])
-        return self._through(rows, up, w["shared.down"], bias, w.get("shared.down.bias"))
+        return self._through(x, up, w["shared.down"], bias, w.get("shared.down.bias"))
 
     def _through(
         self, x: Tensor, up: Tensor, down: Tensor, bias: Tensor | None = None, last: Tensor | None = None
     ) -> Tensor:
-        """x [n, in] through an MLP: up [inner, in], with the gate's rows before it where it is gated."""
+        """x [..., in] through an MLP: up [inner, in], with the gate's rows before it where it is gated."""
         inner = product(x, up, bias)
         if self.shape.is_gated:
             gate, inner = inner.chunk(2, dim=-1)
             if self.shape.limits is not None:
                 return product(_limited(gate, inner, *self.shape.limits), down, last)
-            return product(self._activation(gate) * inner, down, last)
-        return product(self._activation(inner), down, last)
+            return product(evenly(self._activation, gate) * inner, down, last)
+        return product(evenly(self._activation, inner), down, last)
 
 
 def _shown(given: list[Given], x: Tensor, count: int, layer: int, taps: Taps) -> list[Given]:
@@ -209,7 +214,7 @@ def _limited(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
     """x sigmoid(alpha x) of a gate held below a limit, times an up projection held within it, plus 1
     (gpt-oss)."""
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+    return (up + 1) * (gate * evenly(torch.sigmoid, gate * alpha))
 
 
 def _mixed_sparsely(scores: Tensor, jitter: float) -> tuple[Tensor, Tensor]:

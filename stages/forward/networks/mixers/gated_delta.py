@@ -23,7 +23,7 @@ from torch import Tensor
 from ...architectures.linear_mixers import GatedDeltaShape
 from ...hooks.taps import Taps
 from ..history import History
-from ..products import product
+from ..kernels.products import product
 from ..recurrences.linear import LinearRecurrence
 from ..scan import scan_decayed, shown_decay
 from .convolution import convolve

@@ -18,8 +18,8 @@ from ...architectures.mixers import LatentAttentionShape
 from ...hooks.taps import Taps
 from ..attention import turned
 from ..history import History
+from ..kernels.products import product
 from ..norms import apply_norm
-from ..products import product
 from ..weights import NormWeights
 from .mixer import LayerTensors, by_heads, flat, own
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from ...architectures.linear_mixers import LightningShape
 from ...hooks.taps import Taps
 from ..history import History
+from ..kernels.products import product
 from ..mlp import ACTIVATIONS
 from ..norms import apply_norm
-from ..products import product
 from ..recurrences.linear import LinearRecurrence
 from ..scan import scan
 from ..weights import NormWeights

@@ -22,8 +22,8 @@ from torch import Tensor
 from ...architectures.linear_mixers import LinearAttentionShape
 from ...hooks.taps import Taps
 from ..history import History
+from ..kernels.products import product
 from ..mlp import ACTIVATIONS
-from ..products import product
 from ..recurrences.linear import LinearRecurrence
 from ..rope import rotate
 from ..scan import scan

@@ -18,8 +18,8 @@ from torch import Tensor
 from ...architectures.linear_mixers import LinearUnitShape
 from ...hooks.taps import Taps
 from ..history import History
+from ..kernels.products import product
 from ..mlp import ACTIVATIONS
-from ..products import product
 from ..recurrences.linear import LinearRecurrence
 from ..scan import scan
 from .convolution import convolve

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...architectures.mixers import Mamba2Shape
 from ...hooks.taps import Taps
 from ..history import History
-from ..products import product
+from ..kernels.products import product
 from ..recurrences.linear import LinearRecurrence
 from ..scan import scan
 from .convolution import convolve

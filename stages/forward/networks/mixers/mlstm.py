@@ -20,7 +20,7 @@ from torch import Tensor
 from ...architectures.linear_mixers import MlstmShape
 from ...hooks.taps import Taps
 from ..history import History
-from ..products import product
+from ..kernels.products import product
 from ..recurrences.matrix_memory import MatrixMemory
 from ..scan import scan
 from .mixer import LayerTensors, by_heads, flat, own, wide

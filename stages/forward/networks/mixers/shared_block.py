@@ -18,8 +18,8 @@ from torch import Tensor
 from ...architectures.mixers import SharedBlockShape
 from ...hooks.taps import Taps
 from ..history import History
+from ..kernels.products import product
 from ..norms import normalise
-from ..products import product
 from ..weights import NormWeights
 from .attention import SelfAttention
 from .mixer import LayerTensors, own

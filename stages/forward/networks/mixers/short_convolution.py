@@ -12,7 +12,7 @@ from torch import Tensor
 from ...architectures.linear_mixers import ShortConvolutionShape
 from ...hooks.taps import Taps
 from ..history import History
-from ..products import product
+from ..kernels.products import product
 from .convolution import convolve
 from .mixer import LayerTensors, own
 

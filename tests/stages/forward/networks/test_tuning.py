@@ -7,8 +7,8 @@ import torch
 
 import mizarr
 from mizarr.stages.forward.models import memory
-from mizarr.stages.forward.networks import products
-from mizarr.stages.forward.networks.tuning import is_tuned
+from mizarr.stages.forward.networks.kernels import products
+from mizarr.stages.forward.networks.kernels.tuning import is_tuned
 from mizarr.store.errors import ConfigError
 
 

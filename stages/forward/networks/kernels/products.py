@@ -9,6 +9,11 @@ second copy.
 For every size it meets it prepares code, which takes 0.6 ms, and keeps it among the memory that large
 temporaries come from: hundreds of different numbers of rows left a process 100 to 350 MB larger. So it is
 asked for powers of two alone, which full batches of full windows have, and single tokens in generation.
+
+Either library sums a row in one order whatever stands in the others and however many threads share them, from
+`FEW_ROWS` rows on (tests/stages/forward/networks/test_company.py). The two differ: so the length of prompts
+decides which is asked, and a harvest batches prompts so that it is their own length that decides.
+
 MIZARR_TUNING=off leaves every product to torch; tests/benchmarks/bench_tuning.py measures the choice.
 """
 
@@ -25,7 +30,7 @@ from torch import Tensor
 from .tuning import is_tuned
 
 _LARGE = 1 << 26
-"""Multiplications from which asking oneDNN is worth its preparation."""
+"""Multiplications of one prompt from which asking oneDNN is worth its preparation."""
 _FEW = 16
 """Rows that fewer take as long as: what takes time then is reading the weights."""
 
@@ -38,14 +43,21 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if _wants_onednn(x, weight) and (onednn := _onednn()) is not None:
         made: Tensor = onednn(x, weight, bias, "none", [], "")
         return made
-    return F.linear(x, weight, bias)
+    if weight.shape[0] == 1 and x.device.type == "cpu" and not torch.is_grad_enabled():
+        # A vector: MKL has kernels for four rows of x at a time, and others for what is left over.
+        alone = (x * weight[0]).sum(-1, keepdim=True)
+        return alone if bias is None else alone + bias
+    # Of rows that do not adjoin torch makes a product for each prompt.
+    return F.linear(x.contiguous(), weight, bias)
 
 
 def _wants_onednn(x: Tensor, weight: Tensor) -> bool:
     if x.device.type != "cpu" or not x.dtype == weight.dtype == torch.float32 or torch.is_grad_enabled():
         return False
-    rows = x.numel() // max(x.shape[-1], 1)
-    is_large = rows.bit_count() == 1 and max(rows, _FEW) * weight.numel() >= _LARGE
+    if x.dim() < 3:  # rows of several prompts, as many as it happens to be
+        return False
+    rows, length = x.numel() // max(x.shape[-1], 1), x.shape[-2]
+    is_large = rows.bit_count() == 1 and max(length, _FEW) * weight.numel() >= _LARGE
     return is_large and bool(torch.backends.mkldnn.enabled)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 
-from ....store.errors import ConfigError
+from .....store.errors import ConfigError
 
 __all__ = ["VARIABLE", "is_tuned", "tuning"]
 
