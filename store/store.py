@@ -8,6 +8,7 @@ Border: keys and labelled data; which stage made them, and when it should run, i
     data/<ab>/<D>/        one run: shards on a packed token axis (`entries.py`)
     data/<ab>/<K>.<x>/    one attempt at a derived result (`results.py`)
     pins/<name>.json      keys that gc must keep
+    annotations/          what people say of what is stored (`annotations.py`)
     quarantine/           what `verify` found damaged
     vocabularies/         token strings by tokenizer digest
     index.sqlite          a cache of lookups (`index.py`); may be deleted at any time
@@ -39,6 +40,7 @@ from .sealed import is_sealed, sealed, unsealed
 if TYPE_CHECKING:
     import xarray as xr
 
+    from .annotations import Annotation
     from .reading.labelled import LabelledEntry
     from .runs.entries import ArraySpec
     from .upkeep.collect import GcReport, Usage
@@ -277,6 +279,20 @@ class Store(Catalog):
     def vocabulary(self, tokenizer: str) -> list[str] | None:
         """Token strings by id, as kept; None if they are not."""
         return read_vocabulary(self.files, tokenizer)
+
+    # -- what people say
+
+    def annotate(self, subject: str, said: Mapping[str, str], author: str = "") -> None:
+        """Keep short texts, by item, about a subject (a digest); see annotations.py. Part of no key."""
+        from .annotations import annotate
+
+        annotate(self.files, subject, said, author)
+
+    def annotations(self, subject: str) -> list[Annotation]:
+        """Everything said about a subject, oldest first."""
+        from .annotations import annotations
+
+        return annotations(self.files, subject)
 
     # -- where it came from
 

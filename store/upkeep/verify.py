@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..annotations import ANNOTATION, ANNOTATIONS
 from ..catalog import Catalog
 from ..digest import file_digest
 from ..errors import CorruptEntry
@@ -66,7 +67,7 @@ def verify(store: Catalog, *, quick: bool, progress: Callable[[int, int], None] 
 
 
 def _dangling(store: Catalog) -> list[Damage]:
-    """Key files, pins and notes that cannot be read, keys without their manifest, runs not described."""
+    """Key files, pins, annotations and notes that cannot be read, keys without their manifest, runs not described."""
     found = []
     for name in store.files.list("keys"):
         folder, _, file = name.rpartition("/")
@@ -82,6 +83,10 @@ def _dangling(store: Catalog) -> list[Damage]:
     for name in store.files.list(PINS):
         if (text := store.files.get(name)) is not None:
             found += _unreadable(PINS, name.removeprefix(f"{PINS}/"), "a pin", unsealed, name, text, PIN)
+    for name in store.files.list(ANNOTATIONS):
+        if (text := store.files.get(name)) is not None:
+            folder, _, file = name.rpartition("/")
+            found += _unreadable(folder, file, "an annotation", unsealed, name, text, ANNOTATION)
     for data in store.folders():
         for name in note_names(store.files, data):
             if (text := store.files.get(name)) is not None:
