@@ -67,5 +67,7 @@ def annotations(files: Folder, subject: str) -> list[Annotation]:
     for name in sorted(files.list(f"{ANNOTATIONS}/{subject}"), key=lambda name: Path(name).name):
         if (text := files.get(name)) is not None:
             told = unsealed(name, text, ANNOTATION)
-            found += [Annotation(item, said, told["author"], told["created"]) for item, said in told["said"].items()]
+            found += [
+                Annotation(item, said, told["author"], told["created"]) for item, said in told["said"].items()
+            ]
     return found

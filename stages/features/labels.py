@@ -32,7 +32,9 @@ def set_labels(
     """
     said = {str(dictionary.feature(feature)): text.strip() for feature, text in labels.items()}
     if len(said) < len(labels):
-        raise DictionaryError(f"expected each feature once, found {len(labels)} names of {len(said)} features")
+        raise DictionaryError(
+            f"expected each feature once, found {len(labels)} names of {len(said)} features"
+        )
     store.annotate(dictionary.identity, said, author)
 
 

@@ -45,9 +45,7 @@ ALIGNED = 3
     combine=join_features,
     resources=("dictionary",),
 )
-def decoder_neighbours(
-    blocks: xr.DataArray, *, dictionary: Dictionary, layer: int, k: int = 8
-) -> xr.Dataset:
+def decoder_neighbours(blocks: xr.DataArray, *, dictionary: Dictionary, layer: int, k: int = 8) -> xr.Dataset:
     """The k features of a layer whose decoder rows point most the way of each feature's.
 
     blocks: `feature_blocks`. Cosine of a row without direction is 0. The dims are what SAE dashboards call neuron

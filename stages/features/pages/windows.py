@@ -102,9 +102,7 @@ def _fill(activation: Array, token: Ints, chosen: Ints, window: Ints, encoded: x
         out[some[example[hit]], place[hit]] = found
 
 
-def _looked_up(
-    wanted: Ints, block: ActiveBlock, first: int, last: int, size: int
-) -> tuple[Ints, Array]:
+def _looked_up(wanted: Ints, block: ActiveBlock, first: int, last: int, size: int) -> tuple[Ints, Array]:
     """Which of some (token, feature) cells of a block are active, and how strongly.
 
     Most are not, and a bit for each hash of what is active tells most of those without a search.
