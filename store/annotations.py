@@ -1,11 +1,13 @@
 """What people say of things: short texts beside what is stored, part of no key and no result.
 
-Border: names and texts; what is annotated is known elsewhere, by a digest (the subject) and a name in it (the item).
+Border: names and texts; what is annotated is known elsewhere, by a digest (the subject) and a name in it (the
+item).
 
     annotations/<subject>/<when>-<random>.json     one call's texts, sealed, never changed
 
-Appended only: a later text stands for an earlier one of the same item, an empty one takes it back, and the earlier one
-can still be read. Nothing that is computed reads them, so that the same results have the same keys whoever said what.
+Appended only: a later text stands for an earlier one of the same item, an empty one takes it back, and the
+earlier one can still be read. Nothing that is computed reads them, so that the same results have the same
+keys whoever said what.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from .files import Folder
 from .records import now
 from .sealed import sealed, unsealed
 
-__all__ = ["ANNOTATION", "ANNOTATIONS", "Annotation", "annotate", "annotations"]
+__all__ = ["ANNOTATION", "ANNOTATIONS", "Annotation", "annotate", "said_of"]
 
 ANNOTATIONS = "annotations"
 ANNOTATION = ("subject", "said", "author", "created")
@@ -44,8 +46,8 @@ class Annotation:
 def annotate(files: Folder, subject: str, said: Mapping[str, str], author: str) -> None:
     """Keep texts by item, about a subject (64 hex digits).
 
-    Raises ShapeError for what is no digest, for nothing said, and for a text or name of several lines, of characters
-    that cannot be printed, or of more than 2,000.
+    Raises ShapeError for what is no digest, for nothing said, and for a text or name of several lines, of
+    characters that cannot be printed, or of more than 2,000.
     """
     if not re.fullmatch(r"[0-9a-f]{64}", subject):
         raise ShapeError(f"expected a digest of 64 hex digits to annotate, found {subject!r:.80}")
@@ -61,8 +63,9 @@ def annotate(files: Folder, subject: str, said: Mapping[str, str], author: str) 
     files.put_new(f"{ANNOTATIONS}/{subject}/{name}.json", sealed(fields))
 
 
-def annotations(files: Folder, subject: str) -> list[Annotation]:
-    """Everything said about a subject, oldest first; CorruptEntry for a record that is not what was written."""
+def said_of(files: Folder, subject: str) -> list[Annotation]:
+    """Everything said about a subject, oldest first; CorruptEntry for a record that is not what was
+    written."""
     found = []
     for name in sorted(files.list(f"{ANNOTATIONS}/{subject}"), key=lambda name: Path(name).name):
         if (text := files.get(name)) is not None:

@@ -290,9 +290,9 @@ class Store(Catalog):
 
     def annotations(self, subject: str) -> list[Annotation]:
         """Everything said about a subject, oldest first."""
-        from .annotations import annotations
+        from .annotations import said_of
 
-        return annotations(self.files, subject)
+        return said_of(self.files, subject)
 
     # -- where it came from
 

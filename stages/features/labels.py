@@ -27,8 +27,9 @@ def set_labels(
 ) -> None:
     """Say what features are called; an empty text takes a label back.
 
-    labels: by feature, or its name ("L3:17"). What was said before stays readable: `store.annotations`. Raises
-    DictionaryError for a feature it does not have, ShapeError for a text that is not one printable line.
+    labels: by feature, or its name ("L3:17"). What was said before stays readable: `store.annotations`.
+    Raises DictionaryError for a feature it does not have, ShapeError for a text that is not one printable
+    line.
     """
     said = {str(dictionary.feature(feature)): text.strip() for feature, text in labels.items()}
     if len(said) < len(labels):

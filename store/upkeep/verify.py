@@ -67,7 +67,8 @@ def verify(store: Catalog, *, quick: bool, progress: Callable[[int, int], None] 
 
 
 def _dangling(store: Catalog) -> list[Damage]:
-    """Key files, pins, annotations and notes that cannot be read, keys without their manifest, runs not described."""
+    """Key files, pins, annotations and notes that cannot be read, keys without their manifest, runs not
+    described."""
     found = []
     for name in store.files.list("keys"):
         folder, _, file = name.rpartition("/")

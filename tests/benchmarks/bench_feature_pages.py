@@ -1,20 +1,20 @@
 """Pages of a whole dictionary: features a second from stored sparse codes to files, and memory.
 
-    python tests/benchmarks/bench_feature_pages.py [--features 25000] [--tokens 1000000] [--active 64]
+    python tests/benchmarks/bench_feature_pages.py [--features 25000] [--tokens 1000000] [--active 32]
 
-Synthetic: activations of width 64 and a random top-k dictionary are not encoded here (that is the forward pass' and
-`encode_features`' business), but written as its codes would be: at every token `active` distinct features, whose
-frequencies follow a power law, with exponential activations; prompts of 128 random ids of a vocabulary of 32,768; a
-decoder and an unembedding of random normals, width 64. Counted are all stages of the pages - statistics, examples of
-every strength, windows, partners, neighbours, logits - into an empty store, and writing every page. Target: 1,000
-features a second, in at most 1 GB of resident memory, of the whole process.
+Synthetic: activations of width 64 and a random top-k dictionary are not encoded here (that is the forward
+pass' and `encode_features`' business), but written as its codes would be: at every token `active` distinct
+features, whose frequencies follow a power law, with exponential activations; prompts of 128 random ids of a
+vocabulary of 32,768; a decoder and an unembedding of random normals, width 64. Counted are all stages of the
+pages - statistics, examples of every strength, windows, partners, neighbours, logits - into an empty store,
+and writing every page. Target: 1,000 features a second, in at most 1 GB of resident memory, of the whole
+process.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -169,16 +169,20 @@ def measure(folder: Path, features: int, tokens: int, active: int, threads: int)
     size = sum(path.stat().st_size for path in (folder / "pages").rglob("*.*"))
     wall, cpu = time.perf_counter() - begin[0], time.process_time() - begin[1]
     print(
-        f"{features:,} features of {tokens:,} tokens, {active} active at each: {wall:.1f} s, {cpu:.1f} s of processor"
+        f"{features:,} features of {tokens:,} tokens, {active} active at each: {wall:.1f} s, "
+        f"{cpu:.1f} s of processor"
     )
     print(
-        f"{features / wall:,.0f} features / s (target 1,000), at most {peak():,.0f} MB (target 1,000), {size / 1e6:.0f} MB of pages"
+        f"{features / wall:,.0f} features / s (target 1,000), at most {peak():,.0f} MB (target 1,000), "
+        f"{size / 1e6:.0f} MB of pages"
     )
 
 
 def peak() -> float:
     """The most resident memory of this process, MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    from mizarr.pipeline.memory import Memory
+
+    return (Memory.ever().resident or 0) / 1e6
 
 
 def main() -> None:
@@ -188,7 +192,7 @@ def main() -> None:
     )
     parser.add_argument("--features", type=int, default=25_000)
     parser.add_argument("--tokens", type=int, default=1_000_000)
-    parser.add_argument("--active", type=int, default=64)
+    parser.add_argument("--active", type=int, default=32)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -1,5 +1,5 @@
-"""Commands about dictionaries of features: `features fetch`, `inspect`, `export`, `label`, `labels`, `pages`. Only
-the last runs a model, where its corpus is not captured yet.
+"""Commands about dictionaries of features: `features fetch`, `inspect`, `export`, `label`, `labels`, `pages`.
+Only the last runs a model, where its corpus is not captured yet.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def label(
 ) -> None:
     """Say what FEATURE of REFERENCE is called; an empty TEXT takes it back.
 
-    FEATURE is layer:index, such as L3:204. Labels are kept in the store, by the content of the dictionary, and are
-    part of no key: nothing is computed again. They are shown wherever the feature is.
+    FEATURE is layer:index, such as L3:204. Labels are kept in the store, by the content of the dictionary,
+    and are part of no key: nothing is computed again. They are shown wherever the feature is.
     """
     from ...stages.features.dictionary import Dictionary
     from ...stages.features.labels import set_labels
@@ -206,8 +206,8 @@ def pages(
 ) -> None:
     """Write a page of every feature of a dictionary into FOLDER; print the file to open.
 
-    The workflow feature_pages is computed as far as it is not cached; a killed one goes on where it was. The pages
-    open in any browser, offline; their folder may be moved whole.
+    The workflow feature_pages is computed as far as it is not cached; a killed one goes on where it was. The
+    pages open in any browser, offline; their folder may be moved whole.
     """
     from ...store import open_store
     from .. import build

@@ -1,8 +1,9 @@
 """What does each feature of a dictionary stand for, as far as a corpus tells?
 
 Encodes a corpus with one layer of a dictionary, and computes what a page of each of its features shows
-(stages/features/pages/nodes.py): examples of every strength, histogram, effect on the logits, neighbours, correlated
-features and those active together. The answer here is an overview; `pages` has the features, as files a browser opens.
+(stages/features/pages/nodes.py): examples of every strength, histogram, effect on the logits, neighbours,
+correlated features and those active together. The answer here is an overview; `pages` has the features, as
+files a browser opens.
 """
 
 from __future__ import annotations
@@ -70,6 +71,13 @@ class FeaturePagesSettings(ModelSettings):
     )
     top_k: Count = setting(15, "features listed in the overview")
 
+    def __post_init__(self) -> None:
+        if PageLayout.bins % self.intervals:
+            raise ConfigError(
+                f"expected intervals that divide the {PageLayout.bins} bins of the histogram, found "
+                f"{self.intervals}; take 5 or 10"
+            )
+
 
 class FeaturePages(ModelWorkflow):
     """Pages of one layer of a dictionary."""
@@ -91,8 +99,8 @@ class FeaturePages(ModelWorkflow):
         texts = corpus_texts(given.corpus, given.model)
         if not texts:
             raise ConfigError(
-                f"expected a corpus in which features of {given.model} are looked up, found none; set corpus= a text "
-                "file, or a folder of *.txt"
+                f"expected a corpus in which features of {given.model} are looked up, found "
+                "none; set corpus= a text file, or a folder of *.txt"
             )
         self.tokens = passages(self.subject, texts, given.corpus_tokens)
         states = self.subject.capture(self.tokens, self.hook)
@@ -159,7 +167,8 @@ class FeaturePages(ModelWorkflow):
         return PageFiles(self.material)
 
     def write_pages(self, folder: str | Path) -> Path:
-        """Every page into a folder; returns the file to open. Raises ConfigError for one that holds other things."""
+        """Every page into a folder; returns the file to open. Raises ConfigError for one that holds other
+        things."""
         return self.pages.write(Path(folder))
 
     def write_neuronpedia(
@@ -201,9 +210,9 @@ class FeaturePages(ModelWorkflow):
             ("of tokens", "frequency", lambda share: f"{100 * share:.2f} %"),
             ("largest", "max_activation", ".3f"),
             ("mean where active", "mean_activation", ".3f"),
-            title=f"The features of {self.dictionary.name} most often active at {self.hook} of {self.subject.name}",
-            caption=f"{alive:,} of {len(count):,} features are active somewhere in {n_tokens:,} tokens; every feature "
-            "has a page of its own: mizarr features pages",
+            title=f"The features most often active at {self.hook} of {self.subject.name}",
+            caption=f"{alive:,} of {len(count):,} features are active somewhere in {n_tokens:,} tokens; "
+            "every feature has a page of its own: mizarr features pages",
             json={"features": told},
         )
         histogram = Lines.of(

@@ -6,15 +6,16 @@
         activations/batch-<n>.jsonl.gz  rows of Activation: examples with their tokens
         explanations/batch-0.jsonl.gz   rows of Explanation: labels, where there are any
 
-Names, types and layout are those of `sae_dashboard/neuronpedia/neuronpedia_export.py` of SAEDashboard (the version that
-writes for bulk import in place of convert-saedashboard-to-neuronpedia-export.py, 2025), whose dataclasses are those of
-neuronpedia-utils' db_models and the webapp's Prisma schema; `Explanation` is the latter's. As SAEDashboard has it,
-numbers are rounded to three digits; `correlated_features_l1` holds the cosine of activations; histograms are heights and
-the middles of bars; the strongest examples have binMin and binContains -1 and the largest activation as binMax; of the
-others binContains is the share of all tokens that are in the interval.
+Names, types and layout are those of `sae_dashboard/neuronpedia/neuronpedia_export.py` of SAEDashboard (the
+version that writes for bulk import in place of convert-saedashboard-to-neuronpedia-export.py, 2025), whose
+dataclasses are those of neuronpedia-utils' db_models and the webapp's Prisma schema; `Explanation` is the
+latter's. As SAEDashboard has it, numbers are rounded to three digits; `correlated_features_l1` holds the
+cosine of activations; histograms are heights and the middles of bars; the strongest examples have binMin and
+binContains -1 and the largest activation as binMax; of the others binContains is the share of all tokens that
+are in the interval.
 
-Not told: neurons correlated with a feature (`correlated_neurons_*` is empty), the decoder's vector, and effects on the
-loss. `neuron_alignment_*` are the dims of what is written, not of the MLP's neurons.
+Not told: neurons correlated with a feature (`correlated_neurons_*` is empty), the decoder's vector, and
+effects on the loss. `neuron_alignment_*` are the dims of what is written, not of the MLP's neurons.
 
 Border: what is known of features in, files out; sends nothing anywhere.
 """
@@ -54,8 +55,9 @@ PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678
 class NeuronpediaSource:
     """What the service calls where features are from.
 
-    model: its id of the model, such as "gpt2-small".  source_set: of the dictionary; the source is "<layer>-<source_set>".
-    creator: id of the account that imports them.  hook: that features read.  dataset: what the corpus is called.
+    model: its id of the model, such as "gpt2-small".  source_set: of the dictionary; the source is
+    "<layer>-<source_set>". creator: id of the account that imports them.  hook: that features read.  dataset:
+    what the corpus is called.
     """
 
     model: str
@@ -70,7 +72,7 @@ class NeuronpediaSource:
             told = getattr(self, name)
             if not told or not set(told) <= PLAIN or told.startswith("."):
                 raise ConfigError(
-                    f"expected {name} of letters, digits, '.', '_' and '-' as Neuronpedia's ids are, found {told!r}"
+                    f"expected {name} of letters, digits, '.', '_' and '-' as ids there are, found {told!r}"
                 )
 
     @property
@@ -133,7 +135,12 @@ def _about(
         "num_tokens_in_prompt": int(lengths.max(initial=0)),
         "hasDashboards": True,
     }
-    rows = {"release": release, "model": model, "sourceset": source_set, "source": source}
+    rows: dict[str, dict[str, Any]] = {
+        "release": release,
+        "model": model,
+        "sourceset": source_set,
+        "source": source,
+    }
     return {name: {**row, **made} for name, row in rows.items()}
 
 
@@ -198,7 +205,8 @@ def _logits(material: PageMaterial, logits: xr.Dataset | None, row: int) -> dict
 def _activations(
     material: PageMaterial, results: Mapping[str, xr.Dataset], of: NeuronpediaSource
 ) -> Iterator[dict[str, Any]]:
-    """Rows of Activation, feature by feature: the strongest, then interval by interval from the strongest down."""
+    """Rows of Activation, feature by feature: the strongest, then interval by interval from the strongest
+    down."""
     windows, counts = results["windows"], results["intervals"]["interval_count"].values
     n_tokens = int(material.results["statistics"].attrs["n_tokens"])
     ids, inside = material.texts(windows)

@@ -4,11 +4,11 @@
     files.write(Path("pages"))           # index.html, data/…
     files.read("data/00003.js")          # the bytes of one of them, for a server
 
-Border: what is known of features in (`PageMaterial`), text out; a pure function, which computes nothing and opens no
-store. The page loads its data as scripts, since a page opened from a disk may not fetch.
+Border: what is known of features in (`PageMaterial`), text out; a pure function, which computes nothing and
+opens no store. The page loads its data as scripts, since a page opened from a disk may not fetch.
 
-A script is `mizarr.push([name, value])`; arrays are blocks (views/blocks.py). Activations around examples are told in
-255 steps of the feature's largest, tokens by their place in the vocabulary, 0 = outside the text.
+A script is `mizarr.push([name, value])`; arrays are blocks (views/blocks.py). Activations around examples are
+told in 255 steps of the feature's largest, tokens by their place in the vocabulary, 0 = outside the text.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ PER_FILE = 256
 class PageMaterial:
     """All that pages tell of the features of a layer.
 
-    results: of `page_nodes`, by name, lazy or not; without "logits" nothing is told of those.  tokens: of the corpus,
-    with prompt, position and token_id of every packed token.  vocabulary: strings by token id.  labels: by feature.
-    about: (name, value) of dictionary, model and corpus, for people.
+    results: of `page_nodes`, by name, lazy or not; without "logits" nothing is told of those.  tokens: of the
+    corpus, with prompt, position and token_id of every packed token.  vocabulary: strings by token id.
+    labels: by feature. about: (name, value) of dictionary, model and corpus, for people.
     """
 
     results: Mapping[str, xr.Dataset]
@@ -93,9 +93,11 @@ class PageMaterial:
         return found
 
     def portions(self, size: int) -> Iterator[tuple[int, dict[str, xr.Dataset]]]:
-        """(number, results) of `size` features after another; as much is read at a time as was computed together."""
+        """(number, results) of `size` features after another; as much is read at a time as was computed
+        together."""
         told = [name for name in self.results if name not in ("statistics", "strongest")]
-        chunks = self.results["windows"].chunksizes.get("feature", (len(self.features),))
+        activation = self.results["windows"]["activation"]  # by far the largest
+        chunks = activation.chunksizes.get("feature", (len(self.features),))
         edges = np.cumsum([0, *chunks]).tolist()
         held: dict[str, xr.Dataset] = {}
         begin = end = 0
@@ -144,7 +146,8 @@ class PageFiles:
         return self._features(number, self.material.portion(number, PER_FILE))
 
     def write(self, folder: Path) -> Path:
-        """Every file into a folder, made if it is not there; the page last, so that one that stands has its data.
+        """Every file into a folder, made if it is not there; the page last, so that one that stands has its
+        data.
 
         Files that hold the same are left alone. Raises ConfigError for a folder that holds something else.
         """
@@ -234,8 +237,8 @@ def check_folder(folder: Path) -> None:
     strangers = [each.name for each in folder.iterdir()] if folder.is_dir() else []
     if strangers and not {"data", "index.html"} >= set(strangers):
         raise ConfigError(
-            f"expected a new folder, or one with pages, found {', '.join(sorted(strangers)[:3])} in {folder}; "
-            "name another"
+            f"expected a new folder, or one with pages, found {', '.join(sorted(strangers)[:3])} in "
+            f"{folder}; name another"
         )
 
 
@@ -244,7 +247,8 @@ def _shard(number: int) -> str:
 
 
 def _script(name: str, value: Any) -> bytes:
-    """A script that hands a value to the page. JSON is JavaScript; what could end a script element is escaped."""
+    """A script that hands a value to the page. JSON is JavaScript; what could end a script element is
+    escaped."""
     text = json.dumps([name, value], separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return f"(window.mizarr=window.mizarr||[]).push({text});\n".encode()
 

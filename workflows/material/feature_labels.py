@@ -112,8 +112,8 @@ class FeatureLabels:
 
     def __or__(self, other: FeatureLabels) -> FeatureLabels:
         """Of both."""
-        mine, yours = ((each.writes, each.fires, each.said) for each in (self, other))
-        return FeatureLabels(*({**one, **another} for one, another in zip(mine, yours, strict=True)))
+        writes, fires = {**self.writes, **other.writes}, {**self.fires, **other.fires}
+        return FeatureLabels(writes, fires, {**self.said, **other.said})
 
 
 def named_nodes(

@@ -165,8 +165,8 @@ def _script() -> str:
 
 
 def policy(style: str, script: str, beside: str = "") -> str:
-    """What a browser may do with a page: apply this style, run this script, show what is embedded. beside: where
-    other scripts may come from."""
+    """What a browser may do with a page: apply this style, run this script, show what is embedded. beside:
+    where other scripts may come from."""
     allowed = f"style-src {_hash(style)}; script-src {_hash(script)}{beside and ' '}{beside}; img-src data:"
     return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
 

@@ -69,7 +69,8 @@ class _Best:
         self._least[-1] = np.inf
 
     def add(self, row: Ints, token: Ints, value: npt.NDArray[np.float32]) -> None:
-        """Take more places into account, but those of row -1; tokens come in ascending order from call to call."""
+        """Take more places into account, but those of row -1; tokens come in ascending order from call to
+        call."""
         # An equal value comes later than what stands, so it loses.
         entering = np.flatnonzero(value > self._least[row])
         row, token, value = row[entering], token[entering], value[entering]

@@ -69,7 +69,8 @@ def effects_in_blocks(
 ) -> Iterator[tuple[Ints, Floats]]:
     """(places among the features, what a unit of each does to every logit [place, vocab]), block by block.
 
-    features: [feature, (layer, index)]. block_bytes: of logits at a time. Raises ShapeError for a readout of another width.
+    features: [feature, (layer, index)]. block_bytes: of logits at a time. Raises ShapeError for a readout of
+    another width.
     """
     if dictionary.d_out != readout.sizes["hidden"]:
         raise ShapeError(

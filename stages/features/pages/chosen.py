@@ -24,8 +24,8 @@ __all__ = ["feature_blocks", "features_of", "join_features", "places_of"]
 def feature_blocks(features: Sequence[int] | int, size: int) -> xr.DataArray:
     """Features in blocks of at most `size`: int64 [block, slot].
 
-    features: which ones, each once; a number: the first so many. Raises DictionaryError for none, for one named
-    twice, and for a size below 1.
+    features: which ones, each once; a number: the first so many. Raises DictionaryError for none, for one
+    named twice, and for a size below 1.
     """
     import xarray as xr
 

@@ -48,8 +48,8 @@ ALIGNED = 3
 def decoder_neighbours(blocks: xr.DataArray, *, dictionary: Dictionary, layer: int, k: int = 8) -> xr.Dataset:
     """The k features of a layer whose decoder rows point most the way of each feature's.
 
-    blocks: `feature_blocks`. Cosine of a row without direction is 0. The dims are what SAE dashboards call neuron
-    alignment (sae_vis, "neuron_alignment_indices", values, and l1 as a share).
+    blocks: `feature_blocks`. Cosine of a row without direction is 0. The dims are what SAE dashboards call
+    neuron alignment (sae_vis, "neuron_alignment_indices", values, and l1 as a share).
     """
     import torch
     import xarray as xr

@@ -1,10 +1,10 @@
 """Draws that depend on what is drawn from, never on the order in which it is seen.
 
-A token has a number made of its prompt's ids and its position, so that the same corpus in another order, cut into other
-segments, or read in other blocks gives the same draw; a prompt that is there twice is drawn once.
+A token has a number made of its prompt's ids and its position, so that the same corpus in another order, cut
+into other segments, or read in other blocks gives the same draw; a prompt that is there twice is drawn once.
 
-Border: arrays of 64-bit numbers; no generator, no seed of the process. The mixing is that of SplitMix64 (Steele, Lea,
-Flood 2014, "Fast splittable pseudorandom number generators", section 4).
+Border: arrays of 64-bit numbers; no generator, no seed of the process. The mixing is that of SplitMix64
+(Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def token_numbers(encoded: xr.Dataset, seed: int = 0) -> Numbers:
     missing = [name for name in LABELS if name not in encoded.coords]
     if missing:
         raise ShapeError(
-            f"expected {', '.join(LABELS)} of every token, found no {', '.join(missing)}; capture the corpus from "
-            "token ids or texts, and encode that"
+            f"expected {', '.join(LABELS)} of every token, found no {', '.join(missing)}; capture the corpus "
+            "from token ids or texts, and encode that"
         )
     prompt, position, ids = (encoded[name].values for name in LABELS)
     if not len(prompt):

@@ -1,13 +1,14 @@
 """How strongly each feature fires where it fires, with examples of every strength.
 
-The range from 0 to a feature's largest activation is cut into equal intervals, as SAE dashboards cut it (sae_vis,
-"INTERVAL a - b, CONTAINS p %"): the strongest examples alone say little of what a feature is like when it is weak. The
-histogram is finer, and its bins lie in the intervals.
+The range from 0 to a feature's largest activation is cut into equal intervals, as SAE dashboards cut it
+(sae_vis, "INTERVAL a - b, CONTAINS p %"): the strongest examples alone say little of what a feature is like
+when it is weak. The histogram is finer, and its bins lie in the intervals.
 
-Border: the ragged arrays of one layer and its statistics in; never imports torch. Holds a block of the corpus and what
-is told of a block of features; reads the corpus once for each of those.
+Border: the ragged arrays of one layer and its statistics in; never imports torch. Holds a block of the corpus
+and what is told of a block of features; reads the corpus once for each of those.
 
-Axes: feature; bin = of the histogram; interval = from weak to strong; draw = order of the draw, not of strength.
+Axes: feature; bin = of the histogram; interval = from weak to strong; draw = order of the draw, not of
+strength.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ def feature_intervals(
     """Activations of features by strength, and `draws` tokens of each interval.
 
     encoded: as a layer's encoding gives it. statistics: `feature_statistics` of it. blocks: `feature_blocks`.
-    bins: of the histogram, a multiple of intervals. An activation on a boundary counts above it, the largest in the
-    last interval. The draw is by content (draws.py), each text at most once in an interval.
-    Raises StageError for bins that do not lie in intervals, DictionaryError for a feature there is not.
+    bins: of the histogram, a multiple of intervals. An activation on a boundary counts above it, the largest
+    in the last interval. The draw is by content (draws.py), each text at most once in an interval. Raises
+    StageError for bins that do not lie in intervals, DictionaryError for a feature there is not.
     """
     import xarray as xr
 
@@ -110,7 +111,7 @@ class _Drawn:
         """Take more into account; tokens come in ascending order from call to call."""
         number = mixed(of_token ^ of_feature)
         entering = np.flatnonzero(number < self._last[group])
-        group, token, value, number = (part[entering] for part in (group, token, value, number))
+        group, token, value, number = group[entering], token[entering], value[entering], number[entering]
         if not len(group):
             return
         touched = np.unique(group)
@@ -129,6 +130,7 @@ class _Drawn:
         order, group, rank = order[kept], group[kept], rank[kept]
         self.token[touched], self.value[touched] = -1, 0
         self.number[touched] = np.iinfo(np.uint64).max
-        for held, new in ((self.number, number), (self.token, token), (self.value, value)):
-            held[group, rank] = new[order]
+        self.number[group, rank] = number[order]
+        self.token[group, rank] = token[order]
+        self.value[group, rank] = value[order]
         self._last[touched] = self.number[touched, -1]

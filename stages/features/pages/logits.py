@@ -1,7 +1,8 @@
-"""What features do to the logits themselves: the tokens each raises and lowers most, and how all of them move.
+"""What features do to the logits themselves: the tokens each raises and lowers most, and how all of them
+move.
 
-The direct path only, as stages/features/effects/words.py tells it; this is the same for all features of a layer, with a
-histogram over the vocabulary.
+The direct path only, as stages/features/effects/words.py tells it; this is the same for all features of a
+layer, with a histogram over the vocabulary.
 
 Border: a dictionary's decoders and a readout; no corpus. Holds some features times the vocabulary.
 
@@ -57,8 +58,8 @@ def feature_logits(
 ) -> xr.Dataset:
     """Effects of features on the logits, per unit of activation, less their mean over the vocabulary.
 
-    readout: as stages/logits/readout.py gives it. blocks: `feature_blocks`. The bins are equal, from the smallest
-    effect to the largest. Raises ShapeError for a readout of another width.
+    readout: as stages/logits/readout.py gives it. blocks: `feature_blocks`. The bins are equal, from the
+    smallest effect to the largest. Raises ShapeError for a readout of another width.
     """
     import xarray as xr
 

@@ -3,9 +3,9 @@
     nodes = page_nodes(dictionary, encoded=encode_nodes(dictionary, capture)[layer], layer=layer, readout=…)
     run(nodes.values(), store)
 
-Border: what reads what; what is computed, each stage says. Encoding is cached by segment of the corpus, the rest by block
-of features, so that a killed run goes on at the next of them; no more is in memory than one of those, with a block of the
-corpus or of the vocabulary.
+Border: what reads what; what is computed, each stage says. Encoding is cached by segment of the corpus, the
+rest by block of features, so that a killed run goes on at the next of them; no more is in memory than one of
+those, with a block of the corpus or of the vocabulary.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ __all__ = ["PageLayout", "page_nodes"]
 class PageLayout:
     """How much a page shows, and how much is computed at once.
 
-    strongest: examples of the largest activations.  intervals: of activation, with per_interval examples each.  before,
-    after: tokens around an example.  related: neighbours, correlated and co-active features each.  logits: tokens raised,
-    and lowered.  bins: of histograms.  sample: tokens among which pairs of features are counted, at most.  seed: of
-    draws.  block: features computed together, cached as one; half as many take half the memory.
+    strongest: examples of the largest activations.  intervals: of activation, with per_interval examples
+    each.  before, after: tokens around an example.  related: neighbours, correlated and co-active features
+    each.  logits: tokens raised, and lowered.  bins: of histograms.  sample: tokens among which pairs of
+    features are counted, at most.  seed: of draws.  block: features computed together, cached as one; half as
+    many take half the memory.
     """
 
     strongest: int = 12
@@ -63,7 +64,8 @@ def page_nodes(
     features: Sequence[int] = (),
     layout: PageLayout | None = None,
 ) -> dict[str, StageNode]:
-    """Nodes "statistics", "strongest", "intervals", "windows", "partners", "decoders" and, with a readout, "logits".
+    """Nodes "statistics", "strongest", "intervals", "windows", "partners", "decoders" and, with a readout,
+    "logits".
 
     encoded: of that layer. features: which ones, in any order; all where none is
     named. Raises DictionaryError for a layer or a

@@ -1,14 +1,13 @@
 """Which features fire together: correlated in strength, or present at the same tokens.
 
-Over a sample of tokens, drawn by content (draws.py), or all of them where there are no more. Of pairs that were together
-once nothing is said. With x_f the activations of feature f at the n tokens of the sample, 0 where it is silent, and S_f
-the tokens where it is not,
+Over a sample of tokens, drawn by content (draws.py), or all of them where there are no more. Of pairs that
+were together once nothing is said. With x_f the activations of feature f at the n tokens of the sample, 0
+where it is silent, and S_f the tokens where it is not,
 
     correlation = cov(x_f, x_g) / (sd(x_f) sd(x_g)),   cosine = x_f . x_g / (|x_f| |x_g|),
     jaccard = |S_f and S_g| / |S_f or S_g|,
 
-the first two as SAE dashboards have them (sae_vis, RollingCorrCoef: "pearson" and "cossim"), the last as feature
-splitting is told (Bricken et al. 2023, "Towards Monosemanticity").
+the first two as SAE dashboards have them (sae_vis, RollingCorrCoef: "pearson" and "cossim").
 
 Border: the ragged arrays of one layer in; never imports torch. Holds the sample, and some features times all.
 
@@ -64,8 +63,8 @@ def feature_partners(
 ) -> xr.Dataset:
     """The k features closest to each, by correlation and by the tokens they share.
 
-    encoded: as a layer's encoding gives it. blocks: `feature_blocks`. tokens: of the sample, at most. attrs: n_tokens,
-    how many there were. Raises StageError for k or tokens below 1.
+    encoded: as a layer's encoding gives it. blocks: `feature_blocks`. tokens: of the sample, at most. attrs:
+    n_tokens, how many there were. Raises StageError for k or tokens below 1.
     """
     import xarray as xr
 
@@ -193,7 +192,8 @@ class _Sample:
             start = stop
 
     def pairs(self, features: Ints) -> _Pairs:
-        """Who shares tokens with some features, and how: sums over the rows of the tokens each is active at."""
+        """Who shares tokens with some features, and how: sums over the rows of the tokens each is active
+        at."""
         ranges = zip(self.starts[features], self.starts[features + 1], strict=True)
         own = np.concatenate([self.by_feature[start:stop] for start, stop in ranges])
         row = np.repeat(np.arange(len(features)), self.counts[features])
@@ -206,7 +206,7 @@ class _Sample:
         shape = (len(features), self.size)
         count = np.bincount(cell, minlength=shape[0] * shape[1])
         product = np.repeat(self.value[own].astype(np.float64), lengths) * self.value[other]
-        dot = np.bincount(cell, product, len(count))
+        dot: Floats = np.bincount(cell, product, len(count)).astype(np.float64, copy=False)
         count.reshape(shape)[np.arange(len(features)), features] = 0
         shared = np.flatnonzero(count >= TOGETHER)
         at, column = np.divmod(shared, self.size)

@@ -1,10 +1,10 @@
 """What a feature does around its examples: its activation at the tokens before and after each.
 
-Border: the ragged arrays of one layer and places in it; never imports torch. Holds a block of the corpus, and what is
-told of a block of features; the tokens themselves are looked up where they are shown.
+Border: the ragged arrays of one layer and places in it; never imports torch. Holds a block of the corpus, and
+what is told of a block of features; the tokens themselves are looked up where they are shown.
 
-Axes: feature; example = the strongest places, then those of each interval from weak to strong; window = tokens around
-a place, 0 = the place itself.
+Axes: feature; example = the strongest places, then those of each interval from weak to strong; window =
+tokens around a place, 0 = the place itself.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import numpy as np
 
 from ....pipeline import Output, stage
 from ....store.arrays import Array, Bools, Ints
-from ..corpus.sparse import ActiveBlock
-from ..corpus.sparse import blocks as blocks_of
+from ..corpus.sparse import ActiveBlock, blocks as blocks_of
 from .chosen import features_of, join_features
 
 if TYPE_CHECKING:
@@ -47,8 +46,8 @@ def example_windows(
 ) -> xr.Dataset:
     """Activations around every example of some features.
 
-    encoded: as a layer's encoding gives it. strongest: `top_examples` of it. drawn: `feature_intervals` of it.
-    blocks: `feature_blocks`. before, after: tokens of the same prompt on either side.
+    encoded: as a layer's encoding gives it. strongest: `top_examples` of it. drawn: `feature_intervals` of
+    it. blocks: `feature_blocks`. before, after: tokens of the same prompt on either side.
     """
     import xarray as xr
 

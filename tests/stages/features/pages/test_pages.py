@@ -1,4 +1,5 @@
-"""What pages of a dictionary show, against dense arithmetic on all tokens at once; in pieces, resumed, in any order."""
+"""What pages of a dictionary show, against dense arithmetic on all tokens at once; in pieces, resumed, in any
+order."""
 
 from __future__ import annotations
 
