@@ -8,7 +8,7 @@ Border: keys and labelled data; which stage made them, and when it should run, i
     data/<ab>/<D>/        one run: shards on a packed token axis (`entries.py`)
     data/<ab>/<K>.<x>/    one attempt at a derived result (`results.py`)
     pins/<name>.json      keys that gc must keep
-    annotations/          what people say of what is stored (`annotations.py`)
+    annotations/          what people say of what is stored (`upkeep/annotations.py`)
     quarantine/           what `verify` found damaged
     vocabularies/         token strings by tokenizer digest
     index.sqlite          a cache of lookups (`index.py`); may be deleted at any time
@@ -40,9 +40,9 @@ from .sealed import is_sealed, sealed, unsealed
 if TYPE_CHECKING:
     import xarray as xr
 
-    from .annotations import Annotation
     from .reading.labelled import LabelledEntry
     from .runs.entries import ArraySpec
+    from .upkeep.annotations import Annotation
     from .upkeep.collect import GcReport, Usage
     from .upkeep.listing import ListedRun
     from .upkeep.verify import Damage
@@ -283,14 +283,14 @@ class Store(Catalog):
     # -- what people say
 
     def annotate(self, subject: str, said: Mapping[str, str], author: str = "") -> None:
-        """Keep short texts, by item, about a subject (a digest); see annotations.py. Part of no key."""
-        from .annotations import annotate
+        """Keep short texts, by item, about a subject (a digest): upkeep/annotations.py. In no key."""
+        from .upkeep.annotations import annotate
 
         annotate(self.files, subject, said, author)
 
     def annotations(self, subject: str) -> list[Annotation]:
         """Everything said about a subject, oldest first."""
-        from .annotations import said_of
+        from .upkeep.annotations import said_of
 
         return said_of(self.files, subject)
 

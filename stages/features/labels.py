@@ -3,7 +3,7 @@
     set_labels(store, dictionary, {"L3:17": "capitals of countries"}, author="ada")
     labels_of(store, dictionary)[FeatureId(3, 17)].text
 
-Border: features and texts; how they are kept is store/annotations.py's. Part of no key.
+Border: features and texts; how they are kept is store/upkeep/annotations.py's. Part of no key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .layers.layout import FeatureId
 
 if TYPE_CHECKING:
     from ...store import Store
-    from ...store.annotations import Annotation
+    from ...store.upkeep.annotations import Annotation
     from .dictionary import Dictionary
 
 __all__ = ["labels_of", "set_labels"]

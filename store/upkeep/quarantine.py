@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..annotations import ANNOTATIONS
 from ..catalog import Catalog
 from ..digest import digest
 from ..errors import CorruptEntry, ReadOnlyStore
@@ -26,6 +25,7 @@ from ..runs.committed import RECORD
 from ..runs.coordinates import metadata_record
 from ..runs.vocabularies import CHECK, VOCABULARIES
 from ..sealed import sealed, unsealed
+from .annotations import ANNOTATIONS
 from .verify import PINS, Damage, manifest_of
 
 RECORD_FOLDERS = ("seg/", "manifest/", "provenance/")

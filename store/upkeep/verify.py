@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..annotations import ANNOTATION, ANNOTATIONS
 from ..catalog import Catalog
 from ..digest import file_digest
 from ..errors import CorruptEntry
@@ -25,6 +24,7 @@ from ..runs.committed import RECORD
 from ..runs.entries import CELL_MANIFEST, group_attributes
 from ..runs.vocabularies import CHECK, VOCABULARIES
 from ..sealed import unsealed
+from .annotations import ANNOTATION, ANNOTATIONS
 
 PINS = "pins"
 

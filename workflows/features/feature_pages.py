@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from ...pipeline.nodes import ResultNode
-    from ...store.annotations import Annotation
+    from ...store.upkeep.annotations import Annotation
 
 __all__ = ["FeaturePages", "FeaturePagesSettings"]
 

@@ -34,7 +34,7 @@ from ..views.blocks import plain
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...store.annotations import Annotation
+    from ...store.upkeep.annotations import Annotation
 
 __all__ = ["PageFiles", "PageMaterial", "check_folder"]
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ...pipeline.nodes import ResultNode
     from ...stages.features.dictionary import Dictionary
-    from ...store.annotations import Annotation
+    from ...store.upkeep.annotations import Annotation
     from ..subject import Subject
 
 __all__ = ["FeatureLabels", "active_words", "named_nodes", "ranked_words", "writes_to_stream"]

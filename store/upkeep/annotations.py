@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import ShapeError
-from .files import Folder
-from .records import now
-from .sealed import sealed, unsealed
+from ..errors import ShapeError
+from ..files import Folder
+from ..records import now
+from ..sealed import sealed, unsealed
 
 __all__ = ["ANNOTATION", "ANNOTATIONS", "Annotation", "annotate", "said_of"]
 
