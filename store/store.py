@@ -8,6 +8,7 @@ Border: keys and labelled data; which stage made them, and when it should run, i
     data/<ab>/<D>/        one run: shards on a packed token axis (`entries.py`)
     data/<ab>/<K>.<x>/    one attempt at a derived result (`results.py`)
     pins/<name>.json      keys that gc must keep
+    annotations/          what people say of what is stored (`upkeep/annotations.py`)
     quarantine/           what `verify` found damaged
     vocabularies/         token strings by tokenizer digest
     index.sqlite          a cache of lookups (`index.py`); may be deleted at any time
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
     from .reading.labelled import LabelledEntry
     from .runs.entries import ArraySpec
+    from .upkeep.annotations import Annotation
     from .upkeep.collect import GcReport, Usage
     from .upkeep.listing import ListedRun
     from .upkeep.verify import Damage
@@ -277,6 +279,20 @@ class Store(Catalog):
     def vocabulary(self, tokenizer: str) -> list[str] | None:
         """Token strings by id, as kept; None if they are not."""
         return read_vocabulary(self.files, tokenizer)
+
+    # -- what people say
+
+    def annotate(self, subject: str, said: Mapping[str, str], author: str = "") -> None:
+        """Keep short texts, by item, about a subject (a digest): upkeep/annotations.py. In no key."""
+        from .upkeep.annotations import annotate
+
+        annotate(self.files, subject, said, author)
+
+    def annotations(self, subject: str) -> list[Annotation]:
+        """Everything said about a subject, oldest first."""
+        from .upkeep.annotations import said_of
+
+        return said_of(self.files, subject)
 
     # -- where it came from
 

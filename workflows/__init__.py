@@ -53,6 +53,7 @@ WORKFLOWS = {
     "attention_routing": ".attention_routing",
     "correction_test": ".correction_test",
     "sae_features": ".sae_features",
+    "feature_pages": ".features.feature_pages",
     "clt_probe": ".clt_probe",
     "clt_vs_plt": ".clt_vs_plt",
     "attribution_graph": ".attribution_graph",

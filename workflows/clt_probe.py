@@ -17,6 +17,7 @@ import numpy as np
 from ..stages.corpus.positions import position_of
 from ..stages.features.effects.activity import FeatureActivity
 from ..stages.features.effects.alignment import DecoderSearch
+from ..stages.features.labels import labels_of
 from ..stages.features.layers.layout import FeatureId
 from ..stages.forward.models.files import SPECIMEN
 from ..stages.logits.lens import format_token
@@ -98,11 +99,18 @@ class CltProbe(ModelWorkflow):
     def labels(self) -> FeatureLabels:
         """What the strongest features here are called, and those that write the word."""
         words = self.result("words").load() if "words" in self.nodes else None
-        found = FeatureLabels.of(self.subject, self.encoding.ids, words, self.activity)
+        found = FeatureLabels.of(self.subject, self.encoding.ids, words, self.activity).called(
+            labels_of(self.store, self.dictionary)
+        )
         if not self.word:
             return found
         search = self.result("search_words").load()
         return FeatureLabels.of(self.subject, self.encoding.ids, search, self.activity) | found
+
+    @property
+    def spoken(self) -> tuple[str, ...]:
+        """Labels of the features."""
+        return self.labels.spoken
 
     @property
     def tokens(self) -> list[str]:

@@ -18,6 +18,7 @@ import numpy as np
 from ..stages.corpus.positions import position_of
 from ..stages.features.dictionary import Dictionary
 from ..stages.features.effects.activity import FeatureActivity
+from ..stages.features.labels import labels_of
 from ..stages.features.layers.layout import FeatureId
 from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError, PromptError
@@ -91,7 +92,13 @@ class SaeFeatures(ModelWorkflow):
     def labels(self) -> FeatureLabels:
         """What the strongest features are called."""
         words = self.result("words").load() if "words" in self.nodes else None
-        return FeatureLabels.of(self.subject, self.encoding.ids, words, self.activity)
+        found = FeatureLabels.of(self.subject, self.encoding.ids, words, self.activity)
+        return found.called(labels_of(self.store, self.dictionary))
+
+    @property
+    def spoken(self) -> tuple[str, ...]:
+        """Labels of the features."""
+        return self.labels.spoken
 
     @property
     def tokens(self) -> list[str]:

@@ -136,6 +136,11 @@ class Workflow:
         told = (f"mizarr {__version__}", self.name, keys, self.caution, self.trained_with_help)
         return " · ".join(filter(None, told))
 
+    @property
+    def spoken(self) -> tuple[str, ...]:
+        """What figures show beside settings and results: labels that people gave, which are in no key."""
+        return ()
+
     def header(self) -> dict[str, Any]:
         """What every JSON document starts with: question, settings, the keys of the results, and how long
         they took when they were computed, in how much memory."""
@@ -168,7 +173,8 @@ class Workflow:
         """`draw()` as a PNG at `path`, unless the file there was drawn from the same results."""
         from .views import paper
 
-        recipe = digest("figure", paper.DRAWING, path.name, dataclasses.asdict(self.settings), self._keys)
+        asked = dataclasses.asdict(self.settings)
+        recipe = digest("figure", paper.DRAWING, path.name, asked, self._keys, *self.spoken)
         if not is_drawn(path, recipe):
             paper.save(draw(), path, recipe=recipe, footer=self.footer)
         return path

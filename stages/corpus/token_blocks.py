@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["ahead", "read_here", "read_rows", "token_ranges"]
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 BLOCK_BYTES = 1 << 24
 """Of one float32 array [token, width] of a range; a handful of them exist at a time."""
@@ -75,7 +76,7 @@ def read_here(lazy: xr.Variable) -> Array:
     return values
 
 
-def ahead(items: Iterable[T], read: Callable[[T], Array]) -> Iterator[tuple[T, Array]]:
+def ahead(items: Iterable[T], read: Callable[[T], R]) -> Iterator[tuple[T, R]]:
     """Every item with what is read for it; the next is read while the caller works on this one."""
     with ThreadPoolExecutor(1) as reader:
         pending = None

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from ...pipeline import Output, stage
 from ...store.arrays import Array
 from ...store.errors import ShapeError
+from .ranking import top_columns
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -40,7 +41,6 @@ __all__ = [
     "logit_lens",
     "logits",
     "next_tokens",
-    "top_columns",
 ]
 
 
@@ -294,24 +294,6 @@ def _read(own: Array, final: Array, targets: Array, k: int) -> dict[str, Array]:
     found["target_logprob"] = np.where(is_wanted, logprob[:, 0], np.nan)
     found["target_rank"] = np.where(is_wanted, 1 + (own > logprob).sum(axis=1), 0)
     return found
-
-
-def top_columns(values: Array, k: int) -> npt.NDArray[np.int32]:
-    """Columns of the k largest values per row, descending, equal ones by smaller column."""
-    vocab = values.shape[1]
-    if k >= vocab:
-        return np.argsort(-values, axis=1, kind="stable").astype(np.int32)
-    chosen = np.sort(np.argpartition(values, vocab - k, axis=1)[:, vocab - k :], axis=1)
-    picked = np.take_along_axis(values, chosen, axis=1)
-    floor = picked.min(axis=1, keepdims=True)
-    # argpartition may keep any of several values equal to the k-th; rows where some were left out are redone.
-    for row in np.flatnonzero((values == floor).sum(axis=1) > (picked == floor).sum(axis=1)):
-        above = np.flatnonzero(values[row] > floor[row])
-        level = np.flatnonzero(values[row] == floor[row])[: k - len(above)]
-        chosen[row] = np.sort(np.concatenate([above, level]))
-    picked = np.take_along_axis(values, chosen, axis=1)
-    order = np.argsort(-picked, axis=1, kind="stable")
-    return np.take_along_axis(chosen, order, axis=1).astype(np.int32)
 
 
 def _sample_axis(states: xr.DataArray, readout: xr.Dataset) -> str:

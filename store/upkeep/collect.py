@@ -151,7 +151,7 @@ def _leased(store: Catalog) -> set[str]:
 def _strays(store: Catalog, horizon: float) -> list[str]:
     """Temporary files of killed writers, and leases and claims nobody holds, older than the horizon."""
     found = []
-    for part in ("data", "keys", "pins", "leases", "vocabularies"):
+    for part in ("data", "keys", "pins", "leases", "vocabularies", "annotations"):
         for top, _, names in os.walk(store.files.path(part)):
             for path in (Path(top) / name for name in names):
                 within = path.relative_to(store.path)

@@ -25,6 +25,7 @@ from ..runs.committed import RECORD
 from ..runs.coordinates import metadata_record
 from ..runs.vocabularies import CHECK, VOCABULARIES
 from ..sealed import sealed, unsealed
+from .annotations import ANNOTATIONS
 from .verify import PINS, Damage, manifest_of
 
 RECORD_FOLDERS = ("seg/", "manifest/", "provenance/")
@@ -48,7 +49,7 @@ def quarantine(store: Catalog, damage: Damage) -> None:
         stem = damage.file.removesuffix(CHECK).removesuffix(".json")
         _move(store, f"{VOCABULARIES}/{stem}.json", aside)
         _move(store, f"{VOCABULARIES}/{stem}{CHECK}", aside)
-    elif damage.file.startswith(RECORD_FOLDERS) or damage.data.startswith(("keys/", PINS)):
+    elif damage.file.startswith(RECORD_FOLDERS) or damage.data.startswith(("keys/", PINS, ANNOTATIONS)):
         # Bookkeeping: without it the data is invisible until the next run commits it again, as it is.
         _withdraw(store, [record for record in published if manifest_of(record) == damage.file])
         _move(store, f"{damage.data}/{damage.file}", aside)

@@ -24,6 +24,7 @@ from ..runs.committed import RECORD
 from ..runs.entries import CELL_MANIFEST, group_attributes
 from ..runs.vocabularies import CHECK, VOCABULARIES
 from ..sealed import unsealed
+from .annotations import ANNOTATION, ANNOTATIONS
 
 PINS = "pins"
 
@@ -66,7 +67,8 @@ def verify(store: Catalog, *, quick: bool, progress: Callable[[int, int], None] 
 
 
 def _dangling(store: Catalog) -> list[Damage]:
-    """Key files, pins and notes that cannot be read, keys without their manifest, runs not described."""
+    """Key files, pins, annotations and notes that cannot be read, keys without their manifest, runs not
+    described."""
     found = []
     for name in store.files.list("keys"):
         folder, _, file = name.rpartition("/")
@@ -82,6 +84,10 @@ def _dangling(store: Catalog) -> list[Damage]:
     for name in store.files.list(PINS):
         if (text := store.files.get(name)) is not None:
             found += _unreadable(PINS, name.removeprefix(f"{PINS}/"), "a pin", unsealed, name, text, PIN)
+    for name in store.files.list(ANNOTATIONS):
+        if (text := store.files.get(name)) is not None:
+            folder, _, file = name.rpartition("/")
+            found += _unreadable(folder, file, "an annotation", unsealed, name, text, ANNOTATION)
     for data in store.folders():
         for name in note_names(store.files, data):
             if (text := store.files.get(name)) is not None:

@@ -75,6 +75,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "attention_routing": ({}, MADE_FOR),
     "correction_test": ({}, MADE_FOR),
     "sae_features": ({}, NO_DICTIONARY),
+    "feature_pages": ({}, NO_DICTIONARY),
     "clt_probe": ({}, NO_DICTIONARY),
     "clt_vs_plt": ({}, MADE_FOR),
     "attribution_graph": ({}, "expected transcoders made for .*rwkv6, found none"),

@@ -342,7 +342,7 @@ def test_things_told_apart_have_no_colour_that_means_a_sign():
 
 
 def test_a_page_and_a_figure_tell_things_apart_by_the_same_colours():
-    script = page._asset("core.js")
+    script = page.asset("core.js")
     light = script.split("const LINE_COLOURS = {")[1].split("light: [")[1].split("]")[0]
     assert tuple(part.strip(' "') for part in light.split(",")) == paper.SHADES
     assert f'light: "{paper.BLUE}"' in script

@@ -1,5 +1,5 @@
-"""Commands about dictionaries of features: `features fetch`, `inspect`, `export`. None of them loads a
-model.
+"""Commands about dictionaries of features: `features fetch`, `inspect`, `export`, `label`, `labels`, `pages`.
+Only the last runs a model, where its corpus is not captured yet.
 """
 
 from __future__ import annotations
@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .models import CANNOT_RUN, print_fetched
-from .options import SuggestingGroup, json_option, print_json, print_table, quiet_option
+from .options import (
+    SuggestingGroup,
+    json_option,
+    print_json,
+    print_table,
+    quiet_option,
+    settings,
+    store_option,
+)
 
 if TYPE_CHECKING:
     from ...stages.features.dictionary import Dictionary
@@ -109,6 +117,123 @@ def export(
 
     dictionary = Dictionary.from_pretrained(reference, read=read, write=write)
     click.echo(str(export(dictionary, folder, name, dtype=dtype)))
+
+
+@features.command(
+    epilog='Example: mizarr features label specimen/sae L3:204 "towards something" --author ada'
+)
+@click.argument("reference")
+@click.argument("feature")
+@click.argument("text")
+@click.option("--author", default="", help="Who says so; shown beside it.")
+@read_option
+@write_option
+@store_option
+def label(
+    reference: str, feature: str, text: str, author: str, read: str | None, write: str | None, store_path: str
+) -> None:
+    """Say what FEATURE of REFERENCE is called; an empty TEXT takes it back.
+
+    FEATURE is layer:index, such as L3:204. Labels are kept in the store, by the content of the dictionary,
+    and are part of no key: nothing is computed again. They are shown wherever the feature is.
+    """
+    from ...stages.features.dictionary import Dictionary
+    from ...stages.features.labels import set_labels
+    from ...store import open_store
+
+    dictionary = Dictionary.from_pretrained(reference, read=read, write=write)
+    set_labels(open_store(store_path), dictionary, {feature: text}, author=author)
+
+
+@features.command(epilog="Example: mizarr features labels specimen/sae --json")
+@click.argument("reference")
+@click.option("--history", is_flag=True, help="Everything ever said, oldest first, also what was taken back.")
+@read_option
+@write_option
+@store_option
+@json_option
+def labels(
+    reference: str, history: bool, read: str | None, write: str | None, store_path: str, as_json: bool
+) -> None:
+    """List what features of REFERENCE are called."""
+    from ...stages.features.dictionary import Dictionary
+    from ...stages.features.labels import labels_of
+    from ...store import open_store
+
+    dictionary = Dictionary.from_pretrained(reference, read=read, write=write)
+    store = open_store(store_path, "r")
+    said = store.annotations(dictionary.identity) if history else labels_of(store, dictionary).values()
+    rows = [
+        {"feature": each.item, "label": each.text, "author": each.author, "created": each.created}
+        for each in said
+    ]
+    if as_json:
+        print_json({"dictionary": dictionary.name, "identity": dictionary.identity, "labels": rows})
+        return
+    columns = {"FEATURE": "feature", "LABEL": "label", "AUTHOR": "author", "SAID": "created"}
+    print_table(list(columns), [{name: row[key] for name, key in columns.items()} for row in rows])
+
+
+@features.command(epilog="Example: mizarr features pages pages --set strongest=20")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option(
+    "--set",
+    "parameters",
+    multiple=True,
+    callback=settings,
+    metavar="NAME=VALUE",
+    help="A setting of feature_pages, such as model, dictionary, corpus or layer; repeat for more.",
+)
+@click.option(
+    "--neuronpedia",
+    metavar="MODEL/SET",
+    help="Write JSON that Neuronpedia imports instead, under these ids of model and source set.",
+)
+@click.option("--creator", default="", help="Id of the Neuronpedia account that will import it.")
+@click.option("--dataset", default="", help="What the corpus is called on Neuronpedia.")
+@store_option
+@json_option
+@quiet_option
+def pages(
+    folder: Path,
+    parameters: dict[str, Any],
+    neuronpedia: str | None,
+    creator: str,
+    dataset: str,
+    store_path: str,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Write a page of every feature of a dictionary into FOLDER; print the file to open.
+
+    The workflow feature_pages is computed as far as it is not cached; a killed one goes on where it was. The
+    pages open in any browser, offline; their folder may be moved whole.
+    """
+    from ...store import open_store
+    from .. import build
+    from ..features.feature_pages import FeaturePages
+    from ..features.page_files import check_folder
+
+    ids = ("", "", "") if neuronpedia is None else neuronpedia.partition("/")
+    if neuronpedia is not None and not (ids[0] and ids[2]):
+        raise click.UsageError(
+            f"expected --neuronpedia MODEL/SET, such as gpt2-small/res-mine, found {neuronpedia!r}"
+        )
+    workflow = build("feature_pages", **parameters)
+    assert isinstance(workflow, FeaturePages)
+    if neuronpedia is None:
+        check_folder(folder)
+    workflow.run(open_store(store_path), quiet=quiet)
+    if neuronpedia is None:
+        path = workflow.write_pages(folder)
+    else:
+        names = {"model": ids[0], "source_set": ids[2], "creator": creator, "dataset": dataset}
+        path = workflow.write_neuronpedia(folder, **names)
+    if as_json:
+        count = len(workflow.material.features)
+        print_json({"path": str(path), "features": count, "labels": len(workflow.labels)})
+        return
+    click.echo(path)
 
 
 def facts(dictionary: Dictionary) -> dict[str, Any]:

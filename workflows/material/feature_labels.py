@@ -14,7 +14,7 @@ Border: declares nodes and reads them; loads no model and never imports torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,18 +32,29 @@ if TYPE_CHECKING:
 
     from ...pipeline.nodes import ResultNode
     from ...stages.features.dictionary import Dictionary
+    from ...store.upkeep.annotations import Annotation
     from ..subject import Subject
 
-__all__ = ["FeatureLabels", "active_words", "named_nodes", "ranked_words"]
+__all__ = ["FeatureLabels", "active_words", "named_nodes", "ranked_words", "writes_to_stream"]
 
 
 @dataclass(frozen=True)
 class FeatureLabels:
     """Of some features the token each raises most, and the token of the prompt at which it is strongest: None
-    for one that is silent there."""
+    for one that is silent there; said: what people call them (stages/features/labels.py)."""
 
     writes: Mapping[FeatureId, str] = field(default_factory=dict)
     fires: Mapping[FeatureId, str | None] = field(default_factory=dict)
+    said: Mapping[FeatureId, str] = field(default_factory=dict)
+
+    def called(self, labels: Mapping[FeatureId, Annotation]) -> FeatureLabels:
+        """The same with what people call them."""
+        return replace(self, said={feature: each.text for feature, each in labels.items()})
+
+    @property
+    def spoken(self) -> tuple[str, ...]:
+        """What people call them, in order of feature."""
+        return tuple(f"{feature} {text}" for feature, text in sorted(self.said.items()))
 
     @classmethod
     def of(
@@ -76,15 +87,18 @@ class FeatureLabels:
         return cls(_written(subject, words), _fired(subject, ids, peaks))
 
     def label(self, feature: FeatureId) -> str:
-        """What it writes and where it fires."""
-        told = [f"writes {self.writes[feature]!r}"] if feature in self.writes else []
+        """What people call it, what it writes and where it fires."""
+        told = [f'"{self.said[feature]}"'] if feature in self.said else []
+        told += [f"writes {self.writes[feature]!r}"] if feature in self.writes else []
         if feature in self.fires:
             fires = self.fires[feature]
             told.append("silent here" if fires is None else f"fires on {fires!r}")
         return ", ".join(told)
 
     def short(self, feature: FeatureId) -> str:
-        """The feature, and what it writes; else where it fires."""
+        """The feature, and what people call it; else what it writes; else where it fires."""
+        if feature in self.said:
+            return f'{feature} ("{self.said[feature]}")'
         word = self.writes.get(feature, self.fires.get(feature))
         return str(feature) if word is None else f"{feature} ({word!r})"
 
@@ -98,7 +112,8 @@ class FeatureLabels:
 
     def __or__(self, other: FeatureLabels) -> FeatureLabels:
         """Of both."""
-        return FeatureLabels({**self.writes, **other.writes}, {**self.fires, **other.fires})
+        writes, fires = {**self.writes, **other.writes}, {**self.fires, **other.fires}
+        return FeatureLabels(writes, fires, {**self.said, **other.said})
 
 
 def named_nodes(
@@ -108,7 +123,7 @@ def named_nodes(
     names = tuple(sorted({(feature.layer, feature.index) for feature in features}))
     trace = FeatureTrace(tuple(ids), dictionary.name, dictionary.identity, names)
     nodes: dict[str, ResultNode] = {"trace": subject.on_model(trace)}
-    if _writes_to_stream(subject, dictionary):
+    if writes_to_stream(subject, dictionary):
         nodes["words"] = feature_words.on(
             **_given(subject, dictionary), chosen=[list(name) for name in names]
         )
@@ -119,7 +134,7 @@ def active_words(
     subject: Subject, dictionary: Dictionary, activity: ResultNode, *, most: int, position: int | None = None
 ) -> dict[str, ResultNode]:
     """The node "words" of the strongest features of a prompt; see `words_of_active`."""
-    if not _writes_to_stream(subject, dictionary):
+    if not writes_to_stream(subject, dictionary):
         return {}
     chosen = {"most": most, "position": position}
     return {"words": words_of_active.on(active=activity, **_given(subject, dictionary), **chosen)}
@@ -137,7 +152,7 @@ def _given(subject: Subject, dictionary: Dictionary) -> dict[str, Any]:
     }
 
 
-def _writes_to_stream(subject: Subject, dictionary: Dictionary) -> bool:
+def writes_to_stream(subject: Subject, dictionary: Dictionary) -> bool:
     """Whether what it writes is as wide as the stream, and tokens are read off that by directions."""
     return dictionary.d_out == subject.config.hidden_size and subject.config.transform is None
 

@@ -29,7 +29,7 @@ from .reported import NO_CLAIM
 if TYPE_CHECKING:
     from .reported import Reported
 
-__all__ = ["LIMIT", "check_output", "render", "write"]
+__all__ = ["LIMIT", "asset", "check_output", "policy", "render", "write", "write_whole"]
 
 LIMIT = 20 << 20
 """Bytes of what may be embedded; browsers open more, but not gladly."""
@@ -57,7 +57,11 @@ def write(workflow: Reported, path: Path) -> Path:
     that cannot become a file.
     """
     check_output(path)
-    text = render(workflow).encode()
+    return write_whole(path, render(workflow).encode())
+
+
+def write_whole(path: Path, text: bytes) -> Path:
+    """A file with these bytes, written beside and moved; one that holds them already is left alone."""
     if path.is_file() and path.read_bytes() == text:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,10 +91,10 @@ def render(workflow: Reported) -> str:
     """The page as HTML."""
     pictures, missing = _pictures(workflow)
     views, pictures = _fitted([view for view in workflow.shown if view.on_page], pictures)
-    style, script = "".join(map(_asset, STYLES)), _script()
+    style, script = "".join(map(asset, STYLES)), _script()
     text: str = (
         _environment()
-        .from_string(_asset("page.html"))
+        .from_string(asset("page.html"))
         .render(
             workflow=workflow,
             no_claim=NO_CLAIM,
@@ -103,7 +107,7 @@ def render(workflow: Reported) -> str:
             made=made(workflow),
             style=style,
             script=script,
-            policy=_policy(style, script),
+            policy=policy(style, script),
         )
     )
     return text
@@ -151,18 +155,19 @@ def _environment() -> Any:
     return found
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A part of a page's style or script."""
     return files(__package__).joinpath("assets", name).read_text("utf-8")
 
 
 def _script() -> str:
-    return "(() => {\n" + "\n".join(map(_asset, SCRIPTS)) + "})();\n"
+    return "(() => {\n" + "\n".join(map(asset, SCRIPTS)) + "})();\n"
 
 
-def _policy(*inline: str) -> str:
-    """What a browser may do with the page: apply this style, run this script, show what is embedded."""
-    style, script = (_hash(text) for text in inline)
-    allowed = f"style-src {style}; script-src {script}; img-src data:"
+def policy(style: str, script: str, beside: str = "") -> str:
+    """What a browser may do with a page: apply this style, run this script, show what is embedded. beside:
+    where other scripts may come from."""
+    allowed = f"style-src {_hash(style)}; script-src {_hash(script)}{beside and ' '}{beside}; img-src data:"
     return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
 
 

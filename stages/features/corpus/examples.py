@@ -51,9 +51,7 @@ def top_examples(
     place = np.full(int(encoded.attrs["n_features"]), -1, np.int64)
     place[chosen] = np.arange(len(chosen))
     for block in blocks(encoded):
-        row = place[block.feature]
-        kept = row >= 0
-        best.add(row[kept], block.token[kept], block.value[kept])
+        best.add(place[block.feature], block.token, block.value)
     return xr.Dataset(
         {"token": (("feature", "rank"), best.token), "value": (("feature", "rank"), best.value)},
         coords={"feature": chosen, "rank": np.arange(k), "layer": encoded["layer"]},
@@ -67,12 +65,14 @@ class _Best:
         self.k, self.prompt = k, prompt
         self.token = np.full((size, k), -1, np.int64)
         self.value = np.zeros((size, k), np.float32)
+        self._least = np.full(size + 1, -np.inf, np.float32)  # to enter with; the last one is of row -1
+        self._least[-1] = np.inf
 
     def add(self, row: Ints, token: Ints, value: npt.NDArray[np.float32]) -> None:
-        """Take more places into account; tokens come in ascending order from call to call."""
-        full = self.token[:, -1] >= 0
+        """Take more places into account, but those of row -1; tokens come in ascending order from call to
+        call."""
         # An equal value comes later than what stands, so it loses.
-        entering = ~full[row] | (value > self.value[row, -1])
+        entering = np.flatnonzero(value > self._least[row])
         row, token, value = row[entering], token[entering], value[entering]
         if not len(row):
             return
@@ -91,6 +91,8 @@ class _Best:
         self.token[touched], self.value[touched] = -1, 0
         self.token[row[kept], rank[kept]] = token[kept]
         self.value[row[kept], rank[kept]] = value[kept]
+        is_full = self.token[touched, -1] >= 0
+        self._least[touched] = np.where(is_full, self.value[touched, -1], -np.inf)
 
 
 def contexts(

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....store.errors import ShapeError
+from ...corpus.token_blocks import ahead
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -36,14 +37,24 @@ class ActiveBlock(NamedTuple):
 def blocks(encoded: xr.Dataset, size: int = BLOCK) -> Iterator[ActiveBlock]:
     """All that is active in one layer, about `size` at a time, whole tokens together, in order."""
     ptr = encoded["token_ptr"].values
+
+    def read(tokens: tuple[int, int]) -> ActiveBlock:
+        start, stop = tokens
+        held = encoded[["feature", "value"]].isel(active=slice(int(ptr[start]), int(ptr[stop])))
+        token = np.repeat(np.arange(start, stop), np.diff(ptr[start : stop + 1]))
+        return ActiveBlock(token, held["feature"].values, held["value"].values)
+
+    for _, block in ahead(_ranges(ptr, size), read):
+        yield block
+
+
+def _ranges(ptr: npt.NDArray[np.int64], size: int) -> Iterator[tuple[int, int]]:
+    """(first token, behind the last) of each block."""
     start = 0
     while start < len(ptr) - 1:
         stop = int(np.searchsorted(ptr, ptr[start] + size, side="right")) - 1
         stop = min(max(stop, start + 1), len(ptr) - 1)
-        here = slice(int(ptr[start]), int(ptr[stop]))
-        token = np.repeat(np.arange(start, stop), np.diff(ptr[start : stop + 1]))
-        held = encoded[["feature", "value"]].isel(active=here)
-        yield ActiveBlock(token, held["feature"].values, held["value"].values)
+        yield start, stop
         start = stop
 
 

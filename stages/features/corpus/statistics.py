@@ -48,7 +48,8 @@ def feature_statistics(encoded: xr.Dataset) -> xr.Dataset:
     for block in blocks(encoded):
         count += np.bincount(block.feature, minlength=size)
         total += np.bincount(block.feature, weights=block.value, minlength=size)
-        np.maximum.at(largest, block.feature, block.value)
+        larger = np.flatnonzero(block.value > largest[block.feature])  # few: maximum.at is slow
+        np.maximum.at(largest, block.feature[larger], block.value[larger])
     per_token = np.diff(encoded["token_ptr"].values)[counted(encoded)]
     if not len(per_token):
         raise ShapeError(

@@ -14,7 +14,7 @@ Axes: named = features, each once, in order of layer and index; rank, 0 = strong
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,14 +23,14 @@ import numpy.typing as npt
 from ....pipeline import Output, stage
 from ....store.arrays import Ints
 from ....store.errors import ShapeError
-from ...logits.lens import top_columns
+from ...logits.ranking import top_columns
 from ...logits.readout import require_linear
 from ..dictionary import Dictionary
 
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["direct_effects", "feature_words", "words_of_active", "words_of_ranked"]
+__all__ = ["direct_effects", "effects_in_blocks", "feature_words", "words_of_active", "words_of_ranked"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -51,28 +51,39 @@ def direct_effects(
     int32, raised_by, lowered_by float32 [feature, rank]: strongest first.
     Raises ShapeError for a readout of another width.
     """
-    if dictionary.d_out != readout.sizes["hidden"]:
-        raise ShapeError(
-            f"expected a readout of width {dictionary.d_out}, as {dictionary.name} writes, found "
-            f"{readout.sizes['hidden']}"
-        )
     k = min(top_k, readout.sizes["vocab"])
     found: dict[str, npt.NDArray[Any]] = {
         name: np.empty((len(features), k), np.int32) for name in ("raised", "lowered")
     }
     found |= {name: np.empty((len(features), k), np.float32) for name in ("raised_by", "lowered_by")}
+    for some, effects in effects_in_blocks(dictionary, features, readout):
+        for name, sign in (("raised", 1), ("lowered", -1)):
+            columns = top_columns(sign * effects, k)
+            found[name][some] = columns
+            found[f"{name}_by"][some] = np.take_along_axis(effects, columns, axis=1)
+    return found
+
+
+def effects_in_blocks(
+    dictionary: Dictionary, features: Ints, readout: xr.Dataset, block_bytes: int = BLOCK_BYTES
+) -> Iterator[tuple[Ints, Floats]]:
+    """(places among the features, what a unit of each does to every logit [place, vocab]), block by block.
+
+    features: [feature, (layer, index)]. block_bytes: of logits at a time. Raises ShapeError for a readout of
+    another width.
+    """
+    if dictionary.d_out != readout.sizes["hidden"]:
+        raise ShapeError(
+            f"expected a readout of width {dictionary.d_out}, as {dictionary.name} writes, found "
+            f"{readout.sizes['hidden']}"
+        )
     read_out = _directions(readout)
-    step = max(1, BLOCK_BYTES // (4 * len(read_out)))
+    step = max(1, block_bytes // (4 * len(read_out)))
     for layer in np.unique(features[:, 0]).tolist():
         mine = np.flatnonzero(features[:, 0] == layer)
         for start in range(0, len(mine), step):
             some = mine[start : start + step]
-            effects = _rows(dictionary, layer, features[some, 1], readout.attrs["norm"]) @ read_out.T
-            for name, sign in (("raised", 1), ("lowered", -1)):
-                columns = top_columns(sign * effects, k)
-                found[name][some] = columns
-                found[f"{name}_by"][some] = np.take_along_axis(effects, columns, axis=1)
-    return found
+            yield some, _rows(dictionary, layer, features[some, 1], readout.attrs["norm"]) @ read_out.T
 
 
 @stage(version=1, inputs={"readout": None}, outputs=WORDS, resources=("dictionary",))

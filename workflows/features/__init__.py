@@ -1,0 +1,1 @@
+"""Pages of all features of a dictionary: the question, the files a browser opens, and the export."""

@@ -1,0 +1,266 @@
+"""What does each feature of a dictionary stand for, as far as a corpus tells?
+
+Encodes a corpus with one layer of a dictionary, and computes what a page of each of its features shows
+(stages/features/pages/nodes.py): examples of every strength, histogram, effect on the logits, neighbours,
+correlated features and those active together. The answer here is an overview; `pages` has the features, as
+files a browser opens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...stages.features.corpus.encode import encode_nodes
+from ...stages.features.labels import labels_of
+from ...stages.features.layers.layout import FeatureId
+from ...stages.features.pages.nodes import PageLayout, page_nodes
+from ...stages.logits.lens import format_token
+from ...stages.logits.readout import readout_node
+from ...store.errors import ConfigError
+from ..material.answers import named
+from ..material.feature_examples import corpus_texts, passages
+from ..material.feature_labels import writes_to_stream
+from ..sae_features import dictionary_of
+from ..settings import Count, ModelSettings, Natural, setting
+from ..views import Data, Lines, Table, View, together
+from ..workflow import ModelWorkflow
+from .neuronpedia import NeuronpediaSource, write_neuronpedia
+from .page_files import PageFiles, PageMaterial
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ...pipeline.nodes import ResultNode
+    from ...store.upkeep.annotations import Annotation
+
+__all__ = ["FeaturePages", "FeaturePagesSettings"]
+
+
+@dataclass(frozen=True)
+class FeaturePagesSettings(ModelSettings):
+    """What `--set` can change."""
+
+    dictionary: str = setting("", "dictionary: directory or org/repo; none: specimen/sae")
+    layer: int | None = setting(None, "layer whose features are told, of several; none: the middle one")
+    features: tuple[int, ...] = setting((), "features told; none: all of the layer")
+    corpus: str = setting(
+        "", "text file, or folder of *.txt; none: for the specimen the texts shipped with it"
+    )
+    corpus_tokens: Count = setting(
+        1 << 20, "tokens of the corpus that are read, at most; passages evenly spaced"
+    )
+    zero_positions: Natural = setting(0, "first positions of a passage without features")
+    strongest: Count = setting(12, "strongest examples of a feature, one of each passage")
+    intervals: Count = setting(
+        5, "equal intervals of activation from which examples are drawn; they divide 50"
+    )
+    per_interval: Count = setting(4, "examples drawn from each")
+    before: Natural = setting(16, "tokens shown before an example")
+    after: Natural = setting(8, "tokens shown behind it")
+    related: Count = setting(8, "neighbours, correlated and co-active features told of each")
+    sample: Count = setting(1 << 15, "tokens among which pairs of features are counted, at most")
+    seed: Natural = setting(0, "of what is drawn")
+    block: Count = setting(
+        1 << 14, "features computed together, which memory is in proportion to; in every key"
+    )
+    top_k: Count = setting(15, "features listed in the overview")
+
+    def __post_init__(self) -> None:
+        if PageLayout.bins % self.intervals:
+            raise ConfigError(
+                f"expected intervals that divide the {PageLayout.bins} bins of the histogram, found "
+                f"{self.intervals}; take 5 or 10"
+            )
+
+
+class FeaturePages(ModelWorkflow):
+    """Pages of one layer of a dictionary."""
+
+    name = "feature_pages"
+    question = "What does each feature of a dictionary stand for, as far as a corpus tells?"
+    descriptive = "Where features of a dictionary are active in a corpus, and what they write."
+    settings_type = FeaturePagesSettings
+    settings: FeaturePagesSettings
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """The corpus encoded, and what pages show."""
+        given = self.settings
+        self.dictionary = dictionary_of(given.dictionary, given.model, "sae")
+        self.dictionary.require_fit(self.subject.config, self.subject.name)
+        layers = self.dictionary.layers
+        self.layer = layers[len(layers) // 2] if given.layer is None else given.layer
+        self.hook = str(self.dictionary.read_hook(self.layer))  # refuses a layer it does not have
+        texts = corpus_texts(given.corpus, given.model)
+        if not texts:
+            raise ConfigError(
+                f"expected a corpus in which features of {given.model} are looked up, found "
+                "none; set corpus= a text file, or a folder of *.txt"
+            )
+        self.tokens = passages(self.subject, texts, given.corpus_tokens)
+        states = self.subject.capture(self.tokens, self.hook)
+        nodes = encode_nodes(
+            self.dictionary, states, layers=(self.layer,), zero_positions=given.zero_positions
+        )
+        self.encoded = nodes[self.layer]
+        writes = writes_to_stream(self.subject, self.dictionary)
+        names = (
+            "strongest",
+            "intervals",
+            "per_interval",
+            "before",
+            "after",
+            "related",
+            "sample",
+            "seed",
+            "block",
+        )
+        return page_nodes(
+            self.dictionary,
+            encoded=self.encoded,
+            layer=self.layer,
+            readout=readout_node(self.subject.files, dtype=self.subject.dtype) if writes else None,
+            features=given.features,
+            layout=PageLayout(**{name: getattr(given, name) for name in names}),
+        )
+
+    @cached_property
+    def labels(self) -> dict[FeatureId, Annotation]:
+        """What people call its features."""
+        return labels_of(self.store, self.dictionary)
+
+    @cached_property
+    def material(self) -> PageMaterial:
+        """All that the pages tell; raises ConfigError before `run`."""
+        results = {name: self.result(name) for name in self.nodes}
+        assert self.store is not None
+        return PageMaterial(
+            results,
+            self.encoded.open(self.store),
+            named(self.subject, range(self.subject.config.vocab_size)),
+            self.labels,
+            self.about,
+            f"Features of {self.dictionary.name} at {self.hook} of {self.subject.name}",
+        )
+
+    @property
+    def about(self) -> list[tuple[str, str]]:
+        """Where the pages are from, for people."""
+        it = self.dictionary
+        return [
+            ("dictionary", f"{it.name}, {it.kind}"),
+            ("features", f"{len(self.result('windows')['feature']):,} of {it.n_features:,}"),
+            ("reads", self.hook),
+            ("model", self.subject.name),
+            ("corpus", f"{self.tokens.n_tokens:,} tokens in {self.tokens.n_prompts:,} passages"),
+            ("identity", it.identity[:12]),
+        ]
+
+    @property
+    def pages(self) -> PageFiles:
+        """The features, as files a browser opens."""
+        return PageFiles(self.material)
+
+    def write_pages(self, folder: str | Path) -> Path:
+        """Every page into a folder; returns the file to open. Raises ConfigError for one that holds other
+        things."""
+        return self.pages.write(Path(folder))
+
+    def write_neuronpedia(
+        self, folder: str | Path, *, model: str, source_set: str, creator: str = "", dataset: str = ""
+    ) -> Path:
+        """Every feature as Neuronpedia imports it, into a new folder; see neuronpedia.py.
+
+        model, source_set, creator: ids the service knows. dataset: what the corpus is called there.
+        """
+        of = NeuronpediaSource(model, source_set, self.layer, self.hook, creator, dataset)
+        return write_neuronpedia(self.material, Path(folder), of)
+
+    def views(self) -> Iterator[View]:
+        """The most frequent features, how frequent features are, and how strongly they fire."""
+        of, stats = self.material, self.material.statistics
+        count = stats["firing_count"].values
+        alive = int((count > 0).sum())
+        n_tokens = int(self.result("statistics").attrs["n_tokens"])
+        order = np.argsort(-count, kind="stable")[: self.settings.top_k]
+        told = [self._told(stats.isel(feature=place), n_tokens) for place in order.tolist()]
+        yield Data(
+            json={
+                "model_id": self.subject.files.name,
+                "dictionary": self.dictionary.name,
+                "hook": self.hook,
+                "layer": self.layer,
+                "n_features": len(count),
+                "n_tokens": n_tokens,
+                "alive": alive,
+                "mean_l0": self.result("statistics").attrs["mean_l0"],
+                "labelled": len([each for each in self.labels if each.layer == self.layer]),
+                "tokens_of_pairs": of.results["partners"].attrs["n_tokens"],
+            }
+        )
+        yield Table.of(
+            told,
+            ("feature", lambda one: FeatureId(one["layer"], one["index"]), str),
+            ("", "label"),
+            ("of tokens", "frequency", lambda share: f"{100 * share:.2f} %"),
+            ("largest", "max_activation", ".3f"),
+            ("mean where active", "mean_activation", ".3f"),
+            title=f"The features most often active at {self.hook} of {self.subject.name}",
+            caption=f"{alive:,} of {len(count):,} features are active somewhere in {n_tokens:,} tokens; "
+            "every feature has a page of its own: mizarr features pages",
+            json={"features": told},
+        )
+        histogram = Lines.of(
+            self._frequencies(count, n_tokens),
+            "How often features are active",
+            "Of those that are active somewhere.",
+        )
+        yield from together(
+            "feature_pages", f"Features of {self.dictionary.name}", histogram, caption=histogram.caption
+        )
+
+    def _told(self, one: xr.Dataset, n_tokens: int) -> dict[str, Any]:
+        """A feature of the overview."""
+        feature = FeatureId(self.layer, int(one["feature"]))
+        return {
+            "layer": feature.layer,
+            "index": feature.index,
+            "label": self._label(feature),
+            "frequency": int(one["firing_count"]) / n_tokens,
+            "max_activation": float(one["max_activation"]),
+            "mean_activation": float(one["mean_activation"]),
+        }
+
+    def _label(self, feature: FeatureId) -> str:
+        """What people call it; what it writes, and the token it is strongest at."""
+        told = [f'"{self.labels[feature].text}"'] if feature in self.labels else []
+        words = self.material.vocabulary
+        if "logits" in self.nodes:
+            raised = self.result("logits")["raised"].sel(feature=feature.index).values
+            told.append(f"writes {format_token(words[int(raised[0])])!r}")
+        token = int(self.result("strongest")["token"].sel(feature=feature.index).values[0])
+        if token >= 0:
+            told.append(f"fires on {format_token(words[int(self.material.token_id[token])])!r}")
+        return ", ".join(told) or "silent here"
+
+    def _frequencies(self, count: Any, n_tokens: int) -> xr.DataArray:
+        """Features by log10 of the share of tokens: [which, log10_frequency]."""
+        import xarray as xr
+
+        shares = np.log10(count[count > 0] / n_tokens)
+        low = np.floor(np.log10(1 / n_tokens))
+        counts, edges = np.histogram(shares, 30, (low, 0))
+        return xr.DataArray(
+            counts[None].astype(np.float64),
+            {"which": ["features"], "log10_frequency": (edges[:-1] + edges[1:]) / 2},
+            ("which", "log10_frequency"),
+            attrs={"units": "features", "long_name": "features"},
+        )
+
+
+WORKFLOW = FeaturePages
