@@ -56,6 +56,7 @@ class Batch:
 
 def network_of(model: Model) -> SplitNetwork:
     """The network of a model that `Layout.of` takes."""
+    model.require_all_weights("edges and circuits")
     return cast(SplitNetwork, model.network)
 
 

@@ -28,11 +28,12 @@ from ..hooks.recurrent import RecurrentPass
 from ..hooks.spec import BoundSpec, Capture, HookSpec
 from ..hooks.taps import PassTaps, RunTaps, Sink
 from ..hooks.wants import ALL_LOGITS, Logits
-from ..networks.history import STREAM
+from ..networks.history import STREAM, Carried
 from ..networks.loop import Network
 from ..passes.backward import Cotangent, Gradients, backward
 from ..passes.drivers import passes_over
 from ..passes.kept import Cache
+from ..passes.plain import forward_part
 from ..passes.planner import MEMORY
 from ..passes.sweep import Result
 from ..text.prompts import as_rows, check_prompts, no_tokenizer
@@ -325,6 +326,26 @@ class Model:
         """One pass over token ids [batch, position] with taps that are no spec's: the logits wanted. order:
         see `through_layers`."""
         return self._passes.forward(ids, taps, want, order)
+
+    @torch.no_grad()
+    def stream_layers(
+        self,
+        entering: Sequence[Sequence[int]] | Carried,
+        layers: Sequence[int],
+        spec: BoundSpec,
+        sink: Sink,
+        *,
+        ends: bool,
+    ) -> Carried:
+        """As `stream_batch`, through some layers only: what comes out of them, for a call that goes on from
+        there; nothing where it `ends` here. entering: prompts of one length, or what the call before gave.
+        Captures are of these layers, and the `resid_post` that enters the first."""
+        if isinstance(entering, dict):
+            first: Tensor | Carried = entering
+        else:
+            first = torch.tensor(entering, dtype=torch.long, device=self.device)
+            self.check(spec, None, batch=first.shape[0], length=first.shape[1])
+        return forward_part(self.network, first, layers, RunTaps(spec, sink, stop_early=ends), ends=ends)
 
     def backward(
         self,

@@ -105,19 +105,24 @@ def told(total: int, room: int) -> str:
 
 
 def room_for(
-    config: Architecture, itemsize: int, device: torch.device, max_memory: int | None, name: str
+    config: Architecture,
+    itemsize: int,
+    device: torch.device,
+    max_memory: int | None,
+    name: str,
+    beside: int | None = None,
 ) -> int | None:
     """Bytes within which weights come and go; None where all of them stay.
 
-    max_memory: what they may take; None for what there is beside a pass. Raises ConfigError where not even
-    one layer fits what was said.
+    max_memory: what they may take; None for what there is but for `beside`, by default what a pass takes.
+    Raises ConfigError where not even one layer fits what was said.
     """
     if max_memory is None:
         free = free_bytes(device)
         if free is None or config.kind == "bridge":
             return None
         needed = bytes_of(config, itemsize)
-        room = free - TOKENS * config.bytes_per_token(itemsize)
+        room = free - (TOKENS * config.bytes_per_token(itemsize) if beside is None else beside)
         # As little as it takes, where that is more than there seems to be: some of it may be swapped.
         return None if needed.total <= room else max(room, needed.least)
     if config.kind == "bridge" and max_memory >= EVERYTHING:

@@ -16,7 +16,7 @@ Border: files and tensors; how much room there is, residency.py says.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, overload
@@ -126,11 +126,13 @@ class Window:
             for unit in [unit for unit in self._held if unit not in units]:
                 self._let_go(unit)
 
-    def groups(self, layers: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Neighbouring layers in order, as many at once as there is room for."""
+    def groups(self, layers: Sequence[int], beside: Mapping[int, int]) -> Iterator[Sequence[int]]:
+        """Neighbouring layers in order, as many at once as there is room for. beside: bytes that are taken
+        beside each, where there is room for those of one."""
+        room = self._room + max(beside.values(), default=0)
         group: list[int] = []
         for layer in layers:
-            if group and sum(self._sizes[each] for each in (*group, layer)) > self._room:
+            if group and sum(self._sizes[each] + beside.get(each, 0) for each in (*group, layer)) > room:
                 yield group
                 group = []
             group.append(layer)
@@ -189,7 +191,7 @@ class StreamedWeights(Weights[Any]):
     def __init__(self, files: WeightFiles, room: int, name: str) -> None:
         """room: bytes for everything."""
         config, sizes = files.config, bytes_of(files.config, files.dtype.itemsize)
-        self._fields(_files=files, _name=name, nbytes=sizes.total)
+        self._fields(_files=files, _name=name, nbytes=sizes.total, room=room)
         like = torch.empty(0, dtype=files.dtype, device=files.device)
         with files.opened() as take:
             small = small_ends(take, config, like)
@@ -205,6 +207,8 @@ class StreamedWeights(Weights[Any]):
 
     nbytes: int
     """Of all of them, as they are computed with."""
+    room: int
+    """Bytes those that are in memory may take."""
     window: Window
     """Those that come and go."""
     _files: WeightFiles
@@ -246,6 +250,11 @@ class StreamedWeights(Weights[Any]):
         """The whole of what the LM head multiplies by; None where it is the embedding."""
         outside = self._files.config.tensors.outside
         return None if outside["head"] == outside["embed"] else self.window.get(HEAD)
+
+    @property
+    def embeds_whole(self) -> bool:
+        """Whether tokens are embedded by the whole matrix, as no file holds it as it is."""
+        return self._files.checkpoint.mapped(self._files.config.tensors.outside["embed"].name) is None
 
     def embedded(self, ids: Tensor) -> Tensor:
         """See `Weights`; rows are read by themselves where the matrix is not in memory."""
