@@ -87,7 +87,7 @@ def capture(
     computation (default float32). storage_dtype: default that of the computation. batch_tokens: positions per
     forward pass. segment_tokens, memory: length of a segment, or the bytes its buffers may take. order:
     "batch" takes each batch through all layers; "layer" all batches through as many layers as fit, then
-    through the next, so that weights larger than memory are read once; "auto" does that where they do not fit.
+    through the next, so that weights larger than memory are read once; "auto" does so where they do not fit.
     memory_limit: bytes ("4GiB") that weights, buffers and a batch may take, default what there is left.
     cluster: address of a Dask scheduler whose workers compute segments. trust_layout, backend, adapter: see
     `Model.from_pretrained`. What is stored is not computed again; a killed capture goes on where it was.
