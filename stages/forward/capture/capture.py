@@ -36,7 +36,7 @@ from ..models.source import ModelSource
 from ..text.corpora.corpus import Corpus
 from ..text.prompts import pack
 from .batches import BUFFERS
-from .order import Beside, Order, goes_by_layers, load_for, require_order
+from .order import Beside, Order, goes_by_layers, load_for, order_of
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -149,7 +149,7 @@ class CaptureNode(Ports):
         adapter: str | Path | None = None,
         name: str = "capture",
     ) -> None:
-        self.name, self.order, self.memory_limit = name, order, as_bytes(memory_limit)
+        self.name, self.memory_limit = name, as_bytes(memory_limit)
         self.batch_tokens, self.segment_tokens, self.memory = batch_tokens, segment_tokens, memory
         self.source = ModelSource(
             model,
@@ -162,7 +162,7 @@ class CaptureNode(Ports):
         )
         self.dtype = storage_dtype or self.source.dtype
         self.spec = self._bind(hooks)
-        require_order(order, self.source.config, self.spec, self.source.name)
+        self.order = order_of(order, self.source.config, self.spec, self.source.name)
         self._require_triangles()
         self.tokens = pack(prompts, self.source.tokenizer, self.source.config, self.source.name)
         if self.spec.gradients:
@@ -305,8 +305,7 @@ class CaptureNode(Ports):
             noted.result()
 
     def _load(self, context: Context) -> Model:
-        order = "batch" if self.spec.gradients else self.order
-        return load_for(self.source, order, self.memory_limit, self._beside(), context.progress.say)
+        return load_for(self.source, self.order, self.memory_limit, self._beside(), context.progress.say)
 
     def _beside(self) -> Beside:
         itemsize, longest = _ITEMSIZE[self.source.dtype], int(self.tokens.row_size.max(initial=0))

@@ -18,7 +18,7 @@ from ..models.source import ModelSource
 if TYPE_CHECKING:
     from ..models.model import Model
 
-__all__ = ["ORDERS", "Beside", "Order", "goes_by_layers", "load_for", "require_order"]
+__all__ = ["ORDERS", "Beside", "Order", "goes_by_layers", "load_for", "order_of"]
 
 Order = Literal["auto", "batch", "layer"]
 """Batches outside and layers inside ("batch"), the other way round ("layer"), or the latter where weights do
@@ -36,12 +36,13 @@ class Beside:
     of_layer: int
 
 
-def require_order(order: str, config: Architecture, spec: BoundSpec, name: str) -> None:
-    """Raise PlanError for an order there is not, ConfigError for one this model or spec cannot take."""
+def order_of(order: Order, config: Architecture, spec: BoundSpec, name: str) -> Order:
+    """The order asked for, "batch" where nothing else can be. Raises PlanError for one there is not,
+    ConfigError for one that this model or spec cannot take."""
     if order not in ORDERS:
         raise PlanError(f"expected an order of {', '.join(ORDERS)}, found {order!r}")
     if order != "layer":
-        return
+        return "batch" if spec.gradients or config.kind == "bridge" else order
     if config.kind == "bridge":
         raise ConfigError(
             f"expected a model whose layers are computed here, found {name}, which runs through transformers "
@@ -52,6 +53,7 @@ def require_order(order: str, config: Architecture, spec: BoundSpec, name: str) 
             'expected one way through the layers for order="layer", found gradients, which go back through '
             'all of them; capture with order="batch"'
         )
+    return order
 
 
 def goes_by_layers(order: Order, model: Model | None) -> bool:
@@ -70,7 +72,7 @@ def load_for(
     """
     from ..models.residency import EVERYTHING, told
 
-    if order == "batch" or source.config.kind == "bridge":
+    if order == "batch":
         return source.load(max_memory=EVERYTHING)
     if limit is None:
         model = source.load(beside=beside.of_pass + beside.buffers)

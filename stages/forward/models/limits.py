@@ -20,6 +20,7 @@ __all__ = ["memory_said", "memory_there_is"]
 
 VARIABLE = "MIZARR_MEMORY"
 _GROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def memory_there_is() -> int | None:
@@ -46,7 +47,7 @@ def _of_machine() -> Iterator[int]:
 def _of_groups() -> Iterator[int]:
     """Under the limit of each control group it is in, version 2 or 1. Cached files can be let go."""
     with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in _MEMBERSHIP.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers not in ("", "memory"):
                 continue
