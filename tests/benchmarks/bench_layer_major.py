@@ -1,11 +1,11 @@
-"""A corpus layer by layer beside the same corpus batch by batch; and weights of four times the memory allowed.
+"""A corpus layer by layer beside the same corpus batch by batch; and weights of four times the memory.
 
-    python -m tests.benchmarks.bench_layer_major [--rounds 3] [--large]
+    python tests/benchmarks/bench_layer_major.py [--rounds 7] [--large]
 
-First a Llama of 8 layers, 512 wide, one layer in memory at a time, so that every layer is read and spooled:
-its speed over that of the model as a whole, both from loading to the published run (target: at least 0.85 of
-its speed). Then (--large) 1.27 GB of weights within 300 MiB of data (setrlimit) beside
-what the libraries take: seconds, and the most that was resident beyond that.
+First a Llama of 8 layers, 512 wide, one layer in memory at a time, so that every layer is read and spooled,
+beside the model as a whole, both from loading to the published run (target: at least 0.85 of its speed). Then
+(--large) 1.27 GB of weights within 300 MiB of data (setrlimit) beside what the libraries take: seconds, and
+the most that was resident beyond that.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from harness import alternate, print_table, ratio
+from large_models import write_llama
 
 import mizarr
 from mizarr.stages.forward.models.model import Model
 from mizarr.stages.forward.models.residency import bytes_of
-from tests.large_models import write_llama
-
-from .harness import alternate, print_table, ratio
 
 HOOKS = "blocks.*.hook_resid_post"
 VOCAB = 8000
@@ -102,7 +101,7 @@ def large() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--large", action="store_true", help="also weights of four times the memory")
     chosen = parser.parse_args()
     small(chosen.rounds)

@@ -17,7 +17,7 @@ from mizarr.stages.forward.models import limits
 from mizarr.stages.forward.models.residency import EMBEDDING, HEAD, bytes_of
 from mizarr.stages.forward.models.source import ModelSource
 from mizarr.store.errors import ConfigError, SourceChanged, WeightsError
-from tests.large_models import write_llama
+from tests.benchmarks.large_models import write_llama
 
 from ..random_hybrids import save_random_hybrid
 from ..random_models import save_random_model
