@@ -70,6 +70,13 @@ class Progress:
             task._bar = self._bars.add_task(label, total=total, shown="")
         return task
 
+    def say(self, line: str) -> None:
+        """One line, above the bars."""
+        if self._bars is not None:
+            self._bars.console.print(line, highlight=False, markup=False)
+        elif not self.quiet:
+            sys.stderr.write(f"{line}\n")
+
     def __enter__(self) -> Progress:
         if not self.quiet and sys.stderr.isatty():
             from rich.console import Console

@@ -56,6 +56,7 @@ class Batch:
 
 def network_of(model: Model) -> SplitNetwork:
     """The network of a model that `Layout.of` takes."""
+    model.require_all_weights("edges and circuits")
     return cast(SplitNetwork, model.network)
 
 
@@ -76,7 +77,7 @@ def batches(
     """
     network = network_of(model)
     for group in by_length(pairs):
-        length, element = len(pairs[group[0]].clean), network.embedding.element_size()
+        length, element = len(pairs[group[0]].clean), network.dtype.itemsize
         of_a_pair = 3 * len(layout.sources) * length * model.config.hidden_size * element
         most = max(1, memory // 4 // of_a_pair)
         parts = [group[start : start + most] for start in range(0, len(group), most)]

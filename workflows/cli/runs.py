@@ -196,6 +196,20 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
 @device_option
 @click.option("--batch-tokens", type=click.IntRange(min=1), help="Tokens per forward pass.")
 @click.option("--memory", callback=size, metavar="SIZE", help="What buffers may take; default 1GiB.")
+@click.option(
+    "--order",
+    type=click.Choice(["auto", "batch", "layer"]),
+    default="auto",
+    show_default=True,
+    help="Each batch through all layers, or all batches through some layers after others: for models larger "
+    "than memory.",
+)
+@click.option(
+    "--memory-limit",
+    callback=size,
+    metavar="SIZE",
+    help="What weights, buffers and a batch may take; default what there is left, or MIZARR_MEMORY.",
+)
 @cluster_option
 @click.option(
     "--durability",

@@ -246,6 +246,18 @@ class Tensors:
             found |= {self.in_layer(layer, weight): stored.shape for weight, stored in held.items()}
         return found
 
+    @cached_property
+    def shared(self) -> frozenset[str]:
+        """Tensors that several layers read: those one of them has for others, and frequencies."""
+        outside = [stored.name for weight, stored in self.outside.items() if weight == "frequencies"]
+        inside = [
+            self.in_layer(layer, weight)
+            for layer, weights in enumerate(self.layers)
+            for weight, stored in weights.items()
+            if stored.layer is not None
+        ]
+        return frozenset((*outside, *inside))
+
     def copied(self, names: Collection[str]) -> list[tuple[str, str]]:
         """(copy, original) of the tensors of a checkpoint that must be equal."""
         return [(copy, original) for copy, original in self.copies.items() if copy in names]

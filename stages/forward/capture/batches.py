@@ -24,8 +24,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..networks.kernels import FEW_ROWS
-
 BUFFERS = 2
 """Segment buffers: one being filled, one being written."""
 MAX_WASTE = 0.125
@@ -50,15 +48,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Batch:
-    """Pieces that run together, each padded on the right to `length` positions."""
+    """Pieces that run together, each padded to `length` positions on the right, all of them `copies` times."""
 
     pieces: tuple[Piece, ...]
     length: int
-
-    @property
-    def copies(self) -> int:
-        """How often the pieces stand in a pass, so that its products have rows enough."""
-        return max(1, math.ceil(FEW_ROWS / (len(self.pieces) * self.length)))
+    copies: int = 1
 
 
 def pieces_of(
@@ -84,14 +78,21 @@ def pieces_of(
     return found
 
 
-def plan_batches(pieces: Sequence[Piece], *, batch_tokens: int, one_length: bool) -> list[Batch]:
-    """Batches of at most `batch_tokens` computed positions; a longer prompt runs alone."""
+def plan_batches(
+    pieces: Sequence[Piece], *, batch_tokens: int, one_length: bool, fewest: int = 1
+) -> list[Batch]:
+    """Batches of at most `batch_tokens` computed positions; a longer prompt runs alone. fewest: positions of
+    a pass, for which a batch of fewer is copied."""
     groups: list[list[Piece]] = []
     for piece in sorted(pieces, key=lambda piece: (piece.run, piece.prompt)):
         if not groups or not _fits(groups[-1], piece, batch_tokens, one_length):
             groups.append([])
         groups[-1].append(piece)
-    return [Batch(tuple(part), part[-1].run) for group in groups for part in _by_powers(group)]
+    parts = [part for group in groups for part in _by_powers(group)]
+    return [
+        Batch(tuple(part), part[-1].run, max(1, math.ceil(fewest / (len(part) * part[-1].run))))
+        for part in parts
+    ]
 
 
 def _by_powers(group: list[Piece]) -> Iterator[list[Piece]]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....pipeline.context import Selection
 from ....pipeline.nodes import Estimate, Part, Ports, Status, remembered
+from ....pipeline.plan import as_bytes
 from ....pipeline.reasons import last_timed
 from ....pipeline.took import measured
 from ....store.digest import digest
@@ -35,6 +36,7 @@ from ..models.source import ModelSource
 from ..text.corpora.corpus import Corpus
 from ..text.prompts import pack
 from .batches import BUFFERS
+from .order import Beside, Order, goes_by_layers, load_for, order_of
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -71,6 +73,8 @@ def capture(
     batch_tokens: int = BATCH_TOKENS,
     segment_tokens: int | None = None,
     memory: int = MEMORY,
+    order: Order = "auto",
+    memory_limit: int | str | None = None,
     device: str | None = None,
     progress: bool = True,
     cluster: str | None = None,
@@ -83,8 +87,11 @@ def capture(
     model: a loaded model, or the name of one (and revision), which is then loaded only if something is
     missing. prompts: texts, token ids, PackedTokens, or a Corpus, whose labels come along. dtype: of the
     computation (default float32). storage_dtype: default that of the computation. batch_tokens: positions per
-    forward pass. segment_tokens, memory: length of a segment, or the bytes its buffers may take. cluster:
-    address of a Dask scheduler whose workers compute segments. trust_layout, backend, adapter: see
+    forward pass. segment_tokens, memory: length of a segment, or the bytes its buffers may take. order:
+    "batch" takes each batch through all layers; "layer" all batches through as many layers as fit, then
+    through the next, so that weights larger than memory are read once; "auto" does so where they do not fit.
+    memory_limit: bytes ("4GiB") that weights, buffers and a batch may take, default what there is left.
+    cluster: address of a Dask scheduler whose workers compute segments. trust_layout, backend, adapter: see
     `Model.from_pretrained`. What is stored is not computed again; a killed capture goes on where it was.
     Raises PromptError, HookPointNotFound, StoreFull, …
     """
@@ -104,6 +111,8 @@ def capture(
         batch_tokens=batch_tokens,
         segment_tokens=segment_tokens,
         memory=memory,
+        order=order,
+        memory_limit=memory_limit,
         device=device,
         trust_layout=trust_layout,
         backend=backend,
@@ -134,13 +143,15 @@ class CaptureNode(Ports):
         batch_tokens: int = BATCH_TOKENS,
         segment_tokens: int | None = None,
         memory: int = MEMORY,
+        order: Order = "auto",
+        memory_limit: int | str | None = None,
         device: str | None = None,
         trust_layout: bool = False,
         backend: str | None = None,
         adapter: str | Path | None = None,
         name: str = "capture",
     ) -> None:
-        self.name = name
+        self.name, self.memory_limit = name, as_bytes(memory_limit)
         self.batch_tokens, self.segment_tokens, self.memory = batch_tokens, segment_tokens, memory
         self.source = ModelSource(
             model,
@@ -153,6 +164,7 @@ class CaptureNode(Ports):
         )
         self.dtype = storage_dtype or self.source.dtype
         self.spec = self._bind(hooks)
+        self.order = order_of(order, self.source.config, self.spec, self.source.name)
         self._require_triangles()
         self.tokens = pack(prompts, self.source.tokenizer, self.source.config, self.source.name)
         if self.spec.gradients:
@@ -256,18 +268,24 @@ class CaptureNode(Ports):
     def run(self, store: Store, context: Context) -> None:
         """Compute and store what is missing, here or on the workers of a cluster."""
         model: Model | None = None
+        if context.cluster is not None and self.order == "layer":
+            raise PlanError(
+                'expected one process for order="layer", which reads each weight once, found a cluster; '
+                "leave out one of them"
+            )
         if context.cluster is None and self.status(store).cells_cached < len(self.cells):
-            model = self.source.load()  # a checkpoint that cannot be loaded must leave the store untouched
+            model = self._load(context)  # a checkpoint that cannot be loaded must leave the store untouched
         begun = self._begun(store)
         if begun is None:
             self._expect_room(store)
         # Making an entry waits for the disk many times: a new one is computed for meanwhile.
         with measured() as took, ThreadPoolExecutor(1) as aside:
             made = aside.submit(self._made, store, begun)
-            planned = self._planned(store) if context.cluster is None and begun is None else None
+            may_begin = context.cluster is None and begun is None and not goes_by_layers(self.order, model)
+            planned = self._planned(store) if may_begin else None
             total = 0
             if planned is not None:
-                held = model or self.source.load()
+                held = model or self._load(context)
                 with suppress(_Outrun):
                     total = self._harvest(
                         held, planned, context, lambda: _expect_same(made.result(), planned)
@@ -280,20 +298,41 @@ class CaptureNode(Ports):
                 total = sum(len(entry.segments[n]) for n in missing)
                 context.map(harvest_segment, self._for_workers(), store, [{"segment": n} for n in missing])
             elif missing:
-                total += self._harvest(model or self.source.load(), entry, context)
-            note = {**self.provenance(), "tokens": total, **took()}
+                model = model or self._load(context)
+                total += self._harvest(model, entry, context)
+            order = {"order": "layer" if goes_by_layers(self.order, model) else "batch"}
+            note = {**self.provenance(), **order, "tokens": total, **took()}
             noted = aside.submit(put_provenance, store.files, entry.path, note)
             entry.publish(self.cells)
             noted.result()
+
+    def _load(self, context: Context) -> Model:
+        return load_for(self.source, self.order, self.memory_limit, self._beside(), context.progress.say)
+
+    def _beside(self) -> Beside:
+        itemsize, longest = _ITEMSIZE[self.source.dtype], int(self.tokens.row_size.max(initial=0))
+        of_pass = self.source.config.bytes_per_token(itemsize) * max(self.batch_tokens, longest)
+        length = BUFFERS * min(self._segment_tokens(), self.tokens.n_tokens)
+        by_layer: dict[int | None, list[VariableLayer]] = {}
+        for cell in self.cells:
+            by_layer.setdefault(cell[1], []).append(cell)
+        of_layer = max(self._bytes_per_token(cells) for cells in by_layer.values())
+        return Beside(of_pass, length * self._bytes_per_token(self.cells), length * of_layer)
 
     def _harvest(
         self, model: Model, entry: LabelledEntry, context: Context, stands: Callable[[], Any] = lambda: None
     ) -> int:
         """Compute and commit what is missing, in this process; returns the tokens computed."""
         from .harvest import harvest
+        from .layer_major import harvest_by_layers
 
         total = sum(len(entry.segments[n]) for n in entry.missing(self.cells))
         task = context.progress.task(self.name, total=total, unit="tokens")
+        if goes_by_layers(self.order, model):
+            return harvest_by_layers(
+                model, entry, self.spec, batch_tokens=self.batch_tokens, advance=task.advance
+            )
+        model.require_all_weights('a capture with order="batch"')
         return harvest(
             model,
             entry,
@@ -533,8 +572,9 @@ def harvest_segment(job: WorkerJob, store: Store, cell: Mapping[str, int]) -> No
     from .harvest import harvest
 
     torch.set_num_threads(job.threads)
-    entry = store.entry(job.run, job.dtype)
-    harvest(job.source.load(), entry, job.spec, batch_tokens=job.batch_tokens, segments=[cell["segment"]])
+    entry, model = store.entry(job.run, job.dtype), job.source.load()
+    model.require_all_weights("segments by themselves, on a cluster")
+    harvest(model, entry, job.spec, batch_tokens=job.batch_tokens, segments=[cell["segment"]])
 
 
 def array_spec(capture: Capture, config: Architecture, dtype: str) -> ArraySpec:

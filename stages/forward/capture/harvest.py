@@ -13,7 +13,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +29,9 @@ from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import Entry
 from ....store.runs.packed import PackedTokens
 from ..hooks.spec import BoundSpec, Capture
+from ..hooks.taps import Sink
 from ..models.model import DTYPES, Model
+from ..networks.kernels import FEW_ROWS
 from .batches import BUFFERS, Batch, Piece, pieces_of, plan_batches
 from .overlap import OverlappedWriter, SegmentBuffer
 
@@ -106,7 +108,7 @@ def _round(
         finally:
             job.end()
 
-    done, last, in_turn = 0, max(missing), _needs_every_core(model)
+    done, last, in_turn = 0, max(missing), needs_every_core(model)
     writers = min(THREADS, torch.get_num_threads())
     with OverlappedWriter(lambda: SegmentBuffer(shapes, dtypes), write, Job.end, buffers=BUFFERS) as writer:
         for n, todo in missing.items():
@@ -115,7 +117,7 @@ def _round(
                 continue
             try:
                 buffer = writer.buffer()
-                fill(model, entry, n, _only(spec, todo), buffer, batch_tokens)
+                fill(model, entry, n, only(spec, todo), buffer, batch_tokens)
             except BaseException:
                 claim.release()
                 raise
@@ -127,7 +129,7 @@ def _round(
     return done
 
 
-def _needs_every_core(model: Model) -> bool:
+def needs_every_core(model: Model) -> bool:
     """Whether a pass computes on all cores this process may use, so that a writer beside it gets in its way.
 
     Measured on two cores, 8 segments of 33 MB: taking turns is 2 to 3 % faster.
@@ -141,44 +143,61 @@ def fill(
 ) -> None:
     """Forward passes over one segment's prompts, captured activations copied to their place in the buffer, or
     kept as they are where a pass gives a segment whole."""
-    tokens, segment = entry.tokens, entry.segments[n]
-    axes = {capture.variable: entry.spec(capture.variable).packed for capture in spec.captures}
-    asked = bool(spec.interventions or spec.gradients)
-    # A row of a pattern is a sum over as many keys as there are.
-    whole = model.config.lengths_must_match or asked or "pair" in axes.values()
-    pieces = pieces_of(segment, tokens.row_start, tokens.row_size, whole=whole)
-    # What is left behind a prompt is left behind its padding.
-    one_length = whole or "prompt_id" in axes.values()
-    for batch in plan_batches(pieces, batch_tokens=batch_tokens, one_length=one_length):
-
-        def keep(capture: Capture, value: Tensor, batch: Batch = batch) -> None:
-            cell = capture.cell
-            rows = entry.rows(cell[0], n)
-            if axes[cell[0]] == "prompt_id":
-                first = int(entry.bounds("prompt_id")[n])
-                _keep_prompts(value, batch, buffer.view(cell, rows), tokens, first)
-                return
-            if axes[cell[0]] == "pair":
-                _keep_pairs(value, batch, buffer.view(cell, rows), tokens, segment)
-                return
-            value = _token_major(value, capture)
-            if _is_segment(value, batch, segment, DTYPES[entry.dtype]):
-                buffer.take(cell, value.flatten(0, 1))
-            else:
-                _keep_rows(value, batch, buffer.view(cell, rows))
-
-        rows = [_padded(tokens, piece, batch.length) for piece in batch.pieces]
+    for batch in batches_of(model, entry, n, spec, batch_tokens):
+        keep = keeping(entry, n, batch, buffer)
+        rows = ids_of(entry, batch)
         if not spec.gradients:
-            model.stream_batch(rows if asked else rows * batch.copies, spec, None, keep)
+            model.stream_batch(rows, spec, None, keep)
             continue
         _, found = model.differentiate(rows, spec, [piece.prompt for piece in batch.pieces])
         for capture, value in found.items():
             keep(capture, value)
-    if entry.dtype == "float16":
-        _refuse_overflow(buffer, spec, entry, n)
+    refuse_overflow(buffer, spec, entry, n)
 
 
-def _only(spec: BoundSpec, cells: Sequence[VariableLayer]) -> BoundSpec:
+def batches_of(model: Model, entry: Entry, n: int, spec: BoundSpec, batch_tokens: int) -> list[Batch]:
+    """The forward passes of one segment."""
+    tokens, axes = entry.tokens, {entry.spec(capture.variable).packed for capture in spec.captures}
+    # A row of a pattern is a sum over as many keys as there are.
+    whole = model.config.lengths_must_match or bool(spec.interventions or spec.gradients) or "pair" in axes
+    pieces = pieces_of(entry.segments[n], tokens.row_start, tokens.row_size, whole=whole)
+    # What is left behind a prompt is left behind its padding.
+    one_length = whole or "prompt_id" in axes
+    return plan_batches(
+        pieces, batch_tokens=batch_tokens, one_length=one_length, fewest=1 if spec.gradients else FEW_ROWS
+    )
+
+
+def ids_of(entry: Entry, batch: Batch) -> list[list[int]]:
+    """Token ids of a batch, padded to its length, as often as it is to be computed."""
+    return [_padded(entry.tokens, piece, batch.length) for piece in batch.pieces] * batch.copies
+
+
+def keeping(entry: Entry, n: int, batch: Batch, buffer: SegmentBuffer) -> Sink:
+    """What takes the activations of a batch to their place in a segment's buffer."""
+    tokens, segment = entry.tokens, entry.segments[n]
+
+    def keep(capture: Capture, value: Tensor) -> None:
+        cell = capture.cell
+        rows, axis = entry.rows(cell[0], n), entry.spec(cell[0]).packed
+        if axis == "prompt_id":
+            first = int(entry.bounds("prompt_id")[n])
+            _keep_prompts(value, batch, buffer.view(cell, rows), tokens, first)
+            return
+        if axis == "pair":
+            _keep_pairs(value, batch, buffer.view(cell, rows), tokens, segment)
+            return
+        value = _token_major(value, capture)
+        if _is_segment(value, batch, segment, DTYPES[entry.dtype]):
+            buffer.take(cell, value.flatten(0, 1))
+        else:
+            _keep_rows(value, batch, buffer.view(cell, rows))
+
+    return keep
+
+
+def only(spec: BoundSpec, cells: Collection[VariableLayer]) -> BoundSpec:
+    """The spec with these captures alone."""
     wanted = set(cells)
     return replace(spec, captures=tuple(c for c in spec.captures if c.cell in wanted))
 
@@ -266,9 +285,11 @@ def _pairs_before(tokens: PackedTokens, segment_start: int, piece: Piece) -> int
     return before - skipped * (skipped + 1) // 2
 
 
-def _refuse_overflow(buffer: SegmentBuffer, spec: BoundSpec, entry: Entry, n: int) -> None:
-    """float16 ends at 65504; massive activations of some models lie beyond and would be stored as
-    infinity."""
+def refuse_overflow(buffer: SegmentBuffer, spec: BoundSpec, entry: Entry, n: int) -> None:
+    """Raise ShapeError for infinities in a store of float16, which ends at 65504: massive activations of some
+    models lie beyond."""
+    if entry.dtype != "float16":
+        return
     for capture in spec.captures:
         cell = capture.cell
         if (

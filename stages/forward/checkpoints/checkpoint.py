@@ -93,6 +93,10 @@ class Checkpoint:
         with self._source.opened() as take:
             yield take
 
+    def mapped(self, name: str) -> Array | None:
+        """As `Source.mapped`."""
+        return self._source.mapped(name)
+
     def array(self, name: str) -> Array:
         """One tensor for numpy, bfloat16 as ml_dtypes.bfloat16: mapped, and torch not imported, where the
         file holds it as it is. Raises WeightsError for a name there is not and for numbers that are not
@@ -112,7 +116,7 @@ class Checkpoint:
 
     def numbers(self, name: str) -> Array:
         """As `array`, of a tensor that is there, whatever its numbers are."""
-        if (mapped := self._source.mapped(name)) is not None:
+        if (mapped := self.mapped(name)) is not None:
             return mapped
         with self.opened() as take:
             return _as_array(take(name))

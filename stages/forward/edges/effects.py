@@ -197,7 +197,7 @@ class _Suffixes(WholePrompts):
 
 def _most_rows(network: SplitNetwork, positions: int, want: Logits, memory: int) -> int:
     """Rows of a block: as many as fit half of the memory, and no more than make products fast."""
-    itemsize = network.embedding.element_size()
+    itemsize = network.dtype.itemsize
     logits = network.config.vocab_size if want.tokens is None else len(want.tokens)
     of_a_row = network.config.bytes_per_token(itemsize) * positions + 4 * itemsize * logits
     return max(1, min(MOST_TOKENS // positions, memory // 2 // of_a_row))

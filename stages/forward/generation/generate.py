@@ -199,6 +199,7 @@ class TokenStream:
                 f"expected a causal language model to continue texts, found {model.name}, whose logits are "
                 "not of the next token; read them at the positions asked about: forward(prompts)"
             )
+        model.require_all_weights("text, token by token")
         rows = model.tokenize(prompts)
         spec = model.bind(hooks)
         refuse_gradients(spec, "generation")

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import google_crc32c
 import numpy as np
@@ -37,6 +37,15 @@ _VALUES = (
 )
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, type)
 _WHOLE = (Tensor, np.ndarray, set, frozenset, *_VALUES, *_CODE)
+
+
+@runtime_checkable
+class ComesAndGoes(Protocol):
+    """What is not all in memory, and says itself what it is known by."""
+
+    def known_by(self) -> Mapping[str, Any]:
+        """Values that are the same for as long as it is what it was."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -113,6 +122,8 @@ def _parts(found: Any) -> dict[str, Any] | None:
     """What an object is made of, by name; None for one that is taken as it is."""
     if isinstance(found, _WHOLE):
         return None
+    if isinstance(found, ComesAndGoes):
+        return dict(found.known_by())
     if isinstance(found, Mapping):
         return {repr(key): part for key, part in found.items()}
     if isinstance(found, list | tuple):

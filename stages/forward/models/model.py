@@ -6,6 +6,7 @@ keyed by). Knows nothing of stores; `capture.py` brings the two together.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....pipeline.plan import as_bytes
 from ....store import html
 from ....store.errors import ConfigError, InterventionError, PromptError
 from ....store.keys import ModelIdentity
@@ -26,16 +28,19 @@ from ..hooks.recurrent import RecurrentPass
 from ..hooks.spec import BoundSpec, Capture, HookSpec
 from ..hooks.taps import PassTaps, RunTaps, Sink
 from ..hooks.wants import ALL_LOGITS, Logits
-from ..networks.history import STREAM
+from ..networks.history import STREAM, Carried
 from ..networks.loop import Network
 from ..passes.backward import Cotangent, Gradients, backward
 from ..passes.drivers import passes_over
 from ..passes.kept import Cache
+from ..passes.plain import forward_part
 from ..passes.planner import MEMORY
 from ..passes.sweep import Result
 from ..text.prompts import as_rows, check_prompts, no_tokenizer
 from .fingerprint import fingerprint, tensor_bytes, weights_digest
 from .memory import keep_freed_memory
+from .residency import room_for, told
+from .streamed import StreamedWeights, stream
 
 if TYPE_CHECKING:
     from ..architectures.architecture import Architecture
@@ -62,9 +67,12 @@ class Model:
         name: str = "model",
         tokenizer: Tokenizer | None = None,
         identity: ModelIdentity | None = None,
+        streamed: StreamedWeights | None = None,
     ) -> None:
         self.network = network
         """What computes; its weights are these."""
+        self.streamed = streamed
+        """The network's weights where not all of them are in memory; else None."""
         self._passes = passes_over(network)
         self.name = name
         self._identity = identity
@@ -83,6 +91,7 @@ class Model:
         trust_layout: bool = False,
         backend: str | None = None,
         adapter: str | Path | None = None,
+        max_memory: int | str | None = None,
     ) -> Model:
         """Load a model by hub id, local directory, or name of one that ships with mizarr: "specimen",
         "specimen-rwkv", "specimen-experts".
@@ -94,27 +103,41 @@ class Model:
         transformers compute it behind a bridge, which offers the points it can find and check (DESIGN.md);
         None for what the name says, else "native". adapter: folder of a LoRA adapter as PEFT saves it, merged
         into the weights and part of the identity. What happens to the files later does not touch the model.
+
+        max_memory: bytes ("4GiB") the weights may take; None for what the machine has left, or MIZARR_MEMORY
+        says. Where they take more, layers come and go (`streamed`): a pass reads those that are not in memory
+        from the files, which must stay as they are. Numbers are the same.
         Raises ModelNotFound, ConfigError (with a compatibility report),
         WeightsError, SourceChanged for files that are written meanwhile.
         """
-        from ..networks.table import build
+        from ..networks.table import build, of_weights
         from . import files
 
-        place = as_device(device)
-        if place.type == "cpu":
-            keep_freed_memory()
-        numbers = as_dtype(dtype)
+        place, numbers = as_device(device), as_dtype(dtype)
         found = files.resolve(
             str(name), revision, trust_layout=trust_layout, backend=backend, adapter=adapter
         )
         config, identity = found.architecture(), found.identity(dtype=dtype_name(numbers))
-        network = build(config, found.checkpoint, dtype=numbers, device=place, progress=progress)
+        room = room_for(config, numbers.itemsize, place, as_bytes(max_memory), found.name)
+        streamed = None
+        if room is None:
+            if place.type == "cpu":
+                keep_freed_memory()
+            network = build(config, found.checkpoint, dtype=numbers, device=place, progress=progress)
+        else:
+            streamed = stream(
+                found.checkpoint, config, dtype=numbers, device=place, room=room, name=found.name
+            )
+            network = of_weights(config, streamed)
+            if max_memory is None and progress is not False:
+                sys.stderr.write(f"{found.name}: {told(streamed.nbytes, room)}\n")
         found.confirm(identity)
         return cls(
             network,
             name=found.name,
             tokenizer=found.tokenizer(),
             identity=identity,
+            streamed=streamed,
         )
 
     @property
@@ -153,17 +176,17 @@ class Model:
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.network.embedding.device
+        return self.network.device
 
     @property
     def dtype(self) -> torch.dtype:
         """What the model computes in."""
-        return self.network.embedding.dtype
+        return self.network.dtype
 
     @property
     def weight_bytes(self) -> int:
-        """What the weights take where they are, in what they are computed in."""
-        return tensor_bytes(self.network)
+        """What all weights take in what they are computed in, there or not."""
+        return tensor_bytes(self.network) if self.streamed is None else self.streamed.nbytes
 
     @property
     def hook_points(self) -> tuple[HookPoint, ...]:
@@ -304,6 +327,26 @@ class Model:
         see `through_layers`."""
         return self._passes.forward(ids, taps, want, order)
 
+    @torch.no_grad()
+    def stream_layers(
+        self,
+        entering: Sequence[Sequence[int]] | Carried,
+        layers: Sequence[int],
+        spec: BoundSpec,
+        sink: Sink,
+        *,
+        ends: bool,
+    ) -> Carried:
+        """As `stream_batch`, through some layers only: what comes out of them, for a call that goes on from
+        there; nothing where it `ends` here. entering: prompts of one length, or what the call before gave.
+        Captures are of these layers, and the `resid_post` that enters the first."""
+        if isinstance(entering, dict):
+            first: Tensor | Carried = entering
+        else:
+            first = torch.tensor(entering, dtype=torch.long, device=self.device)
+            self.check(spec, None, batch=first.shape[0], length=first.shape[1])
+        return forward_part(self.network, first, layers, RunTaps(spec, sink, stop_early=ends), ends=ends)
+
     def backward(
         self,
         rows: Sequence[Sequence[int]],
@@ -322,6 +365,7 @@ class Model:
         computed here, PromptError, InterventionError.
         """
         self.config.require_gradients()
+        self.require_all_weights("gradients")
         ids = torch.tensor(rows, dtype=torch.long, device=self.device)
         self.check(spec, want, batch=ids.shape[0], length=ids.shape[1])
         return backward(self.network, ids, spec, want, cotangent, memory)
@@ -416,6 +460,16 @@ class Model:
         if not 0 <= index < self.config.vocab_size:
             raise PromptError(f"expected a token id in 0..{self.config.vocab_size - 1}, found {index}")
         return self.network.embedding[index]
+
+    def require_all_weights(self, what: str) -> None:
+        """Raise ConfigError for a model of which not all weights are in memory: it would read them from files
+        again and again. what: "gradients"."""
+        if self.streamed is not None:
+            raise ConfigError(
+                f"expected all weights of {self.name} in memory for {what}, found that layers come and go: "
+                f"{self.weight_bytes:,} bytes would be read again and again; allow as much (max_memory=, "
+                "MIZARR_MEMORY), or compute in bfloat16"
+            )
 
     def require_identity(self) -> ModelIdentity:
         """`identity`; refused, never guessed, when it cannot be established."""

@@ -5,9 +5,10 @@ Border: files, identity and loading; knows no prompts and no stores. Never impor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,15 +105,30 @@ class ModelSource:
         """What the words of the tokenizer are known by; in the keys of results that hold words."""
         return None if self.tokenizer is None else self.tokenizer.digest
 
-    def load(self) -> Model:
-        """The model of `identity`, with the tokenizer of `tokenizer_digest`, loaded once. Raises
-        SourceChanged when it is no longer there."""
+    def load(self, *, max_memory: int | None = None, beside: int = 0) -> Model:
+        """The model of `identity`, with the tokenizer of `tokenizer_digest`, loaded once.
+
+        max_memory: see `Model.from_pretrained`. beside: bytes to be left of what memory there is, if that is
+        to decide. Raises SourceChanged when it is no longer there.
+        """
         if self._model is None:
-            place = (self.name, self.revision, self.dtype, self.device)
-            self._model = _loaded(*place, self.identity, self.tokenizer_digest)
+            place = _Place(self.name, self.revision, self.dtype, self.device)
+            about = (place, self.identity, self.tokenizer_digest)
+            self._model = _loaded(about, max_memory, partial(self._allowed, max_memory, beside))
         elif self.files is None:
             self.confirm()
         return self._model
+
+    def _allowed(self, max_memory: int | None, beside: int) -> int | None:
+        """What weights may take."""
+        if max_memory is not None or not beside:
+            return max_memory
+        from .model import as_device, as_dtype
+        from .residency import EVERYTHING, room_for
+
+        itemsize = as_dtype(self.dtype).itemsize
+        room = room_for(self.config, itemsize, as_device(self.device), None, self.name, beside)
+        return EVERYTHING if room is None else room
 
     def _held(self) -> Model:
         if self._model is None:
@@ -140,19 +156,54 @@ class ModelSource:
         return f"ModelSource({self.name!r}, {self.dtype})"
 
 
-@lru_cache(maxsize=1)
-def _loaded(
-    name: str,
-    revision: str | None,
-    dtype: str,
-    device: str | None,
-    identity: ModelIdentity,
-    tokenizer: str | None,
-) -> Model:
-    """A model by name, kept for the next question; by identity too, as a name may get other files."""
+@dataclass(frozen=True)
+class _Place:
+    """Where a model is found, and how it is computed."""
+
+    name: str
+    revision: str | None
+    dtype: str
+    device: str | None
+
+
+_About = tuple[_Place, ModelIdentity, str | None]
+"""All a model must be: where it is, its identity, since a name may get other files, and its tokenizer."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A model that was loaded. max_memory: what its weights were allowed."""
+
+    about: _About
+    max_memory: int | None
+    model: Model
+
+    def serves(self, about: _About, max_memory: int | None) -> bool:
+        """Whether it is what is asked for now: all of it there, if it may be."""
+        if self.about != about or self.max_memory == max_memory:
+            return self.about == about
+        return self.model.streamed is None and (max_memory is None or self.model.weight_bytes <= max_memory)
+
+
+_kept: list[_Kept] = []
+"""The model that was loaded last, for the next question."""
+
+
+def _loaded(about: _About, max_memory: int | None, allowed: Callable[[], int | None]) -> Model:
+    """The model, loaded or kept. allowed: what its weights may take, asked if it is loaded."""
+    if not (_kept and _kept[0].serves(about, max_memory)):
+        _kept.clear()  # before another one is read: two may be more than there is room for
+        _kept.append(_Kept(about, max_memory, _load(*about, allowed())))
+    return _kept[0].model
+
+
+def _load(place: _Place, identity: ModelIdentity, tokenizer: str | None, max_memory: int | None) -> Model:
     from .model import Model
 
-    model = Model.from_pretrained(name, revision=revision, dtype=dtype, device=device)
+    name = place.name
+    model = Model.from_pretrained(
+        name, revision=place.revision, dtype=place.dtype, device=place.device, max_memory=max_memory
+    )
     if (found := model.require_identity()) != identity:
         raise SourceChanged(
             f"expected {name} to be model {identity.short}, as when this was planned, found {found.short}: "

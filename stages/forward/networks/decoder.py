@@ -11,7 +11,6 @@ Knows tensors, taps and a history; knows no text, files or stores, and no loop: 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..architectures.transformer import TransformerConfig
@@ -29,7 +28,7 @@ class Decoder(Ends[TransformerConfig, LayerWeights]):
 
     def embed(self, ids: Tensor, positions: Tensor | None, shares: Shares | None = None) -> Carried:
         """Token ids [B, S] -> embeddings [B, S, D], scaled where the family does."""
-        x = F.embedding(ids, self.weights.embed)
+        x = self.weights.embedded(ids)
         if self.config.embedding_scale is not None:
             # Rounded to float32, then to the model's dtype, as the reference implementations do.
             x = x * torch.tensor(self.config.embedding_scale, device=x.device).to(x.dtype)

@@ -40,6 +40,16 @@ class Ends(Generic[Config, Layer]):
         self.weights = weights
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        return self.weights.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is computed."""
+        return self.weights.device
+
+    @property
     def embedding(self) -> Tensor:
         """The embedding matrix [vocab, hidden]."""
         return self.weights.embed
@@ -47,7 +57,8 @@ class Ends(Generic[Config, Layer]):
     @property
     def unembedding(self) -> Tensor:
         """What the LM head multiplies by, [vocab, hidden]."""
-        return self.weights.embed if self.weights.lm_head is None else self.weights.lm_head
+        head = self.weights.lm_head
+        return self.weights.embed if head is None else head
 
     def finish(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
         """The last residual stream [B, S, D] -> what the LM head reads, [B, wanted positions, D]."""
@@ -90,4 +101,4 @@ class Ends(Generic[Config, Layer]):
 
     def _narrow(self, x: Tensor) -> Tensor:
         """The stream in the dtype of the weights: some models keep it wider."""
-        return x.to(self.weights.embed.dtype)
+        return x.to(self.dtype)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ....store.errors import ConfigError
 from ..architectures.hybrid import HybridConfig
+from ..checkpoints.source import Take
 from ..hooks.taps import Taps
 from .attention import Source
 from .ends import Ends
@@ -45,9 +46,9 @@ from .mixers.mlstm import Mlstm
 from .mixers.shared_block import SharedBlock
 from .mixers.short_convolution import ShortConvolution
 from .norms import apply_norm, normalise
-from .weights import NormWeights, Weights, made, parts_of, with_ends
+from .weights import NormWeights, made, parts_of
 
-__all__ = ["Hybrid", "assemble"]
+__all__ = ["Hybrid", "block"]
 
 MIXERS: dict[str, Callable[[Any, LayerTensors], Mixer]] = {
     "attention": SelfAttention,
@@ -80,30 +81,20 @@ class HybridLayer:
     shared: SharedBlock | None = None
 
 
-def assemble(take: Callable[[str], Tensor], config: HybridConfig) -> Weights[HybridLayer]:
-    """Weights from a function that gives a tensor by its checkpoint name."""
-    tensors, layers = config.tensors, []
-    held: dict[str, Tensor] = {}
-
-    def take_once(name: str) -> Tensor:
-        """What layers share is one tensor in all of them."""
-        if name not in held:
-            held[name] = take(name)
-        return held[name]
-
-    for layer, (block, stored) in enumerate(zip(config.blocks, tensors.layers, strict=True)):
-        outside = tensors.outside.get("frequencies")
-        found: dict[str, Tensor] = {} if outside is None else {"frequencies": take_once(outside.name)}
-        for weight, where in sorted(stored.items(), key=lambda item: item[1].constant is not None):
-            read = take if where.layer is None else take_once
-            found[weight] = made(read, where, tensors.in_layer(layer, weight), found)
-        norms = parts_of({name: tensor for name, tensor in found.items() if name.startswith("ln")})
-        mixers = tuple(MIXERS[shape.kind](shape, found) for shape in block.mixers)
-        channel = block.channel_mixer
-        channel_mixer = None if channel is None else CHANNEL_MIXERS[channel.kind](channel, found)
-        shared = None if block.shared is None else SharedBlock(block.shared, found)
-        layers.append(HybridLayer(mixers, channel_mixer, norms, shared))
-    return with_ends(take, config, layers)
+def block(take: Take, config: HybridConfig, layer: int) -> HybridLayer:
+    """One layer from a function that gives a tensor by its checkpoint name."""
+    tensors, shape = config.tensors, config.blocks[layer]
+    outside = tensors.outside.get("frequencies")
+    found: dict[str, Tensor] = {} if outside is None else {"frequencies": take(outside.name)}
+    stored = tensors.layers[layer]
+    for weight, where in sorted(stored.items(), key=lambda item: item[1].constant is not None):
+        found[weight] = made(take, where, tensors.in_layer(layer, weight), found)
+    norms = parts_of({name: tensor for name, tensor in found.items() if name.startswith("ln")})
+    mixers = tuple(MIXERS[mixer.kind](mixer, found) for mixer in shape.mixers)
+    channel = shape.channel_mixer
+    channel_mixer = None if channel is None else CHANNEL_MIXERS[channel.kind](channel, found)
+    shared = None if shape.shared is None else SharedBlock(shape.shared, found)
+    return HybridLayer(mixers, channel_mixer, norms, shared)
 
 
 class Hybrid(Ends[HybridConfig, HybridLayer]):
@@ -112,7 +103,7 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
     def embed(self, ids: Tensor, positions: Tensor | None, shares: Shares | None = None) -> Carried:
         """Token ids [B, S] -> embeddings [B, S, D], scaled where the family does, and with those of their
         positions where these are learned; normed, and mapped to the stream, where it does that."""
-        x, weights = F.embedding(ids, self.weights.embed), self.weights
+        x, weights = self.weights.embedded(ids), self.weights
         if self.config.embedding_scale is not None:
             scale: float | Tensor = self.config.embedding_scale
             if self.config.rounds_embedding_scale:
@@ -187,7 +178,7 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
 
     def _beside(self, carried: Carried) -> Carried:
         """What is carried beside the stream: the embedding, once it has been shown, where layers read it."""
-        if not any(part.shared for part in self.weights.layers):
+        if not any(block.shared for block in self.config.blocks):
             return {}
         # A copy: somebody may write over the stream.
         return {START: carried[START] if START in carried else carried[STREAM].clone()}

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..hooks.wants import Logits
     from .history import History, Shares
 
-__all__ = ["Network", "onwards", "through_layers"]
+__all__ = ["Network", "onwards", "part_way", "through_layers"]
 
 
 class Network(Protocol):
@@ -40,6 +40,16 @@ class Network(Protocol):
     @property
     def config(self) -> Architecture:
         """What it was built from."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is computed."""
         ...
 
     @property
@@ -113,10 +123,25 @@ def onwards(
 
     left: the layer it comes out of; None for the embedding.
     """
+    carried = part_way(network, carried, layers, history, taps, left)
+    left = layers[-1] if layers else left
+    return _entering(network.config.num_layers, left, carried, history, taps)[STREAM]
+
+
+def part_way(
+    network: Network,
+    carried: Carried,
+    layers: Sequence[int],
+    history: History,
+    taps: Taps,
+    left: int | None = None,
+) -> Carried:
+    """As `onwards`, all that is carried, where it comes out of the last of these layers: whoever goes on from
+    there shows it to the taps."""
     for layer in layers:
         carried = _entering(layer, left, carried, history, taps)
         carried, left = network.layer(layer, carried, history, taps), layer
-    return _entering(network.config.num_layers, left, carried, history, taps)[STREAM]
+    return carried
 
 
 def _entering(layer: int, left: int | None, carried: Carried, history: History, taps: Taps) -> Carried:

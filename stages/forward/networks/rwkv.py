@@ -21,6 +21,7 @@ from torch import Tensor
 from ....store.errors import ConfigError
 from ..architectures.rwkv import RwkvConfig
 from ..architectures.rwkv_tensors import MIXES
+from ..checkpoints.source import Take
 from ..hooks.taps import Taps
 from .ends import Ends
 from .history import STREAM, Carried, History, Shares
@@ -30,9 +31,9 @@ from .recurrences.linear import LinearRecurrence
 from .recurrences.recurrence import Recurrence
 from .recurrences.rwkv4 import ExponentialAverage
 from .scan import scan
-from .weights import NormWeights, Weights, with_ends
+from .weights import NormWeights
 
-__all__ = ["Rwkv", "assemble"]
+__all__ = ["Rwkv", "block"]
 
 FIRST_VALUES = "first_values"
 """What RWKV-7 carries beside the stream: the values of layer 0, [B, token, channel]."""
@@ -43,21 +44,18 @@ LayerTensors = Mapping[str, Tensor]
 """Tensors of a layer by the names of `architectures/rwkv_tensors.py`."""
 
 
-def assemble(take: Callable[[str], Tensor], config: RwkvConfig) -> Weights[LayerTensors]:
-    """Weights from a function that gives a tensor by its checkpoint name."""
-    tensors, layers = config.tensors, []
-    for layer, stored in enumerate(tensors.layers):
-        found: dict[str, Tensor] = {}
-        for weight, where in stored.items():
-            tensor = take(tensors.in_layer(layer, weight))
-            if where.is_transposed:
-                tensor = tensor.T.contiguous()
-            # Vectors come as [1, 1, channel] or [channel], as the training code happened to keep them.
-            found[weight] = tensor.flatten() if where.shape[:2] == (1, 1) else tensor
-        if (mixes := found.pop("mixes", None)) is not None:
-            found |= {f"mix_{mix}": mixes[row] for row, mix in enumerate(MIXES)}
-        layers.append(found)
-    return with_ends(take, config, layers)
+def block(take: Take, config: RwkvConfig, layer: int) -> LayerTensors:
+    """One layer from a function that gives a tensor by its checkpoint name."""
+    tensors, found = config.tensors, dict[str, Tensor]()
+    for weight, where in tensors.layers[layer].items():
+        tensor = take(tensors.in_layer(layer, weight))
+        if where.is_transposed:
+            tensor = tensor.T.contiguous()
+        # Vectors come as [1, 1, channel] or [channel], as the training code happened to keep them.
+        found[weight] = tensor.flatten() if where.shape[:2] == (1, 1) else tensor
+    if (mixes := found.pop("mixes", None)) is not None:
+        found |= {f"mix_{mix}": mixes[row] for row, mix in enumerate(MIXES)}
+    return found
 
 
 class Rwkv(Ends[RwkvConfig, LayerTensors]):
@@ -65,7 +63,7 @@ class Rwkv(Ends[RwkvConfig, LayerTensors]):
 
     def embed(self, ids: Tensor, positions: Tensor | None, shares: Shares | None = None) -> Carried:
         """Token ids [B, S] -> embeddings [B, S, D]."""
-        return {STREAM: F.embedding(ids, self.weights.embed)}
+        return {STREAM: self.weights.embedded(ids)}
 
     def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
         """resid_pre [B, token, D] -> resid_post [B, kept, D] of one layer, where the loop shows it."""

@@ -20,14 +20,14 @@ from .hybrid import Hybrid
 from .loop import Network
 from .rwkv import Rwkv
 
-__all__ = ["build", "over"]
+__all__ = ["NETWORKS", "build", "of_weights", "over"]
 
 NETWORKS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Network]]] = {
-    "transformer": (weights.assemble, Decoder),
-    "rwkv": (rwkv.assemble, Rwkv),
-    "hybrid": (hybrid.assemble, Hybrid),
+    "transformer": (weights.block, Decoder),
+    "rwkv": (rwkv.block, Rwkv),
+    "hybrid": (hybrid.block, Hybrid),
 }
-"""Kind -> what makes its weights of tensors, and what computes with them."""
+"""Kind -> what makes the weights of a layer of tensors, and what computes with all of them."""
 
 WHOLE: dict[str, Callable[..., Network]] = {"bridge": bridge.build}
 """Kind -> what makes the network of a folder, where the weights are somebody else's to read."""
@@ -50,12 +50,17 @@ def build(
         return WHOLE[architecture.kind](
             architecture, checkpoint_of(files).files[0].parent, dtype=dtype, device=device
         )
-    assemble, network = NETWORKS[architecture.kind]
-    held = weights.load(files, architecture, assemble, dtype=dtype, device=device, progress=progress)
-    return network(architecture, held)
+    block, _ = NETWORKS[architecture.kind]
+    held = weights.load(files, architecture, block, dtype=dtype, device=device, progress=progress)
+    return of_weights(architecture, held)
 
 
 def over(architecture: Architecture, take: Callable[[str], Tensor]) -> Network:
     """The network of an architecture whose tensors a function gives by their names in a checkpoint."""
-    assemble, network = NETWORKS[architecture.kind]
-    return network(architecture, assemble(take, architecture))
+    block, _ = NETWORKS[architecture.kind]
+    return of_weights(architecture, weights.assemble(take, architecture, block))
+
+
+def of_weights(architecture: Architecture, held: weights.Weights[Any]) -> Network:
+    """The network of an architecture with weights that somebody has made."""
+    return NETWORKS[architecture.kind][1](architecture, held)

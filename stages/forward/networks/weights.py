@@ -7,23 +7,28 @@ configuration before it is used: present, of the right shape, finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
+
+from ....store.arrays import Array
 from ....store.errors import WeightsError, nearest
 from ....store.exchange.tensors import FLOATS
 from ..architectures.architecture import Architecture, Stored, require_tied
 from ..architectures.transformer import TransformerConfig
 from ..checkpoints.checkpoint import Checkpoint, Files, checkpoint_of
+from ..checkpoints.source import Take
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 Config = TypeVar("Config", bound=Architecture)
-Made = TypeVar("Made")
 Layer = TypeVar("Layer")
+_COMPARED = 1 << 20
+"""Numbers compared at once."""
 BENIGN = (
     *("rotary_emb.inv_freq", "rotary_embeddings.inv_freq", "attn.masked_bias", "attn.bias"),
     *("attention.masked_bias", "attention.bias"),
@@ -91,7 +96,7 @@ class Weights(Generic[Layer]):
     """All of a network's tensors; lm_head None means the embedding serves as head."""
 
     embed: Tensor
-    layers: tuple[Layer, ...]
+    layers: Sequence[Layer]
     final_norm: NormWeights | None
     """None where the last stream is as it is read (BERT)."""
     lm_head: Tensor | None = None
@@ -108,6 +113,22 @@ class Weights(Generic[Layer]):
     transform: Linear | None = None
     transform_norm: NormWeights | None = None
     """What stands before the LM head, and its norm."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        return self.embed.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.embed.device
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Rows of the embedding matrix [B, S, width] of token ids [B, S]."""
+        import torch.nn.functional as F
+
+        return F.embedding(ids, self.embed)
 
 
 def expected_tensors(config: Architecture) -> dict[str, tuple[int, ...]]:
@@ -136,63 +157,117 @@ def check_dtypes(checkpoint: Checkpoint, config: Architecture) -> None:
 def load(
     files: Files,
     config: Config,
-    assemble: Callable[[Callable[[str], Tensor], Config], Made],
+    layer_of: Callable[[Take, Config, int], Layer],
     *,
     dtype: torch.dtype,
     device: torch.device,
     progress: bool | None = None,
-) -> Made:
+) -> Weights[Layer]:
     """The weights of an architecture from its checkpoint.
 
-    assemble: makes them of a function that gives a tensor by its checkpoint name. progress: show a bar on
-    stderr; None does so on a terminal for checkpoints over 1 GiB.
+    layer_of: makes a layer's of a function that gives a tensor by its checkpoint name. progress: show a bar
+    on stderr; None does so on a terminal for checkpoints over 1 GiB.
     Raises WeightsError naming the tensor or file: missing, truncated, misshapen, not finite.
     """
-    import torch
-
     from ....pipeline.progress import Progress
 
+    checkpoint = fitting(files, config)
+    total = checkpoint.nbytes
+    quiet = not progress if progress is not None else total < 1 << 30
+    with checkpoint.opened() as tensors, Progress(quiet=quiet) as bars:
+        task = bars.task("loading weights", total=total, unit="B")
+
+        def counted(name: str) -> Tensor:
+            tensor = tensors(name)
+            task.advance(tensor.nbytes)
+            return tensor
+
+        return assemble(as_computed(counted, dtype, device), config, layer_of)
+
+
+def as_computed(tensors: Take, dtype: torch.dtype, device: torch.device) -> Take:
+    """What gives tensors, as they are computed with. Raises WeightsError for those that are not finite."""
+
+    def take(name: str) -> Tensor:
+        tensor = tensors(name)
+        _check_finite(name, tensor)
+        return tensor.to(device=device, dtype=dtype)
+
+    return take
+
+
+def fitting(files: Files, config: Architecture) -> Checkpoint:
+    """A checkpoint whose tensors are those an architecture needs, as far as can be told without making any of
+    them a weight. Raises WeightsError naming the tensor or file, ConfigError for a copy that differs."""
     checkpoint = checkpoint_of(files)
     shapes = checkpoint.shapes
     check_shapes(shapes, config)
     check_dtypes(checkpoint, config)
     checkpoint.check(config)
-    total = checkpoint.nbytes
-    quiet = not progress if progress is not None else total < 1 << 30
-    with checkpoint.opened() as tensors, Progress(quiet=quiet) as bars:
-        for name, original in config.tensors.copied(shapes):
-            copy, weight = tensors(name), tensors(original)
-            wide = torch.promote_types(copy.dtype, weight.dtype)
-            require_tied(name, original, torch.equal(copy.to(wide), weight.to(wide)))
-        task = bars.task("loading weights", total=total, unit="B")
-
-        def take(name: str) -> Tensor:
-            tensor = tensors(name)
-            _check_finite(name, tensor)
-            task.advance(tensor.nbytes)
-            return tensor.to(device=device, dtype=dtype)
-
-        return assemble(take, config)
+    for name, original in config.tensors.copied(shapes):
+        require_tied(name, original, _are_equal(checkpoint.numbers(name), checkpoint.numbers(original)))
+    return checkpoint
 
 
-def assemble(take: Callable[[str], Tensor], config: TransformerConfig) -> Weights[LayerWeights]:
-    """A decoder's weights from a function that gives a tensor by its checkpoint name."""
+def _are_equal(one: Array, other: Array) -> bool:
+    """Whether two tensors hold the same numbers, whatever their dtypes; rows by rows, as they may be mapped
+    and larger than memory."""
+    if one.shape != other.shape:
+        return False
+    rows = max(1, _COMPARED // max(1, math.prod(one.shape[1:])))
+    return all(
+        np.array_equal(one[at : at + rows].astype(np.float64), other[at : at + rows].astype(np.float64))
+        for at in range(0, len(one), rows)
+    )
+
+
+def block(take: Take, config: TransformerConfig, layer: int) -> LayerWeights:
+    """One layer of a decoder from a function that gives a tensor by its checkpoint name."""
     tensors = config.tensors
-    layers = []
-    for layer, fields in enumerate(tensors.layers):
-        got = {field: take(tensors.in_layer(layer, field)) for field in fields}
-        layers.append(LayerWeights(**parts_of(got)))
-    return with_ends(take, config, layers)
+    got = {field: take(tensors.in_layer(layer, field)) for field in tensors.layers[layer]}
+    return LayerWeights(**parts_of(got))
 
 
-def with_ends(take: Callable[[str], Tensor], config: Architecture, layers: Iterable[Layer]) -> Weights[Layer]:
-    """Layers with what stands outside of them: embeddings, final norm, and the head where it is its own."""
+def assemble(take: Take, config: Config, layer_of: Callable[[Take, Config, int], Layer]) -> Weights[Layer]:
+    """All weights, from a function that gives a tensor by its checkpoint name and one that makes a layer."""
+    each = shared_once(take, config)
+    layers = tuple(layer_of(each, config, layer) for layer in range(config.num_layers))
+    table = take(config.tensors.outside["embed"].name)
+    return Weights(table, layers, lm_head=own_head(take, config, table), **small_ends(take, config, table))
+
+
+def shared_once(take: Take, config: Architecture, held: dict[str, Tensor] | None = None) -> Take:
+    """The same function, by which a tensor that several layers read is one in all of them. held: those that
+    were read before, by name."""
+    shared, held = config.tensors.shared, {} if held is None else held
+
+    def once(name: str) -> Tensor:
+        if name not in shared:
+            return take(name)
+        if name not in held:
+            held[name] = take(name)
+        return held[name]
+
+    return once
+
+
+def own_head(take: Take, config: Architecture, table: Tensor | None = None) -> Tensor | None:
+    """What the LM head multiplies by, where it is not the embedding. table: the embedding, where it is held;
+    a head that is the embedding's tensor, multiplied, is a matrix of its own."""
+    embed, head = config.tensors.outside["embed"], config.tensors.outside["head"]
+    if head == embed:
+        return None
+    own = table if head.name == embed.name and table is not None else take(head.name)
+    return multiplied(own, head.factors)
+
+
+def small_ends(take: Take, config: Architecture, like: Tensor) -> dict[str, Any]:
+    """What stands outside of layers beside embedding and head, as fields of `Weights`. like: dtype and device
+    of what no checkpoint holds."""
     outside = config.tensors.outside
-    embed, head = outside["embed"], outside["head"]
-    table = take(embed.name)
 
     def held(name: str) -> Tensor | None:
-        return made(take, outside[name], outside[name].name, {"": table}) if name in outside else None
+        return made(take, outside[name], outside[name].name, {"": like}) if name in outside else None
 
     def norm(name: str) -> NormWeights | None:
         weight = held(name)
@@ -203,21 +278,16 @@ def with_ends(take: Callable[[str], Tensor], config: Architecture, layers: Itera
         return None if weight is None else Linear(weight, held(f"{name}.bias"))
 
     types = held("token_types")
-    # A head that is the embedding's tensor, multiplied, is a matrix of its own.
-    own = table if head.name == embed.name else take(head.name)
-    return Weights(
-        table,
-        tuple(layers),
-        norm("final_norm"),
-        lm_head=None if head == embed else multiplied(own, head.factors),
-        positions=waves(config, table) if config.has_position_waves else held("positions"),
-        head_bias=held("head.bias"),
-        embed_norm=norm("embed_norm"),
-        embed_in=linear("embed_in"),
-        token_type=None if types is None else types[0],
-        transform=linear("transform"),
-        transform_norm=norm("transform_norm"),
-    )
+    return {
+        "final_norm": norm("final_norm"),
+        "positions": waves(config, like) if config.has_position_waves else held("positions"),
+        "head_bias": held("head.bias"),
+        "embed_norm": norm("embed_norm"),
+        "embed_in": linear("embed_in"),
+        "token_type": None if types is None else types[0],
+        "transform": linear("transform"),
+        "transform_norm": norm("transform_norm"),
+    }
 
 
 def waves(config: Architecture, like: Tensor) -> Tensor:
@@ -231,7 +301,7 @@ def waves(config: Architecture, like: Tensor) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=1).to(like)
 
 
-def made(take: Callable[[str], Tensor], stored: Stored, name: str, others: Mapping[str, Tensor]) -> Tensor:
+def made(take: Take, stored: Stored, name: str, others: Mapping[str, Tensor]) -> Tensor:
     """A weight as a model holds it; where no checkpoint has it, in the dtype and on the device of others."""
     if stored.constant is not None:
         return next(iter(others.values())).new_full(stored.shape, stored.constant)

@@ -90,4 +90,4 @@ def _graph_bytes(network: Network, ids: Tensor) -> int:
     """About what autograd keeps of a pass: as much of a token in every layer as one takes while it is
     computed."""
     config = network.config
-    return ids.numel() * config.num_layers * config.bytes_per_token(network.embedding.dtype.itemsize)
+    return ids.numel() * config.num_layers * config.bytes_per_token(network.dtype.itemsize)

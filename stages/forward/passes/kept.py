@@ -40,7 +40,7 @@ def read_on(network: Network, rows: Sequence[Sequence[int]], cache: Cache, taps:
     """Logits [B, V] at the last position of sequences of one length, which begin with what the cache holds;
     afterwards it holds all of them."""
     start, length = cache.length, len(rows[0])
-    ids = torch.tensor([row[start:] for row in rows], dtype=torch.long, device=network.embedding.device)
+    ids = torch.tensor([row[start:] for row in rows], dtype=torch.long, device=network.device)
     x = through_layers(network, ids, NewestPositions(cache, length, taps, ids.device), taps)
     cache.length = length
     return network.unembed(network.finish(x, taps, LAST_LOGITS), LAST_LOGITS)[:, 0]

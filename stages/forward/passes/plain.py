@@ -17,13 +17,13 @@ from ..hooks.taps import EverythingHeld, PassTaps
 from ..hooks.wants import Logits
 from ..networks.attention import attend, in_tiles, visible
 from ..networks.gradients import is_recorded
-from ..networks.history import Carried, share_of
-from ..networks.loop import Network, through_layers
+from ..networks.history import STREAM, Carried, share_of
+from ..networks.loop import Network, onwards, part_way, through_layers
 from ..networks.recurrences.recurrence import Recurrence
 from ..networks.rope import rope_tables
 from .states import show_derived, through_sequence, windows
 
-__all__ = ["WholePrompts", "forward"]
+__all__ = ["WholePrompts", "forward", "forward_part"]
 
 
 def forward(
@@ -44,6 +44,32 @@ def forward(
         return None if want is None else network.unembed(x, want)
     except EverythingHeld:
         return None
+
+
+def forward_part(
+    network: Network, entering: Tensor | Carried, layers: Sequence[int], taps: PassTaps, *, ends: bool
+) -> Carried:
+    """A pass through some layers, in order, that another one goes on from; empty where it ends here.
+
+    entering: token ids [B, S], or what came out of the layer before these. What is carried is shown to the
+    taps by the pass that goes on from it. ends: go to the end of what is wanted, past the final norm.
+    """
+    first = entering if isinstance(entering, Tensor) else entering[STREAM]
+    history = WholePrompts(first.shape[1], taps, first.device)
+    if isinstance(entering, Tensor):
+        carried = network.embed(entering, history.positions, history.shares)
+    else:
+        carried = entering
+    left = layers[0] - 1 if layers and layers[0] else None
+    if not ends:
+        return part_way(network, carried, layers, history, taps, left)
+    try:
+        x = onwards(network, carried, layers, history, taps, left)
+        if layers[-1] == network.config.num_layers - 1:
+            network.finish(x, taps, None)
+    except EverythingHeld:
+        pass
+    return {}
 
 
 class WholePrompts:

@@ -39,7 +39,7 @@ def sweep(network: Network, block: Block, wanted: Sequence[Wanted], room: int) -
     """
     forest = Forest(block.branches)
     taps = BranchTaps(forest, block.ending)
-    history = BranchHistory(forest, taps, room=room, device=network.embedding.device)
+    history = BranchHistory(forest, taps, room=room, device=network.device)
     states = _states(network, history, taps)
     runs = [
         (number, index)

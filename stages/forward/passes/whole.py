@@ -33,8 +33,8 @@ class WholeNetwork(Protocol):
     """What runs whole prompts."""
 
     @property
-    def embedding(self) -> Tensor:
-        """On the device of the computation."""
+    def device(self) -> torch.device:
+        """Where it is computed."""
         ...
 
     def logits(self, ids: Tensor, taps: Taps) -> Tensor:
@@ -65,7 +65,7 @@ class WholePasses:
 
     def read_on(self, rows: Sequence[Sequence[int]], cache: Cache, taps: PassTaps) -> Tensor:
         """See `Passes`; all of the sequences is read, whatever was before."""
-        ids = torch.tensor(rows, dtype=torch.long, device=self._network.embedding.device)
+        ids = torch.tensor(rows, dtype=torch.long, device=self._network.device)
         cache.length = ids.shape[1]
         return self._network.logits(ids, taps)[:, -1]
 
@@ -89,7 +89,7 @@ class WholePasses:
             is_over = all(run.want is None for run in runs)
             taps.append(RunTaps(spec, held.__setitem__, stop_early=is_over))
         ids = torch.tensor(
-            [branch.tokens for branch in branches], dtype=torch.long, device=self._network.embedding.device
+            [branch.tokens for branch in branches], dtype=torch.long, device=self._network.device
         )
         try:
             logits: Tensor | None = self._network.logits(ids, RowTaps(taps))

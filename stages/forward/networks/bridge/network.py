@@ -85,7 +85,7 @@ class Bridged:
         """One pass of a few tokens: some classes finish themselves at the first, and a model is known by what
         it is after that."""
         length = min(2, self.config.context)
-        ids = torch.arange(length, device=self.embedding.device)[None] % self.config.embedded_tokens
+        ids = torch.arange(length, device=self.device)[None] % self.config.embedded_tokens
         with torch.no_grad():
             self.logits(ids, RunTaps(BoundSpec(), lambda capture, value: None))
 
@@ -118,6 +118,16 @@ class Bridged:
         return logits
 
     # -- what stands before the layers and behind them
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is computed."""
+        return self.embedding.device
 
     @property
     def embedding(self) -> Tensor:

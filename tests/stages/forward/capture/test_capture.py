@@ -269,7 +269,7 @@ def test_taking_turns_waits_for_all_bytes_and_never_for_the_disk(folder, tmp_pat
             waited.append(second_is_begun.wait(timeout=30))
         sync(handle)
 
-    monkeypatch.setattr(harvest, "_needs_every_core", lambda model: in_turn)
+    monkeypatch.setattr(harvest, "needs_every_core", lambda model: in_turn)
     monkeypatch.setattr(harvest, "fill", filling)
     monkeypatch.setattr(files, "_written", writing)
     monkeypatch.setattr(os, "fsync", syncing)

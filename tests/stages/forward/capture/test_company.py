@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 import mizarr
 from mizarr import HookSpec
-from mizarr.stages.forward.capture.batches import FEW_ROWS, pieces_of, plan_batches
+from mizarr.stages.forward.capture.batches import pieces_of, plan_batches
+from mizarr.stages.forward.networks.kernels import FEW_ROWS
 from mizarr.stages.forward.networks.kernels.functions import evenly
 from mizarr.store.runs.packed import PackedTokens
 
@@ -140,7 +141,9 @@ def test_batches_keep_powers_of_two_to_themselves_and_have_rows_enough():
         first = int(rng.integers(0, 900))
         segment = range(first, first + int(rng.integers(1, tokens.n_tokens - first)))
         pieces = pieces_of(segment, tokens.row_start, tokens.row_size, whole=False)
-        for batch in plan_batches(pieces, batch_tokens=int(rng.integers(1, 300)), one_length=False):
+        for batch in plan_batches(
+            pieces, batch_tokens=int(rng.integers(1, 300)), one_length=False, fewest=FEW_ROWS
+        ):
             lengths, rows = {int(sizes[piece.prompt]) for piece in batch.pieces}, len(batch.pieces)
             assert rows * batch.length * batch.copies >= FEW_ROWS
             if batch.length.bit_count() == 1:

@@ -136,8 +136,8 @@ def test_files_replaced_while_they_are_read_are_refused(folder, monkeypatch):
 
     read, network = table.NETWORKS["transformer"]
 
-    def interrupted(take, config):
-        loaded = read(take, config)
+    def interrupted(take, config, layer):
+        loaded = read(take, config, layer)
         replace_weights(folder)
         return loaded
 

@@ -37,7 +37,7 @@ def tensors(config=CONFIG, dtype=torch.float32):
 
 
 def load(path, config=CONFIG, dtype=torch.float32):
-    return weights.load([path], config, weights.assemble, dtype=dtype, device=CPU, progress=False)
+    return weights.load([path], config, weights.block, dtype=dtype, device=CPU, progress=False)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
     save_file({"lm_head.weight": held["lm_head.weight"]}, tmp_path / "b.safetensors")
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     with pytest.raises(WeightsError, match=r"'lm_head.weight' in one file, found it in .*a.safetensors and"):
-        weights.load(files, CONFIG, weights.assemble, dtype=torch.float32, device=CPU, progress=False)
+        weights.load(files, CONFIG, weights.block, dtype=torch.float32, device=CPU, progress=False)
 
 
 def test_shards_are_read_through_their_index(tmp_path):
@@ -114,7 +114,7 @@ def test_shards_are_read_through_their_index(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(RAW))
     files = resolve(tmp_path)
     loaded = weights.load(
-        files.weight_files, CONFIG, weights.assemble, dtype=torch.float32, device=CPU, progress=False
+        files.weight_files, CONFIG, weights.block, dtype=torch.float32, device=CPU, progress=False
     )
     assert torch.equal(loaded.layers[0].gate.weight, held["model.layers.0.mlp.gate_proj.weight"])
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
@@ -207,7 +207,7 @@ def measure(path: str, raw: str) -> None:
     """Print the bytes by which loading raises the peak; run in a process of its own."""
     config = from_hf_config(json.loads(raw))
     before = peak()
-    weights.load([Path(path)], config, weights.assemble, dtype=torch.float32, device=CPU, progress=False)
+    weights.load([Path(path)], config, weights.block, dtype=torch.float32, device=CPU, progress=False)
     print(peak() - before)
 
 

@@ -1,0 +1,296 @@
+"""The harvest of a model larger than memory: a corpus through layer l before layer l + 1 is read.
+
+As many neighbouring layers as there is room for are read; every segment goes through them, batch by batch;
+what they capture is committed, and what comes out of the last of them is spooled (spool.py) for the layers
+that are read next. So every weight is read once for a corpus of any size, and memory is that of some layers,
+a batch and a few buffers. Batches are those of harvest.py, taps and layers as well: the numbers are the same,
+bit by bit on one machine.
+
+A harvest that was killed goes on, segment by segment, from the last layer whose spool stands and from which
+all can be had that is missing; what a segment still needs of layers before is computed from its tokens.
+
+One process goes through a run at a time: a second waits, and computes what is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ....store.digest import digest
+from ....store.errors import StoreFull
+from ....store.files import THREADS
+from ....store.runs.claims import Claim
+from ....store.runs.committed import VariableLayer
+from ....store.runs.entries import Entry
+from ..hooks.spec import BoundSpec, Capture
+from ..models.model import DTYPES, Model
+from ..models.residency import EMBEDDING
+from ..networks.history import Carried
+from .batches import BUFFERS, Batch
+from .harvest import as_numpy, batches_of, ids_of, keeping, needs_every_core, only, refuse_overflow
+from .overlap import OverlappedWriter, SegmentBuffer
+from .spool import VERSION, Spool, SpoolFile
+
+__all__ = ["harvest_by_layers"]
+
+_WAIT = 0.2  # seconds before looking again at a run that another process goes through
+_CLAIM = "layers"
+
+
+@dataclass
+class Course:
+    """One segment on its way through the layers.
+
+    spec: of what it is to give. of: digest of all that its spool depends on. places: positions computed. at:
+    the layer it enters next; None where its tokens are to be embedded. last: how many layers it goes through.
+    """
+
+    n: int
+    spec: BoundSpec
+    of: str
+    tokens: int
+    places: int
+    at: int | None
+    last: int
+
+    def __post_init__(self) -> None:
+        self._begun = self.at or 0
+
+    def enter(self, layer: int) -> int:
+        """Go on there; returns the tokens that the way amounts to."""
+        way = self.last - self._begun
+        before, after = ((at - self._begun) * self.tokens // way for at in (self.at or 0, layer))
+        self.at = layer
+        return after - before
+
+    def within(self, group: Sequence[int]) -> Sequence[int]:
+        """Which of these layers it has still to go through."""
+        return range(max(self.at or 0, group[0]), min(self.last, group[-1] + 1))
+
+    def met(self, layers: Sequence[int]) -> list[VariableLayer]:
+        """What it is to give that a pass through these layers shows."""
+        shown = range(layers[0], layers[-1] + (2 if self.ends_with(layers) else 1))
+        return [capture.cell for capture in self.spec.captures if _entered(capture, self.last) in shown]
+
+    def ends_with(self, layers: Sequence[int]) -> bool:
+        """Whether nothing is missing behind these."""
+        return layers[-1] + 1 == self.last
+
+
+def harvest_by_layers(
+    model: Model,
+    entry: Entry,
+    spec: BoundSpec,
+    *,
+    batch_tokens: int,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> int:
+    """Compute and commit what the entry is missing of a spec's captures, layer by layer; returns the tokens
+    computed.
+
+    spec: without gradients. advance: told tokens, each counted by the share of its layers that it has gone
+    through. Raises StoreFull where the disk has no room for the spool.
+    """
+    cells = [capture.cell for capture in spec.captures]
+    claim = Claim(entry.folder, f"{entry.path}/seg/{_CLAIM}.claim")
+    total = 0
+    while entry.missing(cells):
+        if not claim.acquire():
+            time.sleep(_WAIT)
+            continue
+        try:
+            total += _through(model, entry, spec, entry.missing(cells), batch_tokens, advance)
+        finally:
+            claim.release()
+    return total
+
+
+def _through(
+    model: Model,
+    entry: Entry,
+    spec: BoundSpec,
+    missing: dict[int, list[VariableLayer]],
+    batch_tokens: int,
+    advance: Callable[[int], None],
+) -> int:
+    """All segments with something missing through the layers; returns their tokens."""
+    spool = Spool(entry.folder, f"{entry.path}/seg")
+    way = _Way(model, entry, spec, batch_tokens, spool, advance)
+    courses = [way.course(n, only(spec, todo)) for n, todo in missing.items()]
+    layers = range(min(course.at or 0 for course in courses), max(course.last for course in courses))
+    weights = model.streamed
+    groups = [layers] if weights is None else list(weights.window.groups(layers, way.buffers(courses)))
+    if len(groups) > 1:
+        way.expect_room(courses)
+    if weights is not None and weights.embeds_whole:
+        weights.window.keep_only([EMBEDDING])
+        for course in courses:
+            if course.at is None:
+                way.embed(course)
+    for group in groups:
+        if weights is not None:
+            weights.window.keep_only(group)
+        way.through(courses, group)
+    for course in courses:
+        spool.clear(course.n)
+    return sum(course.tokens for course in courses)
+
+
+def _entered(capture: Capture, final: int) -> int:
+    """The layer on whose way in, or in which, a capture is met; `final` for what lies behind all of them."""
+    point = capture.point
+    if point.layer is None:
+        return 0 if point.kind == "embed" else final
+    return point.layer + (point.kind == "resid_post")
+
+
+def _behind(capture: Capture, final: int) -> int:
+    """How many layers a pass goes through to meet a capture."""
+    point = capture.point
+    if point.layer is None:
+        return 0 if point.kind == "embed" else final
+    return point.layer + 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """A filled buffer on its way to disk, and what was spooled before these layers, needed no more once it is
+    there."""
+
+    course: Course
+    cells: tuple[VariableLayer, ...]
+    entered: SpoolFile | None
+    tokens: int
+    handed_over: threading.Event = field(default_factory=threading.Event)
+    """Set when nothing but the disk is waited for."""
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What every step of a harvest reads."""
+
+    model: Model
+    entry: Entry
+    spec: BoundSpec
+    batch_tokens: int
+    spool: Spool
+    advance: Callable[[int], None]
+
+    def course(self, n: int, spec: BoundSpec) -> Course:
+        """Where a segment begins: at the last spooled layer before which nothing is missing."""
+        batches, final = self._batches(n, spec), self.model.config.num_layers
+        pieces = [[[piece.prompt, piece.run] for piece in batch.pieces] for batch in batches]
+        of = digest("spool", VERSION, self.entry.run.digest, self.entry.segment_tokens, pieces)
+        last = max(1, *(_behind(capture, final) for capture in spec.captures))
+        first = min(_entered(capture, final) for capture in spec.captures)
+        spooled = [layer for layer in self.spool.layers(n, of) if layer <= first and layer < last]
+        places = sum(len(batch.pieces) * batch.length for batch in batches)
+        at = max(spooled, default=None)
+        return Course(n, spec, of, len(self.entry.segments[n]), places, at, last)
+
+    def expect_room(self, courses: Sequence[Course]) -> None:
+        """Raise StoreFull where the disk has no room for what is carried: of all segments, of one twice."""
+        of_place = self.model.config.hidden_size * max(4, self.model.dtype.itemsize)
+        places = [course.places for course in courses]
+        needed, folder = of_place * (sum(places) + max(places)), self.entry.folder
+        if needed > (free := folder.free_bytes):
+            raise StoreFull(
+                f"expected {needed} bytes of room in {folder.root} for what is carried from layer to layer, "
+                f"found {free}; capture fewer prompts at once, or free some space (mizarr gc)"
+            )
+
+    def buffers(self, courses: Sequence[Course]) -> dict[int, int]:
+        """Bytes that what is given by each layer takes in buffers."""
+        found: dict[int, int] = {}
+        itemsize, entry = DTYPES[self.entry.dtype].itemsize, self.entry
+        for cell in {capture.cell for course in courses for capture in course.spec.captures}:
+            rows = max(entry.rows(cell[0], course.n) for course in courses)
+            size = BUFFERS * itemsize * rows * math.prod(entry.spec(cell[0]).tail)
+            layer = cell[1] or 0
+            found[layer] = found.get(layer, 0) + size
+        return found
+
+    def embed(self, course: Course) -> None:
+        """What enters the first layer, spooled."""
+        with self._spooled(course, 0).written() as spooled:
+            for _, entering in self._entering(course):
+                spooled.put(self.model.stream_layers(entering, (), BoundSpec(), _nothing, ends=False))
+        course.enter(0)
+
+    def through(self, courses: Sequence[Course], group: Sequence[int]) -> None:
+        """Every segment through some layers: what they give committed, what comes out of them spooled."""
+        entry = self.entry
+        ways = [(course, layers) for course in courses if (layers := course.within(group))]
+        cells = list(dict.fromkeys(cell for course, layers in ways for cell in course.met(layers)))
+        rows = {name: max(entry.rows(name, course.n) for course, _ in ways) for name, _ in cells}
+        shapes = {cell: (rows[cell[0]], *entry.spec(cell[0]).tail) for cell in cells}
+        dtypes, in_turn = dict.fromkeys(cells, DTYPES[entry.dtype]), needs_every_core(self.model)
+        threads = min(THREADS, torch.get_num_threads()) if in_turn else 1
+
+        def write(buffer: SegmentBuffer, job: Job) -> None:
+            n = job.course.n
+            try:
+                arrays = {cell: as_numpy(buffer.view(cell, entry.rows(cell[0], n))) for cell in job.cells}
+                if arrays:
+                    entry.write_segment(n, arrays, threads=threads, handed_over=job.handed_over.set)
+                if job.entered is not None:
+                    job.entered.remove()
+                self.advance(job.tokens)
+            finally:
+                job.handed_over.set()
+
+        def drop(job: Job) -> None:
+            job.handed_over.set()
+
+        with OverlappedWriter(lambda: SegmentBuffer(shapes, dtypes), write, drop, buffers=BUFFERS) as writer:
+            for course, layers in ways:
+                buffer = writer.buffer()
+                entered = None if course.at is None else self._spooled(course, course.at)
+                wanted = only(self.spec, course.met(layers))
+                self._fill(course, layers, wanted, buffer)
+                refuse_overflow(buffer, wanted, entry, course.n)
+                given = tuple(capture.cell for capture in wanted.captures)
+                job = Job(course, given, entered, course.enter(layers[-1] + 1))
+                writer.submit(buffer, job)
+                if in_turn:
+                    job.handed_over.wait()
+
+    def _fill(self, course: Course, layers: Sequence[int], spec: BoundSpec, buffer: SegmentBuffer) -> None:
+        """All batches of a segment through some layers."""
+        ends = course.ends_with(layers)
+        with contextlib.ExitStack() as stack:
+            spooled = None
+            if not ends:
+                spooled = stack.enter_context(self._spooled(course, layers[-1] + 1).written())
+            for batch, entering in self._entering(course):
+                sink = keeping(self.entry, course.n, batch, buffer)
+                carried = self.model.stream_layers(entering, layers, spec, sink, ends=ends)
+                if spooled is not None:
+                    spooled.put(carried)
+
+    def _entering(self, course: Course) -> Iterator[tuple[Batch, list[list[int]] | Carried]]:
+        """Each batch with what enters the layers that come next: its ids, or what was spooled."""
+        batches = self._batches(course.n, course.spec)
+        if course.at is None:
+            yield from ((batch, ids_of(self.entry, batch)) for batch in batches)
+        else:
+            carried = self._spooled(course, course.at).batches(self.model.device)
+            yield from zip(batches, carried, strict=True)
+
+    def _batches(self, n: int, spec: BoundSpec) -> list[Batch]:
+        return batches_of(self.model, self.entry, n, spec, self.batch_tokens)
+
+    def _spooled(self, course: Course, layer: int) -> SpoolFile:
+        return self.spool.file(course.n, layer, course.of)
+
+
+def _nothing(capture: Capture, value: Tensor) -> None:
+    """Takes what no pass shows."""
