@@ -22,6 +22,7 @@ from .options import (
     backend_option,
     device_option,
     json_option,
+    positions,
     print_json,
     print_table,
     quiet_option,
@@ -184,6 +185,12 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
 @click.argument("prompts", nargs=-1, required=True)
 @click.option("--text", is_flag=True, help="PROMPTS are the prompts themselves, not files.")
 @click.option("--hooks", multiple=True, required=True, metavar="GLOB", help="Hook points; repeat for more.")
+@click.option(
+    "--positions",
+    callback=positions,
+    metavar="WHICH",
+    help="Tokens to keep: last, a slice such as ::16, numbers such as 0,5,-1, or a mask in a .npy file.",
+)
 @store_option
 @revision_option
 @click.option(
@@ -213,6 +220,7 @@ def capture(
     prompts: tuple[str, ...],
     text: bool,
     hooks: tuple[str, ...],
+    positions: Any,
     store_path: str,
     cluster: str | None,
     durability: Literal["disk", "process"],
@@ -238,7 +246,7 @@ def capture(
     from ...store import open_store
 
     given = {name: value for name, value in options.items() if value is not None}
-    asked = partial(CaptureNode, model, hooks=HookSpec().capture(*hooks), **given)
+    asked = partial(CaptureNode, model, hooks=HookSpec().capture(*hooks, positions=positions), **given)
     with contextlib.ExitStack() as held:
         # Everything that can be wrong with the request is found here, before a store is made.
         corpus = None if text else corpus_of(prompts, **documents)

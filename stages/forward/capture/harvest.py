@@ -13,8 +13,9 @@ import itertools
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import ml_dtypes
@@ -28,10 +29,11 @@ from ....store.runs.claims import Claim
 from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import Entry
 from ....store.runs.packed import PackedTokens
-from ..hooks.spec import BoundSpec, Capture
+from ..hooks.spec import BoundSpec, Capture, Kept
 from ..models.model import DTYPES, Model
 from .batches import BUFFERS, Batch, Piece, pieces_of, plan_batches
 from .overlap import OverlappedWriter, SegmentBuffer
+from .selected import SelectedRows
 
 _WAIT = 0.2  # seconds before looking again at segments that others have claimed
 
@@ -68,7 +70,7 @@ def harvest(
     tokens committed. stands: called before anything is committed; returns when the entry is made, and raises
     if it is not.
     """
-    cells = [capture.cell for capture in spec.captures]
+    cells = [kept.cell for kept in spec.kept]
     only = None if segments is None else set(segments)
     total = 0
     while missing := {n: todo for n, todo in entry.missing(cells).items() if only is None or n in only}:
@@ -142,43 +144,58 @@ def fill(
     """Forward passes over one segment's prompts, captured activations copied to their place in the buffer, or
     kept as they are where a pass gives a segment whole."""
     tokens, segment = entry.tokens, entry.segments[n]
-    axes = {capture.variable: entry.spec(capture.variable).packed for capture in spec.captures}
+    axes = {kept.variable: entry.spec(kept.variable).packed for kept in spec.kept}
+    wanted: dict[Capture, list[Kept]] = defaultdict(list)
+    for kept in spec.kept:
+        wanted[kept.capture].append(kept)
+    first = {kept.variable: kept for kept in spec.kept}
+    places = {
+        axis: SelectedRows(entry, n, kept.keep.selection)
+        for axis, kept in ((axes[name], kept) for name, kept in first.items())
+        if kept.keep.selection is not None
+    }
     whole = model.config.lengths_must_match or bool(spec.interventions or spec.gradients)
     pieces = pieces_of(segment, tokens.row_start, tokens.row_size, whole=whole)
     # What is left behind a prompt is left behind its padding.
     one_length = whole or "prompt_id" in axes.values()
     for batch in plan_batches(pieces, batch_tokens=batch_tokens, one_length=one_length):
 
-        def keep(capture: Capture, value: Tensor, batch: Batch = batch) -> None:
-            cell = capture.cell
+        def keep(kept: Kept, value: Tensor, batch: Batch = batch) -> None:
+            cell, axis = kept.cell, axes[kept.variable]
             rows = entry.rows(cell[0], n)
-            if axes[cell[0]] == "prompt_id":
+            if axis == "prompt_id":
                 first = int(entry.bounds("prompt_id")[n])
                 _keep_prompts(value, batch, buffer.view(cell, rows), tokens, first)
                 return
-            if axes[cell[0]] == "pair":
+            if axis == "pair":
                 _keep_pairs(value, batch, buffer.view(cell, rows), tokens, segment)
                 return
-            value = _token_major(value, capture)
-            if _is_segment(value, batch, segment, DTYPES[entry.dtype]):
+            value = _token_major(value, kept.capture)
+            if axis in places:
+                places[axis].put(value, batch, buffer.view(cell, rows))
+            elif _is_segment(value, batch, segment, DTYPES[entry.dtype]):
                 buffer.take(cell, value.flatten(0, 1))
             else:
                 _keep_rows(value, batch, buffer.view(cell, rows))
 
+        def sink(capture: Capture, value: Tensor, keep: Callable[[Kept, Tensor], None] = keep) -> None:
+            for kept in wanted[capture]:
+                keep(kept, value)
+
         rows = [_padded(tokens, piece, batch.length) for piece in batch.pieces]
         if not spec.gradients:
-            model.stream_batch(rows, spec, None, keep)
+            model.stream_batch(rows, spec, None, sink)
             continue
         _, found = model.differentiate(rows, spec, [piece.prompt for piece in batch.pieces])
         for capture, value in found.items():
-            keep(capture, value)
+            sink(capture, value)
     if entry.dtype == "float16":
         _refuse_overflow(buffer, spec, entry, n)
 
 
 def _only(spec: BoundSpec, cells: Sequence[VariableLayer]) -> BoundSpec:
     wanted = set(cells)
-    return replace(spec, captures=tuple(c for c in spec.captures if c.cell in wanted))
+    return spec.only(kept for kept in spec.kept if kept.cell in wanted)
 
 
 def _padded(tokens: PackedTokens, piece: Piece, length: int) -> list[int]:
@@ -261,14 +278,11 @@ def _pairs_before(tokens: PackedTokens, segment_start: int, piece: Piece) -> int
 def _refuse_overflow(buffer: SegmentBuffer, spec: BoundSpec, entry: Entry, n: int) -> None:
     """float16 ends at 65504; massive activations of some models lie beyond and would be stored as
     infinity."""
-    for capture in spec.captures:
-        cell = capture.cell
-        if (
-            bool(buffer.view(cell, entry.rows(cell[0], n)).isinf().any())
-            and capture.point.kind != "attn_scores"
-        ):
+    for kept in spec.kept:
+        cell, point = kept.cell, kept.capture.point
+        if bool(buffer.view(cell, entry.rows(cell[0], n)).isinf().any()) and point.kind != "attn_scores":
             raise ShapeError(
-                f"'{capture.point}' exceeds float16's largest number (65504) in segment {n}; store it as "
+                f"'{point}' exceeds float16's largest number (65504) in segment {n}; store it as "
                 "bfloat16 or float32 (dtype=…)"
             )
 
