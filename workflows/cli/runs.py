@@ -212,6 +212,12 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
     help="Survive a power cut, or a killed process only (faster).",
 )
 @corpus_options
+@click.option(
+    "--log",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="A JSON line for every segment committed: tokens, bytes, rate, time left.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what is cached and what the rest would take; do nothing.")
 @json_option
 @quiet_option
@@ -225,6 +231,7 @@ def capture(
     cluster: str | None,
     durability: Literal["disk", "process"],
     documents: Mapping[str, Any],
+    log: str | None,
     dry_run: bool,
     as_json: bool,
     quiet: bool,
@@ -268,7 +275,7 @@ def capture(
         if dry_run:
             _print_plan(plan(node, store), as_json)
             return
-        run(node, store, cluster=cluster, quiet=quiet)
+        run(node, store, cluster=cluster, quiet=quiet, log=log)
         _print_captured(node, store, as_json)
 
 

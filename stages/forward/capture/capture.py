@@ -74,6 +74,7 @@ def capture(
     memory: int = MEMORY,
     device: str | None = None,
     progress: bool = True,
+    log: str | Path | None = None,
     cluster: str | None = None,
     trust_layout: bool = False,
     backend: str | None = None,
@@ -84,8 +85,9 @@ def capture(
     model: a loaded model, or the name of one (and revision), which is then loaded only if something is
     missing. prompts: texts, token ids, PackedTokens, or a Corpus, whose labels come along. dtype: of the
     computation (default float32). storage_dtype: default that of the computation. batch_tokens: positions per
-    forward pass. segment_tokens, memory: length of a segment, or the bytes its buffers may take. cluster:
-    address of a Dask scheduler whose workers compute segments. trust_layout, backend, adapter: see
+    forward pass, halved where memory runs out. segment_tokens, memory: length of a segment, or the bytes its
+    buffers may take. log: a file that gets a JSON line for every segment committed. cluster: address of a
+    Dask scheduler whose workers compute segments. trust_layout, backend, adapter: see
     `Model.from_pretrained`. What is stored is not computed again; a killed capture goes on where it was.
     Raises PromptError, HookPointNotFound, StoreFull, …
     """
@@ -111,7 +113,7 @@ def capture(
         adapter=adapter,
     )
     with node.source.just_identified():
-        run(node, store, cluster=cluster, quiet=not progress)
+        run(node, store, cluster=cluster, quiet=not progress, log=log)
     return node.open(store) if about is None else node.open(store).assign_coords(about.coords)
 
 
@@ -153,6 +155,7 @@ class CaptureNode(Ports):
             adapter=adapter,
         )
         self.dtype = storage_dtype or self.source.dtype
+        self._lowered: dict[str, Any] = {}
         self.spec = self._bind(hooks)
         self._require_triangles()
         self.tokens = pack(prompts, self.source.tokenizer, self.source.config, self.source.name)
@@ -287,7 +290,7 @@ class CaptureNode(Ports):
                 context.map(harvest_segment, self._for_workers(), store, [{"segment": n} for n in missing])
             elif missing:
                 total += self._harvest(model or self.source.load(), entry, context)
-            note = {**self.provenance(), "tokens": total, **took()}
+            note = {**self.provenance(), **self._lowered, "tokens": total, **took()}
             noted = aside.submit(put_provenance, store.files, entry.path, note)
             entry.publish(self.cells)
             noted.result()
@@ -304,18 +307,16 @@ class CaptureNode(Ports):
         self, model: Model, entry: LabelledEntry, context: Context, stands: Callable[[], Any] = lambda: None
     ) -> int:
         """Compute and commit what is missing, in this process; returns the tokens computed."""
+        from .backoff import BatchSize
         from .harvest import harvest
 
         total = sum(len(entry.segments[n]) for n in entry.missing(self.cells))
         task = context.progress.task(self.name, total=total, unit="tokens")
-        return harvest(
-            model,
-            entry,
-            self.spec,
-            batch_tokens=self.batch_tokens,
-            advance=task.advance,
-            stands=stands,
-        )
+        batch = BatchSize(self.batch_tokens, context.progress.say)
+        try:
+            return harvest(model, entry, self.spec, batch=batch, advance=task.advance, stands=stands)
+        finally:
+            self._lowered |= batch.note()
 
     def open(self, store: Store) -> xr.Dataset:
         """The stored activations, labelled and lazy; EntryNotFound while something is missing."""
@@ -572,11 +573,13 @@ def harvest_segment(job: WorkerJob, store: Store, cell: Mapping[str, int]) -> No
     """Compute and commit one segment; a Dask task."""
     import torch
 
+    from .backoff import BatchSize
     from .harvest import harvest
 
     torch.set_num_threads(job.threads)
     entry = store.entry(job.run, job.dtype)
-    harvest(job.source.load(), entry, job.spec, batch_tokens=job.batch_tokens, segments=[cell["segment"]])
+    batch = BatchSize(job.batch_tokens)
+    harvest(job.source.load(), entry, job.spec, batch=batch, segments=[cell["segment"]])
 
 
 def array_spec(kept: Kept, config: Architecture, dtype: str) -> ArraySpec:

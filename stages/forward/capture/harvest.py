@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -31,6 +32,7 @@ from ....store.runs.entries import Entry
 from ....store.runs.packed import PackedTokens
 from ..hooks.spec import BoundSpec, Capture, Kept
 from ..models.model import DTYPES, Model
+from .backoff import BatchSize, is_out_of_memory, release_device_memory
 from .batches import BUFFERS, Batch, Piece, pieces_of, plan_batches
 from .overlap import OverlappedWriter, SegmentBuffer
 from .selected import SelectedRows
@@ -59,22 +61,22 @@ def harvest(
     entry: Entry,
     spec: BoundSpec,
     *,
-    batch_tokens: int,
+    batch: BatchSize,
     segments: Iterable[int] | None = None,
-    advance: Callable[[int], None] = lambda tokens: None,
+    advance: Callable[[int, int], None] = lambda tokens, written: None,
     stands: Callable[[], Any] = lambda: None,
 ) -> int:
     """Compute and commit what the entry is missing of a spec's captures; returns the tokens computed.
 
-    segments: only these; None waits for those others have claimed, until nothing is missing. advance: told
-    tokens committed. stands: called before anything is committed; returns when the entry is made, and raises
-    if it is not.
+    batch: lowered where memory runs out. segments: only these; None waits for those others have claimed,
+    until nothing is missing. advance: told tokens and bytes committed. stands: called before anything is
+    committed; returns when the entry is made, and raises if it is not.
     """
     cells = [kept.cell for kept in spec.kept]
     only = None if segments is None else set(segments)
     total = 0
     while missing := {n: todo for n, todo in entry.missing(cells).items() if only is None or n in only}:
-        done = _round(model, entry, spec, missing, batch_tokens, advance, stands)
+        done = _round(model, entry, spec, missing, batch, advance, stands)
         total += done
         if not done:
             time.sleep(_WAIT)
@@ -86,8 +88,8 @@ def _round(
     entry: Entry,
     spec: BoundSpec,
     missing: dict[int, list[VariableLayer]],
-    batch_tokens: int,
-    advance: Callable[[int], None],
+    batch: BatchSize,
+    advance: Callable[[int, int], None],
     stands: Callable[[], Any],
 ) -> int:
     """One pass over the segments that are missing and not somebody else's; returns the tokens computed."""
@@ -104,7 +106,7 @@ def _round(
             }
             threads = writers if in_turn or job.segment == last else 1
             entry.write_segment(job.segment, arrays, threads=threads, handed_over=job.handed_over.set)
-            advance(len(entry.segments[job.segment]))
+            advance(len(entry.segments[job.segment]), sum(rows.nbytes for rows in arrays.values()))
         finally:
             job.end()
 
@@ -117,7 +119,7 @@ def _round(
                 continue
             try:
                 buffer = writer.buffer()
-                fill(model, entry, n, _only(spec, todo), buffer, batch_tokens)
+                fill(model, entry, n, _only(spec, todo), buffer, batch)
             except BaseException:
                 claim.release()
                 raise
@@ -138,9 +140,7 @@ def _needs_every_core(model: Model) -> bool:
     return model.device.type == "cpu" and torch.get_num_threads() >= cores
 
 
-def fill(
-    model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer, batch_tokens: int
-) -> None:
+def fill(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer, size: BatchSize) -> None:
     """Forward passes over one segment's prompts, captured activations copied to their place in the buffer, or
     kept as they are where a pass gives a segment whole."""
     tokens, segment = entry.tokens, entry.segments[n]
@@ -158,9 +158,9 @@ def fill(
     pieces = pieces_of(segment, tokens.row_start, tokens.row_size, whole=whole)
     # What is left behind a prompt is left behind its padding.
     one_length = whole or "prompt_id" in axes.values()
-    for batch in plan_batches(pieces, batch_tokens=batch_tokens, one_length=one_length):
 
-        def keep(kept: Kept, value: Tensor, batch: Batch = batch) -> None:
+    def run(batch: Batch) -> None:
+        def keep(kept: Kept, value: Tensor) -> None:
             cell, axis = kept.cell, axes[kept.variable]
             rows = entry.rows(cell[0], n)
             if axis == "prompt_id":
@@ -178,19 +178,39 @@ def fill(
             else:
                 _keep_rows(value, batch, buffer.view(cell, rows))
 
-        def sink(capture: Capture, value: Tensor, keep: Callable[[Kept, Tensor], None] = keep) -> None:
+        def sink(capture: Capture, value: Tensor) -> None:
             for kept in wanted[capture]:
                 keep(kept, value)
 
         rows = [_padded(tokens, piece, batch.length) for piece in batch.pieces]
         if not spec.gradients:
             model.stream_batch(rows, spec, None, sink)
-            continue
+            return
         _, found = model.differentiate(rows, spec, [piece.prompt for piece in batch.pieces])
         for capture, value in found.items():
             sink(capture, value)
+
+    while pieces:
+        batches = plan_batches(pieces, batch_tokens=size.tokens, one_length=one_length)
+        ran = sum(1 for _ in itertools.takewhile(lambda batch: _fits(partial(run, batch)), batches))
+        pieces = [piece for batch in batches[ran:] for piece in batch.pieces]
+        if pieces:
+            size.lower(batches[ran])
+            buffer.clear()
+            release_device_memory()
     if entry.dtype == "float16":
         _refuse_overflow(buffer, spec, entry, n)
+
+
+def _fits(work: Callable[[], None]) -> bool:
+    """Do some work; False where memory ran out. What it held is let go of before this returns."""
+    try:
+        work()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    return True
 
 
 def _only(spec: BoundSpec, cells: Sequence[VariableLayer]) -> BoundSpec:
