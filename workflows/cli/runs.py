@@ -306,16 +306,14 @@ def _print_captured(node: CaptureNode, store: Store, as_json: bool) -> None:
     """One line per captured variable and layer; for machines also what it took, when it was computed."""
     from ...pipeline.memory import most_held
 
-    entry = store.entry(node.run_key, node.dtype)
-    records = [(variable, layer, entry.record(variable, layer)) for variable, layer in node.cells]
+    entry, records = node.records(store)
     rows: list[dict[str, Any]] = [
         {"variable": variable, "layer": layer, "key": record.key, "content": record.content}
-        for variable, layer, record in records
-        if record is not None
+        for (variable, layer), record in records
     ]
     if as_json:
         sizes = {"prompts": node.tokens.n_prompts, "tokens": node.tokens.n_tokens}
-        notes = [note for _, _, record in records[:1] if record for note in store.provenance(record)]
+        notes = [note for _, record in records[:1] for note in store.provenance(record)]
         held = {"peak_memory_bytes": most_held(notes)}
         print_json({"run": entry.digest, "data": entry.path, **sizes, **held, "arrays": rows})
         return

@@ -26,6 +26,7 @@ from ....store.errors import ConfigError, EntryNotFound, PlanError, StageError, 
 from ....store.keys import RunKey
 from ....store.provenance import put_provenance
 from ....store.reading.labelled import LabelledEntry
+from ....store.records import Record
 from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import ArraySpec
 from ....store.runs.selections import View
@@ -322,6 +323,13 @@ class CaptureNode(Ports):
         """The stored activations, labelled and lazy; EntryNotFound while something is missing."""
         return self._stored(store).open(self.cells)
 
+    def records(self, store: Store) -> tuple[LabelledEntry, list[tuple[VariableLayer, Record]]]:
+        """The run that holds the captures, and what is published of each: its own record, or that of the
+        array it is seen in; EntryNotFound while something is missing."""
+        found = self._stored(store)
+        told = [(cell, found.record(cell)) for cell in self.cells]
+        return found.entry, [(cell, record) for cell, record in told if record is not None]
+
     def provenance(self) -> dict[str, Any]:
         """What a person will want to know, and no key holds."""
         objective, prompts = self.spec.objective, self.run_key.prompt
@@ -511,7 +519,11 @@ class Found:
 
     def is_published(self, cell: VariableLayer) -> bool:
         """Whether a cell can be read, as it is stored or from what is."""
-        return self.entry.record(*self._stored(cell)) is not None
+        return self.record(cell) is not None
+
+    def record(self, cell: VariableLayer) -> Record | None:
+        """What is published of what is read for a cell."""
+        return self.entry.record(*self._stored(cell))
 
     def content(self, cell: VariableLayer) -> str:
         """R of what is read for a cell."""

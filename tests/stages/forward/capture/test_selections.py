@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,10 +14,13 @@ import xarray as xr
 
 from mizarr import HookSpec, Model, capture, open_store
 from mizarr.pipeline import plan
+from mizarr.stages.forward.capture import capture as planning
 from mizarr.stages.forward.capture.capture import CaptureNode
-from mizarr.store.errors import HookPointNotFound, PromptError
+from mizarr.store.errors import CorruptEntry, HookPointNotFound, PromptError
+from mizarr.store.runs.entries import Entry
 from mizarr.store.runs.packed import PackedTokens
 from mizarr.store.runs.selections import as_selection
+from mizarr.workflows.cli.group import run
 
 from ..random_models import VOCAB, save_random_model
 
@@ -222,6 +226,47 @@ def test_less_than_all_is_asked_of_a_store_alone_and_of_points_with_tokens(model
         model.forward([[1, 2]], HookSpec().capture(RESID, positions="last"))
     with pytest.raises(HookPointNotFound, match="two tokens"):
         CaptureNode(model, tokens, HookSpec().capture("blocks.*.attn.hook_pattern", positions="last"))
+
+
+def test_a_corpus_that_has_grown_takes_over_what_was_selected_of_it(model, tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "WORTH_A_LOOK", 1)
+    spec = HookSpec().capture(RESID, positions="::4")
+    rows: list[int] = []
+    take_over = Entry.take_over
+    monkeypatch.setattr(Entry, "take_over", lambda *told: rows.append(take_over(*told)) or rows[-1])
+    store, _ = harvested(model, tokens.select(range(5)), spec, tmp_path / "a")
+    found = capture(model, tokens, spec, store=store, batch_tokens=32, segment_tokens=16, progress=False)
+    _, expected = harvested(model, tokens, spec, tmp_path / "b")
+    assert rows == [32]  # of the first 47 tokens, in segments of 16
+    xr.testing.assert_identical(found.load(), expected.load())
+
+
+def test_tokens_of_a_mask_that_were_changed_are_noticed_and_made_again(model, tokens, mask, tmp_path):
+    spec = HookSpec().capture(RESID, positions=mask)
+    store, found = harvested(model, tokens, spec, tmp_path)
+    found.load()
+    (entry,) = store.entries()
+    (axis,) = (each.packed for each in entry.specs.values())
+    (file,) = (path for path in (store.path / entry.path / axis / "c").rglob("*") if path.is_file())
+    told = bytearray(file.read_bytes())
+    told[9] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(told)
+    with pytest.raises(CorruptEntry, match=axis):
+        next(open_store(tmp_path).entries()).open()
+    (damage,) = store.verify()
+    store.quarantine(damage)
+    again = harvested(model, tokens, spec, tmp_path)[1]
+    xr.testing.assert_identical(again.load(), found)
+
+
+def test_the_command_names_what_a_selection_is_seen_in(tmp_path, capsys):
+    command = ["capture", "specimen", "ab", "--text", "--hooks", "hook_embed", "--store", str(tmp_path)]
+    assert run([*command, "--json"]) == 0
+    (whole,) = json.loads(capsys.readouterr().out)["arrays"]
+    assert run([*command, "--positions", "last", "--json"]) == 0
+    (seen,) = json.loads(capsys.readouterr().out)["arrays"]
+    assert seen == {**whole, "variable": "embed__last"}
 
 
 KILLED = """
