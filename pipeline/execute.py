@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..store.errors import ReadOnlyStore
@@ -30,11 +31,13 @@ def run(
     threads: int | None = None,
     memory: int | str | None = None,
     quiet: bool = True,
+    log: str | Path | None = None,
 ) -> None:
     """Compute and store whatever of these nodes, and of what they read, is not stored yet.
 
     cluster: address of a Dask scheduler, e.g. "tcp://127.0.0.1:8786", whose workers see the store under the
     same path; None runs on threads here (default: one per core). memory: budget, in bytes or as "2GiB".
+    log: a file that gets a JSON line for each step of progress.
     Raises PlanError before anything starts if the budget is too small, ReadOnlyStore, and StageError naming
     stage and cell when one fails. May be interrupted at any time and called again.
     """
@@ -49,7 +52,7 @@ def run(
         )
     planned.check_memory(budget)
     with (
-        Progress(quiet=quiet) as progress,
+        Progress(quiet, log) as progress,
         Context(threads or os.cpu_count() or 1, cluster, budget, progress) as context,
     ):
         for node in ordered:

@@ -1,16 +1,25 @@
 """Progress on stderr: what is done, of how much, how fast, how long it will take, and in how much memory.
 
-A bar on a terminal; a line every few seconds where stderr is a file; nothing when quiet. Border: counts and
-units; knows nothing of what is counted. rich is imported only when a bar is drawn.
+A bar on a terminal; a line every few seconds where stderr is a file; nothing when quiet. A log gets a line of
+JSON for every step, flushed, whatever stderr is:
+
+    {"time": "2026-01-31T12:00:00Z", "task": "capture", "done": 8192, "total": 65536, "unit": "tokens",
+     "bytes": 6291456, "seconds": 4.1, "rate": 1998.0, "seconds_left": 28.7}
+
+Border: counts and units; knows nothing of what is counted. rich is imported only when a bar is drawn.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
-from typing import Any
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
 
+from ..store.errors import ConfigError
 from .memory import megabytes, resident
 
 _LINE_EVERY = 5.0  # seconds between plain lines
@@ -22,31 +31,54 @@ class Task:
 
     def __init__(self, owner: Progress, label: str, total: int | None, unit: str) -> None:
         self.label, self.total, self.unit = label, total, unit
-        self.done = 0
+        self.done = self.written = 0
         self._owner = owner
         self._started = self._printed = time.monotonic()
         self._lock = threading.Lock()
         self._bar: Any = None
 
-    def advance(self, count: int = 1) -> None:
-        """Count `count` more as done."""
+    def advance(self, count: int = 1, written: int = 0) -> None:
+        """Count `count` more as done, and `written` bytes."""
         with self._lock:
             self.done += count
+            self.written += written
             self._owner._show(self)
+            self._owner._log(self)
 
     @property
     def rate(self) -> float:
         """Units per second since the start."""
         return self.done / max(time.monotonic() - self._started, 1e-9)
 
+    @property
+    def seconds_left(self) -> float | None:
+        """As the rate so far has it; None where it says nothing."""
+        return (self.total - self.done) / self.rate if self.total and self.done else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, as the log has them."""
+        left = self.seconds_left
+        return {
+            "time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "task": self.label,
+            "done": self.done,
+            "total": self.total,
+            "unit": self.unit,
+            "bytes": self.written,
+            "seconds": round(time.monotonic() - self._started, 3),
+            "rate": round(self.rate, 3),
+            "seconds_left": None if left is None else round(left, 3),
+        }
+
     def describe(self) -> str:
-        """One line: label, done / total, rate, time left, memory this process holds."""
+        """One line: label, done / total, rate, bytes, time left, memory this process holds."""
         total = f" / {short(self.total)}" if self.total else ""
-        left = f", {clock((self.total - self.done) / self.rate)} left" if self.total and self.done else ""
+        left = "" if (seconds := self.seconds_left) is None else f", {clock(seconds)} left"
+        written = f", {short(self.written)}B written" if self.written else ""
         rate = f"{short(self.rate)} {self.unit}/s"
         held = resident()
         memory = "" if held is None else f", {megabytes(held)}"
-        return f"{self.label}: {short(self.done)}{total} {self.unit}, {rate}{left}{memory}"
+        return f"{self.label}: {short(self.done)}{total} {self.unit}, {rate}{written}{left}{memory}"
 
 
 class Progress:
@@ -59,8 +91,10 @@ class Progress:
     40
     """
 
-    def __init__(self, quiet: bool = False) -> None:
+    def __init__(self, quiet: bool = False, log: str | Path | None = None) -> None:
+        """log: a file whose end gets the lines. Raises ConfigError where it cannot be written."""
         self.quiet = quiet
+        self._lines = None if log is None else _opened(Path(log))
         self._bars: Any = None
 
     def task(self, label: str, *, total: int | None = None, unit: str = "") -> Task:
@@ -92,6 +126,14 @@ class Progress:
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
+
+    def _log(self, task: Task) -> None:
+        if self._lines is not None:
+            self._lines.write(json.dumps(task.to_json()) + "\n")
+            self._lines.flush()
 
     def _show(self, task: Task) -> None:
         if self.quiet:
@@ -101,6 +143,15 @@ class Progress:
         elif time.monotonic() - task._printed > _LINE_EVERY:
             task._printed = time.monotonic()
             sys.stderr.write(f"{task.describe()}\n")
+
+
+def _opened(path: Path) -> TextIO:
+    try:
+        return path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"expected a file to write the log to, found {str(path)!r}: {error.strerror}; name another"
+        ) from None
 
 
 def short(count: float) -> str:

@@ -404,7 +404,7 @@ def default_segment_tokens(tokens: PackedTokens, arrays: Sequence[ArraySpec]) ->
     """
     target = _SHARD if tokens.n_tokens < _CORPUS else _CORPUS_SHARD
     per_token = [
-        math.prod(spec.tail) * (2 if spec.dtype.endswith("16") else 4) * tokens.rows_per_token(spec.packed)
+        math.prod(spec.tail) * (2 if spec.dtype.endswith("16") else 4) * spec.rows_per_token(tokens)
         for spec in arrays
     ]
     best = 2 ** max(0, round(math.log2(target / max(per_token, default=1))))

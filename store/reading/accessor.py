@@ -22,7 +22,7 @@ from ..errors import EntryNotFound, PromptError, ShapeError, nearest
 from ..runs.coordinates import ABOUT
 from ..runs.vocabularies import registered_vocabulary
 from .direct import entry_of, unchunked
-from .repacking import exclusive_sum, position_labels, repacked, squared
+from .repacking import exclusive_sum, position_labels, prompt_of_selections, repacked, squared
 from .selection import (
     Chars,
     Indices,
@@ -118,6 +118,7 @@ class PackedAccessor:
         picked: dict[str, Any] = {"token": slice(start, start + size), "prompt_id": i}
         if "pair" in self._ds.dims:
             picked["pair"] = self._pairs(i, size)
+        picked |= prompt_of_selections(self._ds, [i])
         part = self._ds.drop_vars("prompt", errors="ignore").isel(picked)
         position = part["position"].values if "position" in part else np.arange(size, dtype=np.int32)
         part = part.drop_vars(["row_start", "row_size", "pair_start", "position"], errors="ignore")

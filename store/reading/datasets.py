@@ -10,13 +10,16 @@ dask, a chunk is one layer of one segment, the unit in which it was written.
 Axes: layer (real indices; layers that were not captured are absent), token (all prompts end to end), hidden,
 head, d_head, mlp; pair = lower triangle of each prompt's attention pattern, row by row; prompt_id = prompts.
 When variables hold different layers, those of the largest set share `layer` and each other variable has its
-own dimension `layer_<variable>`: an absent layer is never filled with NaN.
+own dimension `layer_<variable>`: an absent layer is never filled with NaN. Likewise tokens: variables of a
+selection lie on `token`, labelled as such, where none with all tokens is opened beside them and no larger
+selection; otherwise on `token_<selection>`, labelled by `token_id_<selection>` and so on.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +35,8 @@ from ..errors import EntryNotFound, nearest
 from ..files import Folder, Stamp, stamp
 from ..identity import DIGEST, SOURCE
 from ..runs.coordinates import ABOUT, pair_starts, read_tokens
-from ..runs.entries import PACKED_AXES, Entry, group_attributes
+from ..runs.entries import PACKED_AXES, ArraySpec, Entry, group_attributes
+from ..runs.selections import Selection, View
 from ..runs.shards import DTYPES, ShardRows
 from ..runs.vocabularies import read_vocabulary, register_vocabulary
 from .selection import ranges
@@ -51,44 +55,54 @@ def open_entry(
     variables: Sequence[str] | None = None,
     layers: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
     chunks: Chunks = "auto",
+    views: Mapping[str, View] | None = None,
+    segment: int | None = None,
 ) -> xr.Dataset:
     """The published activations of a run, labelled and lazy.
 
     variables: names, by default all that are published.  layers: real indices, by default all that are; by
     variable where they differ.
     chunks: "segment" for dask, one chunk per layer and segment; None for plain lazy indexing, which is
-    quicker on single prompts; "auto" chunks what is larger than 256 MiB.
+    quicker on single prompts; "auto" chunks what is larger than 256 MiB. views: name -> the published
+    variable it shows some tokens of. segment: only the tokens of this one.
     Raises EntryNotFound, with what is there, for a variable or layer that is not published.
     """
     held: dict[str, list[int | None]] = {}
     for variable, layer in entry.published():
         held.setdefault(variable, []).append(layer)
+    views = views or {}
+    held |= {name: held[base] for name, (base, _) in views.items() if base in held}
     names = sorted(held) if variables is None else list(dict.fromkeys(variables))
     asked = layers if isinstance(layers, Mapping) else dict.fromkeys(names, layers)
     picked = {name: _layers(entry, name, asked.get(name), held) for name in names}
     about = group_attributes(entry.folder, entry.path)
-    coords, data = _token_coordinates(entry.tokens), {}
+    specs = {name: _spec(entry, name, views.get(name)) for name in picked}
+    axes = _token_axes(specs.values(), entry.tokens)
+    coords, data = _token_coordinates(entry.tokens, axes), {}
     whose, source = {DIGEST: entry.run.model}, str(entry.folder.path(entry.path))
     shared = _largest({found for found in picked.values() if found is not None}, picked)
     for name, found in picked.items():
-        spec = entry.spec(name)
-        dims = list(spec.dims)
+        spec = specs[name]
+        dims = [axes[dim][0] if dim in axes else dim for dim in spec.dims]
         if found is not None:
             dims[0] = "layer" if found == shared else f"layer_{name}"
             coords[dims[0]] = xr.Variable(dims[:1], np.array(found, np.int64), ABOUT["layer"])
         if spec.packed == "pair":
             coords["pair_start"] = xr.Variable(("prompt_id",), pair_starts(entry.tokens))
-        array = ShardedArray(entry, name, found)
+        array = ShardedArray(entry, name, found) if name not in views else _view(entry, views[name], found)
         attrs = {"long_name": spec.long_name, "units": spec.unit, "hook": spec.hook, **whose}
         data[name] = xr.Variable(
             dims, indexing.LazilyIndexedArray(array), {k: v for k, v in attrs.items() if v}, {SOURCE: source}
         )
     if about.get("token_ids") == "unknown":
-        del coords["token_id"]
+        coords = {name: coord for name, coord in coords.items() if not name.startswith("token_id")}
     tokenizer = {"tokenizer": about["tokenizer"]} if "tokenizer" in about else {}
     dataset = xr.Dataset(data, coords, tokenizer | whose)
     if chunks == "segment" or (chunks == "auto" and sum(v.nbytes for v in data.values()) > _LAZY):
-        dataset = _chunked(dataset, entry, data)
+        dataset = _chunked(dataset, entry, data, axes)
+    if segment is not None:
+        bounds = {dim: _starts(entry, selection)[segment : segment + 2] for dim, selection in axes.values()}
+        dataset = dataset.isel({dim: slice(*map(int, found)) for dim, found in bounds.items()})
     dataset.encoding = {SOURCE: source, "run": entry.digest}
     if tokenizer:
         register_vocabulary(about["tokenizer"], _Vocabulary(entry.folder, about["tokenizer"]))
@@ -212,6 +226,32 @@ class ShardedArray(BackendArray):
         return self.entry.shard(self.variable, layer, n)
 
 
+class SelectedArray(ShardedArray):
+    """Some tokens of a variable that has all of them: what a selection of it would store."""
+
+    def __init__(
+        self, entry: Entry, variable: str, layers: tuple[int, ...] | None, selection: Selection
+    ) -> None:
+        super().__init__(entry, variable, layers)
+        self.selection, self._kept = selection, selection.kept(entry.tokens)
+        front = 0 if layers is None else 1
+        self.shape = (*self.shape[:front], len(self._kept), *self.shape[front + 1 :])
+
+    def __reduce__(self) -> tuple[Callable[..., ShardedArray], tuple[Any, ...]]:
+        made, about = super().__reduce__()
+        return made, (*about, self.selection)
+
+    def __dask_tokenize__(self) -> tuple[object, ...]:
+        return (*super().__dask_tokenize__(), self.selection.canonical())
+
+    def _read_layer(
+        self, layer: int | None, key: tuple[Index, ...], out: npt.NDArray[Any] | None = None
+    ) -> npt.NDArray[Any]:
+        # Whoever asks for a range may have been given rows by the base, whose shape is of all tokens.
+        rows = self._kept[key[0]]
+        return super()._read_layer(layer, (int(rows) if rows.ndim == 0 else rows, *key[1:]), out)
+
+
 class TextColumn(BackendArray):
     """The texts of the prompts, [prompt_id], read when they are asked for."""
 
@@ -231,16 +271,17 @@ class TextColumn(BackendArray):
 
 
 class TokenColumn(BackendArray):
-    """A column [token] computed from the row starts for the slice that is asked for: prompt or position."""
+    """A column [token] computed from the row starts for the slice that is asked for: prompt or position.
+    kept: the tokens it has places for; None for all."""
 
     dtype = np.dtype(np.int32)
 
-    def __init__(self, tokens: PackedTokens, column: str) -> None:
-        self.tokens, self.column = tokens, column
-        self.shape = (tokens.n_tokens,)
+    def __init__(self, tokens: PackedTokens, column: str, kept: npt.NDArray[np.int64] | None = None) -> None:
+        self.tokens, self.column, self.kept = tokens, column, kept
+        self.shape = (tokens.n_tokens if kept is None else len(kept),)
 
     def __dask_tokenize__(self) -> tuple[object, ...]:
-        return ("mizarr-column", self.column, self.tokens.digest)
+        return ("mizarr-column", self.column, self.tokens.digest, self.kept)
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
         return indexing.explicit_indexing_adapter(key, self.shape, indexing.IndexingSupport.OUTER, self._read)
@@ -249,7 +290,7 @@ class TokenColumn(BackendArray):
         of: Callable[[Any], Any] = (
             self.tokens.prompt_of if self.column == "prompt" else self.tokens.position_of
         )
-        return of(key[0])
+        return of(key[0] if self.kept is None else self.kept[key[0]])
 
 
 def _layers(
@@ -278,28 +319,81 @@ def _largest(sets: set[tuple[int, ...]], picked: dict[str, tuple[int, ...] | Non
     return max(sorted(sets), key=lambda found: (len(found), common[found]), default=None)
 
 
-def _token_coordinates(tokens: PackedTokens) -> dict[str, xr.Variable]:
+TokenAxes = Mapping[str, tuple[str, Selection | None]]
+"""Packed axes of tokens -> the dimension they are shown as, and which tokens they have; None for all."""
+
+
+def _spec(entry: Entry, name: str, view: View | None) -> ArraySpec:
+    if view is None:
+        return entry.spec(name)
+    base, selection = view
+    spec = entry.spec(base)
+    dims = tuple(selection.axis if dim == "token" else dim for dim in spec.dims)
+    hook = f"{spec.hook}@{selection.name}"
+    return replace(spec, variable=name, hook=hook, dims=dims, selection=selection)
+
+
+def _view(entry: Entry, view: View, layers: tuple[int, ...] | None) -> SelectedArray:
+    return SelectedArray(entry, view[0], layers, view[1])
+
+
+def _token_axes(specs: Iterable[ArraySpec], tokens: PackedTokens) -> TokenAxes:
+    """How the token axes of some variables are called: the largest is `token`."""
+    selections = {spec.packed: spec.selection for spec in specs if spec.selection is not None}
+    if len(selections) == 0 or any(spec.packed == "token" for spec in specs):
+        return {"token": ("token", None), **{axis: (axis, each) for axis, each in selections.items()}}
+    sizes = {axis: int(each.counts(tokens).sum()) for axis, each in selections.items()}
+    largest = max(sorted(sizes), key=lambda axis: sizes[axis])
+    return {axis: ("token" if axis == largest else axis, each) for axis, each in selections.items()}
+
+
+def _token_coordinates(tokens: PackedTokens, axes: TokenAxes) -> dict[str, xr.Variable]:
     """Labels per token and per prompt; those that can be computed are, when they are asked for."""
-    columns: dict[str, tuple[str, Any]] = {
-        "token_id": ("token", tokens.ids),
-        "prompt": ("token", indexing.LazilyIndexedArray(TokenColumn(tokens, "prompt"))),
-        "position": ("token", indexing.LazilyIndexedArray(TokenColumn(tokens, "position"))),
-        "prompt_id": ("prompt_id", pd.RangeIndex(tokens.n_prompts)),
-        "row_start": ("prompt_id", tokens.row_start),
-        "row_size": ("prompt_id", tokens.row_size),
-    }
-    if tokens.char_start is not None and tokens.char_end is not None:
-        columns |= {"char_start": ("token", tokens.char_start), "char_end": ("token", tokens.char_end)}
+    columns: dict[str, tuple[str, Any]] = {"prompt_id": ("prompt_id", pd.RangeIndex(tokens.n_prompts))}
+    for dim, selection in axes.values():
+        kept = None if selection is None else selection.kept(tokens)
+        end = dim.removeprefix("token")
+        ids = tokens.ids if kept is None else tokens.ids[kept]
+        columns[f"token_id{end}"] = (dim, ids)
+        for name in ("prompt", "position"):
+            column = TokenColumn(tokens, name, kept)
+            columns[f"{name}{end}"] = (dim, indexing.LazilyIndexedArray(column))
+        if dim != "token":
+            continue
+        sizes = tokens.row_size if selection is None else selection.counts(tokens)
+        columns["row_start"] = ("prompt_id", np.cumsum(sizes) - sizes)
+        columns["row_size"] = ("prompt_id", sizes)
+        for name in ("char_start", "char_end"):
+            if (column_of := getattr(tokens, name)) is not None:
+                columns[name] = ("token", column_of if kept is None else column_of[kept])
     if tokens.texts is not None:
         columns["text"] = ("prompt_id", indexing.LazilyIndexedArray(TextColumn(tokens.texts)))
-    return {name: xr.Variable((dim,), values, ABOUT.get(name, {})) for name, (dim, values) in columns.items()}
+    return {
+        name: xr.Variable((dim,), values, ABOUT.get(_label(name), {}))
+        for name, (dim, values) in columns.items()
+    }
 
 
-def _chunked(dataset: xr.Dataset, entry: Entry, data: dict[str, xr.Variable]) -> xr.Dataset:
+def _label(name: str) -> str:
+    """A label as it is called of all tokens."""
+    known = ("token_id", "prompt_id", "prompt", "position")
+    return next((label for label in known if name.startswith(label)), name)
+
+
+def _starts(entry: Entry, selection: Selection | None) -> npt.NDArray[np.int64]:
+    """Where each segment starts on an axis of tokens, and its end."""
+    every = entry.bounds("token")
+    return every if selection is None else selection.starts_on(entry.tokens, every)
+
+
+def _chunked(dataset: xr.Dataset, entry: Entry, data: dict[str, xr.Variable], axes: TokenAxes) -> xr.Dataset:
     """Variables as dask arrays, one chunk per layer and segment; labels per token likewise."""
-    sizes: dict[Any, Any] = {}
+    sizes: dict[Any, Any] = {
+        dim: tuple(int(n) for n in np.diff(_starts(entry, selection)) if n)
+        for dim, selection in axes.values()
+    }
     for dim in dataset.dims:
-        if str(dim) in PACKED_AXES:
+        if dim not in sizes and str(dim) in PACKED_AXES:
             sizes[dim] = tuple(int(n) for n in np.diff(entry.bounds(str(dim))) if n)
         elif str(dim).startswith("layer"):
             sizes[dim] = 1
@@ -309,8 +403,13 @@ def _chunked(dataset: xr.Dataset, entry: Entry, data: dict[str, xr.Variable]) ->
     return dataset.assign(big.data_vars).assign_coords(columns.chunk({"token": sizes["token"]}).coords)
 
 
-def _array_at(source: Path, variable: str, layers: tuple[int, ...] | None) -> ShardedArray:
-    return ShardedArray(entry_at(source), variable, layers)
+def _array_at(
+    source: Path, variable: str, layers: tuple[int, ...] | None, selection: Selection | None = None
+) -> ShardedArray:
+    entry = entry_at(source)
+    if selection is None:
+        return ShardedArray(entry, variable, layers)
+    return SelectedArray(entry, variable, layers, selection)
 
 
 class _Vocabulary:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from ..runs.coordinates import ABOUT
+from ..runs.selections import AXIS
 
 Indices = npt.NDArray[np.int64]
 
@@ -38,8 +39,23 @@ def repacked(
     if "prompt" in dataset.coords:
         numbers = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
         columns["prompt"] = ("token", numbers, ABOUT["prompt"])
+    for dim, at in prompt_of_selections(dataset, rows).items():
+        label = f"prompt_{dim.removeprefix(AXIS)}"
+        number = {int(row): place for place, row in enumerate(rows)}
+        own = np.array([number[row] for row in dataset[label].values[at].tolist()], np.int32)
+        picked[dim], columns[label] = at, (dim, own, ABOUT["prompt"])
     part = dataset.drop_vars(["prompt", *fresh], errors="ignore")
     return part.isel(picked, missing_dims="ignore").assign_coords(columns)
+
+
+def prompt_of_selections(dataset: xr.Dataset, rows: Sequence[int] | Indices) -> dict[str, Indices]:
+    """Places of some prompts, in that order, on the axes of selections that lie beside `token`."""
+    found = {}
+    for dim in (str(dim) for dim in dataset.dims if str(dim).startswith(AXIS)):
+        prompt = dataset[f"prompt_{dim.removeprefix(AXIS)}"].values
+        first, end = (np.searchsorted(prompt, rows, side) for side in ("left", "right"))
+        found[dim] = _ranges(np.asarray(first, np.int64), np.asarray(end - first, np.int64))
+    return found
 
 
 def position_labels(own: npt.NDArray[Any] | None, mask: npt.NDArray[np.bool_]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from ..errors import REPAIR, CorruptEntry, EntryNotFound
 from ..files import Folder
 from ..sealed import sealed, unsealed
 from .packed import PackedTokens
+from .selections import Selection
 from .shards import ShardLayout, array_metadata, crc32c, read_shard, shard_parts
 
 SPELLED_OUT = 10_000_000
@@ -109,6 +110,50 @@ def check_metadata(folder: Folder, path: str, variable: str, text: bytes) -> Non
     if (record := folder.get(name)) is not None:
         told = unsealed(name, record, ("files",))["files"]
         _expect(f"{path}/{variable}/zarr.json", text, told.get(f"{variable}/zarr.json"))
+
+
+def write_selected(
+    folder: Folder,
+    path: str,
+    tokens: PackedTokens,
+    selection: Selection,
+    bounds: npt.NDArray[np.int64],
+    slots: int,
+) -> None:
+    """Write which tokens the axis of a selection has rows for, once; any number of writers converge.
+
+    bounds: where each segment starts on the axis, and its end. slots: rows a segment has room for on disk;
+    those that are not used read -1. Of ten million tokens on only masks are spelled out, as the others follow
+    from the lengths of the prompts.
+    """
+    name = f"{path}/coordinates/{selection.axis}.json"
+    follows = tokens.n_tokens >= SPELLED_OUT and "mask" not in selection.canonical()
+    if follows or folder.get(name) is not None:
+        return
+    kept = selection.kept(tokens)
+    spread = np.full((len(bounds) - 1) * slots, -1, np.int64)
+    number = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    spread[number * slots + np.arange(len(kept)) - bounds[number]] = kept
+    layout = ShardLayout.whole(spread.dtype.name, len(spread))
+    shard = layout.path(selection.axis, None, 0)
+    about = {"long_name": "token of the run; -1 where there is none"}
+    files: dict[str, list[Buffer]] = {
+        shard: shard_parts(f"{path}/{shard}", spread, layout),
+        f"{selection.axis}/zarr.json": [array_metadata(layout, spread.shape, (selection.axis,), about)],
+    }
+    made = folder.put_all({f"{path}/{file}": parts for file, parts in files.items()})
+    told = {file: _measured(folder, f"{path}/{file}", parts, made) for file, parts in files.items()}
+    folder.put_new(name, sealed({"files": told}))
+
+
+def read_selected(folder: Folder, path: str, axis: str) -> npt.NDArray[Any]:
+    """The tokens a selected axis has rows for, as they were written; EntryNotFound where they were not."""
+    found = _read_integers(folder, path, axis, _recorded(folder, path))
+    if found is None:
+        raise EntryNotFound(
+            f"{folder.path(path)}: expected the tokens of {axis!r}, found none; capture them again"
+        )
+    return found[found >= 0]
 
 
 def read_tokens(folder: Folder, path: str) -> PackedTokens:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
@@ -38,16 +38,18 @@ from ..records import Record
 from ..sealed import sealed
 from .claims import TTL, Claim
 from .committed import RECORD, Committed, VariableLayer, cell_name
-from .coordinates import BOOKKEEPING, check_metadata
+from .coordinates import BOOKKEEPING, check_metadata, read_selected, write_selected
 from .mapped import MappedShards
 from .packed import PackedTokens
+from .selections import AXIS, Selection, from_canonical
 from .shards import ShardLayout, ShardRows, Written, array_metadata, write_shards
 
 if TYPE_CHECKING:
     pass
 
 PACKED_AXES = ("token", "pair", "prompt_id")
-"""What an array may have a row for: each token, each pair of tokens, each prompt (see `ArraySpec`)."""
+"""What an array may have a row for: each token, each pair of tokens, each prompt (see `ArraySpec`); or each
+token of a selection, on an axis of its name."""
 CELL_MANIFEST = ("variable", "layer", "content", "files")
 """Fields of the manifest of one array."""
 _ABOUT = {"run", "dtype", "segment_tokens", "n_tokens", "n_prompts"}
@@ -59,8 +61,8 @@ class ArraySpec:
 
     dims: e.g. ("layer", "token", "hidden"); the packed axis is "token", or "pair" for attention patterns (row
     t of the packed axis owns position(t) + 1 pairs, its lower triangle), or "prompt_id" for what a prompt
-    leaves behind (its last token owns it). sizes: of the axes after the packed one. layers: of the model,
-    None without layer axis.
+    leaves behind (its last token owns it), or the axis of a selection. sizes: of the axes after the packed
+    one. layers: of the model, None without layer axis. selection: which tokens have rows; None for all.
     """
 
     variable: str
@@ -71,22 +73,24 @@ class ArraySpec:
     layers: int | None
     long_name: str = ""
     unit: str = ""
+    selection: Selection | None = None
 
     def __post_init__(self) -> None:
         front = ("layer",) if self.layers is not None else ()
+        axes = PACKED_AXES if self.selection is None else (self.selection.axis,)
         if (
             self.dims[: len(front)] != front
             or len(self.dims) <= len(front)
-            or self.dims[len(front)] not in PACKED_AXES
+            or self.dims[len(front)] not in axes
         ):
             raise ShapeError(
-                f"{self.variable}: expected dims to start with {[*front, ' or '.join(PACKED_AXES)]}, "
+                f"{self.variable}: expected dims to start with {[*front, ' or '.join(axes)]}, "
                 f"found {list(self.dims)}"
             )
 
     @property
     def packed(self) -> str:
-        """The packed axis: one of `PACKED_AXES`."""
+        """The packed axis: one of `PACKED_AXES`, or that of the selection."""
         return self.dims[0 if self.layers is None else 1]
 
     @property
@@ -94,10 +98,22 @@ class ArraySpec:
         """Sizes after the packed axis."""
         return tuple(self.sizes[dim] for dim in self.dims[self.dims.index(self.packed) + 1 :])
 
+    def rows_per_token(self, tokens: PackedTokens) -> float:
+        """How many rows a token has in the mean."""
+        if self.selection is None:
+            return tokens.rows_per_token(self.packed)
+        return float(self.selection.counts(tokens).sum()) / tokens.n_tokens
+
+    def attributes(self) -> dict[str, Any]:
+        """Plain values, as an array's attributes record them."""
+        told = {each.name: getattr(self, each.name) for each in fields(self)}
+        selection = told.pop("selection")
+        return told if selection is None else {**told, "selection": selection.canonical()}
+
     @classmethod
-    def from_attributes(cls, fields: Mapping[str, Any]) -> ArraySpec:
+    def from_attributes(cls, told: Mapping[str, Any], selection: Selection | None = None) -> ArraySpec:
         """The spec an array's attributes record."""
-        return cls(**{**fields, "dims": tuple(fields["dims"])})
+        return cls(**{**told, "dims": tuple(told["dims"]), "selection": selection})
 
 
 def entry_digest(run: RunKey, dtype: str) -> str:
@@ -136,6 +152,7 @@ class Entry:
         self._planned: dict[str, tuple[ArraySpec, ShardLayout | None]] = {}
         self._known: dict[str, tuple[bytes, ArraySpec, ShardLayout | None]] = {}
         self._bounds: dict[str, npt.NDArray[np.int64]] = {}
+        self._selections: dict[str, Selection] = {}
         self._committed = Committed(folder, f"{self.path}/seg", len(self.segments))
         self._mapped = MappedShards()
 
@@ -203,7 +220,12 @@ class Entry:
         """Where each segment starts on a packed axis, and where the last ends: int64 [segments + 1]."""
         if axis not in self._bounds:
             starts = np.array([*(segment.start for segment in self.segments), self.tokens.n_tokens], np.int64)
-            self._bounds[axis] = self.tokens.starts_on(axis, starts)
+            selection = self._selections.get(axis)
+            self._bounds[axis] = (
+                self.tokens.starts_on(axis, starts)
+                if selection is None
+                else selection.starts_on(self.tokens, starts)
+            )
         return self._bounds[axis]
 
     def rows(self, variable: str, n: int) -> int:
@@ -411,8 +433,11 @@ class Entry:
 
     def _plan(self, spec: ArraySpec) -> ShardLayout:
         """The layout of a new variable; ShapeError if segments of this length do not allow one."""
+        self._know(spec.selection)
         regular = spec.packed == "token"
         most = self.segment_tokens if regular else int(np.diff(self.bounds(spec.packed)).max())
+        if spec.selection is not None:  # the same for all arrays of an axis, whatever their chunks
+            most = 1 << (most - 1).bit_length()
         exact = len(self.segments) > 1 and regular
         layout = ShardLayout.of(spec.dtype, spec.tail, most, spec.layers is not None, exact=exact)
         is_declared = self.folder.get(f"{self.path}/{spec.variable}/zarr.json") is not None
@@ -436,16 +461,22 @@ class Entry:
         files = {}
         for spec, layout in zip(arrays, layouts, strict=True):
             if declared.setdefault(spec.variable, spec) is spec:
+                if spec.selection is not None:  # before the array, which means nothing without it
+                    slots = layout.rows if len(self.segments) > 1 else int(self.bounds(spec.packed)[-1])
+                    write_selected(
+                        self.folder, self.path, self.tokens, spec.selection, self.bounds(spec.packed), slots
+                    )
                 files[f"{self.path}/{spec.variable}/zarr.json"] = [self._metadata(spec, layout)]
         made = self.folder.put_all(files)
         for spec in arrays:
             is_new = f"{self.path}/{spec.variable}/zarr.json" in made
             there = declared[spec.variable] if is_new else self.spec(spec.variable)
-            if (there.dims, there.tail, there.dtype, there.layers) != (
+            if (there.dims, there.tail, there.dtype, there.layers, there.selection) != (
                 spec.dims,
                 spec.tail,
                 spec.dtype,
                 spec.layers,
+                spec.selection,
             ):
                 raise ShapeError(
                     f"run {self.digest[:12]} already stores {spec.variable} as {there}; expected {spec}"
@@ -456,7 +487,8 @@ class Entry:
         bounds, dims = self.bounds(spec.packed), spec.dims
         front = () if spec.layers is None else (spec.layers,)
         packed = layout.rows * len(self.segments) if spec.packed == "pair" else int(bounds[-1])
-        attributes: dict[str, Any] = {"long_name": spec.long_name, "units": spec.unit, "mizarr": asdict(spec)}
+        attributes: dict[str, Any] = {"long_name": spec.long_name, "units": spec.unit}
+        attributes["mizarr"] = spec.attributes()
         if spec.packed != "token" and len(self.segments) > 1:
             # For readers without mizarr: pair i of segment n lies at n * shard length + i - pair_bounds[n];
             # what is between means nothing. So do prompts, whose axis with gaps is not that of their labels.
@@ -516,7 +548,28 @@ class Entry:
             ) from error
         if "hook" not in fields:
             return None
-        return text, ArraySpec.from_attributes(fields), ShardLayout.from_metadata(metadata)
+        told = fields.get("selection")
+        selection = None if told is None else self._selection(fields["dims"], told)
+        spec = ArraySpec.from_attributes(fields, selection)
+        return text, spec, ShardLayout.from_metadata(metadata)
+
+    def _selection(self, dims: Sequence[str], told: Mapping[str, Any]) -> Selection:
+        """The selection an array's attributes name; a mask from the tokens stored with its axis."""
+        axis = next(dim for dim in dims if dim.startswith(AXIS))
+        if axis not in self._selections:
+            kept = read_selected(self.folder, self.path, axis) if "mask" in told else None
+            try:
+                self._know(from_canonical(told, kept))
+            except (ValueError, IndexError) as error:
+                raise CorruptEntry(
+                    f"{self.folder.path(self.path)}/{axis}: expected the tokens that were selected, found "
+                    f"others: {error}; {REPAIR}"
+                ) from error
+        return self._selections[axis]
+
+    def _know(self, selection: Selection | None) -> None:
+        if selection is not None:
+            self._selections[selection.axis] = selection
 
     def _read_through_zarr(self, variable: str, layer: int | None, n: int, rows: int) -> ShardRows:
         import zarr

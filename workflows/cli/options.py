@@ -86,6 +86,20 @@ def size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | 
     raise click.BadParameter(f"expected a size such as 500MB or 2GiB, found {text!r}", ctx, param)
 
 
+def positions(ctx: click.Context, param: click.Parameter, text: str | None) -> Any:
+    """Tokens to keep, as `HookSpec.capture` takes them; a name that ends in .npy is that of a mask."""
+    if text is None or not text.endswith(".npy"):
+        return text
+    import numpy as np
+
+    try:
+        return np.load(text, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise click.BadParameter(
+            f"expected an array of numpy in {text!r}, found {error}", ctx, param
+        ) from None
+
+
 def duration(ctx: click.Context, param: click.Parameter, text: str) -> float:
     """Seconds of a time span written as 90s, 24h or 7d."""
     from dask.utils import parse_timedelta

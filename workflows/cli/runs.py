@@ -22,6 +22,7 @@ from .options import (
     backend_option,
     device_option,
     json_option,
+    positions,
     print_json,
     print_table,
     quiet_option,
@@ -184,6 +185,12 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
 @click.argument("prompts", nargs=-1, required=True)
 @click.option("--text", is_flag=True, help="PROMPTS are the prompts themselves, not files.")
 @click.option("--hooks", multiple=True, required=True, metavar="GLOB", help="Hook points; repeat for more.")
+@click.option(
+    "--positions",
+    callback=positions,
+    metavar="WHICH",
+    help="Tokens to keep: last, a slice such as ::16, numbers such as 0,5,-1, or a mask in a .npy file.",
+)
 @store_option
 @revision_option
 @click.option(
@@ -219,6 +226,12 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
     help="Survive a power cut, or a killed process only (faster).",
 )
 @corpus_options
+@click.option(
+    "--log",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="A JSON line for every segment committed: tokens, bytes, rate, time left.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what is cached and what the rest would take; do nothing.")
 @json_option
 @quiet_option
@@ -227,10 +240,12 @@ def capture(
     prompts: tuple[str, ...],
     text: bool,
     hooks: tuple[str, ...],
+    positions: Any,
     store_path: str,
     cluster: str | None,
     durability: Literal["disk", "process"],
     documents: Mapping[str, Any],
+    log: str | None,
     dry_run: bool,
     as_json: bool,
     quiet: bool,
@@ -252,7 +267,7 @@ def capture(
     from ...store import open_store
 
     given = {name: value for name, value in options.items() if value is not None}
-    asked = partial(CaptureNode, model, hooks=HookSpec().capture(*hooks), **given)
+    asked = partial(CaptureNode, model, hooks=HookSpec().capture(*hooks, positions=positions), **given)
     with contextlib.ExitStack() as held:
         # Everything that can be wrong with the request is found here, before a store is made.
         corpus = None if text else corpus_of(prompts, **documents)
@@ -274,7 +289,7 @@ def capture(
         if dry_run:
             _print_plan(plan(node, store), as_json)
             return
-        run(node, store, cluster=cluster, quiet=quiet)
+        run(node, store, cluster=cluster, quiet=quiet, log=log)
         _print_captured(node, store, as_json)
 
 
@@ -305,16 +320,14 @@ def _print_captured(node: CaptureNode, store: Store, as_json: bool) -> None:
     """One line per captured variable and layer; for machines also what it took, when it was computed."""
     from ...pipeline.memory import most_held
 
-    entry = store.entry(node.run_key, node.dtype)
-    records = [(variable, layer, entry.record(variable, layer)) for variable, layer in node.cells]
+    entry, records = node.records(store)
     rows: list[dict[str, Any]] = [
         {"variable": variable, "layer": layer, "key": record.key, "content": record.content}
-        for variable, layer, record in records
-        if record is not None
+        for (variable, layer), record in records
     ]
     if as_json:
         sizes = {"prompts": node.tokens.n_prompts, "tokens": node.tokens.n_tokens}
-        notes = [note for _, _, record in records[:1] if record for note in store.provenance(record)]
+        notes = [note for _, record in records[:1] for note in store.provenance(record)]
         held = {"peak_memory_bytes": most_held(notes)}
         print_json({"run": entry.digest, "data": entry.path, **sizes, **held, "arrays": rows})
         return

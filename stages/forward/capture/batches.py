@@ -48,7 +48,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Batch:
-    """Pieces that run together, each padded to `length` positions on the right, all of them `copies` times."""
+    """Pieces that run together, each padded on the right to `length` positions; `copies` times."""
 
     pieces: tuple[Piece, ...]
     length: int

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,11 +27,13 @@ from ....store.errors import ConfigError, EntryNotFound, PlanError, StageError, 
 from ....store.keys import RunKey
 from ....store.provenance import put_provenance
 from ....store.reading.labelled import LabelledEntry
+from ....store.records import Record
 from ....store.runs.committed import VariableLayer
-from ....store.runs.entries import PACKED_AXES, ArraySpec
+from ....store.runs.entries import ArraySpec
+from ....store.runs.selections import View
 from ..architectures.architecture import Architecture
 from ..architectures.points import BY_NAME
-from ..hooks.spec import BoundSpec, Capture, HookSpec, as_spec, layers_by_variable, named
+from ..hooks.spec import BoundSpec, HookSpec, Kept, as_spec, layers_by_variable, named
 from ..models.source import ModelSource
 from ..text.corpora.corpus import Corpus
 from ..text.prompts import pack
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 BATCH_TOKENS = 2048
 OVERLAP = 8
 """Segments a corpus is cut into at least, so that writing one hides behind computing the next."""
+LONGEST = 1 << 20
+"""Tokens of a segment at most where few bytes are kept of each: no more than that is ever computed again."""
 SMALLEST_SHARD = 4 << 20
 """Bytes below which shards are not made smaller for the sake of overlap: each costs a sync."""
 _WIDE = 8
@@ -77,6 +81,7 @@ def capture(
     memory_limit: int | str | None = None,
     device: str | None = None,
     progress: bool = True,
+    log: str | Path | None = None,
     cluster: str | None = None,
     trust_layout: bool = False,
     backend: str | None = None,
@@ -87,11 +92,12 @@ def capture(
     model: a loaded model, or the name of one (and revision), which is then loaded only if something is
     missing. prompts: texts, token ids, PackedTokens, or a Corpus, whose labels come along. dtype: of the
     computation (default float32). storage_dtype: default that of the computation. batch_tokens: positions per
-    forward pass. segment_tokens, memory: length of a segment, or the bytes its buffers may take. order:
-    "batch" takes each batch through all layers; "layer" all batches through as many layers as fit, then
-    through the next, so that weights larger than memory are read once; "auto" does so where they do not fit.
-    memory_limit: bytes ("4GiB") that weights, buffers and a batch may take, default what there is left.
-    cluster: address of a Dask scheduler whose workers compute segments. trust_layout, backend, adapter: see
+    forward pass, halved where memory runs out. segment_tokens, memory: length of a segment, or the bytes its
+    buffers may take. log: a file that gets a JSON line for every segment committed. order: "batch" takes each
+    batch through all layers; "layer" all batches through as many layers as fit, then through the next, so
+    that weights larger than memory are read once; "auto" does so where they do not fit. memory_limit: bytes
+    ("4GiB") that weights, buffers and a batch may take, default what there is left. cluster: address of a
+    Dask scheduler whose workers compute segments. trust_layout, backend, adapter: see
     `Model.from_pretrained`. What is stored is not computed again; a killed capture goes on where it was.
     Raises PromptError, HookPointNotFound, StoreFull, …
     """
@@ -119,7 +125,7 @@ def capture(
         adapter=adapter,
     )
     with node.source.just_identified():
-        run(node, store, cluster=cluster, quiet=not progress)
+        run(node, store, cluster=cluster, quiet=not progress, log=log)
     return node.open(store) if about is None else node.open(store).assign_coords(about.coords)
 
 
@@ -163,10 +169,14 @@ class CaptureNode(Ports):
             adapter=adapter,
         )
         self.dtype = storage_dtype or self.source.dtype
+        self._lowered: dict[str, Any] = {}
         self.spec = self._bind(hooks)
         self.order = order_of(order, self.source.config, self.spec, self.source.name)
         self._require_triangles()
         self.tokens = pack(prompts, self.source.tokenizer, self.source.config, self.source.name)
+        for kept in self.spec.keeps:
+            if kept.keep.selection is not None:
+                kept.keep.selection.check(self.tokens)
         if self.spec.gradients:
             lengths = self.tokens.row_size.tolist()
             self.spec.require_objective().check(lengths, self.source.config.vocab_size)
@@ -195,12 +205,12 @@ class CaptureNode(Ports):
     @cached_property
     def cells(self) -> tuple[VariableLayer, ...]:
         """(variable, layer) of every capture."""
-        return tuple(capture.cell for capture in self.spec.captures)
+        return tuple(kept.cell for kept in self.spec.kept)
 
     def specs(self) -> list[ArraySpec]:
         """How each captured variable is stored."""
-        captures = {capture.variable: capture for capture in self.spec.captures}
-        return [array_spec(capture, self.source.config, self.dtype) for capture in captures.values()]
+        variables = {kept.variable: kept for kept in self.spec.kept}
+        return [array_spec(kept, self.source.config, self.dtype) for kept in variables.values()]
 
     # -- planning ------------------------------------------------------------------------------------------
 
@@ -208,7 +218,7 @@ class CaptureNode(Ports):
         """Cached when every capture is published; else what is missing. Raises SourceChanged when the model
         is no longer the one this node was made for."""
         cells, found = len(self.cells), self._find(store)
-        missing = [cell for cell in self.cells if found is None or found.entry.record(*cell) is None]
+        missing = [cell for cell in self.cells if found is None or not found.is_published(cell)]
         self.source.expect(served=not missing)
         if found is None:
             return Status(False, "this run is not stored yet", cells)
@@ -219,12 +229,12 @@ class CaptureNode(Ports):
         """Bytes that missing captures will take on disk, and in buffers while they are computed; seconds in
         proportion to the tokens of the newest run of this model with such captures."""
         found = self._find(store)
-        missing = [cell for cell in self.cells if found is None or found.entry.record(*cell) is None]
+        missing = [cell for cell in self.cells if found is None or not found.is_published(cell)]
         per_token = self._bytes_per_token(missing)
         segment = found.entry.segment_tokens if found is not None else self._segment_tokens()
         length = min(segment, self.tokens.n_tokens)
         written, peak = per_token * self.tokens.n_tokens, BUFFERS * per_token * length
-        return Estimate(0, written, peak, self._seconds(store) if missing else None)
+        return Estimate(0, math.ceil(written), math.ceil(peak), self._seconds(store) if missing else None)
 
     def _seconds(self, store: Store) -> float | None:
         own = json.loads(json.dumps(self.source.identity.request()))
@@ -255,18 +265,20 @@ class CaptureNode(Ports):
         contents = found.contents(cells, segment)
 
         def load() -> xr.Dataset:
-            dataset = found.open(cells)
-            return dataset if segment is None else dataset.isel(token=slice(*segment))
+            return found.open(cells, segment)
 
         rows = found.n_tokens if segment is None else segment[1] - segment[0]
         content = digest("activations", self.run_key.prompt, found.rows, segment, contents)
-        parents = [found.entry.content(*cell) for cell in cells]
-        return Part(content, load, self._row_bytes(cells) * rows, parents)
+        parents = [found.content(cell) for cell in cells]
+        return Part(content, load, math.ceil(self._row_bytes(cells) * rows), parents)
 
     # -- running -------------------------------------------------------------------------------------------
 
     def run(self, store: Store, context: Context) -> None:
         """Compute and store what is missing, here or on the workers of a cluster."""
+        if (found := self._find(store)) is not None and found.views:
+            self._without(found.views).run(store, context)
+            return
         model: Model | None = None
         if context.cluster is not None and self.order == "layer":
             raise PlanError(
@@ -301,7 +313,7 @@ class CaptureNode(Ports):
                 model = model or self._load(context)
                 total += self._harvest(model, entry, context)
             order = {"order": "layer" if goes_by_layers(self.order, model) else "batch"}
-            note = {**self.provenance(), **order, "tokens": total, **took()}
+            note = {**self.provenance(), **order, **self._lowered, "tokens": total, **took()}
             noted = aside.submit(put_provenance, store.files, entry.path, note)
             entry.publish(self.cells)
             noted.result()
@@ -317,12 +329,21 @@ class CaptureNode(Ports):
         for cell in self.cells:
             by_layer.setdefault(cell[1], []).append(cell)
         of_layer = max(self._bytes_per_token(cells) for cells in by_layer.values())
-        return Beside(of_pass, length * self._bytes_per_token(self.cells), length * of_layer)
+        return Beside(of_pass, int(length * self._bytes_per_token(self.cells)), int(length * of_layer))
+
+    def _without(self, views: Mapping[str, View]) -> CaptureNode:
+        """The same without what can be seen in stored arrays already."""
+        spec = self.spec.only(kept for kept in self.spec.kept if kept.variable not in views)
+        rest = CaptureNode.__new__(CaptureNode)
+        kept = {name: value for name, value in vars(self).items() if name != "cells"}
+        vars(rest).update(kept, spec=spec)
+        return rest
 
     def _harvest(
         self, model: Model, entry: LabelledEntry, context: Context, stands: Callable[[], Any] = lambda: None
     ) -> int:
         """Compute and commit what is missing, in this process; returns the tokens computed."""
+        from .backoff import BatchSize
         from .harvest import harvest
         from .layer_major import harvest_by_layers
 
@@ -333,18 +354,22 @@ class CaptureNode(Ports):
                 model, entry, self.spec, batch_tokens=self.batch_tokens, advance=task.advance
             )
         model.require_all_weights('a capture with order="batch"')
-        return harvest(
-            model,
-            entry,
-            self.spec,
-            batch_tokens=self.batch_tokens,
-            advance=task.advance,
-            stands=stands,
-        )
+        batch = BatchSize(self.batch_tokens, context.progress.say)
+        try:
+            return harvest(model, entry, self.spec, batch=batch, advance=task.advance, stands=stands)
+        finally:
+            self._lowered |= batch.note()
 
     def open(self, store: Store) -> xr.Dataset:
         """The stored activations, labelled and lazy; EntryNotFound while something is missing."""
         return self._stored(store).open(self.cells)
+
+    def records(self, store: Store) -> tuple[LabelledEntry, list[tuple[VariableLayer, Record]]]:
+        """The run that holds the captures, and what is published of each: its own record, or that of the
+        array it is seen in; EntryNotFound while something is missing."""
+        found = self._stored(store)
+        told = [(cell, found.record(cell)) for cell in self.cells]
+        return found.entry, [(cell, record) for cell, record in told if record is not None]
 
     def provenance(self) -> dict[str, Any]:
         """What a person will want to know, and no key holds."""
@@ -364,7 +389,7 @@ class CaptureNode(Ports):
         return {**vars(self), "tokens": None, "run_key": self.run_key}
 
     def _bind(self, hooks: HookSpec | str | Sequence[str]) -> BoundSpec:
-        spec = as_spec(hooks).bind(self.source.config.hook_points, self.source.name)
+        spec = as_spec(hooks).bind(self.source.config.hook_points, self.source.name, stored=True)
         if not spec.captures:
             raise StageError(
                 "expected a HookSpec that captures something, found none; add "
@@ -384,7 +409,7 @@ class CaptureNode(Ports):
     @cached_property
     def _layers(self) -> dict[str, list[int]]:
         """Captured layers of each variable that has a layer axis."""
-        found = layers_by_variable(self.spec.captures)
+        found = layers_by_variable(self.spec.kept)
         return {
             name: sorted(n for n in held if n is not None) for name, held in found.items() if None not in held
         }
@@ -393,13 +418,31 @@ class CaptureNode(Ports):
     def _find(self, store: Store) -> Found | None:
         """This run in the store, or a larger one that holds all these prompts; None when neither is there."""
         entry = self._entry(store)
-        if entry is not None and all(entry.record(*cell) for cell in self.cells):
-            return Found(entry)
-        if self.tokens is not None:
+        found = None if entry is None else Found(entry, views=self._views(entry))
+        if found is not None and all(map(found.is_published, self.cells)):
+            return found
+        if self.tokens is not None and self._has_one_token_axis:
             larger = store.find_prompts(self.run_key, self.tokens, self.dtype, self.cells)
             if larger is not None:
                 return Found(*larger)
-        return None if entry is None else Found(entry)
+        return found
+
+    @property
+    def _has_one_token_axis(self) -> bool:
+        """Whether prompts can be picked from a larger run by one choice of tokens."""
+        return len({spec.packed for spec in self.specs()} - {"pair", "prompt_id"}) < 2
+
+    def _views(self, entry: LabelledEntry) -> dict[str, View]:
+        """The variables of a selection that are not stored, and of which the run has all tokens."""
+        views: dict[str, View] = {}
+        for name in dict.fromkeys(kept.variable for kept in self.spec.keeps):
+            kept = [each for each in self.spec.keeps if each.variable == name]
+            if all(entry.record(*each.cell) for each in kept):
+                continue
+            selection = kept[0].keep.selection
+            if selection is not None and all(entry.record(*each.capture.cell) for each in kept):
+                views[name] = kept[0].capture.variable, selection
+        return views
 
     def _entry(self, store: Store) -> LabelledEntry | None:
         try:
@@ -422,12 +465,13 @@ class CaptureNode(Ports):
 
     def _expect_room(self, store: Store) -> None:
         """Raise StoreFull where the disk has less room than what is missing will take."""
-        entry, needed = self._entry(store), 0
+        entry, needed = self._entry(store), 0.0
         if entry is None:
             needed = self._bytes_per_token(self.cells) * self.tokens.n_tokens
         else:
             for n, cells in entry.missing(self.cells).items():
                 needed += self._bytes_per_token(cells) * len(entry.segments[n])
+        needed = math.ceil(needed)
         if needed > (free := store.files.free_bytes):
             raise StoreFull(
                 f"expected {needed} bytes of room in {store.path} for what is missing, found {free}; capture "
@@ -468,30 +512,31 @@ class CaptureNode(Ports):
         from ....store.store import default_segment_tokens
 
         per_token = self._bytes_per_token(self.cells)
-        affordable = self.memory // (BUFFERS * per_token)
+        affordable = int(self.memory // (BUFFERS * per_token))
         if affordable < 1:
             raise PlanError(
-                f"a token of {len(self.cells)} captures needs {per_token} bytes, more than the memory of "
-                f"{self.memory}; capture fewer points, or raise memory="
+                f"a token of {len(self.cells)} captures needs {math.ceil(per_token)} bytes, more than the "
+                f"memory of {self.memory}; capture fewer points, or raise memory="
             )
         width = self.source.config.hidden_size
         stream = ArraySpec("stream", "", ("token", "hidden"), {"hidden": width}, self.dtype, None)
         row, own = width * _ITEMSIZE[self.dtype], self.specs()
         largest = max(self._bytes_per_token([(spec.variable, None)]) for spec in own)
-        if largest <= _WIDE * row:
+        if not self.spec.keeps and largest <= _WIDE * row:
             largest, own = row, [stream]
-        overlapping = max(self.tokens.n_tokens // OVERLAP, SMALLEST_SHARD // largest, 1)
-        longest = min(affordable, overlapping)
+        overlapping = max(self.tokens.n_tokens // OVERLAP, int(SMALLEST_SHARD // largest), 1)
+        longest = min(affordable, overlapping, *([LONGEST] if self.spec.keeps else []))
         return min(default_segment_tokens(self.tokens, own), 1 << (longest.bit_length() - 1))
 
-    def _bytes_per_token(self, cells: Sequence[VariableLayer]) -> int:
+    def _bytes_per_token(self, cells: Sequence[VariableLayer]) -> float:
         """Stored bytes of one token over some cells; what is packed otherwise by the mean."""
-        return self._row_bytes(cells, {axis: self.tokens.rows_per_token(axis) for axis in PACKED_AXES})
+        rows = {spec.packed: spec.rows_per_token(self.tokens) for spec in self.specs()}
+        return self._row_bytes(cells, rows)
 
-    def _row_bytes(self, cells: Sequence[VariableLayer], rows: Mapping[str, float] | None = None) -> int:
+    def _row_bytes(self, cells: Sequence[VariableLayer], rows: Mapping[str, float] | None = None) -> float:
         specs = {spec.variable: spec for spec in self.specs()}
         sizes = (math.prod(specs[name].tail) * (rows or {}).get(specs[name].packed, 1) for name, _ in cells)
-        return math.ceil(sum(sizes) * _ITEMSIZE[self.dtype])
+        return sum(sizes) * _ITEMSIZE[self.dtype]
 
     def _for_workers(self) -> Any:
         import torch
@@ -516,6 +561,23 @@ class Found:
     entry: LabelledEntry
     rows: list[int] | None = None
     """Which of the entry's prompts are meant; None for all, in order."""
+    views: Mapping[str, View] = field(default_factory=dict)
+    """Variables that are not stored themselves, and what shows them."""
+
+    def is_published(self, cell: VariableLayer) -> bool:
+        """Whether a cell can be read, as it is stored or from what is."""
+        return self.record(cell) is not None
+
+    def record(self, cell: VariableLayer) -> Record | None:
+        """What is published of what is read for a cell."""
+        return self.entry.record(*self._stored(cell))
+
+    def content(self, cell: VariableLayer) -> str:
+        """R of what is read for a cell."""
+        return self.entry.content(*self._stored(cell))
+
+    def _stored(self, cell: VariableLayer) -> VariableLayer:
+        return (self.views[cell[0]][0], cell[1]) if cell[0] in self.views else cell
 
     @property
     def n_tokens(self) -> int:
@@ -533,19 +595,20 @@ class Found:
     def contents(self, cells: Sequence[VariableLayer], segment: tuple[int, int] | None) -> list[list[Any]]:
         """[variable, layer, digest] of what is stored for each cell."""
         if segment is None or self.rows is not None:
-            return [[*cell, self.entry.content(*cell)] for cell in cells]
+            return [[*cell, self.content(cell)] for cell in cells]
         number = self.segments.index((segment[0], segment[1]))
-        return [[*cell, self.entry.segment_digest(*cell, number)] for cell in cells]
+        return [[*cell, self.entry.segment_digest(*self._stored(cell), number)] for cell in cells]
 
-    def open(self, cells: Sequence[VariableLayer]) -> xr.Dataset:
-        """The given cells, labelled and lazy."""
+    def open(self, cells: Sequence[VariableLayer], segment: tuple[int, int] | None = None) -> xr.Dataset:
+        """The given cells, labelled and lazy. segment: only the tokens of this one."""
         layers: dict[str, list[int]] = {}
         for name, layer in cells:
             layers.setdefault(name, []).extend([] if layer is None else [layer])
         held = {name: sorted(chosen) for name, chosen in layers.items() if chosen}
-        dataset = self.entry.open(list(layers), held)
         if self.rows is None:
-            return dataset
+            number = None if segment is None else self.segments.index((segment[0], segment[1]))
+            return self.entry.open(list(layers), held, views=self.views, segment=number)
+        dataset = self.entry.open(list(layers), held)  # one segment
         picked: xr.Dataset = dataset.mi.prompts(self.rows)
         return picked
 
@@ -569,31 +632,37 @@ def harvest_segment(job: WorkerJob, store: Store, cell: Mapping[str, int]) -> No
     """Compute and commit one segment; a Dask task."""
     import torch
 
+    from .backoff import BatchSize
     from .harvest import harvest
 
     torch.set_num_threads(job.threads)
     entry, model = store.entry(job.run, job.dtype), job.source.load()
     model.require_all_weights("segments by themselves, on a cluster")
-    harvest(model, entry, job.spec, batch_tokens=job.batch_tokens, segments=[cell["segment"]])
+    batch = BatchSize(job.batch_tokens)
+    harvest(model, entry, job.spec, batch=batch, segments=[cell["segment"]])
 
 
-def array_spec(capture: Capture, config: Architecture, dtype: str) -> ArraySpec:
+def array_spec(kept: Kept, config: Architecture, dtype: str) -> ArraySpec:
     """How a captured activation is stored: token-major, batch and positions packed, heads behind tokens, an
     axis of one dropped. What has no position is of a prompt."""
+    capture, selection = kept.capture, kept.keep.selection
     kind = BY_NAME[capture.point.kind]
     sizes = {axis: size for axis, size in config.axis_sizes.items() if axis != "one"}
     packed = next((axis for dim, axis in _PACKED_DIMS.items() if dim in kind.dims), "prompt_id")
+    if selection is not None:
+        packed = selection.axis
     rest = tuple(dim for dim in kind.dims if dim in sizes)
     front = ("layer",) if kind.per_layer else ()
     return ArraySpec(
-        capture.variable,
-        named(kind.path, capture.is_gradient),
+        kept.variable,
+        f"{named(kind.path, capture.is_gradient)}{kept.keep.suffix.replace('__', '@', 1)}",
         (*front, packed, *rest),
         {dim: sizes[dim] for dim in rest},
         dtype,
         config.num_layers if kind.per_layer else None,
         f"gradient at: {kind.meaning}" if capture.is_gradient else kind.meaning,
         "1",
+        selection,
     )
 
 

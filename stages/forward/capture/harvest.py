@@ -13,8 +13,10 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -28,12 +30,14 @@ from ....store.runs.claims import Claim
 from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import Entry
 from ....store.runs.packed import PackedTokens
-from ..hooks.spec import BoundSpec, Capture
+from ..hooks.spec import BoundSpec, Capture, Kept
 from ..hooks.taps import Sink
 from ..models.model import DTYPES, Model
 from ..networks.kernels import FEW_ROWS
+from .backoff import BatchSize, is_out_of_memory, release_device_memory
 from .batches import BUFFERS, Batch, Piece, pieces_of, plan_batches
 from .overlap import OverlappedWriter, SegmentBuffer
+from .selected import SelectedRows
 
 _WAIT = 0.2  # seconds before looking again at segments that others have claimed
 
@@ -59,22 +63,22 @@ def harvest(
     entry: Entry,
     spec: BoundSpec,
     *,
-    batch_tokens: int,
+    batch: BatchSize,
     segments: Iterable[int] | None = None,
-    advance: Callable[[int], None] = lambda tokens: None,
+    advance: Callable[[int, int], None] = lambda tokens, written: None,
     stands: Callable[[], Any] = lambda: None,
 ) -> int:
     """Compute and commit what the entry is missing of a spec's captures; returns the tokens computed.
 
-    segments: only these; None waits for those others have claimed, until nothing is missing. advance: told
-    tokens committed. stands: called before anything is committed; returns when the entry is made, and raises
-    if it is not.
+    batch: lowered where memory runs out. segments: only these; None waits for those others have claimed,
+    until nothing is missing. advance: told tokens and bytes committed. stands: called before anything is
+    committed; returns when the entry is made, and raises if it is not.
     """
-    cells = [capture.cell for capture in spec.captures]
+    cells = [kept.cell for kept in spec.kept]
     only = None if segments is None else set(segments)
     total = 0
     while missing := {n: todo for n, todo in entry.missing(cells).items() if only is None or n in only}:
-        done = _round(model, entry, spec, missing, batch_tokens, advance, stands)
+        done = _round(model, entry, spec, missing, batch, advance, stands)
         total += done
         if not done:
             time.sleep(_WAIT)
@@ -86,8 +90,8 @@ def _round(
     entry: Entry,
     spec: BoundSpec,
     missing: dict[int, list[VariableLayer]],
-    batch_tokens: int,
-    advance: Callable[[int], None],
+    batch: BatchSize,
+    advance: Callable[[int, int], None],
     stands: Callable[[], Any],
 ) -> int:
     """One pass over the segments that are missing and not somebody else's; returns the tokens computed."""
@@ -104,7 +108,7 @@ def _round(
             }
             threads = writers if in_turn or job.segment == last else 1
             entry.write_segment(job.segment, arrays, threads=threads, handed_over=job.handed_over.set)
-            advance(len(entry.segments[job.segment]))
+            advance(len(entry.segments[job.segment]), sum(rows.nbytes for rows in arrays.values()))
         finally:
             job.end()
 
@@ -117,7 +121,7 @@ def _round(
                 continue
             try:
                 buffer = writer.buffer()
-                fill(model, entry, n, only(spec, todo), buffer, batch_tokens)
+                fill(model, entry, n, only(spec, todo), buffer, batch)
             except BaseException:
                 claim.release()
                 raise
@@ -138,34 +142,69 @@ def needs_every_core(model: Model) -> bool:
     return model.device.type == "cpu" and torch.get_num_threads() >= cores
 
 
-def fill(
-    model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer, batch_tokens: int
-) -> None:
+def fill(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer, size: BatchSize) -> None:
     """Forward passes over one segment's prompts, captured activations copied to their place in the buffer, or
     kept as they are where a pass gives a segment whole."""
-    for batch in batches_of(model, entry, n, spec, batch_tokens):
-        keep = keeping(entry, n, batch, buffer)
-        rows = ids_of(entry, batch)
+    keep = keeping(entry, n, spec, buffer)
+
+    def run(batch: Batch) -> None:
+        rows, sink = ids_of(entry, batch), keep(batch)
         if not spec.gradients:
-            model.stream_batch(rows, spec, None, keep)
-            continue
+            model.stream_batch(rows, spec, None, sink)
+            return
         _, found = model.differentiate(rows, spec, [piece.prompt for piece in batch.pieces])
         for capture, value in found.items():
-            keep(capture, value)
+            sink(capture, value)
+
+    pieces = pieces_in(model, entry, n, spec)
+    while pieces:
+        batches = batches_of(model, entry, pieces, spec, size.tokens)
+        ran = sum(1 for _ in itertools.takewhile(lambda batch: _fits(partial(run, batch)), batches))
+        pieces = [piece for batch in batches[ran:] for piece in batch.pieces]
+        if pieces:
+            size.lower(batches[ran])
+            buffer.clear()
+            release_device_memory()
     refuse_overflow(buffer, spec, entry, n)
 
 
-def batches_of(model: Model, entry: Entry, n: int, spec: BoundSpec, batch_tokens: int) -> list[Batch]:
-    """The forward passes of one segment."""
-    tokens, axes = entry.tokens, {entry.spec(capture.variable).packed for capture in spec.captures}
-    # A row of a pattern is a sum over as many keys as there are.
-    whole = model.config.lengths_must_match or bool(spec.interventions or spec.gradients) or "pair" in axes
-    pieces = pieces_of(entry.segments[n], tokens.row_start, tokens.row_size, whole=whole)
+def _fits(work: Callable[[], None]) -> bool:
+    """Do some work; False where memory ran out. What it held is let go of before this returns."""
+    try:
+        work()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    return True
+
+
+def pieces_in(model: Model, entry: Entry, n: int, spec: BoundSpec) -> list[Piece]:
+    """What is to be computed of one segment's prompts."""
+    tokens = entry.tokens
+    whole = _goes_whole(model, entry, spec)
+    return pieces_of(entry.segments[n], tokens.row_start, tokens.row_size, whole=whole)
+
+
+def batches_of(
+    model: Model, entry: Entry, pieces: Sequence[Piece], spec: BoundSpec, batch_tokens: int
+) -> list[Batch]:
+    """The forward passes that these take."""
     # What is left behind a prompt is left behind its padding.
-    one_length = whole or "prompt_id" in axes
-    return plan_batches(
-        pieces, batch_tokens=batch_tokens, one_length=one_length, fewest=1 if spec.gradients else FEW_ROWS
-    )
+    one_length = _goes_whole(model, entry, spec) or "prompt_id" in _axes(entry, spec)
+    fewest = 1 if spec.gradients else FEW_ROWS
+    return plan_batches(pieces, batch_tokens=batch_tokens, one_length=one_length, fewest=fewest)
+
+
+def _goes_whole(model: Model, entry: Entry, spec: BoundSpec) -> bool:
+    """Whether prompts must be run to their ends, with others of their length."""
+    # A row of a pattern is a sum over as many keys as there are.
+    sees_length = bool(spec.interventions or spec.gradients) or "pair" in _axes(entry, spec)
+    return model.config.lengths_must_match or sees_length
+
+
+def _axes(entry: Entry, spec: BoundSpec) -> set[str]:
+    return {entry.spec(kept.variable).packed for kept in spec.kept}
 
 
 def ids_of(entry: Entry, batch: Batch) -> list[list[int]]:
@@ -173,13 +212,22 @@ def ids_of(entry: Entry, batch: Batch) -> list[list[int]]:
     return [_padded(entry.tokens, piece, batch.length) for piece in batch.pieces] * batch.copies
 
 
-def keeping(entry: Entry, n: int, batch: Batch, buffer: SegmentBuffer) -> Sink:
-    """What takes the activations of a batch to their place in a segment's buffer."""
+def keeping(entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer) -> Callable[[Batch], Sink]:
+    """What takes the activations of each batch to their places in a segment's buffer."""
     tokens, segment = entry.tokens, entry.segments[n]
+    wanted: dict[Capture, list[Kept]] = defaultdict(list)
+    for kept in spec.kept:
+        wanted[kept.capture].append(kept)
+    axes = {kept.variable: entry.spec(kept.variable).packed for kept in spec.kept}
+    selected = {
+        axes[kept.variable]: SelectedRows(entry, n, kept.keep.selection)
+        for kept in {kept.variable: kept for kept in spec.kept}.values()
+        if kept.keep.selection is not None
+    }
 
-    def keep(capture: Capture, value: Tensor) -> None:
-        cell = capture.cell
-        rows, axis = entry.rows(cell[0], n), entry.spec(cell[0]).packed
+    def keep(batch: Batch, kept: Kept, value: Tensor) -> None:
+        cell, axis = kept.cell, axes[kept.variable]
+        rows = entry.rows(cell[0], n)
         if axis == "prompt_id":
             first = int(entry.bounds("prompt_id")[n])
             _keep_prompts(value, batch, buffer.view(cell, rows), tokens, first)
@@ -187,19 +235,28 @@ def keeping(entry: Entry, n: int, batch: Batch, buffer: SegmentBuffer) -> Sink:
         if axis == "pair":
             _keep_pairs(value, batch, buffer.view(cell, rows), tokens, segment)
             return
-        value = _token_major(value, capture)
-        if _is_segment(value, batch, segment, DTYPES[entry.dtype]):
+        value = _token_major(value, kept.capture)
+        if axis in selected:
+            selected[axis].put(value, batch, buffer.view(cell, rows))
+        elif _is_segment(value, batch, segment, DTYPES[entry.dtype]):
             buffer.take(cell, value.flatten(0, 1))
         else:
             _keep_rows(value, batch, buffer.view(cell, rows))
 
-    return keep
+    def of_batch(batch: Batch) -> Sink:
+        def sink(capture: Capture, value: Tensor) -> None:
+            for kept in wanted[capture]:
+                keep(batch, kept, value)
+
+        return sink
+
+    return of_batch
 
 
 def only(spec: BoundSpec, cells: Collection[VariableLayer]) -> BoundSpec:
-    """The spec with these captures alone."""
+    """The spec with what makes these cells alone."""
     wanted = set(cells)
-    return replace(spec, captures=tuple(c for c in spec.captures if c.cell in wanted))
+    return spec.only(kept for kept in spec.kept if kept.cell in wanted)
 
 
 def _padded(tokens: PackedTokens, piece: Piece, length: int) -> list[int]:
@@ -290,14 +347,11 @@ def refuse_overflow(buffer: SegmentBuffer, spec: BoundSpec, entry: Entry, n: int
     models lie beyond."""
     if entry.dtype != "float16":
         return
-    for capture in spec.captures:
-        cell = capture.cell
-        if (
-            bool(buffer.view(cell, entry.rows(cell[0], n)).isinf().any())
-            and capture.point.kind != "attn_scores"
-        ):
+    for kept in spec.kept:
+        cell, point = kept.cell, kept.capture.point
+        if bool(buffer.view(cell, entry.rows(cell[0], n)).isinf().any()) and point.kind != "attn_scores":
             raise ShapeError(
-                f"'{capture.point}' exceeds float16's largest number (65504) in segment {n}; store it as "
+                f"'{point}' exceeds float16's largest number (65504) in segment {n}; store it as "
                 "bfloat16 or float32 (dtype=…)"
             )
 

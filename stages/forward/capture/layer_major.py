@@ -35,7 +35,16 @@ from ..models.model import DTYPES, Model
 from ..models.residency import EMBEDDING
 from ..networks.history import Carried
 from .batches import BUFFERS, Batch
-from .harvest import as_numpy, batches_of, ids_of, keeping, needs_every_core, only, refuse_overflow
+from .harvest import (
+    as_numpy,
+    batches_of,
+    ids_of,
+    keeping,
+    needs_every_core,
+    only,
+    pieces_in,
+    refuse_overflow,
+)
 from .overlap import OverlappedWriter, SegmentBuffer
 from .spool import VERSION, Spool, SpoolFile
 
@@ -78,7 +87,7 @@ class Course:
     def met(self, layers: Sequence[int]) -> list[VariableLayer]:
         """What it is to give that a pass through these layers shows."""
         shown = range(layers[0], layers[-1] + (2 if self.ends_with(layers) else 1))
-        return [capture.cell for capture in self.spec.captures if _entered(capture, self.last) in shown]
+        return [kept.cell for kept in self.spec.kept if _entered(kept.capture, self.last) in shown]
 
     def ends_with(self, layers: Sequence[int]) -> bool:
         """Whether nothing is missing behind these."""
@@ -91,15 +100,15 @@ def harvest_by_layers(
     spec: BoundSpec,
     *,
     batch_tokens: int,
-    advance: Callable[[int], None] = lambda tokens: None,
+    advance: Callable[[int, int], None] = lambda tokens, written: None,
 ) -> int:
     """Compute and commit what the entry is missing of a spec's captures, layer by layer; returns the tokens
     computed.
 
     spec: without gradients. advance: told tokens, each counted by the share of its layers that it has gone
-    through. Raises StoreFull where the disk has no room for the spool.
+    through, and bytes committed. Raises StoreFull where the disk has no room for the spool.
     """
-    cells = [capture.cell for capture in spec.captures]
+    cells = [kept.cell for kept in spec.kept]
     claim = Claim(entry.folder, f"{entry.path}/seg/{_CLAIM}.claim")
     total = 0
     while entry.missing(cells):
@@ -119,7 +128,7 @@ def _through(
     spec: BoundSpec,
     missing: dict[int, list[VariableLayer]],
     batch_tokens: int,
-    advance: Callable[[int], None],
+    advance: Callable[[int, int], None],
 ) -> int:
     """All segments with something missing through the layers; returns their tokens."""
     spool = Spool(entry.folder, f"{entry.path}/seg")
@@ -182,7 +191,7 @@ class _Way:
     spec: BoundSpec
     batch_tokens: int
     spool: Spool
-    advance: Callable[[int], None]
+    advance: Callable[[int, int], None]
 
     def course(self, n: int, spec: BoundSpec) -> Course:
         """Where a segment begins: at the last spooled layer before which nothing is missing."""
@@ -192,7 +201,7 @@ class _Way:
         last = max(1, *(_behind(capture, final) for capture in spec.captures))
         first = min(_entered(capture, final) for capture in spec.captures)
         spooled = [layer for layer in self.spool.layers(n, of) if layer <= first and layer < last]
-        places = sum(len(batch.pieces) * batch.length for batch in batches)
+        places = sum(len(batch.pieces) * batch.length * batch.copies for batch in batches)
         at = max(spooled, default=None)
         return Course(n, spec, of, len(self.entry.segments[n]), places, at, last)
 
@@ -211,7 +220,7 @@ class _Way:
         """Bytes that what is given by each layer takes in buffers."""
         found: dict[int, int] = {}
         itemsize, entry = DTYPES[self.entry.dtype].itemsize, self.entry
-        for cell in {capture.cell for course in courses for capture in course.spec.captures}:
+        for cell in {kept.cell for course in courses for kept in course.spec.kept}:
             rows = max(entry.rows(cell[0], course.n) for course in courses)
             size = BUFFERS * itemsize * rows * math.prod(entry.spec(cell[0]).tail)
             layer = cell[1] or 0
@@ -243,7 +252,7 @@ class _Way:
                     entry.write_segment(n, arrays, threads=threads, handed_over=job.handed_over.set)
                 if job.entered is not None:
                     job.entered.remove()
-                self.advance(job.tokens)
+                self.advance(job.tokens, sum(rows.nbytes for rows in arrays.values()))
             finally:
                 job.handed_over.set()
 
@@ -257,7 +266,7 @@ class _Way:
                 wanted = only(self.spec, course.met(layers))
                 self._fill(course, layers, wanted, buffer)
                 refuse_overflow(buffer, wanted, entry, course.n)
-                given = tuple(capture.cell for capture in wanted.captures)
+                given = tuple(kept.cell for kept in wanted.kept)
                 job = Job(course, given, entered, course.enter(layers[-1] + 1))
                 writer.submit(buffer, job)
                 if in_turn:
@@ -270,9 +279,9 @@ class _Way:
             spooled = None
             if not ends:
                 spooled = stack.enter_context(self._spooled(course, layers[-1] + 1).written())
+            keep = keeping(self.entry, course.n, spec, buffer)
             for batch, entering in self._entering(course):
-                sink = keeping(self.entry, course.n, batch, buffer)
-                carried = self.model.stream_layers(entering, layers, spec, sink, ends=ends)
+                carried = self.model.stream_layers(entering, layers, spec, keep(batch), ends=ends)
                 if spooled is not None:
                     spooled.put(carried)
 
@@ -286,7 +295,8 @@ class _Way:
             yield from zip(batches, carried, strict=True)
 
     def _batches(self, n: int, spec: BoundSpec) -> list[Batch]:
-        return batches_of(self.model, self.entry, n, spec, self.batch_tokens)
+        pieces = pieces_in(self.model, self.entry, n, spec)
+        return batches_of(self.model, self.entry, pieces, spec, self.batch_tokens)
 
     def _spooled(self, course: Course, layer: int) -> SpoolFile:
         return self.spool.file(course.n, layer, course.of)

@@ -6,21 +6,24 @@ apart, so that asking for one more layer of the same run computes one more layer
 
 A captured value is by default the one *after* the interventions at its own point (what the next operation
 sees, and what TransformerLens users expect); ``when="before"`` asks for the value before them (what
-candle-mi stores). ``grad:`` before a point asks for the gradient of a metric there instead.
+candle-mi stores). ``grad:`` before a point asks for the gradient of a metric there instead. What a store is
+to keep of a captured value may be less than all (keeps.py).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ....store import html
-from ....store.digest import digest
+from ....store.digest import canonical_json, digest
 from ....store.errors import HookPointNotFound, InterventionError
+from ....store.runs.selections import as_selection
 from ..architectures.points import BY_NAME, HookPoint, as_point, expand, is_glob, own_name, require_known
 from .interventions import Intervention
+from .keeps import WHOLE, Keep
 from .objective import Differentiable, Objective, objective_of
 
 When = Literal["after", "before"]
@@ -54,15 +57,46 @@ class Capture:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What a store keeps of one capture."""
+
+    capture: Capture
+    keep: Keep = WHOLE
+
+    @property
+    def variable(self) -> str:
+        """Name of the array that holds it; all layers share one array."""
+        return f"{self.capture.variable}{self.keep.suffix}"
+
+    @property
+    def cell(self) -> tuple[str, int | None]:
+        """Variable and layer: which stored array it is."""
+        return self.variable, self.capture.point.layer
+
+
+@dataclass(frozen=True)
 class BoundSpec:
     """A spec whose globs are expanded against one model: captures in execution order, interventions in the
     order given. order: layers as they are gone through; None for each of them once. objective: what gradients
-    are of."""
+    are of. keeps: what is kept of captures, where it is not all of each."""
 
     captures: tuple[Capture, ...] = ()
     interventions: tuple[tuple[HookPoint, Intervention], ...] = ()
     order: tuple[int, ...] | None = None
     objective: Objective | None = None
+    keeps: tuple[Kept, ...] = ()
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        """What a store keeps, in execution order."""
+        return self.keeps or tuple(map(Kept, self.captures))
+
+    def only(self, kept: Iterable[Kept]) -> BoundSpec:
+        """The spec with what makes some of its keeps, and no other capture."""
+        chosen = tuple(kept)
+        captures = tuple(dict.fromkeys(each.capture for each in chosen))
+        whole = all(each.keep == WHOLE for each in chosen)
+        return replace(self, captures=captures, keeps=() if whole else chosen)
 
     @property
     def is_empty(self) -> bool:
@@ -72,7 +106,7 @@ class BoundSpec:
     def canonical(self) -> dict[str, Any]:
         """Plain JSON values: captures sorted, interventions in order, payloads by digest."""
         return {
-            "captures": [[c.name, c.when] for c in self.captures],
+            "captures": [[k.capture.name, k.capture.when, *k.keep.canonical()] for k in self.kept],
             "interventions": self.canonical_interventions(),
         }
 
@@ -127,21 +161,25 @@ class HookSpec:
 
     def __init__(self) -> None:
         self._objective: Objective | None = None
-        self._captures: dict[tuple[HookPoint | str, When, bool], None] = {}
+        self._captures: dict[tuple[HookPoint | str, When, bool], dict[Keep, None]] = {}
         self._interventions: list[tuple[HookPoint | str, Intervention]] = []
 
-    def capture(self, *points: HookPoint | str, when: When = "after") -> HookSpec:
+    def capture(self, *points: HookPoint | str, when: When = "after", positions: Any = None) -> HookSpec:
         """Ask for the activations at these points; asking twice changes nothing.
 
         points: "grad:blocks.*.hook_resid_post" asks for gradients there. when: "after" the interventions at
-        that point (default), or "before" them.
-        Raises HookPointNotFound for a name no architecture has, naming the nearest.
+        that point (default), or "before" them. positions: which tokens a store keeps, by default all: "last",
+        a slice of each prompt such as "::16", numbers (negative from the end), or a bool array with one for
+        each token of all prompts, end to end.
+        Raises HookPointNotFound for a name no architecture has, naming the nearest; PromptError for positions
+        that are none.
         """
         if when not in ("after", "before"):
             raise HookPointNotFound(f"expected when='after' or when='before', found {when!r}")
+        keep = WHOLE if positions is None else Keep(as_selection(positions))
         for point in points:
             place, is_gradient = split_gradient(point)
-            self._captures[(_known(place), when, is_gradient)] = None
+            self._captures.setdefault((_known(place), when, is_gradient), {})[keep] = None
         return self
 
     def intervene(self, point: HookPoint | str, intervention: Intervention) -> HookSpec:
@@ -171,7 +209,8 @@ class HookSpec:
         """Add the captures of another spec, its interventions after the present ones, and what its gradients
         are of."""
         self._objective = other._objective or self._objective
-        self._captures.update(other._captures)
+        for asked, keeps in other._captures.items():
+            self._captures.setdefault(asked, {}).update(keeps)
         self._interventions.extend(other._interventions)
         return self
 
@@ -205,24 +244,27 @@ class HookSpec:
         """Whether nothing is asked for and nothing is changed."""
         return not self._captures and not self._interventions
 
-    def bind(self, available: Sequence[HookPoint], model: str = "the model") -> BoundSpec:
+    def bind(
+        self, available: Sequence[HookPoint], model: str = "the model", *, stored: bool = False
+    ) -> BoundSpec:
         """The spec with globs expanded over the points a model has.
 
-        Raises HookPointNotFound for a point, layer or glob the model does not have, InterventionError for a
+        stored: for a store, which may keep less than a pass gives. Raises HookPointNotFound for a point,
+        layer or glob the model does not have, and for keeps where nothing is stored, InterventionError for a
         change of what nothing reads; nothing is ignored.
         """
-        captures = {
-            Capture(p, when, is_gradient)
-            for held, when, is_gradient in self._captures
-            for p in (_differentiable if is_gradient else _expanded)(held, available, model)
-        }
+        kept = self._kept(available, model)
+        if not stored:
+            _refuse_keeps(kept)
+        captures = {each.capture for each in kept}
         interventions = [
             (p, change) for held, change in self._interventions for p in _expanded(held, available, model)
         ]
         for point, change in interventions:
             _refuse_derived(point, change)
-        ordered = sorted(captures, key=lambda c: (c.point.order, c.when, c.is_gradient))
+        ordered = sorted(captures, key=_execution)
         found = BoundSpec(tuple(ordered), tuple(interventions), objective=self._objective)
+        found = found.only(sorted(kept, key=lambda each: (*_execution(each.capture), each.keep.suffix)))
         if self._objective is not None and not found.gradients:
             raise HookPointNotFound(
                 "expected hook points whose gradient is wanted beside gradient_of(…), found none; add "
@@ -230,9 +272,23 @@ class HookSpec:
             )
         return found
 
+    def _kept(self, available: Sequence[HookPoint], model: str) -> set[Kept]:
+        found = set()
+        for (held, when, is_gradient), keeps in self._captures.items():
+            for point in (_differentiable if is_gradient else _expanded)(held, available, model):
+                for keep in keeps:
+                    keep.require(point, named(held, is_gradient))
+                    found.add(Kept(Capture(point, when, is_gradient), keep))
+        return found
+
     def canonical(self) -> dict[str, Any]:
         """Plain JSON values of the spec as written, globs unexpanded; a key uses those of `bind` instead."""
-        captures = sorted([named(held, is_gradient), when] for held, when, is_gradient in self._captures)
+        captures = [
+            [named(held, is_gradient), when, *keep.canonical()]
+            for (held, when, is_gradient), keeps in self._captures.items()
+            for keep in keeps
+        ]
+        captures.sort(key=canonical_json)
         return {
             "captures": captures,
             "interventions": [[str(held), change.canonical()] for held, change in self._interventions],
@@ -247,8 +303,9 @@ class HookSpec:
     def _repr_html_(self) -> str:
         """For a notebook: a line per capture and intervention."""
         rows: list[tuple[Any, str]] = [
-            (named(held, is_gradient), f"capture, {when} interventions")
-            for held, when, is_gradient in self._captures
+            (named(held, is_gradient), f"capture, {when} interventions{keep.arguments}")
+            for (held, when, is_gradient), keeps in self._captures.items()
+            for keep in keeps
         ]
         rows += [(held, repr(change)) for held, change in self._interventions]
         rows += [] if self._objective is None else [("gradients of", self._objective.arguments)]
@@ -256,8 +313,10 @@ class HookSpec:
 
     def __repr__(self) -> str:
         captures = "".join(
-            f".capture({named(held, is_gradient)!r}{'' if when == 'after' else ', when=' + repr(when)})"
-            for held, when, is_gradient in self._captures
+            f".capture({named(held, is_gradient)!r}{'' if when == 'after' else ', when=' + repr(when)}"
+            f"{keep.arguments})"
+            for (held, when, is_gradient), keeps in self._captures.items()
+            for keep in keeps
         )
         changes = "".join(f".intervene({str(held)!r}, {change!r})" for held, change in self._interventions)
         metric = "" if self._objective is None else f".gradient_of({self._objective.arguments})"
@@ -290,12 +349,26 @@ def refuse_gradients(spec: BoundSpec, who: str) -> None:
         )
 
 
-def layers_by_variable(captures: Iterable[Capture]) -> dict[str, list[int | None]]:
+def _refuse_keeps(kept: Iterable[Kept]) -> None:
+    for each in kept:
+        if each.keep != WHOLE:
+            raise HookPointNotFound(
+                f"expected whole activations, found {each.capture.name!r}{each.keep.arguments}: less than "
+                "all is kept by a store alone; use mizarr.capture, or choose among what the pass gives"
+            )
+
+
+def _execution(capture: Capture) -> tuple[Any, ...]:
+    return capture.point.order, capture.when, capture.is_gradient
+
+
+def layers_by_variable(captures: Iterable[Capture | Kept]) -> dict[str, list[int | None]]:
     """Which layers of each stored variable a set of captures asks for; [None] where there is no layer
     axis."""
     found: dict[str, list[int | None]] = defaultdict(list)
     for capture in captures:
-        found[capture.variable].append(capture.point.layer)
+        variable, layer = capture.cell
+        found[variable].append(layer)
     return dict(found)
 
 

@@ -1,0 +1,58 @@
+"""What of a captured activation is kept in a store: all of it, or the tokens of a selection.
+
+The pass computes and hands over the same; only what becomes of it differs. So a keep is part of what is
+stored, by name and key, and never of which run it is. Border: values; who cuts tensors by them is the harvest
+(`capture/`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ....store.errors import HookPointNotFound
+from ....store.runs.selections import Selection
+from ..architectures.points import BY_NAME, HookPoint
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What is kept of an activation. selection: of which tokens; None for all."""
+
+    selection: Selection | None = None
+
+    @property
+    def suffix(self) -> str:
+        """What the name of an array ends in."""
+        return "" if self.selection is None else f"__{self.selection.name}"
+
+    @property
+    def arguments(self) -> str:
+        """As `HookSpec.capture` is told it, behind the points."""
+        return "" if self.selection is None else f", positions={_said(self.selection)}"
+
+    def canonical(self) -> list[Any]:
+        """Plain JSON values; nothing where all is kept."""
+        return [] if self.selection is None else [self.selection.canonical()]
+
+    def require(self, point: HookPoint, name: str) -> None:
+        """Raise HookPointNotFound where an activation has no tokens to choose among."""
+        dims = BY_NAME[point.kind].dims
+        if self.selection is not None and "position" not in dims:
+            what = "two tokens" if "query_position" in dims else "no token"
+            raise HookPointNotFound(
+                f"expected a hook point with a row per token to keep {self.selection} of, found {name!r}, "
+                f"which has {what} to a row; capture it whole"
+            )
+
+
+WHOLE = Keep()
+"""All of it."""
+
+
+def _said(selection: Selection) -> str:
+    """A selection as it may be written; a mask only by what it is."""
+    (told,) = list(selection.canonical().values())[:1]
+    if isinstance(told, str):
+        return f"<{selection}>"
+    return str(selection).removeprefix("positions ")

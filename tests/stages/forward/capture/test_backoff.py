@@ -1,0 +1,120 @@
+"""A pass that does not fit in memory is run again in smaller batches; nothing else changes."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from mizarr import HookSpec, Model, capture, open_store
+from mizarr.stages.forward.capture.backoff import is_out_of_memory
+from mizarr.store.errors import ConfigError, PlanError
+from mizarr.store.runs.packed import PackedTokens
+from mizarr.workflows.cli.group import run
+
+RESID = HookSpec().capture("blocks.*.hook_resid_post")
+CPU = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Model.from_pretrained("specimen")
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    rng = np.random.default_rng(2)
+    return PackedTokens.from_lists(
+        [rng.integers(0, 100, size).tolist() for size in (4, 4, 8, 8, 8, 8, 16, 3)]
+    )
+
+
+def too_small(monkeypatch, most, error):
+    """Memory that holds batches of at most so many positions; returns what was tried."""
+    tried, stream = [], Model.stream_batch
+
+    def limited(self, rows, spec, want, sink):
+        tried.append(len(rows) * len(rows[0]))
+        if tried[-1] > most:
+            sink(spec.captures[0], torch.full((len(rows), len(rows[0]), 192), torch.nan))
+            raise error
+        return stream(self, rows, spec, want, sink)
+
+    monkeypatch.setattr(Model, "stream_batch", limited)
+    return tried
+
+
+@pytest.mark.parametrize("error", [CPU, MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
+def test_batches_are_halved_until_they_fit_and_stay_so(model, tokens, tmp_path, monkeypatch, capfd, error):
+    plain = capture(model, tokens, RESID, store=open_store(tmp_path / "a"), progress=False)
+    tried = too_small(monkeypatch, 16, error)
+    store = open_store(tmp_path / "b")
+    found = capture(model, tokens, RESID, store=store, batch_tokens=64, segment_tokens=32)
+    np.testing.assert_allclose(found["resid_post"], plain["resid_post"], atol=2e-5, rtol=1e-5)
+    assert capfd.readouterr().err.count("out of memory at") == 1
+    # Segments of prompts 4 4 8 8 8 and 8 16 3: the three of eight fail together, and half of 24 is 12.
+    assert tried == [8, 24, 8, 8, 8, 3, 8, 16]
+    (note,) = [note for note in store.provenance(next(store.records())) if "batch_tokens_lowered_to" in note]
+    assert note["batch_tokens_lowered_to"] == 12
+    assert store.verify() == []
+
+
+def test_a_prompt_that_does_not_fit_alone_ends_the_capture_in_one_line(model, tokens, tmp_path, monkeypatch):
+    too_small(monkeypatch, 8, CPU)
+    with pytest.raises(PlanError, match="one prompt of 16 tokens"):
+        capture(model, tokens, RESID, store=open_store(tmp_path), progress=False)
+
+
+def test_other_errors_are_not_taken_for_it():
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_the_log_has_a_line_for_every_segment(model, tokens, tmp_path):
+    log = tmp_path / "log.jsonl"
+    store = open_store(tmp_path / "store")
+    for _ in range(2):  # the second time nothing is computed, and nothing said
+        capture(model, tokens, RESID, store=store, segment_tokens=16, progress=False, log=log)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["done"] for line in lines] == [16, 32, 48, 59]
+    assert {line["total"] for line in lines} == {59}
+    per_token = 6 * 192 * 4
+    assert [line["bytes"] for line in lines] == [line["done"] * per_token for line in lines]
+    assert lines[-1]["seconds_left"] == 0
+    for line in lines:
+        assert line["rate"] == pytest.approx(line["done"] / line["seconds"], rel=0.05, abs=50)
+
+
+def test_a_log_that_cannot_be_written_is_refused_before_anything_is_computed(
+    model, tokens, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(Model, "stream_batch", lambda *_, **__: pytest.fail("computed"))
+    with pytest.raises(ConfigError, match="expected a file to write the log to"):
+        capture(model, tokens, RESID, store=open_store(tmp_path / "s"), log=tmp_path / "no" / "log")
+    command = [
+        "capture",
+        "specimen",
+        "a b",
+        "--text",
+        "--hooks",
+        "hook_embed",
+        "--store",
+        str(tmp_path / "s"),
+    ]
+    assert run([*command, "--log", str(tmp_path / "no" / "log")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("given", "said"), [("first", "'last'"), ("mask.npy", "one bool per token")])
+def test_positions_on_the_command_line_are_refused_in_one_line(tmp_path, capsys, monkeypatch, given, said):
+    monkeypatch.chdir(tmp_path)
+    np.save("mask.npy", np.ones(99, bool))
+    command = ["capture", "specimen", "a b", "--text", "--hooks", "hook_embed", "--store", "s"]
+    assert run([*command, "--positions", given]) == 2
+    told = capsys.readouterr().err
+    assert said in told and told.count("\n") == 1
+    assert not (tmp_path / "s").exists()
+    assert run([*command, "--positions", "last"]) == 0
+    assert "embed__last" in capsys.readouterr().out
