@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -29,7 +28,7 @@ from xarray.backends import BackendArray
 from xarray.core import indexing
 
 from ..errors import EntryNotFound, nearest
-from ..files import Folder, Stamp, stamp
+from ..files import Folder, Stamp, folder_at
 from ..identity import DIGEST, SOURCE
 from ..runs.coordinates import ABOUT, pair_starts, read_tokens
 from ..runs.entries import PACKED_AXES, Entry, group_attributes
@@ -68,7 +67,7 @@ def open_entry(
     picked = {name: _layers(entry, name, asked.get(name), held) for name in names}
     about = group_attributes(entry.folder, entry.path)
     coords, data = _token_coordinates(entry.tokens), {}
-    whose, source = {DIGEST: entry.run.model}, str(entry.folder.path(entry.path))
+    whose, source = {DIGEST: entry.run.model}, entry.folder.where(entry.path)
     shared = _largest({found for found in picked.values() if found is not None}, picked)
     for name, found in picked.items():
         spec = entry.spec(name)
@@ -95,30 +94,26 @@ def open_entry(
     return dataset
 
 
-def entry_at(source: Path) -> Entry:
-    """The entry in a folder, for reading; kept open, so that pieces of one dataset share its shards."""
+def entry_at(source: str) -> Entry:
+    """The entry in a folder, for reading; kept open, so that pieces of one dataset share its shards.
+
+    source: as `Folder.where` says it.
+    """
+    folder, path = folder_at(source)
     # Another stamp: the run was removed and made anew since, perhaps in other segments or with other labels.
-    stamps = tuple(_stamp(source / name) for name in ("zarr.json", "coordinates"))
-    return _entry_at(source, stamps)
+    found = folder.glance(f"{path}/zarr.json"), folder.folder_stat(f"{path}/coordinates")
+    return _entry_at(source, tuple(None if stat is None else stat.stamp for stat in found))
 
 
 @lru_cache(maxsize=16)
-def _entry_at(source: Path, stamps: tuple[Stamp | None, ...]) -> Entry:
-    folder = Folder(source.parents[2], read_only=True)
-    path = str(source.relative_to(source.parents[2]))
+def _entry_at(source: str, stamps: tuple[Stamp | None, ...]) -> Entry:
+    folder, path = folder_at(source)
     return Entry.load(folder, path, read_tokens(folder, path))
 
 
 def forget_entries() -> None:
     """Close the entries that `entry_at` keeps open."""
     _entry_at.cache_clear()
-
-
-def _stamp(path: Path) -> Stamp | None:
-    try:
-        return stamp(path.stat())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
 
 
 class ShardedArray(BackendArray):
@@ -137,9 +132,9 @@ class ShardedArray(BackendArray):
         front = () if layers is None else (len(layers),)
         self.shape = (*front, int(self.bounds[-1]), *spec.tail)
 
-    def __reduce__(self) -> tuple[Callable[..., ShardedArray], tuple[Path, str, tuple[int, ...] | None]]:
-        # Paths travel, not arrays: another process maps the same files.
-        return _array_at, (self.entry.folder.path(self.entry.path), self.variable, self.layers)
+    def __reduce__(self) -> tuple[Callable[..., ShardedArray], tuple[str, str, tuple[int, ...] | None]]:
+        # Addresses travel, not arrays: another process maps the same files.
+        return _array_at, (self.entry.folder.where(self.entry.path), self.variable, self.layers)
 
     def __dask_tokenize__(self) -> tuple[object, ...]:
         return ("mizarr-shards", self.entry.digest, self.variable, self.layers, self.shape)
@@ -309,7 +304,7 @@ def _chunked(dataset: xr.Dataset, entry: Entry, data: dict[str, xr.Variable]) ->
     return dataset.assign(big.data_vars).assign_coords(columns.chunk({"token": sizes["token"]}).coords)
 
 
-def _array_at(source: Path, variable: str, layers: tuple[int, ...] | None) -> ShardedArray:
+def _array_at(source: str, variable: str, layers: tuple[int, ...] | None) -> ShardedArray:
     return ShardedArray(entry_at(source), variable, layers)
 
 

@@ -27,7 +27,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from ..digest import Buffer, content_digest, file_digest
+from ..digest import Buffer, content_digest
 from ..errors import REPAIR, CorruptEntry, EntryNotFound
 from ..files import Folder
 from ..sealed import sealed, unsealed
@@ -123,14 +123,15 @@ def read_tokens(folder: Folder, path: str) -> PackedTokens:
     }
     ids, sizes = columns["token_id"], columns["row_size"]
     if ids is None or sizes is None:
-        raise EntryNotFound(f"{folder.path(path)} holds no stored run; `mizarr ls` shows what is there")
+        raise EntryNotFound(f"{folder.where(path)} holds no stored run; `mizarr ls` shows what is there")
     text = _read_metadata(folder, path, "text", told)
     texts = None if text is None else StoredTexts(folder, path, len(sizes), checked=_CRC32C in text["codecs"])
     try:
         return PackedTokens(ids, sizes, texts, columns["char_start"], columns["char_end"])
     except ValueError as error:
         raise CorruptEntry(
-            f"{folder.path(path)}: expected token coordinates that fit together, found that {error}; {REPAIR}"
+            f"{folder.where(path)}: expected token coordinates that fit together, found that {error}; "
+            f"{REPAIR}"
         ) from error
 
 
@@ -160,7 +161,7 @@ class StoredTexts(Sequence[str]):
     def _read_chunk(self, n: int) -> list[str]:
         from numcodecs.vlen import VLenUTF8
 
-        name = f"{self._folder.path(self._path)}/text/c/{n}"
+        name = self._folder.where(f"{self._path}/text/c/{n}")
         raw = self._folder.get(f"{self._path}/text/c/{n}")
         if raw is None:
             raise CorruptEntry(f"{name}: expected texts of prompts, found no file; {REPAIR}")
@@ -256,7 +257,7 @@ def _measured(folder: Folder, name: str, parts: Sequence[Buffer], made: Collecti
 
 
 def _measure(folder: Folder, name: str) -> list[int | str]:
-    return [folder.path(name).stat().st_size, file_digest(folder.path(name))]
+    return list(folder.measure(name))
 
 
 def _recorded(folder: Folder, path: str) -> dict[str, list[int | str]]:
@@ -297,10 +298,10 @@ def _read_integers(
     rows, layout = int(metadata["shape"][0]), ShardLayout.from_metadata(metadata)
     if layout is None:
         raise CorruptEntry(
-            f"{folder.path(path)}/{name}: expected numbers as they were captured, found them stored again in "
-            f"another form; {REPAIR}"
+            f"{folder.where(path)}/{name}: expected numbers as they were captured, found them stored again "
+            f"in another form; {REPAIR}"
         )
-    held = np.asarray(read_shard(folder.path(f"{path}/{layout.path(name, None, 0)}"), layout, rows))
+    held = np.asarray(read_shard(folder.mapped(f"{path}/{layout.path(name, None, 0)}"), layout, rows))
     # A copy is what was checked, whatever becomes of the file.
     return held.copy() if held.nbytes <= _HELD else held
 

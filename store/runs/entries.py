@@ -137,7 +137,7 @@ class Entry:
         self._known: dict[str, tuple[bytes, ArraySpec, ShardLayout | None]] = {}
         self._bounds: dict[str, npt.NDArray[np.int64]] = {}
         self._committed = Committed(folder, f"{self.path}/seg", len(self.segments))
-        self._mapped = MappedShards()
+        self._mapped = MappedShards(folder)
 
     @classmethod
     def planned(
@@ -382,9 +382,9 @@ class Entry:
         rows = self._rows(spec, n)
         if layout is None:
             return self._read_through_zarr(variable, layer, n, rows)
-        path = self.folder.path(f"{self.path}/{layout.path(variable, layer, n)}")
+        name = f"{self.path}/{layout.path(variable, layer, n)}"
         try:
-            return self._mapped.rows(path, layout, rows, self._place(variable, layer, n))
+            return self._mapped.rows(name, layout, rows, self._place(variable, layer, n))
         except FileNotFoundError:
             raise EntryNotFound(self._absent(variable, layer, n, "stored")) from None
 
@@ -496,7 +496,7 @@ class Entry:
         ):
             found = "no run" if text is None else f"one in segments of {length} tokens"
             raise EntryNotFound(
-                f"{self.folder.path(self.path)}: expected run {self.digest[:12]} in segments of "
+                f"{self.folder.where(self.path)}: expected run {self.digest[:12]} in segments of "
                 f"{self.segment_tokens} tokens, as it was opened, found {found}; open it again"
             )
         self._group_seen = text
@@ -511,7 +511,7 @@ class Entry:
             fields = metadata.get("attributes", {}).get("mizarr", {})
         except (ValueError, AttributeError) as error:
             raise CorruptEntry(
-                f"{self.folder.path(self.path)}/{variable}/zarr.json: expected the description of an array, "
+                f"{self.folder.where(self.path)}/{variable}/zarr.json: expected the description of an array, "
                 f"found {error}; {REPAIR}"
             ) from error
         if "hook" not in fields:
@@ -523,7 +523,7 @@ class Entry:
 
         from . import bfloat16  # noqa: F401 - teaches zarr the dtype
 
-        array: Any = zarr.open_array(self.folder.path(f"{self.path}/{variable}"), mode="r")
+        array: Any = zarr.open_array(self.folder.zarr(f"{self.path}/{variable}"), mode="r")
         shard = array.shards or array.chunks
         start = n * shard[0 if layer is None else 1]
         at = slice(start, start + rows)
@@ -531,7 +531,7 @@ class Entry:
             held: Array = np.asarray(array[at] if layer is None else array[layer, at])
         except (ValueError, RuntimeError) as error:
             raise CorruptEntry(
-                f"{self.folder.path(self.path)}/{variable} ({self._place(variable, layer, n)}): expected "
+                f"{self.folder.where(self.path)}/{variable} ({self._place(variable, layer, n)}): expected "
                 f"chunks as they were written, found some that cannot be read ({error}); {REPAIR}"
             ) from error
         return ShardRows(held[None], rows)
@@ -608,7 +608,7 @@ def group_attributes(folder: Folder, path: str) -> dict[str, Any]:
     """The attributes of an entry's group; EntryNotFound if there is none, CorruptEntry if they are others."""
     text = folder.get(f"{path}/zarr.json")
     if text is None:
-        raise EntryNotFound(f"{folder.path(path)} holds no stored run; see `mizarr ls`")
+        raise EntryNotFound(f"{folder.where(path)} holds no stored run; see `mizarr ls`")
     return _checked(folder, path, text)
 
 
@@ -629,7 +629,7 @@ def _checked(folder: Folder, path: str, text: bytes) -> dict[str, Any]:
         sound = False
     if not sound:
         raise CorruptEntry(
-            f"{folder.path(path)}/zarr.json: expected the description of run {path[-64:][:12]} as it was "
+            f"{folder.where(path)}/zarr.json: expected the description of run {path[-64:][:12]} as it was "
             f"written, found another; {REPAIR}"
         )
     return attributes

@@ -34,7 +34,9 @@ RECORD_FOLDERS = ("seg/", "manifest/", "provenance/")
 def quarantine(store: Catalog, damage: Damage) -> None:
     """Set the damaged file aside and withdraw what it belonged to."""
     if store.read_only:
-        raise ReadOnlyStore(f"cannot quarantine in {store.path}: opened with mode='r'; open it with mode='a'")
+        raise ReadOnlyStore(
+            f"cannot quarantine in {store.address}: opened with mode='r'; open it with mode='a'"
+        )
     aside = f"quarantine/{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
     published = [record for record in _readable(store) if record.data == damage.data]
     segments = _segment_records(store, damage)
@@ -111,8 +113,4 @@ def _withdraw_cells(store: Catalog, damage: Damage, name: str, record: dict[str,
 
 
 def _move(store: Catalog, name: str, aside: str) -> None:
-    source, target = store.files.path(name), store.files.path(f"{aside}/{name}")
-    if source.exists():
-        with store.files.writing(name):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            source.rename(target)
+    store.files.move(name, f"{aside}/{name}")

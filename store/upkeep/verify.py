@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ..catalog import Catalog
-from ..digest import file_digest
 from ..errors import CorruptEntry
 from ..files import THREADS
 from ..provenance import note_names, read_note
@@ -77,7 +76,7 @@ def _dangling(store: Catalog) -> list[Damage]:
             continue
         if record is not None:
             manifest = manifest_of(record)
-            if not store.files.path(f"{record.data}/{manifest}").exists():
+            if store.files.size(f"{record.data}/{manifest}") is None:
                 found.append(Damage(record.data, manifest, f"the manifest of {record.label}", "missing"))
     for name in store.files.list(PINS):
         if (text := store.files.get(name)) is not None:
@@ -108,17 +107,19 @@ def manifest_of(record: Record) -> str:
 
 
 def _check(store: Catalog, data: str, name: str, size: int, told: str, *, quick: bool) -> Damage | None:
-    path = store.files.path(f"{data}/{name}")
+    path = f"{data}/{name}"
     try:
-        there = path.stat().st_size
-        if there != size:
+        there = store.files.size(path)
+        if there is not None and there != size:
             return Damage(data, name, f"{size} bytes", f"{there} bytes")
-        if not quick and (found := file_digest(path)) != told:
+        if there is None:
+            return Damage(data, name, told, "missing")
+        if not quick and (found := store.files.measure(path)[1]) != told:
             return Damage(data, name, told, found)
     except (FileNotFoundError, NotADirectoryError):
         return Damage(data, name, told, "missing")
     except OSError as error:
-        return Damage(data, name, told, f"unreadable ({error.strerror})")
+        return Damage(data, name, told, f"unreadable ({error.strerror or error})")
     return None
 
 
