@@ -37,7 +37,7 @@ from .errors import REPAIR, CorruptEntry, ShapeError
 from .files import Folder
 from .provenance import put_provenance
 from .records import Record
-from .sealed import sealed, unsealed
+from .sealed import expect_inside, sealed, unsealed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -238,6 +238,8 @@ def _check_description(files: Folder, data: str, what: str) -> None:
     if text is None:
         raise CorruptEntry(f"{what}: expected its list of files, {name}, found none; {REPAIR}")
     listed = unsealed(name, text, MANIFEST)["files"]
+    for file in listed:
+        expect_inside(name, file)
     lengths = files.sizes(data, [file for file in listed if not file.endswith("/zarr.json")])
     for file, (size, told) in listed.items():
         if file.endswith("/zarr.json"):

@@ -45,6 +45,12 @@ def unsealed(name: str, text: bytes, known: Collection[str]) -> dict[str, Any]:
     return fields
 
 
+def expect_inside(name: str, file: str) -> None:
+    """Raise CorruptEntry if a path told in the file `name` leads out of the folder it is relative to."""
+    if file.startswith("/") or not all(step not in ("", ".", "..") for step in file.split("/")):
+        raise CorruptEntry(f"{name}: expected names of files below its folder, found {file!r:.80}; {REPAIR}")
+
+
 def is_sealed(text: bytes) -> bool:
     """Whether a file carries a check, sound or not."""
     return _CHECK.search(text) is not None

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .reading.labelled import LabelledEntry
     from .runs.entries import ArraySpec
     from .upkeep.collect import GcReport, Usage
+    from .upkeep.copying import Copied
     from .upkeep.listing import ListedRun
     from .upkeep.verify import Damage
 
@@ -332,6 +333,28 @@ class Store(Catalog):
         from .upkeep.listing import runs
 
         return runs(self, self.usage() if measured is None else measured)
+
+    def copy_to(
+        self,
+        target: Store,
+        keys: Iterable[Key | Record] | None = None,
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> Copied:
+        """Put what is published here into another store, by default all; what is there already stays.
+
+        A run's keys go with its labels, every file compared with its digest; cut off, it resumes. progress:
+        called with bytes written. Raises CorruptEntry for a file that is not what was recorded.
+        """
+        from .upkeep.copying import copy
+
+        asked = (
+            self.records() if keys is None else (k if isinstance(k, Record) else self.record(k) for k in keys)
+        )
+        before = set(target._entry_names(""))
+        done = copy(self, target, asked, progress)
+        for name in set(target._entry_names("")) - before:
+            target._remember(target.entry(name))
+        return done
 
     def usage(self) -> list[Usage]:
         """Bytes by run and result, largest first."""

@@ -6,9 +6,10 @@ Border: reads records; who writes them, and when, is `entries.py`'s.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..digest import digest
 from ..errors import REPAIR, CorruptEntry
 from ..files import Folder, Stamp
 from ..sealed import unsealed
@@ -60,6 +61,11 @@ class Committed:
         for _, record in records.values():
             held[record.segment].update(record.cells)
         self._records, self._held = records, held
+
+
+def record_name(path: str, n: int, cells: Sequence[str]) -> str:
+    """Where the record of what a pass wrote of segment n lies. cells: their names, in order."""
+    return f"{path}/seg/{n}.{digest('cells', list(cells))[:12]}.json"
 
 
 def cell_name(cell: VariableLayer) -> str:

@@ -116,7 +116,7 @@ def read_tokens(folder: Folder, path: str) -> PackedTokens:
 
     EntryNotFound when there are none, CorruptEntry when they do not fit together.
     """
-    told = _recorded(folder, path)
+    told = recorded(folder, path)
     columns = {
         name: _read_integers(folder, path, name, told)
         for name in ("token_id", "row_size", "char_start", "char_end")
@@ -260,7 +260,7 @@ def _measure(folder: Folder, name: str) -> list[int | str]:
     return list(folder.measure(name))
 
 
-def _recorded(folder: Folder, path: str) -> dict[str, list[int | str]]:
+def recorded(folder: Folder, path: str) -> dict[str, list[int | str]]:
     """File -> [size, digest] of the coordinates, as their writers recorded them last of all."""
     told: dict[str, list[int | str]] = {}
     for name in sorted(folder.children(f"{path}/coordinates")):

@@ -37,7 +37,7 @@ from ..keys import ActivationKey, RunKey
 from ..records import Record
 from ..sealed import sealed
 from .claims import TTL, Claim
-from .committed import RECORD, Committed, VariableLayer, cell_name
+from .committed import RECORD, Committed, VariableLayer, cell_name, record_name
 from .coordinates import BOOKKEEPING, check_metadata
 from .mapped import MappedShards
 from .packed import PackedTokens
@@ -394,7 +394,7 @@ class Entry:
         """Say that shards of a segment stand."""
         cells = sorted(cell_name(cell) for cell in held)
         record = dict(zip(RECORD, (n, cells, files), strict=True))
-        self.folder.put_new(f"{self.path}/seg/{n}.{digest('cells', cells)[:12]}.json", sealed(record))
+        self.folder.put_new(record_name(self.path, n, cells), sealed(record))
 
     def _group(self, attributes: Mapping[str, Any]) -> bytes:
         """The `zarr.json` of the group."""

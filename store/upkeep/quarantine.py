@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from ..catalog import Catalog
-from ..digest import digest
 from ..errors import CorruptEntry, ReadOnlyStore
 from ..provenance import as_json
 from ..reading.datasets import forget_entries
 from ..records import ACTIVATION, Record
-from ..runs.committed import RECORD
+from ..runs.committed import RECORD, record_name
 from ..runs.coordinates import metadata_record
 from ..runs.vocabularies import CHECK, VOCABULARIES
 from ..sealed import sealed, unsealed
@@ -104,9 +103,7 @@ def _withdraw_cells(store: Catalog, damage: Damage, name: str, record: dict[str,
     files = {file: told for file, told in record["files"].items() if file != damage.file}
     if rest:
         kept = dict(zip(RECORD, (record["segment"], rest, files), strict=True))
-        folder = name.rsplit("/", 1)[0]
-        new = f"{folder}/{record['segment']}.{digest('cells', rest)[:12]}.json"
-        store.files.put_new(new, sealed(kept))
+        store.files.put_new(record_name(damage.data, record["segment"], rest), sealed(kept))
     labels = {cell.replace(".", "/") for cell in bad}
     _withdraw(store, [r for r in _readable(store) if r.data == damage.data and r.label in labels])
     _move(store, name, aside)

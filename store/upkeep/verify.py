@@ -22,7 +22,7 @@ from ..results import MANIFEST
 from ..runs.committed import RECORD
 from ..runs.entries import CELL_MANIFEST, group_attributes
 from ..runs.vocabularies import CHECK, VOCABULARIES
-from ..sealed import unsealed
+from ..sealed import expect_inside, unsealed
 
 PINS = "pins"
 
@@ -131,8 +131,11 @@ def committed_files(store: Catalog, data: str) -> tuple[dict[str, list[Any]], li
         if (text := store.files.get(name)) is None:
             continue
         try:
-            files |= unsealed(name, text, known).get("files", {})
-        except (CorruptEntry, TypeError):
+            found = unsealed(name, text, known).get("files", {})
+            for file in found:
+                expect_inside(name, file)
+            files |= {file: [int(size), str(told)] for file, (size, told) in found.items()}
+        except (CorruptEntry, TypeError, ValueError):
             unreadable.append(Damage(data, name.removeprefix(f"{data}/"), "a list of files", "unreadable"))
     return files, unreadable
 

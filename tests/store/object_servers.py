@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import logging
 import secrets
 import threading
 import time
@@ -22,6 +23,7 @@ Fault = Callable[[str, str], str | None]
 @contextmanager
 def s3_server() -> Iterator[str]:
     """The endpoint of a server with no bucket in it."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

@@ -1,4 +1,4 @@
-"""Files of a store as objects, in memory and on a server that speaks S3: the contract, and what goes wrong."""
+"""Files of a store as objects, in memory and on a server that speaks S3: the contract, and faults."""
 
 import secrets
 
@@ -92,7 +92,7 @@ def test_a_put_that_fails_on_the_way_is_put_once_and_known_as_ours(faulty, what)
     files, proxy = faulty
     proxy.fault = the_first(1, what, "PUT")
     assert files.put_new("a", b"one")
-    assert [fault for method, _, fault in proxy.seen if method == "PUT"][0] == what
+    assert next(fault for method, _, fault in proxy.seen if method == "PUT") == what
     proxy.fault = lambda method, path: None
     assert not files.put_new("a", b"two")
     assert files.get("a") == b"one"
