@@ -62,6 +62,8 @@ class Record:
     def from_bytes(cls, key: str, text: bytes) -> Record:
         """The record in a key file; CorruptEntry if it is not one, or not what was written."""
         fields = unsealed(key_path(key), text, _FIELDS)
+        if absent := [name for name in _FIELDS if name not in fields]:
+            raise CorruptEntry(f"{key_path(key)}: expected {', '.join(absent)}, found none; {REPAIR}")
         found = cls(key, **{name: str(fields[name]) for name in _FIELDS})
         if not _DATA.fullmatch(found.data) or ".." in found.label:
             raise CorruptEntry(

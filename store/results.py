@@ -37,7 +37,7 @@ from .errors import REPAIR, CorruptEntry, ShapeError
 from .files import Folder
 from .provenance import put_provenance
 from .records import Record
-from .sealed import expect_inside, sealed, unsealed
+from .sealed import files_of, sealed, unsealed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -237,9 +237,7 @@ def _check_description(files: Folder, data: str, what: str) -> None:
     text = files.get(name)
     if text is None:
         raise CorruptEntry(f"{what}: expected its list of files, {name}, found none; {REPAIR}")
-    listed = unsealed(name, text, MANIFEST)["files"]
-    for file in listed:
-        expect_inside(name, file)
+    listed = files_of(name, unsealed(name, text, MANIFEST))
     lengths = files.sizes(data, [file for file in listed if not file.endswith("/zarr.json")])
     for file, (size, told) in listed.items():
         if file.endswith("/zarr.json"):

@@ -18,7 +18,6 @@ comes second finds the first one's and takes it.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from .provenance import get_provenance, put_provenance
 from .records import RESULT, Record, now
 from .runs.packed import PackedTokens
 from .runs.vocabularies import put_vocabulary, read_vocabulary
-from .sealed import is_sealed, sealed, unsealed
+from .sealed import is_sealed, read_json, sealed, unsealed
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -450,10 +449,10 @@ def _check_format(files: Folder) -> None:
         text = files.get("store.json") or b""
     try:
         # A newer format may describe itself with more: its number is all that counts.
-        found = int(json.loads(text)["format"])
+        found = int(read_json(text)["format"])
         if is_sealed(text) or found <= FORMAT:
-            unsealed("store.json", text, json.loads(text))
-    except (ValueError, KeyError, TypeError, CorruptEntry) as error:
+            unsealed("store.json", text, read_json(text))
+    except (ValueError, KeyError, TypeError, OverflowError, CorruptEntry) as error:
         raise StoreFormatError(
             f"{files.where('store.json')} is not the description of a store ({error}); "
             'name another folder, or restore the file: {"format": 1, "digest": "sha256"}'

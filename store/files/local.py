@@ -221,11 +221,14 @@ class LocalFolder(Folder):
 
     def walk(self, folder: str) -> Iterator[tuple[str, Stat]]:
         """All files below a folder, temporary ones as well, relative to the root."""
-        for top, _, files in os.walk(self.path(folder)):
-            base = Path(top).relative_to(self.root)
-            for file in files:
-                with suppress(FileNotFoundError):
-                    yield str(base / file), Stat.of((Path(top) / file).stat())
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path(folder)) as found:
+            for item in found:
+                name = f"{folder}/{item.name}" if folder else item.name
+                if item.is_dir(follow_symlinks=False):
+                    yield from self.walk(name)
+                else:
+                    with suppress(FileNotFoundError):
+                        yield name, Stat.of(item.stat())
 
     def mark(self, name: str, data: bytes) -> bool:
         """Create a small file that need not outlive a power cut; False when it is there already."""

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from ..digest import Buffer, content_digest
 from ..errors import REPAIR, CorruptEntry, EntryNotFound
 from ..files import Folder
-from ..sealed import sealed, unsealed
+from ..sealed import files_of, read_json, sealed, unsealed
 from .packed import PackedTokens
 from .shards import ShardLayout, array_metadata, crc32c, read_shard, shard_parts
 
@@ -125,7 +125,11 @@ def read_tokens(folder: Folder, path: str) -> PackedTokens:
     if ids is None or sizes is None:
         raise EntryNotFound(f"{folder.where(path)} holds no stored run; `mizarr ls` shows what is there")
     text = _read_metadata(folder, path, "text", told)
-    texts = None if text is None else StoredTexts(folder, path, len(sizes), checked=_CRC32C in text["codecs"])
+    texts = (
+        None
+        if text is None
+        else StoredTexts(folder, path, len(sizes), checked=_CRC32C in text.get("codecs", ()))
+    )
     try:
         return PackedTokens(ids, sizes, texts, columns["char_start"], columns["char_end"])
     except ValueError as error:
@@ -266,7 +270,7 @@ def recorded(folder: Folder, path: str) -> dict[str, list[int | str]]:
     for name in sorted(folder.children(f"{path}/coordinates")):
         if name.endswith(".json") and not name.endswith("zarr.json") and name != "labels.json":
             record = f"{path}/coordinates/{name}"
-            told |= unsealed(record, folder.get(record) or b"", ("files",))["files"]
+            told |= files_of(record, unsealed(record, folder.get(record) or b"", ("files",)))
     return told
 
 
@@ -279,8 +283,12 @@ def _read_metadata(
     if text is None and file not in told:
         return None
     _expect(f"{path}/{file}", text or b"", told.get(file))
-    found: dict[str, Any] = json.loads(text or b"")
-    return found
+    try:
+        return dict(read_json(text or b""))
+    except (ValueError, TypeError) as error:
+        raise CorruptEntry(
+            f"{path}/{file}: expected the description of an array, found {error}; {REPAIR}"
+        ) from error
 
 
 def _expect(name: str, text: bytes, told: list[int | str] | None) -> None:
@@ -295,12 +303,13 @@ def _read_integers(
     metadata = _read_metadata(folder, path, name, told)
     if metadata is None:
         return None
-    rows, layout = int(metadata["shape"][0]), ShardLayout.from_metadata(metadata)
+    layout = ShardLayout.from_metadata(metadata)
     if layout is None:
         raise CorruptEntry(
             f"{folder.where(path)}/{name}: expected numbers as they were captured, found them stored again "
             f"in another form; {REPAIR}"
         )
+    rows = int(metadata["shape"][0])
     held = np.asarray(read_shard(folder.mapped(f"{path}/{layout.path(name, None, 0)}"), layout, rows))
     # A copy is what was checked, whatever becomes of the file.
     return held.copy() if held.nbytes <= _HELD else held

@@ -35,7 +35,7 @@ from ..errors import REPAIR, CorruptEntry, EntryNotFound, ShapeError, StoreForma
 from ..files import Folder, Watched
 from ..keys import ActivationKey, RunKey
 from ..records import Record
-from ..sealed import sealed
+from ..sealed import read_json, sealed
 from .claims import TTL, Claim
 from .committed import RECORD, Committed, VariableLayer, cell_name, record_name
 from .coordinates import BOOKKEEPING, check_metadata
@@ -507,7 +507,7 @@ class Entry:
             return None
         check_metadata(self.folder, self.path, variable, text)
         try:
-            metadata = json.loads(text)
+            metadata = read_json(text)
             fields = metadata.get("attributes", {}).get("mizarr", {})
         except (ValueError, AttributeError) as error:
             raise CorruptEntry(
@@ -619,7 +619,7 @@ def _checked_about(folder: Folder, path: str, text: bytes) -> dict[str, Any]:
 def _checked(folder: Folder, path: str, text: bytes) -> dict[str, Any]:
     """Attributes in the `zarr.json` of a group; those written before there were checks have none."""
     try:
-        attributes: dict[str, Any] = json.loads(text)["attributes"]
+        attributes: dict[str, Any] = read_json(text)["attributes"]
         about = attributes["mizarr"]
         told = about.get("check")
         run = RunKey(*(about["run"][name] for name in ("model", "prompt", "hooks")))

@@ -32,6 +32,8 @@ from ..files import Folder, Mapped
 
 CHUNK_BYTES = 1 << 20
 """Smaller chunks cost other readers 3x in time; larger ones ruin the lookup of one prompt."""
+MOST_BYTES = 8 << 30
+"""Of the rows of a shard that is copied whole: absent chunks take no room; ours are a quarter GiB."""
 _ABSENT = 2**64 - 1
 _ZEROS = bytes(CHUNK_BYTES)
 _SUM_BYTES = 4
@@ -116,7 +118,18 @@ class ShardLayout:
             ours = json.loads(
                 array_metadata(layout, metadata["shape"], metadata["dimension_names"], metadata["attributes"])
             )
-        except (KeyError, ValueError, TypeError, IndexError):
+        except (
+            KeyError,
+            ValueError,
+            TypeError,
+            IndexError,
+            ZeroDivisionError,
+            OverflowError,
+            AttributeError,
+        ):
+            return None
+        sizes = (layout.rows, layout.chunk_rows, *layout.tail)
+        if not all(isinstance(size, int) and size > 0 for size in sizes) or layout.rows % layout.chunk_rows:
             return None
         ours["fill_value"] = metadata["fill_value"]  # decides nothing about bytes that are there
         return layout if ours == metadata else None
@@ -446,6 +459,11 @@ def _in_order(
     mapped: mmap.mmap, end: int, index: npt.NDArray[np.uint64], layout: ShardLayout, what: str
 ) -> Array:
     """The chunks of a shard as another writer may lay it out: in any order, or absent (fill value)."""
+    if layout.n_chunks * layout.chunk_bytes > MOST_BYTES:
+        raise CorruptEntry(
+            f"{what}: expected at most {MOST_BYTES} bytes of rows, found a layout that promises "
+            f"{layout.n_chunks * layout.chunk_bytes}; {REPAIR}"
+        )
     held = np.full((layout.n_chunks, layout.chunk_rows, *layout.tail), layout.fill, layout.native)
     for n, (offset, length) in enumerate(index.tolist()):
         if offset == length == _ABSENT:

@@ -9,7 +9,6 @@ Border: files and records; what they mean to an analysis is not asked.
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from ..provenance import as_json, get_provenance
 from ..reading.datasets import forget_entries
 from ..records import ACTIVATION, Record
 from ..runs.claims import TTL
+from ..sealed import read_json
 from .lineage import inputs_of
 
 _LEASE = 300.0  # seconds after which a lease whose holder no longer touches it counts for nothing
@@ -140,7 +140,7 @@ def _leased(store: Catalog) -> set[str]:
     now, found = store.files.now(), set()
     for name in store.files.list("leases"):
         if now - _mtime(store.files, name) < _LEASE and (text := store.files.get(name)) is not None:
-            found.add(str(json.loads(text)["data"]))
+            found.add(str(read_json(text)["data"]))
     for data in store.folders():
         claims = (stat for name, stat in store.files.stamps(f"{data}/seg") if name.endswith(".claim"))
         if any(now - stat.modified < TTL for stat in claims):

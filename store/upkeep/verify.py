@@ -5,7 +5,6 @@ Border: files and records; what they mean to an analysis is not asked.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
@@ -22,7 +21,7 @@ from ..results import MANIFEST
 from ..runs.committed import RECORD
 from ..runs.entries import CELL_MANIFEST, group_attributes
 from ..runs.vocabularies import CHECK, VOCABULARIES
-from ..sealed import expect_inside, unsealed
+from ..sealed import files_of, read_json, unsealed
 
 PINS = "pins"
 
@@ -131,11 +130,9 @@ def committed_files(store: Catalog, data: str) -> tuple[dict[str, list[Any]], li
         if (text := store.files.get(name)) is None:
             continue
         try:
-            found = unsealed(name, text, known).get("files", {})
-            for file in found:
-                expect_inside(name, file)
-            files |= {file: [int(size), str(told)] for file, (size, told) in found.items()}
-        except (CorruptEntry, TypeError, ValueError):
+            found = unsealed(name, text, known)
+            files |= files_of(name, found) if "files" in found else {}
+        except CorruptEntry:
             unreadable.append(Damage(data, name.removeprefix(f"{data}/"), "a list of files", "unreadable"))
     return files, unreadable
 
@@ -163,7 +160,7 @@ def unchecked(store: Catalog, folders: Sequence[str] | None = None) -> list[str]
         for name in store.files.list(data):
             if name.endswith("/zarr.json"):
                 with suppress(ValueError, LookupError, TypeError, AttributeError):
-                    codecs = json.loads(store.files.get(name) or b"{}").get("codecs", ())
+                    codecs = read_json(store.files.get(name) or b"{}").get("codecs", ())
                     if codecs and not _carry_checksums(codecs):
                         found.append(name.removesuffix("/zarr.json"))
     return sorted(found)

@@ -15,7 +15,16 @@ from ... import __version__
 from ...stages.extras import EXTRAS, missing_modules
 from .options import json_option, print_json, store_option
 
-VARIABLES = ("MIZARR_STORE", "MIZARR_CACHE", "MIZARR_TUNING", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
+VARIABLES = (
+    "MIZARR_STORE",
+    "MIZARR_CACHE",
+    "MIZARR_CACHE_QUOTA",
+    "MIZARR_TIMEOUT",
+    "MIZARR_TUNING",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "OMP_NUM_THREADS",
+)
 
 
 @click.command(epilog="Example: mizarr doctor")
