@@ -39,7 +39,7 @@ def endpoint():
         yield found
 
 
-@pytest.fixture(params=["memory", "s3", "s3 without cache"])
+@pytest.fixture(params=["memory", "s3", pytest.param("s3 without cache", marks=pytest.mark.slow)])
 def address(request, endpoint, monkeypatch, tmp_path):
     """Where nothing is yet."""
     monkeypatch.setenv("MIZARR_CACHE", str(tmp_path / "cache"))
