@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ...store.upkeep.copying import Copied
 
 
-@click.command(epilog="Example: mizarr copy activations /mnt/share/activations --runs 35be")
+@click.command(epilog="Example: mizarr copy activations s3://bucket/activations --runs 35be")
 @click.argument("source")
 @click.argument("target")
 @click.option("--runs", metavar="RUNS", help="Only these runs, as 35be,7a01: starts of RUN of `mizarr ls`.")
