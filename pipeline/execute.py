@@ -48,7 +48,8 @@ def run(
     if store.read_only:
         waiting = [step.name for step in planned.steps if not step.status.is_cached]
         raise ReadOnlyStore(
-            f"{', '.join(waiting)} must run, but {store.path} is open for reading only; open it with mode='a'"
+            f"{', '.join(waiting)} must run, but {store.address} is open for reading only; "
+            "open it with mode='a'"
         )
     planned.check_memory(budget)
     with (

@@ -265,7 +265,7 @@ class ResultNode(Ports, ABC):
     def _stored(self, store: Store) -> Record:
         record = self.record(store)
         if record is None:
-            raise StageError(f"{self.name} is not stored in {store.path}; run the workflow first")
+            raise StageError(f"{self.name} is not stored in {store.address}; run the workflow first")
         return record
 
 

@@ -228,7 +228,7 @@ class StageNode(ResultNode):
     def _join(self, store: Store) -> None:
         key = self.key(store)
         if key is None:
-            raise StageError(f"{self.name}: an input vanished from {store.path} while it ran; run again")
+            raise StageError(f"{self.name}: an input vanished from {store.address} while it ran; run again")
         with measured() as took:
             pieces = [store.open_result(cell.key) for cell in self.cells(store)]
             joined = self.stage.labelled(self.stage.joined(pieces))

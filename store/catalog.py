@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import EntryNotFound
-from .files import Folder
+from .errors import EntryNotFound, StoreError
+from .files import Folder, LocalFolder
 from .index import StoreIndex
 from .keys import ActivationKey, ResultKey
 from .records import PIN, Record, key_path, now
@@ -25,11 +25,18 @@ class Catalog:
 
     def __init__(self, files: Folder) -> None:
         self.files = files
-        self.index = StoreIndex(files.path("index.sqlite"), read_only=files.read_only)
+        self.index = StoreIndex(files.index_path, read_only=files.read_only)
+
+    @property
+    def address(self) -> str:
+        """Where it lies, as `open_store` takes it: a path or a URL."""
+        return self.files.address
 
     @property
     def path(self) -> Path:
-        """The folder."""
+        """The folder of this machine; StoreError for a store that lies elsewhere."""
+        if not isinstance(self.files, LocalFolder):
+            raise StoreError(f"expected a store in a folder, found {self.address}; its address is no path")
         return self.files.root
 
     @property
@@ -58,7 +65,7 @@ class Catalog:
         else:
             name = unique_name(key, self.key_names(key), "key", self)
         if (found := self.lookup(name)) is None:
-            raise EntryNotFound(f"nothing is stored under {key!r} in {self.path}; compute it first")
+            raise EntryNotFound(f"nothing is stored under {key!r} in {self.address}; compute it first")
         return found
 
     def key_names(self, prefix: str) -> list[str]:
@@ -69,8 +76,9 @@ class Catalog:
 
     def folders(self) -> list[str]:
         """Every folder of a run or a result, finished or not, relative to the store."""
-        found = self.files.path("data").glob("[0-9a-f][0-9a-f]/[0-9a-f]*")
-        return sorted(str(path.relative_to(self.path)) for path in found if path.is_dir())
+        tops = [top for top in self.files.subfolders("data") if re.fullmatch("[0-9a-f]{2}", top)]
+        found = ((top, name) for top in tops for name in self.files.subfolders(f"data/{top}"))
+        return sorted(f"data/{top}/{name}" for top, name in found if name[0] in "0123456789abcdef")
 
     # -- pins
 
@@ -113,7 +121,7 @@ def unique_name(prefix: str, names: list[str], kind: str, catalog: Catalog) -> s
         return prefix
     if not names:
         raise EntryNotFound(
-            f"no {kind} in {catalog.path} starts with {prefix!r}; `mizarr ls` shows what is there"
+            f"no {kind} in {catalog.address} starts with {prefix!r}; `mizarr ls` shows what is there"
         )
     some = ", ".join(name[: len(prefix) + 4] for name in names[:4])
     raise EntryNotFound(f"{len(names)} {kind}s start with {prefix!r} ({some}, …); give more digits")

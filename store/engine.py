@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ import xarray as xr
 from xarray.backends import BackendEntrypoint
 
 from .errors import EntryNotFound
+from .files import folder_at, is_remote
 
 __all__ = ["MizarrBackend"]
 
@@ -46,14 +48,20 @@ def _opened(place: Any) -> xr.Dataset:
     from .reading.datasets import entry_at, open_entry
     from .results import DATASET, read_result_at
 
-    folder = Path(os.fspath(place)).expanduser().absolute() if isinstance(place, str | os.PathLike) else None
-    if folder is not None and len(folder.parents) > 2:
-        if (folder / "manifest").is_dir():
-            return open_entry(entry_at(folder), chunks=None)
+    if isinstance(place, str | os.PathLike):
+        told = os.fspath(place)
         # What a result's dataset says it was opened from is the Zarr group in its folder.
-        result = folder.parent if folder.name == DATASET else folder
-        if (result / DATASET).is_dir():
-            return read_result_at(result)
+        source = (told if is_remote(told) else str(Path(told).expanduser().absolute())).rstrip("/")
+        source = source.removesuffix(f"/{DATASET}")
+        found = None
+        with suppress(ValueError):
+            found = folder_at(source)
+        if found is not None:
+            held = set(found[0].subfolders(found[1]))
+            if "manifest" in held:
+                return open_entry(entry_at(source), chunks=None)
+            if DATASET in held:
+                return read_result_at(*found)
     raise EntryNotFound(
         f"expected the folder of a stored run or result, such as STORE/data/35/35be…, found {str(place)!r}; "
         "dataset.encoding['source'] tells where one lies, and `mizarr capture --json` as \"data\""

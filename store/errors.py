@@ -21,6 +21,7 @@ one line and exits with code 2.
       StoreError(OSError)
         StoreFormatError                written by a newer mizarr, or not a store at all
         ReadOnlyStore                   the store cannot be written
+        StoreUnreachable                an object store does not answer, or not to us
         StoreFull                       disk or quota is exhausted; what was committed stays
         EntryNotFound(KeyError)         no entry under that key
         CorruptEntry                    bytes on disk differ from what was recorded
@@ -112,6 +113,10 @@ class StoreFormatError(StoreError):
 
 class ReadOnlyStore(StoreError):
     """The store cannot be written."""
+
+
+class StoreUnreachable(StoreError):
+    """An object store does not answer, or not to these credentials; what was committed stays."""
 
 
 class StoreFull(StoreError):

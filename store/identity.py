@@ -8,11 +8,10 @@ an error needs it.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import StageError
-from .files import Folder
+from .files import folder_at
 from .provenance import get_provenance
 
 if TYPE_CHECKING:
@@ -35,11 +34,11 @@ def model_name(array: xr.DataArray | xr.Dataset) -> str | None:
     """The model's name, as noted when the run was stored; None where that cannot be told."""
     if SOURCE not in array.encoding:
         return None
-    source = Path(array.encoding[SOURCE])
-    if len(source.parents) < 3:
+    try:
+        files, data = folder_at(array.encoding[SOURCE])
+    except ValueError:  # opened from another program's file
         return None
-    root = source.parents[2]
-    notes = get_provenance(Folder(root, read_only=True), str(source.relative_to(root)))
+    notes = get_provenance(files, data)
     note = next((note for note in notes if isinstance(note.get("model"), str)), None)
     if note is None:
         return None

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from .digest import file_digest
-from .files import is_settled, stamp
+from .files import cache_folder, is_settled, stamp
 
 T = TypeVar("T")
 C = TypeVar("C", bound="_Cache")
@@ -255,11 +255,6 @@ def file_digests() -> FileDigests:
 def layout_verdicts() -> Verdicts:
     """Which models of unknown family compute what transformers computes, beside the file digests."""
     return Verdicts(_user_cache() / "layouts.sqlite")
-
-
-def cache_folder() -> Path:
-    """Where what is remembered of files lies: $MIZARR_CACHE, else ~/.cache/mizarr."""
-    return Path(os.environ.get("MIZARR_CACHE") or Path.home() / ".cache" / "mizarr")
 
 
 def _user_cache() -> Path:

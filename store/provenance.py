@@ -19,7 +19,7 @@ from typing import Any
 
 from .errors import REPAIR, CorruptEntry
 from .files import Folder
-from .sealed import is_sealed, sealed, unsealed
+from .sealed import is_sealed, read_json, sealed, unsealed
 
 _LIBRARIES = ("mizarr", "torch", "zarr", "xarray", "dask", "numpy")
 
@@ -48,7 +48,7 @@ def read_note(name: str, text: bytes) -> dict[str, Any]:
     if is_sealed(text):
         return unsealed(name, text, ())
     try:
-        note = json.loads(text)
+        note = read_json(text)
     except ValueError as error:
         raise CorruptEntry(f"{name}: expected a note, found {error}; {REPAIR}") from error
     if not isinstance(note, dict):

@@ -10,15 +10,18 @@ the only thing a reader starts from: data without a key file does not exist. Dow
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from .errors import REPAIR, CorruptEntry
 from .sealed import sealed, unsealed
 
 ACTIVATION = "activation"
 RESULT = "result"
 PIN = ("key", "created")
 """Fields of a pin."""
+_DATA = re.compile(r"data/[0-9a-f]{2}/[0-9a-f]+(\.[0-9a-f]+)?")
 _FIELDS = ("kind", "data", "content", "created", "label")
 
 
@@ -59,7 +62,14 @@ class Record:
     def from_bytes(cls, key: str, text: bytes) -> Record:
         """The record in a key file; CorruptEntry if it is not one, or not what was written."""
         fields = unsealed(key_path(key), text, _FIELDS)
-        return cls(key, **{name: str(fields[name]) for name in _FIELDS})
+        if absent := [name for name in _FIELDS if name not in fields]:
+            raise CorruptEntry(f"{key_path(key)}: expected {', '.join(absent)}, found none; {REPAIR}")
+        found = cls(key, **{name: str(fields[name]) for name in _FIELDS})
+        if not _DATA.fullmatch(found.data) or ".." in found.label:
+            raise CorruptEntry(
+                f"{key_path(key)}: expected a folder of the store, found {found.data!r:.80}; {REPAIR}"
+            )
+        return found
 
 
 def key_path(key: str) -> str:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,9 +37,11 @@ from .errors import REPAIR, CorruptEntry, ShapeError
 from .files import Folder
 from .provenance import put_provenance
 from .records import Record
-from .sealed import sealed, unsealed
+from .sealed import files_of, sealed, unsealed
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import xarray as xr
 
     from .keys import ResultKey
@@ -142,11 +143,16 @@ def _attempt(
     provenance: Mapping[str, Any],
 ) -> Record:
     """Write everything of an attempt but the key."""
-    folder = files.make_folder(data) / DATASET
-    with files.writing(data):
-        ready.to_zarr(folder, zarr_format=3, consolidated=False, encoding=encoding, align_chunks=True)
-    content = content_of(read_folder(folder, chunks=None))
-    manifest = {"content": content, "files": files.settle(data)}
+    contents = []
+
+    def fill(folder: Path) -> None:
+        place = folder / DATASET
+        ready.to_zarr(place, zarr_format=3, consolidated=False, encoding=encoding, align_chunks=True)
+        contents.append(content_of(read_group(place, chunks=None)))
+
+    written = files.build(data, fill)
+    (content,) = contents
+    manifest = {"content": content, "files": written}
     files.put_new(f"{data}/manifest.json", sealed(manifest))
     label = f"{key.stage}/{key.version}"
     note = {"key": key.digest, "request": key.request(), "content": content, "label": label}
@@ -175,14 +181,14 @@ def _lost(files: Folder, record: Record, provenance: Mapping[str, Any]) -> Recor
     return first
 
 
-def read_folder(folder: str | Path, chunks: dict[Any, Any] | None) -> xr.Dataset:
-    """A result's folder as a lazy dataset, values exactly as stored."""
+def read_group(place: Any, chunks: dict[Any, Any] | None) -> xr.Dataset:
+    """A result's Zarr group as a lazy dataset, values exactly as stored. place: as `Folder.zarr` says it."""
     import xarray as xr
 
     from .reading import accessor  # noqa: F401 - registers ds.mi
 
     dataset: xr.Dataset = xr.open_zarr(
-        folder, consolidated=False, chunks=chunks, mask_and_scale=False, decode_times=False, zarr_format=3
+        place, consolidated=False, chunks=chunks, mask_and_scale=False, decode_times=False, zarr_format=3
     )
     return dataset
 
@@ -207,20 +213,19 @@ def read_result(files: Folder, record: Record) -> xr.Dataset:
     return _with_variables(dataset, chunked)
 
 
-def read_result_at(folder: Path) -> xr.Dataset:
+def read_result_at(files: Folder, data: str) -> xr.Dataset:
     """The result in a folder of a store, lazy straight over its files; raises as `read_result`."""
-    root = folder.parents[2]
-    return _read(Folder(root, read_only=True), str(folder.relative_to(root)), f"result {folder.name[:12]}")
+    return _read(files, data, f"result {data.rpartition('/')[2][:12]}")
 
 
 def _read(files: Folder, data: str, what: str) -> xr.Dataset:
     """A result by its folder, relative to the store, checked as far as it can be without reading values."""
     from .stored_arrays import told_as_damage
 
-    folder = files.path(data) / DATASET
+    folder = f"{data}/{DATASET}"
     _check_description(files, data, what)
-    with told_as_damage(what, folder):
-        return _checked(read_folder(folder, chunks=None), folder, what)
+    with told_as_damage(what, files.where(folder)):
+        return _checked(files, read_group(files.zarr(folder), chunks=None), folder, what)
 
 
 def _check_description(files: Folder, data: str, what: str) -> None:
@@ -232,23 +237,25 @@ def _check_description(files: Folder, data: str, what: str) -> None:
     text = files.get(name)
     if text is None:
         raise CorruptEntry(f"{what}: expected its list of files, {name}, found none; {REPAIR}")
-    for file, (size, told) in unsealed(name, text, MANIFEST)["files"].items():
+    listed = files_of(name, unsealed(name, text, MANIFEST))
+    lengths = files.sizes(data, [file for file in listed if not file.endswith("/zarr.json")])
+    for file, (size, told) in listed.items():
         if file.endswith("/zarr.json"):
             expected, there = told, files.get(f"{data}/{file}")
             found = "none" if there is None else content_digest(there)
         else:
-            expected, length = f"{size} bytes", files.size(f"{data}/{file}")
+            expected, length = f"{size} bytes", lengths[file]
             found = "none" if length is None else f"{length} bytes"
         if found != expected:
             raise CorruptEntry(f"{what}: {data}/{file}: expected {expected}, found {found}; {REPAIR}")
 
 
-def _checked(dataset: xr.Dataset, folder: Path, what: str) -> xr.Dataset:
+def _checked(files: Folder, dataset: xr.Dataset, folder: str, what: str) -> xr.Dataset:
     """The dataset with variables that tell a damaged chunk as what it is, whenever they are read."""
     from .stored_arrays import checked_variable
 
     changed = {
-        str(name): checked_variable(folder, str(name), variable, what)
+        str(name): checked_variable(files, folder, str(name), variable, what)
         for name, variable in dataset.variables.items()
         if name not in dataset.indexes
     }

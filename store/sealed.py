@@ -27,6 +27,14 @@ def sealed(fields: Mapping[str, Any]) -> bytes:
     return head + f',\n "check": "{content_digest(head)}"\n}}\n'.encode()
 
 
+def read_json(text: str | bytes) -> Any:
+    """The value in a JSON file somebody may have made; ValueError for whatever is none, or has no end."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("values nested too deeply") from None
+
+
 def unsealed(name: str, text: bytes, known: Collection[str]) -> dict[str, Any]:
     """The fields in a file; `known` are those a file without a check may have, and has all of.
 
@@ -36,13 +44,32 @@ def unsealed(name: str, text: bytes, known: Collection[str]) -> dict[str, Any]:
     if found is not None and content_digest(text[: found.start()]) != found[1].decode():
         raise CorruptEntry(f"{name}: expected {found[1].decode()}, found another digest; {REPAIR}")
     try:
-        fields = json.loads(text)
+        fields = read_json(text)
     except ValueError as error:
         raise CorruptEntry(f"{name}: expected a record, found {error}; {REPAIR}") from error
     if not isinstance(fields, dict) or (found is None and set(fields) != set(known)):
         raise CorruptEntry(f"{name}: expected a record of {', '.join(known)}, found others; {REPAIR}")
     fields.pop("check", None)
     return fields
+
+
+def files_of(name: str, fields: Mapping[str, Any]) -> dict[str, list[int | str]]:
+    """The files that a record, in the file `name`, lists: path below its folder -> [size, "sha256:…"].
+
+    Raises CorruptEntry for what is no such list, or leads out of the folder.
+    """
+    try:
+        found: dict[str, list[int | str]] = {
+            str(file): [int(size), str(told)] for file, (size, told) in fields["files"].items()
+        }
+    except (KeyError, AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise CorruptEntry(f"{name}: expected a list of files, found another ({error}); {REPAIR}") from error
+    for file in found:
+        if not all(step not in ("", ".", "..") for step in file.split("/")):
+            raise CorruptEntry(
+                f"{name}: expected names of files below its folder, found {file!r:.80}; {REPAIR}"
+            )
+    return found
 
 
 def is_sealed(text: bytes) -> bool:

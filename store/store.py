@@ -19,7 +19,6 @@ comes second finds the first one's and takes it.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,13 +28,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .catalog import Catalog, Key, unique_name
 from .errors import CorruptEntry, EntryNotFound, PromptError, StoreFormatError
-from .files import Folder
+from .files import Folder, open_folder
 from .keys import ResultKey, RunKey
 from .provenance import get_provenance, put_provenance
 from .records import RESULT, Record, now
 from .runs.packed import PackedTokens
 from .runs.vocabularies import put_vocabulary, read_vocabulary
-from .sealed import is_sealed, sealed, unsealed
+from .sealed import is_sealed, read_json, sealed, unsealed
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from .runs.entries import ArraySpec
     from .upkeep.annotations import Annotation
     from .upkeep.collect import GcReport, Usage
+    from .upkeep.copying import Copied
     from .upkeep.listing import ListedRun
     from .upkeep.verify import Damage
 
@@ -69,11 +69,7 @@ def open_store(path: str | Path, mode: Mode = "a", durability: Durability = "dis
         raise ValueError(f"expected mode 'a' (read, write, create) or 'r' (read only), found {mode!r}")
     if durability not in ("disk", "process"):
         raise ValueError(f"expected durability 'disk' or 'process', found {durability!r}")
-    if "://" in str(path):
-        raise StoreFormatError(
-            f"expected a folder, found {str(path)!r}; stores lie on a file system with hard links"
-        )
-    files = Folder(Path(path).expanduser().absolute(), durability, mode == "r")
+    files = open_folder(path, durability, mode == "r")
     _check_format(files)
     return Store(files)
 
@@ -82,7 +78,7 @@ class Store(Catalog):
     """Runs and results by key. Made by `open_store`; cheap to send to another process."""
 
     def __repr__(self) -> str:
-        return f"Store({str(self.path)!r}, mode={'r' if self.read_only else 'a'!r})"
+        return f"Store({self.address!r}, mode={'r' if self.read_only else 'a'!r})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Store) and self.files == other.files
@@ -210,7 +206,7 @@ class Store(Catalog):
             found = (
                 f"{len(there)} entries, in several dtypes: name one" if there else "nothing: capture it first"
             )
-            raise EntryNotFound(f"expected one entry of run {run.short} in {self.path}, found {found}")
+            raise EntryNotFound(f"expected one entry of run {run.short} in {self.address}, found {found}")
         return self._entry_in(there[0])
 
     def entries(self) -> Iterator[LabelledEntry]:
@@ -353,6 +349,28 @@ class Store(Catalog):
 
         return runs(self, self.usage() if measured is None else measured)
 
+    def copy_to(
+        self,
+        target: Store,
+        keys: Iterable[Key | Record] | None = None,
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> Copied:
+        """Put what is published here into another store, by default all; what is there already stays.
+
+        A run's keys go with its labels, every file compared with its digest; cut off, it resumes. progress:
+        called with bytes written. Raises CorruptEntry for a file that is not what was recorded.
+        """
+        from .upkeep.copying import copy
+
+        asked = (
+            self.records() if keys is None else (k if isinstance(k, Record) else self.record(k) for k in keys)
+        )
+        before = set(target._entry_names(""))
+        done = copy(self, target, asked, progress)
+        for name in set(target._entry_names("")) - before:
+            target._remember(target.entry(name))
+        return done
+
     def usage(self) -> list[Usage]:
         """Bytes by run and result, largest first."""
         from .upkeep.collect import usage
@@ -385,10 +403,13 @@ class Store(Catalog):
         return entry_path(unique_name(prefix, self._entry_names(prefix), "run", self))
 
     def _entry_names(self, prefix: str) -> list[str]:
-        folder = self.files.path("data")
-        tops = [folder / prefix[:2]] if len(prefix) >= 2 else sorted(folder.glob("[0-9a-f][0-9a-f]"))
-        found = (path.parent.name for top in tops for path in top.glob("*/zarr.json"))
-        return sorted(name for name in found if name.startswith(prefix))
+        tops = [prefix[:2]] if len(prefix) >= 2 else list(self.files.subfolders("data"))
+        found = ((top, name) for top in tops for name in self.files.subfolders(f"data/{top}"))
+        # The name of a result's folder has a dot in it.
+        runs = [(top, name) for top, name in found if name.startswith(prefix) and "." not in name]
+        return sorted(
+            name for top, name in runs if self.files.size(f"data/{top}/{name}/zarr.json") is not None
+        )
 
     def _remember(self, entry: LabelledEntry) -> None:
         tokens = entry.tokens
@@ -430,28 +451,30 @@ def _check_format(files: Folder) -> None:
     text = files.get("store.json")
     if text is None:
         if files.read_only:
-            raise StoreFormatError(f"expected a store in {files.root}, found no store.json; check the path")
+            raise StoreFormatError(
+                f"expected a store in {files.address}, found no store.json; check the path"
+            )
         # Hidden names are ignored: they may be another process's store.json on its way.
-        other = [p.name for p in files.root.iterdir() if p.name[0] != "."] if files.root.is_dir() else []
+        other = list(files.children(""))
         if other and "store.json" not in other:
             raise StoreFormatError(
-                f"expected a store or an empty folder at {files.root}, found {len(other)} other things "
+                f"expected a store or an empty folder at {files.address}, found {len(other)} other things "
                 f"({', '.join(sorted(other)[:3])}); name a new folder"
             )
         files.put_new("store.json", sealed({"format": FORMAT, "digest": "sha256", "created": now()}))
         text = files.get("store.json") or b""
     try:
         # A newer format may describe itself with more: its number is all that counts.
-        found = int(json.loads(text)["format"])
+        found = int(read_json(text)["format"])
         if is_sealed(text) or found <= FORMAT:
-            unsealed("store.json", text, json.loads(text))
-    except (ValueError, KeyError, TypeError, CorruptEntry) as error:
+            unsealed("store.json", text, read_json(text))
+    except (ValueError, KeyError, TypeError, OverflowError, CorruptEntry) as error:
         raise StoreFormatError(
-            f"{files.root / 'store.json'} is not the description of a store ({error}); "
+            f"{files.where('store.json')} is not the description of a store ({error}); "
             'name another folder, or restore the file: {"format": 1, "digest": "sha256"}'
         ) from error
     if found > FORMAT:
         raise StoreFormatError(
-            f"expected a store of format {FORMAT} or older, found format {found} in {files.root}; "
+            f"expected a store of format {FORMAT} or older, found format {found} in {files.address}; "
             "it was written by a newer mizarr: upgrade (pip install -U mizarr), or use another folder"
         )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import xarray as xr
@@ -17,6 +16,7 @@ from xarray.backends.zarr import ZarrArrayWrapper
 from xarray.core import indexing
 
 from .errors import REPAIR, CorruptEntry, StoreError
+from .files import Folder
 
 
 class StoredArray(BackendArray):
@@ -25,9 +25,9 @@ class StoredArray(BackendArray):
     what: array and result, for people.
     """
 
-    def __init__(self, place: Path, what: str) -> None:
-        self._place, self._what = place, what
-        self._array = ZarrArrayWrapper(zarr.open_array(place, mode="r"))  # type: ignore[no-untyped-call]
+    def __init__(self, files: Folder, place: str, what: str) -> None:
+        self._place, self._what = files.where(place), what
+        self._array = ZarrArrayWrapper(zarr.open_array(files.zarr(place), mode="r"))  # type: ignore[no-untyped-call]
         self.dtype, self.shape = self._array.dtype, self._array.shape
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
@@ -35,18 +35,18 @@ class StoredArray(BackendArray):
             return self._array[key]
 
 
-def checked_variable(folder: Path, name: str, variable: xr.Variable, what: str) -> xr.Variable:
+def checked_variable(files: Folder, folder: str, name: str, variable: xr.Variable, what: str) -> xr.Variable:
     """A variable as xarray opened it from a group, as lazy as before, that tells a damaged chunk when it is
     read.
 
-    folder: of the Zarr group. what: the result, for people.
+    folder: of the Zarr group, relative to the store. what: the result, for people.
     """
-    array = indexing.LazilyIndexedArray(StoredArray(folder / name, f"{name} of {what}"))
+    array = indexing.LazilyIndexedArray(StoredArray(files, f"{folder}/{name}", f"{name} of {what}"))
     return xr.Variable(variable.dims, array, variable.attrs, variable.encoding)
 
 
 @contextmanager
-def told_as_damage(what: str, place: Path) -> Iterator[None]:
+def told_as_damage(what: str, place: str) -> Iterator[None]:
     """Around a read: what zarr cannot make sense of is CorruptEntry. what: what is read, for people."""
     try:
         yield

@@ -94,9 +94,7 @@ def run(
             talk.print(f"figure {path}", highlight=False, soft_wrap=True)
     seconds = time.monotonic() - started
     what = f"{len(done.ran)} stages computed" if done.ran else "everything was cached"
-    talk.print(
-        f"\n{what}, {seconds:.1f} s. Results are in {store.files.root}", highlight=False, soft_wrap=True
-    )
+    talk.print(f"\n{what}, {seconds:.1f} s. Results are in {store.address}", highlight=False, soft_wrap=True)
     return done
 
 

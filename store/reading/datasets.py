@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -32,7 +31,7 @@ from xarray.backends import BackendArray
 from xarray.core import indexing
 
 from ..errors import EntryNotFound, nearest
-from ..files import Folder, Stamp, stamp
+from ..files import Folder, Stamp, folder_at
 from ..identity import DIGEST, SOURCE
 from ..runs.coordinates import ABOUT, pair_starts, read_tokens
 from ..runs.entries import PACKED_AXES, ArraySpec, Entry, group_attributes
@@ -79,7 +78,7 @@ def open_entry(
     specs = {name: _spec(entry, name, views.get(name)) for name in picked}
     axes = _token_axes(specs.values(), entry.tokens)
     coords, data = _token_coordinates(entry.tokens, axes), {}
-    whose, source = {DIGEST: entry.run.model}, str(entry.folder.path(entry.path))
+    whose, source = {DIGEST: entry.run.model}, entry.folder.where(entry.path)
     shared = _largest({found for found in picked.values() if found is not None}, picked)
     for name, found in picked.items():
         spec = specs[name]
@@ -109,30 +108,26 @@ def open_entry(
     return dataset
 
 
-def entry_at(source: Path) -> Entry:
-    """The entry in a folder, for reading; kept open, so that pieces of one dataset share its shards."""
+def entry_at(source: str) -> Entry:
+    """The entry in a folder, for reading; kept open, so that pieces of one dataset share its shards.
+
+    source: as `Folder.where` says it.
+    """
+    folder, path = folder_at(source)
     # Another stamp: the run was removed and made anew since, perhaps in other segments or with other labels.
-    stamps = tuple(_stamp(source / name) for name in ("zarr.json", "coordinates"))
-    return _entry_at(source, stamps)
+    found = folder.glance(f"{path}/zarr.json"), folder.folder_stat(f"{path}/coordinates")
+    return _entry_at(source, tuple(None if stat is None else stat.stamp for stat in found))
 
 
 @lru_cache(maxsize=16)
-def _entry_at(source: Path, stamps: tuple[Stamp | None, ...]) -> Entry:
-    folder = Folder(source.parents[2], read_only=True)
-    path = str(source.relative_to(source.parents[2]))
+def _entry_at(source: str, stamps: tuple[Stamp | None, ...]) -> Entry:
+    folder, path = folder_at(source)
     return Entry.load(folder, path, read_tokens(folder, path))
 
 
 def forget_entries() -> None:
     """Close the entries that `entry_at` keeps open."""
     _entry_at.cache_clear()
-
-
-def _stamp(path: Path) -> Stamp | None:
-    try:
-        return stamp(path.stat())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
 
 
 class ShardedArray(BackendArray):
@@ -151,9 +146,9 @@ class ShardedArray(BackendArray):
         front = () if layers is None else (len(layers),)
         self.shape = (*front, int(self.bounds[-1]), *spec.tail)
 
-    def __reduce__(self) -> tuple[Callable[..., ShardedArray], tuple[Path, str, tuple[int, ...] | None]]:
-        # Paths travel, not arrays: another process maps the same files.
-        return _array_at, (self.entry.folder.path(self.entry.path), self.variable, self.layers)
+    def __reduce__(self) -> tuple[Callable[..., ShardedArray], tuple[str, str, tuple[int, ...] | None]]:
+        # Addresses travel, not arrays: another process maps the same files.
+        return _array_at, (self.entry.folder.where(self.entry.path), self.variable, self.layers)
 
     def __dask_tokenize__(self) -> tuple[object, ...]:
         return ("mizarr-shards", self.entry.digest, self.variable, self.layers, self.shape)
@@ -404,7 +399,7 @@ def _chunked(dataset: xr.Dataset, entry: Entry, data: dict[str, xr.Variable], ax
 
 
 def _array_at(
-    source: Path, variable: str, layers: tuple[int, ...] | None, selection: Selection | None = None
+    source: str, variable: str, layers: tuple[int, ...] | None, selection: Selection | None = None
 ) -> ShardedArray:
     entry = entry_at(source)
     if selection is None:

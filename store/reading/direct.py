@@ -8,7 +8,6 @@ A scattered row of a dask array costs a chunk; of a memory-mapped shard, a page.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import EntryNotFound
@@ -28,7 +27,7 @@ def entry_of(dataset: xr.Dataset) -> Entry:
         raise EntryNotFound(
             "this dataset does not say which stored run it is; open it with store.entry(digest).open()"
         )
-    return entry_at(Path(source))
+    return entry_at(str(source))
 
 
 def unchunked(dataset: xr.Dataset) -> xr.Dataset:

@@ -14,7 +14,6 @@ import os
 import platform
 import secrets
 import threading
-import time
 from contextlib import suppress
 
 from ..files import Folder
@@ -36,20 +35,13 @@ class Claim:
 
     def acquire(self) -> bool:
         """Whether the claim is ours now; an abandoned one is taken over. Raises ReadOnlyStore, StoreFull."""
-        path = self._folder.path(self._name)
-        with self._folder.writing(self._name):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > self._ttl or _is_orphan(path.read_text()):
-                    path.unlink(missing_ok=True)
-            try:
-                handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-            except FileExistsError:
-                return False
-            try:
-                os.write(handle, self._token)
-            finally:
-                os.close(handle)
+        there = self._folder.stat(self._name)
+        if there is not None:
+            holder = self._folder.get(self._name) or b""
+            if self._folder.now() - there.modified > self._ttl or _is_orphan(holder.decode(errors="replace")):
+                self._folder.delete(self._name)
+        if not self._folder.mark(self._name, self._token):
+            return False
         self._stop.clear()
         self._beat = threading.Thread(target=self._keep_alive, name="mizarr-claim", daemon=True)
         self._beat.start()
@@ -63,7 +55,7 @@ class Claim:
         self._beat.join()
         self._beat = None
         if self._folder.get(self._name) == self._token:
-            self._folder.path(self._name).unlink(missing_ok=True)
+            self._folder.delete(self._name)
 
     def __enter__(self) -> bool:
         return self.acquire()
@@ -74,7 +66,7 @@ class Claim:
     def _keep_alive(self) -> None:
         while not self._stop.wait(self._ttl / 3):
             with suppress(OSError):  # taken over after a long pause of this process: harmless
-                os.utime(self._folder.path(self._name))
+                self._folder.touch(self._name)
 
 
 def _is_orphan(token: str) -> bool:

@@ -6,11 +6,12 @@ Border: reads records; who writes them, and when, is `entries.py`'s.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..digest import digest
 from ..errors import REPAIR, CorruptEntry
-from ..files import Folder, Stamp, is_settled, stamp
+from ..files import Folder, Stamp
 from ..sealed import unsealed
 from .shards import Written
 
@@ -33,14 +34,11 @@ class Committed:
     def segments(self) -> list[dict[VariableLayer, Written]]:
         """Per segment, cell -> size and digest of its shard, as they stand now; not to be changed."""
         with self._lock:
-            try:
-                stat = self._folder.path(self._path).stat()
-            except (FileNotFoundError, NotADirectoryError):
-                stat = None
+            stat = self._folder.folder_stat(self._path)
             # Records come and go by name, and are not changed: while the folder is as it was, so are they.
-            if stat is None or self._seen != stamp(stat):
+            if stat is None or self._seen != stat.stamp:
                 self._look_again()
-                self._seen = stamp(stat) if stat is not None and is_settled(stat) else None
+                self._seen = stat.stamp if stat is not None and stat.is_settled else None
             return self._held
 
     def shard(self, n: int, cell: VariableLayer) -> Written | None:
@@ -54,15 +52,20 @@ class Committed:
             if not name.endswith(".json") or name == "zarr.json":
                 continue
             known = self._records.get(name)
-            if known is not None and known[0] == stamp(stat):
+            if known is not None and known[0] == stat.stamp:
                 records[name] = known
             elif (text := self._folder.get(f"{self._path}/{name}")) is not None:
                 record = _SegmentRecord.from_bytes(f"{self._path}/{name}", text, self._n_segments)
-                records[name] = stamp(stat) if is_settled(stat) else None, record
+                records[name] = stat.stamp if stat.is_settled else None, record
         held: list[dict[VariableLayer, Written]] = [{} for _ in range(self._n_segments)]
         for _, record in records.values():
             held[record.segment].update(record.cells)
         self._records, self._held = records, held
+
+
+def record_name(path: str, n: int, cells: Sequence[str]) -> str:
+    """Where the record of what a pass wrote of segment n lies. cells: their names, in order."""
+    return f"{path}/seg/{n}.{digest('cells', list(cells))[:12]}.json"
 
 
 def cell_name(cell: VariableLayer) -> str:

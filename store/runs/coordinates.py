@@ -27,10 +27,10 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from ..digest import Buffer, content_digest, file_digest
+from ..digest import Buffer, content_digest
 from ..errors import REPAIR, CorruptEntry, EntryNotFound
 from ..files import Folder
-from ..sealed import sealed, unsealed
+from ..sealed import files_of, read_json, sealed, unsealed
 from .packed import PackedTokens
 from .selections import Selection
 from .shards import ShardLayout, array_metadata, crc32c, read_shard, shard_parts
@@ -148,10 +148,10 @@ def write_selected(
 
 def read_selected(folder: Folder, path: str, axis: str) -> npt.NDArray[Any]:
     """The tokens a selected axis has rows for, as they were written; EntryNotFound where they were not."""
-    found = _read_integers(folder, path, axis, _recorded(folder, path))
+    found = _read_integers(folder, path, axis, recorded(folder, path))
     if found is None:
         raise EntryNotFound(
-            f"{folder.path(path)}: expected the tokens of {axis!r}, found none; capture them again"
+            f"{folder.where(path)}: expected the tokens of {axis!r}, found none; capture them again"
         )
     return found[found >= 0]
 
@@ -161,21 +161,26 @@ def read_tokens(folder: Folder, path: str) -> PackedTokens:
 
     EntryNotFound when there are none, CorruptEntry when they do not fit together.
     """
-    told = _recorded(folder, path)
+    told = recorded(folder, path)
     columns = {
         name: _read_integers(folder, path, name, told)
         for name in ("token_id", "row_size", "char_start", "char_end")
     }
     ids, sizes = columns["token_id"], columns["row_size"]
     if ids is None or sizes is None:
-        raise EntryNotFound(f"{folder.path(path)} holds no stored run; `mizarr ls` shows what is there")
+        raise EntryNotFound(f"{folder.where(path)} holds no stored run; `mizarr ls` shows what is there")
     text = _read_metadata(folder, path, "text", told)
-    texts = None if text is None else StoredTexts(folder, path, len(sizes), checked=_CRC32C in text["codecs"])
+    texts = (
+        None
+        if text is None
+        else StoredTexts(folder, path, len(sizes), checked=_CRC32C in text.get("codecs", ()))
+    )
     try:
         return PackedTokens(ids, sizes, texts, columns["char_start"], columns["char_end"])
     except ValueError as error:
         raise CorruptEntry(
-            f"{folder.path(path)}: expected token coordinates that fit together, found that {error}; {REPAIR}"
+            f"{folder.where(path)}: expected token coordinates that fit together, found that {error}; "
+            f"{REPAIR}"
         ) from error
 
 
@@ -205,7 +210,7 @@ class StoredTexts(Sequence[str]):
     def _read_chunk(self, n: int) -> list[str]:
         from numcodecs.vlen import VLenUTF8
 
-        name = f"{self._folder.path(self._path)}/text/c/{n}"
+        name = self._folder.where(f"{self._path}/text/c/{n}")
         raw = self._folder.get(f"{self._path}/text/c/{n}")
         if raw is None:
             raise CorruptEntry(f"{name}: expected texts of prompts, found no file; {REPAIR}")
@@ -301,16 +306,16 @@ def _measured(folder: Folder, name: str, parts: Sequence[Buffer], made: Collecti
 
 
 def _measure(folder: Folder, name: str) -> list[int | str]:
-    return [folder.path(name).stat().st_size, file_digest(folder.path(name))]
+    return list(folder.measure(name))
 
 
-def _recorded(folder: Folder, path: str) -> dict[str, list[int | str]]:
+def recorded(folder: Folder, path: str) -> dict[str, list[int | str]]:
     """File -> [size, digest] of the coordinates, as their writers recorded them last of all."""
     told: dict[str, list[int | str]] = {}
     for name in sorted(folder.children(f"{path}/coordinates")):
         if name.endswith(".json") and not name.endswith("zarr.json") and name != "labels.json":
             record = f"{path}/coordinates/{name}"
-            told |= unsealed(record, folder.get(record) or b"", ("files",))["files"]
+            told |= files_of(record, unsealed(record, folder.get(record) or b"", ("files",)))
     return told
 
 
@@ -323,8 +328,12 @@ def _read_metadata(
     if text is None and file not in told:
         return None
     _expect(f"{path}/{file}", text or b"", told.get(file))
-    found: dict[str, Any] = json.loads(text or b"")
-    return found
+    try:
+        return dict(read_json(text or b""))
+    except (ValueError, TypeError) as error:
+        raise CorruptEntry(
+            f"{path}/{file}: expected the description of an array, found {error}; {REPAIR}"
+        ) from error
 
 
 def _expect(name: str, text: bytes, told: list[int | str] | None) -> None:
@@ -339,13 +348,14 @@ def _read_integers(
     metadata = _read_metadata(folder, path, name, told)
     if metadata is None:
         return None
-    rows, layout = int(metadata["shape"][0]), ShardLayout.from_metadata(metadata)
+    layout = ShardLayout.from_metadata(metadata)
     if layout is None:
         raise CorruptEntry(
-            f"{folder.path(path)}/{name}: expected numbers as they were captured, found them stored again in "
-            f"another form; {REPAIR}"
+            f"{folder.where(path)}/{name}: expected numbers as they were captured, found them stored again "
+            f"in another form; {REPAIR}"
         )
-    held = np.asarray(read_shard(folder.path(f"{path}/{layout.path(name, None, 0)}"), layout, rows))
+    rows = int(metadata["shape"][0])
+    held = np.asarray(read_shard(folder.mapped(f"{path}/{layout.path(name, None, 0)}"), layout, rows))
     # A copy is what was checked, whatever becomes of the file.
     return held.copy() if held.nbytes <= _HELD else held
 

@@ -35,9 +35,9 @@ from ..errors import REPAIR, CorruptEntry, EntryNotFound, ShapeError, StoreForma
 from ..files import Folder, Watched
 from ..keys import ActivationKey, RunKey
 from ..records import Record
-from ..sealed import sealed
+from ..sealed import read_json, sealed
 from .claims import TTL, Claim
-from .committed import RECORD, Committed, VariableLayer, cell_name
+from .committed import RECORD, Committed, VariableLayer, cell_name, record_name
 from .coordinates import BOOKKEEPING, check_metadata, read_selected, write_selected
 from .mapped import MappedShards
 from .packed import PackedTokens
@@ -154,7 +154,7 @@ class Entry:
         self._bounds: dict[str, npt.NDArray[np.int64]] = {}
         self._selections: dict[str, Selection] = {}
         self._committed = Committed(folder, f"{self.path}/seg", len(self.segments))
-        self._mapped = MappedShards()
+        self._mapped = MappedShards(folder)
 
     @classmethod
     def planned(
@@ -404,9 +404,9 @@ class Entry:
         rows = self._rows(spec, n)
         if layout is None:
             return self._read_through_zarr(variable, layer, n, rows)
-        path = self.folder.path(f"{self.path}/{layout.path(variable, layer, n)}")
+        name = f"{self.path}/{layout.path(variable, layer, n)}"
         try:
-            return self._mapped.rows(path, layout, rows, self._place(variable, layer, n))
+            return self._mapped.rows(name, layout, rows, self._place(variable, layer, n))
         except FileNotFoundError:
             raise EntryNotFound(self._absent(variable, layer, n, "stored")) from None
 
@@ -416,7 +416,7 @@ class Entry:
         """Say that shards of a segment stand."""
         cells = sorted(cell_name(cell) for cell in held)
         record = dict(zip(RECORD, (n, cells, files), strict=True))
-        self.folder.put_new(f"{self.path}/seg/{n}.{digest('cells', cells)[:12]}.json", sealed(record))
+        self.folder.put_new(record_name(self.path, n, cells), sealed(record))
 
     def _group(self, attributes: Mapping[str, Any]) -> bytes:
         """The `zarr.json` of the group."""
@@ -528,7 +528,7 @@ class Entry:
         ):
             found = "no run" if text is None else f"one in segments of {length} tokens"
             raise EntryNotFound(
-                f"{self.folder.path(self.path)}: expected run {self.digest[:12]} in segments of "
+                f"{self.folder.where(self.path)}: expected run {self.digest[:12]} in segments of "
                 f"{self.segment_tokens} tokens, as it was opened, found {found}; open it again"
             )
         self._group_seen = text
@@ -539,11 +539,11 @@ class Entry:
             return None
         check_metadata(self.folder, self.path, variable, text)
         try:
-            metadata = json.loads(text)
+            metadata = read_json(text)
             fields = metadata.get("attributes", {}).get("mizarr", {})
         except (ValueError, AttributeError) as error:
             raise CorruptEntry(
-                f"{self.folder.path(self.path)}/{variable}/zarr.json: expected the description of an array, "
+                f"{self.folder.where(self.path)}/{variable}/zarr.json: expected the description of an array, "
                 f"found {error}; {REPAIR}"
             ) from error
         if "hook" not in fields:
@@ -562,7 +562,7 @@ class Entry:
                 self._know(from_canonical(told, kept))
             except (ValueError, IndexError) as error:
                 raise CorruptEntry(
-                    f"{self.folder.path(self.path)}/{axis}: expected the tokens that were selected, found "
+                    f"{self.folder.where(self.path)}/{axis}: expected the tokens that were selected, found "
                     f"others: {error}; {REPAIR}"
                 ) from error
         return self._selections[axis]
@@ -576,7 +576,7 @@ class Entry:
 
         from . import bfloat16  # noqa: F401 - teaches zarr the dtype
 
-        array: Any = zarr.open_array(self.folder.path(f"{self.path}/{variable}"), mode="r")
+        array: Any = zarr.open_array(self.folder.zarr(f"{self.path}/{variable}"), mode="r")
         shard = array.shards or array.chunks
         start = n * shard[0 if layer is None else 1]
         at = slice(start, start + rows)
@@ -584,7 +584,7 @@ class Entry:
             held: Array = np.asarray(array[at] if layer is None else array[layer, at])
         except (ValueError, RuntimeError) as error:
             raise CorruptEntry(
-                f"{self.folder.path(self.path)}/{variable} ({self._place(variable, layer, n)}): expected "
+                f"{self.folder.where(self.path)}/{variable} ({self._place(variable, layer, n)}): expected "
                 f"chunks as they were written, found some that cannot be read ({error}); {REPAIR}"
             ) from error
         return ShardRows(held[None], rows)
@@ -661,7 +661,7 @@ def group_attributes(folder: Folder, path: str) -> dict[str, Any]:
     """The attributes of an entry's group; EntryNotFound if there is none, CorruptEntry if they are others."""
     text = folder.get(f"{path}/zarr.json")
     if text is None:
-        raise EntryNotFound(f"{folder.path(path)} holds no stored run; see `mizarr ls`")
+        raise EntryNotFound(f"{folder.where(path)} holds no stored run; see `mizarr ls`")
     return _checked(folder, path, text)
 
 
@@ -672,7 +672,7 @@ def _checked_about(folder: Folder, path: str, text: bytes) -> dict[str, Any]:
 def _checked(folder: Folder, path: str, text: bytes) -> dict[str, Any]:
     """Attributes in the `zarr.json` of a group; those written before there were checks have none."""
     try:
-        attributes: dict[str, Any] = json.loads(text)["attributes"]
+        attributes: dict[str, Any] = read_json(text)["attributes"]
         about = attributes["mizarr"]
         told = about.get("check")
         run = RunKey(*(about["run"][name] for name in ("model", "prompt", "hooks")))
@@ -682,7 +682,7 @@ def _checked(folder: Folder, path: str, text: bytes) -> dict[str, Any]:
         sound = False
     if not sound:
         raise CorruptEntry(
-            f"{folder.path(path)}/zarr.json: expected the description of run {path[-64:][:12]} as it was "
+            f"{folder.where(path)}/zarr.json: expected the description of run {path[-64:][:12]} as it was "
             f"written, found another; {REPAIR}"
         )
     return attributes

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from pathlib import Path
 
-from ..files import Stamp, is_settled, stamp
+from ..files import Folder, Stamp
 from .shards import ShardLayout, ShardRows, read_shard
 
 MAPPED = 256
@@ -21,34 +20,40 @@ RESIDENT = 3 << 25
 class MappedShards:
     """Shards of one run, with what was checked of them; safe for any number of threads."""
 
-    def __init__(self) -> None:
-        self._mapped: OrderedDict[Path, tuple[Stamp, ShardLayout, ShardRows]] = OrderedDict()
-        self._resident: OrderedDict[Path, int] = OrderedDict()
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._mapped: OrderedDict[str, tuple[Stamp, ShardLayout, ShardRows]] = OrderedDict()
+        self._resident: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
 
-    def rows(self, path: Path, layout: ShardLayout, rows: int, what: str) -> ShardRows:
+    def rows(self, name: str, layout: ShardLayout, rows: int, what: str) -> ShardRows:
         """Rows of a shard, read-only: [rows, *tail]. what: these rows, as an error names them.
 
         Raises FileNotFoundError; CorruptEntry for a file cut short, or an index that is not intact.
         """
-        stat = path.stat()
+        stat = self._folder.glance(name)
+        if stat is None:
+            raise FileNotFoundError(name)
         # Another stamp: quarantined and written anew, or changed in place, since it was mapped.
-        found = stamp(stat)
         with self._lock:
-            known = self._mapped.get(path)
-            if known is None or known[0] != found or known[1] != layout or len(known[2]) != rows:
-                known = self._mapped[path] = (found, layout, read_shard(path, layout, rows, what))
-            known[2].remembers = is_settled(stat)
-            self._mapped.move_to_end(path)
+            known = self._mapped.get(name)
+            if known is None or known[0] != stat.stamp or known[1] != layout or len(known[2]) != rows:
+                mapped = self._folder.mapped(name)
+                known = self._mapped[name] = (stat.stamp, layout, read_shard(mapped, layout, rows, what))
+            known[2].remembers = stat.is_settled
+            self._mapped.move_to_end(name)
             if len(self._mapped) > MAPPED:
                 self._resident.pop(self._mapped.popitem(last=False)[0], None)
-            self._bound_memory(path, known[2])
+            self._bound_memory(name, known[2])
         return known[2]
 
-    def _bound_memory(self, path: Path, rows: ShardRows) -> None:
+    def _bound_memory(self, name: str, rows: ShardRows) -> None:
         """Let go of the pages of shards that were not asked for lately, now that this one will be read."""
-        self._resident[path] = rows.nbytes
-        self._resident.move_to_end(path)
+        self._resident[name] = rows.nbytes
+        self._resident.move_to_end(name)
         while sum(self._resident.values()) > RESIDENT and len(self._resident) > 1:
             old, _ = self._resident.popitem(last=False)
-            self._mapped[old][2].let_go()
+            if self._mapped[old][2].is_fetched:
+                del self._mapped[old]  # memory is all there is of it, or a file of the cache
+            else:
+                self._mapped[old][2].let_go()

@@ -16,11 +16,9 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -28,12 +26,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Array
-from ..digest import Buffer, content_digest, file_digest
+from ..digest import Buffer, content_digest
 from ..errors import REPAIR, CorruptEntry, ShapeError
-from ..files import Folder
+from ..files import Folder, Mapped
 
 CHUNK_BYTES = 1 << 20
 """Smaller chunks cost other readers 3x in time; larger ones ruin the lookup of one prompt."""
+MOST_BYTES = 8 << 30
+"""Of the rows of a shard that is copied whole: absent chunks take no room; ours are a quarter GiB."""
 _ABSENT = 2**64 - 1
 _ZEROS = bytes(CHUNK_BYTES)
 _SUM_BYTES = 4
@@ -118,7 +118,18 @@ class ShardLayout:
             ours = json.loads(
                 array_metadata(layout, metadata["shape"], metadata["dimension_names"], metadata["attributes"])
             )
-        except (KeyError, ValueError, TypeError, IndexError):
+        except (
+            KeyError,
+            ValueError,
+            TypeError,
+            IndexError,
+            ZeroDivisionError,
+            OverflowError,
+            AttributeError,
+        ):
+            return None
+        sizes = (layout.rows, layout.chunk_rows, *layout.tail)
+        if not all(isinstance(size, int) and size > 0 for size in sizes) or layout.rows % layout.chunk_rows:
             return None
         ours["fill_value"] = metadata["fill_value"]  # decides nothing about bytes that are there
         return layout if ours == metadata else None
@@ -230,8 +241,7 @@ def write_shards(
             if name in made:
                 written[name] = layout.file_bytes(len(rows)), digests[name].result()
             else:
-                target = folder.path(name)
-                written[name] = target.stat().st_size, file_digest(target)
+                written[name] = folder.measure(name)
     return written
 
 
@@ -272,15 +282,18 @@ class ShardRows:
         what: str = "",
         *,
         checks: tuple[Array, Array] | None = None,
-        mapped: mmap.mmap | None = None,
+        mapped: Mapped | None = None,
+        stored_bytes: int = 0,
     ) -> None:
         """chunks: [chunk, row, *tail]. checks: bytes [chunk, byte] and checksums [chunk], None where there is
-        nothing to check. what: these rows, as an error names them.
+        nothing to check. what: these rows, as an error names them. mapped: the file they lie in, and
+        stored_bytes: of a chunk there.
         """
         self.remembers = True
         self.shape: tuple[int, ...] = (rows, *chunks.shape[2:])
         self.dtype = chunks.dtype
-        self._chunks, self._what, self._checks, self._mapped = chunks, what, checks, mapped
+        self._chunks, self._what, self._checks = chunks, what, checks
+        self._mapped, self._stored_bytes = mapped, stored_bytes
         self._length = chunks.shape[1]
         self._pending = np.full(len(chunks), checks is not None)
 
@@ -319,6 +332,8 @@ class ShardRows:
 
         Meant to be copied one by one: what was just checked is still in the processor's cache.
         """
+        if start < stop:
+            self._fetch(range(start // self._length, (stop - 1) // self._length + 1))
         done = start
         while done < stop:
             number, offset = divmod(done, self._length)
@@ -326,26 +341,49 @@ class ShardRows:
             yield done - start, self._chunk(number)[offset : offset + upto - done]
             done = upto
 
+    @property
+    def is_fetched(self) -> bool:
+        """Whether rows are fetched from elsewhere when they are read first, rather than mapped."""
+        return self._mapped is not None and not self._mapped.is_whole
+
     def let_go(self) -> None:
         """Take the pages of a mapped shard out of this process's memory; they stay in the system's cache, and
         come back when the rows are read.
         """
         if self._mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
-            self._mapped.madvise(mmap.MADV_DONTNEED)
+            self._mapped.data.madvise(mmap.MADV_DONTNEED)
 
     def _gather(self, rows: npt.NDArray[Any]) -> Array:
         if rows.size and not -len(self) <= rows.min() <= rows.max() < len(self):
             raise IndexError(f"expected rows below {len(self)}, found {rows.min()} to {rows.max()}")
         number, offset = np.divmod(np.where(rows < 0, rows + len(self), rows), self._length)
         if self._pending.any():
-            for one in np.unique(number):
+            needed = np.unique(number)
+            self._fetch(needed)
+            for one in needed:
                 self._chunk(one)
         gathered: Array = self._chunks[number, offset]
         return gathered
 
+    def _fetch(self, numbers: Iterable[int]) -> None:
+        """Have chunks that are not there yet read from where the file lies, neighbours in one request."""
+        if self._mapped is None or self._mapped.is_whole or self._checks is None:
+            return
+        data, sums = self._checks
+        absent = [n for n in numbers if self._pending[n] and crc32c(data[n]) != int(sums[n])]
+        ranges: list[tuple[int, int]] = []
+        for number in absent:
+            start = number * self._stored_bytes
+            if ranges and ranges[-1][1] == start:
+                start = ranges.pop()[0]
+            ranges.append((start, (number + 1) * self._stored_bytes))
+        if ranges:
+            self._mapped.fetch(ranges)
+
     def _chunk(self, number: int) -> Array:
         """One chunk, checked."""
         if self._pending[number]:
+            self._fetch((number,))
             self._check(number)
             self._pending[number] = not self.remembers
         chunk: Array = self._chunks[number]
@@ -364,33 +402,39 @@ class ShardRows:
             )
 
 
-def read_shard(path: Path, layout: ShardLayout, rows: int, what: str = "") -> ShardRows:
-    """The rows of a shard, [rows, *tail]; what: these rows, as an error names them beside the path.
+def read_shard(mapped: Mapped, layout: ShardLayout, rows: int, what: str = "") -> ShardRows:
+    """The rows of a shard, [rows, *tail]; what: these rows, as an error names them beside the file.
 
-    Memory-mapped when its chunks lie in order, as ours do; copied, and checked at once, otherwise.
+    Views of the mapped file when its chunks lie in order, as ours do; copied, and checked at once, otherwise.
     Raises CorruptEntry when the file is cut short or its index is not intact.
     """
-    what = f"{path} ({what})" if what else str(path)
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < layout.index_bytes:
-            raise CorruptEntry(
-                f"{what}: expected at least {layout.index_bytes} bytes, found {size}; {REPAIR}"
-            )
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    what = f"{mapped.where} ({what})" if what else mapped.where
+    data, size = mapped.data, mapped.size
+    if size < layout.index_bytes:
+        raise CorruptEntry(f"{what}: expected at least {layout.index_bytes} bytes, found {size}; {REPAIR}")
     end = size - layout.index_bytes
-    index = np.frombuffer(mapped, "<u8", 2 * layout.n_chunks, end).reshape(-1, 2)
-    checksum = crc32c(np.frombuffer(mapped, np.uint8, index.nbytes, end)).to_bytes(_SUM_BYTES, "little")
-    if mapped[end + index.nbytes :] != checksum:
+    if not mapped.is_whole and not _is_sound(data, end, layout):
+        mapped.fetch([(end, size)])
+    if not _is_sound(data, end, layout):
         raise CorruptEntry(f"{what}: its shard index is not what its crc32c says; {REPAIR}")
-    if size != layout.file_bytes(rows) or not np.array_equal(index, _index(rows, layout)):
-        return ShardRows(_in_order(mapped, index, layout, what).reshape(1, -1, *layout.tail), rows)
+    index = np.frombuffer(data, "<u8", 2 * layout.n_chunks, end).reshape(-1, 2)
+    is_ours = size == layout.file_bytes(rows) and np.array_equal(index, _index(rows, layout))
+    if not mapped.is_whole and not (is_ours and layout.checked):
+        mapped.fetch([(0, end)])  # nothing tells one chunk from bytes that are not there
+    if not is_ours:
+        return ShardRows(_in_order(data, end, index, layout, what).reshape(1, -1, *layout.tail), rows)
     if not layout.checked:  # nothing between the chunks: they are one
-        flat: Array = np.frombuffer(mapped, layout.native, rows * math.prod(layout.tail))
+        flat: Array = np.frombuffer(data, layout.native, rows * math.prod(layout.tail))
         return ShardRows(flat.reshape(1, rows, *layout.tail), rows, mapped=mapped)
     held = -(-rows // layout.chunk_rows)
-    chunks, checks = _chunks_at(mapped, layout, held, 0), _checks_at(mapped, layout, held, 0)
-    return ShardRows(chunks, rows, what, checks=checks, mapped=mapped)
+    chunks, checks = _chunks_at(data, layout, held, 0), _checks_at(data, layout, held, 0)
+    return ShardRows(chunks, rows, what, checks=checks, mapped=mapped, stored_bytes=layout.stored_bytes)
+
+
+def _is_sound(data: mmap.mmap, end: int, layout: ShardLayout) -> bool:
+    """Whether the index that begins at `end` is what its crc32c says."""
+    index = np.frombuffer(data, np.uint8, layout.index_bytes - _SUM_BYTES, end)
+    return data[end + index.nbytes : end + layout.index_bytes] == crc32c(index).to_bytes(_SUM_BYTES, "little")
 
 
 def _chunks_at(mapped: mmap.mmap, layout: ShardLayout, held: int, offset: int) -> Array:
@@ -411,10 +455,16 @@ def _checks_at(mapped: mmap.mmap, layout: ShardLayout, held: int, offset: int) -
     return data, sums
 
 
-def _in_order(mapped: mmap.mmap, index: npt.NDArray[np.uint64], layout: ShardLayout, what: str) -> Array:
+def _in_order(
+    mapped: mmap.mmap, end: int, index: npt.NDArray[np.uint64], layout: ShardLayout, what: str
+) -> Array:
     """The chunks of a shard as another writer may lay it out: in any order, or absent (fill value)."""
+    if layout.n_chunks * layout.chunk_bytes > MOST_BYTES:
+        raise CorruptEntry(
+            f"{what}: expected at most {MOST_BYTES} bytes of rows, found a layout that promises "
+            f"{layout.n_chunks * layout.chunk_bytes}; {REPAIR}"
+        )
     held = np.full((layout.n_chunks, layout.chunk_rows, *layout.tail), layout.fill, layout.native)
-    end = len(mapped) - layout.index_bytes
     for n, (offset, length) in enumerate(index.tolist()):
         if offset == length == _ABSENT:
             continue

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from ..digest import content_digest
 from ..errors import REPAIR, CorruptEntry
 from ..files import Folder
-from ..sealed import sealed, unsealed
+from ..sealed import read_json, sealed, unsealed
 
 VOCABULARIES = "vocabularies"
 CHECK = ".check.json"
@@ -51,8 +51,8 @@ def read_vocabulary(files: Folder, tokenizer: str) -> list[str] | None:
         if (found := content_digest(text)) != expected:
             raise CorruptEntry(f"{name}: expected {expected}, found {found}; {REPAIR}")
     try:
-        return [str(token) for token in json.loads(text)]
-    except ValueError as error:
+        return [str(token) for token in read_json(text)]
+    except (ValueError, TypeError) as error:
         raise CorruptEntry(f"{name}: expected token strings, found {error}; {REPAIR}") from error
 
 

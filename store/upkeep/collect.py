@@ -9,23 +9,20 @@ Border: files and records; what they mean to an analysis is not asked.
 
 from __future__ import annotations
 
-import json
-import os
 import secrets
-import shutil
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..catalog import Catalog
 from ..errors import ReadOnlyStore
+from ..files import Folder
 from ..provenance import as_json, get_provenance
 from ..reading.datasets import forget_entries
 from ..records import ACTIVATION, Record
 from ..runs.claims import TTL
+from ..sealed import read_json
 from .lineage import inputs_of
 
 _LEASE = 300.0  # seconds after which a lease whose holder no longer touches it counts for nothing
@@ -63,8 +60,8 @@ def usage(store: Catalog) -> list[Usage]:
     used = store.index.last_used()
     found = []
     for data in store.folders():
-        count, total, newest = _measure(store.files.path(data))
-        kind = ACTIVATION if store.files.path(f"{data}/zarr.json").exists() else "result"
+        count, total, newest = _measure(store.files, data)
+        kind = ACTIVATION if store.files.size(f"{data}/zarr.json") is not None else "result"
         names = tuple(record.label for record in labels.get(data, ()))
         found.append(Usage(data, kind, names, total, count, max(used.get(data, 0.0), newest)))
     return sorted(found, key=lambda one: (-one.bytes, one.data))
@@ -73,8 +70,10 @@ def usage(store: Catalog) -> list[Usage]:
 def gc(store: Catalog, *, grace: float, quota: int | None, dry_run: bool) -> GcReport:
     """Remove leftovers, then what is over quota. Raises ReadOnlyStore unless it is a dry run."""
     if store.read_only and not dry_run:
-        raise ReadOnlyStore(f"cannot collect in {store.path}: opened with mode='r'; use dry_run=True to look")
-    horizon = time.time() - grace
+        raise ReadOnlyStore(
+            f"cannot collect in {store.address}: opened with mode='r'; use dry_run=True to look"
+        )
+    horizon = store.files.now() - grace
     folders = usage(store)
     keys: dict[str, list[Record]] = {}
     for record in store.records():
@@ -91,7 +90,7 @@ def gc(store: Catalog, *, grace: float, quota: int | None, dry_run: bool) -> GcR
                 kept -= one.bytes
     doomed = {one.data for one in gone}
     strays = [path for path in _strays(store, horizon) if not any(path.startswith(f"{d}/") for d in doomed)]
-    spared = sum(store.files.path(path).stat().st_size for path in strays)
+    spared = sum(store.files.size(path) or 0 for path in strays)
     if not dry_run:
         for one in gone:
             _remove(store, one.data, keys.get(one.data, []))
@@ -113,7 +112,7 @@ def _marked(store: Catalog, keys: dict[str, list[Record]], horizon: float) -> se
     leased = _leased(store)
     roots = []
     for data, records in keys.items():
-        fresh = any(_mtime(store.files.path(record.path)) >= horizon for record in records)
+        fresh = any(_mtime(store.files, record.path) >= horizon for record in records)
         if data in leased or fresh or any(record.key in pinned for record in records):
             roots.append(data)
     by_content: dict[str, set[str]] = {}
@@ -138,13 +137,14 @@ def _marked(store: Catalog, keys: dict[str, list[Record]], horizon: float) -> se
 
 def _leased(store: Catalog) -> set[str]:
     """Folders somebody reads or writes right now: leases and claims that are still being touched."""
-    now, found = time.time(), set()
+    now, found = store.files.now(), set()
     for name in store.files.list("leases"):
-        if now - _mtime(store.files.path(name)) < _LEASE and (text := store.files.get(name)) is not None:
-            found.add(str(json.loads(text)["data"]))
-    for claim in store.files.path("data").glob("*/*/seg/*.claim"):
-        if now - _mtime(claim) < TTL:
-            found.add(str(claim.parents[1].relative_to(store.path)))
+        if now - _mtime(store.files, name) < _LEASE and (text := store.files.get(name)) is not None:
+            found.add(str(read_json(text)["data"]))
+    for data in store.folders():
+        claims = (stat for name, stat in store.files.stamps(f"{data}/seg") if name.endswith(".claim"))
+        if any(now - stat.modified < TTL for stat in claims):
+            found.add(data)
     return found
 
 
@@ -152,13 +152,11 @@ def _strays(store: Catalog, horizon: float) -> list[str]:
     """Temporary files of killed writers, and leases and claims nobody holds, older than the horizon."""
     found = []
     for part in ("data", "keys", "pins", "leases", "vocabularies", "annotations"):
-        for top, _, names in os.walk(store.files.path(part)):
-            for path in (Path(top) / name for name in names):
-                within = path.relative_to(store.path)
-                hidden = any(name.startswith(".") for name in within.parts)
-                dead = hidden or path.suffix == ".claim" or part == "leases"
-                if dead and _mtime(path) < horizon:
-                    found.append(str(within))
+        for name, stat in store.files.walk(part):
+            hidden = any(step.startswith(".") for step in name.split("/"))
+            dead = hidden or name.endswith(".claim") or part == "leases"
+            if dead and stat.modified < horizon:
+                found.append(name)
     return sorted(found)
 
 
@@ -166,13 +164,8 @@ def _remove(store: Catalog, data: str, keys: list[Record]) -> None:
     for record in keys:
         store.files.delete(record.path)
     store.files.delete(f"{data}/manifest.json")
-    with suppress(OSError):
-        shutil.rmtree(store.files.path(f"{data}/manifest"))
-    # Out of its place at once, so that a writer that comes back meanwhile begins a folder of its own.
-    dying = store.files.path(data).with_name(f".{Path(data).name}.{secrets.token_hex(4)}")
-    with store.files.writing(data):
-        store.files.path(data).rename(dying)
-    shutil.rmtree(dying, ignore_errors=True)
+    store.files.remove_tree(f"{data}/manifest")
+    store.files.remove_tree(data)
     store.index.forget(data)
     forget_entries()  # one may hold files of it mapped
 
@@ -190,7 +183,7 @@ def lease(store: Catalog, record: Record) -> Iterator[None]:
     def beat() -> None:
         while not stop.wait(_LEASE / 4):
             with suppress(OSError):
-                os.utime(store.files.path(name))
+                store.files.touch(name)
 
     thread = threading.Thread(target=beat, name="mizarr-lease", daemon=True)
     thread.start()
@@ -202,19 +195,15 @@ def lease(store: Catalog, record: Record) -> Iterator[None]:
         store.files.delete(name)
 
 
-def _measure(folder: Path) -> tuple[int, int, float]:
+def _measure(files: Folder, data: str) -> tuple[int, int, float]:
     """Files below a folder, their bytes, and the newest change among them."""
-    count, total, newest = 0, 0, _mtime(folder)
-    for top, _, names in os.walk(folder):
-        for name in names:
-            with suppress(FileNotFoundError):
-                stat = (Path(top) / name).stat()
-                count, total, newest = count + 1, total + stat.st_size, max(newest, stat.st_mtime)
+    top = files.folder_stat(data)  # of a folder that is still empty
+    count, total, newest = 0, 0, 0.0 if top is None else top.modified
+    for _, stat in files.walk(data):
+        count, total, newest = count + 1, total + stat.size, max(newest, stat.modified)
     return count, total, newest
 
 
-def _mtime(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+def _mtime(files: Folder, name: str) -> float:
+    stat = files.stat(name)
+    return 0.0 if stat is None else stat.modified

@@ -23,7 +23,9 @@ def lineage(store: Catalog, content: str) -> dict[str, Any]:
     for record in store.records():
         by_content.setdefault(record.content, record)
     if content not in by_content:
-        raise EntryNotFound(f"nothing in {store.path} has content {content}; `mizarr ls` shows what is there")
+        raise EntryNotFound(
+            f"nothing in {store.address} has content {content}; `mizarr ls` shows what is there"
+        )
     return _walk(store, content, by_content)
 
 

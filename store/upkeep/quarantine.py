@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from ..catalog import Catalog
-from ..digest import digest
 from ..errors import CorruptEntry, ReadOnlyStore
 from ..provenance import as_json
 from ..reading.datasets import forget_entries
 from ..records import ACTIVATION, Record
-from ..runs.committed import RECORD
+from ..runs.committed import RECORD, record_name
 from ..runs.coordinates import metadata_record
 from ..runs.vocabularies import CHECK, VOCABULARIES
 from ..sealed import sealed, unsealed
@@ -35,7 +34,9 @@ RECORD_FOLDERS = ("seg/", "manifest/", "provenance/")
 def quarantine(store: Catalog, damage: Damage) -> None:
     """Set the damaged file aside and withdraw what it belonged to."""
     if store.read_only:
-        raise ReadOnlyStore(f"cannot quarantine in {store.path}: opened with mode='r'; open it with mode='a'")
+        raise ReadOnlyStore(
+            f"cannot quarantine in {store.address}: opened with mode='r'; open it with mode='a'"
+        )
     aside = f"quarantine/{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
     published = [record for record in _readable(store) if record.data == damage.data]
     segments = _segment_records(store, damage)
@@ -103,17 +104,11 @@ def _withdraw_cells(store: Catalog, damage: Damage, name: str, record: dict[str,
     files = {file: told for file, told in record["files"].items() if file != damage.file}
     if rest:
         kept = dict(zip(RECORD, (record["segment"], rest, files), strict=True))
-        folder = name.rsplit("/", 1)[0]
-        new = f"{folder}/{record['segment']}.{digest('cells', rest)[:12]}.json"
-        store.files.put_new(new, sealed(kept))
+        store.files.put_new(record_name(damage.data, record["segment"], rest), sealed(kept))
     labels = {cell.replace(".", "/") for cell in bad}
     _withdraw(store, [r for r in _readable(store) if r.data == damage.data and r.label in labels])
     _move(store, name, aside)
 
 
 def _move(store: Catalog, name: str, aside: str) -> None:
-    source, target = store.files.path(name), store.files.path(f"{aside}/{name}")
-    if source.exists():
-        with store.files.writing(name):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            source.rename(target)
+    store.files.move(name, f"{aside}/{name}")

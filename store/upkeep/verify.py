@@ -5,7 +5,6 @@ Border: files and records; what they mean to an analysis is not asked.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ..catalog import Catalog
-from ..digest import file_digest
 from ..errors import CorruptEntry
 from ..files import THREADS
 from ..provenance import note_names, read_note
@@ -23,7 +21,7 @@ from ..results import MANIFEST
 from ..runs.committed import RECORD
 from ..runs.entries import CELL_MANIFEST, group_attributes
 from ..runs.vocabularies import CHECK, VOCABULARIES
-from ..sealed import unsealed
+from ..sealed import files_of, read_json, unsealed
 from .annotations import ANNOTATION, ANNOTATIONS
 
 PINS = "pins"
@@ -79,7 +77,7 @@ def _dangling(store: Catalog) -> list[Damage]:
             continue
         if record is not None:
             manifest = manifest_of(record)
-            if not store.files.path(f"{record.data}/{manifest}").exists():
+            if store.files.size(f"{record.data}/{manifest}") is None:
                 found.append(Damage(record.data, manifest, f"the manifest of {record.label}", "missing"))
     for name in store.files.list(PINS):
         if (text := store.files.get(name)) is not None:
@@ -114,17 +112,19 @@ def manifest_of(record: Record) -> str:
 
 
 def _check(store: Catalog, data: str, name: str, size: int, told: str, *, quick: bool) -> Damage | None:
-    path = store.files.path(f"{data}/{name}")
+    path = f"{data}/{name}"
     try:
-        there = path.stat().st_size
-        if there != size:
+        there = store.files.size(path)
+        if there is not None and there != size:
             return Damage(data, name, f"{size} bytes", f"{there} bytes")
-        if not quick and (found := file_digest(path)) != told:
+        if there is None:
+            return Damage(data, name, told, "missing")
+        if not quick and (found := store.files.measure(path)[1]) != told:
             return Damage(data, name, told, found)
     except (FileNotFoundError, NotADirectoryError):
         return Damage(data, name, told, "missing")
     except OSError as error:
-        return Damage(data, name, told, f"unreadable ({error.strerror})")
+        return Damage(data, name, told, f"unreadable ({error.strerror or error})")
     return None
 
 
@@ -136,8 +136,9 @@ def committed_files(store: Catalog, data: str) -> tuple[dict[str, list[Any]], li
         if (text := store.files.get(name)) is None:
             continue
         try:
-            files |= unsealed(name, text, known).get("files", {})
-        except (CorruptEntry, TypeError):
+            found = unsealed(name, text, known)
+            files |= files_of(name, found) if "files" in found else {}
+        except CorruptEntry:
             unreadable.append(Damage(data, name.removeprefix(f"{data}/"), "a list of files", "unreadable"))
     return files, unreadable
 
@@ -165,7 +166,7 @@ def unchecked(store: Catalog, folders: Sequence[str] | None = None) -> list[str]
         for name in store.files.list(data):
             if name.endswith("/zarr.json"):
                 with suppress(ValueError, LookupError, TypeError, AttributeError):
-                    codecs = json.loads(store.files.get(name) or b"{}").get("codecs", ())
+                    codecs = read_json(store.files.get(name) or b"{}").get("codecs", ())
                     if codecs and not _carry_checksums(codecs):
                         found.append(name.removesuffix("/zarr.json"))
     return sorted(found)

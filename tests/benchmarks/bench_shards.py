@@ -28,7 +28,7 @@ import numpy as np
 from harness import alternate, print_table, ratio
 
 from mizarr.store import PackedTokens, RunKey, open_store
-from mizarr.store.files import Folder
+from mizarr.store.files import LocalFolder
 from mizarr.store.runs import shards
 from mizarr.store.runs.entries import ArraySpec, Entry
 from mizarr.store.runs.shards import DTYPES
@@ -46,7 +46,7 @@ def spec(dtype: str) -> ArraySpec:
 
 def entry_in(root: Path, tokens: PackedTokens, dtype: str, segment_tokens: int, durability: str) -> Entry:
     run = RunKey("model", tokens.digest, "none")
-    folder = Folder(root, durability)
+    folder = LocalFolder(root, durability)
     return Entry.create(folder, run, tokens, [spec(dtype)], segment_tokens=segment_tokens)
 
 

@@ -180,6 +180,32 @@ def test_no_files_import_in_circles():
     assert circles(ARROWS) == [], "the lower one takes a value or a protocol, or both share a third file"
 
 
+KNOWS_PATHS = {"mizarr.store.files.opening", "mizarr.store.catalog", "mizarr.store.files"}
+"""Who makes the local folder, who tells people its path, who lists it."""
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_nobody_but_the_local_folder_knows_where_on_a_disk_a_store_lies(path):
+    name = dotted(path)
+    knows = [one for one, _ in imports(path) if one.endswith((".LocalFolder", ".files.local"))]
+    assert not knows or name in KNOWS_PATHS, "ask the Folder (store/files/folder.py)"
+    if name.startswith("mizarr.store.files."):
+        return
+    leaks = [
+        f"{node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("path", "root")
+        and ast.unparse(node.value).endswith(("store.files", "self.folder", "self._folder", "source.files"))
+    ]
+    leaks += [
+        f"{node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute) and node.attr == "path" and ast.unparse(node.value) == "store"
+    ]
+    assert not leaks, "a store may lie in no folder: say `address`, or ask for an operation of Folder"
+
+
 LARGEST = {"workflows": 40}
 """Where every file is a question of its own."""
 INSIDE = sorted({path.parent for path in MODULES if path.parent != ROOT})

@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 from mizarr.store import PackedTokens, RunKey
-from mizarr.store.files import Folder
+from mizarr.store.files import LocalFolder
 from mizarr.store.runs.entries import ArraySpec, Entry
 
 TOKENS = PackedTokens.from_lists([[1] * n for n in range(3, 90)])  # 3915 tokens
@@ -27,7 +27,7 @@ TTL = 0.1  # seconds: claims of the dead, and of the slow, are soon taken over
 
 def open_entry(root):
     """The entry under harvest, made if it is new."""
-    folder = Folder(root, "disk")  # with fsync, so that many kills hit a file half written
+    folder = LocalFolder(root, "disk")  # with fsync, so that many kills hit a file half written
     return Entry.create(folder, RUN, TOKENS, [RESID, PATTERN], segment_tokens=64, claim_ttl=TTL)
 
 

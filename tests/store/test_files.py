@@ -8,19 +8,19 @@ import pytest
 from files_contract import FilesContract  # conftest.py says where
 
 from mizarr.store.errors import ReadOnlyStore, StoreError, StoreFull
-from mizarr.store.files import Folder
+from mizarr.store.files import LocalFolder
 
 
 class TestSynced(FilesContract):
     @pytest.fixture
     def files(self, tmp_path):
-        return Folder(tmp_path, "disk")
+        return LocalFolder(tmp_path, "disk")
 
 
 class TestUnsynced(FilesContract):
     @pytest.fixture
     def files(self, tmp_path):
-        return Folder(tmp_path, "process")
+        return LocalFolder(tmp_path, "process")
 
 
 @pytest.fixture
@@ -40,19 +40,19 @@ def synced(monkeypatch):
 def test_a_file_is_synced_before_it_gets_its_name_and_then_its_folder(tmp_path, synced, monkeypatch):
     real = os.link
     monkeypatch.setattr(os, "link", lambda source, target: (synced.append("link"), real(source, target)))
-    Folder(tmp_path).put_new("a", b"one")
+    LocalFolder(tmp_path).put_new("a", b"one")
     before = synced[: synced.index("link")]
     assert [Path(path).name[:3] for path in before] == [".a."]
     assert synced[len(before) + 1 :] == [str(tmp_path)]
 
 
 def test_new_folders_are_synced_up_to_the_root(tmp_path, synced):
-    Folder(tmp_path).put_new("x/y/a", b"one")
+    LocalFolder(tmp_path).put_new("x/y/a", b"one")
     assert {str(tmp_path / part) for part in ("", "x", "x/y")} <= set(synced)
 
 
 def test_names_of_many_files_are_synced_together(tmp_path, synced):
-    folder = Folder(tmp_path)
+    folder = LocalFolder(tmp_path)
     folder.put_all({"x/1/a": [b"one"], "x/2/a": [b"one"]})
     assert all("/.a." in path for path in synced[:2])
     assert sorted(synced[2:]) == sorted(str(tmp_path / part) for part in ("", "x", "x/1", "x/2"))
@@ -65,16 +65,16 @@ def test_names_of_many_files_are_synced_together(tmp_path, synced):
 
 
 def test_durability_process_never_syncs(tmp_path, synced):
-    folder = Folder(tmp_path, "process")
+    folder = LocalFolder(tmp_path, "process")
     folder.put_new("x/a", b"one")
     folder.put_all({"x/b": [b"two"]})
-    folder.settle("x")
+    folder.build("y", lambda place: (place / "a").write_bytes(b"one"))
     assert synced == []
 
 
 def test_temporary_files_are_not_listed(tmp_path):
     (tmp_path / ".a.1.x").write_bytes(b"half")
-    folder = Folder(tmp_path)
+    folder = LocalFolder(tmp_path)
     assert list(folder.list("")) == list(folder.children("")) == []
     assert folder.put_new("a", b"whole")
 
@@ -95,16 +95,17 @@ def test_what_the_system_refuses_is_told_by_name_and_leaves_nothing(tmp_path, mo
 
     monkeypatch.setattr(os, "link", refuse)
     with pytest.raises(error, match=says):
-        Folder(tmp_path).put_new("a", b"one")
+        LocalFolder(tmp_path).put_new("a", b"one")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_opened_for_reading_writes_nothing(tmp_path):
-    folder = Folder(tmp_path, read_only=True)
+    folder = LocalFolder(tmp_path, read_only=True)
     for write in (
         lambda: folder.put_new("a", b""),
         lambda: folder.put_all({"a": [b""]}),
-        lambda: folder.make_folder("a"),
+        lambda: folder.build("a", lambda place: None),
+        lambda: folder.mark("a", b""),
         lambda: folder.delete("a"),
     ):
         with pytest.raises(ReadOnlyStore, match="mode='a'"):
@@ -117,7 +118,7 @@ def test_a_batch_is_synced_whole_before_its_first_name_and_named_in_order(tmp_pa
     monkeypatch.setattr(
         os, "link", lambda source, target: (synced.append(Path(target)), real(source, target))
     )
-    folder = Folder(tmp_path)
+    folder = LocalFolder(tmp_path)
     folder.put_new("x/taken", b"old")
     synced.clear()
     made = folder.put_all({"x/b": [b"one", b"two"], "x/taken": [b"new"], "y/a": [b"three"]})
@@ -133,7 +134,7 @@ def test_of_a_batch_that_fails_nothing_has_a_name(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    folder = Folder(tmp_path)
+    folder = LocalFolder(tmp_path)
     with monkeypatch.context() as broken:
         broken.setattr(os, "fsync", full)
         with pytest.raises(StoreFull, match="no space left"):
@@ -151,7 +152,7 @@ def test_a_file_that_cannot_be_written_takes_the_batch_along(tmp_path, monkeypat
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(handle, parts)
 
-    folder, files = Folder(tmp_path), {"x/a": [b"one"], "x/b": [b"two"], "x/c": [b"three"]}
+    folder, files = LocalFolder(tmp_path), {"x/a": [b"one"], "x/b": [b"two"], "x/c": [b"three"]}
     before = set(Path("/proc/self/fd").iterdir())
     with monkeypatch.context() as broken:
         broken.setattr(os, "writev", writev)
@@ -168,15 +169,15 @@ def test_a_batch_of_many_bytes_gets_its_names_in_turns(tmp_path, synced, monkeyp
     monkeypatch.setattr(
         os, "link", lambda source, target: (synced.append(f"link {Path(target).name}"), real(source, target))
     )
-    monkeypatch.setattr("mizarr.store.files._UNNAMED", 10)
-    assert Folder(tmp_path).put_all({"a": [b"12345"], "b": [b"12345"], "c": [b"1"]}) == {"a", "b", "c"}
+    monkeypatch.setattr("mizarr.store.files.local._UNNAMED", 10)
+    assert LocalFolder(tmp_path).put_all({"a": [b"12345"], "b": [b"12345"], "c": [b"1"]}) == {"a", "b", "c"}
     order = [each if each[:4] == "link" else Path(each).name[:3] for each in synced[:-1]]
     assert order == [".a.", ".b.", "link a", "link b", ".c.", "link c"]
     assert synced[-1] == str(tmp_path)
 
 
 def test_a_batch_may_have_more_files_than_are_open_at_once(tmp_path):
-    folder = Folder(tmp_path)
+    folder = LocalFolder(tmp_path)
     files = {f"many/{n}": [str(n).encode()] for n in range(300)}
     assert folder.put_all(files) == set(files)
     assert all(folder.get(name) == parts[0] for name, parts in files.items())

@@ -15,7 +15,16 @@ from ... import __version__
 from ...stages.extras import EXTRAS, missing_modules
 from .options import json_option, print_json, store_option
 
-VARIABLES = ("MIZARR_STORE", "MIZARR_CACHE", "MIZARR_TUNING", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
+VARIABLES = (
+    "MIZARR_STORE",
+    "MIZARR_CACHE",
+    "MIZARR_CACHE_QUOTA",
+    "MIZARR_TIMEOUT",
+    "MIZARR_TUNING",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "OMP_NUM_THREADS",
+)
 
 
 @click.command(epilog="Example: mizarr doctor")
@@ -98,7 +107,14 @@ def _memory() -> str:
 def _store(path: str) -> str:
     from ...store import open_store
     from ...store.errors import MizarrError
+    from ...store.files import is_remote
 
+    if is_remote(path):
+        try:
+            open_store(path, mode="r")
+        except MizarrError as error:
+            return str(error)
+        return f"{path}, can be read"
     folder = Path(path).absolute()
     if not folder.exists():
         return f"{folder}, not there yet"
@@ -111,7 +127,7 @@ def _store(path: str) -> str:
 
 def _places() -> dict[str, str]:
     from ...stages.forward.models.files import hub_cache
-    from ...store.index import cache_folder
+    from ...store.files import cache_folder
 
     folders = {"cache": cache_folder(), "models": hub_cache()}
     return {

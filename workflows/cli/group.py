@@ -24,6 +24,7 @@ from .doctor import doctor
 from .exchange import export, import_
 from .features import features
 from .models import models
+from .moving import copy, merge
 from .options import SuggestingGroup
 from .replicate import replicate
 from .report import report
@@ -53,7 +54,7 @@ def cli() -> None:
 
 
 RUNNING = (demo, capture, compute, report, replicate, train, train_zoo, explain, stages)
-STORED = (ls, show, export, import_, verify, pin, gc)
+STORED = (ls, show, export, import_, copy, merge, verify, pin, gc)
 ABOUT = (doctor, completion)
 for command in (*RUNNING, *STORED, models, features, *ABOUT):
     cli.add_command(command)

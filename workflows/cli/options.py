@@ -24,7 +24,7 @@ store_option = click.option(
     show_default=True,
     show_envvar=True,
     metavar="PATH",
-    help="Directory of the store.",
+    help="Directory of the store, or its URL: s3://, gs:// or az:// and BUCKET/PREFIX.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 revision_option = click.option(

@@ -311,8 +311,9 @@ def _print_estimate(size: CorpusSize, node: CaptureNode, store: Store, as_json: 
         f"{human_bytes(size.looked_at)} of the {human_bytes(size.bytes)} in {size.files} files"
     )
     time = "" if seconds is None else f"; about {clock(seconds)}"
-    click.echo(f"{human_bytes(written)} would be written, {human_bytes(free)} are free{time}")
-    if written > free:
+    room = "" if free is None else f", {human_bytes(free)} are free"
+    click.echo(f"{human_bytes(written)} would be written{room}{time}")
+    if free is not None and written > free:
         click.echo("it does not fit: capture fewer hook points, or a share of the documents")
 
 
@@ -471,8 +472,9 @@ def explain(workflow: Workflow, store_path: str, as_json: bool) -> None:
 def _store_to_look_into(path: str) -> Iterator[Store]:
     """The store read-only; an empty one elsewhere if there is none yet, so that looking leaves no trace."""
     from ...store import open_store
+    from ...store.files import is_remote
 
-    if Path(path).exists():
+    if is_remote(path) or Path(path).exists():
         yield open_store(path, mode="r")
         return
     with tempfile.TemporaryDirectory() as empty:

@@ -164,7 +164,9 @@ def _entry(node: CaptureNode, store: Store) -> LabelledEntry:
             return own
     larger = store.find_prompts(node.run_key, node.tokens, node.dtype, node.cells)
     if larger is None:
-        raise EntryNotFound(f"the activations of {node!r} vanished from {store.path}; run the workflow again")
+        raise EntryNotFound(
+            f"the activations of {node!r} vanished from {store.address}; run the workflow again"
+        )
     return larger[0]
 
 

@@ -453,7 +453,7 @@ class CaptureNode(Ports):
     def _stored(self, store: Store) -> Found:
         found = self._find(store)
         if found is None:
-            raise EntryNotFound(f"these activations are not stored in {store.path}; run the capture first")
+            raise EntryNotFound(f"these activations are not stored in {store.address}; run the capture first")
         return found
 
     def _begun(self, store: Store) -> LabelledEntry | None:
@@ -471,11 +471,11 @@ class CaptureNode(Ports):
         else:
             for n, cells in entry.missing(self.cells).items():
                 needed += self._bytes_per_token(cells) * len(entry.segments[n])
-        needed = math.ceil(needed)
-        if needed > (free := store.files.free_bytes):
+        needed, free = math.ceil(needed), store.files.free_bytes
+        if free is not None and needed > free:
             raise StoreFull(
-                f"expected {needed} bytes of room in {store.path} for what is missing, found {free}; capture "
-                "fewer hook points or prompts, or free some space (mizarr gc)"
+                f"expected {needed} bytes of room in {store.address} for what is missing, found {free}; "
+                "capture fewer hook points or prompts, or free some space (mizarr gc)"
             )
 
     def _made(self, store: Store, begun: LabelledEntry | None = None) -> LabelledEntry:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -210,9 +211,11 @@ class _Way:
         of_place = self.model.config.hidden_size * max(4, self.model.dtype.itemsize)
         places = [course.places for course in courses]
         needed, folder = of_place * (sum(places) + max(places)), self.entry.folder
-        if needed > (free := folder.free_bytes):
+        place = folder.scratch(self.entry.path)
+        free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
+        if needed > free:
             raise StoreFull(
-                f"expected {needed} bytes of room in {folder.root} for what is carried from layer to layer, "
+                f"expected {needed} bytes of room in {place} for what is carried from layer to layer, "
                 f"found {free}; capture fewer prompts at once, or free some space (mizarr gc)"
             )
 

@@ -2,9 +2,10 @@
 
 A file for each segment and layer holds what comes out of that layer (the stream, and whatever a family
 passes along beside it), batch by batch, in the dtype it was computed in. It lies beside what the run has
-committed, under a hidden name that readers do not list and gc takes for a leftover; it gets this name when it
-is whole, ends in what it is of, and every batch carries its crc32c. What is torn, or of other batches, is not
-there. Nothing is synced: a power cut costs the layers since the last one that stands.
+committed (in this machine's cache folder where a store is no folder), under a hidden name that readers do not
+list and gc takes for a leftover; it gets this name when it is whole, ends in what it is of, and every batch
+carries its crc32c. What is torn, or of other batches, is not there. Nothing is synced: a power cut costs the
+layers since the last one that stands.
 
 Border: tensors by name; which layers and batches these are is known to layer_major.py.
 """
@@ -45,7 +46,7 @@ class Spool:
 
     def file(self, n: int, layer: int, of: str) -> SpoolFile:
         """What enters a layer, of a segment. of: digest of everything its batches depend on."""
-        return SpoolFile(self.folder, f"{self.path}/.{n}.{layer}.spool", of)
+        return SpoolFile(self.folder, self.path, f".{n}.{layer}.spool", of)
 
     def layers(self, n: int, of: str) -> list[int]:
         """Into which layers a segment is spooled, whole, in order."""
@@ -58,7 +59,7 @@ class Spool:
             path.unlink(missing_ok=True)
 
     def _files(self, pattern: str) -> list[Path]:
-        return list(self.folder.path(self.path).glob(pattern))
+        return list(self.folder.scratch(self.path).glob(pattern))
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,24 @@ class SpoolFile:
     """What enters one layer, of one segment."""
 
     folder: Folder
-    name: str
+    path: str
+    file: str
     of: str
+
+    @property
+    def name(self) -> str:
+        """As errors tell it."""
+        return f"{self.path}/{self.file}"
+
+    @property
+    def place(self) -> Path:
+        """Where it lies."""
+        return self.folder.scratch(self.path) / self.file
 
     @contextlib.contextmanager
     def written(self) -> Iterator[SpoolWriter]:
         """Takes batches in order; the file is there when the block ends. Raises StoreFull, ReadOnlyStore."""
-        target = self.folder.path(self.name)
+        target = self.place
         temporary = target.with_name(f"{target.name}.{os.getpid()}")
         with self.folder.writing(self.name):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +101,7 @@ class SpoolFile:
 
     def batches(self, device: torch.device) -> Iterator[dict[str, Tensor]]:
         """What was put, in order. Raises CorruptEntry for bytes that are not those that were written."""
-        with self.folder.path(self.name).open("rb") as file:
+        with self.place.open("rb") as file:
             while (header := _taken(file, self.name)) is not None:
                 tensors, whole = {}, google_crc32c.value(header.text)
                 for name, dtype, shape in json.loads(header.text):
@@ -108,7 +120,7 @@ class SpoolFile:
         try:
             for _ in self.batches(torch.device("cpu")):
                 pass
-            with self.folder.path(self.name).open("rb") as file:
+            with self.place.open("rb") as file:
                 file.seek(-len(self.of.encode()), os.SEEK_END)
                 return file.read() == self.of.encode()
         except (OSError, ValueError, KeyError, CorruptEntry):
@@ -116,7 +128,7 @@ class SpoolFile:
 
     def remove(self) -> None:
         """It is needed no more."""
-        self.folder.path(self.name).unlink(missing_ok=True)
+        self.place.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

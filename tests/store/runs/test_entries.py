@@ -24,7 +24,7 @@ from mizarr.store.errors import (
     StoreFormatError,
     StoreFull,
 )
-from mizarr.store.files import Folder
+from mizarr.store.files import LocalFolder
 from mizarr.store.runs.entries import ArraySpec, Entry
 from tests.memory import PEAK, printed
 
@@ -66,7 +66,7 @@ def recorded(entry):
 
 @pytest.fixture
 def folder(tmp_path):
-    return Folder(tmp_path, "process")
+    return LocalFolder(tmp_path, "process")
 
 
 @pytest.fixture
@@ -85,7 +85,11 @@ def test_segments_cover_the_tokens_without_gaps(entry):
 def test_each_token_owns_a_row_of_its_prompts_triangle(sizes, segment_tokens):
     tokens = PackedTokens.from_lists([[1] * size for size in sizes])
     entry = Entry(
-        Folder("/nowhere", read_only=True), RunKey("m", tokens.digest, "n"), "float32", tokens, segment_tokens
+        LocalFolder("/nowhere", read_only=True),
+        RunKey("m", tokens.digest, "n"),
+        "float32",
+        tokens,
+        segment_tokens,
     )
     owned = [position + 1 for size in sizes for position in range(size)]
     assert [sum(owned[at.start : at.stop]) for at in entry.segments] == np.diff(entry.bounds("pair")).tolist()
@@ -163,8 +167,10 @@ def test_a_committed_shard_is_what_was_written_and_digested(entry):
 
 
 def test_shards_without_a_record_are_not_committed_and_then_taken_as_they_are(entry, monkeypatch):
-    real = Folder.put_new
-    monkeypatch.setattr(Folder, "put_new", lambda self, name, data: "/seg/" in name or real(self, name, data))
+    real = LocalFolder.put_new
+    monkeypatch.setattr(
+        LocalFolder, "put_new", lambda self, name, data: "/seg/" in name or real(self, name, data)
+    )
     fill(entry, seed=1)  # killed before the record
     monkeypatch.undo()
     assert entry.missing(CELLS) == dict.fromkeys(range(3), CELLS)
@@ -254,7 +260,7 @@ def test_a_file_size_limit_leaves_no_torn_shard(entry):
 
 
 def test_a_read_only_store_refuses_segments_and_claims(entry):
-    reader = Entry.load(Folder(entry.folder.root, read_only=True), entry.path, TOKENS)
+    reader = Entry.load(LocalFolder(entry.folder.root, read_only=True), entry.path, TOKENS)
     with pytest.raises(ReadOnlyStore, match="mode='a'"):
         fill(reader)
     with pytest.raises(ReadOnlyStore, match="mode='a'"):
@@ -304,7 +310,7 @@ def test_publishing_again_changes_nothing(entry):
 def test_content_is_that_of_the_values(tmp_path):
     contents = []
     for name, seed, layer in [("a", 0, 0), ("b", 0, 0), ("c", 1, 0)]:
-        entry = create(Folder(tmp_path / name, "process"))
+        entry = create(LocalFolder(tmp_path / name, "process"))
         fill(entry, [("resid_post", layer)], seed=seed)
         contents.append(entry.publish([("resid_post", layer)])[0].content)
     assert contents[0] == contents[1] != contents[2]
@@ -452,13 +458,13 @@ def test_each_record_is_read_once_however_often_one_asks(folder, monkeypatch):
     fill(create(folder, tokens, [EMBED], segment_tokens=1), [("embed", None)])
     entry = create(folder, tokens, [EMBED], segment_tokens=1)
     read = []
-    real = Folder.get
-    monkeypatch.setattr("mizarr.store.files._SETTLED", -1)  # as if they were written a while ago
-    monkeypatch.setattr(Folder, "get", lambda self, name: (read.append(name), real(self, name))[1])
+    real = LocalFolder.get
+    monkeypatch.setattr("mizarr.store.files.stamps._SETTLED", -1)  # as if they were written a while ago
+    monkeypatch.setattr(LocalFolder, "get", lambda self, name: (read.append(name), real(self, name))[1])
     for _ in range(3):
         assert entry.missing([("embed", None)]) == {}
     assert len([name for name in read if "/seg/" in name]) == 300
-    monkeypatch.setattr(Folder, "stamps", None)  # a digest that is known is not looked up
+    monkeypatch.setattr(LocalFolder, "stamps", None)  # a digest that is known is not looked up
     assert all(entry.segment_digest("embed", None, n).startswith("sha256:") for n in range(300))
 
 
@@ -475,10 +481,10 @@ from pathlib import Path
 import numpy as np
 from mizarr.store import PackedTokens
 from mizarr.store.runs import entries, mapped
-from mizarr.store.files import Folder
+from mizarr.store.files import LocalFolder
 mapped.RESIDENT = int(sys.argv[3])
 tokens = PackedTokens.from_lists([[1] * 4096] * 12)
-entry = entries.Entry.load(Folder(Path(sys.argv[1])), sys.argv[2], tokens)
+entry = entries.Entry.load(LocalFolder(Path(sys.argv[1])), sys.argv[2], tokens)
 before = {PEAK}
 total = sum(float(np.abs(entry.shard("wide", None, n)[:]).max()) for n in range(12))
 assert total > 0
@@ -493,7 +499,7 @@ print(({PEAK} - before) >> 20)
 
 
 def test_a_shard_changed_in_place_is_checked_again(entry, monkeypatch):
-    monkeypatch.setattr("mizarr.store.files._SETTLED", -1)  # as if it was written a while ago
+    monkeypatch.setattr("mizarr.store.files.stamps._SETTLED", -1)  # as if it was written a while ago
     fill(entry)
     path = entry.folder.path(f"{entry.path}/embed/c/0/0")
     stat = path.stat()
@@ -520,7 +526,7 @@ def test_what_was_just_written_is_checked_at_every_read(entry):
 
 @pytest.mark.parametrize("settled", [2.0, -1])
 def test_a_run_made_anew_in_other_segments_is_not_read_as_the_old_one(folder, monkeypatch, settled):
-    monkeypatch.setattr("mizarr.store.files._SETTLED", settled)
+    monkeypatch.setattr("mizarr.store.files.stamps._SETTLED", settled)
     tokens = PackedTokens.from_lists([[1] * 24])
     old = create(folder, tokens, [EMBED], segment_tokens=6)
     fill(old, [("embed", None)])

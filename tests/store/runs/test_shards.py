@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 import mizarr.store.runs.bfloat16  # noqa: F401 - teaches zarr the dtype
 from mizarr.store.digest import content_digest
 from mizarr.store.errors import CorruptEntry, ReadOnlyStore, ShapeError, StoreFull
-from mizarr.store.files import Folder
+from mizarr.store.files import LocalFolder
 from mizarr.store.runs import shards
 from mizarr.store.runs.shards import DTYPES, ShardLayout, array_metadata, read_shard, write_shards
 
@@ -31,7 +31,7 @@ def values(shape, dtype, seed=0):
 
 @pytest.fixture
 def folder(tmp_path):
-    return Folder(tmp_path, "process")
+    return LocalFolder(tmp_path, "process")
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_shard_without_checksums_is_the_raw_array_as_format_1_has_it(folder, s
     index = struct.pack("<6Q", 0, 64, 64, 64, 2**64 - 1, 2**64 - 1)
     raw = folder.path("a").read_bytes()
     assert raw == rows.tobytes() + bytes(32) + index + struct.pack("<I", crc32c(index))
-    again = read_shard(folder.path("a"), layout, 6)[:]
+    again = read_shard(folder.mapped("a"), layout, 6)[:]
     same(again, rows)
     assert not again.flags.owndata  # mapped, across the chunks
 
@@ -107,11 +107,11 @@ def crc32c(data):
     data=st.data(),
 )
 def test_any_number_of_rows_of_any_shape_comes_back_bit_for_bit(tmp_path_factory, dtype, tail, most, data):
-    folder = Folder(tmp_path_factory.mktemp("shards"), "process")
+    folder = LocalFolder(tmp_path_factory.mktemp("shards"), "process")
     rows = values((data.draw(st.integers(1, most)), *tail), dtype)
     layout = ShardLayout.of(dtype, tail, most, layered=False)
     write_shard(folder, "a", rows, layout)
-    again = read_shard(folder.path("a"), layout, len(rows))
+    again = read_shard(folder.mapped("a"), layout, len(rows))
     assert again.dtype == rows.dtype
     same(again, rows)
 
@@ -119,7 +119,7 @@ def test_any_number_of_rows_of_any_shape_comes_back_bit_for_bit(tmp_path_factory
 def test_reading_maps_the_file_and_cannot_change_it(folder):
     layout = ShardLayout.of("float32", (2,), 4, layered=False)
     write_shard(folder, "a", values((4, 2), "float32"), layout)
-    again = read_shard(folder.path("a"), layout, 4)[:]
+    again = read_shard(folder.mapped("a"), layout, 4)[:]
     assert not again.flags.owndata
     with pytest.raises(ValueError, match="read-only"):
         again[0] = 1
@@ -231,7 +231,7 @@ def test_shards_that_zarr_wrote_are_read_too(tmp_path, small_chunks, count):
     (tmp_path / "a" / "zarr.json").write_bytes(array_metadata(layout, (1, 16, 4), LAYERED, {}))
     rows = values((count, 4), "float32")
     zarr.open_array(tmp_path / "a", mode="r+")[0, :count] = rows
-    same(read_shard(tmp_path / layout.path("a", 0, 0), layout, count), rows)
+    same(read_shard(LocalFolder(tmp_path).mapped(layout.path("a", 0, 0)), layout, count), rows)
 
 
 def test_chunks_in_another_order_are_read_by_their_index(tmp_path, small_chunks):
@@ -242,7 +242,7 @@ def test_chunks_in_another_order_are_read_by_their_index(tmp_path, small_chunks)
     )
     index = struct.pack("<6Q", 136, 68, 2**64 - 1, 2**64 - 1, 0, 68)
     (tmp_path / "a").write_bytes(last + middle + first + index + struct.pack("<I", crc32c(index)))
-    again = read_shard(tmp_path / "a", layout, 12)
+    again = read_shard(LocalFolder(tmp_path).mapped("a"), layout, 12)
     same(again[:4], rows[:4])
     assert (again[4:8] == 0).all()  # absent
     same(again[8:], rows[8:])
@@ -272,7 +272,7 @@ def test_whoever_comes_second_gets_the_digest_of_what_stands(folder):
     layout = ShardLayout.of("float32", (4,), 16, layered=False)
     first = write_shard(folder, "a", values((3, 4), "float32", 1), layout)
     assert write_shard(folder, "a", values((3, 4), "float32", 2), layout) == first
-    same(read_shard(folder.path("a"), layout, 3), values((3, 4), "float32", 1))
+    same(read_shard(folder.mapped("a"), layout, 3), values((3, 4), "float32", 1))
 
 
 @pytest.mark.parametrize("keep", [0, 3, 20, 100, -1])
@@ -282,7 +282,7 @@ def test_a_file_cut_short_is_corrupt(folder, small_chunks, keep):
     raw = folder.path("a").read_bytes()
     folder.path("a").write_bytes(raw[:keep])
     with pytest.raises(CorruptEntry, match="verify"):
-        read_shard(folder.path("a"), layout, 16)
+        read_shard(folder.mapped("a"), layout, 16)
 
 
 def test_a_flipped_bit_in_the_index_is_corrupt(folder, small_chunks):
@@ -292,7 +292,7 @@ def test_a_flipped_bit_in_the_index_is_corrupt(folder, small_chunks):
     raw[-12] ^= 1
     folder.path("a").write_bytes(raw)
     with pytest.raises(CorruptEntry, match="index"):
-        read_shard(folder.path("a"), layout, 16)
+        read_shard(folder.mapped("a"), layout, 16)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_a_kernel_that_takes_a_little_at_a_time_gets_it_all(folder, small_chunks
     layout = ShardLayout.of("float32", (4,), 32, layered=False)
     rows = values((19, 4), "float32")
     _, digest = write_shard(folder, "a", rows, layout)
-    same(read_shard(folder.path("a"), layout, 19), rows)
+    same(read_shard(folder.mapped("a"), layout, 19), rows)
     assert digest == f"sha256:{hashlib.sha256(folder.path('a').read_bytes()).hexdigest()}"
 
 
@@ -330,7 +330,7 @@ def test_nan_payloads_and_signed_zeros_survive(folder):
     bits = np.array([0x7FC1, 0xFFFF, 0x8000, 0x7F80, 0x0001], "u2").view(ml_dtypes.bfloat16).reshape(5, 1)
     layout = ShardLayout.of("bfloat16", (1,), 5, layered=False)
     write_shard(folder, "a", bits, layout)
-    same(read_shard(folder.path("a"), layout, 5), bits)
+    same(read_shard(folder.mapped("a"), layout, 5), bits)
 
 
 # -- checks
@@ -342,7 +342,7 @@ def damaged(folder, layout, at, rows=16):
     raw = bytearray(folder.path("a").read_bytes())
     raw[at] ^= 0x10
     folder.path("a").write_bytes(raw)
-    return read_shard(folder.path("a"), layout, rows, "segment 3 of resid_post.1 in run abc")
+    return read_shard(folder.mapped("a"), layout, rows, "segment 3 of resid_post.1 in run abc")
 
 
 READS = {
@@ -378,7 +378,7 @@ def test_damage_in_the_padding_of_the_last_chunk_is_damage(folder, small_chunks)
 def test_a_shard_without_rows_is_an_index_of_absent_chunks(folder):
     layout = ShardLayout.of("float32", (4,), 16, layered=False)
     size, _ = write_shard(folder, "a", np.zeros((0, 4), "f4"), layout)
-    rows = read_shard(folder.path("a"), layout, 0)
+    rows = read_shard(folder.mapped("a"), layout, 0)
     assert size == layout.index_bytes == layout.file_bytes(0)
     assert rows.shape == (0, 4)
     assert rows[:].shape == (0, 4)
@@ -389,7 +389,7 @@ def test_every_index_gives_what_numpy_gives_over_many_chunks(folder, small_chunk
     layout = ShardLayout.of(dtype, (3,), 40, layered=False)
     expected = values((37, 3), dtype)
     write_shard(folder, "a", expected, layout)
-    rows = read_shard(folder.path("a"), layout, 37)
+    rows = read_shard(folder.mapped("a"), layout, 37)
     picked = np.array([36, 0, 5, 5, -1, 17])
     for key in (0, 36, -1, slice(None), slice(3, 9), slice(8, 8), slice(30, 99), slice(35, 2, -3), picked):
         same(rows[key], np.ascontiguousarray(expected[key]))

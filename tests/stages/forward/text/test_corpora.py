@@ -205,9 +205,9 @@ def mizarr_harvest():
 
 
 def test_a_disk_without_room_is_told_before_anything_is_computed(tmp_path, monkeypatch):
-    from mizarr.store.files import Folder
+    from mizarr.store.files import LocalFolder
 
-    monkeypatch.setattr(Folder, "free_bytes", property(lambda self: 1000))
+    monkeypatch.setattr(LocalFolder, "free_bytes", property(lambda self: 1000))
     store = open_store(tmp_path / "store")
     with pytest.raises(StoreFull, match="bytes of room"):
         capture("specimen", ["a prompt"], HOOKS, store=store, progress=False)

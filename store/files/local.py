@@ -1,6 +1,6 @@
-"""The files of a store, by name: created once and whole, listed, removed; failures told as store errors.
+"""The files of a store in a folder of this machine: created once and whole, mapped, listed, removed.
 
-Border: names relative to the store's root and bytes; what they mean is known elsewhere.
+Border: that of `folder.py`; this is the one file that knows where on a disk a store lies.
 
 A file appears under its name complete or not at all, and the first to create it wins: written to a temporary
 name in the same folder, then linked, which fails if the name is taken (`open("x")` would show half a file,
@@ -14,6 +14,7 @@ turns with a computation is told when only the disk is waited for.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import secrets
 import shutil
@@ -24,26 +25,23 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .digest import Buffer, file_digest
-from .errors import ReadOnlyStore, StoreError, StoreFull
+from ..digest import Buffer, file_digest
+from ..errors import ReadOnlyStore, StoreError, StoreFull
+from .folder import THREADS, Folder, Measured
+from .mapped import Mapped
+from .stamps import Stat
 
-THREADS = 4
-"""That digest at once: sha256 releases the GIL, two are twice as fast; beyond four the disk is the limit."""
+__all__ = ["LocalFolder", "as_store_error"]
+
 _REMEMBERED = 20_000  # folders
 _WORTH_AN_EARLY_START = 1 << 20  # bytes; the sync of smaller files is all the disk's work there is
 _AT_ONCE = 64  # parts per call; every system takes that many
 _OPEN = 128  # files open at once
 _UNNAMED = 1 << 28  # bytes of files that wait for their names together
-_SETTLED = 2.0  # seconds; the coarsest clock of a file system ticks that slowly
-
-Files = dict[str, list[int | str]]
-"""Manifest part: path relative to the folder -> [size in bytes, "sha256:…"]."""
-Stamp = tuple[int, int, int, int, int]
-"""Device, inode, size, mtime and ctime in nanoseconds: as long as a file keeps its stamp, it is as it was."""
 
 
 @dataclass(frozen=True)
-class Folder:
+class LocalFolder(Folder):
     """The folder of a store.  durability: "disk" or "process"."""
 
     root: Path
@@ -52,9 +50,27 @@ class Folder:
     # Folders whose own names are known to last, with their inodes; only saves time.
     _settled: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
 
+    @property
+    def address(self) -> str:
+        """The path."""
+        return str(self.root)
+
+    def where(self, name: str) -> str:
+        """The path of a name."""
+        return f"{self.root}/{name}" if name else str(self.root)
+
     def path(self, name: str) -> Path:
         """Where a name lies on disk."""
         return self.root / name
+
+    @property
+    def index_path(self) -> Path:
+        """Beside what it tells of."""
+        return self.root / "index.sqlite"
+
+    def now(self) -> float:
+        """This machine's clock."""
+        return time.time()
 
     def get(self, name: str) -> bytes | None:
         """The bytes of a file; None when there is none."""
@@ -65,6 +81,28 @@ class Folder:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
+    def get_range(self, name: str, start: int, stop: int | None) -> bytes | None:
+        """Bytes of a file from `start` to `stop`, as a slice takes them; None when there is none."""
+        try:
+            with self.path(name).open("rb") as file:
+                end = os.fstat(file.fileno()).st_size
+                first, last, _ = slice(start, stop).indices(end)
+                file.seek(first)
+                return file.read(max(0, last - first))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def stat(self, name: str) -> Stat | None:
+        """What the system says of a file, or of a folder; None when there is none."""
+        try:
+            return Stat.of(os.stat(f"{self.root}/{name}"))  # noqa: PTH116 - asked for at every read
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def folder_stat(self, folder: str) -> Stat | None:
+        """What the system says of a folder."""
+        return self.stat(folder)
+
     def size(self, name: str) -> int | None:
         """Bytes of a file; None when there is none."""
         try:
@@ -72,9 +110,22 @@ class Folder:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def put_new(self, name: str, data: bytes) -> bool:
-        """Create a file with these bytes; False, and nothing changes, when it is there already."""
-        return bool(self.put_all({name: [data]}))
+    def measure(self, name: str) -> tuple[int, str]:
+        """Size in bytes and "sha256:…" of a file; FileNotFoundError when there is none."""
+        path = self.path(name)
+        return path.stat().st_size, file_digest(path)
+
+    def mapped(self, name: str) -> Mapped:
+        """A file as memory; FileNotFoundError when there is none."""
+        with self.path(name).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            # An empty file cannot be mapped; a byte that is not read stands for it.
+            held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else mmap.mmap(-1, 1)
+        return Mapped(held, size, self.where(name))
+
+    def zarr(self, folder: str) -> Path:
+        """The path of a group or an array."""
+        return self.path(folder)
 
     def put_all(
         self,
@@ -141,13 +192,13 @@ class Folder:
         """Bytes the file system has left for this user."""
         return shutil.disk_usage(next(path for path in (self.root, *self.root.parents) if path.exists())).free
 
-    def stamps(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    def stamps(self, folder: str) -> Iterator[tuple[str, Stat]]:
         """Names of what lies directly in a folder, each with what the system says of it."""
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path(folder)) as found:
             for item in found:
                 if not item.name.startswith("."):
                     with suppress(FileNotFoundError):
-                        yield item.name, item.stat()
+                        yield item.name, Stat.of(item.stat())
 
     def children(self, folder: str) -> Iterator[str]:
         """Names of what lies directly in a folder, without the folder's; temporary ones left out."""
@@ -157,13 +208,10 @@ class Folder:
         except (FileNotFoundError, NotADirectoryError):
             return
 
-    def make_folder(self, name: str) -> Path:
-        """Create a folder that must be new, and those above it."""
-        with self.writing(name):
-            path = self.path(name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir()
-        return path
+    def subfolders(self, folder: str) -> Iterator[str]:
+        """Names of the folders directly in a folder, without the folder's; temporary ones left out."""
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path(folder)) as found:
+            yield from (item.name for item in found if item.is_dir() and not item.name.startswith("."))
 
     def list(self, folder: str) -> Iterator[str]:
         """Names of all files below a folder, relative to the root; temporary ones (leading dot) left out."""
@@ -171,9 +219,48 @@ class Folder:
             base = Path(top).relative_to(self.root)
             yield from (str(base / file) for file in files if not file.startswith("."))
 
-    def settle(self, folder: str) -> Files:
-        """Sync all files below a folder and digest them: path relative to the folder -> [size, digest]."""
-        top = self.path(folder)
+    def walk(self, folder: str) -> Iterator[tuple[str, Stat]]:
+        """All files below a folder, temporary ones as well, relative to the root."""
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path(folder)) as found:
+            for item in found:
+                name = f"{folder}/{item.name}" if folder else item.name
+                if item.is_dir(follow_symlinks=False):
+                    yield from self.walk(name)
+                else:
+                    with suppress(FileNotFoundError):
+                        yield name, Stat.of(item.stat())
+
+    def mark(self, name: str, data: bytes) -> bool:
+        """Create a small file that need not outlive a power cut; False when it is there already."""
+        with self.writing(name):
+            path = self.path(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            except FileExistsError:
+                return False
+            try:
+                os.write(handle, data)
+            finally:
+                os.close(handle)
+        return True
+
+    def touch(self, name: str) -> None:
+        """Make now the time a file was modified, if it is there; OSError where that fails."""
+        with suppress(FileNotFoundError):
+            os.utime(self.path(name))
+
+    def build(self, folder: str, fill: Callable[[Path], None]) -> Measured:
+        """A new folder, filled by what writes to a real one; returns size and digest of each of its files."""
+        with self.writing(folder):
+            path = self.path(folder)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir()
+            fill(path)
+            return self._settled_files(path)
+
+    def _settled_files(self, top: Path) -> Measured:
+        """Sync all files below a folder and digest them."""
         paths = sorted(path for path in top.rglob("*") if path.is_file())
 
         def one(path: Path) -> list[int | str]:
@@ -181,13 +268,24 @@ class Folder:
                 _sync(path)
             return [path.stat().st_size, file_digest(path)]
 
-        with self.writing(folder), ThreadPoolExecutor(THREADS) as pool:
+        with ThreadPoolExecutor(THREADS) as pool:
             found = dict(
                 zip((str(path.relative_to(top)) for path in paths), pool.map(one, paths), strict=True)
             )
-            for inner in {path.parent for path in paths} | {top, top.parent}:
-                self._sync_folder(inner)
+        for inner in {path.parent for path in paths} | {top, top.parent}:
+            self._sync_folder(inner)
         return found
+
+    def scratch(self, folder: str) -> Path:
+        """See `Folder`: in the folder itself, where hidden names are taken for leftovers."""
+        return self.path(folder)
+
+    def move(self, source: str, target: str) -> None:
+        """Give a file, or a folder with all in it, another name, if it is there."""
+        if self.path(source).exists():
+            with self.writing(source):
+                self.path(target).parent.mkdir(parents=True, exist_ok=True)
+                self.path(source).rename(self.path(target))
 
     def delete(self, name: str) -> None:
         """Remove a file if it is there."""
@@ -196,9 +294,15 @@ class Folder:
 
     def remove_tree(self, folder: str) -> None:
         """Remove a folder and all below it, if it is there; what cannot be removed stays for gc."""
-        if not self.read_only:
-            self._settled.clear()
-            shutil.rmtree(self.path(folder), ignore_errors=True)
+        if self.read_only:
+            return
+        self._settled.clear()
+        path = self.path(folder)
+        dying = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        # Out of its place at once, so that a writer that comes back meanwhile begins a folder of its own.
+        with suppress(OSError):
+            path.rename(dying)
+        shutil.rmtree(dying if dying.exists() else path, ignore_errors=True)
 
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
@@ -250,44 +354,6 @@ class Folder:
         if self.durability == "disk":
             with suppress(OSError):  # some file systems cannot sync folders
                 _sync(path)
-
-
-class Watched:
-    """One small file of a folder, read again only when it may have changed."""
-
-    def __init__(self, folder: Folder, name: str) -> None:
-        self._folder, self._name = folder, name
-        self._stamp: Stamp | None = None
-        self._text: bytes | None = None
-
-    def get(self) -> bytes | None:
-        """Its bytes as they are now, the same object as long as they are the same; None when it is gone."""
-        try:
-            stat = os.stat(f"{self._folder.root}/{self._name}")  # noqa: PTH116 - asked for at every read
-        except (FileNotFoundError, NotADirectoryError):
-            self._stamp = self._text = None
-            return None
-        if self._stamp is None or self._stamp != stamp(stat):
-            text = self._folder.get(self._name)
-            if text != self._text:
-                self._text = text
-            self._stamp = stamp(stat) if is_settled(stat) else None
-        return self._text
-
-
-def stamp(stat: os.stat_result) -> Stamp:
-    """What a file must keep to be taken for unchanged; see also `is_settled`."""
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-
-
-def is_settled(stat: os.stat_result, now: float | None = None) -> bool:
-    """Whether the next change of the file would show in its stamp: the clock has ticked since the last one.
-
-    now: when `stat` was taken, seconds since the epoch, by default this moment. A file from the future, by a
-    clock that was set back, never is.
-    """
-    taken = time.time() if now is None else now
-    return taken - max(stat.st_mtime, stat.st_ctime) > _SETTLED
 
 
 def as_store_error(error: OSError, root: Path, name: str) -> OSError:

@@ -1,0 +1,9 @@
+"""Where a store's files lie: one seam (`folder.py`), and who keeps it: a local folder, or an object store."""
+
+from .cache import cache_folder as cache_folder
+from .folder import THREADS as THREADS, Folder as Folder, Measured as Measured
+from .local import LocalFolder as LocalFolder
+from .mapped import Mapped as Mapped
+from .opening import folder_at as folder_at, is_remote as is_remote, open_folder as open_folder
+from .stamps import Stamp as Stamp, Stat as Stat, is_settled as is_settled, stamp as stamp
+from .watched import Watched as Watched

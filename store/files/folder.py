@@ -1,0 +1,192 @@
+"""What a store asks of the place that keeps its files: the one seam to disks and to object stores.
+
+Border: names relative to the store's root and bytes; what they mean is known elsewhere, and no other file of
+the package learns where a store really lies.
+
+The rules on which commit rests, whoever keeps the files: a file appears under its name complete or not at
+all, the first to create it wins, and nothing is ever changed. `tests/contracts/files_contract.py` holds every
+place to them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from ..digest import Buffer
+from .mapped import Mapped
+from .stamps import Stat
+
+__all__ = ["THREADS", "Folder", "Measured"]
+
+THREADS = 4
+"""That digest at once: sha256 releases the GIL, two are twice as fast; beyond four the disk is the limit."""
+
+Measured = dict[str, list[int | str]]
+"""Manifest part: path relative to the folder -> [size in bytes, "sha256:…"]."""
+
+
+class Folder(ABC):
+    """The files of a store, by name. Cheap to send to another process.
+
+    read_only: refuses every write with ReadOnlyStore.
+    """
+
+    read_only: bool
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """What people call it, and what `open_store` takes: a path, or a URL without credentials."""
+
+    @abstractmethod
+    def where(self, name: str) -> str:
+        """A file or folder, as an error names it."""
+
+    @property
+    @abstractmethod
+    def free_bytes(self) -> int | None:
+        """Bytes there is room for; None where nobody says."""
+
+    @property
+    @abstractmethod
+    def index_path(self) -> Path | None:
+        """Where the index of this store lies on this machine; None for in memory."""
+
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds since the epoch, by the clock that `Stat.modified` is told by."""
+
+    # -- reading
+
+    @abstractmethod
+    def get(self, name: str) -> bytes | None:
+        """The bytes of a file; None when there is none."""
+
+    @abstractmethod
+    def get_range(self, name: str, start: int, stop: int | None) -> bytes | None:
+        """Bytes of a file from `start` to `stop`, None for its end; a negative `start` counts from the end.
+
+        Fewer where the file ends before; None when there is none.
+        """
+
+    @abstractmethod
+    def stat(self, name: str) -> Stat | None:
+        """What is known of a file without reading it; None when there is none."""
+
+    def folder_stat(self, folder: str) -> Stat | None:
+        """What is known of a folder itself; None where there are names only, and folders are none."""
+        return None
+
+    def glance(self, name: str) -> Stat | None:
+        """`stat`, for what is looked at before every read; may be seconds old where a look is a request."""
+        return self.stat(name)
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None when there is none."""
+        stat = self.stat(name)
+        return None if stat is None else stat.size
+
+    def sizes(self, folder: str, names: Iterable[str]) -> dict[str, int | None]:
+        """Bytes of files below a folder, by name relative to it; None for those that are not there."""
+        return {name: self.size(f"{folder}/{name}") for name in names}
+
+    @abstractmethod
+    def measure(self, name: str) -> tuple[int, str]:
+        """Size in bytes and "sha256:…" of a file; FileNotFoundError when there is none."""
+
+    @abstractmethod
+    def mapped(self, name: str) -> Mapped:
+        """A file as memory; FileNotFoundError when there is none."""
+
+    @abstractmethod
+    def zarr(self, folder: str) -> Any:
+        """What zarr and xarray open to read a group or an array: a path, or a `zarr.abc.store.Store`."""
+
+    # -- what is there
+
+    @abstractmethod
+    def children(self, folder: str) -> Iterator[str]:
+        """Names of what lies directly in a folder, without the folder's; temporary ones left out."""
+
+    @abstractmethod
+    def subfolders(self, folder: str) -> Iterator[str]:
+        """Names of the folders directly in a folder, without the folder's; temporary ones left out."""
+
+    @abstractmethod
+    def stamps(self, folder: str) -> Iterator[tuple[str, Stat]]:
+        """Names of the files directly in a folder, each with what is known of it; temporary ones left out."""
+
+    @abstractmethod
+    def list(self, folder: str) -> Iterator[str]:
+        """Names of all files below a folder, relative to the root; temporary ones (leading dot) left out."""
+
+    @abstractmethod
+    def walk(self, folder: str) -> Iterator[tuple[str, Stat]]:
+        """All files below a folder, temporary ones as well, relative to the root."""
+
+    # -- writing
+
+    def put_new(self, name: str, data: bytes) -> bool:
+        """Create a file with these bytes; False, and nothing changes, when it is there already."""
+        return bool(self.put_all({name: [data]}))
+
+    @abstractmethod
+    def put_all(
+        self,
+        files: Mapping[str, Sequence[Buffer]],
+        *,
+        threads: int = 1,
+        handed_over: Callable[[], None] = lambda: None,
+    ) -> set[str]:
+        """Create files of these parts, each laid end to end; returns the new names, the others stay.
+
+        The bytes of arrays are there before a file that describes them (`*.json`) appears.
+        threads: that write side by side; more than one only where nobody computes meanwhile. handed_over:
+        called when what is left is waiting for others.
+        """
+
+    @abstractmethod
+    def mark(self, name: str, data: bytes) -> bool:
+        """Create a small file that need not outlive a power cut; False when it is there already."""
+
+    @abstractmethod
+    def touch(self, name: str) -> None:
+        """Make now the time a file was modified, if it is there; OSError where that fails."""
+
+    @abstractmethod
+    def link_all(self, names: Mapping[str, str]) -> set[str]:
+        """Give files a further name each, new -> old; returns the new names, those taken stay as they are.
+
+        FileNotFoundError when an old one is gone.
+        """
+
+    @abstractmethod
+    def build(self, folder: str, fill: Callable[[Path], None]) -> Measured:
+        """A new folder, filled by what writes to a real one; returns size and digest of each of its files.
+
+        fill: called with an empty folder on this machine. FileExistsError when the folder is not new.
+        """
+
+    @abstractmethod
+    def scratch(self, folder: str) -> Path:
+        """Where on this machine files may lie that are of use to a folder for a while; it need not exist."""
+
+    @abstractmethod
+    def move(self, source: str, target: str) -> None:
+        """Give a file, or a folder with all in it, another name, if it is there."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Remove a file if it is there."""
+
+    @abstractmethod
+    def remove_tree(self, folder: str) -> None:
+        """Remove a folder and all below it, if it is there; what cannot be removed stays for gc."""
+
+    @abstractmethod
+    def writing(self, name: str) -> AbstractContextManager[None]:
+        """Around a write: refuses a read-only store, and tells failures as store errors."""

@@ -1,0 +1,174 @@
+"""What is published in one store, put into another: to keep, to move, or to bring two together.
+
+Every file is compared with its digest on the way, and the key comes last, so a copy that was cut off left
+nothing visible, and goes on where it was when it is asked again. What the target has under a key stays: the
+first is right, and the caller is told where the contents differ. Files are copied as they lie, those of older
+formats too; runs that are not finished, pins and the index are not copied.
+
+Border: files and records; what they mean to an analysis is not asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from ..catalog import Catalog
+from ..digest import content_digest
+from ..errors import REPAIR, CorruptEntry, ReadOnlyStore
+from ..files import THREADS
+from ..provenance import note_names
+from ..records import RESULT, Record
+from ..results import MANIFEST
+from ..runs.committed import RECORD, record_name
+from ..runs.coordinates import BOOKKEEPING, metadata_record, recorded
+from ..runs.entries import CELL_MANIFEST, group_attributes
+from ..runs.vocabularies import put_vocabulary, read_vocabulary
+from ..sealed import files_of, sealed, unsealed
+from .collect import lease
+from .verify import manifest_of
+
+__all__ = ["Copied", "copy"]
+
+Files = Mapping[str, tuple[int, str]]
+
+
+@dataclass
+class Copied:
+    """What a copy did, by key: made visible in the target; there already; there with another content, which
+    stays. bytes: written."""
+
+    copied: list[str] = field(default_factory=list)
+    present: list[str] = field(default_factory=list)
+    different: list[str] = field(default_factory=list)
+    bytes: int = 0
+
+
+class _Differs(Exception):
+    """The target holds something else under a name."""
+
+
+def copy(
+    source: Catalog,
+    target: Catalog,
+    records: Iterable[Record],
+    progress: Callable[[int], None] = lambda done: None,
+) -> Copied:
+    """Put what these records of `source` name into `target`. progress: called with the bytes done so far.
+
+    Raises CorruptEntry for a file of the source that is not what was recorded, ReadOnlyStore, StoreFull.
+    """
+    if target.read_only:
+        raise ReadOnlyStore(f"cannot copy into {target.address}: opened with mode='r'; use mode='a'")
+    done = Copied()
+    for record in records:
+        there = target.lookup(record.key)
+        if there is not None:
+            (done.present if there.content == record.content else done.different).append(record.key)
+            continue
+        try:
+            with lease(source, record):
+                (_copy_result if record.kind == RESULT else _copy_array)(source, target, record, done)
+        except _Differs:
+            done.different.append(record.key)
+            continue
+        is_first = target.files.put_new(record.path, record.to_bytes())
+        (done.copied if is_first else done.present).append(record.key)
+        progress(done.bytes)
+    return done
+
+
+def _copy_result(source: Catalog, target: Catalog, record: Record, done: Copied) -> None:
+    name = f"{record.data}/manifest.json"
+    text = _text(source, name)
+    _put_files(source, target, record.data, _listed(name, text, MANIFEST), done)
+    _put_text(target, name, text)
+    _put_notes(source, target, record.data)
+
+
+def _copy_array(source: Catalog, target: Catalog, record: Record, done: Copied) -> None:
+    """One (variable, layer) of a run, its labels before it, what says that it stands after it."""
+    data, name = record.data, f"{record.data}/{manifest_of(record)}"
+    _put_run(source, target, data, done)
+    text = _text(source, name)
+    told = unsealed(name, text, CELL_MANIFEST)
+    variable, cell = str(told["variable"]), record.label.replace("/", ".")
+    described = [f"{data}/{variable}/zarr.json", f"{data}/{metadata_record(variable)}"]
+    for each in described:
+        if (there := source.files.get(each)) is not None:
+            _put_text(target, each, there)
+    listed = _listed(name, text, CELL_MANIFEST)
+    _put_files(source, target, data, listed, done)
+    for n, (file, (size, digest)) in enumerate(listed.items()):
+        stands = dict(zip(RECORD, (n, [cell], {file: [size, digest]}), strict=True))
+        target.files.put_new(record_name(data, n, [cell]), sealed(stands))
+    target.files.put_new(name, text)
+
+
+def _put_run(source: Catalog, target: Catalog, data: str, done: Copied) -> None:
+    """What a run has besides its arrays; its group comes last, and says that all of it is there."""
+    group = f"{data}/zarr.json"
+    attributes = group_attributes(source.files, data)
+    if (there := target.files.get(group)) is not None:
+        cut = "segment_tokens"
+        if group_attributes(target.files, data)["mizarr"][cut] != attributes["mizarr"][cut]:
+            raise _Differs(there)
+        return
+    told = recorded(source.files, data)
+    _put_files(
+        source, target, data, {name: (int(size), str(sha)) for name, (size, sha) in told.items()}, done
+    )
+    # Records of the arrays' descriptions (<variable>.zarr.json) go with the arrays.
+    records = (f"{data}/coordinates/{name}" for name in source.files.children(f"{data}/coordinates"))
+    groups = (f"{data}/{each}/zarr.json" for each in BOOKKEEPING)
+    for name in [*(name for name in records if not name.endswith("zarr.json")), *groups]:
+        if (text := source.files.get(name)) is not None:
+            target.files.put_new(name, text)
+    _put_notes(source, target, data)
+    if (tokenizer := attributes.get("tokenizer")) and (strings := read_vocabulary(source.files, tokenizer)):
+        put_vocabulary(target.files, tokenizer, strings)
+    _put_text(target, group, _text(source, group))
+
+
+def _put_notes(source: Catalog, target: Catalog, data: str) -> None:
+    for name in note_names(source.files, data):
+        if (text := source.files.get(name)) is not None:
+            target.files.put_new(name, text)
+
+
+def _put_files(source: Catalog, target: Catalog, data: str, files: Files, done: Copied) -> None:
+    """Files of a folder, each compared with its digest, several at a time."""
+
+    def one(file: str) -> int:
+        name, told = f"{data}/{file}", files[file]
+        if target.files.size(name) is None:
+            content = source.files.get(name)
+            found = None if content is None else (len(content), content_digest(content))
+            if content is None or found != told:
+                raise CorruptEntry(f"{source.files.where(name)}: expected {told}, found {found}; {REPAIR}")
+            if target.files.put_new(name, content):
+                return len(content)
+        if target.files.measure(name) != told:
+            raise _Differs(name)
+        return 0
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        done.bytes += sum(pool.map(one, files))
+
+
+def _put_text(target: Catalog, name: str, text: bytes) -> None:
+    """A file that describes others; _Differs if there is another one."""
+    if not target.files.put_new(name, text) and target.files.get(name) != text:
+        raise _Differs(name)
+
+
+def _text(source: Catalog, name: str) -> bytes:
+    if (text := source.files.get(name)) is None:
+        raise CorruptEntry(f"{source.files.where(name)}: expected a list of files, found none; {REPAIR}")
+    return text
+
+
+def _listed(name: str, text: bytes, known: Collection[str]) -> Files:
+    files = files_of(name, unsealed(name, text, known))
+    return {file: (int(size), str(told)) for file, (size, told) in files.items()}

@@ -1,0 +1,350 @@
+"""A store in object storage does what one in a folder does: the same numbers, keys, damage, leftovers."""
+
+import json
+import os
+import pickle
+import secrets
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import xarray as xr
+
+pytest.importorskip("obstore")
+pytest.importorskip("moto.server")
+
+from object_servers import KEYS, Proxy, new_bucket, s3_server  # conftest.py says where
+
+import mizarr
+from mizarr.store import PackedTokens, ResultKey, RunKey, open_store
+from mizarr.store.errors import CorruptEntry, EntryNotFound, ReadOnlyStore, StoreFormatError
+from mizarr.store.files import cloud, objects
+from mizarr.store.reading.direct import entry_of
+from mizarr.store.runs.entries import ArraySpec
+
+SPECS = [
+    ArraySpec(name, f"blocks.*.hook_{name}", ("layer", "token", "hidden"), {"hidden": 600}, "float32", 2)
+    for name in ("resid_post", "mlp_out")
+]
+CELLS = [(spec.variable, layer) for spec in SPECS for layer in (0, 1)]
+TOKENS = PackedTokens.from_lists([list(range(n, n + n % 7 + 900)) for n in range(3)], texts=["a", "b", "c"])
+DAY = 24 * 3600.0
+
+
+@pytest.fixture(scope="module")
+def endpoint():
+    with s3_server() as found:
+        yield found
+
+
+@pytest.fixture(params=["memory", "s3", pytest.param("s3 without cache", marks=pytest.mark.slow)])
+def address(request, endpoint, monkeypatch, tmp_path):
+    """Where nothing is yet."""
+    monkeypatch.setenv("MIZARR_CACHE", str(tmp_path / "cache"))
+    cloud.connected.cache_clear()
+    if request.param == "memory":
+        yield f"memory://{secrets.token_hex(4)}/store"
+    else:
+        if "without" in request.param:
+            monkeypatch.setenv("MIZARR_CACHE_QUOTA", "0")
+        for name, value in {"AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1", **KEYS}.items():
+            monkeypatch.setenv(name, value)
+        yield f"s3://{new_bucket(endpoint)}/store"
+    cloud.connected.cache_clear()
+
+
+@pytest.fixture
+def s3(endpoint, monkeypatch, tmp_path):
+    monkeypatch.setenv("MIZARR_CACHE", str(tmp_path / "cache"))
+    for name, value in {"AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1", **KEYS}.items():
+        monkeypatch.setenv(name, value)
+    cloud.connected.cache_clear()
+    yield f"s3://{new_bucket(endpoint)}/store"
+    cloud.connected.cache_clear()
+
+
+def rows_of(variable, layer, at):
+    rng = np.random.default_rng([layer, at.start, len(variable)])
+    return rng.standard_normal((len(at), 600)).astype("f4")
+
+
+def harvest(store, tokens=TOKENS, model="m"):
+    entry = store.create_entry(
+        RunKey(model, tokens.digest, "none"), tokens, SPECS, segment_tokens=1024, attrs={"model": model}
+    )
+    for n, cells in entry.missing(CELLS).items():
+        entry.write_segment(n, {cell: rows_of(*cell, entry.segments[n]) for cell in cells})
+    return entry, entry.publish(CELLS)
+
+
+def result(store, name, inputs=None, size=10):
+    key = ResultKey(name, 1, {}, inputs or {})
+    values = np.arange(size) + sum(map(ord, name)) * 1.0
+    words = np.array([f"word {n}" for n in range(size)], dtype=object)
+    return store.put_result(key, xr.Dataset({"x": ("a", values)}, {"word": ("a", words)}))
+
+
+def overwritten(store, name, change):
+    """An object put again with other bytes, past the store."""
+    import obstore
+
+    raw = bytearray(store.files.get(name))
+    change(raw)
+    obstore.put(store.files._store, name, bytes(raw))
+    store.files._looks.clear()
+
+
+def flip(raw):
+    raw[len(raw) // 3] ^= 0xFF
+
+
+def test_runs_and_results_are_those_of_a_folder(address, tmp_path):
+    near, far = open_store(tmp_path / "near"), open_store(address)
+    for store in (near, far):
+        harvest(store)
+        result(store, "pca")
+    here, there = ([(r.key, r.content, r.label) for r in store.records()] for store in (near, far))
+    assert here == there and len(here) == 5
+    again = open_store(address, mode="r")
+    (entry,), (local,) = again.entries(), near.entries()
+    xr.testing.assert_identical(entry.open().load(), local.open().load())
+    xr.testing.assert_identical(entry.open(chunks="segment").compute(), local.open().load())
+    scattered = [0, 5, 1500, 2000, 2600]
+    np.testing.assert_array_equal(
+        entry.open()["resid_post"].isel(token=scattered).values,
+        local.open()["resid_post"].isel(token=scattered).values,
+    )
+    record = next(r for r in again.records() if r.kind == "result")
+    xr.testing.assert_identical(again[record.key].load(), near[record.key].load())
+    assert again.verify() == []
+    assert entry_of(entry.open()).digest == local.digest
+    assert [run.tokens for run in again.runs()] == [run.tokens for run in near.runs()]
+    assert {u.kind for u in again.usage()} == {"activation", "result"}
+
+
+def test_a_store_and_what_it_opens_travel_within_their_reach(address):
+    store = open_store(address)
+    entry, _ = harvest(store)
+    assert pickle.loads(pickle.dumps(store)) == store
+    array = entry.open(chunks="segment")["mlp_out"]
+    again = pickle.loads(pickle.dumps(array))
+    np.testing.assert_array_equal(again.values, array.values)
+    opened = xr.open_dataset(store.files.where(entry.path), engine="mizarr")
+    np.testing.assert_array_equal(opened["mlp_out"].values, array.values)
+    record = result(store, "pca")
+    held = xr.open_dataset(store.files.where(record.data), engine="mizarr")
+    xr.testing.assert_equal(held.load(), store[record.key].load())
+
+
+def test_a_flipped_byte_is_found_by_readers_and_by_verify_and_mended(address):
+    store = open_store(address)
+    entry, records = harvest(store)
+    name = f"{entry.path}/resid_post/c/1/1/0"
+    overwritten(store, name, flip)
+    fresh = open_store(address)
+    with pytest.raises(CorruptEntry, match="crc32c"):
+        next(fresh.entries()).open()["resid_post"].sel(layer=1).values  # noqa: B018
+    (damage,) = fresh.verify()
+    assert damage.file == "resid_post/c/1/1/0"
+    fresh.quarantine(damage)
+    assert fresh.lookup(next(r.key for r in records if r.label == "resid_post/1")) is None
+    _, again = harvest(open_store(address))
+    assert sorted(r.content for r in again) == sorted(r.content for r in records)
+    assert open_store(address).verify() == []
+
+
+def test_gc_takes_leftovers_and_what_is_over_quota_and_no_more(address):
+    store = open_store(address)
+    entry, _ = harvest(store)
+    kept, gone = result(store, "kept"), result(store, "gone")
+    store.pin("mine", kept)
+    store.files.mark(f"{entry.path}/seg/0.claim", b"elsewhere 1 abc")
+    store.files.put_new("data/ab/" + "ab" * 32 + ".1234/dataset/x/c/0", b"torn")
+    dry = store.gc(grace=0.0, quota=0, dry_run=True)
+    assert store.verify() == [] and store.lookup(gone.key) is not None
+    time.sleep(1.5)
+    assert store.gc(grace=DAY).removed == ()
+    store.files.delete(f"{entry.path}/seg/0.claim")
+    report = store.gc(grace=-5.0, quota=0)
+    assert gone.data in report.removed and kept.data not in report.removed
+    assert any(".1234" in name for name in report.removed)
+    assert dry.dry_run
+    assert [r.key for r in open_store(address).records()] == [kept.key]
+    assert not list(store.files.list(gone.data))
+
+
+def test_a_lease_keeps_what_is_read(address):
+    store = open_store(address)
+    record = result(store, "read")
+    with store.lease(record):
+        assert store.gc(grace=-5.0, quota=0).removed == ()
+    assert store.gc(grace=-5.0, quota=0).removed == (record.data,)
+
+
+def test_a_store_opened_for_reading_writes_nothing(address):
+    with pytest.raises(StoreFormatError, match=r"found no store\.json"):
+        open_store(address, mode="r")
+    result(open_store(address), "pca")
+    reader = open_store(address, mode="r")
+    before = sorted(reader.files.list(""))
+    with pytest.raises(ReadOnlyStore, match="mode='a'"):
+        result(reader, "other")
+    assert sorted(reader.files.list("")) == before
+
+
+def test_a_claim_is_held_once_and_taken_over_when_its_holder_is_gone(address):
+    store = open_store(address)
+    entry, _ = harvest(store)
+    first, second = entry.claim(0), entry.claim(0)
+    assert first.acquire() and not second.acquire()
+    first.release()
+    assert second.acquire()
+    second.release()
+    name = f"{entry.path}/seg/0.claim"
+    store.files.mark(name, b"elsewhere 1 abcd")
+    stale = type(first)(store.files, name, ttl=1.0)
+    assert not stale.acquire()
+    time.sleep(2.5)
+    assert stale.acquire()
+    stale.release()
+
+
+def test_a_run_that_is_gone_is_told_so(address):
+    store = open_store(address)
+    entry, _ = harvest(store)
+    opened = entry.open()
+    store.files.remove_tree(entry.path)
+    with pytest.raises(EntryNotFound):
+        opened["resid_post"].values  # noqa: B018
+
+
+# -- through the cache
+
+
+def test_what_was_read_is_not_fetched_again_and_a_single_row_fetches_one_chunk(endpoint, s3, monkeypatch):
+    harvest(open_store(s3))
+    with Proxy(endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        cloud.connected.cache_clear()
+
+        def fetched(read):
+            proxy.seen.clear()
+            with_cache = next(open_store(s3, mode="r").entries()).open(chunks=None)
+            proxy.seen.clear()
+            read(with_cache)
+            return [path for method, path, _ in proxy.seen if method == "GET" and "/c/" in path]
+
+        def one_row(ds):
+            return ds["resid_post"].sel(layer=1).isel(token=1500).values
+
+        def layer(ds):
+            return ds["resid_post"].sel(layer=1).values
+
+        assert len(fetched(one_row)) == 2  # the index, the chunk
+        assert fetched(one_row) == []
+        assert 0 < len(fetched(layer)) <= 2 * 3 + 1
+        assert fetched(layer) == []
+
+
+def test_a_damaged_cache_costs_a_request_and_changes_nothing(s3, tmp_path):
+    store = open_store(s3)
+    entry, _ = harvest(store)
+    told = entry.open(chunks=None)["mlp_out"].values.copy()
+    kept = [path for path in (tmp_path / "cache/objects").rglob("*") if path.is_file()]
+    assert kept
+    for path in kept:
+        raw = bytearray(path.read_bytes())
+        for at in range(0, len(raw), 4096):
+            raw[at] ^= 0xFF
+        path.write_bytes(raw)
+    objects_again = next(open_store(s3).entries()).open(chunks=None)["mlp_out"].values
+    np.testing.assert_array_equal(objects_again, told)
+
+
+def test_the_cache_stays_within_its_quota(s3, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIZARR_CACHE_QUOTA", "6MB")
+    store = open_store(s3)
+    entry, _ = harvest(store)
+    held = entry.open(chunks=None)
+    for variable, layer in CELLS:
+        assert np.isfinite(held[variable].sel(layer=layer).values).all()
+    taken = sum(p.stat().st_blocks * 512 for p in (tmp_path / "cache/objects").rglob("*") if p.is_file())
+    assert 0 < taken <= 6e6 * (1 + 1 / 16) + (3 << 20)
+    assert sum(u.bytes for u in store.usage()) > 20e6
+
+
+# -- the whole way, and other processes
+
+
+def test_capture_stages_report_and_the_command_line_on_s3(s3, tmp_path, capsys):
+    from mizarr.workflows.cli import run
+
+    def said(*arguments):
+        assert run([*arguments, "--store", s3]) == 0
+        return capsys.readouterr().out
+
+    prompts = ["a prompt", "another one"]
+    far = mizarr.capture(
+        "specimen", prompts, ["blocks.*.hook_resid_post"], store=open_store(s3), progress=False
+    )
+    near = mizarr.capture(
+        "specimen", prompts, ["blocks.*.hook_resid_post"], store=open_store(tmp_path / "near"), progress=False
+    )
+    xr.testing.assert_equal(far.load(), near.load())
+    assert "specimen" in said("ls")
+    said("compute", "logit_lens", "--model", "specimen", "--set", 'prompts=["a prompt"]', "--quiet")
+    assert "cached" in said("explain", "logit_lens", "--model", "specimen", "--set", 'prompts=["a prompt"]')
+    page = tmp_path / "page.html"
+    said(
+        "report",
+        "logit_lens",
+        "--model",
+        "specimen",
+        "--set",
+        'prompts=["a prompt"]',
+        "--quiet",
+        "--output",
+        str(page),
+    )
+    text = page.read_text()
+    assert not any(secret in text for secret in KEYS.values())
+    assert said("verify", "--quiet") == ""
+    assert json.loads(said("gc", "--dry-run", "--json"))["dry_run"]
+    for name in open_store(s3).files.list(""):
+        raw = open_store(s3).files.get(name)
+        assert not any(secret.encode() in raw for secret in KEYS.values()), name
+
+
+def test_two_processes_harvest_one_run_and_agree(s3):
+    program = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from test_remote_store import harvest, open_store
+print(*sorted(r.content for r in harvest(open_store(sys.argv[1]))[1]))
+"""
+    here = os.path.dirname(__file__)  # noqa: PTH120
+    paths = [here, os.path.join(here, "..", "contracts")]  # noqa: PTH118
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, s3, *paths],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=dict(os.environ),
+        )
+        for _ in range(2)
+    ]
+    said = [one.communicate(timeout=120)[0] for one in both]
+    assert [one.returncode for one in both] == [0, 0]
+    assert said[0] == said[1] != ""
+    assert open_store(s3).verify() == []
+
+
+def test_credentials_that_are_refused_and_none_at_all_are_one_line(s3, monkeypatch, capsys):
+    from mizarr.workflows.cli import run
+
+    monkeypatch.setattr(objects, "_PAUSE", 0.01)
+    assert run(["ls", "--store", s3.replace("/store", "x/store")]) == 2
+    error = capsys.readouterr().err
+    assert "bucket that exists" in error and len(error.strip().splitlines()) == 1

@@ -1,0 +1,86 @@
+"""Commands that bring what one store holds into another: `copy`, `merge`. Neither needs a model or torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from .options import json_option, print_json, quiet_option
+
+if TYPE_CHECKING:
+    from ...store import Record, Store
+    from ...store.upkeep.copying import Copied
+
+
+@click.command(epilog="Example: mizarr copy activations s3://bucket/activations --runs 35be")
+@click.argument("source")
+@click.argument("target")
+@click.option("--runs", metavar="RUNS", help="Only these runs, as 35be,7a01: starts of RUN of `mizarr ls`.")
+@click.option("--results", metavar="KEYS", help="Only these results, as 3f9a,c0de: starts of their keys.")
+@json_option
+@quiet_option
+def copy(source: str, target: str, runs: str | None, results: str | None, as_json: bool, quiet: bool) -> None:
+    """Copy what SOURCE holds into TARGET, a store or a place for a new one.
+
+    Both are folders or URLs such as s3://bucket/prefix. Every file is compared with its recorded digest. What
+    TARGET has already stays; a copy that was cut off goes on where it was.
+    """
+    from ...store import open_store
+
+    store = open_store(source, mode="r")
+    records = _chosen(store, runs, results)
+    _tell(_copied([store], open_store(target), [records], quiet), as_json)
+
+
+@click.command(epilog="Example: mizarr merge of-monday of-tuesday activations")
+@click.argument("sources", nargs=-1, required=True)
+@click.argument("target")
+@json_option
+@quiet_option
+def merge(sources: Sequence[str], target: str, as_json: bool, quiet: bool) -> None:
+    """Bring what all SOURCES hold together in TARGET.
+
+    Where two hold the same key with other contents the first stays, TARGET's before all; those keys are told.
+    """
+    from ...store import open_store
+
+    stores = [open_store(each, mode="r") for each in sources]
+    _tell(_copied(stores, open_store(target), [list(each.records()) for each in stores], quiet), as_json)
+
+
+def _chosen(store: Store, runs: str | None, results: str | None) -> list[Record]:
+    """The records asked for; all where nothing is."""
+    if runs is None and results is None:
+        return list(store.records())
+    folders = {store.entry(prefix).path for prefix in (runs or "").split(",") if prefix}
+    keys = {store.record(prefix).key for prefix in (results or "").split(",") if prefix}
+    return [record for record in store.records() if record.data in folders or record.key in keys]
+
+
+def _copied(
+    stores: Sequence[Store], target: Store, records: Sequence[Sequence[Record]], quiet: bool
+) -> list[Copied]:
+    from ...pipeline.progress import Progress
+
+    found = []
+    with Progress(quiet=quiet) as bars:
+        for store, asked in zip(stores, records, strict=True):
+            bar = bars.task(f"copying from {store.address}", unit="B")
+            found.append(store.copy_to(target, asked, lambda done, bar=bar: bar.advance(done - bar.done)))  # type: ignore[misc]
+    return found
+
+
+def _tell(found: Sequence[Copied], as_json: bool) -> None:
+    from ...pipeline.plan import human_bytes
+
+    if as_json:
+        print_json([asdict(each) for each in found])
+        return
+    copied, present = sum(len(each.copied) for each in found), sum(len(each.present) for each in found)
+    size = human_bytes(sum(each.bytes for each in found)) or "nothing"
+    click.echo(f"{copied} keys copied ({size}), {present} were there")
+    for key in (key for each in found for key in each.different):
+        click.echo(f"{key[:12]} is there with another content, which stays", err=True)
