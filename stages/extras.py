@@ -34,6 +34,7 @@ EXTRAS: Mapping[str, Extra] = {
     "gguf": Extra(("gguf",), "models in GGUF files"),
     "probing": Extra(("sklearn", "scipy"), "probes and t tests: the workflows probe and layer_scan"),
     "netcdf": Extra(("h5netcdf", "h5py"), "NetCDF files: mizarr export --to FILE.nc"),
+    "browse": Extra(("starlette", "uvicorn"), "a store in a browser: mizarr browse"),
     "check": Extra(("transformers",), "models of families not known by name, and --backend transformers"),
 }
 

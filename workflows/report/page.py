@@ -10,21 +10,18 @@ was written.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import os
 import tempfile
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ... import __version__
 from ...store.errors import ConfigError, MissingExtra
 from ..views import Picture, View
-from ..views.blocks import plain, size
+from ..views.blocks import size
 from .recipe import asked, command, made
 from .reported import NO_CLAIM
+from .templates import asset, environment, hashed, script
 
 if TYPE_CHECKING:
     from .reported import Reported
@@ -33,20 +30,6 @@ __all__ = ["LIMIT", "check_output", "render", "write"]
 
 LIMIT = 20 << 20
 """Bytes of what may be embedded; browsers open more, but not gladly."""
-SCRIPTS = (
-    "core.js",
-    "grid.js",
-    "heatmap.js",
-    "lines.js",
-    "tokens.js",
-    "lens.js",
-    "attention.js",
-    "graph_parts.js",
-    "graph_told.js",
-    "graph.js",
-    "start.js",
-)
-"""Parts of the one script of a page, in order; `start.js` draws what the others know to draw."""
 STYLES = ("report.css", "graph.css")
 
 
@@ -87,10 +70,10 @@ def render(workflow: Reported) -> str:
     """The page as HTML."""
     pictures, missing = _pictures(workflow)
     views, pictures = _fitted([view for view in workflow.shown if view.on_page], pictures)
-    style, script = "".join(map(_asset, STYLES)), _script()
+    style, drawing = "".join(map(asset, STYLES)), script()
     text: str = (
-        _environment()
-        .from_string(_asset("page.html"))
+        environment()
+        .get_template("page.html")
         .render(
             workflow=workflow,
             no_claim=NO_CLAIM,
@@ -102,8 +85,8 @@ def render(workflow: Reported) -> str:
             missing=missing,
             made=made(workflow),
             style=style,
-            script=script,
-            policy=_policy(style, script),
+            script=drawing,
+            policy=_policy(style, drawing),
         )
     )
     return text
@@ -136,35 +119,8 @@ def _fitted(*groups: list[View]) -> list[list[View]]:
     return [[view.within(share) for view in group] for group in groups]
 
 
-@cache
-def _environment() -> Any:
-    import jinja2
-
-    found = jinja2.Environment(
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    found.filters["plain"] = plain
-    found.filters["base64"] = lambda data: base64.b64encode(data).decode("ascii")
-    return found
-
-
-def _asset(name: str) -> str:
-    return files(__package__).joinpath("assets", name).read_text("utf-8")
-
-
-def _script() -> str:
-    return "(() => {\n" + "\n".join(map(_asset, SCRIPTS)) + "})();\n"
-
-
 def _policy(*inline: str) -> str:
     """What a browser may do with the page: apply this style, run this script, show what is embedded."""
-    style, script = (_hash(text) for text in inline)
-    allowed = f"style-src {style}; script-src {script}; img-src data:"
+    style, drawing = map(hashed, inline)
+    allowed = f"style-src {style}; script-src {drawing}; img-src data:"
     return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
