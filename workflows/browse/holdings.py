@@ -85,8 +85,8 @@ class Folder:
 
 @dataclass(frozen=True)
 class Held:
-    """A store at one moment. folders: by where they lie. damaged: what could not be read. unread: folders that
-    were not looked at yet."""
+    """A store at one moment. folders: by where they lie. damaged: what could not be read. unread: folders
+    that were not looked at yet."""
 
     store: Store
     folders: Mapping[str, Folder]

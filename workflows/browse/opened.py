@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from ...store.reading.labelled import LabelledEntry
 from ...store.runs.claims import TTL
 from ...store.runs.entries import ArraySpec, group_attributes
 from .holdings import Folder
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 __all__ = ["Harvest", "Opened", "harvest", "opened"]
 
@@ -60,6 +64,7 @@ class Opened:
     entry: LabelledEntry
     words: tuple[str, ...] | None
     has_ids: bool
+    _arrays: dict[tuple[str, int | None], xr.Variable] = field(default_factory=dict, init=False, repr=False)
 
     def texts(self, tokens: Iterable[int]) -> list[str]:
         """Tokens, by their places on the packed axis, as people read them: of the vocabulary, else as they
@@ -92,9 +97,12 @@ class Opened:
 
     def rows(self, variable: str, layer: int | None, start: int, stop: int) -> Array:
         """Stored values of some tokens, float32 [token, hidden]; hidden is 1 for a number per token."""
-        layers = None if layer is None else [layer]
-        array = self.entry.open([variable], layers, chunks=None)[variable]
-        array = array if layer is None else array.isel({array.dims[0]: 0})
+        array = self._arrays.get((variable, layer))
+        if array is None:
+            layers = None if layer is None else [layer]
+            array = self.entry.open([variable], layers, chunks=None)[variable].variable
+            array = array if layer is None else array.isel({array.dims[0]: 0})
+            self._arrays[variable, layer] = array
         values = np.asarray(array.isel(token=slice(start, stop)).values, np.float32)
         return values.reshape(stop - start, -1)
 

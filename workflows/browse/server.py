@@ -94,7 +94,8 @@ def serve(app: Starlette, held: socket.socket) -> None:
 def application(store: Store, word: str, port: int) -> Starlette:
     """The ASGI application. word: first part of every address; port: that it is reached at."""
     require("browse", "mizarr browse")
-    import xarray  # noqa: F401 - takes a second, which would be that of the first page that reads an array
+    import dask.array  # noqa: F401 - these take seconds, which would be those of the first page with an array
+    import xarray  # noqa: F401
     import zarr  # noqa: F401
     from starlette.applications import Starlette
     from starlette.responses import JSONResponse, Response

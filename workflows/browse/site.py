@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from html import unescape
 from pathlib import Path
@@ -39,7 +40,7 @@ _HREF = re.compile(r'(<a\b[^>]*?\bhref=")([^"#?]+)(")')
 class Limits:
     """pages: in all. prompts: of a run. tokens: of a prompt page."""
 
-    pages: int = 2000
+    pages: int = 1000
     prompts: int = 20
     tokens: int = 32
 
@@ -93,14 +94,22 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def write_site(store: Store, folder: Path, limits: Limits = Limits()) -> Written:
-    """Write a store's pages into a folder; a site that was there is replaced when the new one is whole."""
+def write_site(
+    store: Store,
+    folder: Path,
+    limits: Limits = Limits(),
+    progress: Callable[[int, int], None] = lambda done, known: None,
+) -> Written:
+    """Write a store's pages into a folder; a site that was there is replaced when the new one is whole.
+
+    progress: called with pages written, and those known of.
+    """
     check_folder(folder)
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
     try:
-        written = _write(Holdings(store).look(), temporary, limits)
+        written = _write(Holdings(store).look(), temporary, limits, progress)
         if folder.exists():
             shutil.rmtree(folder)
         temporary.rename(folder)
@@ -109,7 +118,7 @@ def write_site(store: Store, folder: Path, limits: Limits = Limits()) -> Written
     return written
 
 
-def _write(held: Held, folder: Path, limits: Limits) -> Written:
+def _write(held: Held, folder: Path, limits: Limits, progress: Callable[[int, int], None]) -> Written:
     written, front = Written(), _Front(limits)
     foot = (
         f"A copy of a store as files: at most {limits.pages:,} pages, {limits.prompts:,} prompts of a run "
@@ -127,6 +136,7 @@ def _write(held: Held, folder: Path, limits: Limits) -> Written:
         text = render(page, foot, policy=POLICY)
         _put(folder, address, _rewritten(text, address, front, written), written)
         written.pages += 1
+        progress(written.pages, len(front.known))
     told = f"This page is beyond the limits of this copy of the store. {foot}"
     _put(folder, addresses.LEFT_OUT, render(_left_out(addresses.LEFT_OUT, told), policy=POLICY), written)
     _put(folder, MARK, "Written by mizarr site, which may write this folder again.\n", written)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from .options import json_option, print_json, store_option
+from .options import json_option, print_json, quiet_option, store_option
 
 
 @click.command(epilog="Example: mizarr browse --store activations")
@@ -50,7 +50,7 @@ def browse(store_path: str, port: int, no_open: bool) -> None:
 @click.option(
     "--pages",
     type=click.IntRange(2),
-    default=2000,
+    default=1000,
     show_default=True,
     metavar="N",
     help="Pages in all, at most.",
@@ -72,16 +72,29 @@ def browse(store_path: str, port: int, no_open: bool) -> None:
     help="Of each page of a prompt, at most.",
 )
 @json_option
-def site(folder: Path, store_path: str, pages: int, prompts: int, tokens: int, as_json: bool) -> None:
+@quiet_option
+def site(
+    folder: Path, store_path: str, pages: int, prompts: int, tokens: int, as_json: bool, quiet: bool
+) -> None:
     """Write the pages of `mizarr browse` into FOLDER, to be opened or put on a server.
 
     Links beyond the limits lead to a page that says what was left out. A site that is there is replaced when
     the new one is whole; a folder with other things in it is refused.
     """
+    from ...pipeline.progress import Progress
     from ...store import open_store
-    from ..browse.site import Limits, write_site
+    from ..browse.site import Limits, check_folder, write_site
 
-    written = write_site(open_store(store_path, mode="r"), folder, Limits(pages, prompts, tokens))
+    check_folder(folder)
+    with Progress(quiet=quiet) as bars:
+        task = bars.task("writing", unit="pages")
+
+        def seen(done: int, known: int) -> None:
+            task.total = known
+            task.advance(done - task.done)
+
+        limits = Limits(pages, prompts, tokens)
+        written = write_site(open_store(store_path, mode="r"), folder, limits, seen)
     if as_json:
         print_json({"site": str(folder / "index.html"), **vars(written)})
         return

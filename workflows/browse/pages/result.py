@@ -109,8 +109,8 @@ def _matrix(array: xr.DataArray, title: str) -> View:
     shape = f"{array.sizes[down]:,} × {array.sizes[across]:,}"
     told = "" if part.shape == array.shape else f"The first {part.shape[0]} × {part.shape[1]} of {shape}."
     part = part.copy(data=np.asarray(part.values, np.float64))
-    low = float(np.nanmin(part.values)) if np.isfinite(part.values).any() else 0.0
-    return Heatmap.of(part, title=title, caption=_about(array, told), diverging=low < 0)
+    has_both_signs = bool((part.values < 0).any() and (part.values > 0).any())
+    return Heatmap.of(part, title=title, caption=_about(array, told), diverging=has_both_signs)
 
 
 def _texts(array: xr.DataArray, title: str) -> View:
