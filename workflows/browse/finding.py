@@ -23,7 +23,7 @@ from .pages.token import token_page
 
 __all__ = ["find_news", "find_page"]
 
-_NUMBER = r"(0|[1-9]\d{0,11})"
+_NUMBER = r"(0|[1-9][0-9]{0,11})"
 _RUN = r"run/([0-9a-f]{64})"
 
 
@@ -81,7 +81,7 @@ _PAGES: tuple[tuple[str, Callable[..., Page | None]], ...] = (
     (r"search\.html", lambda held: search_page(held, "")),
     (rf"(runs|results|cells)/{_NUMBER}\.html", _list),
     (r"result/([0-9a-f]{64})\.html", _result),
-    (rf"{_RUN}/prompts/([1-9]\d{{0,11}})\.html", _of_run(run_page)),
-    (rf"{_RUN}/prompt/{_NUMBER}/([1-9]\d{{0,11}})\.html", _of_run(prompt_page)),
+    (rf"{_RUN}/prompts/([1-9][0-9]{{0,11}})\.html", _of_run(run_page)),
+    (rf"{_RUN}/prompt/{_NUMBER}/([1-9][0-9]{{0,11}})\.html", _of_run(prompt_page)),
     (rf"{_RUN}/token/{_NUMBER}\.html", _of_run(token_page)),
 )

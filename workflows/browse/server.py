@@ -143,7 +143,9 @@ def application(store: Store, word: str, port: int) -> Starlette:
         return Response(body, status, media_type="text/html")
 
     routes = [Route("/{word}/{path:path}", answer, methods=["GET"])]
-    return Starlette(routes=routes, middleware=[_guarded(hosts)])
+    found = Starlette(routes=routes, middleware=[_guarded(hosts)])
+    found.router.redirect_slashes = False
+    return found
 
 
 def _guarded(hosts: Collection[str]) -> Any:
