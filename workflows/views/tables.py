@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...store import html
@@ -26,7 +26,7 @@ class Styled:
 
     text: str
     style: str = ""
-    link: str = ""
+    link: str = field(default="", repr=False)
 
 
 def dim(text: str) -> Styled:

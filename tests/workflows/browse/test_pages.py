@@ -204,8 +204,9 @@ def test_long_lists_are_cut_into_pages_that_lead_to_each_other(made, held):
 @pytest.mark.parametrize(
     "address",
     [
-        "../store.json", "store.json", "data/../store.json", "run/../../etc/passwd", "run/%2e%2e/prompts/1.html",
-        "runs/0.html", "runs/2.html", "result/abc.html", f"result/{'0' * 64}.html", f"run/{'0' * 64}/token/0.html",
+        "../store.json", "store.json", "data/../store.json", "run/../../etc/passwd",
+        "run/%2e%2e/prompts/1.html", "runs/0.html", "runs/2.html", "result/abc.html",
+        f"result/{'0' * 64}.html", f"run/{'0' * 64}/token/0.html",
         "static/../index.html", "run/{run}/token/99999999.html", "run/{run}/token/-1.html",
         "run/{run}/prompt/70/1.html", "run/{run}/prompt/0/2.html", "run/{run}/token/007.html",
         "run/{run}/token/1.html\n", "index.html/", "run/{run}/token/1٣.html",
