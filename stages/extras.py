@@ -35,6 +35,7 @@ EXTRAS: Mapping[str, Extra] = {
     "probing": Extra(("sklearn", "scipy"), "probes and t tests: the workflows probe and layer_scan"),
     "netcdf": Extra(("h5netcdf", "h5py"), "NetCDF files: mizarr export --to FILE.nc"),
     "remote": Extra(("obstore",), "stores at s3://, gs://, az:// and memory://"),
+    "browse": Extra(("starlette", "uvicorn"), "a store in a browser: mizarr browse"),
     "check": Extra(("transformers",), "models of families not known by name, and --backend transformers"),
 }
 

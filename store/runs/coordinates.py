@@ -169,12 +169,7 @@ def read_tokens(folder: Folder, path: str) -> PackedTokens:
     ids, sizes = columns["token_id"], columns["row_size"]
     if ids is None or sizes is None:
         raise EntryNotFound(f"{folder.where(path)} holds no stored run; `mizarr ls` shows what is there")
-    text = _read_metadata(folder, path, "text", told)
-    texts = (
-        None
-        if text is None
-        else StoredTexts(folder, path, len(sizes), checked=_CRC32C in text.get("codecs", ()))
-    )
+    texts = _texts(folder, path, told)
     try:
         return PackedTokens(ids, sizes, texts, columns["char_start"], columns["char_end"])
     except ValueError as error:
@@ -182,6 +177,18 @@ def read_tokens(folder: Folder, path: str) -> PackedTokens:
             f"{folder.where(path)}: expected token coordinates that fit together, found that {error}; "
             f"{REPAIR}"
         ) from error
+
+
+def read_texts(folder: Folder, path: str) -> StoredTexts | None:
+    """The texts of the prompts of the entry at `path`, without its tokens; None where none were stored."""
+    return _texts(folder, path, recorded(folder, path))
+
+
+def _texts(folder: Folder, path: str, told: Mapping[str, list[int | str]]) -> StoredTexts | None:
+    text = _read_metadata(folder, path, "text", told)
+    if text is None:
+        return None
+    return StoredTexts(folder, path, int(text["shape"][0]), checked=_CRC32C in text.get("codecs", ()))
 
 
 class StoredTexts(Sequence[str]):

@@ -377,6 +377,10 @@ class Entry:
             if f"{cell_name(cell)}.json" in manifests and self.record(*cell) is not None
         ]
 
+    def committed(self) -> list[Mapping[VariableLayer, Written]]:
+        """Per segment, cell -> size and digest of its shard, as they stand now, published or not."""
+        return list(self._committed.segments())
+
     def content(self, variable: str, layer: int | None) -> str:
         """R of a published cell; EntryNotFound while a segment is missing."""
         record = self.record(variable, layer)

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from ..catalog import Catalog
 from ..errors import ReadOnlyStore
@@ -60,7 +62,7 @@ def usage(store: Catalog) -> list[Usage]:
     used = store.index.last_used()
     found = []
     for data in store.folders():
-        count, total, newest = _measure(store.files, data)
+        count, total, newest = measure(store.files, data)
         kind = ACTIVATION if store.files.size(f"{data}/zarr.json") is not None else "result"
         names = tuple(record.label for record in labels.get(data, ()))
         found.append(Usage(data, kind, names, total, count, max(used.get(data, 0.0), newest)))
@@ -78,19 +80,19 @@ def gc(store: Catalog, *, grace: float, quota: int | None, dry_run: bool) -> GcR
     keys: dict[str, list[Record]] = {}
     for record in store.records():
         keys.setdefault(record.data, []).append(record)
-    marked = _marked(store, keys, horizon)
-    gone = [one for one in folders if one.data not in keys and one.data not in marked and one.used < horizon]
+    spare = marked(store, keys, horizon)
+    gone = [one for one in folders if one.data not in keys and one.data not in spare and one.used < horizon]
     kept = sum(one.bytes for one in folders) - sum(one.bytes for one in gone)
     if quota is not None:
         for one in sorted(folders, key=lambda one: one.used):
             if kept <= quota:
                 break
-            if one.data in keys and one.data not in marked:
+            if one.data in keys and one.data not in spare:
                 gone.append(one)
                 kept -= one.bytes
     doomed = {one.data for one in gone}
     strays = [path for path in _strays(store, horizon) if not any(path.startswith(f"{d}/") for d in doomed)]
-    spared = sum(store.files.size(path) or 0 for path in strays)
+    stray_bytes = sum(store.files.size(path) or 0 for path in strays)
     if not dry_run:
         for one in gone:
             _remove(store, one.data, keys.get(one.data, []))
@@ -99,15 +101,25 @@ def gc(store: Catalog, *, grace: float, quota: int | None, dry_run: bool) -> GcR
     return GcReport(
         removed=tuple(one.data for one in gone),
         leftovers=tuple(strays),
-        bytes=sum(one.bytes for one in gone) + spared,
-        kept_bytes=kept - spared,
-        over_quota=max(0, kept - spared - quota) if quota is not None else 0,
+        bytes=sum(one.bytes for one in gone) + stray_bytes,
+        kept_bytes=kept - stray_bytes,
+        over_quota=max(0, kept - stray_bytes - quota) if quota is not None else 0,
         dry_run=dry_run,
     )
 
 
-def _marked(store: Catalog, keys: dict[str, list[Record]], horizon: float) -> set[str]:
-    """Folders gc must leave: pinned, new or leased, and everything those were made from."""
+def marked(
+    store: Catalog,
+    keys: Mapping[str, Sequence[Record]],
+    horizon: float,
+    notes: Callable[[str], Sequence[Mapping[str, Any]]] | None = None,
+) -> set[str]:
+    """Folders gc must leave: pinned, new or leased, and everything those were made from.
+
+    keys: records by folder. horizon: seconds since the epoch; what is younger stays. notes: provenance of a
+    folder, where somebody remembers it; by default read.
+    """
+    read = notes or partial(get_provenance, store.files)
     pinned = set(store.pins().values())
     leased = _leased(store)
     roots = []
@@ -119,20 +131,20 @@ def _marked(store: Catalog, keys: dict[str, list[Record]], horizon: float) -> se
     for data, records in keys.items():
         for record in records:
             by_content.setdefault(record.content, set()).add(data)
-    marked, waiting = set(leased), roots
+    found, waiting = set(leased), roots
     while waiting:
         data = waiting.pop()
-        if data not in marked or data in leased:
-            marked.add(data)
+        if data not in found or data in leased:
+            found.add(data)
             parents = {
                 parent
-                for note in get_provenance(store.files, data)
+                for note in read(data)
                 for contents in inputs_of(note).values()
                 for content in contents
                 for parent in by_content.get(content, ())
             }
-            waiting += [parent for parent in parents if parent not in marked]
-    return marked
+            waiting += [parent for parent in parents if parent not in found]
+    return found
 
 
 def _leased(store: Catalog) -> set[str]:
@@ -195,7 +207,7 @@ def lease(store: Catalog, record: Record) -> Iterator[None]:
         store.files.delete(name)
 
 
-def _measure(files: Folder, data: str) -> tuple[int, int, float]:
+def measure(files: Folder, data: str) -> tuple[int, int, float]:
     """Files below a folder, their bytes, and the newest change among them."""
     top = files.folder_stat(data)  # of a folder that is still empty
     count, total, newest = 0, 0, 0.0 if top is None else top.modified

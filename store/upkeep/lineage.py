@@ -5,6 +5,7 @@ Border: reads provenance; computes and opens nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..catalog import Catalog
@@ -55,7 +56,7 @@ def _walk(
     }
 
 
-def inputs_of(note: dict[str, Any]) -> dict[str, list[str]]:
+def inputs_of(note: Mapping[str, Any]) -> dict[str, list[str]]:
     """What a provenance note says was read: input -> content digests.
 
     A stage notes the stored arrays behind each input ("parents"): an input made of many layers, or a piece of

@@ -15,7 +15,7 @@ from matplotlib.colors import rgb_to_hsv, to_hex, to_rgb
 from rich.console import Console
 
 from mizarr.store.errors import ShapeError
-from mizarr.workflows.report import page
+from mizarr.workflows.report import page, templates
 from mizarr.workflows.views import (
     Bars,
     Choice,
@@ -342,7 +342,7 @@ def test_things_told_apart_have_no_colour_that_means_a_sign():
 
 
 def test_a_page_and_a_figure_tell_things_apart_by_the_same_colours():
-    script = page.asset("core.js")
+    script = templates.asset("core.js")
     light = script.split("const LINE_COLOURS = {")[1].split("light: [")[1].split("]")[0]
     assert tuple(part.strip(' "') for part in light.split(",")) == paper.SHADES
     assert f'light: "{paper.BLUE}"' in script

@@ -19,6 +19,7 @@ import click
 
 from ... import __version__
 from ...store.errors import MizarrError
+from .browse import browse, site
 from .completion import completion
 from .doctor import doctor
 from .exchange import export, import_
@@ -54,7 +55,7 @@ def cli() -> None:
 
 
 RUNNING = (demo, capture, compute, report, replicate, train, train_zoo, explain, stages)
-STORED = (ls, show, export, import_, copy, merge, verify, pin, gc)
+STORED = (ls, show, browse, site, export, import_, copy, merge, verify, pin, gc)
 ABOUT = (doctor, completion)
 for command in (*RUNNING, *STORED, models, features, *ABOUT):
     cli.add_command(command)

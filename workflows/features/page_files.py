@@ -28,7 +28,8 @@ from ...stages.features.layers.layout import FeatureId
 from ...stages.features.pages.windows import around
 from ...store.arrays import Array, Ints
 from ...store.errors import ConfigError
-from ..report.page import asset, policy, write_whole
+from ..report.page import policy, write_whole
+from ..report.templates import asset
 from ..views.blocks import plain
 
 if TYPE_CHECKING:

@@ -10,43 +10,26 @@ was written.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import os
 import tempfile
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ... import __version__
 from ...store.errors import ConfigError, MissingExtra
 from ..views import Picture, View
-from ..views.blocks import plain, size
+from ..views.blocks import size
 from .recipe import asked, command, made
 from .reported import NO_CLAIM
+from .templates import asset, environment, hashed, script
 
 if TYPE_CHECKING:
     from .reported import Reported
 
-__all__ = ["LIMIT", "asset", "check_output", "policy", "render", "write", "write_whole"]
+__all__ = ["LIMIT", "check_output", "policy", "render", "write", "write_whole"]
 
 LIMIT = 20 << 20
 """Bytes of what may be embedded; browsers open more, but not gladly."""
-SCRIPTS = (
-    "core.js",
-    "grid.js",
-    "heatmap.js",
-    "lines.js",
-    "tokens.js",
-    "lens.js",
-    "attention.js",
-    "graph_parts.js",
-    "graph_told.js",
-    "graph.js",
-    "start.js",
-)
-"""Parts of the one script of a page, in order; `start.js` draws what the others know to draw."""
 STYLES = ("report.css", "graph.css")
 
 
@@ -91,10 +74,10 @@ def render(workflow: Reported) -> str:
     """The page as HTML."""
     pictures, missing = _pictures(workflow)
     views, pictures = _fitted([view for view in workflow.shown if view.on_page], pictures)
-    style, script = "".join(map(asset, STYLES)), _script()
+    style, drawing = "".join(map(asset, STYLES)), script()
     text: str = (
-        _environment()
-        .from_string(asset("page.html"))
+        environment()
+        .get_template("page.html")
         .render(
             workflow=workflow,
             no_claim=NO_CLAIM,
@@ -106,8 +89,8 @@ def render(workflow: Reported) -> str:
             missing=missing,
             made=made(workflow),
             style=style,
-            script=script,
-            policy=policy(style, script),
+            script=drawing,
+            policy=policy(style, drawing),
         )
     )
     return text
@@ -140,36 +123,10 @@ def _fitted(*groups: list[View]) -> list[list[View]]:
     return [[view.within(share) for view in group] for group in groups]
 
 
-@cache
-def _environment() -> Any:
-    import jinja2
-
-    found = jinja2.Environment(
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    found.filters["plain"] = plain
-    found.filters["base64"] = lambda data: base64.b64encode(data).decode("ascii")
-    return found
-
-
-def asset(name: str) -> str:
-    """A part of a page's style or script."""
-    return files(__package__).joinpath("assets", name).read_text("utf-8")
-
-
-def _script() -> str:
-    return "(() => {\n" + "\n".join(map(asset, SCRIPTS)) + "})();\n"
-
-
-def policy(style: str, script: str, beside: str = "") -> str:
+def policy(style: str, drawing: str, beside: str = "") -> str:
     """What a browser may do with a page: apply this style, run this script, show what is embedded. beside:
     where other scripts may come from."""
-    allowed = f"style-src {_hash(style)}; script-src {_hash(script)}{beside and ' '}{beside}; img-src data:"
+    allowed = (
+        f"style-src {hashed(style)}; script-src {hashed(drawing)}{beside and ' '}{beside}; img-src data:"
+    )
     return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

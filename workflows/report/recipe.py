@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ...store.records import Record
     from .reported import Reported
 
-__all__ = ["Asked", "Made", "asked", "command", "made"]
+__all__ = ["Asked", "Made", "asked", "command", "facts", "made"]
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,9 @@ def _told(node: Node, name: str, names: Mapping[Node, str], workflow: Reported, 
         )
     if isinstance(node, ResultNode) and (asked := node.key(store)) is not None:
         record = store.lookup(asked)
-        facts = tuple(_facts(store, record)) if record is not None else ()
+        told = tuple(facts(store, record)) if record is not None else ()
         params = _json(asked.params) if asked.params else ""
-        return Made(name, f"{asked.stage}/{asked.version}", is_result, asked.digest, inputs, params, facts)
+        return Made(name, f"{asked.stage}/{asked.version}", is_result, asked.digest, inputs, params, told)
     key = node.content if isinstance(node, ConstantNode) else ""
     return Made(name, "given values", is_result, key, inputs, "", ())
 
@@ -175,10 +175,10 @@ def _passes(node: CaptureNode, entry: LabelledEntry, store: Store) -> Iterator[t
     yield "prompts", f"{node.tokens.n_prompts:,} ({node.tokens.n_tokens:,} tokens)"
     records = [record for cell in node.cells if (record := entry.record(*cell)) is not None]
     yield "arrays", ", ".join(f"{record.label} {record.short}" for record in records)
-    yield from ((name, told) for name, told in _facts(store, records[0]) if name != "content")
+    yield from ((name, told) for name, told in facts(store, records[0]) if name != "content")
 
 
-def _facts(store: Store, record: Record) -> Iterator[tuple[str, str]]:
+def facts(store: Store, record: Record) -> Iterator[tuple[str, str]]:
     """When something was computed, from what, how long it took, with which versions."""
     notes = store.provenance(record)
     timed = [note for note in notes if "seconds" in note]

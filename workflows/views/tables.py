@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...store import html
@@ -22,10 +22,11 @@ PROSE = 24
 
 @dataclass(frozen=True)
 class Styled:
-    """Text in one style: "", or some of "bold dim italic"."""
+    """Text in one style: "", or some of "bold dim italic". link: where it leads on a page, "" for nowhere."""
 
     text: str
     style: str = ""
+    link: str = field(default="", repr=False)
 
 
 def dim(text: str) -> Styled:
@@ -128,7 +129,7 @@ def _runs(cell: Any, style: str) -> tuple[Styled, ...]:
     """A cell as runs, in one more style."""
     parts = cell if isinstance(cell, tuple) else () if cell is None else (cell,)
     runs = (part if isinstance(part, Styled) else Styled(str(part)) for part in parts)
-    return tuple(Styled(run.text, f"{style} {run.style}".strip()) for run in runs if run.text)
+    return tuple(Styled(run.text, f"{style} {run.style}".strip(), run.link) for run in runs if run.text)
 
 
 def _markup(run: Styled) -> str:

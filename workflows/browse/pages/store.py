@@ -1,0 +1,209 @@
+"""The first page: what a store holds by model, its runs and results; and the long lists behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ...views import Note, Table, Values, View, dim
+from .. import addresses
+from ..holdings import Folder, Held
+from ..opened import harvest
+from ..page import Link, Links, Page, Progress, SearchForm
+from .parts import digest_of, home, linked, moment, paged, sized
+
+__all__ = ["PER_PAGE", "harvests", "listing", "lists", "reading", "store_page"]
+
+FIRST, PER_PAGE = 20, 100
+"""Lines of a list on the first page, and on pages of its own."""
+LOOKED_AT = 8
+"""Runs, of those used last, that are asked whether somebody is at them."""
+
+
+def store_page(held: Held) -> Page:
+    """What the store holds."""
+    here = addresses.INDEX
+    whole = lists(held)["results"]
+    tokens = sum(each.run.tokens for each in held.runs if each.run)
+    values = Values(
+        pairs=(
+            ("runs", f"{len(held.runs):,}"),
+            ("prompts", f"{sum(each.run.prompts for each in held.runs if each.run):,}"),
+            ("tokens", f"{tokens:,}"),
+            ("results", f"{len(whole):,}"),
+            ("on disk", sized(sum(each.usage.bytes for each in held.folders.values()))),
+        ),
+        caption=_freed(held),
+    )
+    views: list[View] = [
+        SearchForm(action=addresses.to(here, addresses.SEARCH)),
+        values,
+        *reading(held),
+        *harvests(held, here),
+        *_damaged(held),
+    ]
+    if held.runs:
+        views += [_models(held), _runs(held.runs[:FIRST], here, _some(len(held.runs)))]
+    else:
+        views.append(Note(title="Runs", text="None yet: `mizarr capture MODEL PROMPTS` makes one."))
+    if whole:
+        views.append(_results(held, whole[:FIRST], here, _some(len(whole)), "Results"))
+    views.append(_all_of(held, here))
+    return Page(
+        address=here,
+        title=held.store.address.rstrip("/").rpartition("/")[2],
+        over="mizarr store",
+        views=tuple(views),
+        live="live.json",
+    )
+
+
+def lists(held: Held) -> dict[str, list[Folder]]:
+    """The long lists by name."""
+    return {
+        "runs": held.runs,
+        "results": [each for each in held.results if not each.is_cell],
+        "cells": [each for each in held.results if each.is_cell],
+    }
+
+
+def listing(held: Held, name: str, number: int) -> Page | None:
+    """A page of a long list; None where there is none."""
+    here, items = addresses.listing(name, number), lists(held)[name]
+    part, links = paged(items, number, PER_PAGE, here, lambda to: addresses.listing(name, to))
+    if not part and number != 1:
+        return None
+    title = {"runs": "Runs", "results": "Results", "cells": "Pieces of results"}[name]
+    table = _runs(part, here) if name == "runs" else _results(held, part, here)
+    views = [each for each in (links, table, links) if each is not None]
+    return Page(
+        address=here,
+        title=f"{title}, {len(items):,}",
+        over="mizarr store",
+        up=(home(here),),
+        views=tuple(views if len(part) > FIRST else views[:2] if links else views),
+    )
+
+
+def reading(held: Held) -> Iterator[Progress]:
+    """How much of a store was looked at, right after the start."""
+    if held.unread:
+        found, total = len(held.folders), len(held.folders) + held.unread
+        words = f"{found:,} of {total:,} runs and results so far, the newest first"
+        yield Progress(name="Reading the store", done=found, claimed=0, total=total, told=words)
+
+
+def harvests(held: Held, here: str) -> Iterator[Progress]:
+    """Runs that somebody is at, of those written to last."""
+    for folder in [each for each in held.runs if each.run][:LOOKED_AT]:
+        assert folder.run is not None
+        state = harvest(held.store, folder)
+        if not state.is_live:
+            continue
+        yield Progress(
+            name=f"{folder.run.model} {folder.run.run[:12]}",
+            done=state.done,
+            claimed=state.claimed,
+            total=state.total,
+            told=told(state.done, state.total, state.claimed, state.tokens),
+            href=addresses.to(here, addresses.run(digest_of(folder))),
+        )
+
+
+def told(done: int, total: int, claimed: int, tokens: int) -> str:
+    """How far a harvest is, in words."""
+    whole = f"{done:,} of {total:,} segments committed ({tokens:,} tokens)"
+    if claimed:
+        return f"{whole}, {claimed:,} being computed"
+    return whole if done == total else f"{whole}; nobody is at it, the same capture goes on from here"
+
+
+def _models(held: Held) -> Table:
+    """A line per model: by the digest of its weights and configuration, as two may share a name."""
+    groups: dict[tuple[str, str], list[Folder]] = {}
+    for each in held.runs:
+        if each.run is not None:
+            groups.setdefault((each.run.model, each.model), []).append(each)
+    rows = sorted(groups.items(), key=lambda group: -sum(each.usage.bytes for each in group[1]))
+
+    def hooks(group: Sequence[Folder]) -> str:
+        names = {hook.partition(" ")[0] for each in group for hook in (each.run.hooks if each.run else ())}
+        return ", ".join(sorted(names)) or "none finished"
+
+    return Table.of(
+        rows,
+        ("model", lambda row: row[0][0]),
+        ("digest", lambda row: dim(row[0][1][:12])),
+        ("runs", lambda row: len(row[1]), ",d"),
+        ("prompts", lambda row: sum(each.run.prompts for each in row[1] if each.run), ",d"),
+        ("tokens", lambda row: sum(each.run.tokens for each in row[1] if each.run), ",d"),
+        ("on disk", lambda row: sum(each.usage.bytes for each in row[1]), sized),
+        ("hook points", lambda row: hooks(row[1])),
+        title="Models",
+    )
+
+
+def _runs(runs: Sequence[Folder], here: str, more: str = "") -> Table:
+    return Table.of(
+        [each for each in runs if each.run is not None],
+        ("run", lambda each: linked(each.run.run[:12], here, addresses.run(digest_of(each)))),
+        ("model", lambda each: each.run.model),
+        ("prompts", lambda each: each.run.prompts, ",d"),
+        ("tokens", lambda each: each.run.tokens, ",d"),
+        ("on disk", lambda each: each.usage.bytes, sized),
+        ("used (UTC)", lambda each: moment(each.usage.used)),
+        ("stored as", lambda each: dim(each.run.dtype)),
+        ("hook points", lambda each: ", ".join(each.run.hooks) or "none finished"),
+        title="Runs" if more else "",
+        caption=more,
+    )
+
+
+def _results(held: Held, results: Sequence[Folder], here: str, more: str = "", title: str = "") -> Table:
+    return Table.of(
+        results,
+        ("result", lambda each: linked(each.label, here, addresses.result(each.records[0].key))),
+        ("key", lambda each: dim(each.records[0].short)),
+        ("on disk", lambda each: each.usage.bytes, sized),
+        ("used (UTC)", lambda each: moment(each.usage.used)),
+        ("pinned as", lambda each: held.pin(each) or "–"),
+        title=title,
+        caption=more,
+    )
+
+
+def _some(count: int) -> str:
+    """What stands below the first lines of a list."""
+    return (
+        f"All {count:,}, the one used last first."
+        if count <= FIRST
+        else f"The {FIRST} used last of {count:,}."
+    )
+
+
+def _all_of(held: Held, here: str) -> Links:
+    """The ways to the long lists."""
+    words = {"runs": "runs", "results": "results", "cells": "pieces of results"}
+    links = [
+        Link(f"all {len(items):,} {words[name]}", addresses.to(here, addresses.listing(name)))
+        for name, items in lists(held).items()
+        if items
+    ]
+    caption = "From pieces of results a computation that was stopped goes on." if lists(held)["cells"] else ""
+    return Links(title="Everything", links=tuple(links), caption=caption)
+
+
+def _freed(held: Held) -> str:
+    """What gc would free, over all."""
+    gone = [each for each in held.folders.values() if held.fate(each).startswith("goes:")]
+    room = [each for each in held.folders.values() if held.fate(each).startswith("goes when")]
+    now = f"mizarr gc would free {sized(sum(each.usage.bytes for each in gone))} now"
+    return f"{now}, and with a quota up to {sized(sum(each.usage.bytes for each in room))} more."
+
+
+def _damaged(held: Held) -> Iterator[Note]:
+    if held.damaged:
+        told = "; ".join(held.damaged[:3])
+        yield Note(
+            title=f"{len(held.damaged)} unreadable",
+            text=f"{told}. They are left out here; `mizarr verify` lists what is damaged.",
+        )
