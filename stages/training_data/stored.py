@@ -129,7 +129,7 @@ class StoredActivations:
                 return cls(entry)
         larger = store.find_prompts(run, tokens, dtype, cells)
         if larger is None:
-            raise EntryNotFound(f"these activations are not stored in {store.path}; run the capture first")
+            raise EntryNotFound(f"these activations are not stored in {store.address}; run the capture first")
         return cls(larger[0]).of_prompts(larger[1])
 
     @classmethod
