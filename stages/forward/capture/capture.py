@@ -305,6 +305,11 @@ class CaptureNode(Ports):
         """The stored activations, labelled and lazy; EntryNotFound while something is missing."""
         return self._stored(store).open(self.cells)
 
+    def entry(self, store: Store) -> LabelledEntry:
+        """The run that holds them: this one, or a larger one of which it is some prompts. EntryNotFound while
+        there is neither."""
+        return self._stored(store).entry
+
     def provenance(self) -> dict[str, Any]:
         """What a person will want to know, and no key holds."""
         objective, prompts = self.spec.objective, self.run_key.prompt
