@@ -88,12 +88,12 @@ def _metric(text: str, source: ModelSource) -> Metric:
     given = [] if told == "" else _plain(told)
     words = given if isinstance(given, list) else [given]
     if len(words) != count or any(type(word) not in (int, str) for word in words):
-        tokens = ("no tokens", "one token", "two tokens")[count]
+        named = ("no tokens", "one token", "two tokens")[count]
         written = (name, f"{name}=yes", f"""'{name}=["yes", "no"]'""")[count]
-        raise StageError(f"metric {name!r}: expected {tokens}, found {told or 'none'}; write {written}")
-    return getattr(patching_metrics, made)(
-        *(word if isinstance(word, int) else _token(word, source) for word in words)
-    )
+        raise StageError(f"metric {name!r}: expected {named}, found {told or 'none'}; write {written}")
+    tokens = [word if isinstance(word, int) else _token(word, source) for word in words]
+    found: Metric = getattr(patching_metrics, made)(*tokens)
+    return found
 
 
 def _token(word: str, source: ModelSource) -> int:
