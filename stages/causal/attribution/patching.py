@@ -43,9 +43,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...forward.architectures.architecture import Architecture
+    from ...forward.hooks.wants import Logits
     from ...forward.models.model import Model
+    from ...forward.passes.backward import Cotangent
 
-__all__ = ["AttributionPatching"]
+__all__ = ["AttributionPatching", "cotangent_of_pair", "plain"]
 
 CLEAN, CORRUPTED = 0, 1
 """Rows of the batch of both runs."""
@@ -187,14 +189,7 @@ class AttributionPatching(ActivationPatching):
         metric of the corrupted run, which has the clean one beside it to compare with."""
         asked = HookSpec().capture(*(Capture(point, is_gradient=True).name for point in points))
         asked.capture(*points if with_activations else ())
-
-        def cotangent(logits: Tensor) -> Tensor:
-            clean, corrupted = (as_vector(logits[row : row + 1]) for row in (CLEAN, CORRUPTED))
-            found = np.zeros(tuple(logits.shape))
-            held = columns(plain(metric).tokens, self.want.tokens)
-            np.add.at(found[CORRUPTED, 0], held, plain(metric).gradient(corrupted[held], clean[held]))
-            return logits.new_tensor(found)
-
+        cotangent = cotangent_of_pair(metric, self.want)
         rows = [self.clean, self.corrupted]
         return model.backward(rows, model.bind(asked), self.want, cotangent, dropped=dropped)
 
@@ -202,6 +197,20 @@ class AttributionPatching(ActivationPatching):
 def plain(metric: Metric) -> Metric:
     """The metric that is differentiated: of a recovery, the one it rescales."""
     return metric.of if isinstance(metric, Recovery) else metric
+
+
+def cotangent_of_pair(metric: Metric, want: Logits) -> Cotangent:
+    """The gradient of a metric of the corrupted run with respect to logits [2, 1, tokens] of both, which has
+    the clean one beside it to compare with. want: what these are."""
+
+    def cotangent(logits: Tensor) -> Tensor:
+        clean, corrupted = (as_vector(logits[row : row + 1]) for row in (CLEAN, CORRUPTED))
+        found = np.zeros(tuple(logits.shape))
+        held = columns(plain(metric).tokens, want.tokens)
+        np.add.at(found[CORRUPTED, 0], held, plain(metric).gradient(corrupted[held], clean[held]))
+        return logits.new_tensor(found)
+
+    return cotangent
 
 
 def effects_of(activations: Mapping[Any, Tensor], number: int, point: HookPoint) -> Floats:
