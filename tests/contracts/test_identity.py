@@ -452,7 +452,7 @@ ON_PAIRS = {"pairs": (ONE_PAIR, ANOTHER_PAIR)}
 OF_PAIRS = {"pairs": (ANOTHER_PAIR,), "alternative": "zero", "seed": 1}
 BY_BUDGET = {"rule": "budget"}
 EXPERIMENTS |= {
-    EdgeScores: (ON_PAIRS, {**OF_PAIRS, "method": "EAP", "steps": 6}),
+    EdgeScores: (ON_PAIRS, {**OF_PAIRS, "method": "EAP", "steps": 6, "by_position": True}),
     EdgeEffects: (ON_PAIRS, {**OF_PAIRS, "position": 1}),
     CircuitValues: (
         {**ON_PAIRS, "circuits": (Circuit.at_random(OF_GRAPH, 5, seed=0),)},
@@ -468,6 +468,7 @@ EXPERIMENTS |= {
             "steps": 6,
             "selection": "greedy",
             "minimal": True,
+            "by_position": True,
         },
     ),
     CircuitSearch: (
