@@ -107,6 +107,7 @@ REGISTRY = {
     "factual_recall": ".evaluation.recall FactualRecall",
     "feature_activity": ".features.effects.activity FeatureActivity",
     "feature_trace": ".features.effects.activity FeatureTrace",
+    "feature_attribution": ".features.effects.attribution FeatureAttribution",
     "feature_vectors": ".features.effects.pushes FeatureVectors",
     "feature_pushes": ".features.effects.pushes FeaturePushes",
     "random_feature_pushes": ".features.effects.pushes RandomFeaturePushes",

@@ -28,7 +28,7 @@ from ...store.arrays import Floats
 from ...store.errors import ConfigError, StageError
 from ..forward.runs.experiment import CellLabels
 from .circuit import Circuit
-from .experiment import EdgeExperiment
+from .experiment import EdgeExperiment, one_length
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -78,6 +78,8 @@ class CircuitValues(EdgeExperiment):
                     f"expected circuits of {layout.num_layers} layers of {layout.num_heads} heads, as the "
                     f"model has, found one of {circuit.layout.num_layers} of {circuit.layout.num_heads}"
                 )
+            if circuit.positions is not None:
+                one_length(self.pairs, circuit.positions)
         return layout
 
     def dataset(self, prepared: Model, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
@@ -87,7 +89,9 @@ class CircuitValues(EdgeExperiment):
         from .runs import Measured
 
         layout, declared = self.check(prepared.config), self.outputs_on(prepared.config)
-        masks = np.stack([*(circuit.chosen for circuit in self.circuits), np.zeros_like(layout.edges)])
+        told = next((circuit.positions for circuit in self.circuits if circuit.positions), None)
+        circuits = [circuit if told is None else circuit.at(told) for circuit in self.circuits]
+        masks = np.stack([*(each.chosen for each in circuits), np.zeros_like(circuits[0].chosen)])
         found = Measured(prepared, layout, self.pairs, self.alternative, self.seed, self.memory)
         values = found.values(masks)
         given = {
@@ -128,7 +132,9 @@ def areas(shares: Any, faithful: Any) -> tuple[float, float]:
 
 def without_each(circuit: Circuit) -> Iterator[tuple[str, Circuit]]:
     """Each edge by name, and the circuit without it."""
-    for source, destination in zip(*np.nonzero(circuit.chosen), strict=True):
+    for place in zip(*np.nonzero(circuit.chosen), strict=True):
         left = circuit.chosen.copy()
-        left[source, destination] = False
-        yield circuit.layout.name(int(source), int(destination)), Circuit(circuit.layout, left)
+        left[place] = False
+        *at, source, destination = map(int, place)
+        name = circuit.layout.name(source, destination)
+        yield f"{name}@{at[0]}" if at else name, Circuit(circuit.layout, left)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...store.arrays import Floats
+from ...store.errors import PromptError
 from ..forward.edges.layout import Layout
 from ..forward.runs.experiment import CellLabels, Experiment
 from ..forward.runs.run import Run
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from ..forward.hooks.cache import HookCache
     from ..forward.models.model import Model
 
-__all__ = ["EdgeExperiment", "labels", "where_there_are_edges"]
+__all__ = ["EdgeExperiment", "labels", "one_length", "where_there_are_edges"]
 
 MEMORY = 1 << 30
 
@@ -83,7 +84,22 @@ def labels(layout: Layout) -> dict[str, list[str]]:
     return {"source": list(layout.sources), "destination": list(layout.destinations)}
 
 
-def where_there_are_edges(layout: Layout, values: Any) -> Floats:
-    """Values [..., source, destination], NaN where there is no edge."""
-    found: Floats = np.where(layout.edges, np.asarray(values, np.float64), np.nan)
+def where_there_are_edges(layout: Layout, values: Any, *, by_position: bool = False) -> Floats:
+    """Values [..., source, destination], NaN where there is no edge. by_position: whether positions are the
+    axis before the source."""
+    every = layout.edges_at(np.shape(values)[-3]) if by_position else layout.edges
+    found: Floats = np.where(every, np.asarray(values, np.float64), np.nan)
     return found
+
+
+def one_length(pairs: Sequence[Pair], wanted: int | None = None) -> int:
+    """Tokens of every prompt. Raises PromptError where positions are told apart and pairs differ in them, or
+    have others than wanted."""
+    lengths = sorted({len(pair.clean) for pair in pairs})
+    if len(lengths) > 1 or wanted not in (None, lengths[0]):
+        expected = "one length" if wanted is None else f"{wanted} tokens"
+        raise PromptError(
+            f"expected prompts of {expected}, as positions are told apart, found lengths {lengths}; choose "
+            "others, or edges of all positions together"
+        )
+    return lengths[0]

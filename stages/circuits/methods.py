@@ -56,28 +56,38 @@ class _At:
 
 @torch.no_grad()
 def edge_scores(
-    network: SplitNetwork, layout: Layout, batch: Batch, method: Method, steps: int, of_logits: OfLogits
+    network: SplitNetwork,
+    layout: Layout,
+    batch: Batch,
+    method: Method,
+    steps: int,
+    of_logits: OfLogits,
+    *,
+    by_position: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Scores of a batch's edges and of all edges of each node at once, <D, dM/du>, summed over its pairs:
     float64 [source, destination] and [source]; of a method that takes no gradient, 0 of nodes.
 
     of_logits: last logits [B, vocab] -> gradient of each pair's metric. steps: n. Of nodes, the steps of
-    EAP-IG-inputs are k = 1 … n.
+    EAP-IG-inputs are k = 1 … n. by_position: whether products are not summed over positions, and scores are
+    [position, source, destination].
     """
-    found = torch.zeros(layout.edges.shape, dtype=torch.float64)
+    places = batch.ids.shape[1:] if by_position else ()
+    found = torch.zeros((*places, *layout.edges.shape), dtype=torch.float64)
     nodes = torch.zeros(len(layout.sources), dtype=torch.float64)
     if method == "information-flow-routes":
         for columns, shares in _shares(layout, batch):
-            found[: len(shares), columns] = shares[:, None]
+            by_source = shares.T if by_position else shares.mean(-1)
+            found[..., : len(shares), columns] = by_source[..., None]
         return found, nodes
     change = batch.change
     for at in _taken(network, layout, batch, method, steps):
         for columns, gradient in cotangents(network, layout, at.streams, of_logits, at.held):
             count = int(layout.read[columns][0])
-            estimate = _product(change[:, :count], gradient).double().cpu()
-            nodes[:count] += at.of_nodes * estimate.sum(1)
+            estimate = _product(change[:, :count], gradient, by_position=by_position).double().cpu()
+            nodes[:count] += at.of_nodes * estimate.sum(-1).reshape(-1, count).sum(0)
             if not (at.lost and columns == layout.inputs(0)):
-                found[:count, columns] += at.weight * estimate
+                found[..., :count, columns] += at.weight * estimate
     return found, nodes
 
 
@@ -132,7 +142,7 @@ def _in_groups(network: SplitNetwork, layout: Layout, batch: Batch, steps: int) 
 
 def _shares(layout: Layout, batch: Batch) -> Iterator[tuple[slice, Tensor]]:
     """Destinations that read the same, and the share of what they read that each source makes up, summed over
-    pairs, float64 [source]."""
+    pairs, float64 [source, S]."""
     streams = batch.clean.streams
     read: list[tuple[slice, Tensor]] = [(slice(-1, None), streams.logits)]
     for layer in range(layout.num_layers):
@@ -147,9 +157,10 @@ def _shares(layout: Layout, batch: Batch) -> Iterator[tuple[slice, Tensor]]:
         without = (stream[:, None] - batch.clean.added[:, :count]).abs().sum(-1)
         near = (norm - without).clamp(min=0).double()
         shares = near / near.sum(1, keepdim=True)
-        yield columns, shares.mean(-1).sum(0).cpu()
+        yield columns, shares.sum(0).cpu()
 
 
-def _product(change: Tensor, gradient: Tensor) -> Tensor:
-    """[B, source, S, D] and [B, column, S, D] -> their product over all but source and column."""
-    return torch.einsum("bspd,bcpd->sc", change, gradient)
+def _product(change: Tensor, gradient: Tensor, *, by_position: bool) -> Tensor:
+    """[B, source, S, D] and [B, column, S, D] -> their product over all but source and column, and, where
+    asked, position, which is first."""
+    return torch.einsum(f"bspd,bcpd->{'p' if by_position else ''}sc", change, gradient)

@@ -54,7 +54,8 @@ class Measured:
                 self.clean[place] = value(pair.metric, logits, logits)
 
     def values(self, masks: Bools, first: int = 0) -> Floats:
-        """The metric under circuits, bool [circuit, source, destination]: float64 [circuit, pair].
+        """The metric under circuits, bool [circuit, source, destination], or of pairs of one length [circuit,
+        position, source, destination]: float64 [circuit, pair].
 
         first: the first layer into which edges are left out.
         """

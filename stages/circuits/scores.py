@@ -22,7 +22,7 @@ import numpy as np
 from ...pipeline import Output
 from ...store.errors import PromptError, StageError
 from ..forward.runs.experiment import CellLabels
-from .experiment import EdgeExperiment, labels, where_there_are_edges
+from .experiment import EdgeExperiment, labels, one_length, where_there_are_edges
 from .names import METHODS, Method
 from .pairs import tokens_of, value
 
@@ -42,16 +42,20 @@ AXES = ("source", "destination")
 class EdgeScores(EdgeExperiment):
     """Estimates of every edge, and of every node by the same gradients, averaged over pairs.
 
-    method: see methods.py. steps: of integrated gradients.
+    method: see methods.py. steps: of integrated gradients. by_position: whether edges are told apart by
+    position, in pairs of one length; no scores of nodes then.
     """
 
     method: Method = "EAP-IG-inputs"
     steps: int = 5
+    by_position: bool = False
 
     name: ClassVar[str] = "edge_scores"
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
-        "score": Output(AXES, "<unit>", "estimated change of the metric where the edge is left out"),
+        "score": Output(
+            ("position?", *AXES), "<unit>", "estimated change of the metric where the edge is left out"
+        ),
         "node_score": Output(
             ("source",), "<unit>", "the same of all edges that leave a node", is_optional=True
         ),
@@ -65,11 +69,21 @@ class EdgeScores(EdgeExperiment):
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
         """In the unit of the metric."""
         unit = self.unit if self.takes_gradients else "1"
+        dims = {"score": ("position", *AXES) if self.by_position else AXES, "node_score": ("source",)}
         return {
-            name: Output(each.dims, unit, each.long_name, each.is_optional)
+            name: Output(dims[name], unit, each.long_name, each.is_optional)
             for name, each in self.outputs.items()
-            if self.takes_gradients or not each.is_optional
+            if self._has_nodes or not each.is_optional
         }
+
+    @property
+    def _has_nodes(self) -> bool:
+        return self.takes_gradients and not self.by_position
+
+    def params(self) -> dict[str, Any]:
+        """Scores of all positions together are known by what they were before there were others."""
+        given = super().params()
+        return given if self.by_position else {n: v for n, v in given.items() if n != "by_position"}
 
     def check(self, config: Architecture) -> Layout:
         """As of every experiment on edges; StageError for a method there is not, for no steps, or for a
@@ -85,6 +99,8 @@ class EdgeScores(EdgeExperiment):
                 f"{self.method}: expected metrics with a gradient, found {without[0].name!r}; take a logit "
                 "difference, or a KL"
             )
+        if self.by_position:
+            one_length(self.pairs)
         return layout
 
     def dataset(self, prepared: Model, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
@@ -96,14 +112,18 @@ class EdgeScores(EdgeExperiment):
 
         model, network = prepared, network_of(prepared)
         layout, declared = self.check(model.config), self.outputs_on(model.config)
-        found, nodes = np.zeros(layout.edges.shape), np.zeros(len(layout.sources))
+        places = (one_length(self.pairs),) if self.by_position else ()
+        found, nodes = np.zeros((*places, *layout.edges.shape)), np.zeros(len(layout.sources))
         for batch in batches(model, layout, self.pairs, self.alternative, seed=self.seed, memory=self.memory):
             of_logits = partial(gradients, batch)
-            edges, own = edge_scores(network, layout, batch, self.method, self.steps, of_logits)
+            edges, own = edge_scores(
+                network, layout, batch, self.method, self.steps, of_logits, by_position=self.by_position
+            )
             found += edges.numpy() / len(self.pairs)
             nodes += own.numpy() / len(self.pairs)
-        given = {"score": declared["score"].variable(where_there_are_edges(layout, found))}
-        if self.takes_gradients:
+        scores = where_there_are_edges(layout, found, by_position=self.by_position)
+        given = {"score": declared["score"].variable(scores)}
+        if self._has_nodes:
             given["node_score"] = declared["node_score"].variable(nodes)
         return xr.Dataset(given, coords=labels(layout))
 

@@ -22,7 +22,7 @@ from ...store.errors import StageError
 from ..causal.grids.patching_metrics import KL
 from ..forward.edges.layout import Bools
 from ..forward.runs.experiment import CellLabels
-from .elimination import downwards, eliminated
+from .elimination import Step, downwards, eliminated
 from .experiment import EdgeExperiment, labels
 from .names import Method
 from .scores import EdgeScores
@@ -52,11 +52,11 @@ class CircuitSearch(EdgeExperiment):
     steps: int = 5
 
     name: ClassVar[str] = "circuit_search"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     outputs: ClassVar[Mapping[str, Output]] = {
         "chosen": Output(("source", "destination"), "1", "1 for an edge that is left, else 0"),
         "worse": Output((), "<unit>", "how much worse than the model the circuit is"),
-        "steps": Output((), "1", "edges put to the test"),
+        "steps": Output((), "1", "edges put to the test, or all into a destination at once"),
         "circuits_run": Output((), "1", "circuits run for it"),
     }
 
@@ -120,6 +120,7 @@ class CircuitSearch(EdgeExperiment):
             found: Floats = (clean - runs.values(masks, first).mean(1)) / gap
             return found
 
+        order: list[Step]
         if self.rule == "acdc":
             order = downwards(layout)
             found = eliminated(layout, order, worse, lambda after, before: after - before < self.threshold)

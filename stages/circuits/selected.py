@@ -23,10 +23,10 @@ from ...store.errors import StageError
 from ..forward.runs.experiment import CellLabels
 from .circuit import Circuit
 from .evaluation import without_each
-from .experiment import EdgeExperiment, labels
+from .experiment import EdgeExperiment, labels, one_length
 from .names import Method
 from .pairs import Pair
-from .scores import EdgeScores
+from .scores import AXES, EdgeScores
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -45,7 +45,7 @@ class SelectedCircuits(EdgeExperiment):
     chosen_on: pairs whose scores choose the edges. pairs: those the circuits are run on. method, steps: of
     the scores. selection: "top", the edges of largest |score|, or "greedy", from the logits down. sizes: in
     edges, ascending. minimal: whether each circuit is also run without
-    each of its edges.
+    each of its edges. by_position: whether edges are told apart by position, in pairs of one length.
     """
 
     chosen_on: tuple[Pair, ...]
@@ -54,15 +54,16 @@ class SelectedCircuits(EdgeExperiment):
     steps: int = 5
     selection: Literal["top", "greedy"] = "top"
     minimal: bool = False
+    by_position: bool = False
 
     name: ClassVar[str] = "selected_circuits"
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
-        "chosen": Output(("size", "source", "destination"), "1", "1 for an edge of the circuit, else 0"),
+        "chosen": Output(("size", "position?", *AXES), "1", "1 for an edge of the circuit, else 0"),
         "value": Output(("size", "pair"), "<unit>", "the metric where all other edges are left out"),
         "complement": Output(("size", "pair"), "<unit>", "the metric where those of the circuit are"),
         "without": Output(
-            ("size", "source", "destination"),
+            ("size", "position?", *AXES),
             "<unit>",
             "the metric, mean over pairs, of the circuit without an edge of it",
             is_optional=True,
@@ -73,13 +74,19 @@ class SelectedCircuits(EdgeExperiment):
 
     def params(self) -> dict[str, Any]:
         """Sizes are in the cells."""
-        given = {name: value for name, value in super().params().items() if name != "sizes"}
+        left_out = {"sizes"} if self.by_position else {"sizes", "by_position"}
+        given = {name: value for name, value in super().params().items() if name not in left_out}
         return {**given, "chosen_on": [pair.canonical() for pair in self.chosen_on]}
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
         """In the unit of the metric."""
+        left_out = () if self.by_position else ("position?",)
+        dims = {
+            name: tuple(dim.rstrip("?") for dim in each.dims if dim not in left_out)
+            for name, each in self.outputs.items()
+        }
         return {
-            name: each if name == "chosen" else Output(each.dims, self.unit, each.long_name)
+            name: Output(dims[name], each.unit if name == "chosen" else self.unit, each.long_name)
             for name, each in self.outputs.items()
             if self.minimal or name != "without"
         }
@@ -94,6 +101,7 @@ class SelectedCircuits(EdgeExperiment):
             memory=self.memory,
             method=self.method,
             steps=self.steps,
+            by_position=self.by_position,
         )
 
     def check(self, config: Architecture) -> Layout:
@@ -101,7 +109,8 @@ class SelectedCircuits(EdgeExperiment):
         pairs of other units to choose on."""
         layout = super().check(config)
         self.scores.check(config)
-        most = int(layout.edges.sum())
+        places = one_length((*self.chosen_on, *self.pairs)) if self.by_position else None
+        most = len(Circuit.whole(layout, places))
         if not self.sizes or sorted(set(self.sizes)) != list(self.sizes) or not 1 <= self.sizes[0] <= most:
             raise StageError(f"expected ascending sizes of at least one edge, found {self.sizes}")
         if self.sizes[-1] > most:
@@ -129,7 +138,7 @@ class SelectedCircuits(EdgeExperiment):
         layout, declared = self.check(model.config), self.outputs_on(model.config)
         choose = Circuit.top if self.selection == "top" else Circuit.greedy
         circuit = choose(layout, scores, cell["size"])
-        nothing = Circuit(layout, np.zeros_like(layout.edges))
+        nothing = Circuit(layout, np.zeros_like(circuit.chosen))
         asked = [circuit, ~circuit, nothing]
         left = [each for _, each in without_each(circuit)] if self.minimal else []
         runs = Measured(model, layout, self.pairs, self.alternative, self.seed, self.memory)
@@ -142,7 +151,7 @@ class SelectedCircuits(EdgeExperiment):
             "empty": values[2],
         }
         if self.minimal:
-            without = np.full(layout.edges.shape, np.nan)
+            without = np.full(circuit.chosen.shape, np.nan)
             without[circuit.chosen] = values[len(asked) :].mean(1)
             given["without"] = without[None]
         return xr.Dataset(

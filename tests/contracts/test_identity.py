@@ -62,6 +62,7 @@ from mizarr.stages.evaluation.recall import FactualRecall
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.effects.activity import FeatureActivity, FeatureTrace
 from mizarr.stages.features.effects.alignment import DecoderSearch
+from mizarr.stages.features.effects.attribution import FeatureAttribution
 from mizarr.stages.features.effects.exchanges import FeatureExchanges
 from mizarr.stages.features.effects.pushes import FeaturePushes, FeatureVectors, RandomFeaturePushes
 from mizarr.stages.features.effects.ranked import RankedExchanges, RankedSweep, RankedTrace
@@ -215,11 +216,19 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     AttributionPatching: (
         {**GRID, "clean": (1, 2, 3), "corrupted": (1, 4, 3)},
-        {**OF_GRID, "clean": (1, 5, 3), "corrupted": (1, 5, 3), "attention": "anew"},
+        {**OF_GRID, "clean": (1, 5, 3), "corrupted": (1, 5, 3), "attention": "anew", "dropout": True},
     ),
     AttributionCheck: (
         {**GRID, "clean": (1, 2, 3), "corrupted": (1, 4, 3), "verify": 2},
-        {**OF_GRID, "clean": (1, 5, 3), "corrupted": (1, 5, 3), "verify": 3, "seed": 1, "attention": "anew"},
+        {
+            **OF_GRID,
+            "clean": (1, 5, 3),
+            "corrupted": (1, 5, 3),
+            "verify": 3,
+            "seed": 1,
+            "attention": "anew",
+            "dropout": True,
+        },
     ),
     IntegratedGradients: (
         {"prompt": (1, 2, 3), "metric": Probability(1)},
@@ -349,6 +358,18 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
             "edge": (2, 1),
         },
     ),
+    FeatureAttribution: (
+        {**NAMED, "clean": (1, 2, 3), "corrupted": (1, 4, 3), "metric": Probability(1)},
+        {
+            **OF_NAMED,
+            "clean": (1, 2, 4),
+            "corrupted": (1, 4, 5),
+            "metric": Probability(2),
+            "at": -2,
+            "verify": 3,
+            "seed": 1,
+        },
+    ),
     FeatureExchanges: (
         {
             **NAMED,
@@ -431,7 +452,7 @@ ON_PAIRS = {"pairs": (ONE_PAIR, ANOTHER_PAIR)}
 OF_PAIRS = {"pairs": (ANOTHER_PAIR,), "alternative": "zero", "seed": 1}
 BY_BUDGET = {"rule": "budget"}
 EXPERIMENTS |= {
-    EdgeScores: (ON_PAIRS, {**OF_PAIRS, "method": "EAP", "steps": 6}),
+    EdgeScores: (ON_PAIRS, {**OF_PAIRS, "method": "EAP", "steps": 6, "by_position": True}),
     EdgeEffects: (ON_PAIRS, {**OF_PAIRS, "position": 1}),
     CircuitValues: (
         {**ON_PAIRS, "circuits": (Circuit.at_random(OF_GRAPH, 5, seed=0),)},
@@ -447,6 +468,7 @@ EXPERIMENTS |= {
             "steps": 6,
             "selection": "greedy",
             "minimal": True,
+            "by_position": True,
         },
     ),
     CircuitSearch: (
@@ -494,6 +516,7 @@ NOT_IN_A_KEY = {
             FeatureActivity,
             DecoderSearch,
             InjectionSweep,
+            FeatureAttribution,
             FeatureExchanges,
             RankedExchanges,
             RankedSweep,

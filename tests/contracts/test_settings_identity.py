@@ -136,6 +136,7 @@ OTHERS: dict[tuple[str, str], Any] = {
     ("*", "tasks"): ("induction",),
     ("*", "method"): "EAP",
     ("*", "selection"): "greedy",
+    ("circuit_discovery", "by_position"): {"by_position": True, "tasks": ("copying",)},
     ("circuit_evaluation", "alternative"): "zero",
     ("circuit_evaluation", "shares"): (0.01, 0.1),
     ("circuit_evaluation", "share"): 0.01,

@@ -32,8 +32,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule
 
 import mizarr
-from mizarr.store import Store, files as store_files, index as store_index, open_store
+from mizarr.store import Store, index as store_index, open_store
 from mizarr.store.errors import MizarrError
+from mizarr.store.files import local as store_files
 from mizarr.workflows import build
 from tests.contracts import user_world as world
 from tests.contracts.user_world import Active, Ask, Capture, Components, Encoded, Graph, Lens, Loaded, Runs

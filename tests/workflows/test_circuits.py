@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
+import mizarr
 from mizarr.stages.circuits.circuit import Circuit
-from mizarr.store.errors import ConfigError
+from mizarr.stages.circuits.runs import Measured
+from mizarr.store.errors import ConfigError, PromptError
 from mizarr.workflows import build, compute
 from mizarr.workflows.circuits.tasks import by_sign
 from mizarr.workflows.subject import SPECIMEN_FOLDER as SPECIMEN
@@ -59,7 +61,7 @@ def test_the_copying_circuit_has_the_heads_that_were_trained_to_copy(discovery):
 def test_edges_are_told_with_their_scores_and_exact_effects(discovery):
     told = discovery.to_json()["circuits"]["facts"]
     circuit = Circuit.from_json(told["circuit"])
-    assert len(circuit) == len(told["edges"]) == discovery.size == 218
+    assert len(circuit) == len(told["edges"]) == discovery.size("facts") == 218
     assert circuit == discovery.circuit("facts")
     effects = discovery.result("facts_effects")["effect"].mean("pair")
     for each in told["edges"][:5]:
@@ -76,6 +78,28 @@ def test_it_is_told_in_every_form(name, request, tmp_path):
     assert done.tables()
     assert all(path.stat().st_size > 10_000 for path in done.draw(tmp_path))
     assert done.report(tmp_path / "page.html").stat().st_size > 10_000
+
+
+def test_by_position_the_circuit_is_read_where_copying_reads(tmp_path):
+    """What it claims is what its edges give by themselves, beside random ones as large."""
+    given = {"tasks": "copying", "by_position": True, "size": 400, "controls": 3, "pairs": 3, "steps": 2}
+    asked = compute("circuit_discovery", store=tmp_path / "store", **given)
+    told = asked.to_json()["circuits"]["copying"]
+    circuit = Circuit.from_json(told["circuit"])
+    pairs = asked.pairs["copying"][1]
+    assert circuit.positions == len(pairs[0].clean) and len(circuit) == len(told["edges"]) == 400
+    assert told["edges_there_are"] == len(Circuit.whole(asked.layout, circuit.positions))
+    named = {f"{each['edge']}@{each['position']}" for each in told["edges"]}
+    assert named == set(circuit.edges) and "scores_and_exact_effects" not in told
+    runs = Measured(mizarr.Model.from_pretrained("specimen"), asked.layout, pairs, "corrupted")
+    value, empty = runs.values(np.stack([circuit.chosen, np.zeros_like(circuit.chosen)])).mean(1)
+    expected = 100 * (value - empty) / (runs.clean.mean() - empty)
+    assert told["faithfulness_percent"] == pytest.approx(expected, abs=1e-3)
+    assert told["faithfulness_percent"] > max(told["random_faithfulness_percent"])
+    assert len(told["random_faithfulness_percent"]) == 3
+    assert any("where the circuit reads" in getattr(view, "title", "") for view in asked.views())
+    with pytest.raises(PromptError, match="one length, as positions are told apart"):
+        compute("circuit_discovery", store=tmp_path / "store", tasks="facts", by_position=True)
 
 
 def test_a_circuit_of_every_edge_is_the_model_and_leaves_nothing(evaluation):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+import mizarr
+from mizarr.stages.causal.grids.patching_metrics import KL, LogitDifference, LogProbability, Probability
 from mizarr.store import open_store
 from mizarr.workflows.cli import run
 
@@ -48,6 +52,15 @@ def test_capturing_again_gives_the_same_keys_and_contents(capture):
     first, second = (json.loads(capture("--json")[1]) for _ in range(2))
     assert first == second
     assert (first["prompts"], first["tokens"]) == (2, 5)
+
+
+def test_prompts_that_a_larger_run_holds_are_told_as_that_run(capture, tmp_path, prompts):
+    whole = json.loads(capture("--json")[1])
+    Path(prompts).write_text("[4, 5]\n")
+    code, out, _ = capture("--json")
+    found = json.loads(out)
+    assert (code, found["prompts"], found["tokens"]) == (0, 1, 2)
+    assert (found["run"], found["arrays"]) == (whole["run"], whole["arrays"])
 
 
 def test_a_dry_run_says_what_it_would_take_and_leaves_no_trace(capture, tmp_path):
@@ -125,3 +138,72 @@ def test_text_is_kept_beside_its_activations(checkpoint, capsys, tmp_path):
     entry = open_store(tmp_path / "store", mode="r").entry(json.loads(capsys.readouterr().out)["run"])
     assert list(entry.tokens.texts) == ["w1 w2", "w3"]
     assert entry.open()["embed"].sizes["token"] == 3
+
+
+GRADIENT = "grad:blocks.*.hook_resid_post"
+
+
+@pytest.mark.parametrize(
+    ("said", "metric", "how"),
+    [
+        (("logit_difference=[3, 7]",), LogitDifference(3, 7), {}),
+        (('logit_difference=["w2", " w6"]',), LogitDifference(3, 7), {}),
+        (("probability=w4", "--at", "-2"), Probability(5), {"at": -2}),
+        (("log_probability=5", "--at", "0"), LogProbability(5), {"at": 0}),
+        (("kl", "--baseline", "[4, 2, 6]"), KL(), {"baseline": (4, 2, 6)}),
+        (("kl", "--baseline", "w3 w1 w5"), KL(), {"baseline": (4, 2, 6)}),
+    ],
+)
+def test_a_metric_named_on_the_command_line_is_the_same_run_as_in_python(
+    checkpoint, prompts, capsys, tmp_path, said, metric, how
+):
+    """The same key, so that the one finds what the other stored; and its numbers are the model's own."""
+    model, store = checkpoint(), tmp_path / "store"
+    fixed = ["capture", model, prompts, "--hooks", GRADIENT, "--store", str(store), "--quiet", "--json"]
+    assert run([*fixed, "--metric", *said]) == 0
+    entry = open_store(store, mode="r").entry(json.loads(capsys.readouterr().out)["run"])
+    spec = mizarr.HookSpec().capture(GRADIENT).gradient_of(metric, **how)
+    cached = mizarr.capture(model, [[1, 2, 3], [4, 5]], spec, store=open_store(store), progress=False)
+    np.testing.assert_array_equal(cached["resid_post__grad"].values, entry.open()["resid_post__grad"].values)
+    own = mizarr.Model.from_pretrained(model).forward([1, 2, 3], spec)["grad:blocks.1.hook_resid_post"][0]
+    np.testing.assert_allclose(cached["resid_post__grad"].sel(layer=1).values[:3], own, rtol=1e-5, atol=1e-7)
+    assert np.abs(own.numpy()).max() > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "--metric"),
+        (("--metric", "rank=3"), "no metric 'rank' that has a gradient; there are logit_difference"),
+        (("--metric", "probabilty=3"), "did you mean 'probability'?"),
+        (("--metric", "logit_difference=3"), "expected two tokens, found 3"),
+        (("--metric", "probability=0.5"), "expected one token, found 0.5"),
+        (("--metric", "probability=true"), "expected one token, found true"),
+        (("--metric", "kl=3", "--baseline", "[1]"), "expected no tokens, found 3"),
+        (("--metric", "probability=9999"), "expected a token id in 0.."),
+        (("--metric", "probability=w1 w2"), "expected 'w1 w2' to be one token"),
+        (("--metric", "probability=3", "--at", "2"), "expected at in -2..1"),
+        (("--metric", "kl"), "add --baseline"),
+        (("--metric", "kl", "--baseline", "[99999]"), "expected token ids in 0.."),
+        (("--metric", "probability=3", "--baseline", "[1]"), "--baseline goes with kl"),
+        (("--at", "1"), "--at goes with a metric"),
+    ],
+)
+def test_a_metric_that_cannot_be_is_one_line_before_a_store_is_made(capture, tmp_path, arguments, said):
+    code, out, err = capture(*arguments, hooks=GRADIENT)
+    assert (code, out) == (2, "")
+    assert said in err and err.count("\n") == 1
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_metric_without_a_gradient_to_take_is_refused(capture, tmp_path):
+    code, out, err = capture("--metric", "probability=3")
+    assert (code, out) == (2, "") and "expected hook points whose gradient is wanted" in err
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_dry_run_of_gradients_tells_their_bytes(capture, tmp_path):
+    code, out, _ = capture("--metric", "probability=3", "--dry-run", "--json", hooks=GRADIENT)
+    (step,) = json.loads(out)["steps"]
+    assert (code, step["bytes_written"]) == (0, 2 * 5 * 16 * 4)
+    assert not (tmp_path / "store").exists()

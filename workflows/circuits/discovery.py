@@ -7,7 +7,8 @@ other pairs it is run with every other edge carrying what its source adds in the
 
 Defaults: copying of random tokens, and on shipped models facts. Faithfulness is the share of the metric's
 difference between the model and no edge at all that is left, not clipped. Of a task that the model does not
-do nothing is claimed.
+do nothing is claimed. By position edges are told apart by where they are read, in pairs of one length; then
+exact effects are not told, as each position would cost as much as all of them together.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import numpy as np
 from ...stages.causal.controls import Null, interval
 from ...stages.circuits.circuit import Circuit
 from ...stages.circuits.evaluation import faithfulness
-from ...stages.circuits.experiment import EdgeExperiment
+from ...stages.circuits.experiment import EdgeExperiment, one_length
 from ...stages.circuits.scores import EdgeEffects, EdgeScores
 from ...stages.circuits.selected import SelectedCircuits
 from ..settings import CircuitSettings, Count, Natural, setting
-from ..views import CircuitDrawing, Data, Figure, Finding, Findings, Table, View
+from ..views import CircuitDrawing, Data, Figure, Finding, Findings, Heatmap, Table, View
 from .tasks import CircuitWorkflow
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ class CircuitDiscoverySettings(CircuitSettings):
     """What `--set` can change."""
 
     size: Natural = setting(0, "edges of the circuit; 0: one in ten of all there are")
+    by_position: bool = setting(
+        False, "whether edges are told apart by position; for tasks whose prompts have one length"
+    )
     listed: Count = setting(25, "edges in the table, the largest |score| first")
     drawn: Count = setting(60, "edges that are drawn, of those that lead from the input to the logits")
 
@@ -53,10 +57,17 @@ class CircuitDiscovery(CircuitWorkflow):
     settings_type = CircuitDiscoverySettings
     settings: CircuitDiscoverySettings
 
-    @property
-    def size(self) -> int:
+    def positions(self, task: str) -> int | None:
+        """How many positions its edges tell apart; None for none."""
+        return one_length(sum(self.pairs[task], ())) if self.settings.by_position else None
+
+    def edges(self, task: str) -> int:
+        """Edges there are."""
+        return len(Circuit.whole(self.layout, self.positions(task)))
+
+    def size(self, task: str) -> int:
         """Edges of the circuit."""
-        return self.settings.size or max(1, int(self.layout.edges.sum()) // 10)
+        return self.settings.size or max(1, self.edges(task) // 10)
 
     def plan(self) -> Mapping[str, ResultNode]:
         """Of each task the scores, the exact effects, the circuit on other pairs, and random ones on
@@ -67,16 +78,18 @@ class CircuitDiscovery(CircuitWorkflow):
             circuit = SelectedCircuits(
                 chosen_on=chosen_on,
                 pairs=scored,
-                sizes=(self.size,),
+                sizes=(self.size(task),),
                 selection=self.settings.selection,
+                by_position=self.settings.by_position,
                 **self.scoring,
             )
             experiments: dict[str, EdgeExperiment] = {
-                "scores": EdgeScores(pairs=chosen_on, **self.scoring),
-                "effects": EdgeEffects(pairs=chosen_on),
+                "scores": EdgeScores(pairs=chosen_on, by_position=self.settings.by_position, **self.scoring),
                 "circuit": circuit,
-                "random": self.grown(task, (self.size,)),
+                "random": self.grown(task, (self.size(task),), self.positions(task)),
             }
+            if not self.settings.by_position:
+                experiments["effects"] = EdgeEffects(pairs=chosen_on)
             for experiment in experiments.values():
                 experiment.check(self.subject.config)
             nodes |= {f"{task}_{name}": self.on_model(each) for name, each in experiments.items()}
@@ -106,7 +119,7 @@ class CircuitDiscovery(CircuitWorkflow):
             effect, spread, random = self.faithful(task)
             found.append(
                 Finding(
-                    f"{self.size} of {int(self.layout.edges.sum())} edges keep what the model does in {task}",
+                    f"{self.size(task)} of {self.edges(task)} edges keep what the model does in {task}",
                     effect,
                     Null(random, "random circuits of as many edges"),
                     "%",
@@ -131,36 +144,46 @@ class CircuitDiscovery(CircuitWorkflow):
         )
         for task in self.tasks:
             yield self._table(task, told[task])
+            by_position = [] if self.positions(task) is None else [self._map(task)]
+            yield from by_position
             yield Figure(
                 name=f"circuit_discovery_{task}",
                 title=f"What {self.subject.name} needs for {task}",
                 caption=f"{told[task]['faithfulness_percent']:.0f} % of the task is kept",
-                panels=(self._drawing(task), *([findings] if findings.findings else [])),
+                panels=(self._drawing(task), *by_position, *([findings] if findings.findings else [])),
                 columns=1,
             )
 
     def told(self, task: str) -> dict[str, Any]:
         """A task's circuit in numbers, for tables and JSON."""
         scores = self.result(f"{task}_scores")["score"].values
-        effects = self.result(f"{task}_effects")["effect"].mean("pair").values
-        circuit, layout = self.circuit(task), self.layout
-        places = np.argwhere(circuit.chosen)
-        order = np.argsort(-np.abs(scores[circuit.chosen]), kind="stable")
+        circuit, every = self.circuit(task), Circuit.whole(self.layout, self.positions(task)).chosen
+        effects = None
+        if not self.settings.by_position:
+            effects = self.result(f"{task}_effects")["effect"].mean("pair").values
+        places = [tuple(map(int, place)) for place in np.argwhere(circuit.chosen)]
+        order = np.argsort(-np.abs(scores[circuit.chosen]), kind="stable").tolist()
         kept, spread, random = self.faithful(task)
         return {
             "circuit": circuit.to_json(),
+            "edges_there_are": self.edges(task),
             "pruned_edges": len(circuit.pruned()),
             "faithfulness_percent": kept,
             "faithfulness_interval_95": spread,
             "random_faithfulness_percent": random,
-            "scores_and_exact_effects": _agreement(scores[layout.edges], effects[layout.edges]),
+            **(
+                {}
+                if effects is None
+                else {"scores_and_exact_effects": _agreement(scores[every], effects[every])}
+            ),
             "edges": [
                 {
-                    "edge": layout.name(int(source), int(destination)),
-                    "score": float(scores[source, destination]),
-                    "exact_effect": float(effects[source, destination]),
+                    "edge": self.layout.name(*place[-2:]),
+                    **({} if len(place) == 2 else {"position": place[0]}),
+                    "score": float(scores[place]),
+                    **({} if effects is None else {"exact_effect": float(effects[place])}),
                 }
-                for source, destination in places[order]
+                for place in (places[number] for number in order)
             ],
         }
 
@@ -168,8 +191,9 @@ class CircuitDiscovery(CircuitWorkflow):
         return Table.of(
             told["edges"][: self.settings.listed],
             ("edge", "edge"),
+            *([("position", "position", "d")] if self.settings.by_position else []),
             ("score", "score", "+.4f"),
-            ("exact effect", "exact_effect", "+.4f"),
+            *([] if self.settings.by_position else [("exact effect", "exact_effect", "+.4f")]),
             title=f"{task}: {len(told['edges'])} edges",
             caption=f"{_of(told)}. Positive: leaving this edge alone out raises the metric, right answer "
             "over wrong one; mean over the pairs edges were chosen on",
@@ -177,7 +201,12 @@ class CircuitDiscovery(CircuitWorkflow):
         )
 
     def _drawing(self, task: str) -> CircuitDrawing:
-        scores, pruned = self.result(f"{task}_scores")["score"].values, self.circuit(task).pruned()
+        scores, found = self.result(f"{task}_scores")["score"].values, self.circuit(task).pruned()
+        if self.settings.by_position:  # an edge as wide as at the position where it has the largest score
+            held = np.where(found.chosen, scores, 0.0)
+            largest = np.abs(held).argmax(0, keepdims=True)
+            scores = np.take_along_axis(held, largest, 0)[0]
+        pruned = found.anywhere
         masked = np.where(pruned.chosen, scores, 0.0)
         shown = Circuit.top(self.layout, masked, min(self.settings.drawn, len(pruned))) & pruned
         names = [name.partition("->") for name in shown.edges]
@@ -191,6 +220,27 @@ class CircuitDiscovery(CircuitWorkflow):
             weight_name="|score|",
             n_layers=self.layout.num_layers,
             n_heads=self.layout.num_heads,
+        )
+
+    def _map(self, task: str) -> Heatmap:
+        """How much of the circuit is read where: |score| of its edges by layer of what reads and position."""
+        import xarray as xr
+
+        scores, circuit = self.result(f"{task}_scores")["score"].values, self.circuit(task)
+        held = np.where(circuit.chosen, np.abs(scores), 0.0).sum(1)
+        layers = [self.layout.layer_of(column) for column in range(held.shape[1])]
+        summed = np.zeros((self.layout.num_layers + 1, len(held)))
+        np.add.at(summed, layers, held.T)
+        names = [*map(str, range(self.layout.num_layers)), "logits"]
+        array = xr.DataArray(summed, dims=("read_in", "position"), coords={"read_in": names})
+        return Heatmap.of(
+            array.assign_attrs(
+                units=self.result(f"{task}_scores")["score"].attrs["units"],
+                long_name="|score| of the circuit's edges",
+            ),
+            f"{task}: where the circuit reads",
+            "sum of |score| over the circuit's edges, by the layer that reads and the position it reads at",
+            sources=(f"{task}_scores", f"{task}_circuit"),
         )
 
 
@@ -216,12 +266,12 @@ def _correlation(one: Any, other: Any) -> float | None:
 
 def _of(told: dict[str, Any]) -> str:
     """A circuit in a sentence."""
+    kept = f"{told['faithfulness_percent']:.0f} % of the task is kept"
+    if "scores_and_exact_effects" not in told:
+        return kept
     agreement = told["scores_and_exact_effects"]["correlation"]
     said = "not to be told" if agreement is None else f"{agreement:.2f}"
-    return (
-        f"{told['faithfulness_percent']:.0f} % of the task is kept; over all edges of the model, scores and "
-        f"exact effects correlate {said}"
-    )
+    return f"{kept}; over all edges of the model, scores and exact effects correlate {said}"
 
 
 WORKFLOW = CircuitDiscovery

@@ -98,11 +98,16 @@ class CircuitWorkflow(ModelWorkflow):
         """What experiments that score edges are told."""
         return {"method": self.settings.method, "steps": self.settings.steps}
 
-    def grown(self, task: str, sizes: tuple[int, ...], **told: Any) -> CircuitValues:
-        """Random circuits of these sizes, as many of each as there are controls, on the pairs of a task."""
+    def grown(
+        self, task: str, sizes: tuple[int, ...], positions: int | None = None, **told: Any
+    ) -> CircuitValues:
+        """Random circuits of these sizes, as many of each as there are controls, on the pairs of a task.
+        positions: how many they tell apart, if any."""
         count, seed = self.settings.controls, self.settings.seed
         circuits = tuple(
-            Circuit.grown(self.layout, size, seed=seed + 1 + draw) for size in sizes for draw in range(count)
+            Circuit.grown(self.layout, size, seed=seed + 1 + draw, positions=positions)
+            for size in sizes
+            for draw in range(count)
         )
         return CircuitValues(pairs=self.pairs[task][1], circuits=circuits, **told)
 

@@ -17,6 +17,7 @@ import click
 from ...stages.extras import require
 from .. import WORKFLOWS, build
 from .completion import setting_names, workflow_names
+from .gradients import gradient_options, told_metric
 from .options import (
     adapter_option,
     backend_option,
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 NAMES = ", ".join(WORKFLOWS)
 HOOKS_EXAMPLE = "--hooks 'blocks.*.hook_resid_post'"
+_OF_A_SOURCE = ("revision", "dtype", "device", "trust_layout", "backend", "adapter")
+"""Options that say which model it is, and where."""
 DTYPES = click.Choice(["float32", "float16", "bfloat16"])
 
 cluster_option = click.option(
@@ -232,6 +235,7 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
     metavar="FILE",
     help="A JSON line for every segment committed: tokens, bytes, rate, time left.",
 )
+@gradient_options
 @click.option("--dry-run", is_flag=True, help="Say what is cached and what the rest would take; do nothing.")
 @json_option
 @quiet_option
@@ -246,6 +250,9 @@ def capture(
     durability: Literal["disk", "process"],
     documents: Mapping[str, Any],
     log: str | None,
+    metric: str | None,
+    at: int | None,
+    baseline: str | None,
     dry_run: bool,
     as_json: bool,
     quiet: bool,
@@ -258,6 +265,9 @@ def capture(
     Parquet files with such a column, or - for stdin. Folders, globs, tar archives (WebDataset), Arrow files
     and gzipped ones are a corpus, and so is everything where --context and its like are given: documents are
     streamed, cut into contexts or packed into them. What the store already holds is not computed again.
+
+    grad: before a hook point stores the gradient of a metric there: --hooks 'grad:blocks.*.hook_resid_post'
+    --metric 'logit_difference=["yes", "no"]', words of the model or token ids.
     """
     from ...pipeline import plan, run
     from ...stages.forward.capture.capture import CaptureNode
@@ -267,14 +277,17 @@ def capture(
     from ...store import open_store
 
     given = {name: value for name, value in options.items() if value is not None}
-    asked = partial(CaptureNode, model, hooks=HookSpec().capture(*hooks, positions=positions), **given)
+    source = ModelSource(model, **{name: given[name] for name in _OF_A_SOURCE if name in given})
+    wanted = HookSpec().capture(*hooks, positions=positions)
+    spec = told_metric(wanted, source, metric=metric, at=at, baseline=baseline)
+    asked = partial(CaptureNode, model, hooks=spec, **given)
     with contextlib.ExitStack() as held:
         # Everything that can be wrong with the request is found here, before a store is made.
         corpus = None if text else corpus_of(prompts, **documents)
         if corpus is None:
             node = asked(prompts=read_prompts(prompts, literal=text))
         else:
-            words = ModelSource(model, revision=given.get("revision")).tokenizer
+            words = source.tokenizer
             corpus = held.enter_context(as_files(corpus))
         if dry_run:
             store = held.enter_context(_store_to_look_into(store_path))

@@ -120,11 +120,12 @@ def train(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Train an autoencoder, transcoders or a crosscoder on MODEL's activations on PROMPTS.
+    """Train a dictionary on MODEL's activations on PROMPTS.
 
-    Captures what the store does not hold, trains, exports (SAELens for autoencoders, circuit-tracer's files
-    for transcoders, dictionary_learning's tensors for crosscoders) and measures on prompts held out. Ctrl-C,
-    or a kill, leaves a checkpoint in --out; the same command goes on there, with the same result.
+    An autoencoder, transcoders or a crosscoder. Captures what the store does not hold, trains, exports
+    (SAELens for autoencoders, circuit-tracer's files for transcoders, dictionary_learning's tensors for
+    crosscoders) and measures on prompts held out. Ctrl-C, or a kill, leaves a checkpoint in --out; the same
+    command goes on there, with the same result.
 
     PROMPTS are given as to mizarr capture.
     """

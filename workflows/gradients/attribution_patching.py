@@ -53,6 +53,7 @@ class AttributionPatchingTraceSettings(AttributionSettings):
         HEADS, '"heads" by position (what they have read), or "states" of the stream by position'
     )
     wrong: str = setting("", "what comes next in a corrupted prompt of one's own")
+    dropout: bool = setting(False, "whether effects have the size of gradient dropout (AtP*)")
     verify: Count = setting(12, "largest estimates that are run exactly, and as many others at random")
 
     def __post_init__(self) -> None:
@@ -90,6 +91,7 @@ class AttributionPatchingTrace(AttributedPairs):
                 "over": "head_position" if by_head else "position",
                 "layers": tuple(self.subject.config.layers_with(kind)),
                 "metrics": (Recovery(LogitDifference(pair.answer, pair.wrong)),),
+                "dropout": self.settings.dropout,
             }
 
         checks = tuple(

@@ -3,7 +3,8 @@
 A saturated softmax is flat: the gradient at a query or a key is near 0, whatever a large patch would do. AtP*
 (Kramar et al. 2024, "AtP*: An efficient and scalable method for localizing LLM behaviour to components")
 makes the weights that the patch gives and takes the first order from there: sum over keys of (weight under
-the patch - weight) . gradient at the weight. Its other part, gradients dropped layer by layer, is not here.
+the patch - weight) . gradient at the weight. Its other part, gradients dropped layer by layer, is in
+patching.py.
 
 Heads do not see each other's queries, nor a score another query or key, so that one run with all clean
 queries of a layer holds the weights of each of them patched alone, and one with all clean keys the scores.

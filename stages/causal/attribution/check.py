@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ...forward.architectures.architecture import Architecture
     from ...forward.hooks.cache import HookCache
 
-__all__ = ["AttributionCheck", "agreement", "rank_correlation"]
+__all__ = ["LARGEST", "RANDOM", "AttributionCheck", "agreement", "rank_correlation"]
 
 LARGEST, RANDOM = "largest", "random"
 PLACE = ("kind", "layer", "position", "head", "key_position")

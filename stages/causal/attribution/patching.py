@@ -5,6 +5,11 @@ gradient at each place (Nanda 2023, "Attribution Patching: Activation Patching A
 the first order alone; where saturated attention, norms or a late MLP bend the metric it is wrong, which
 check.py measures by exact runs.
 
+A place may matter on two ways that cancel out, and then its estimate is near 0 whatever either does. With
+gradient dropout (AtP*; Kramar et al. 2024, "AtP*: An efficient and scalable method for localizing LLM
+behaviour to components", section 3) there is a pass back for each of L layers, past which the gradient goes
+by the stream alone; a place counts with the sum of its L sizes over L - 1, as its own layer's is 0.
+
 Border: token ids and hook points in, labelled arrays out, as patching.py; asks the model for gradients by
 `Model.backward`. Planning imports no torch.
 
@@ -38,9 +43,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...forward.architectures.architecture import Architecture
+    from ...forward.hooks.wants import Logits
     from ...forward.models.model import Model
+    from ...forward.passes.backward import Cotangent
 
-__all__ = ["AttributionPatching"]
+__all__ = ["AttributionPatching", "cotangent_of_pair", "plain"]
 
 CLEAN, CORRUPTED = 0, 1
 """Rows of the batch of both runs."""
@@ -52,10 +59,12 @@ class AttributionPatching(ActivationPatching):
 
     Metrics must have a gradient (`Recovery` of one that has). align and window are not for estimates.
     attention: of queries and keys, "slope" for the gradient there, "anew" for that at the weights they give
-    (AtP*; attention.py), where each is patched by head or by head and position.
+    (AtP*; attention.py), where each is patched by head or by head and position. dropout: whether effects have
+    the size that gradient dropout gives, their sign that of the whole gradient.
     """
 
     attention: Literal["slope", "anew"] = "slope"
+    dropout: bool = False
 
     name: ClassVar[str] = "attribution_patching"
     version: ClassVar[int] = 1
@@ -77,6 +86,16 @@ class AttributionPatching(ActivationPatching):
             raise StageError(
                 f"{self.name}: expected attention to be 'slope' or 'anew', found {self.attention!r}"
             )
+        if self.dropout and config.num_layers < 2:
+            raise StageError(
+                f"{self.name}: expected two or more layers for gradient dropout, found {config.num_layers}; "
+                "leave dropout out"
+            )
+
+    def params(self) -> dict[str, Any]:
+        """What is estimated without dropout is known by what it was before there was any."""
+        given = super().params()
+        return given if self.dropout else {name: each for name, each in given.items() if name != "dropout"}
 
     def prepare(self, model: Model) -> PreparedGrid:
         """Both runs with their activations, side by side in one pass, and back from it for every metric."""
@@ -96,6 +115,8 @@ class AttributionPatching(ActivationPatching):
                     activations["corrupted", point] = found[Capture(point)][CORRUPTED]
         anew = remade(model, self.corrupted, {point: activations["clean", point] for point in remaking})
         activations |= {("anew", point): numbers for point, numbers in anew.items()}
+        if self.dropout:
+            activations |= self._sizes(model, points, activations)
         texts = {
             "token": token_texts(model, self.corrupted),
             "clean_token": token_texts(model, self.clean),
@@ -120,40 +141,76 @@ class AttributionPatching(ActivationPatching):
         """Of each place of a hook point every metric, not yet rescaled: float64 [place, metric]."""
         point = HookPoint(kind, layer)
         base = read(self.metrics, prepared.unpatched[0], prepared.clean)
-        places = self.places(prepared.config, kind)
-        effects = remade_effects_of if self._is_anew(kind) else effects_of
-        return np.stack(
-            [
-                base[number] + at_places(effects(prepared.activations, number, point), point, places)
-                for number in range(len(self.metrics))
-            ],
-            axis=1,
-        )
+        found = []
+        for number in range(len(self.metrics)):
+            effects = self._effects(prepared.config, prepared.activations, number, point)
+            if self.dropout:
+                effects = np.copysign(prepared.activations["size", number, point], effects)
+            found.append(base[number] + effects)
+        return np.stack(found, axis=1)
+
+    def _effects(
+        self, config: Architecture, held: Mapping[Any, Any], number: int, point: HookPoint
+    ) -> Floats:
+        """What each place of a point does to metric `number`, to first order [place]."""
+        effects = remade_effects_of if self._is_anew(point.kind) else effects_of
+        return at_places(effects(held, number, point), point, self.places(config, point.kind))
+
+    def _sizes(self, model: Model, points: Sequence[HookPoint], held: Mapping[Any, Any]) -> dict[Any, Floats]:
+        """Of each metric and point, the size of each place's effect by gradient dropout; the gradients of one
+        layer left out are held at a time."""
+        patched = [point for point in points if point.kind in self.kinds]
+        sizes: dict[Any, Floats] = {}
+        for number, metric in enumerate(self.metrics):
+            for layer in range(model.config.num_layers):
+                found = self._back(model, metric, points, with_activations=False, dropped=layer)[1]
+                gradients = {
+                    ("gradient", number, point): found[Capture(point, is_gradient=True)][CORRUPTED]
+                    for point in points
+                }
+                for point in patched:
+                    effects = np.abs(self._effects(model.config, {**held, **gradients}, number, point))
+                    sizes["size", number, point] = sizes.get(("size", number, point), 0.0) + effects
+        return {mark: each / (model.config.num_layers - 1) for mark, each in sizes.items()}
 
     def _is_anew(self, kind: str) -> bool:
         return self.attention == "anew" and kind in NEEDED
 
     def _back(
-        self, model: Model, metric: Metric, points: Sequence[HookPoint], *, with_activations: bool
+        self,
+        model: Model,
+        metric: Metric,
+        points: Sequence[HookPoint],
+        *,
+        with_activations: bool,
+        dropped: int | None = None,
     ) -> tuple[Tensor, Mapping[Capture, Tensor]]:
         """Logits wanted of both runs [2, 1, tokens]; what stands at the points, and there the gradient of one
         metric of the corrupted run, which has the clean one beside it to compare with."""
         asked = HookSpec().capture(*(Capture(point, is_gradient=True).name for point in points))
         asked.capture(*points if with_activations else ())
-
-        def cotangent(logits: Tensor) -> Tensor:
-            clean, corrupted = (as_vector(logits[row : row + 1]) for row in (CLEAN, CORRUPTED))
-            found = np.zeros(tuple(logits.shape))
-            held = columns(plain(metric).tokens, self.want.tokens)
-            np.add.at(found[CORRUPTED, 0], held, plain(metric).gradient(corrupted[held], clean[held]))
-            return logits.new_tensor(found)
-
-        return model.backward([self.clean, self.corrupted], model.bind(asked), self.want, cotangent)
+        cotangent = cotangent_of_pair(metric, self.want)
+        rows = [self.clean, self.corrupted]
+        return model.backward(rows, model.bind(asked), self.want, cotangent, dropped=dropped)
 
 
 def plain(metric: Metric) -> Metric:
     """The metric that is differentiated: of a recovery, the one it rescales."""
     return metric.of if isinstance(metric, Recovery) else metric
+
+
+def cotangent_of_pair(metric: Metric, want: Logits) -> Cotangent:
+    """The gradient of a metric of the corrupted run with respect to logits [2, 1, tokens] of both, which has
+    the clean one beside it to compare with. want: what these are."""
+
+    def cotangent(logits: Tensor) -> Tensor:
+        clean, corrupted = (as_vector(logits[row : row + 1]) for row in (CLEAN, CORRUPTED))
+        found = np.zeros(tuple(logits.shape))
+        held = columns(plain(metric).tokens, want.tokens)
+        np.add.at(found[CORRUPTED, 0], held, plain(metric).gradient(corrupted[held], clean[held]))
+        return logits.new_tensor(found)
+
+    return cotangent
 
 
 def effects_of(activations: Mapping[Any, Tensor], number: int, point: HookPoint) -> Floats:

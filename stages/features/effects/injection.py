@@ -32,7 +32,7 @@ from ..layers.layout import FeatureId, told
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Injection", "added", "clamped", "injected", "written_norm"]
+__all__ = ["Injection", "added", "added_at", "clamped", "injected", "written_norm"]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def injected(
         layer: dict.fromkeys((int(position) for position in positions), vector)
         for layer, vector in added(dictionary, injections).items()
     }
-    return _spec(dictionary, rows, heads)
+    return added_at(dictionary, rows, heads)
 
 
 def clamped(
@@ -130,7 +130,7 @@ def clamped(
             for layer, vector in added(dictionary, [Injection(feature, missing)]).items():
                 here = rows.setdefault(layer, {})
                 here[position] = here[position] + vector if position in here else vector
-    return _spec(dictionary, dict(sorted(rows.items())), heads)
+    return added_at(dictionary, dict(sorted(rows.items())), heads)
 
 
 def _require_some(features: Sized, positions: Sequence[int]) -> None:
@@ -145,8 +145,11 @@ def _activation(active: Active, feature: FeatureId, position: int) -> float:
     return float(active.value[here].sum())
 
 
-def _spec(dictionary: Dictionary, rows: Mapping[int, Mapping[int, Tensor]], heads: int | None) -> HookSpec:
-    """Vectors [d_out] by layer and position, added where the dictionary writes."""
+def added_at(
+    dictionary: Dictionary, rows: Mapping[int, Mapping[int, Tensor]], heads: int | None = None
+) -> HookSpec:
+    """A spec that adds vectors [d_out], by layer and position, where the dictionary writes. heads: see
+    `injected`."""
     spec = HookSpec()
     for layer, vectors in rows.items():
         point = dictionary.write_hook(layer)

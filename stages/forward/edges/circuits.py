@@ -61,8 +61,8 @@ def circuit_logits(
 ) -> Tensor:
     """Logits at the last position, [C, B, token].
 
-    chosen: bool [C, source, destination]. first: the first layer into which edges are left out. memory: bytes
-    that may be taken beside what is given.
+    chosen: bool [C, source, destination], or [C, S, source, destination] by position. first: the first layer
+    into which edges are left out. memory: bytes that may be taken beside what is given.
     """
     prompts = len(given.other)
     rows = torch.cartesian_prod(torch.arange(len(chosen)), torch.arange(prompts)).reshape(-1, 2)
@@ -83,7 +83,7 @@ def _logits(
     first: int,
     want: Logits,
 ) -> Tensor:
-    """Of rows: the edges chosen [row, source, destination] on a prompt each, int [row]."""
+    """Of rows: the edges chosen [row, source, destination], or by position, on a prompt each, int [row]."""
     other, weights = given.other[prompt], chosen.to(given.other.dtype)
     differing = torch.zeros_like(other)
     known = layout.read_by_heads(first)
@@ -105,16 +105,20 @@ def _logits(
         differing[:, mlp] = network.fed(layer, read[:, 0], NO_TAPS) - other[:, mlp]
         summed = behind + other[:, mlp]
     base, last = given.constant[-1] + summed, slice(len(layout.destinations) - 1, None)
-    read = _read(base[:, -1:], weights, differing[:, :, -1:], last, len(layout.sources))
+    at_last = weights if weights.ndim == 3 else weights[:, -1:]
+    read = _read(base[:, -1:], at_last, differing[:, :, -1:], last, len(layout.sources))
     return network.unembed(network.final_norm(read[:, 0, -1]), want)
 
 
 def _read(base: Tensor, weights: Tensor, differing: Tensor, columns: slice, count: int) -> Tensor:
     """What destinations read [row, column, S, D]: the base [row, S, D], and of the first `count` sources the
-    difference, where the edge is chosen."""
-    held = weights[:, :count, columns].transpose(1, 2)
-    added = torch.bmm(held, differing[:, :count].flatten(2))
-    found: Tensor = base.unsqueeze(1) + added.unflatten(2, base.shape[1:])
+    difference, where the edge is chosen: weights [row, source, column], or [row, S, source, column]."""
+    held = weights[..., :count, columns].transpose(-1, -2)
+    if held.ndim == 3:
+        added = torch.bmm(held, differing[:, :count].flatten(2)).unflatten(2, base.shape[1:])
+    else:
+        added = torch.matmul(held, differing[:, :count].transpose(1, 2)).transpose(1, 2)
+    found: Tensor = base.unsqueeze(1) + added
     return found
 
 

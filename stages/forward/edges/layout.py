@@ -138,6 +138,18 @@ class Layout:
         place = {name: number for number, name in enumerate(self.sources)}
         return np.array([place.get(name.partition("<")[0], -1) for name in self.destinations], np.int64)
 
+    @cached_property
+    def is_seen_later(self) -> Bools:
+        """Which destinations later positions see, bool [destination]: keys and values."""
+        return np.array([name.endswith(("<k>", "<v>")) for name in self.destinations], np.bool_)
+
+    def edges_at(self, positions: int) -> Bools:
+        """Which edges there are at each of some positions, bool [position, source, destination]; into the
+        logits at the last alone, as no others are read."""
+        found: Bools = np.repeat(self.edges[None], positions, axis=0)
+        found[:-1, :, -1] = False
+        return found
+
     def name(self, source: int, destination: int) -> str:
         """Of an edge: "m1->a2.h3<v>"."""
         return f"{self.sources[source]}->{self.destinations[destination]}"

@@ -137,7 +137,7 @@ class BoundSpec:
         if self.objective is None:
             raise HookPointNotFound(
                 f"expected to be told what {self.gradients[0].name!r} is the gradient of, found no metric; "
-                "add .gradient_of(LogitDifference(correct, wrong))"
+                "add .gradient_of(LogitDifference(correct, wrong)), or --metric to mizarr capture"
             )
         return self.objective
 

@@ -355,20 +355,22 @@ class Model:
         cotangent: Cotangent,
         *,
         memory: int = MEMORY,
+        dropped: int | None = None,
     ) -> tuple[Tensor, Gradients]:
         """Prompts of one length through the model and back: (logits wanted [batch, positions, tokens],
         everything the spec captures, activations and gradients alike).
 
         cotangent: from those logits the gradient of a metric with respect to each of them. Interventions hold
         on the way: what they replace has no gradient before them. memory: bytes the recorded pass may take;
-        above it layers are computed again on the way back. Raises ConfigError for a model that is not
-        computed here, PromptError, InterventionError.
+        above it layers are computed again on the way back. dropped: a layer whose contribution to the stream
+        is a constant on the way back. Raises ConfigError for a model that is not computed here, PromptError,
+        InterventionError.
         """
         self.config.require_gradients()
         self.require_all_weights("gradients")
         ids = torch.tensor(rows, dtype=torch.long, device=self.device)
         self.check(spec, want, batch=ids.shape[0], length=ids.shape[1])
-        return backward(self.network, ids, spec, want, cotangent, memory)
+        return backward(self.network, ids, spec, want, cotangent, memory, dropped)
 
     def differentiate(
         self,

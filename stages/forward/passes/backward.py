@@ -39,12 +39,19 @@ _BESIDE_SPLIT = ("ln1_scale", "ln1_normalized")
 
 
 def backward(
-    network: Network, ids: Tensor, spec: BoundSpec, want: Logits, cotangent: Cotangent, memory: int = MEMORY
+    network: Network,
+    ids: Tensor,
+    spec: BoundSpec,
+    want: Logits,
+    cotangent: Cotangent,
+    memory: int = MEMORY,
+    dropped: int | None = None,
 ) -> tuple[Tensor, Gradients]:
     """The logits wanted [B, positions, tokens] of ids [B, S], and everything the spec captures: activations,
     and gradients shaped as these are.
 
-    memory: bytes the recorded graph may take before layers are computed again instead.
+    memory: bytes the recorded graph may take before layers are computed again instead. dropped: the layer
+    whose contribution to the stream is a constant on the way back; None for none.
     Raises ConfigError for layers gone through again, where a point is met many times.
     """
     if spec.order is not None:
@@ -53,15 +60,15 @@ def backward(
             "a hook point is met many times; leave recurrent= out"
         )
     over = network if _graph_bytes(network, ids) <= memory else recomputed(network)
-    parts = [_once(over, ids, part, want, cotangent) for part in _apart(spec)]
+    parts = [_once(over, ids, part, want, cotangent, dropped) for part in _apart(spec)]
     return parts[0][0], {capture: x for _, found in parts for capture, x in found.items()}
 
 
 def _once(
-    network: Network, ids: Tensor, spec: BoundSpec, want: Logits, cotangent: Cotangent
+    network: Network, ids: Tensor, spec: BoundSpec, want: Logits, cotangent: Cotangent, dropped: int | None
 ) -> tuple[Tensor, Gradients]:
     found: Gradients = {}
-    taps = GradientTaps(spec, found.__setitem__)
+    taps = GradientTaps(spec, found.__setitem__, dropped)
     with torch.enable_grad():
         logits = forward(network, ids, taps, want)
     assert logits is not None  # something is wanted
@@ -69,7 +76,10 @@ def _once(
     edges = [edge for watched in taps.watched.values() for edge in watched.edges]
     if not edges:
         return told, found
-    given = torch.autograd.grad(logits, edges, cotangent(told), allow_unused=True)
+    # Where nothing but a dropped layer is watched, the logits hang on none of it.
+    given: Sequence[Tensor | None] = [None] * len(edges)
+    if logits.requires_grad:
+        given = torch.autograd.grad(logits, edges, cotangent(told), allow_unused=True)
     parts = iter(given)
     for capture, watched in taps.watched.items():
         found[capture] = watched.gradient([next(parts) for _ in watched.edges])

@@ -4,6 +4,9 @@ A wanted point gets a node of its own, so that its gradient is that of everythin
 intervention would reach it. Recording begins at the first of them: what lies before costs what it costs in a
 plain pass. Kept is the place in autograd's graph, never the value.
 
+A layer may be dropped: what it adds to the stream is then a constant on the way back, which goes past it by
+the stream alone (the gradient dropout of AtP*, Kramar et al. 2024, section 3).
+
 To a layer these taps look like ones that change what is wanted, because attention, norms and recurrences then
 take the road on which the point lies.
 
@@ -48,18 +51,30 @@ class Watched:
 class GradientTaps:
     """`PassTaps` of a bound spec whose gradients are wanted."""
 
-    def __init__(self, spec: BoundSpec, sink: Sink) -> None:
-        """sink: told the plain captures of the spec, detached."""
+    def __init__(self, spec: BoundSpec, sink: Sink, dropped: int | None = None) -> None:
+        """sink: told the plain captures of the spec, detached. dropped: a layer, if any."""
         plain = tuple(capture for capture in spec.captures if not capture.is_gradient)
         self._run = RunTaps(replace(spec, captures=plain), lambda c, x: sink(c, x.detach()))
         self._wanted = {(c.point.kind, c.point.layer, c.when): c for c in spec.gradients}
         self._places = frozenset((c.point.kind, c.point.layer) for c in spec.gradients)
         self.watched: dict[Capture, Watched] = {}
+        self._dropped = dropped
+        self._entered: Tensor | None = None
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
         """The value to go on with at a hook point."""
         place = (kind, layer)
-        return self.watch(place, "after", self._run(kind, layer, self.watch(place, "before", x), allowed))
+        if place == ("resid_post", self._dropped):
+            x = self._past(x)
+        x = self.watch(place, "after", self._run(kind, layer, self.watch(place, "before", x), allowed))
+        if place == ("resid_pre", self._dropped) and self._entered is None:
+            self._entered = x  # the first time: a layer computed again on the way back is not gone past again
+        return x
+
+    def _past(self, x: Tensor) -> Tensor:
+        """The stream behind the dropped layer, on the way back what entered it."""
+        entered = self._entered
+        return x.detach() if entered is None else x.detach() + (entered - entered.detach())
 
     def captures(self, layer: int | None, *kinds: str) -> bool:
         """Whether the value of one of these points is wanted."""

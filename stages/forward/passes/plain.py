@@ -105,8 +105,10 @@ class WholePrompts:
         return self._rotations[rope]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
-        """See `History`; in tiles, but for what looks ahead, gradients, and the kernels of other devices."""
-        plain = how.is_bidirectional or is_recorded(q, k, v) or q.device.type != "cpu"
+        """See `History`; in tiles, but for what looks ahead, gradients, float64, whose softmax is rounded as
+        the reference rounds it, and other devices, which have kernels of their own."""
+        is_float64 = q.dtype == torch.float64
+        plain = how.is_bidirectional or is_float64 or is_recorded(q, k, v) or q.device.type != "cpu"
         weigh = None if plain else in_tiles
         return attend(q, k, v, self._mask(how), how, layer, self._taps, weigh)
 

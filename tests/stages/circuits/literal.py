@@ -31,11 +31,15 @@ class LiteralLlama:
         self.width = self.config.get("head_dim") or self.config["hidden_size"] // self.heads
 
     def run(
-        self, ids: list[int], changed: Edges | None = None, other: Mapping[str, Tensor] | None = None
+        self,
+        ids: list[int],
+        changed: Edges | None = None,
+        other: Mapping[str, Tensor] | None = None,
+        at: Mapping[tuple[str, str], Tensor] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Last logits, and what every source added. changed: edges that carry something else. other: what
         every edge carries that is not among `changed`'s keys, by source: `changed` then names the edges of a
-        circuit, whose values are not read."""
+        circuit, whose values are not read. at: of a circuit by position, bool [S, 1] of each of its edges."""
         added = {"input": self.tensors["model.embed_tokens.weight"][torch.tensor(ids)]}
 
         def read(destination: str) -> Tensor:
@@ -43,7 +47,8 @@ class LiteralLlama:
             for source, own in added.items():
                 edge = (source, destination)
                 if other is not None:
-                    total = total + (own if edge in (changed or {}) else other[source])
+                    is_carried = (at or {}).get(edge, torch.tensor(edge in (changed or {})))
+                    total = total + torch.where(is_carried, own, other[source])
                 else:
                     total = total + (changed or {}).get(edge, own)
             return total

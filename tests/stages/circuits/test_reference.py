@@ -16,7 +16,9 @@ from mizarr.stages.circuits.circuit import Circuit
 from mizarr.stages.circuits.evaluation import CircuitValues, faithfulness
 from mizarr.stages.circuits.pairs import Pair
 from mizarr.stages.circuits.scores import EdgeEffects, EdgeScores
+from mizarr.stages.circuits.search import CircuitSearch
 from mizarr.stages.forward.edges.layout import Layout
+from tests.stages.circuits.test_elimination import published
 
 SET = Path(mizarr.__file__).parents[1] / "shared" / "reference" / "eap" / "a"
 pytestmark = pytest.mark.skipif(not SET.is_dir(), reason="the reference scores are not here")
@@ -128,3 +130,14 @@ def test_selections_and_what_circuits_give_are_the_same(models, name):
                 np.testing.assert_allclose(
                     [ours[label] for label in circuits if label in meta], told, atol=1e-4
                 )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_acdc_chooses_what_its_published_loop_does(models, name):
+    """The loop is written out beside test_elimination.py; its metric, the KL of the reference's runs."""
+    pairs = pairs_of(name, "kl")[:2]
+    threshold = 0.02 * float(stored(name, "task")["kl_corrupted"][:2].mean())
+    found = CircuitSearch(pairs=pairs, threshold=threshold).dataset(models[name], {}, ())
+    chosen = LAYOUT.names(found["chosen"].values > 0)
+    assert set(chosen) == published(models[name], pairs, threshold)
+    assert 0 < len(chosen) < int(LAYOUT.edges.sum())

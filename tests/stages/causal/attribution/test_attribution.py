@@ -26,6 +26,8 @@ from mizarr.stages.causal.grids.patching_metrics import (
     Recovery,
 )
 from mizarr.stages.forward.capture.capture import CaptureNode
+from mizarr.stages.forward.hooks.spec import Capture
+from mizarr.stages.forward.hooks.wants import Logits
 from mizarr.store.errors import PromptError, ShapeError, StageError
 from tests.stages.forward.random_hybrids import save_random_hybrid
 from tests.stages.forward.random_models import FAMILIES, VOCAB, save_random_model
@@ -168,6 +170,127 @@ def test_weights_made_anew_are_nearer_to_exact_runs_of_keys(model, store):
         found = computed(AttributionPatching(attention=how, **given), model, store)[METRIC.name]
         misses[how] = float(np.abs(found - exact).mean())
     assert misses["anew"] < misses["slope"]
+
+
+def dropped_literally(folder: Any, layer: int | None, kind: str) -> tuple[Any, Any, Any]:
+    """Of transformers' Llama, by its own hooks and autograd: clean and corrupted values of z or mlp_out of
+    every layer, and the metric's gradient there where what one layer adds to the stream is a constant."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    held: list[torch.Tensor] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        held.append(x.detach().requires_grad_() if not x.requires_grad else x)
+        held[-1].retain_grad()
+        return held[-1]
+
+    def drop(module: Any, given: Any, out: Any) -> Any:
+        is_tuple = isinstance(out, tuple)
+        stream, entered = (out[0] if is_tuple else out), given[0]
+        passed = entered + (stream - entered).detach()
+        return (passed, *out[1:]) if is_tuple else passed
+
+    for number, block in enumerate(theirs.model.layers):
+        if kind == "z":
+            block.self_attn.o_proj.register_forward_pre_hook(lambda module, given: (keep(given[0]),))
+        else:
+            block.mlp.register_forward_hook(lambda module, given, out: keep(out))
+        if number == layer:
+            block.register_forward_hook(drop)
+    theirs(torch.tensor([CLEAN]))
+    clean = torch.stack([x.detach()[0] for x in held])
+    held.clear()
+    logits = theirs(torch.tensor([CORRUPTED])).logits[0, -1]
+    (logits[METRIC.correct] - logits[METRIC.wrong]).backward()
+    none = torch.zeros_like(clean[0])
+    gradient = torch.stack([none if x.grad is None else x.grad[0] for x in held])
+    return clean, torch.stack([x.detach()[0] for x in held]), gradient
+
+
+@pytest.mark.parametrize(("kind", "over"), [("z", "head_position"), ("mlp_out", "position")])
+@pytest.mark.parametrize("seed", [4, 9])
+def test_gradient_dropout_is_that_of_transformers_with_each_layer_a_constant(
+    tmp_path, store, kind, over, seed
+):
+    """AtP* literally: sizes summed over the layer that is dropped, over one less than layers there are."""
+    save_random_model(tmp_path / "m", "llama", seed, num_hidden_layers=3, tie_word_embeddings=False)
+    model = Model.from_pretrained(tmp_path / "m", dtype="float64")
+    grid = {"clean": CLEAN, "corrupted": CORRUPTED, "kinds": (kind,), "over": over, "metrics": (METRIC,)}
+    found = computed(AttributionPatching(dropout=True, **grid), model, store)
+    ours = found["logit_difference"].values - found["unpatched"].sel(run="corrupted").item()
+
+    def effects(layer: int | None) -> Any:
+        clean, corrupted, gradient = dropped_literally(tmp_path / "m", layer, kind)
+        each = ((clean - corrupted) * gradient).numpy()
+        if kind == "mlp_out":
+            return each.sum(-1)
+        return each.reshape(3, LENGTH, model.config.num_attention_heads, -1).sum(-1).transpose(0, 2, 1)
+
+    whole, layers = effects(None), [effects(layer) for layer in range(3)]
+    assert all((layers[n][n] == 0).all() for n in range(3)), "a layer's own part does not reach the metric"
+    expected = np.copysign(sum(np.abs(each) for each in layers) / 2, whole)
+    assert np.abs(np.abs(expected) - np.abs(whole)).max() > 1e-3 * np.abs(whole).max(), "it is not the same"
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])
+def test_past_a_dropped_layer_the_gradient_goes_by_the_stream_alone(tmp_path, family):
+    """The same bits where layers are computed again on the way back; a layer's own points get nothing."""
+    save_random_model(tmp_path / "m", family, 5)
+    model = Model.from_pretrained(tmp_path / "m", dtype="float64")
+    points = ("resid_pre", "resid_post", "attn_out", "mlp_out")
+    spec = model.bind(HookSpec().capture("grad:hook_embed", *(f"grad:blocks.*.hook_{p}" for p in points)))
+    want = Logits((-1,), (3,))
+    asked: Any = ([CLEAN], spec, want, torch.ones_like)
+    kept, again = (model.backward(*asked, memory=memory, dropped=1) for memory in (1 << 30, 0))
+    whole = model.backward(*asked)
+    assert torch.equal(kept[0], whole[0]), "a pass is what it is without"
+
+    def at(found: Any, kind: str, layer: int | None) -> torch.Tensor:
+        return found[1][Capture(HookPoint(kind, layer), is_gradient=True)]
+
+    for capture, gradient in kept[1].items():
+        assert torch.equal(gradient, again[1][capture]), capture
+    assert torch.equal(at(kept, "resid_pre", 1), at(kept, "resid_post", 1))
+    assert torch.equal(at(kept, "resid_post", 1), at(whole, "resid_post", 1))
+    assert not at(kept, "attn_out", 1).any() and not at(kept, "mlp_out", 1).any()
+    assert at(kept, "attn_out", 0).any() and not torch.equal(
+        at(kept, "embed", None), at(whole, "embed", None)
+    )
+
+
+def test_dropout_goes_with_weights_made_anew(model, store):
+    """Both parts of AtP*: the gradient at the weights, a layer at a time."""
+    given: dict[str, Any] = {"clean": CLEAN, "corrupted": CORRUPTED, "kinds": ("q",), "over": "head_position"}
+    given |= {"metrics": (METRIC,), "layers": (0,), "attention": "anew"}
+    found = computed(AttributionPatching(**given, dropout=True), model, store)
+    ours = found["logit_difference"][0].values - found["unpatched"].sel(run="corrupted").item()
+    point, weights = HookPoint.q(0), HookPoint.pattern(0)
+    asked = HookSpec().capture(point, weights)
+    clean, own = (model.forward([list(ids)], asked) for ids in (CLEAN, CORRUPTED))
+    made = HookSpec().intervene(point, Replace(clean[point][0])).capture(weights)
+    moved = (model.forward([list(CORRUPTED)], made)[weights] - own[weights])[0]
+    bound, want = model.bind(HookSpec().capture(f"grad:{weights}")), Logits((-1,), (3, 7))
+
+    def gradient(dropped: int | None) -> torch.Tensor:
+        sign = torch.tensor([[[1.0, -1.0]]], dtype=torch.float64)
+        back = model.backward([CORRUPTED], bound, want, lambda _: sign, dropped=dropped)
+        return back[1][Capture(weights, is_gradient=True)][0]
+
+    each = [(moved * gradient(layer)).sum(-1).abs() for layer in range(model.config.num_layers)]
+    size = sum(each) / (model.config.num_layers - 1)
+    expected = torch.copysign(size, (moved * gradient(None)).sum(-1)).numpy()
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-9 * np.abs(expected).max())
+
+
+def test_dropout_needs_layers_to_drop_and_leaves_other_keys_alone(tmp_path, model):
+    grid: dict[str, Any] = {"clean": CLEAN, "corrupted": CORRUPTED, "kinds": ("z",), "metrics": (METRIC,)}
+    assert "dropout" not in AttributionPatching(**grid).params()
+    assert AttributionPatching(**grid, dropout=True).params()["dropout"] is True
+    save_random_model(tmp_path / "m", "llama", 1, num_hidden_layers=1)
+    with pytest.raises(StageError, match="two or more layers for gradient dropout, found 1"):
+        AttributionPatching(**grid, dropout=True).check(Model.from_pretrained(tmp_path / "m").config)
 
 
 def test_states_of_a_recurrence_are_estimated_too(tmp_path, store):

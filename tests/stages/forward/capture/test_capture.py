@@ -22,7 +22,6 @@ from mizarr.stages.forward.capture import harvest
 from mizarr.stages.forward.capture.batches import MAX_WASTE, pieces_of, plan_batches
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.forward.models.model import Model
-from mizarr.store import files
 from mizarr.store.errors import (
     HookPointNotFound,
     PromptError,
@@ -31,6 +30,7 @@ from mizarr.store.errors import (
     StoreFull,
     WeightsError,
 )
+from mizarr.store.files import local as files
 from mizarr.store.runs.packed import PackedTokens
 from tests.memory import PEAK, printed
 

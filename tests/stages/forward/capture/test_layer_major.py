@@ -4,10 +4,12 @@ interrupts it, in the memory of one layer."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from mizarr.stages.forward.capture.spool import Spool
 from mizarr.stages.forward.models.model import Model
 from mizarr.stages.forward.models.residency import bytes_of
 from mizarr.store.errors import ConfigError, CorruptEntry, PlanError, StoreFull
-from mizarr.store.files import Folder
+from mizarr.store.files import LocalFolder
 
 from ..random_encoders import save_random_encoder
 from ..random_hybrids import save_random_hybrid
@@ -201,7 +203,7 @@ def test_a_disk_without_room_for_what_is_carried_is_told_before_anything_is_comp
     save_random_model(tmp_path / "m", "llama", 2)
     few = one_layer_at_a_time(tmp_path / "m")
     written = CaptureNode(few, prompts, "hook_embed").estimate(stores[0]).bytes_written
-    monkeypatch.setattr(Folder, "free_bytes", property(lambda folder: 2 * written))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * written))
     hooks = "blocks.1.ln1.hook_scale"
     with pytest.raises(StoreFull, match="what is carried from layer to layer"):
         capture(few, prompts * 40, hooks, stores[0])
@@ -221,7 +223,7 @@ def carried(rng):
 def test_what_is_spooled_comes_back_bit_by_bit(tmp_path):
     rng = torch.Generator().manual_seed(1)
     put = [carried(rng) for _ in range(3)]
-    spool = Spool(Folder(tmp_path), "seg")
+    spool = Spool(LocalFolder(tmp_path), "seg")
     with spool.file(4, 2, "these").written() as spooled:
         for each in put:
             spooled.put(each)
@@ -236,7 +238,7 @@ def test_what_is_spooled_comes_back_bit_by_bit(tmp_path):
 @pytest.mark.parametrize("at", [0, 40, 150, -1])
 @pytest.mark.parametrize("torn", ["flipped", "cut"])
 def test_a_torn_spool_is_none(at, torn, tmp_path):
-    spool = Spool(Folder(tmp_path), "seg")
+    spool = Spool(LocalFolder(tmp_path), "seg")
     with spool.file(0, 1, "these").written() as spooled:
         spooled.put(carried(torch.Generator().manual_seed(2)))
     path = tmp_path / "seg" / ".0.1.spool"
