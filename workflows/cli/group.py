@@ -19,19 +19,19 @@ import click
 
 from ... import __version__
 from ...store.errors import MizarrError
-from .browse import browse, site
 from .completion import completion
 from .doctor import doctor
-from .exchange import export, import_
 from .features import features
 from .models import models
-from .moving import copy, merge
 from .options import SuggestingGroup
 from .replicate import replicate
 from .report import report
 from .runs import capture, compute, demo, explain
 from .stages import stages
-from .store import gc, ls, pin, show, verify
+from .stored.browse import browse, site
+from .stored.exchange import export, import_
+from .stored.moving import copy, merge
+from .stored.store import gc, ls, pin, show, verify
 from .train import train
 from .zoo import train_zoo
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from .options import json_option, print_json, quiet_option, store_option
+from ..options import json_option, print_json, quiet_option, store_option
 
 
 @click.command(epilog="Example: mizarr browse --store activations")
@@ -27,9 +27,9 @@ def browse(store_path: str, port: int, no_open: bool) -> None:
     harvests in progress, live. Nothing is changed. The pages are served to this machine alone, at an address
     that is printed and holds a random word; Ctrl-C ends it. Needs the extra `browse`.
     """
-    from ...stages.extras import require
-    from ...store import open_store
-    from ..browse.server import address_of, application, listening, new_word, serve
+    from ....stages.extras import require
+    from ....store import open_store
+    from ...browse.server import address_of, application, listening, new_word, serve
 
     require("browse", "mizarr browse")
     store = open_store(store_path, mode="r")
@@ -81,9 +81,9 @@ def site(
     Links beyond the limits lead to a page that says what was left out. A site that is there is replaced when
     the new one is whole; a folder with other things in it is refused.
     """
-    from ...pipeline.progress import Progress
-    from ...store import open_store
-    from ..browse.site import Limits, check_folder, write_site
+    from ....pipeline.progress import Progress
+    from ....store import open_store
+    from ...browse.site import Limits, check_folder, write_site
 
     check_folder(folder)
     with Progress(quiet=quiet) as bars:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import (
+from ..options import (
     duration,
     json_option,
     print_json,
@@ -19,7 +19,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ...store import Store
+    from ....store import Store
 
 DAMAGED = 1
 
@@ -35,7 +35,7 @@ def ls(store_path: str, by_key: bool, as_json: bool) -> None:
     take. With --keys one line per layer of a captured variable, and per result: what `mizarr pin` takes;
     lines with equal DATA share a run, and CONTENT digests the values: equal contents are equal numbers.
     """
-    from ...store import open_store
+    from ....store import open_store
 
     store = open_store(store_path, mode="r")
     if not by_key and not as_json:
@@ -62,9 +62,9 @@ def ls(store_path: str, by_key: bool, as_json: bool) -> None:
 
 def _list_for_people(store: Store) -> None:
     """Runs, and results with their sizes."""
-    from ...pipeline.plan import human_bytes
-    from ...pipeline.progress import short
-    from ...store.records import RESULT
+    from ....pipeline.plan import human_bytes
+    from ....pipeline.progress import short
+    from ....store.records import RESULT
 
     measured = store.usage()
     runs = [
@@ -114,7 +114,7 @@ def show(key: str, store_path: str, as_json: bool) -> None:
 
     KEY is any unique start of a key printed by `mizarr ls`.
     """
-    from ...store import open_store
+    from ....store import open_store
 
     store = open_store(store_path, mode="r")
     dataset = store[key]
@@ -140,8 +140,8 @@ def verify(store_path: str, quick: bool, quarantine: bool, as_json: bool, quiet:
 
     Exit code 1 if anything is damaged.
     """
-    from ...pipeline.progress import Progress
-    from ...store import open_store
+    from ....pipeline.progress import Progress
+    from ....store import open_store
 
     store = open_store(store_path, mode="a" if quarantine else "r")
     with Progress(quiet=quiet) as bars:
@@ -187,8 +187,8 @@ def gc(store_path: str, grace: float, quota: int | None, dry_run: bool, as_json:
 
     Pinned keys, and what they were computed from, always stay.
     """
-    from ...pipeline.plan import human_bytes
-    from ...store import open_store
+    from ....pipeline.plan import human_bytes
+    from ....store import open_store
 
     report = open_store(store_path).gc(grace=grace, quota=quota, dry_run=dry_run)
     if as_json:
@@ -214,7 +214,7 @@ def pin(name: str, key: str | None, remove: bool, store_path: str) -> None:
 
     NAME is yours to choose; KEY is any unique start of a key printed by `mizarr ls`.
     """
-    from ...store import open_store
+    from ....store import open_store
 
     if remove == (key is not None):
         raise click.UsageError("expected NAME and KEY to pin, or NAME and --remove to let go")

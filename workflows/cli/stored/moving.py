@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .options import json_option, print_json, quiet_option
+from ..options import json_option, print_json, quiet_option
 
 if TYPE_CHECKING:
-    from ...store import Record, Store
-    from ...store.upkeep.copying import Copied
+    from ....store import Record, Store
+    from ....store.upkeep.copying import Copied
 
 
 @click.command(epilog="Example: mizarr copy activations s3://bucket/activations --runs 35be")
@@ -28,7 +28,7 @@ def copy(source: str, target: str, runs: str | None, results: str | None, as_jso
     Both are folders or URLs such as s3://bucket/prefix. Every file is compared with its recorded digest. What
     TARGET has already stays; a copy that was cut off goes on where it was.
     """
-    from ...store import open_store
+    from ....store import open_store
 
     store = open_store(source, mode="r")
     records = _chosen(store, runs, results)
@@ -45,7 +45,7 @@ def merge(sources: Sequence[str], target: str, as_json: bool, quiet: bool) -> No
 
     Where two hold the same key with other contents the first stays, TARGET's before all; those keys are told.
     """
-    from ...store import open_store
+    from ....store import open_store
 
     stores = [open_store(each, mode="r") for each in sources]
     _tell(_copied(stores, open_store(target), [list(each.records()) for each in stores], quiet), as_json)
@@ -63,7 +63,7 @@ def _chosen(store: Store, runs: str | None, results: str | None) -> list[Record]
 def _copied(
     stores: Sequence[Store], target: Store, records: Sequence[Sequence[Record]], quiet: bool
 ) -> list[Copied]:
-    from ...pipeline.progress import Progress
+    from ....pipeline.progress import Progress
 
     found = []
     with Progress(quiet=quiet) as bars:
@@ -74,7 +74,7 @@ def _copied(
 
 
 def _tell(found: Sequence[Copied], as_json: bool) -> None:
-    from ...pipeline.plan import human_bytes
+    from ....pipeline.plan import human_bytes
 
     if as_json:
         print_json([asdict(each) for each in found])

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from .options import json_option, print_json, store_option
+from ..options import json_option, print_json, store_option
 
 
 @click.command(epilog="Example: mizarr export 3f9a0c --to states.parquet --layers 0-5 --store activations")
@@ -51,8 +51,8 @@ def export(
     KEY is any unique start of a key printed by `mizarr ls`, or of its DATA: then the whole run. Labels and
     provenance go along. Written in pieces, and under its name only when whole.
     """
-    from ...store import open_store
-    from ...store.exchange.exports import export_key
+    from ....store import open_store
+    from ....store.exchange.exports import export_key
 
     names = None if variables is None else [name for name in variables.split(",") if name]
     written = export_key(
@@ -109,7 +109,7 @@ def import_(
     FILE is .safetensors or .npz; its arrays are named after hook points (blocks.5.hook_resid_post), or mapped
     to them. The model is what you declare, and the run is never taken for one computed here.
     """
-    from ..exchange import import_activations
+    from ...exchange import import_activations
 
     tokens, texts = _prompts(prompts)
     states = import_activations(
@@ -149,7 +149,7 @@ def _prompts(source: str | None) -> tuple[Any, Any]:
     """(token ids, texts) of a file of prompts, one of them None."""
     if source is None:
         return None, None
-    from .prompts import read_prompts
+    from ..prompts import read_prompts
 
     found = read_prompts([source])
     return (None, found) if isinstance(found[0], str) else (found, None)
