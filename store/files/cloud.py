@@ -44,7 +44,7 @@ def normalised(address: str) -> str:
             f"expected {parts.scheme}://BUCKET/PREFIX and no more, found a URL with credentials or options "
             "in it; leave them out: credentials are read from the environment, a profile or the role"
         )
-    path = parts.path.strip("/")
+    path = parts.path.removeprefix("/").removesuffix("/")
     if not parts.netloc or any(step in ("", ".", "..") for step in path.split("/") if path):
         raise StoreFormatError(
             f"expected {parts.scheme}://BUCKET/PREFIX, found {address!r}; name a bucket and a plain prefix"
