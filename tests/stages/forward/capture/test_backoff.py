@@ -27,7 +27,7 @@ def model():
 def tokens():
     rng = np.random.default_rng(2)
     return PackedTokens.from_lists(
-        [rng.integers(0, 100, size).tolist() for size in (4, 4, 8, 8, 8, 8, 16, 3)]
+        [rng.integers(0, 100, size).tolist() for size in (12, 12, 24, 24, 24, 24, 48, 9)]
     )
 
 
@@ -49,21 +49,22 @@ def too_small(monkeypatch, most, error):
 @pytest.mark.parametrize("error", [CPU, MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
 def test_batches_are_halved_until_they_fit_and_stay_so(model, tokens, tmp_path, monkeypatch, capfd, error):
     plain = capture(model, tokens, RESID, store=open_store(tmp_path / "a"), progress=False)
-    tried = too_small(monkeypatch, 16, error)
+    tried = too_small(monkeypatch, 48, error)
     store = open_store(tmp_path / "b")
-    found = capture(model, tokens, RESID, store=store, batch_tokens=64, segment_tokens=32)
-    np.testing.assert_allclose(found["resid_post"], plain["resid_post"], atol=2e-5, rtol=1e-5)
+    found = capture(model, tokens, RESID, store=store, batch_tokens=192, segment_tokens=96)
+    np.testing.assert_array_equal(found["resid_post"], plain["resid_post"])
     assert capfd.readouterr().err.count("out of memory at") == 1
-    # Segments of prompts 4 4 8 8 8 and 8 16 3: the three of eight fail together, and half of 24 is 12.
-    assert tried == [8, 24, 8, 8, 8, 3, 8, 16]
+    # Segments of prompts 12 12 24 24 24 and 24 48 9: the three of 24 fail together, and half of 72 is 36. What
+    # has fewer than 32 positions is computed twice, or four times.
+    assert tried == [48, 72, 48, 48, 48, 36, 48, 48]
     (note,) = [note for note in store.provenance(next(store.records())) if "batch_tokens_lowered_to" in note]
-    assert note["batch_tokens_lowered_to"] == 12
+    assert note["batch_tokens_lowered_to"] == 36
     assert store.verify() == []
 
 
 def test_a_prompt_that_does_not_fit_alone_ends_the_capture_in_one_line(model, tokens, tmp_path, monkeypatch):
-    too_small(monkeypatch, 8, CPU)
-    with pytest.raises(PlanError, match="one prompt of 16 tokens"):
+    too_small(monkeypatch, 40, CPU)
+    with pytest.raises(PlanError, match="one prompt of 24 tokens"):
         capture(model, tokens, RESID, store=open_store(tmp_path), progress=False)
 
 
@@ -76,10 +77,10 @@ def test_the_log_has_a_line_for_every_segment(model, tokens, tmp_path):
     log = tmp_path / "log.jsonl"
     store = open_store(tmp_path / "store")
     for _ in range(2):  # the second time nothing is computed, and nothing said
-        capture(model, tokens, RESID, store=store, segment_tokens=16, progress=False, log=log)
+        capture(model, tokens, RESID, store=store, segment_tokens=48, progress=False, log=log)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [line["done"] for line in lines] == [16, 32, 48, 59]
-    assert {line["total"] for line in lines} == {59}
+    assert [line["done"] for line in lines] == [48, 96, 144, 177]
+    assert {line["total"] for line in lines} == {177}
     per_token = 6 * 192 * 4
     assert [line["bytes"] for line in lines] == [line["done"] * per_token for line in lines]
     assert lines[-1]["seconds_left"] == 0
