@@ -10,6 +10,7 @@ place to them.
 
 from __future__ import annotations
 
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,13 +21,18 @@ from ..digest import Buffer
 from .mapped import Mapped
 from .stamps import Stat
 
-__all__ = ["THREADS", "Folder", "Measured"]
+__all__ = ["THREADS", "Folder", "Measured", "room_at"]
 
 THREADS = 4
 """That digest at once: sha256 releases the GIL, two are twice as fast; beyond four the disk is the limit."""
 
 Measured = dict[str, list[int | str]]
 """Manifest part: path relative to the folder -> [size in bytes, "sha256:…"]."""
+
+
+def room_at(place: Path) -> int:
+    """Bytes the file system of a place has left for this user; the place need not exist yet."""
+    return shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
 
 
 class Folder(ABC):

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from ..digest import Buffer, file_digest
 from ..errors import ReadOnlyStore, StoreError, StoreFull
-from .folder import THREADS, Folder, Measured
+from .folder import THREADS, Folder, Measured, room_at
 from .mapped import Mapped
 from .stamps import Stat
 
@@ -190,7 +190,7 @@ class LocalFolder(Folder):
     @property
     def free_bytes(self) -> int:
         """Bytes the file system has left for this user."""
-        return shutil.disk_usage(next(path for path in (self.root, *self.root.parents) if path.exists())).free
+        return room_at(self.root)
 
     def stamps(self, folder: str) -> Iterator[tuple[str, Stat]]:
         """Names of what lies directly in a folder, each with what the system says of it."""

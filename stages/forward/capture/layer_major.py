@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from ....store.digest import digest
 from ....store.errors import StoreFull
-from ....store.files import THREADS
+from ....store.files import THREADS, room_at
 from ....store.runs.claims import Claim
 from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import Entry
@@ -212,8 +211,7 @@ class _Way:
         places = [course.places for course in courses]
         needed, folder = of_place * (sum(places) + max(places)), self.entry.folder
         place = folder.scratch(self.entry.path)
-        free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
-        if needed > free:
+        if needed > (free := room_at(place)):
             raise StoreFull(
                 f"expected {needed} bytes of room in {place} for what is carried from layer to layer, "
                 f"found {free}; capture fewer prompts at once, or free some space (mizarr gc)"

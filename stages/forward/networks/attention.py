@@ -311,7 +311,7 @@ def attend(
         masked = _masked(taps("scores", layer, _scores(q, k, how)), whole, how)
         pattern = _weights(taps("attn_scores", layer, masked), how.sinks).to(q.dtype)
         pattern = taps("pattern", layer, pattern, whole)
-        if changed:
+        if changed or (weigh is None and is_by_hand(q, how)):
             return _mixed(pattern, v)
     return (weigh or weighed)(q, k, v, seen, how)
 
