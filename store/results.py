@@ -182,7 +182,8 @@ def _lost(files: Folder, record: Record, provenance: Mapping[str, Any]) -> Recor
 
 
 def read_group(place: Any, chunks: dict[Any, Any] | None) -> xr.Dataset:
-    """A result's Zarr group as a lazy dataset, values exactly as stored. place: as `Folder.zarr` says it."""
+    """A result's Zarr group as a lazy dataset, values exactly as stored, variables by name: a listing of a
+    group has no order. place: as `Folder.zarr` says it."""
     import xarray as xr
 
     from .reading import accessor  # noqa: F401 - registers ds.mi
@@ -190,7 +191,14 @@ def read_group(place: Any, chunks: dict[Any, Any] | None) -> xr.Dataset:
     dataset: xr.Dataset = xr.open_zarr(
         place, consolidated=False, chunks=chunks, mask_and_scale=False, decode_times=False, zarr_format=3
     )
-    return dataset
+    indexes = dict(dataset.xindexes)
+    labels = xr.Coordinates(
+        {name: dataset.variables[name] for name in sorted(dataset.coords, key=str)}, indexes
+    )
+    data = {name: dataset.variables[name] for name in sorted(dataset.data_vars, key=str)}
+    ordered = xr.Dataset(data, labels, dataset.attrs)
+    ordered.encoding = dataset.encoding
+    return ordered
 
 
 def read_result(files: Folder, record: Record) -> xr.Dataset:

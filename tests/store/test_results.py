@@ -126,6 +126,16 @@ def test_content_depends_on_what_was_computed_and_not_on_how_it_lies_on_disk(sto
     assert content(base.assign_coords(layer=[0, 6])) != record.content
 
 
+def test_variables_and_labels_come_back_by_name_however_a_folder_is_listed(store):
+    names = list("qwertyuiopasdfgh")
+    labels = {f"of_{name}": ("x", np.arange(3.0)) for name in names}
+    store.put_result(KEY, xr.Dataset({name: ("x", np.arange(3.0)) for name in names}, labels, {"about": 1}))
+    for _ in range(5):
+        found = store.open_result(KEY)
+        assert list(found.data_vars) == sorted(names) and list(found.coords) == sorted(labels)
+        assert found.attrs == {"about": 1}
+
+
 def test_chunked_results_of_any_chunking_come_back_equal(store):
     values = np.arange(7 * 5 * 3, dtype=np.float32).reshape(7, 5, 3)
     lazy = da.from_array(values, chunks=((3, 1, 3), (2, 3), 3))

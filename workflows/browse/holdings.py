@@ -40,11 +40,16 @@ Note = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Folder:
-    """A run or a result: its records, what is noted about it, and, of a run, how it is listed."""
+    """A run or a result: its records, what is noted about it, and, of a run, how it is listed.
+
+    written: when its newest file was, in seconds since the epoch. Pages show this and not the last use, as
+    looking at a page is a use.
+    """
 
     usage: Usage
     records: tuple[Record, ...]
     notes: tuple[Note, ...]
+    written: float
     run: ListedRun | None = None
 
     @property
@@ -97,15 +102,15 @@ class Held:
 
     @cached_property
     def runs(self) -> list[Folder]:
-        """Runs, the one used last first."""
+        """Runs, the one written last first."""
         held = [each for each in self.folders.values() if each.run is not None]
-        return sorted(held, key=lambda each: (-each.usage.used, each.data))
+        return sorted(held, key=lambda each: (-each.written, each.data))
 
     @cached_property
     def results(self) -> list[Folder]:
-        """Published results and their pieces, the one used last first."""
+        """Published results and their pieces, the one written last first."""
         held = [each for each in self.folders.values() if each.run is None and each.records]
-        return sorted(held, key=lambda each: (-each.usage.used, each.data))
+        return sorted(held, key=lambda each: (-each.written, each.data))
 
     @cached_property
     def leftovers(self) -> list[Folder]:
@@ -275,7 +280,7 @@ class Holdings:
         usage = Usage(data, ACTIVATION if is_run else RESULT, labels, total, count, newest)
         notes = tuple(get_provenance(self.store.files, data))
         listed = runs(self.store, [usage])
-        return Folder(usage, records, notes, listed[0] if listed else None)
+        return Folder(usage, records, notes, newest, listed[0] if listed else None)
 
 
 def _newest(looks: Iterable[Stat | None]) -> float:

@@ -137,7 +137,7 @@ def _word(value: Any) -> str:
 def _facts(held: Held, folder: Folder) -> Values:
     pairs = {
         "stored (UTC)": folder.records[0].created[:16].replace("T", " "),
-        "used (UTC)": moment(folder.usage.used),
+        "written (UTC)": moment(folder.written),
         "on disk": sized(folder.usage.bytes),
         "pinned as": held.pin(folder) or "–",
     }

@@ -16,7 +16,7 @@ __all__ = ["PER_PAGE", "harvests", "listing", "lists", "reading", "store_page"]
 FIRST, PER_PAGE = 20, 100
 """Lines of a list on the first page, and on pages of its own."""
 LOOKED_AT = 8
-"""Runs, of those used last, that are asked whether somebody is at them."""
+"""Runs, of those written last, that are asked whether somebody is at them."""
 
 
 def store_page(held: Held) -> Page:
@@ -150,7 +150,7 @@ def _runs(runs: Sequence[Folder], here: str, more: str = "") -> Table:
         ("prompts", lambda each: each.run.prompts, ",d"),
         ("tokens", lambda each: each.run.tokens, ",d"),
         ("on disk", lambda each: each.usage.bytes, sized),
-        ("used (UTC)", lambda each: moment(each.usage.used)),
+        ("written (UTC)", lambda each: moment(each.written)),
         ("stored as", lambda each: dim(each.run.dtype)),
         ("hook points", lambda each: ", ".join(each.run.hooks) or "none finished"),
         title="Runs" if more else "",
@@ -164,7 +164,7 @@ def _results(held: Held, results: Sequence[Folder], here: str, more: str = "", t
         ("result", lambda each: linked(each.label, here, addresses.result(each.records[0].key))),
         ("key", lambda each: dim(each.records[0].short)),
         ("on disk", lambda each: each.usage.bytes, sized),
-        ("used (UTC)", lambda each: moment(each.usage.used)),
+        ("written (UTC)", lambda each: moment(each.written)),
         ("pinned as", lambda each: held.pin(each) or "–"),
         title=title,
         caption=more,
@@ -174,9 +174,9 @@ def _results(held: Held, results: Sequence[Folder], here: str, more: str = "", t
 def _some(count: int) -> str:
     """What stands below the first lines of a list."""
     return (
-        f"All {count:,}, the one used last first."
+        f"All {count:,}, the one written last first."
         if count <= FIRST
-        else f"The {FIRST} used last of {count:,}."
+        else f"The {FIRST} written last of {count:,}."
     )
 
 
