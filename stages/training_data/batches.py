@@ -12,6 +12,7 @@ with b % n == i, counted from where they start, and reads the rows of these only
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -120,6 +121,7 @@ class Batches:
 
     def _windows(self, start: int, worker: tuple[int, int]) -> Iterator[_Read]:
         """What is read of each window, the next one meanwhile."""
+        memory = _Memory()
         end = None
         if self.epochs is not None and self.total is not None:
             end = min(self.total * self.batch, self.epochs * self.order.rows)
@@ -129,14 +131,14 @@ class Batches:
             try:
                 for piece in pieces:
                     found = None if ahead is None else ahead.result()
-                    ahead = None if piece is None else reader.submit(self._read, piece, start, worker)
+                    ahead = None if piece is None else reader.submit(self._read, piece, start, worker, memory)
                     if found is not None:
                         yield found
                     del found
             finally:
                 reader.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, piece: Piece, start: int, worker: tuple[int, int]) -> _Read:
+    def _read(self, piece: Piece, start: int, worker: tuple[int, int], memory: _Memory) -> _Read:
         """The rows of a piece that are in batches of a worker, in their order."""
         blocks = self.order.blocks(piece.epoch, piece.window)
         tokens = [self.source.tokens(int(self._blocks[0][n]), int(self._blocks[1][n])) for n in blocks]
@@ -148,7 +150,10 @@ class Batches:
             chosen = chosen[(numbers - start) % workers == which]
         places = np.full(len(held), -1, np.int64)
         places[chosen] = np.arange(len(chosen))
-        rows = {cell: self._empty(cell, len(chosen)) for cell in self.cells}
+        rows = {
+            cell: memory.rows(len(chosen), self.source.width(cell), self.source.dtype(cell))
+            for cell in self.cells
+        }
         at = 0
         for some in tokens:
             to = places[at : at + len(some)]
@@ -159,8 +164,38 @@ class Batches:
                     self.source.scatter(cell, some[mine], out, to[mine])
         return _Read(held[chosen], rows)
 
-    def _empty(self, cell: Cell, rows: int) -> Array:
-        return np.empty((rows, self.source.width(cell)), self.source.dtype(cell))
+
+class _Memory:
+    """Memory of windows that nobody holds a part of any more, for those that are read next.
+
+    Fresh memory costs a fault a page: a scatter into it takes 1.3 times as long, measured.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[Array] = []
+
+    def rows(self, rows: int, width: int, dtype: npt.DTypeLike) -> Array:
+        """Uninitialised [row, width]."""
+        found = None
+        for n in range(len(self._held)):
+            # A part of an array, and a tensor over it, holds it: where the list and this call alone do,
+            # nobody sees what is written over it.
+            if sys.getrefcount(self._held[n]) == _NOBODY_ELSE and self._fits(n, rows, width, dtype):
+                found = self._held.pop(n)
+                break
+        if found is None:
+            found = np.empty((rows, width), dtype)
+        self._held = [*self._held, found][-_MOST:]
+        return found[:rows]
+
+    def _fits(self, n: int, rows: int, width: int, dtype: npt.DTypeLike) -> bool:
+        held = self._held[n]
+        return len(held) >= rows and held.shape[1] == width and held.dtype == dtype
+
+
+_NOBODY_ELSE = 2
+_MOST = 16
+"""Windows remembered: two for each of a few cells."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,15 +22,16 @@ Contestants = Mapping[str, Callable[[], Any]]
 
 
 def alternate(contestants: Contestants, rounds: int, warmup: int = 1) -> dict[str, list[float]]:
-    """Seconds of each contestant in each round; the order rotates from round to round."""
+    """Seconds of each contestant in each round; the order rotates, and turns round every second time, so that
+    nobody always comes behind the same one (which may have let go of a lot of memory)."""
     names = list(contestants)
     for _ in range(warmup):
         for name in names:
             contestants[name]()
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
+        turn = number // 2 % len(names)
+        for name in (names[turn:] + names[:turn])[:: -1 if number % 2 else 1]:
             gc.collect()
             start = time.perf_counter()
             contestants[name]()

@@ -6,8 +6,9 @@ from itertools import islice
 
 import numpy as np
 import pytest
+import torch
 
-from mizarr.stages.training_data.batches import Batches, every
+from mizarr.stages.training_data.batches import Batches, _Memory, every
 from mizarr.stages.training_data.several import EndToEnd, Joined, SideBySide
 from mizarr.stages.training_data.stored import StoredActivations
 from mizarr.store.errors import ConfigError, PromptError, ShapeError
@@ -65,6 +66,34 @@ def test_every_row_comes_once_an_epoch_whatever_the_sizes(tmp_path, seed):
     assert [len(rows) for rows in found[:-1]] == [sizes["batch"]] * (len(found) - 1)
     flat = np.concatenate(found)
     assert sorted(flat[:count]) == sorted(flat[count:]) == list(range(count))
+
+
+def test_memory_that_somebody_still_sees_is_not_written_over(numbered):
+    """Kept as a part, as a view of other numbers, and as a tensor; the windows of others serve again."""
+    kept, said = [], []
+    for batch in batches(numbered, epochs=6).since(0):
+        rows = batch.rows[A]
+        if batch.number % 7 == 0:
+            said.append(rows[3:9].copy())
+            part = rows[3:9]
+            kept.append([part, part.view(np.int32), torch.from_numpy(part)][batch.number // 7 % 3])
+            del part
+    for one, other in zip(kept, said, strict=True):
+        found = one.view(np.float32) if isinstance(one, np.ndarray) else one.numpy()
+        assert np.array_equal(found, other)
+
+
+def test_windows_that_nobody_sees_serve_again():
+    memory = _Memory()
+
+    def place():
+        return memory.rows(1000, 8, np.float32).__array_interface__["data"][0]
+
+    assert len({place() for _ in range(20)}) == 1
+    held = memory.rows(1000, 8, np.float32)[5:6]
+    assert held.__array_interface__["data"][0] - 5 * 32 not in {place() for _ in range(20)}
+    assert memory.rows(10, 8, np.float16).dtype == np.float16
+    assert memory.rows(1001, 8, np.float32).shape == (1001, 8)
 
 
 def test_a_last_batch_that_is_shorter_can_be_left_out(numbered):
