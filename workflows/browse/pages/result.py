@@ -15,7 +15,7 @@ from .. import addresses
 from ..holdings import Folder, Held
 from ..lineage import lineage
 from ..page import Page
-from .parts import home, moment, sized, way_to
+from .parts import home, sized, way_to
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -137,7 +137,6 @@ def _word(value: Any) -> str:
 def _facts(held: Held, folder: Folder) -> Values:
     pairs = {
         "stored (UTC)": folder.records[0].created[:16].replace("T", " "),
-        "written (UTC)": moment(folder.written),
         "on disk": sized(folder.usage.bytes),
         "pinned as": held.pin(folder) or "–",
     }

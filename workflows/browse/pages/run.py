@@ -77,7 +77,7 @@ def _facts(held: Held, folder: Folder) -> Values:
         "interventions": interventions or "none",
         "device": folder.note("device"),
         "on disk": sized(folder.usage.bytes),
-        "written (UTC)": moment(folder.written),
+        "last written (UTC)": moment(folder.written),
         "first written": str(folder.notes[0].get("at", ""))[:10] if folder.notes else "",
     }
     pairs = tuple((name, str(value)) for name, value in told.items() if value)
