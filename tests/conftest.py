@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,21 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     threads = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
 
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """No garbage is looked for among two million objects that stay: neither now nor by the tests.
+
+    Measured: a third of the time to collect them all, and a second for each full look afterwards.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 LOOPBACK = ("127.", "localhost", "::1")
 
 
@@ -31,6 +47,14 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("MIZARR_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "100")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_power_cut() -> Iterator[None]:
+    """No test cuts the power, so none waits for the disk; those of when files are synced count calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # as before, a closed handle is an error
+        yield
 
 
 @pytest.fixture(autouse=True)
