@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from ...store.runs.committed import VariableLayer
     from ...store.runs.entries import Entry
     from ...store.runs.packed import PackedTokens
-    from ...store.runs.shards import ShardRows
+    from ...store.runs.quantised import RestoredRows
+from ...store.runs.shards import ShardRows
 
 __all__ = ["Cell", "StoredActivations", "TokenRows"]
 
@@ -304,7 +305,7 @@ class StoredActivations:
                 continue
             here = tokens[first:last]
             segment = int(here[0]) // length
-            shard = self.entry.shard(cell[0], cell[1], segment)
+            shard = self.entry.values(cell[0], cell[1], segment)
             for at, rows in _pieces(shard, here - segment * length):
                 if not is_finite(rows):
                     raise self._not_finite(cell, here[at : at + len(rows)], rows)
@@ -343,7 +344,7 @@ class StoredActivations:
         )
 
 
-def _pieces(shard: ShardRows, rows: Indices) -> list[tuple[int, Array]] | Any:
+def _pieces(shard: ShardRows | RestoredRows, rows: Indices) -> list[tuple[int, Array]] | Any:
     """(place, rows) of ascending rows of a shard: views of the map where they are neighbours, else copied."""
     if rows[-1] - rows[0] + 1 == len(rows):
         return shard.blocks(int(rows[0]), int(rows[-1]) + 1)

@@ -48,6 +48,7 @@ HOOKS_EXAMPLE = "--hooks 'blocks.*.hook_resid_post'"
 _OF_A_SOURCE = ("revision", "dtype", "device", "trust_layout", "backend", "adapter")
 """Options that say which model it is, and where."""
 DTYPES = click.Choice(["float32", "float16", "bfloat16"])
+STORED = click.Choice([*DTYPES.choices, "int8"])
 
 cluster_option = click.option(
     "--cluster", metavar="ADDRESS", help="Dask scheduler, such as tcp://127.0.0.1:8786; default threads here."
@@ -199,7 +200,11 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
 @click.option(
     "--dtype", type=DTYPES, default="float32", show_default=True, help="What the model computes in."
 )
-@click.option("--storage-dtype", type=DTYPES, help="What is stored; default what the model computes in.")
+@click.option(
+    "--storage-dtype",
+    type=STORED,
+    help="What is stored; default what the model computes in. int8: a byte a number, a scale for every 64.",
+)
 @trust_option
 @backend_option
 @adapter_option

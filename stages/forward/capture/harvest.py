@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from ....store.runs.claims import Claim
 from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import Entry
 from ....store.runs.packed import PackedTokens
+from ....store.runs.quantised import QUANTISED
 from ..hooks.spec import BoundSpec, Capture, Kept
 from ..hooks.taps import Sink
 from ..models.model import DTYPES, Model
@@ -98,7 +99,7 @@ def _round(
     cells = list(dict.fromkeys(cell for todo in missing.values() for cell in todo))
     rows = {variable: max(entry.rows(variable, n) for n in missing) for variable, _ in cells}
     shapes = {cell: (rows[cell[0]], *entry.spec(cell[0]).tail) for cell in cells}
-    dtypes = dict.fromkeys(cells, DTYPES[entry.dtype])
+    dtypes = dict.fromkeys(cells, held_as(entry))
 
     def write(buffer: SegmentBuffer, job: Job) -> None:
         try:
@@ -108,7 +109,7 @@ def _round(
             }
             threads = writers if in_turn or job.segment == last else 1
             entry.write_segment(job.segment, arrays, threads=threads, handed_over=job.handed_over.set)
-            advance(len(entry.segments[job.segment]), sum(rows.nbytes for rows in arrays.values()))
+            advance(len(entry.segments[job.segment]), stored_bytes(entry, arrays))
         finally:
             job.end()
 
@@ -131,6 +132,16 @@ def _round(
                 job.handed_over.wait()
             done += len(entry.segments[n])
     return done
+
+
+def held_as(entry: Entry) -> torch.dtype:
+    """What buffers of an entry hold: what is stored, or what int8 is made of when it is written."""
+    return torch.float32 if entry.dtype == QUANTISED else DTYPES[entry.dtype]
+
+
+def stored_bytes(entry: Entry, arrays: Mapping[VariableLayer, Any]) -> int:
+    """Of these rows of each cell on disk."""
+    return sum(len(rows) * entry.spec(cell[0]).row_bytes for cell, rows in arrays.items())
 
 
 def needs_every_core(model: Model) -> bool:
@@ -238,7 +249,7 @@ def keeping(entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer) -> Cal
         value = _token_major(value, kept.capture)
         if axis in selected:
             selected[axis].put(value, batch, buffer.view(cell, rows))
-        elif _is_segment(value, batch, segment, DTYPES[entry.dtype]):
+        elif _is_segment(value, batch, segment, held_as(entry)):
             buffer.take(cell, value.flatten(0, 1))
         else:
             _keep_rows(value, batch, buffer.view(cell, rows))
