@@ -195,6 +195,11 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
     metavar="WHICH",
     help="Tokens to keep: last, a slice such as ::16, numbers such as 0,5,-1, or a mask in a .npy file.",
 )
+@click.option(
+    "--reduce",
+    type=click.Choice(["norm", "mean"]),
+    help="Keep the norm of each row, or the mean over the tokens of each prompt, in place of the numbers.",
+)
 @store_option
 @revision_option
 @click.option(
@@ -250,6 +255,7 @@ def capture(
     text: bool,
     hooks: tuple[str, ...],
     positions: Any,
+    reduce: str | None,
     store_path: str,
     cluster: str | None,
     durability: Literal["disk", "process"],
@@ -283,7 +289,7 @@ def capture(
 
     given = {name: value for name, value in options.items() if value is not None}
     source = ModelSource(model, **{name: given[name] for name in _OF_A_SOURCE if name in given})
-    wanted = HookSpec().capture(*hooks, positions=positions)
+    wanted = HookSpec().capture(*hooks, positions=positions, reduce=reduce)
     spec = told_metric(wanted, source, metric=metric, at=at, baseline=baseline)
     asked = partial(CaptureNode, model, hooks=spec, **given)
     with contextlib.ExitStack() as held:

@@ -175,6 +175,7 @@ class CaptureNode(Ports):
         self.dtype = storage_dtype or self.source.dtype
         self._lowered: dict[str, Any] = {}
         self.spec = self._bind(hooks)
+        self._require_numbers()
         self.order = order_of(order, self.source.config, self.spec, self.source.name)
         self._require_triangles()
         with_scales(self.specs())
@@ -188,6 +189,15 @@ class CaptureNode(Ports):
 
     def __repr__(self) -> str:
         return f"CaptureNode({self.source.name}, {self.tokens!r}, {len(self.spec.captures)} captures)"
+
+    def _require_numbers(self) -> None:
+        """Raise ConfigError for reductions in int8, whose scales are for rows of activations."""
+        reduced = [each for each in self.spec.keeps if each.keep.reduction is not None]
+        if reduced and self.dtype == QUANTISED:
+            raise ConfigError(
+                f"expected a float storage dtype for {reduced[0].variable!r}, found 'int8'; reductions are "
+                "small: store them as float32"
+            )
 
     def _require_triangles(self) -> None:
         """Raise ConfigError for attention matrices of a model whose positions see later ones: what is kept of
@@ -444,8 +454,12 @@ class CaptureNode(Ports):
             kept = [each for each in self.spec.keeps if each.variable == name]
             if all(entry.record(*each.cell) for each in kept):
                 continue
-            selection = kept[0].keep.selection
-            if selection is not None and all(entry.record(*each.capture.cell) for each in kept):
+            selection, reduction = kept[0].keep.selection, kept[0].keep.reduction
+            if (
+                reduction is None
+                and selection is not None
+                and all(entry.record(*each.capture.cell) for each in kept)
+            ):
                 views[name] = kept[0].capture.variable, selection
         return views
 
@@ -663,7 +677,15 @@ def array_spec(kept: Kept, config: Architecture, dtype: str) -> ArraySpec:
     packed = next((axis for dim, axis in _PACKED_DIMS.items() if dim in kind.dims), "prompt_id")
     if selection is not None:
         packed = selection.axis
-    rest = tuple(dim for dim in kind.dims if dim in sizes)
+    rest, meaning, reduction = (
+        tuple(dim for dim in kind.dims if dim in sizes),
+        kind.meaning,
+        kept.keep.reduction,
+    )
+    if reduction is not None:
+        left = reduction.dims(kind)
+        packed = packed if "position" in left else "prompt_id"
+        rest, meaning = tuple(dim for dim in rest if dim in left), f"{reduction.meaning} {meaning}"
     front = ("layer",) if kind.per_layer else ()
     return ArraySpec(
         kept.variable,
@@ -672,7 +694,7 @@ def array_spec(kept: Kept, config: Architecture, dtype: str) -> ArraySpec:
         {dim: sizes[dim] for dim in rest},
         dtype,
         config.num_layers if kind.per_layer else None,
-        f"gradient at: {kind.meaning}" if capture.is_gradient else kind.meaning,
+        f"gradient at: {meaning}" if capture.is_gradient else meaning,
         "1",
         selection,
     )
