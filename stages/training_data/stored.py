@@ -22,6 +22,7 @@ import numpy.typing as npt
 from ...store.digest import digest
 from ...store.errors import ConfigError, EntryNotFound, PromptError, ShapeError
 from ...store.runs.entries import group_attributes
+from ...store.runs.quantised import QUANTISED
 from .conversion import is_finite
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from ...store.runs.entries import Entry
     from ...store.runs.packed import PackedTokens
     from ...store.runs.quantised import RestoredRows
-from ...store.runs.shards import ShardRows
+    from ...store.runs.shards import ShardRows
 
 __all__ = ["Cell", "StoredActivations", "TokenRows"]
 
@@ -221,8 +222,8 @@ class StoredActivations:
         return math.prod(self.entry.spec(cell[0]).tail)
 
     def dtype(self, cell: Cell) -> np.dtype[Any]:
-        """As which they are stored."""
-        return self.entry.layout(cell[0]).native
+        """As which they are stored; int8 is read as the float32 it stands for."""
+        return np.dtype(np.float32) if self.entry.dtype == QUANTISED else self.entry.layout(cell[0]).native
 
     def identity(self, cells: Iterable[Cell]) -> str:
         """Digest of what these cells hold and of which prompts are read."""

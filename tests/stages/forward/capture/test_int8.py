@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from mizarr import HookSpec, Model, capture, open_store
+from mizarr import ActivationLoader, HookSpec, Model, capture, open_store
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.store.errors import CorruptEntry, EntryNotFound, ShapeError
 from mizarr.store.exchange.exports import export
@@ -220,6 +220,18 @@ def test_exports_hold_the_float32_it_stands_for(model, tokens, tmp_path, suffix)
     if suffix == ".zarr":
         np.testing.assert_array_equal(xr.open_zarr(path)["resid_post"].values, found["resid_post"].values)
     assert path.exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "stored"])
+def test_training_data_are_the_float32_it_stands_for(model, tokens, tmp_path, dtype):
+    _, found = captured(model, tokens, tmp_path, [POINTS[0]])
+    batches = list(ActivationLoader(found, layers=1, batch=10, dtype=dtype, labels=True))
+    for batch in batches:
+        at = tokens.row_start[batch["prompt"]] + batch["position"]
+        rows = batch["resid_post"] if "resid_post" in batch else batch["rows"]
+        assert rows.dtype == np.float32
+        np.testing.assert_array_equal(rows.reshape(len(at), -1), found["resid_post"].values[1, at])
+    assert sum(len(batch["position"]) for batch in batches) == tokens.n_tokens
 
 
 def test_one_number_to_a_row_is_refused_before_anything_is_written(model, tokens, tmp_path):
