@@ -158,8 +158,9 @@ class Store(Catalog):
         """
         from .reading.labelled import LabelledEntry
         from .runs.coordinates import record_metadata, write_coordinates
-        from .runs.entries import entry_digest, entry_path
+        from .runs.entries import entry_digest, entry_path, with_scales
 
+        names = [spec.variable for spec in with_scales(arrays)]  # refuses before anything is written
         if tokens.digest != run.prompt:
             raise PromptError(
                 f"expected the tokens the run is keyed by ({run.prompt}), found tokens {tokens.digest}"
@@ -173,7 +174,7 @@ class Store(Catalog):
         entry = LabelledEntry.create(
             self.files, run, tokens, arrays, segment_tokens=length, attributes=_group_attributes(attrs or {})
         )
-        record_metadata(self.files, entry.path, [spec.variable for spec in arrays])
+        record_metadata(self.files, entry.path, names)
         if is_new:
             put_provenance(
                 self.files, entry.path, {"run": run.request(), "entry": entry.digest, **(attrs or {})}
@@ -424,10 +425,7 @@ def default_segment_tokens(tokens: PackedTokens, arrays: Sequence[ArraySpec]) ->
     Fewer prompts than that are one segment.
     """
     target = _SHARD if tokens.n_tokens < _CORPUS else _CORPUS_SHARD
-    per_token = [
-        math.prod(spec.tail) * (2 if spec.dtype.endswith("16") else 4) * spec.rows_per_token(tokens)
-        for spec in arrays
-    ]
+    per_token = [spec.row_bytes * spec.rows_per_token(tokens) for spec in arrays]
     best = 2 ** max(0, round(math.log2(target / max(per_token, default=1))))
     return int(min(best, 2 ** (tokens.n_tokens - 1).bit_length()))
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from ...store.digest import digest
 from ...store.errors import ConfigError, EntryNotFound, PromptError, ShapeError
 from ...store.runs.entries import group_attributes
+from ...store.runs.quantised import QUANTISED
 from .conversion import is_finite
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ...store.runs.committed import VariableLayer
     from ...store.runs.entries import Entry
     from ...store.runs.packed import PackedTokens
+    from ...store.runs.quantised import RestoredRows
     from ...store.runs.shards import ShardRows
 
 __all__ = ["Cell", "StoredActivations", "TokenRows"]
@@ -220,8 +222,8 @@ class StoredActivations:
         return math.prod(self.entry.spec(cell[0]).tail)
 
     def dtype(self, cell: Cell) -> np.dtype[Any]:
-        """As which they are stored."""
-        return self.entry.layout(cell[0]).native
+        """As which they are stored; int8 is read as the float32 it stands for."""
+        return np.dtype(np.float32) if self.entry.dtype == QUANTISED else self.entry.layout(cell[0]).native
 
     def identity(self, cells: Iterable[Cell]) -> str:
         """Digest of what these cells hold and of which prompts are read."""
@@ -304,7 +306,7 @@ class StoredActivations:
                 continue
             here = tokens[first:last]
             segment = int(here[0]) // length
-            shard = self.entry.shard(cell[0], cell[1], segment)
+            shard = self.entry.values(cell[0], cell[1], segment)
             for at, rows in _pieces(shard, here - segment * length):
                 if not is_finite(rows):
                     raise self._not_finite(cell, here[at : at + len(rows)], rows)
@@ -343,7 +345,7 @@ class StoredActivations:
         )
 
 
-def _pieces(shard: ShardRows, rows: Indices) -> list[tuple[int, Array]] | Any:
+def _pieces(shard: ShardRows | RestoredRows, rows: Indices) -> list[tuple[int, Array]] | Any:
     """(place, rows) of ascending rows of a shard: views of the map where they are neighbours, else copied."""
     if rows[-1] - rows[0] + 1 == len(rows):
         return shard.blocks(int(rows[0]), int(rows[-1]) + 1)

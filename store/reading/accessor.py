@@ -199,11 +199,12 @@ class PackedAccessor:
         """One shard in its stored dtype, [tokens of the segment, …]: a read-only memory map where it is one
         chunk of at most 1 MiB, copied otherwise, as checksums lie between the chunks.
 
-        bfloat16 comes as ml_dtypes.bfloat16. For torch: `torch.from_numpy(a)`, or for bfloat16
+        int8 comes as the float32 it stands for, copied; bfloat16 as ml_dtypes.bfloat16. For torch:
+        `torch.from_numpy(a)`, or for bfloat16
         `torch.from_numpy(a.view("u2")).view(torch.bfloat16)`, which share the memory (torch warns of arrays
         that must not be written). Raises CorruptEntry where a chunk is not what its checksum says.
         """
-        return np.asarray(entry_of(self._ds).shard(variable, layer, segment))
+        return np.asarray(entry_of(self._ds).values(variable, layer, segment))
 
     @property
     def token_strings(self) -> npt.NDArray[np.object_] | None:

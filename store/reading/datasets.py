@@ -35,6 +35,7 @@ from ..files import Folder, Stamp, folder_at
 from ..identity import DIGEST, SOURCE
 from ..runs.coordinates import ABOUT, pair_starts, read_tokens
 from ..runs.entries import PACKED_AXES, ArraySpec, Entry, group_attributes
+from ..runs.quantised import QUANTISED, RestoredRows
 from ..runs.selections import Selection, View
 from ..runs.shards import DTYPES, ShardRows
 from ..runs.vocabularies import read_vocabulary, register_vocabulary
@@ -134,7 +135,7 @@ class ShardedArray(BackendArray):
     """One variable of one entry, [layer,] packed axis, rest…, read from its memory-mapped shards on demand.
 
     layers: real index of each place on the layer axis; None when the variable has no layer axis.
-    bfloat16 is presented as float32, other dtypes as stored.
+    bfloat16 and int8 are presented as float32, other dtypes as stored.
     """
 
     def __init__(self, entry: Entry, variable: str, layers: tuple[int, ...] | None) -> None:
@@ -142,7 +143,8 @@ class ShardedArray(BackendArray):
         stored = DTYPES[spec.dtype]
         self.entry, self.variable, self.layers = entry, variable, layers
         self.bounds = entry.bounds(spec.packed)
-        self.dtype = np.dtype(np.float32) if stored.name == "bfloat16" else stored.newbyteorder("=")
+        is_widened = stored.name in ("bfloat16", QUANTISED)
+        self.dtype = np.dtype(np.float32) if is_widened else stored.newbyteorder("=")
         front = () if layers is None else (len(layers),)
         self.shape = (*front, int(self.bounds[-1]), *spec.tail)
 
@@ -217,8 +219,8 @@ class ShardedArray(BackendArray):
             block = self._shard(layer, int(n))[rows[where] - self.bounds[n]]
             out[where] = _orthogonal(block, (slice(None), *rest))
 
-    def _shard(self, layer: int | None, n: int) -> ShardRows:
-        return self.entry.shard(self.variable, layer, n)
+    def _shard(self, layer: int | None, n: int) -> ShardRows | RestoredRows:
+        return self.entry.values(self.variable, layer, n)
 
 
 class SelectedArray(ShardedArray):

@@ -19,6 +19,7 @@ Borders: arrays come as numpy, ready; which hook or model made them is told in a
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -41,8 +42,9 @@ from .committed import RECORD, Committed, VariableLayer, cell_name, record_name
 from .coordinates import BOOKKEEPING, check_metadata, read_selected, write_selected
 from .mapped import MappedShards
 from .packed import PackedTokens
+from .quantised import BLOCK, QUANTISED, RestoredRows, is_scale, n_blocks, quantise, scale_name, scale_sizes
 from .selections import AXIS, Selection, from_canonical
-from .shards import ShardLayout, ShardRows, Written, array_metadata, write_shards
+from .shards import DTYPES, ShardLayout, ShardRows, Written, array_metadata, write_shards
 
 if TYPE_CHECKING:
     pass
@@ -98,6 +100,14 @@ class ArraySpec:
         """Sizes after the packed axis."""
         return tuple(self.sizes[dim] for dim in self.dims[self.dims.index(self.packed) + 1 :])
 
+    @property
+    def row_bytes(self) -> int:
+        """Of one row as it is stored, its scales included."""
+        numbers = math.prod(self.tail) * DTYPES[self.dtype].itemsize
+        if self.dtype != QUANTISED or not self.tail:
+            return numbers
+        return numbers + math.prod(self.tail[:-1]) * n_blocks(self.tail[-1]) * DTYPES["float32"].itemsize
+
     def rows_per_token(self, tokens: PackedTokens) -> float:
         """How many rows a token has in the mean."""
         if self.selection is None:
@@ -114,6 +124,30 @@ class ArraySpec:
     def from_attributes(cls, told: Mapping[str, Any], selection: Selection | None = None) -> ArraySpec:
         """The spec an array's attributes record."""
         return cls(**{**told, "dims": tuple(told["dims"]), "selection": selection})
+
+
+def with_scales(arrays: Sequence[ArraySpec]) -> list[ArraySpec]:
+    """The arrays that a run of these variables has: those in int8 each with its scales (quantised.py).
+
+    Raises ShapeError for a variable of one number to a row, which would share its scale with none.
+    """
+    found = []
+    for spec in arrays:
+        found.append(spec)
+        if spec.dtype != QUANTISED:
+            continue
+        if not spec.tail:
+            raise ShapeError(
+                f"expected several numbers to a row to store as int8, found {spec.variable!r}, which has "
+                "one; store it in another storage dtype"
+            )
+        dims, sizes = scale_sizes(spec.dims, dict(spec.sizes))
+        about = f"scale of {spec.variable}"
+        scales = replace(
+            spec, variable=scale_name(spec.variable), dims=dims, sizes=sizes, dtype="float32", long_name=about
+        )
+        found.append(scales)
+    return found
 
 
 def entry_digest(run: RunKey, dtype: str) -> str:
@@ -166,7 +200,7 @@ class Entry:
         What it holds can be laid out and computed while another thread makes the entry; commit only then.
         """
         entry = cls(folder, run, _dtype_of(arrays), tokens, segment_tokens, claim_ttl)
-        entry._planned = {spec.variable: (spec, entry._plan(spec)) for spec in arrays}
+        entry._planned = {spec.variable: (spec, entry._plan(spec)) for spec in with_scales(arrays)}
         return entry
 
     @classmethod
@@ -179,7 +213,7 @@ class Entry:
         An entry keeps the segment length it was made with, whatever is asked later. Raises ShapeError if
         arrays mix dtypes, or one was declared otherwise before.
         """
-        dtype = _dtype_of(arrays)
+        dtype, arrays = _dtype_of(arrays), with_scales(arrays)
         path = entry_path(entry_digest(run, dtype))
         entry = cls(folder, run, dtype, tokens, _length(folder, path) or segment_tokens, claim_ttl)
         layouts = [entry._plan(spec) for spec in arrays]  # refuses before anything is written
@@ -238,8 +272,9 @@ class Entry:
 
     @property
     def specs(self) -> dict[str, ArraySpec]:
-        """Every variable that has been declared, by name."""
-        names = sorted(name for name in self.folder.children(self.path) if name not in BOOKKEEPING)
+        """Every variable that has been declared, by name; scales belong to theirs."""
+        children = (name for name in self.folder.children(self.path) if name not in BOOKKEEPING)
+        names = sorted(name for name in children if not (self._is_quantised and is_scale(name)))
         found = {name: self._read_array(name) for name in names}
         return {name: array[1] for name, array in found.items() if array is not None}
 
@@ -263,7 +298,7 @@ class Entry:
         """Segment -> those wanted cells it has not committed, in order; empty when all stand."""
         asked = list(dict.fromkeys(wanted))
         missing = {
-            n: [cell for cell in asked if cell not in held]
+            n: [cell for cell in asked if not all(part in held for part in self._parts(cell))]
             for n, held in enumerate(self._committed.segments())
         }
         return {n: cells for n, cells in missing.items() if cells}
@@ -278,13 +313,15 @@ class Entry:
     ) -> None:
         """Commit whole shards of one segment: all files first, then the record that says they stand.
 
-        arrays: each [rows of the segment, *tail] of the declared dtype, in C order; not to be changed before
-        this returns. Whatever stands already stays as it is. threads: that digest, and as many that write;
-        one leaves the cores to whoever computes meanwhile. handed_over: called when what is left is waiting
-        for the disk. Raises ShapeError before anything is written if an array does not fit; StoreFull,
-        ReadOnlyStore.
+        arrays: each [rows of the segment, *tail] of the declared dtype, float32 where that is int8, in C
+        order; not to be changed before this returns. Whatever stands already stays as it is. threads: that
+        digest, and as many that write; one leaves the cores to whoever computes meanwhile. handed_over:
+        called when what is left is waiting for the disk. Raises ShapeError before anything is written if an
+        array does not fit; StoreFull, ReadOnlyStore.
         """
         self._planned = {}  # from here on what was made counts
+        if self._is_quantised:
+            arrays = self._with_scales(n, arrays)
         for (variable, layer), rows in arrays.items():
             self._check_rows(variable, layer, n, rows)
 
@@ -318,10 +355,11 @@ class Entry:
             files: dict[str, Written] = {}
             held: list[VariableLayer] = []
             for cell in cells:  # of another layout, or not there: left to be computed
-                there = other._committed.shard(n, cell)
-                if there is not None and self.layout(cell[0]) == other.layout(cell[0]):
-                    files[self.layout(cell[0]).path(*cell, n)] = there
-                    held.append(cell)
+                there = {part: other._committed.shard(n, part) for part in self._parts(cell)}
+                alike = all(self.layout(name) == other.layout(name) for name, _ in there)
+                if alike and (written := {part: one for part, one in there.items() if one}) == there:
+                    files |= {self.layout(part[0]).path(*part, n): one for part, one in written.items()}
+                    held += there
             if not held:
                 continue
             with suppress(FileNotFoundError):  # gc took them meanwhile: the segment is computed
@@ -336,7 +374,7 @@ class Entry:
 
     def publish(self, wanted: Iterable[VariableLayer]) -> list[Record]:
         """Make complete arrays visible: manifest, then key. Those with a segment missing are left out."""
-        asked = list(dict.fromkeys(wanted))
+        asked = dict.fromkeys(part for cell in wanted for part in self._parts(cell))
         held = self._committed.segments()
         whole = [cell for cell in asked if all(cell in segment for segment in held)]
         found, manifests = [], {}
@@ -354,7 +392,11 @@ class Entry:
     # -- reading
 
     def record(self, variable: str, layer: int | None) -> Record | None:
-        """What is published of a cell; None while a segment is missing."""
+        """What is published of a cell; None while a segment is missing, or its scales are."""
+        found = [self._own_record(*part) for part in self._parts((variable, layer))]
+        return found[-1] if all(found) else None
+
+    def _own_record(self, variable: str, layer: int | None) -> Record | None:
         key = self.key(variable, layer).digest
         text = self.folder.get(records.key_path(key))
         return None if text is None else Record.from_bytes(key, text)
@@ -391,12 +433,20 @@ class Entry:
         return record.content
 
     def segment_digest(self, variable: str, layer: int | None, n: int) -> str:
-        """Digest of one committed shard; EntryNotFound if it is not committed."""
-        cell = (variable, layer)
-        found = self._committed.shard(n, cell)
-        if found is None:
-            raise EntryNotFound(self._absent(variable, layer, n, "committed"))
-        return found[1]
+        """Digest of one committed shard, and its scales; EntryNotFound if it is not committed."""
+        digests = []
+        for part in self._parts((variable, layer)):
+            found = self._committed.shard(n, part)
+            if found is None:
+                raise EntryNotFound(self._absent(*part, n, "committed"))
+            digests.append(found[1])
+        return digests[0] if len(digests) == 1 else content_digest(canonical_json(digests).encode())
+
+    def values(self, variable: str, layer: int | None, n: int) -> ShardRows | RestoredRows:
+        """As `shard`, but what is stored in int8 as the float32 it stands for."""
+        if not self._is_quantised:
+            return self.shard(variable, layer, n)
+        return RestoredRows(self.shard(variable, layer, n), self.shard(scale_name(variable), layer, n))
 
     def shard(self, variable: str, layer: int | None, n: int) -> ShardRows:
         """Rows of one segment, read-only, in the stored dtype, memory-mapped: [rows, *tail].
@@ -415,6 +465,24 @@ class Entry:
             raise EntryNotFound(self._absent(variable, layer, n, "stored")) from None
 
     # -- helpers
+
+    @property
+    def _is_quantised(self) -> bool:
+        return self.dtype == QUANTISED
+
+    def _parts(self, cell: VariableLayer) -> tuple[VariableLayer, ...]:
+        """The stored arrays a cell is made of, itself the last."""
+        if not self._is_quantised or is_scale(cell[0]):
+            return (cell,)
+        return (scale_name(cell[0]), cell[1]), cell
+
+    def _with_scales(self, n: int, arrays: Mapping[VariableLayer, Array]) -> dict[VariableLayer, Array]:
+        """What is stored of rows in float32."""
+        found = {}
+        for cell, rows in arrays.items():
+            scales, numbers = self._parts(cell)
+            found[numbers], found[scales] = quantise(rows, self._place(*cell, n))
+        return found
 
     def _put_record(self, n: int, held: Iterable[VariableLayer], files: Mapping[str, Written]) -> None:
         """Say that shards of a segment stand."""
@@ -440,7 +508,8 @@ class Entry:
         self._know(spec.selection)
         regular = spec.packed == "token"
         most = self.segment_tokens if regular else int(np.diff(self.bounds(spec.packed)).max())
-        if spec.selection is not None:  # the same for all arrays of an axis, whatever their chunks
+        # The same for all arrays of an axis, whatever their chunks.
+        if spec.selection is not None or (self._is_quantised and not regular):
             most = 1 << (most - 1).bit_length()
         exact = len(self.segments) > 1 and regular
         layout = ShardLayout.of(spec.dtype, spec.tail, most, spec.layers is not None, exact=exact)
@@ -493,6 +562,9 @@ class Entry:
         packed = layout.rows * len(self.segments) if spec.packed == "pair" else int(bounds[-1])
         attributes: dict[str, Any] = {"long_name": spec.long_name, "units": spec.unit}
         attributes["mizarr"] = spec.attributes()
+        if spec.dtype == QUANTISED:
+            about = f"{spec.variable} * {scale_name(spec.variable)}, each scale for {BLOCK} on the last axis"
+            attributes["values"] = about
         if spec.packed != "token" and len(self.segments) > 1:
             # For readers without mizarr: pair i of segment n lies at n * shard length + i - pair_bounds[n];
             # what is between means nothing. So do prompts, whose axis with gaps is not that of their labels.
@@ -629,9 +701,9 @@ class Entry:
         layout = self.layout(variable)
         files = {layout.path(variable, layer, n): segment[cell] for n, segment in enumerate(held)}
         spec = self.spec(variable)
-        content = content_digest(
-            canonical_json(["shards", spec.dtype, list(spec.tail), list(files.values())]).encode()
-        )
+        described = ["shards", spec.dtype, list(spec.tail), list(files.values())]
+        described += [[segment[part] for segment in held] for part in self._parts(cell)[:-1]]
+        content = content_digest(canonical_json(described).encode())
         manifest = dict(zip(CELL_MANIFEST, (variable, layer, content, files), strict=True))
         label = cell_name(cell).replace(".", "/")
         key = self.key(variable, layer).digest

@@ -45,6 +45,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float64": np.dtype("<f8"),
+    "int8": np.dtype("i1"),
     "int32": np.dtype("<i4"),
     "int64": np.dtype("<i8"),
 }

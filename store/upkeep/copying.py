@@ -10,7 +10,7 @@ Border: files and records; what they mean to an analysis is not asked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -18,12 +18,14 @@ from ..catalog import Catalog
 from ..digest import content_digest
 from ..errors import REPAIR, CorruptEntry, ReadOnlyStore
 from ..files import THREADS
+from ..keys import ActivationKey, RunKey
 from ..provenance import note_names
-from ..records import RESULT, Record
+from ..records import ACTIVATION, RESULT, Record
 from ..results import MANIFEST
 from ..runs.committed import RECORD, record_name
 from ..runs.coordinates import BOOKKEEPING, metadata_record, recorded
 from ..runs.entries import CELL_MANIFEST, group_attributes
+from ..runs.quantised import QUANTISED, is_scale, scale_name
 from ..runs.vocabularies import put_vocabulary, read_vocabulary
 from ..sealed import files_of, sealed, unsealed
 from .collect import lease
@@ -62,7 +64,7 @@ def copy(
     if target.read_only:
         raise ReadOnlyStore(f"cannot copy into {target.address}: opened with mode='r'; use mode='a'")
     done = Copied()
-    for record in records:
+    for record in _with_scales(source, records):
         there = target.lookup(record.key)
         if there is not None:
             (done.present if there.content == record.content else done.different).append(record.key)
@@ -77,6 +79,24 @@ def copy(
         (done.copied if is_first else done.present).append(record.key)
         progress(done.bytes)
     return done
+
+
+def _with_scales(source: Catalog, records: Iterable[Record]) -> Iterator[Record]:
+    """The records, each once, and before those of what is stored in int8 those of its scales."""
+    seen = set()
+    for record in records:
+        found = [record]
+        variable, slash, layer = record.label.partition("/")
+        if record.kind == ACTIVATION and not is_scale(variable):
+            about = group_attributes(source.files, record.data)["mizarr"]
+            if about["dtype"] == QUANTISED:
+                run = RunKey(*(about["run"][name] for name in ("model", "prompt", "hooks")))
+                key = ActivationKey(run, scale_name(variable), int(layer) if slash else None, QUANTISED)
+                found = [*([scales] if (scales := source.lookup(key.digest)) else []), record]
+        for each in found:
+            if each.key not in seen:
+                seen.add(each.key)
+                yield each
 
 
 def _copy_result(source: Catalog, target: Catalog, record: Record, done: Copied) -> None:

@@ -14,6 +14,7 @@ from ..provenance import get_provenance
 from ..reading.selection import ranges
 from ..records import ACTIVATION
 from ..runs.entries import group_attributes
+from ..runs.quantised import is_scale
 from .collect import Usage
 
 __all__ = ["ListedRun", "runs"]
@@ -64,9 +65,11 @@ def _model(files: Folder, data: str) -> str | None:
 
 
 def _hooks(labels: Sequence[str]) -> tuple[str, ...]:
-    """Labels of records ("resid_post/3") as a line per variable."""
+    """Labels of records ("resid_post/3") as a line per variable; scales belong to theirs."""
     layers: dict[str, list[int]] = {}
     for label in sorted(labels):
         variable, _, layer = label.partition("/")
+        if is_scale(variable):
+            continue
         layers.setdefault(variable, []).extend([int(layer)] if layer else [])
     return tuple(f"{name} {ranges(sorted(held))}" if held else name for name, held in layers.items())

@@ -48,6 +48,7 @@ HOOKS_EXAMPLE = "--hooks 'blocks.*.hook_resid_post'"
 _OF_A_SOURCE = ("revision", "dtype", "device", "trust_layout", "backend", "adapter")
 """Options that say which model it is, and where."""
 DTYPES = click.Choice(["float32", "float16", "bfloat16"])
+STORED = click.Choice([*DTYPES.choices, "int8"])
 
 cluster_option = click.option(
     "--cluster", metavar="ADDRESS", help="Dask scheduler, such as tcp://127.0.0.1:8786; default threads here."
@@ -194,12 +195,21 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
     metavar="WHICH",
     help="Tokens to keep: last, a slice such as ::16, numbers such as 0,5,-1, or a mask in a .npy file.",
 )
+@click.option(
+    "--reduce",
+    type=click.Choice(["norm", "mean"]),
+    help="Keep the norm of each row, or the mean over the tokens of each prompt, in place of the numbers.",
+)
 @store_option
 @revision_option
 @click.option(
     "--dtype", type=DTYPES, default="float32", show_default=True, help="What the model computes in."
 )
-@click.option("--storage-dtype", type=DTYPES, help="What is stored; default what the model computes in.")
+@click.option(
+    "--storage-dtype",
+    type=STORED,
+    help="What is stored; default what the model computes in. int8: a byte a number, a scale for every 64.",
+)
 @trust_option
 @backend_option
 @adapter_option
@@ -245,6 +255,7 @@ def capture(
     text: bool,
     hooks: tuple[str, ...],
     positions: Any,
+    reduce: str | None,
     store_path: str,
     cluster: str | None,
     durability: Literal["disk", "process"],
@@ -278,7 +289,7 @@ def capture(
 
     given = {name: value for name, value in options.items() if value is not None}
     source = ModelSource(model, **{name: given[name] for name in _OF_A_SOURCE if name in given})
-    wanted = HookSpec().capture(*hooks, positions=positions)
+    wanted = HookSpec().capture(*hooks, positions=positions, reduce=reduce)
     spec = told_metric(wanted, source, metric=metric, at=at, baseline=baseline)
     asked = partial(CaptureNode, model, hooks=spec, **given)
     with contextlib.ExitStack() as held:

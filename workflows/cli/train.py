@@ -26,7 +26,7 @@ from .options import (
     trust_option,
 )
 from .prompts import read_prompts
-from .runs import DTYPES
+from .runs import DTYPES, STORED
 
 if TYPE_CHECKING:
     from ...stages.features.training.settings import TrainingSettings
@@ -94,7 +94,7 @@ def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> 
 )
 @store_option
 @click.option(
-    "--storage-dtype", type=DTYPES, default="float16", show_default=True, help="Of the stored activations."
+    "--storage-dtype", type=STORED, default="float16", show_default=True, help="Of the stored activations."
 )
 @click.option("--dtype", type=DTYPES, default="float32", show_default=True, help="Of the dictionary's files.")
 @click.option("--memory", callback=size, metavar="SIZE", help="What buffers of the capture may take.")

@@ -29,7 +29,8 @@ from ....store.provenance import put_provenance
 from ....store.reading.labelled import LabelledEntry
 from ....store.records import Record
 from ....store.runs.committed import VariableLayer
-from ....store.runs.entries import ArraySpec
+from ....store.runs.entries import ArraySpec, with_scales
+from ....store.runs.quantised import QUANTISED
 from ....store.runs.selections import View
 from ..architectures.architecture import Architecture
 from ..architectures.points import BY_NAME
@@ -62,6 +63,8 @@ WORTH_A_LOOK = 1 << 16
 MEMORY = 1 << 30
 """Bytes for segment buffers unless told otherwise."""
 _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+_WIDENED = {QUANTISED: 4}
+"""Bytes of a number in a buffer that holds it wider than it is stored."""
 _PACKED_DIMS = {"position": "token", "query_position": "pair"}
 
 
@@ -91,7 +94,8 @@ def capture(
 
     model: a loaded model, or the name of one (and revision), which is then loaded only if something is
     missing. prompts: texts, token ids, PackedTokens, or a Corpus, whose labels come along. dtype: of the
-    computation (default float32). storage_dtype: default that of the computation. batch_tokens: positions per
+    computation (default float32). storage_dtype: default that of the computation; "int8" keeps a byte a
+    number and a scale for every 64, and reads as float32 within half a scale. batch_tokens: positions per
     forward pass, halved where memory runs out. segment_tokens, memory: length of a segment, or the bytes its
     buffers may take. log: a file that gets a JSON line for every segment committed. order: "batch" takes each
     batch through all layers; "layer" all batches through as many layers as fit, then through the next, so
@@ -171,8 +175,10 @@ class CaptureNode(Ports):
         self.dtype = storage_dtype or self.source.dtype
         self._lowered: dict[str, Any] = {}
         self.spec = self._bind(hooks)
+        self._require_numbers()
         self.order = order_of(order, self.source.config, self.spec, self.source.name)
         self._require_triangles()
+        with_scales(self.specs())
         self.tokens = pack(prompts, self.source.tokenizer, self.source.config, self.source.name)
         for kept in self.spec.keeps:
             if kept.keep.selection is not None:
@@ -183,6 +189,15 @@ class CaptureNode(Ports):
 
     def __repr__(self) -> str:
         return f"CaptureNode({self.source.name}, {self.tokens!r}, {len(self.spec.captures)} captures)"
+
+    def _require_numbers(self) -> None:
+        """Raise ConfigError for reductions in int8, whose scales are for rows of activations."""
+        reduced = [each for each in self.spec.keeps if each.keep.reduction is not None]
+        if reduced and self.dtype == QUANTISED:
+            raise ConfigError(
+                f"expected a float storage dtype for {reduced[0].variable!r}, found 'int8'; reductions are "
+                "small: store them as float32"
+            )
 
     def _require_triangles(self) -> None:
         """Raise ConfigError for attention matrices of a model whose positions see later ones: what is kept of
@@ -233,7 +248,7 @@ class CaptureNode(Ports):
         per_token = self._bytes_per_token(missing)
         segment = found.entry.segment_tokens if found is not None else self._segment_tokens()
         length = min(segment, self.tokens.n_tokens)
-        written, peak = per_token * self.tokens.n_tokens, BUFFERS * per_token * length
+        written, peak = per_token * self.tokens.n_tokens, BUFFERS * self._held_bytes(missing) * length
         return Estimate(0, math.ceil(written), math.ceil(peak), self._seconds(store) if missing else None)
 
     def _seconds(self, store: Store) -> float | None:
@@ -328,8 +343,8 @@ class CaptureNode(Ports):
         by_layer: dict[int | None, list[VariableLayer]] = {}
         for cell in self.cells:
             by_layer.setdefault(cell[1], []).append(cell)
-        of_layer = max(self._bytes_per_token(cells) for cells in by_layer.values())
-        return Beside(of_pass, int(length * self._bytes_per_token(self.cells)), int(length * of_layer))
+        of_layer = max(self._held_bytes(cells) for cells in by_layer.values())
+        return Beside(of_pass, int(length * self._held_bytes(self.cells)), int(length * of_layer))
 
     def _without(self, views: Mapping[str, View]) -> CaptureNode:
         """The same without what can be seen in stored arrays already."""
@@ -439,8 +454,12 @@ class CaptureNode(Ports):
             kept = [each for each in self.spec.keeps if each.variable == name]
             if all(entry.record(*each.cell) for each in kept):
                 continue
-            selection = kept[0].keep.selection
-            if selection is not None and all(entry.record(*each.capture.cell) for each in kept):
+            selection, reduction = kept[0].keep.selection, kept[0].keep.reduction
+            if (
+                reduction is None
+                and selection is not None
+                and all(entry.record(*each.capture.cell) for each in kept)
+            ):
                 views[name] = kept[0].capture.variable, selection
         return views
 
@@ -512,7 +531,7 @@ class CaptureNode(Ports):
         from ....store.store import default_segment_tokens
 
         per_token = self._bytes_per_token(self.cells)
-        affordable = int(self.memory // (BUFFERS * per_token))
+        affordable = int(self.memory // (BUFFERS * self._held_bytes(self.cells)))
         if affordable < 1:
             raise PlanError(
                 f"a token of {len(self.cells)} captures needs {math.ceil(per_token)} bytes, more than the "
@@ -520,7 +539,7 @@ class CaptureNode(Ports):
             )
         width = self.source.config.hidden_size
         stream = ArraySpec("stream", "", ("token", "hidden"), {"hidden": width}, self.dtype, None)
-        row, own = width * _ITEMSIZE[self.dtype], self.specs()
+        row, own = stream.row_bytes, self.specs()
         largest = max(self._bytes_per_token([(spec.variable, None)]) for spec in own)
         if not self.spec.keeps and largest <= _WIDE * row:
             largest, own = row, [stream]
@@ -535,8 +554,15 @@ class CaptureNode(Ports):
 
     def _row_bytes(self, cells: Sequence[VariableLayer], rows: Mapping[str, float] | None = None) -> float:
         specs = {spec.variable: spec for spec in self.specs()}
-        sizes = (math.prod(specs[name].tail) * (rows or {}).get(specs[name].packed, 1) for name, _ in cells)
-        return sum(sizes) * _ITEMSIZE[self.dtype]
+        return sum(specs[name].row_bytes * (rows or {}).get(specs[name].packed, 1) for name, _ in cells)
+
+    def _held_bytes(self, cells: Sequence[VariableLayer]) -> float:
+        """Of one token over some cells in a buffer, where int8 is not yet made."""
+        if self.dtype not in _WIDENED:
+            return self._bytes_per_token(cells)
+        specs = {spec.variable: spec for spec in self.specs()}
+        rows = {name: spec.rows_per_token(self.tokens) for name, spec in specs.items()}
+        return sum(math.prod(specs[name].tail) * rows[name] for name, _ in cells) * _WIDENED[self.dtype]
 
     def _for_workers(self) -> Any:
         import torch
@@ -651,7 +677,15 @@ def array_spec(kept: Kept, config: Architecture, dtype: str) -> ArraySpec:
     packed = next((axis for dim, axis in _PACKED_DIMS.items() if dim in kind.dims), "prompt_id")
     if selection is not None:
         packed = selection.axis
-    rest = tuple(dim for dim in kind.dims if dim in sizes)
+    rest, meaning, reduction = (
+        tuple(dim for dim in kind.dims if dim in sizes),
+        kind.meaning,
+        kept.keep.reduction,
+    )
+    if reduction is not None:
+        left = reduction.dims(kind)
+        packed = packed if "position" in left else "prompt_id"
+        rest, meaning = tuple(dim for dim in rest if dim in left), f"{reduction.meaning} {meaning}"
     front = ("layer",) if kind.per_layer else ()
     return ArraySpec(
         kept.variable,
@@ -660,7 +694,7 @@ def array_spec(kept: Kept, config: Architecture, dtype: str) -> ArraySpec:
         {dim: sizes[dim] for dim in rest},
         dtype,
         config.num_layers if kind.per_layer else None,
-        f"gradient at: {kind.meaning}" if capture.is_gradient else kind.meaning,
+        f"gradient at: {meaning}" if capture.is_gradient else meaning,
         "1",
         selection,
     )

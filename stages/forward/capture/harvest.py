@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,6 +30,8 @@ from ....store.runs.claims import Claim
 from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import Entry
 from ....store.runs.packed import PackedTokens
+from ....store.runs.quantised import QUANTISED
+from ..hooks.reductions import MEAN, NORM
 from ..hooks.spec import BoundSpec, Capture, Kept
 from ..hooks.taps import Sink
 from ..models.model import DTYPES, Model
@@ -37,6 +39,7 @@ from ..networks.kernels import FEW_ROWS
 from .backoff import BatchSize, is_out_of_memory, release_device_memory
 from .batches import BUFFERS, Batch, Piece, pieces_of, plan_batches
 from .overlap import OverlappedWriter, SegmentBuffer
+from .reduced import keep_means, norms
 from .selected import SelectedRows
 
 _WAIT = 0.2  # seconds before looking again at segments that others have claimed
@@ -98,7 +101,7 @@ def _round(
     cells = list(dict.fromkeys(cell for todo in missing.values() for cell in todo))
     rows = {variable: max(entry.rows(variable, n) for n in missing) for variable, _ in cells}
     shapes = {cell: (rows[cell[0]], *entry.spec(cell[0]).tail) for cell in cells}
-    dtypes = dict.fromkeys(cells, DTYPES[entry.dtype])
+    dtypes = dict.fromkeys(cells, held_as(entry))
 
     def write(buffer: SegmentBuffer, job: Job) -> None:
         try:
@@ -108,7 +111,7 @@ def _round(
             }
             threads = writers if in_turn or job.segment == last else 1
             entry.write_segment(job.segment, arrays, threads=threads, handed_over=job.handed_over.set)
-            advance(len(entry.segments[job.segment]), sum(rows.nbytes for rows in arrays.values()))
+            advance(len(entry.segments[job.segment]), stored_bytes(entry, arrays))
         finally:
             job.end()
 
@@ -131,6 +134,16 @@ def _round(
                 job.handed_over.wait()
             done += len(entry.segments[n])
     return done
+
+
+def held_as(entry: Entry) -> torch.dtype:
+    """What buffers of an entry hold: what is stored, or what int8 is made of when it is written."""
+    return torch.float32 if entry.dtype == QUANTISED else DTYPES[entry.dtype]
+
+
+def stored_bytes(entry: Entry, arrays: Mapping[VariableLayer, Any]) -> int:
+    """Of these rows of each cell on disk."""
+    return sum(len(rows) * entry.spec(cell[0]).row_bytes for cell, rows in arrays.items())
 
 
 def needs_every_core(model: Model) -> bool:
@@ -191,7 +204,8 @@ def batches_of(
 ) -> list[Batch]:
     """The forward passes that these take."""
     # What is left behind a prompt is left behind its padding.
-    one_length = _goes_whole(model, entry, spec) or "prompt_id" in _axes(entry, spec)
+    leaves = any(kept.keep.reduction is None and _axis(entry, kept) == "prompt_id" for kept in spec.kept)
+    one_length = _goes_whole(model, entry, spec) or leaves
     fewest = 1 if spec.gradients else FEW_ROWS
     return plan_batches(pieces, batch_tokens=batch_tokens, one_length=one_length, fewest=fewest)
 
@@ -199,12 +213,14 @@ def batches_of(
 def _goes_whole(model: Model, entry: Entry, spec: BoundSpec) -> bool:
     """Whether prompts must be run to their ends, with others of their length."""
     # A row of a pattern is a sum over as many keys as there are.
-    sees_length = bool(spec.interventions or spec.gradients) or "pair" in _axes(entry, spec)
+    sees_length = bool(spec.interventions or spec.gradients) or any(
+        _axis(entry, kept) == "pair" for kept in spec.kept
+    )
     return model.config.lengths_must_match or sees_length
 
 
-def _axes(entry: Entry, spec: BoundSpec) -> set[str]:
-    return {entry.spec(kept.variable).packed for kept in spec.kept}
+def _axis(entry: Entry, kept: Kept) -> str:
+    return entry.spec(kept.variable).packed
 
 
 def ids_of(entry: Entry, batch: Batch) -> list[list[int]]:
@@ -228,6 +244,11 @@ def keeping(entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer) -> Cal
     def keep(batch: Batch, kept: Kept, value: Tensor) -> None:
         cell, axis = kept.cell, axes[kept.variable]
         rows = entry.rows(cell[0], n)
+        if kept.keep.reduction == MEAN:
+            first = int(entry.bounds("prompt_id")[n])
+            major = _token_major(value, kept.capture)
+            keep_means(major, batch, buffer.view(cell, rows), tokens, first)
+            return
         if axis == "prompt_id":
             first = int(entry.bounds("prompt_id")[n])
             _keep_prompts(value, batch, buffer.view(cell, rows), tokens, first)
@@ -236,9 +257,11 @@ def keeping(entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer) -> Cal
             _keep_pairs(value, batch, buffer.view(cell, rows), tokens, segment)
             return
         value = _token_major(value, kept.capture)
+        if kept.keep.reduction == NORM:
+            value = norms(value)
         if axis in selected:
             selected[axis].put(value, batch, buffer.view(cell, rows))
-        elif _is_segment(value, batch, segment, DTYPES[entry.dtype]):
+        elif _is_segment(value, batch, segment, held_as(entry)):
             buffer.take(cell, value.flatten(0, 1))
         else:
             _keep_rows(value, batch, buffer.view(cell, rows))

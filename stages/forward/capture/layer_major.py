@@ -31,19 +31,21 @@ from ....store.runs.claims import Claim
 from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import Entry
 from ..hooks.spec import BoundSpec, Capture
-from ..models.model import DTYPES, Model
+from ..models.model import Model
 from ..models.residency import EMBEDDING
 from ..networks.history import Carried
 from .batches import BUFFERS, Batch
 from .harvest import (
     as_numpy,
     batches_of,
+    held_as,
     ids_of,
     keeping,
     needs_every_core,
     only,
     pieces_in,
     refuse_overflow,
+    stored_bytes,
 )
 from .overlap import OverlappedWriter, SegmentBuffer
 from .spool import VERSION, Spool, SpoolFile
@@ -220,7 +222,7 @@ class _Way:
     def buffers(self, courses: Sequence[Course]) -> dict[int, int]:
         """Bytes that what is given by each layer takes in buffers."""
         found: dict[int, int] = {}
-        itemsize, entry = DTYPES[self.entry.dtype].itemsize, self.entry
+        itemsize, entry = held_as(self.entry).itemsize, self.entry
         for cell in {kept.cell for course in courses for kept in course.spec.kept}:
             rows = max(entry.rows(cell[0], course.n) for course in courses)
             size = BUFFERS * itemsize * rows * math.prod(entry.spec(cell[0]).tail)
@@ -242,7 +244,7 @@ class _Way:
         cells = list(dict.fromkeys(cell for course, layers in ways for cell in course.met(layers)))
         rows = {name: max(entry.rows(name, course.n) for course, _ in ways) for name, _ in cells}
         shapes = {cell: (rows[cell[0]], *entry.spec(cell[0]).tail) for cell in cells}
-        dtypes, in_turn = dict.fromkeys(cells, DTYPES[entry.dtype]), needs_every_core(self.model)
+        dtypes, in_turn = dict.fromkeys(cells, held_as(entry)), needs_every_core(self.model)
         threads = min(THREADS, torch.get_num_threads()) if in_turn else 1
 
         def write(buffer: SegmentBuffer, job: Job) -> None:
@@ -253,7 +255,7 @@ class _Way:
                     entry.write_segment(n, arrays, threads=threads, handed_over=job.handed_over.set)
                 if job.entered is not None:
                     job.entered.remove()
-                self.advance(job.tokens, sum(rows.nbytes for rows in arrays.values()))
+                self.advance(job.tokens, stored_bytes(entry, arrays))
             finally:
                 job.handed_over.set()
 

@@ -1,4 +1,4 @@
-"""What of a captured activation is kept in a store: all of it, or the tokens of a selection.
+"""What of a captured activation is kept in a store: all of it, the tokens of a selection, or a reduction.
 
 The pass computes and hands over the same; only what becomes of it differs. So a keep is part of what is
 stored, by name and key, and never of which run it is. Border: values; who cuts tensors by them is the harvest
@@ -13,31 +13,44 @@ from typing import Any
 from ....store.errors import HookPointNotFound
 from ....store.runs.selections import Selection
 from ..architectures.points import BY_NAME, HookPoint
+from .reductions import Reduction
 
 
 @dataclass(frozen=True)
 class Keep:
-    """What is kept of an activation. selection: of which tokens; None for all."""
+    """What is kept of an activation. selection: of which tokens; None for all. reduction: what is made of it;
+    None for the numbers themselves."""
 
     selection: Selection | None = None
+    reduction: Reduction | None = None
 
     @property
     def suffix(self) -> str:
         """What the name of an array ends in."""
-        return "" if self.selection is None else f"__{self.selection.name}"
+        names = [each.name for each in (self.selection, self.reduction) if each is not None]
+        return "".join(f"__{name}" for name in names)
 
     @property
     def arguments(self) -> str:
         """As `HookSpec.capture` is told it, behind the points."""
-        return "" if self.selection is None else f", positions={_said(self.selection)}"
+        positions = "" if self.selection is None else f", positions={_said(self.selection)}"
+        return positions if self.reduction is None else f"{positions}, reduce={self.reduction.name!r}"
 
     def canonical(self) -> list[Any]:
         """Plain JSON values; nothing where all is kept."""
-        return [] if self.selection is None else [self.selection.canonical()]
+        told = [] if self.selection is None else [self.selection.canonical()]
+        return told if self.reduction is None else [*told, {"reduce": self.reduction.name}]
 
     def require(self, point: HookPoint, name: str) -> None:
-        """Raise HookPointNotFound where an activation has no tokens to choose among."""
+        """Raise HookPointNotFound where an activation has no tokens to choose among, or nothing to reduce."""
         dims = BY_NAME[point.kind].dims
+        if self.reduction is not None:
+            self.reduction.dims(BY_NAME[point.kind])
+            if self.selection is not None and self.reduction.over == "position":
+                raise HookPointNotFound(
+                    f"expected a {self.reduction.name} over all tokens of a prompt, found it of "
+                    f"{self.selection}; leave positions away, or capture them whole"
+                )
         if self.selection is not None and "position" not in dims:
             what = "two tokens" if "query_position" in dims else "no token"
             raise HookPointNotFound(

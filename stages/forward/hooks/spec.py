@@ -25,6 +25,7 @@ from ..architectures.points import BY_NAME, HookPoint, as_point, expand, is_glob
 from .interventions import Intervention
 from .keeps import WHOLE, Keep
 from .objective import Differentiable, Objective, objective_of
+from .reductions import as_reduction
 
 When = Literal["after", "before"]
 GRADIENT = "grad:"
@@ -164,19 +165,24 @@ class HookSpec:
         self._captures: dict[tuple[HookPoint | str, When, bool], dict[Keep, None]] = {}
         self._interventions: list[tuple[HookPoint | str, Intervention]] = []
 
-    def capture(self, *points: HookPoint | str, when: When = "after", positions: Any = None) -> HookSpec:
+    def capture(
+        self, *points: HookPoint | str, when: When = "after", positions: Any = None, reduce: str | None = None
+    ) -> HookSpec:
         """Ask for the activations at these points; asking twice changes nothing.
 
         points: "grad:blocks.*.hook_resid_post" asks for gradients there. when: "after" the interventions at
         that point (default), or "before" them. positions: which tokens a store keeps, by default all: "last",
         a slice of each prompt such as "::16", numbers (negative from the end), or a bool array with one for
-        each token of all prompts, end to end.
+        each token of all prompts, end to end. reduce: what a store keeps in place of the numbers: "norm", of
+        each row over its last axis; "mean", over the tokens of each prompt, a row per prompt; both summed in
+        float64.
         Raises HookPointNotFound for a name no architecture has, naming the nearest; PromptError for positions
         that are none.
         """
         if when not in ("after", "before"):
             raise HookPointNotFound(f"expected when='after' or when='before', found {when!r}")
-        keep = WHOLE if positions is None else Keep(as_selection(positions))
+        selection = None if positions is None else as_selection(positions)
+        keep = Keep(selection, None if reduce is None else as_reduction(reduce))
         for point in points:
             place, is_gradient = split_gradient(point)
             self._captures.setdefault((_known(place), when, is_gradient), {})[keep] = None

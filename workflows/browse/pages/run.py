@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 from ....store.reading.selection import ranges
-from ....store.runs.shards import DTYPES
 from ...views import Note, Table, Values, View
 from .. import addresses
 from ..holdings import Folder, Held
@@ -96,7 +94,7 @@ def _hook_points(run: Opened) -> View:
     def size(name: str) -> float:
         spec = specs[name]
         rows = float(run.entry.bounds(spec.packed)[-1]) * len(published.get(name, ()))
-        return rows * math.prod(spec.tail) * DTYPES[spec.dtype].itemsize
+        return rows * specs[name].row_bytes
 
     def layers(name: str) -> str:
         held = published.get(name)
