@@ -154,14 +154,12 @@ class _OnCpu(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         place = self._folder.joinpath(*name.split("."))
         file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-        found = importlib.util.spec_from_file_location(
+        return importlib.util.spec_from_file_location(
             name, file, loader=self, submodule_search_locations=[str(place)] if place.is_dir() else None
         )
-        return found
 
     def create_module(self, spec):
         """See `Loader`: as usual."""
-        return None
 
     def exec_module(self, module):
         """See `Loader`."""
