@@ -84,7 +84,7 @@ def later_years(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
         year = int(rng.integers(2, 99))
         clean, corrupted = (tuple(tokenizer.encode(_text(span, century, each)).ids) for each in (year, 1))
         if year in tokens[century] and len(clean) == len(corrupted):
-            said = years | tokens[century]
+            said = {**years, **tokens[century]}
             later = tuple(said[each] for each in range(year + 1, 100))
             others = tuple(said[each] for each in range(year + 1) if each in said)
             found.setdefault(clean, Pair(clean, corrupted, ProbabilityDifference(later, others)))
