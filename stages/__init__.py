@@ -122,6 +122,7 @@ REGISTRY = {
     "decoder_search": ".features.effects.alignment DecoderSearch",
     "edge_scores": ".circuits.scores EdgeScores",
     "edge_effects": ".circuits.scores EdgeEffects",
+    "path_patching": ".circuits.paths PathPatching",
     "circuit_values": ".circuits.evaluation CircuitValues",
     "selected_circuits": ".circuits.selected SelectedCircuits",
     "circuit_search": ".circuits.search CircuitSearch",

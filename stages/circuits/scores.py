@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ...pipeline import Output
-from ...store.errors import PromptError, StageError
+from ...store.errors import StageError
 from ..forward.runs.experiment import CellLabels
+from .by_pair import PairExperiment
 from .experiment import EdgeExperiment, labels, one_length, where_there_are_edges
 from .names import METHODS, Method
-from .pairs import tokens_of, value
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -129,13 +129,8 @@ class EdgeScores(EdgeExperiment):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EdgeEffects(EdgeExperiment):
-    """Every edge left out by itself, in each pair, exactly. A cell is a pair.
-
-    position: the only one at which it is left out, negative from the end; None for all.
-    """
-
-    position: int | None = None
+class EdgeEffects(PairExperiment):
+    """Every edge left out by itself, in each pair, exactly. A cell is a pair."""
 
     name: ClassVar[str] = "edge_effects"
     version: ClassVar[int] = 1
@@ -146,88 +141,31 @@ class EdgeEffects(EdgeExperiment):
         "clean": Output(("pair",), "<unit>", "the metric of the clean run"),
     }
 
-    def params(self) -> dict[str, Any]:
-        """Without the pairs, which are in the cells, unless what stands for a source depends on all of
-        them."""
-        given = super().params()
-        if self.alternative in ("corrupted", "zero"):
-            del given["pairs"]
-        return given
-
-    def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """In the unit of the metric."""
-        return {name: Output(each.dims, self.unit, each.long_name) for name, each in self.outputs.items()}
-
-    def check(self, config: Architecture) -> Layout:
-        """As of every experiment on edges; PromptError for a position that a prompt does not have, StageError
-        for a pair given twice."""
-        layout = super().check(config)
-        shortest = min(len(pair.clean) for pair in self.pairs)
-        if self.position is not None and not -shortest <= self.position < shortest:
-            raise PromptError(
-                f"expected a position in {-shortest}..{shortest - 1}, which all prompts have, found "
-                f"{self.position}"
-            )
-        if len({str(pair.canonical()) for pair in self.pairs}) < len(self.pairs):
-            raise StageError("expected pairs that differ, found one of them twice")
-        return layout
-
-    def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per pair."""
-        self.check(config)
-        return [{"pair": pair.canonical()} for pair in self.pairs]
-
     def dataset(self, prepared: Model, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """effect [pair, source, destination], clean [pair], of one pair."""
         import torch
         import xarray as xr
 
         from ..forward.edges.effects import changed_edges
-        from ..forward.hooks.wants import Logits
-        from .batches import as_array, batches, network_of
+        from .batches import network_of
 
         layout, declared = self.check(prepared.config), self.outputs_on(prepared.config)
-        (place,) = (i for i, pair in enumerate(self.pairs) if pair.canonical() == cell["pair"])
-        (batch,) = batches(
-            prepared,
-            layout,
-            self.pairs,
-            self.alternative,
-            seed=self.seed,
-            memory=self.memory,
-            only=place,
-        )
-        metric, clean = self.pairs[place].metric, batch.logits[0]
-        chosen = tokens_of(metric)
-        unchanged = value(metric, clean, clean)
-        seen = clean if chosen is None else clean[chosen]
-        want = Logits((-1,), None if chosen is None else tuple(chosen))
-        effect = np.zeros(layout.edges.shape)
+        pair, effect = self.of_cell(prepared, layout, cell), np.zeros(layout.edges.shape)
         with torch.no_grad():
             for sources, destinations, logits in changed_edges(
                 network_of(prepared),
                 layout,
-                batch.clean,
-                batch.change[0],
-                want,
+                pair.batch.clean,
+                pair.batch.change[0],
+                pair.want,
                 position=self.position,
                 memory=self.memory,
             ):
-                numbers = [metric.value(row, seen) - unchanged for row in as_array(logits)]
-                effect[sources.numpy(), destinations.numpy()] = numbers
+                effect[sources.numpy(), destinations.numpy()] = pair.changes(logits)
         return xr.Dataset(
             {
                 "effect": declared["effect"].variable(where_there_are_edges(layout, effect)[None]),
-                "clean": declared["clean"].variable(np.array([unchanged])),
+                "clean": declared["clean"].variable(np.array([pair.clean])),
             },
             coords=labels(layout),
         )
-
-    def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """Along pairs, in their order."""
-        import xarray as xr
-
-        found: xr.Dataset = xr.concat(
-            parts, "pair", data_vars="all", coords="minimal", compat="override", join="override"
-        )
-        return found

@@ -52,6 +52,7 @@ from mizarr.stages.causal.steering import DoseResponse
 from mizarr.stages.circuits.circuit import Circuit
 from mizarr.stages.circuits.evaluation import CircuitValues
 from mizarr.stages.circuits.pairs import Pair as EdgePair
+from mizarr.stages.circuits.paths import PathPatching
 from mizarr.stages.circuits.scores import EdgeEffects, EdgeScores
 from mizarr.stages.circuits.search import CircuitSearch
 from mizarr.stages.circuits.selected import SelectedCircuits
@@ -454,6 +455,16 @@ BY_BUDGET = {"rule": "budget"}
 EXPERIMENTS |= {
     EdgeScores: (ON_PAIRS, {**OF_PAIRS, "method": "EAP", "steps": 6, "by_position": True}),
     EdgeEffects: (ON_PAIRS, {**OF_PAIRS, "position": 1}),
+    PathPatching: (
+        {**ON_PAIRS, "receivers": ("logits",)},
+        {
+            **OF_PAIRS,
+            "receivers": ("m1",),
+            "senders": ("a0.h0",),
+            "mlps": "held",
+            "position": 1,
+        },
+    ),
     CircuitValues: (
         {**ON_PAIRS, "circuits": (Circuit.at_random(OF_GRAPH, 5, seed=0),)},
         {**OF_PAIRS, "circuits": (Circuit.at_random(OF_GRAPH, 5, seed=1),)},
@@ -486,7 +497,7 @@ EXPERIMENTS |= {
 NOT_IN_A_KEY = {
     **{
         (kind, "memory"): "how much is computed at once"
-        for kind in (EdgeScores, EdgeEffects, CircuitValues, SelectedCircuits, CircuitSearch)
+        for kind in (EdgeScores, EdgeEffects, PathPatching, CircuitValues, SelectedCircuits, CircuitSearch)
     },
     **{(ProbabilityDifference, name): "constant of the class" for name in ("units", "long_name")},
     **{

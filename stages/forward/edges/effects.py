@@ -36,7 +36,7 @@ from .layout import KINDS, Layout
 from .parts import NO_TAPS, SplitNetwork, attended, output_by_head, projected
 from .prompts import Sources
 
-__all__ = ["changed_edges"]
+__all__ = ["changed_edges", "most_rows"]
 
 Found = tuple[Tensor, Tensor, Tensor]
 """Sources, destinations, int [row], and logits [row, token] at the last position."""
@@ -67,7 +67,7 @@ def changed_edges(
         alone[:, first] = change[:, first]
         change = alone
     rest = _Rest(network, layout, clean, first, want)
-    most = _most_rows(network, length - first, want, memory)
+    most = most_rows(network, length - first, want, memory)
     for layer in range(layout.num_layers):
         yield from _into_heads(rest, layer, change, most, memory)
         yield from _into_mlp(rest, layer, change, most)
@@ -195,7 +195,7 @@ class _Suffixes(WholePrompts):
         return attend(q, k, v, seen, how, layer, NO_TAPS)
 
 
-def _most_rows(network: SplitNetwork, positions: int, want: Logits, memory: int) -> int:
+def most_rows(network: SplitNetwork, positions: int, want: Logits, memory: int) -> int:
     """Rows of a block: as many as fit half of the memory, and no more than make products fast."""
     itemsize = network.dtype.itemsize
     logits = network.config.vocab_size if want.tokens is None else len(want.tokens)
