@@ -78,7 +78,12 @@ class AttentionRouting(Workflow):
     @cached_property
     def labels(self) -> FeatureLabels:
         """What the features are called."""
-        return self.controls.labels(self.result)
+        return self.controls.labels(self.result, self.store)
+
+    @property
+    def spoken(self) -> tuple[str, ...]:
+        """Labels of the features."""
+        return self.labels.spoken
 
     def views(self) -> Iterator[View]:
         """The heads that move most at the one strength, all heads, and the range of strengths."""
@@ -92,7 +97,7 @@ class AttentionRouting(Workflow):
         layer, head = rows[0]["layer"], rows[0]["head"]
         query, key = (format_token(planned.tokens[place]) for place in (planned.last, planned.site))
         yield Findings.of(*self._findings(layer, head), caption=planned.preset.found)
-        yield features_table(self.controls, self.result)
+        yield features_table(self.controls, self.labels)
         yield Data(json=self._about() | {"head_deltas": _by_place(rows), "top_heads": rows[:TOP]})
         yield Table.of(
             rows[:10],

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..pipeline import Port
+from ..stages.features.labels import labels_of
 from ..stages.graph.graph import AttributionGraph, PrunedGraph, graph_node
 from ..stages.graph.logit_effects import logit_effects_node
 from ..stages.graph.pruning import Kept, pruned_graph
@@ -240,7 +241,8 @@ class AttributionGraphs(Workflow):
             sources=("graph",),
             json={"logits": logits},
         )
-        known = {**self._words, "examples": self._texts, "sources": tuple(self.nodes)}
+        called = {feature: each.text for feature, each in labels_of(self.store, self.dictionary).items()}
+        known = {**self._words, "examples": self._texts, "sources": tuple(self.nodes), "called": called}
         scores, net, strongest = graph_views(self.pruned, self.strongest, self.scores, **known)
         yield scores
         nodes, drawn, _ = drawn_part(self.pruned)

@@ -140,13 +140,18 @@ class CltVsPlt(Workflow):
     def labels(self) -> dict[str, FeatureLabels]:
         """What features are called: by arm, and of the preset under "preset"."""
         subject, ids = self.planned.subject, self.planned.encoding.ids
-        found = {"preset": self.controls.labels(self.opened.__getitem__)}
+        found = {"preset": self.controls.labels(self.opened.__getitem__, self.store)}
         for arm in self.arms:
             trace = self.opened[f"{arm}_trace"]
             words = [self.opened[f"{arm}_{name}_words"] for name in ("trace", *protocols(arm))]
             every = [FeatureLabels.of_trace(subject, ids, each, trace) for each in words]
             found[arm] = reduce(or_, every)
         return found
+
+    @property
+    def spoken(self) -> tuple[str, ...]:
+        """Labels of the preset's features."""
+        return self.labels["preset"].spoken
 
     @property
     def baseline(self) -> tuple[float, float]:
@@ -161,7 +166,7 @@ class CltVsPlt(Workflow):
         first = self._causal("preset", "preset", planning, planned.suppress, planned.inject)
         arms = {arm: {name: self._protocol(arm, name) for name in protocols(arm)} for arm in self.arms}
         yield Findings.of(*self._findings(), caption=preset.found)
-        yield features_table(self.controls, self.opened.__getitem__)
+        yield features_table(self.controls, self.labels["preset"])
         yield Data(
             json={
                 "experiment": self.name,
@@ -211,7 +216,7 @@ class CltVsPlt(Workflow):
     def _findings(self) -> Iterator[Finding]:
         """What the preset's features do, and what the best ranked ones of each kind do."""
         word = self.planned.preset.inject_word
-        yield from exchange_findings(self.controls, self.opened.__getitem__)
+        yield from exchange_findings(self.controls, self.opened.__getitem__, self.labels["preset"])
         for arm in self.arms:
             found = changes(self.opened[f"{arm}_controls"]).max(axis=0)
             claim = (

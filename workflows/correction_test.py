@@ -120,7 +120,12 @@ class CorrectionTest(Workflow):
     @cached_property
     def labels(self) -> FeatureLabels:
         """What the features are called."""
-        return self.controls.labels(self.result)
+        return self.controls.labels(self.result, self.store)
+
+    @property
+    def spoken(self) -> tuple[str, ...]:
+        """Labels of the features."""
+        return self.labels.spoken
 
     @cached_property
     def head(self) -> tuple[int, int] | None:
@@ -145,7 +150,7 @@ class CorrectionTest(Workflow):
         words, labels = (preset.inject_word, preset.correct_word), self.labels
         before = self._said(self.sweep, "baseline_") | {"routing_head_delta": 0.0, "total_routing_shift": 0.0}
         yield Findings.of(*self._findings(), caption=preset.found)
-        yield features_table(self.controls, self.result)
+        yield features_table(self.controls, self.labels)
         yield parts_table(self.controls, self.result)
         yield Data(json=self._about() | {"baseline": before, "commitment_only": points[0]})
         site = f"{format_token(planned.tokens[planned.site])!r} ({planned.site})"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from .material.answers import named
 from .material.exchange_views import exchange_findings, features_table, parts_table
 from .material.feature_controls import FeatureControls
 from .material.feature_injection import Planned
+from .material.feature_labels import FeatureLabels
 from .material.feature_presets import chosen_preset
 from .settings import ControlSettings, InjectionSettings, setting
 from .views import Bars, Data, Figure, Findings, Line, Lines, Table, View
@@ -77,11 +79,21 @@ class PlanningInPoems(Workflow):
         sweep = planned.sweep(planned.doses, (preset.strength,), words)
         self.nodes = {"sweep": sweep, **self.controls.nodes}
 
+    @cached_property
+    def labels(self) -> FeatureLabels:
+        """What the features are called."""
+        return self.controls.labels(self.result, self.store)
+
+    @property
+    def spoken(self) -> tuple[str, ...]:
+        """Labels of the features."""
+        return self.labels.spoken
+
     def views(self) -> Iterator[View]:
         """The positions that change most, in their order, and the probability at every position."""
         planned, preset, swept = self.planned, self.planned.preset, self.sweep.isel(strength=0)
         word, strength = preset.inject_word, preset.strength
-        labels = self.controls.labels(self.result)
+        labels = self.labels
         injected = labels.short(planned.inject)
         probability = np.exp(swept["logprob"].transpose("position", "word").values)
         baseline = float(np.exp(swept["baseline_logprob"][0]))
@@ -98,8 +110,8 @@ class PlanningInPoems(Workflow):
             }
             for place, token in enumerate(planned.tokens)
         ]
-        yield Findings.of(*exchange_findings(self.controls, self.result), caption=preset.found)
-        yield features_table(self.controls, self.result)
+        yield Findings.of(*exchange_findings(self.controls, self.result, labels), caption=preset.found)
+        yield features_table(self.controls, labels)
         yield parts_table(self.controls, self.result)
         yield Data(
             json={

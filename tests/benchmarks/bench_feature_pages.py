@@ -5,10 +5,13 @@
 Synthetic: activations of width 64 and a random top-k dictionary are not encoded here (that is the forward
 pass' and `encode_features`' business), but written as its codes would be: at every token `active` distinct
 features, whose frequencies follow a power law, with exponential activations; prompts of 128 random ids of a
-vocabulary of 32,768; a decoder and an unembedding of random normals, width 64. Counted are all stages of the
-pages - statistics, examples of every strength, windows, partners, neighbours, logits - into an empty store,
-and writing every page. Target: 1,000 features a second, in at most 1 GB of resident memory, of the whole
-process.
+vocabulary of 32,768; a decoder and an unembedding of random normals, width 64. Counted are, one after
+another, all stages of the pages - statistics, examples of every strength, windows, partners, neighbours,
+logits - from the stored codes into an empty store, and writing every page as a file; the import of torch is
+in the first stage that needs it. Not counted: the forward pass, encoding, and start of the process.
+Partners are counted over a sample of tokens, as the pages say. Wall time is that of a machine which others
+may use; processor seconds tell what it would be on a quiet one, and are themselves larger beside others.
+Target: 1,000 features a second, in at most 1 GB of resident memory, of the whole process.
 """
 
 from __future__ import annotations
@@ -173,7 +176,8 @@ def measure(folder: Path, features: int, tokens: int, active: int, threads: int)
         f"{cpu:.1f} s of processor"
     )
     print(
-        f"{features / wall:,.0f} features / s (target 1,000), at most {peak():,.0f} MB (target 1,000), "
+        f"{features / wall:,.0f} features / s (target 1,000), {features / cpu:,.0f} / s of processor, "
+        f"at most {peak():,.0f} MB (target 1,000), "
         f"{size / 1e6:.0f} MB of pages"
     )
 

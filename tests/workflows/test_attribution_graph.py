@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import mizarr
+from mizarr.pipeline import plan
+from mizarr.stages.features.labels import set_labels
 from mizarr.stages.graph import node
 from mizarr.stages.graph.rows import attribute
 from mizarr.stages.logits.lens import format_token
@@ -207,6 +209,26 @@ def test_the_figure_has_the_edges_that_carry_most_and_one_out_of_each_feature(do
 
 
 # -- the page
+
+
+def test_labels_stand_where_features_are_named_and_change_no_key(
+    done: AttributionGraphs, given: dict[str, Any]
+):
+    store, feature, before = done.store, done.strongest[0].feature, done.to_json()
+    assert store is not None
+    set_labels(store, done.dictionary, {feature: "towards <b>"})
+    try:
+        again = build("attribution_graph", **given)
+        assert plan(again.nodes.values(), store).is_cached
+        again.run(store, quiet=True)
+        told = again.to_json()
+        assert told["features"][0]["label"].startswith('"towards <b>", ')
+        assert before["features"][0]["label"] == told["features"][0]["label"].removeprefix('"towards <b>", ')
+        (shown,) = (each for each in again.shown if isinstance(each, Graph))
+        assert shown.called == ((str(feature), "towards <b>"),)
+    finally:
+        set_labels(store, done.dictionary, {feature: ""})
+    assert done.to_json()["features"] == before["features"]
 
 
 @pytest.fixture(scope="module")

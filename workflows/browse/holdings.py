@@ -214,7 +214,7 @@ class Holdings:
     def _look_again(self) -> None:
         try:
             self._read_all()
-            self._whole = self._so_far(self._folders)
+            self._whole = self._so_far(is_whole=True)
             self._failed = None
         except Exception as error:  # noqa: BLE001 - raised where somebody asks
             self._failed = error
@@ -222,13 +222,13 @@ class Holdings:
             with self._lock:
                 self._seen, self._looking = time.monotonic(), None
 
-    def _so_far(self, folders: int = 0) -> Held:
-        """What was found until now. folders: how many there are, where all were looked at."""
+    def _so_far(self, *, is_whole: bool = False) -> Held:
+        """What was found until now; before the folders are counted one is told as unread."""
         pins: dict[str, str] = {}
         with suppress(CorruptEntry):
             pins = self.store.pins()
         known = {data: folder for data, (_, folder) in list(self._known.items())}
-        unread = 0 if folders else max(0, self._folders - len(known) - len(self._damaged))
+        unread = 0 if is_whole else max(1, self._folders - len(known) - len(self._damaged))
         return Held(self.store, known, pins, tuple(self._damaged), unread)
 
     def _read_all(self) -> None:

@@ -24,7 +24,7 @@ from ...stages.extras import require
 from ...store import Store
 from ...store.errors import ConfigError, MizarrError
 from .finding import find_news, find_page
-from .holdings import Holdings
+from .holdings import Held, Holdings
 from .page import Page
 from .pages.search import search_page
 from .render import STATIC, render, static_files
@@ -51,7 +51,7 @@ HEADERS = {
 }
 FOOT = "Read from the store just now. These pages are served to this machine alone, and change nothing."
 PATIENCE = 0.2
-"""Seconds for which the first page waits for a store to be read; then it tells what was found so far."""
+"""Seconds for which a page waits for a store to be read; then it tells what was found so far."""
 LONGEST = 400
 """Characters of words that are searched for."""
 
@@ -114,31 +114,38 @@ def application(store: Store, word: str, port: int) -> Starlette:
         if path.startswith(f"{STATIC}/") and (found := static.get(path.removeprefix(f"{STATIC}/"))):
             return Response(found[1], media_type=found[0])
         try:
-            held = holdings.look(PATIENCE if path in ("", "index.html", "live.json") else None)
+            held = holdings.look(PATIENCE)
             if (news := find_news(held, path)) is not None:
                 return JSONResponse(news)
             if path == "search.html":
-                page: Page | None = searched(request)
+                page: Page | None = searched(held, request)
             else:
                 page = find_page(held, path)
         except (MizarrError, FileNotFoundError) as error:
             return told(500, "This cannot be read", str(error))
+        if page is None and held.unread:
+            return told(503, "Not read yet", f"{_unread(held)} Load this page again in a moment.")
         if page is None:
             return told(
                 404, "Not here", "It may have been removed meanwhile; the first page shows what is there."
             )
-        return Response(render(page, FOOT), media_type="text/html")
+        foot = f"{_unread(held)} {FOOT}" if held.unread else FOOT
+        return Response(render(page, foot), media_type="text/html")
 
-    def searched(request: Request) -> Page:
+    def searched(held: Held, request: Request) -> Page:
         asked = request.query_params
         start = tuple(
             int(text) if (text := asked.get(name, "")).isdecimal() else 0 for name in ("run", "prompt")
         )
-        return search_page(holdings.look(), asked.get("q", "")[:LONGEST], (start[0], start[1]))
+        return search_page(held, asked.get("q", "")[:LONGEST], (start[0], start[1]))
 
     def told(status: int, title: str, text: str) -> Response:
         words = f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"
-        back = f'<p><a href="/{quote(word)}/index.html">to the store</a></p>' if status in (404, 500) else ""
+        back = (
+            f'<p><a href="/{quote(word)}/index.html">to the store</a></p>'
+            if status in (404, 500, 503)
+            else ""
+        )
         body = f"{words}<h1>{html.escape(title)}</h1><p>{html.escape(text)}</p>{back}"
         return Response(body, status, media_type="text/html")
 
@@ -146,6 +153,11 @@ def application(store: Store, word: str, port: int) -> Starlette:
     found = Starlette(routes=routes, middleware=[_guarded(hosts)])
     found.router.redirect_slashes = False
     return found
+
+
+def _unread(held: Held) -> str:
+    """How far the first look at a store is."""
+    return f"The store is still being read: {held.unread:,} of its runs and results were not looked at yet."
 
 
 def _guarded(hosts: Collection[str]) -> Any:

@@ -16,6 +16,7 @@ from ...stages.logits.lens import format_probability, format_token
 from ...store.arrays import Floats
 from ..views import Finding, Table, dash
 from .feature_controls import FeatureControls, changes, probabilities
+from .feature_labels import FeatureLabels
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -33,10 +34,9 @@ __all__ = [
 Results = Callable[[str], "xr.Dataset"]
 
 
-def exchange_findings(controls: FeatureControls, result: Results) -> list[Finding]:
+def exchange_findings(controls: FeatureControls, result: Results, labels: FeatureLabels) -> list[Finding]:
     """How much likelier the word becomes at the end of the prompt, and of other facts of its kind."""
     planned, word = controls.planned, controls.words[0]
-    labels = controls.labels(result)
     off = f" in place of {labels.several(planned.suppress)}" if planned.suppress else ""
     claim = f"{labels.short(planned.inject)}{off} at {site_told(controls)} changes P({word!r}) at the end"
     found = [finding(controls, changes(result("controls")), claim)]
@@ -79,14 +79,13 @@ def site_told(controls: FeatureControls) -> str:
     return f"{format_token(controls.planned.tokens[place])!r} ({place})"
 
 
-def features_table(controls: FeatureControls, result: Results) -> Table:
+def features_table(controls: FeatureControls, labels: FeatureLabels) -> Table:
     """Every feature that is exchanged: what it is for, what it writes, and where in the prompt it fires."""
-    labels = controls.labels(result)
     doses = {FeatureId(dose.layer, dose.index): dose for dose in controls.doses}
     parts = (controls.company,) * (len(doses) - 1) + (controls.cause,)
     return Table.of(
         list(zip(doses, parts, strict=True)),
-        ("feature", lambda one: str(one[0])),
+        ("feature", lambda one: FeatureLabels(said=labels.said).short(one[0])),
         ("part", lambda one: one[1]),
         ("writes", lambda one: dash(labels.writes.get(one[0]), repr)),
         ("fires on", lambda one: dash(labels.fires.get(one[0]), repr)),

@@ -22,6 +22,7 @@ import numpy as np
 from ...stages.causal.controls import chosen_at_random
 from ...stages.features.effects.exchanges import FeatureExchanges, Place
 from ...stages.features.effects.sweeps import Dose, random_like
+from ...stages.features.labels import labels_of
 from ...stages.features.layers.layout import FeatureId
 from ...store.arrays import Floats
 from ..settings import ControlSettings
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from ...pipeline.nodes import ResultNode
+    from ...store import Store
     from .feature_injection import Planned
 
 __all__ = ["FeatureControls", "changes", "probabilities"]
@@ -120,11 +122,13 @@ class FeatureControls:
         features = [FeatureId(dose.layer, dose.index) for dose in self.doses]
         return found | named_nodes(planned.subject, planned.dictionary, ids, features)
 
-    def labels(self, result: Callable[[str], xr.Dataset]) -> FeatureLabels:
-        """What the features exchanged are called; result: a result by the name of its node."""
+    def labels(self, result: Callable[[str], xr.Dataset], store: Store | None) -> FeatureLabels:
+        """What the features exchanged are called; result: a result by the name of its node. store: that has
+        what people call them."""
         planned = self.planned
         words = result("words") if "words" in self.nodes else None
-        return FeatureLabels.of_trace(planned.subject, planned.encoding.ids, words, result("trace"))
+        found = FeatureLabels.of_trace(planned.subject, planned.encoding.ids, words, result("trace"))
+        return found.called(labels_of(store, planned.dictionary))
 
     def drawn(self, found: Floats) -> Floats:
         """Of values [..., exchange] those of the random features."""

@@ -6,11 +6,13 @@ Border: a graph, and what is known of its features, in; views out. What any of i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...stages.features.corpus.examples import contexts
+from ...stages.features.layers.layout import FeatureId
 from ...stages.graph.rows.nodes import ERROR, FEATURE
 from ..views import Graph, Table, Values
 from ..views.graph_features import StrongFeature
@@ -30,12 +32,14 @@ def graph_views(
     scores: Mapping[str, float],
     *,
     sources: tuple[str, ...] = (),
+    called: Mapping[FeatureId, str] = MappingProxyType({}),
     **known: Any,
 ) -> tuple[Values, Graph, Table]:
     """A graph as views; the sliders stand where it is pruned.
 
     strongest: as `strongest_features` gives them.  scores: replacement_score and completeness_score.
-    sources: the workflow's results these were made from.  known: more of what `Graph.of` takes.
+    sources: the workflow's results these were made from.  called: what
+    people call features.  known: more of what `Graph.of` takes.
     """
     counts = pruned.graph.counts
     values = Values(
@@ -62,9 +66,10 @@ def graph_views(
         "saved as circuit-tracer's viewer saves them.",
         sources=sources,
         strongest=tuple(strongest),
+        called=tuple((str(feature), text) for feature, text in sorted(called.items())),
         **known,
     )
-    return values, graph, _table(strongest, sources)
+    return values, graph, _table(strongest, sources, called)
 
 
 def kept_of(pruned: PrunedGraph, kind: str) -> int:
@@ -95,13 +100,15 @@ def examples_of(
     }
 
 
-def _label(one: StrongFeature) -> str:
-    """What a feature writes, and the token it is active at."""
+def _label(one: StrongFeature, called: Mapping[FeatureId, str]) -> str:
+    """What people call a feature, what it writes, and the token it is active at."""
     writes = {one.feature: one.raised[0]} if one.raised else {}
-    return FeatureLabels(writes, {one.feature: one.token}).label(one.feature)
+    return FeatureLabels(writes, {one.feature: one.token}, called).label(one.feature)
 
 
-def _table(strongest: Sequence[StrongFeature], sources: tuple[str, ...]) -> Table:
+def _table(
+    strongest: Sequence[StrongFeature], sources: tuple[str, ...], called: Mapping[FeatureId, str]
+) -> Table:
     """The features with most influence, with the tokens they raise and lower where these are known."""
     is_known = any(one.raised for one in strongest)
     effects = (
@@ -110,7 +117,7 @@ def _table(strongest: Sequence[StrongFeature], sources: tuple[str, ...]) -> Tabl
     )
     return Table.of(
         strongest,
-        ("feature", lambda one: str(one.feature)),
+        ("feature", lambda one: FeatureLabels(said=called).short(one.feature)),
         ("token", lambda one: f"{one.position} {one.token}"),
         ("activation", lambda one: one.activation, ".3f"),
         ("influence", lambda one: one.influence, ".4f"),
@@ -125,7 +132,7 @@ def _table(strongest: Sequence[StrongFeature], sources: tuple[str, ...]) -> Tabl
                 {
                     "layer": one.feature.layer,
                     "index": one.feature.index,
-                    "label": _label(one),
+                    "label": _label(one, called),
                     "position": one.position,
                     "token": one.token,
                     "activation": one.activation,

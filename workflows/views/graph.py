@@ -54,6 +54,7 @@ class Graph(View):
     or not.  share: largest threshold that keeps no node but those here.  node_threshold, edge_threshold:
     where the sliders stand.
     pinned, supernodes: names of nodes as circuit-tracer's viewer saves them, what the page begins with.
+    called: (name, label) of features that people named, such as ("L3:17", "capitals").
     pruned: the kept part, of which a figure draws what carries most.  strongest: features it numbers
     and names.
     """
@@ -83,6 +84,7 @@ class Graph(View):
     edge_threshold: float
     pinned: tuple[str, ...] = ()
     supernodes: tuple[tuple[str, ...], ...] = ()
+    called: tuple[tuple[str, str], ...] = ()
     pruned: PrunedGraph = field(compare=False, metadata={"page": False})
     strongest: tuple[StrongFeature, ...] = field(default=(), metadata={"page": False})
 

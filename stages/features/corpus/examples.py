@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ....pipeline import Output, stage
 from ....store.arrays import Ints
 from ....store.errors import DictionaryError
+from ...logits.ranking import in_order, ranked
 from .sparse import BLOCK, blocks
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def top_examples(
     place[chosen] = np.arange(len(chosen))
     for block in blocks(encoded):
         best.add(place[block.feature], block.token, block.value)
+    best.rank()
     return xr.Dataset(
         {"token": (("feature", "rank"), best.token), "value": (("feature", "rank"), best.value)},
         coords={"feature": chosen, "rank": np.arange(k), "layer": encoded["layer"]},
@@ -59,7 +61,11 @@ def top_examples(
 
 
 class _Best:
-    """The k strongest places of each of some features, as far as they have been seen."""
+    """The k strongest places of each of some features, as far as they have been seen.
+
+    Places that may be among them wait until they are as many as those that stand: to rank them block by block
+    would be to rank the same ones again and again.
+    """
 
     def __init__(self, size: int, k: int, prompt: Ints | None) -> None:
         self.k, self.prompt = k, prompt
@@ -67,32 +73,45 @@ class _Best:
         self.value = np.zeros((size, k), np.float32)
         self._least = np.full(size + 1, -np.inf, np.float32)  # to enter with; the last one is of row -1
         self._least[-1] = np.inf
+        self._waiting: list[tuple[Ints, Ints, npt.NDArray[np.float32]]] = []
+        self._many = 0
 
     def add(self, row: Ints, token: Ints, value: npt.NDArray[np.float32]) -> None:
         """Take more places into account, but those of row -1; tokens come in ascending order from call to
         call."""
         # An equal value comes later than what stands, so it loses.
         entering = np.flatnonzero(value > self._least[row])
-        row, token, value = row[entering], token[entering], value[entering]
-        if not len(row):
+        self._waiting.append((row[entering], token[entering], value[entering]))
+        self._many += len(entering)
+        if self._many >= max(BLOCK, self.token.size):
+            self.rank()
+
+    def rank(self) -> None:
+        """Rank those that wait; to be called when all have come."""
+        if not self._many:
             return
-        touched = np.unique(row)
-        standing = self.token[touched] >= 0
-        row = np.concatenate([np.repeat(touched, standing.sum(1)), row])
-        token = np.concatenate([self.token[touched][standing], token])
-        value = np.concatenate([self.value[touched][standing], value])
-        order = np.lexsort((token, -value, row))
+        row, token, value = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
+        self._waiting, self._many = [], 0
+        standing = np.flatnonzero(self.token >= 0)
+        row = np.concatenate([standing // self.k, row])
+        token = np.concatenate([self.token.ravel()[standing], token])
+        value = np.concatenate([self.value.ravel()[standing], value])
         if self.prompt is not None:
-            pair = row[order] * (int(self.prompt.max()) + 1) + self.prompt[token[order]]
-            order = order[np.sort(np.unique(pair, return_index=True)[1])]
-        row, token, value = row[order], token[order], value[order]
-        rank = np.arange(len(row)) - np.searchsorted(row, row)
-        kept = rank < self.k
-        self.token[touched], self.value[touched] = -1, 0
-        self.token[row[kept], rank[kept]] = token[kept]
-        self.value[row[kept], rank[kept]] = value[kept]
-        is_full = self.token[touched, -1] >= 0
-        self._least[touched] = np.where(is_full, self.value[touched, -1], -np.inf)
+            first = self._strongest_of_prompts(row, token, value)
+            row, token, value = row[first], token[first], value[first]
+        kept, rank = ranked(row, token, value, self.k)
+        at = row[kept], rank
+        self.token[at], self.value[at] = token[kept], value[kept]
+        is_full = self.token[:, -1] >= 0
+        self._least[:-1] = np.where(is_full, self.value[:, -1], -np.inf)
+
+    def _strongest_of_prompts(self, row: Ints, token: Ints, value: npt.NDArray[np.float32]) -> Ints:
+        """Places of the strongest of each row and prompt, equal ones by token."""
+        assert self.prompt is not None
+        pair = row * (int(self.prompt.max(initial=0)) + 1) + self.prompt[token]
+        order = in_order(pair, -value, token)
+        found: Ints = order[np.flatnonzero(np.diff(pair[order], prepend=-1))]
+        return found
 
 
 def contexts(

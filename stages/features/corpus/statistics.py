@@ -46,10 +46,11 @@ def feature_statistics(encoded: xr.Dataset) -> xr.Dataset:
     count = np.zeros(size, np.int64)
     total, largest = np.zeros(size), np.full(size, -np.inf, np.float32)
     for block in blocks(encoded):
-        count += np.bincount(block.feature, minlength=size)
-        total += np.bincount(block.feature, weights=block.value, minlength=size)
-        larger = np.flatnonzero(block.value > largest[block.feature])  # few: maximum.at is slow
-        np.maximum.at(largest, block.feature[larger], block.value[larger])
+        feature = block.feature.astype(np.int64)  # once: counting and looking up would each do it
+        count += np.bincount(feature, minlength=size)
+        total += np.bincount(feature, weights=block.value, minlength=size)
+        larger = np.flatnonzero(block.value > largest[feature])  # few: maximum.at is slow
+        np.maximum.at(largest, feature[larger], block.value[larger])
     per_token = np.diff(encoded["token_ptr"].values)[counted(encoded)]
     if not len(per_token):
         raise ShapeError(

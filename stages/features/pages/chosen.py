@@ -35,7 +35,7 @@ def feature_blocks(features: Sequence[int] | int, size: int) -> xr.DataArray:
             f"expected features, each once, in blocks of at least one, found {len(chosen)} features of which "
             f"{len(np.unique(chosen))} differ, and a block of {size}"
         )
-    size = min(size, len(chosen))
+    size = -(-len(chosen) // -(-len(chosen) // size))  # as many in each: they are computed side by side
     padded = np.full(-(-len(chosen) // size) * size, -1, np.int64)
     padded[: len(chosen)] = chosen
     blocks = padded.reshape(-1, size)

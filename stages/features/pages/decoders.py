@@ -15,7 +15,7 @@ import numpy as np
 
 from ....pipeline import Output, stage
 from ....store.arrays import Array
-from ...logits.ranking import ranked, row_bounds
+from ...logits.ranking import top_columns
 from ..dictionary import Dictionary
 from .chosen import features_of, join_features
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["decoder_neighbours"]
 
-CELLS = 1 << 20
+CELLS = 1 << 21
 """Of some features times all at a time."""
 ALIGNED = 3
 """Dims told of each feature."""
@@ -68,11 +68,9 @@ def decoder_neighbours(blocks: xr.DataArray, *, dictionary: Dictionary, layer: i
         some = chosen[start : start + step]
         alike = unit[some] @ unit.T
         alike[np.arange(len(some)), some] = -np.inf
-        near = np.flatnonzero(alike >= row_bounds(alike, k)[:, None])
-        row, column = np.divmod(near, len(rows))
-        kept, rank = ranked(row, column, alike.ravel()[near], k)
-        neighbour[start + row[kept], rank] = column[kept]
-        cosine[start + row[kept], rank] = alike.ravel()[near[kept]]
+        near = top_columns(alike, k)
+        here = slice(start, start + len(some))
+        neighbour[here], cosine[here] = near, np.take_along_axis(alike, near, axis=1)
     dim, part, share = _aligned(rows[chosen])
     pairs = {"neighbour": neighbour, "cosine": cosine}
     dims = {"dim": dim, "part": part, "l1_share": share}

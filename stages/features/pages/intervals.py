@@ -20,7 +20,8 @@ import numpy as np
 from ....pipeline import Output, stage
 from ....store.arrays import Array, Ints
 from ....store.errors import StageError
-from ..corpus.sparse import blocks as blocks_of
+from ...logits.ranking import in_order, ranks
+from ..corpus.sparse import BLOCK, blocks as blocks_of
 from .chosen import features_of, join_features, places_of
 from .draws import Numbers, feature_numbers, mixed, token_numbers
 
@@ -84,7 +85,8 @@ def feature_intervals(
         where = np.clip((value * scale[row]).astype(np.int32), 0, bins - 1)
         cell = row * bins + where
         counts += np.bincount(cell, minlength=len(counts))
-        drawn.add(cell // (bins // intervals), token, value, numbers[token], own[row])
+        drawn.add(cell // (bins // intervals), token, value, mixed(numbers[token] ^ own[row]))
+    drawn.draw()
     histogram = counts.reshape(len(chosen), bins)
     shape = (len(chosen), intervals, draws)
     return xr.Dataset(
@@ -99,38 +101,49 @@ def feature_intervals(
 
 
 class _Drawn:
-    """The k members of each group with the smallest numbers, as far as they have been seen."""
+    """The k members of each group with the smallest numbers, as far as they have been seen.
+
+    Those that may be among them wait until they are as many as those that stand, as for the strongest
+    (corpus/examples.py).
+    """
 
     def __init__(self, groups: int, k: int) -> None:
+        self.k = k
         self.number = np.full((groups, k), np.iinfo(np.uint64).max, np.uint64)
         self.token = np.full((groups, k), -1, np.int64)
         self.value = np.zeros((groups, k), np.float32)
         self._last = self.number[:, -1].copy()  # beside each other, as they are read for every activation
+        self._waiting: list[tuple[Ints, Numbers, Ints, Array]] = []
+        self._many = 0
 
-    def add(self, group: Ints, token: Ints, value: Array, of_token: Numbers, of_feature: Numbers) -> None:
+    def add(self, group: Ints, token: Ints, value: Array, number: Numbers) -> None:
         """Take more into account; tokens come in ascending order from call to call."""
-        number = mixed(of_token ^ of_feature)
         entering = np.flatnonzero(number < self._last[group])
-        group, token, value, number = group[entering], token[entering], value[entering], number[entering]
-        if not len(group):
+        self._waiting.append((group[entering], number[entering], token[entering], value[entering]))
+        self._many += len(entering)
+        if self._many >= max(BLOCK, self.token.size):
+            self.draw()
+
+    def draw(self) -> None:
+        """Look through those that wait; to be called when all have come."""
+        if not self._many:
             return
-        touched = np.unique(group)
-        standing = self.token[touched] >= 0
-        group = np.concatenate([np.repeat(touched, standing.sum(1)), group])
-        number = np.concatenate([self.number[touched][standing], number])
-        token = np.concatenate([self.token[touched][standing], token])
-        value = np.concatenate([self.value[touched][standing], value])
-        order = np.lexsort((token, number, group))
+        group, number, token, value = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
+        self._waiting, self._many = [], 0
+        standing = np.flatnonzero(self.token >= 0)
+        group = np.concatenate([standing // self.k, group])
+        number = np.concatenate([self.number.ravel()[standing], number])
+        token = np.concatenate([self.token.ravel()[standing], token])
+        value = np.concatenate([self.value.ravel()[standing], value])
+        # Groups, and of the numbers as many bits as there is room for: the others seldom decide.
+        bits = 63 - int(self.token.shape[0]).bit_length()
+        key = (group << bits) | (number >> np.uint64(64 - bits)).astype(np.int64)
+        order = in_order(key, number, token)
         # The same text again has the same number; what was seen first stays.
         again = (np.diff(group[order]) == 0) & (np.diff(number[order]) == 0)
-        order = order[np.concatenate([[True], ~again])]
-        group = group[order]
-        rank = np.arange(len(group)) - np.searchsorted(group, group)
-        kept = rank < self.token.shape[1]
-        order, group, rank = order[kept], group[kept], rank[kept]
-        self.token[touched], self.value[touched] = -1, 0
-        self.number[touched] = np.iinfo(np.uint64).max
-        self.number[group, rank] = number[order]
-        self.token[group, rank] = token[order]
-        self.value[group, rank] = value[order]
-        self._last[touched] = self.number[touched, -1]
+        order = order[np.flatnonzero(np.concatenate([[True], ~again]))]
+        rank = ranks(group[order])
+        kept = np.flatnonzero(rank < self.k)
+        order, at = order[kept], (group[order[kept]], rank[kept])
+        self.number[at], self.token[at], self.value[at] = number[order], token[order], value[order]
+        self._last = self.number[:, -1].copy()

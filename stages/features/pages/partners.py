@@ -9,7 +9,8 @@ where it is silent, and S_f the tokens where it is not,
 
 the first two as SAE dashboards have them (sae_vis, RollingCorrCoef: "pearson" and "cossim").
 
-Border: the ragged arrays of one layer in; never imports torch. Holds the sample, and some features times all.
+Border: the ragged arrays of one layer in; never imports torch. Holds the sample, and the pairs
+of some features.
 
 Axes: feature; rank, 0 = closest. -1: no partner of that rank.
 """
@@ -26,7 +27,7 @@ import numpy as np
 from ....pipeline import Output, stage
 from ....store.arrays import Array, Floats, Ints
 from ....store.errors import StageError
-from ...logits.ranking import ranked, row_bounds
+from ...logits.ranking import ranked, ranks
 from ..corpus.sparse import blocks as blocks_of
 from ..corpus.statistics import counted
 from .chosen import features_of, join_features
@@ -37,8 +38,12 @@ if TYPE_CHECKING:
 
 __all__ = ["feature_partners"]
 
-CELLS = 1 << 20
-"""Of some features times all, and of pairs that are counted, at a time."""
+PAIRS = 1 << 18
+"""Meetings of two features that are counted at a time."""
+SLOTS = 1 << 20
+"""In which they are counted, a power of 2: several times as many, so that few pairs share one."""
+FEATURES = 1 << 12
+"""Features whose pairs are counted at a time, at most."""
 TOGETHER = 2
 """Tokens that two features must share."""
 
@@ -78,15 +83,16 @@ def feature_partners(
     together = np.zeros(shape, np.int64)
     for some in sample.portions(chosen):
         pairs = sample.pairs(chosen[some])
-        kept, rank = _closest(pairs, sample.correlation(pairs), k)
+        correlation, jaccard = sample.correlation(pairs), sample.jaccard(pairs)
+        kept, rank = _closest(pairs, correlation, k)
         at = some.start + pairs.row[kept], rank
         found["correlated"][at] = pairs.column[kept]
-        values["correlation"][at] = sample.correlation(pairs)[kept]
+        values["correlation"][at] = correlation[kept]
         values["cosine"][at] = sample.cosine(pairs)[kept]
-        kept, rank = _closest(pairs, sample.jaccard(pairs), k)
+        kept, rank = _closest(pairs, jaccard, k)
         at = some.start + pairs.row[kept], rank
         found["companion"][at] = pairs.column[kept]
-        values["jaccard"][at] = sample.jaccard(pairs)[kept]
+        values["jaccard"][at] = jaccard[kept]
         together[at] = pairs.count[kept]
     told = {name: (("feature", "rank"), array) for name, array in {**found, **values}.items()}
     return xr.Dataset(
@@ -108,7 +114,6 @@ class _Pairs:
     column: Ints
     count: Ints
     dot: Floats
-    shape: tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,34 +188,43 @@ class _Sample:
         """Features whose pairs fit a block, one portion after another."""
         lengths = np.diff(self.ptr)
         work = np.bincount(self.feature, lengths[self.owner], self.size)[chosen]
-        most = max(1, CELLS // self.size)
+        done = np.concatenate([[0], work.cumsum()])
         start = 0
         while start < len(chosen):
-            within = np.searchsorted(work[start : start + most].cumsum(), CELLS, side="right")
-            stop = start + max(1, int(within))
-            yield slice(start, min(stop, len(chosen)))
+            stop = int(np.searchsorted(done, done[start] + PAIRS, side="right")) - 1
+            stop = min(max(stop, start + 1), start + FEATURES, len(chosen))
+            yield slice(start, stop)
             start = stop
 
     def pairs(self, features: Ints) -> _Pairs:
         """Who shares tokens with some features, and how: sums over the rows of the tokens each is active
         at."""
-        ranges = zip(self.starts[features], self.starts[features + 1], strict=True)
-        own = np.concatenate([self.by_feature[start:stop] for start, stop in ranges])
         row = np.repeat(np.arange(len(features)), self.counts[features])
+        own = self.by_feature[np.repeat(self.starts[features], self.counts[features]) + ranks(row)]
         token = self.owner[own]
         lengths = np.diff(self.ptr)[token]
         ends = lengths.cumsum()
         total = int(ends[-1]) if len(ends) else 0
         other = np.arange(total) + np.repeat(self.ptr[token] - (ends - lengths), lengths)
         cell = np.repeat(row * self.size, lengths) + self.feature[other]
-        shape = (len(features), self.size)
-        count = np.bincount(cell, minlength=shape[0] * shape[1])
-        product = np.repeat(self.value[own].astype(np.float64), lengths) * self.value[other]
-        dot: Floats = np.bincount(cell, product, len(count)).astype(np.float64, copy=False)
-        count.reshape(shape)[np.arange(len(features)), features] = 0
-        shared = np.flatnonzero(count >= TOGETHER)
-        at, column = np.divmod(shared, self.size)
-        return _Pairs(at, features[at], column, count[shared], dot[shared], shape)
+        # Most pairs meet once. A count of cells, of which some fall together, tells nearly all of those;
+        # of the others, pair and place are one number, so that one sort brings them together.
+        slot = cell & (SLOTS - 1)
+        place = np.flatnonzero(np.bincount(slot, minlength=SLOTS)[slot] >= TOGETHER)
+        bits = max(total, 1).bit_length()
+        met = np.sort((cell[place] << bits) | place)
+        cell = met >> bits
+        first = np.flatnonzero(np.diff(cell, prepend=-1))
+        count = np.diff(first, append=len(cell))
+        at, column = np.divmod(cell[first], self.size)
+        shared = np.flatnonzero((count >= TOGETHER) & (features[at] != column))
+        at, column, count, first = at[shared], column[shared], count[shared], first[shared]
+        pair = np.repeat(np.arange(len(shared)), count)
+        place = met[np.repeat(first, count) + ranks(pair)] & ((1 << bits) - 1)
+        left = np.repeat(own, lengths)[place]
+        product = self.value[left].astype(np.float64) * self.value[other[place]]
+        dot: Floats = np.bincount(pair, product, len(shared)).astype(np.float64, copy=False)
+        return _Pairs(at, features[at], column, count, dot)
 
     def correlation(self, pairs: _Pairs) -> Floats:
         """Pearson, of activations at all tokens of the sample."""
@@ -236,10 +250,7 @@ def _share(part: Array, whole: Array) -> Floats:
 
 def _closest(pairs: _Pairs, measure: Floats, k: int) -> tuple[Ints, Ints]:
     """The k pairs of each row whose measure is largest, of those above 0: their places, and ranks."""
-    dense = np.zeros(pairs.shape, np.float32)
     measure = measure.astype(np.float32)
-    dense[pairs.row, pairs.column] = measure
-    bound = np.maximum(row_bounds(dense, min(k, pairs.shape[1])), 0)
-    near = np.flatnonzero((measure >= bound[pairs.row]) & (measure > 0))
-    kept, rank = ranked(pairs.row[near], pairs.column[near], measure[near], k)
-    return near[kept], rank
+    above = np.flatnonzero(measure > 0)
+    kept, rank = ranked(pairs.row[above], pairs.column[above], measure[above], k)
+    return above[kept], rank

@@ -103,7 +103,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         },
         coords={"token_id": ("token", tokens.ids), "layer": 1},
     )
-    key = ResultKey("encode_features", 1, {"features": "dictionary"}, {"states[resid_post]": "sliced"})
+    key = ResultKey("encode_features", 1, {"features": "d1c7" * 16}, {"states[resid_post]": "sliced"})
     store.put_result(key, features, provenance={"parents": {"states": [records[1].content]}})
     lens = store.put_result(
         ResultKey(

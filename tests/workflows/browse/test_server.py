@@ -8,8 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -19,6 +22,7 @@ from mizarr.store import RunKey, open_store
 from mizarr.workflows.browse import addresses
 from mizarr.workflows.browse.finding import find_page
 from mizarr.workflows.browse.holdings import Holdings
+from mizarr.workflows.browse.render import render
 from mizarr.workflows.cli import run
 from tests.browser import chromium
 from tests.torch_free import without_torch
@@ -258,3 +262,37 @@ print(json.dumps([len(render(find_page(held, address))) for address in sys.argv[
     sizes = without_torch(program, made.folder, *paths)
     held = Holdings(made.store).look()
     assert len(sizes) == 4 and min(sizes) > 1000 and find_page(held, paths[2]) is not None
+
+
+def test_a_store_that_is_not_read_yet_is_told_as_such_and_an_empty_one_is_whole(
+    made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert Holdings(open_store(tmp_path / "empty")).look().unread == 0
+    begun, go_on = threading.Event(), threading.Event()
+    store = open_store(made.folder, mode="r")
+    real = store.folders
+
+    def slow() -> Any:
+        begun.set()
+        go_on.wait(30)
+        return real()
+
+    monkeypatch.setattr(store, "folders", slow)
+    holdings = Holdings(store)
+    assert holdings.look(0.01).unread > 0 and begun.is_set()
+    go_on.set()
+    assert holdings.look().unread == 0
+
+
+def test_a_label_stands_beside_the_number_of_an_active_feature(made):
+    ptr, feature = (made.features[name].values for name in ("token_ptr", "feature"))
+    token = int(np.flatnonzero(np.diff(ptr))[0])
+    address, name = addresses.token(made.run, token), f"L1:{feature[ptr[token]]}"
+    plain = render(find_page(Holdings(made.store).look(), address))
+    made.store.annotate("d1c7" * 16, {name: "towards <b>"})
+    try:
+        labelled = render(find_page(Holdings(made.store).look(), address))
+        assert "towards &lt;b&gt;" in labelled and "towards" not in plain
+    finally:
+        made.store.annotate("d1c7" * 16, {name: ""})
+    assert render(find_page(Holdings(made.store).look(), address)) == plain

@@ -8,6 +8,7 @@ readout, features where somebody stored a dictionary's encoding of this run.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ LISTED = 5
 """Tokens a lens tells per layer."""
 FEATURES = 12
 """Active features told per dictionary and layer."""
+_DIGEST = re.compile("[0-9a-f]{64}")
 STREAM = ("resid_post", "resid_pre", "resid_mid")
 """What neighbours are looked for in, the first that is stored; else whatever is first by name."""
 
@@ -276,6 +278,14 @@ def _dictionary(folder: Folder) -> str:
     return str(params.get("features", folder.label))[:8]
 
 
+def _called(store: Store, folder: Folder) -> dict[str, str]:
+    """What people call the features of an encoding's dictionary, by name; the last word of each."""
+    identity = str((folder.note("request") or {}).get("params", {}).get("features", ""))
+    return (
+        {each.item: each.text for each in store.annotations(identity)} if _DIGEST.fullmatch(identity) else {}
+    )
+
+
 def _active(store: Store, run: Opened, folder: Folder, token: int, here: str) -> tuple[str, Table] | None:
     """Layer, and what is active at the token; None for an encoding of other tokens."""
     encoded = store.open_result(folder.records[0])
@@ -289,10 +299,12 @@ def _active(store: Store, run: Opened, folder: Folder, token: int, here: str) ->
     feature, value = here_active["feature"].values, here_active["value"].values
     best = np.argsort(-value, kind="stable")[:FEATURES]
     layer = str(int(encoded["layer"])) if "layer" in encoded.coords else "–"
-    record = folder.records[0]
+    record, called = folder.records[0], _called(store, folder)
+    labels = [called.get(f"L{layer}:{feature[i]}", "") for i in best]
     table = Table.of(
-        [(int(feature[i]), float(value[i])) for i in best],
+        [(int(feature[i]), float(value[i]), label) for i, label in zip(best, labels, strict=True)],
         ("feature", lambda row: row[0], "d"),
+        *([("label", lambda row: row[2])] if any(labels) else []),
         ("activation", lambda row: row[1], ".4g"),
         ("stored in", lambda _: linked(record.short, here, addresses.result(record.key))),
         caption=f"{stop - start:,} active; the strongest {len(best)}.",

@@ -23,7 +23,9 @@ function teller(graph, data, state) {
 
   const title = (i) => (isFeature(i) ? `L${layer[i]}:${number[i]}` : isError(i) ? `error L${layer[i]}` : graph.textOf(i));
   // What a feature writes most, beside its number: that alone says nothing.
-  const writes = (i) => (isFeature(i) && row[i] >= 0 && tables.raised.shape[1] ? [" ", token(notes.words[tables.raised.at(row[i], 0)])] : []);
+  const called = new Map(data.called);
+  const label = (i) => (isFeature(i) && called.has(title(i)) ? [" ", make("q", {}, called.get(title(i)))] : []);
+  const writes = (i) => (label(i).length ? label(i) : isFeature(i) && row[i] >= 0 && tables.raised.shape[1] ? [" ", token(notes.words[tables.raised.at(row[i], 0)])] : []);
   const here = (i) => [token(data.tokens[position[i]]), ` (${position[i]})`];
   const inWords = (i) => (isToken(i) ? `token ${graph.textOf(i)}, position ${position[i]}` : isLogit(i)
     ? `output ${graph.textOf(i)}, probability ${percent(probability[i])}`
@@ -36,7 +38,7 @@ function teller(graph, data, state) {
         : isToken(i) ? ["embedding of the token at position ", String(position[i])]
           : ["output after position ", String(position[i])];
     const what = isLogit(i) ? percent(probability[i]) : ["feature", "error node", "token"][kinds[i]];
-    return [make("div", { class: "what" }, name, " ", make("small", {}, what)),
+    return [make("div", { class: "what" }, name, ...label(i), " ", make("small", {}, what)),
       make("div", { class: "where" }, ...said, isFeature(i) || isError(i) ? token(data.tokens[position[i]]) : null)];
   }
 
