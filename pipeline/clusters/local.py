@@ -45,6 +45,8 @@ def local_workers(count: int, say: Callable[[str], None] = lambda line: None) ->
         dask.config.set({"distributed.nanny.pre-spawn-environ": _threads(threads)}),
     ):
         place = {"host": "127.0.0.1", "port": 0, "dashboard": False}
+        # A port of its own: the usual one may be taken by another run of this kind, which would be warned of.
+        head = {**place, "dashboard_address": "127.0.0.1:0"}
         options = {
             **place,
             "nthreads": 1,
@@ -55,7 +57,7 @@ def local_workers(count: int, say: Callable[[str], None] = lambda line: None) ->
         shares = [share_of(number, threads, cards) for number in range(count)]
         workers = {number: {"cls": Nanny, "options": options | share} for number, share in enumerate(shares)}
         try:
-            cluster = SpecCluster(workers, {"cls": Scheduler, "options": place}, silence_logs=ERROR)
+            cluster = SpecCluster(workers, {"cls": Scheduler, "options": head}, silence_logs=ERROR)
         except (RuntimeError, OSError) as error:
             raise PlanError(
                 f"expected {count} workers to start, found {error}; in a script, call this under "
