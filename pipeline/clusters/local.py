@@ -33,10 +33,9 @@ def local_workers(count: int, say: Callable[[str], None] = lambda line: None) ->
     started: from a script, the call must stand under `if __name__ == "__main__":`, as each worker imports it.
     """
     import dask
+    from dask.utils import format_bytes
     from distributed import Nanny, Scheduler, SpecCluster
     from distributed.system import MEMORY_LIMIT
-
-    from ..plan import human_bytes
 
     cards, threads, memory = visible_gpus(), threads_each(count), MEMORY_LIMIT // count
     with (
@@ -66,7 +65,7 @@ def local_workers(count: int, say: Callable[[str], None] = lambda line: None) ->
         with cluster:
             of_cards = f", {min(count, len(cards))} with a GPU" if cards else ""
             threads_told = f"{threads} thread{'s' if threads > 1 else ''}"
-            say(f"{count} workers, each of {threads_told} and at most {human_bytes(memory)}{of_cards}")
+            say(f"{count} workers, each of {threads_told} and at most {format_bytes(memory)}{of_cards}")
             yield str(cluster.scheduler_address)
 
 
