@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from ..store.errors import MizarrError, PlanError, StageError
-from .progress import Progress, Task
+from ..store.errors import MizarrError, StageError
+from .clusters import ClusterClient, local_workers
+from .clusters.client import Submitted
+from .progress import Progress, Task as Progressing
 
 if TYPE_CHECKING:
     from ..store import Store
@@ -34,6 +37,15 @@ class Cell:
     key: ResultKey
 
 
+@dataclass(frozen=True)
+class Group:
+    """Pieces that are computed together, as they share work."""
+
+    cells: tuple[Selection, ...]
+
+
+Task = Selection | Cell | Group
+"""What one task computes."""
 Work = Callable[[Any, Any, Any], None]
 """work(job, store, cell): compute and publish one cell. Job and cell travel to workers: names, no arrays."""
 
@@ -43,33 +55,59 @@ class Context:
     """How nodes run: where, how wide, and under whose eyes.
 
     threads: of this process. cluster: address of a Dask scheduler, or None. memory: budget in bytes, or None.
+    workers: processes of this machine that are started when the first cell runs; fewer than 2 are none.
     """
 
     threads: int = 1
     cluster: str | None = None
     memory: int | None = None
     progress: Progress = field(default_factory=lambda: Progress(quiet=True))
-    _client: Any = None
+    workers: int = 0
+    _client: ClusterClient | None = None
+    _held: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether cells are computed by other processes, which read what they need from the store."""
+        return self.cluster is not None or self.workers > 1
+
+    def width(self, needs: str = "") -> int:
+        """Cells that can run at once. needs: see `map`."""
+        return self._connected().width(needs) if self.has_workers else self.threads
 
     def map(
-        self, work: Work, job: Any, store: Store, cells: Sequence[Selection | Cell], *, peak: int = 0
+        self,
+        work: Work,
+        job: Any,
+        store: Store,
+        cells: Sequence[Task],
+        *,
+        peak: int = 0,
+        needs: str = "",
     ) -> None:
         """`work(job, store, cell)` for every cell, in any order; returns when all have ended.
 
-        job: anything with a name. peak: bytes one cell needs; no more run at once than fit the budget.
+        job: anything with a name. peak: bytes one cell needs; no more run at once than fit the budget. needs:
+        a resource of workers ("GPU") that each takes one of, where any worker has it.
         At the first error no further cell is started, those under way end, and the error is raised with the
         names of job and cell; cells that ended stay stored.
         """
         if not cells:
             return
-        task = self.progress.task(job.name, total=len(cells), unit="cells")
-        if self.cluster is None:
-            self._map_threads(work, job, store, cells, task, peak)
+        progress = self.progress.task(job.name, total=sum(map(_size, cells)), unit="cells")
+        if self.has_workers:
+            self._map_workers(work, job, store, cells, progress, peak, needs)
         else:
-            self._map_cluster(work, job, store, cells, task)
+            self._map_threads(work, job, store, cells, progress, peak)
 
     def _map_threads(
-        self, work: Work, job: Any, store: Store, cells: Sequence[Selection | Cell], task: Task, peak: int
+        self,
+        work: Work,
+        job: Any,
+        store: Store,
+        cells: Sequence[Task],
+        progress: Progressing,
+        peak: int,
     ) -> None:
         from concurrent.futures import ThreadPoolExecutor
 
@@ -78,7 +116,7 @@ class Context:
 
         def one(number: int) -> None:
             run_one(work, job, store, cells[number])
-            task.advance()
+            progress.advance(_size(cells[number]))
 
         # A graph of independent tasks, in our own names: dask hashes nothing.
         graph = {_task_name(job, cell, number): (one, number) for number, cell in enumerate(cells)}
@@ -89,62 +127,44 @@ class Context:
         with threadpool_limits(max(1, self.threads // width), "blas"), ThreadPoolExecutor(width) as pool:
             get(graph, list(graph), pool=pool)
 
-    def _map_cluster(
-        self, work: Work, job: Any, store: Store, cells: Sequence[Selection | Cell], task: Task
+    def _map_workers(
+        self,
+        work: Work,
+        job: Any,
+        store: Store,
+        cells: Sequence[Task],
+        progress: Progressing,
+        peak: int,
+        needs: str,
     ) -> None:
-        from distributed import as_completed
-
+        tasks = [
+            Submitted(_task_name(job, cell, number), (run_one, work, job, store, cell))
+            for number, cell in enumerate(cells)
+        ]
+        affordable = max(1, self.memory // peak) if self.memory and peak and self.workers else 0
         client = self._connected()
+        most = min(affordable, 2 * client.width(needs)) if affordable else 0
+        client.run(tasks, lambda number: progress.advance(_size(cells[number])), needs=needs, most=most)
 
-        ahead = iter(range(len(cells)))
-        under_way: set[Any] = set()
-
-        def submit() -> list[Any]:
-            """The next cell, if there is one."""
-            for number in ahead:
-                name = _task_name(job, cells[number], number)
-                future = client.submit(run_one, work, job, store, cells[number], key=name, pure=False)
-                under_way.add(future)
-                return [future]
-            return []
-
-        # Twice as many as can run: workers never wait, and no scheduler holds a sweep of a million cells.
-        width = max(1, sum(client.nthreads().values()))
-        first = [future for _ in range(2 * width) for future in submit()]
-        try:
-            completed = as_completed(first, loop=client.loop)
-            for future in completed:
-                future.result()
-                under_way.remove(future)
-                task.advance()
-                completed.update(submit())
-        finally:
-            client.cancel(list(under_way))
-
-    def _connected(self) -> Any:
-        """A client of the cluster, one for all nodes of a run."""
+    def _connected(self) -> ClusterClient:
+        """A client of the cluster, one for all nodes of a run; workers of this machine start here."""
         if self._client is None:
-            from distributed import Client
-
-            try:
-                self._client = Client(self.cluster, timeout="10s", set_as_default=False)
-            except (OSError, ValueError) as error:
-                raise PlanError(
-                    f"expected a Dask scheduler at {self.cluster!r}, found none ({error}); start one with "
-                    "`dask scheduler` and workers with `dask worker`"
-                ) from error
+            address = self.cluster
+            if address is None:
+                address = self._held.enter_context(local_workers(self.workers, self.progress.say))
+            self._client = ClusterClient(address)
+            self._held.callback(self._client.close)
         return self._client
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        self._client = None
+        self._held.close()
 
 
-def run_one(work: Work, job: Any, store: Store, cell: Selection | Cell) -> None:
+def run_one(work: Work, job: Any, store: Store, cell: Task) -> None:
     """One cell; whatever goes wrong is told with the names of job and cell."""
     try:
         work(job, store, cell)
@@ -156,11 +176,23 @@ def run_one(work: Work, job: Any, store: Store, cell: Selection | Cell) -> None:
         raise StageError(f"{told}: {type(error).__name__}: {error}") from error
 
 
-def _task_name(job: Any, cell: Selection | Cell, number: int) -> str:
+def _task_name(job: Any, cell: Task, number: int) -> str:
     """Name of a task: by its key, so that two clients of one cluster share it; else one of a kind."""
     return f"{job.name}-{cell.key.digest if isinstance(cell, Cell) else f'{number}-{uuid.uuid4().hex}'}"
 
 
-def selection_of(cell: Selection | Cell) -> Selection:
-    """The labels of a cell, for messages."""
-    return cell.selection if isinstance(cell, Cell) else cell
+def _size(cell: Task) -> int:
+    """How many cells a task computes."""
+    return len(cell.cells) if isinstance(cell, Group) else 1
+
+
+def selection_of(cell: Task) -> Selection:
+    """The labels of a cell, for messages; of a group those of its first and last."""
+    if isinstance(cell, Cell):
+        return cell.selection
+    if not isinstance(cell, Group):
+        return cell
+    first, last = cell.cells[0], cell.cells[-1]
+    return {
+        axis: label if label == last[axis] else f"{label} to {last[axis]}" for axis, label in first.items()
+    }

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..store.errors import ReadOnlyStore
+from ..store.errors import PlanError, ReadOnlyStore
 from .context import Context
 from .nodes import Node, one_look, status_of
 from .plan import as_bytes, in_order, plan
@@ -28,6 +28,7 @@ def run(
     store: Store,
     *,
     cluster: str | None = None,
+    workers: int = 0,
     threads: int | None = None,
     memory: int | str | None = None,
     quiet: bool = True,
@@ -36,7 +37,9 @@ def run(
     """Compute and store whatever of these nodes, and of what they read, is not stored yet.
 
     cluster: address of a Dask scheduler, e.g. "tcp://127.0.0.1:8786", whose workers see the store under the
-    same path; None runs on threads here (default: one per core). memory: budget, in bytes or as "2GiB".
+    same path; None runs on threads here (default: one per core). workers: so many processes of this machine,
+    started for this call and stopped with it (0 and 1: none); from a script, call it under
+    `if __name__ == "__main__":`, as each worker imports that. memory: budget, in bytes or as "2GiB".
     log: a file that gets a JSON line for each step of progress.
     Raises PlanError before anything starts if the budget is too small, ReadOnlyStore, and StageError naming
     stage and cell when one fails. May be interrupted at any time and called again.
@@ -52,9 +55,11 @@ def run(
             "open it with mode='a'"
         )
     planned.check_memory(budget)
+    if cluster is not None or workers > 1:
+        _require_shared(store, cluster, workers)
     with (
         Progress(quiet, log) as progress,
-        Context(threads or os.cpu_count() or 1, cluster, budget, progress) as context,
+        Context(threads or os.cpu_count() or 1, cluster, budget, progress, workers) as context,
     ):
         for node in ordered:
             # Asked again at each step: an upstream that gave the bytes it gave before ends the work here.
@@ -62,3 +67,17 @@ def run(
                 if not status_of(node, store).is_cached:
                     plan([node], store).check_memory(budget)
                     node.run(store, context)
+
+
+def _require_shared(store: Store, cluster: str | None, workers: int) -> None:
+    """Raise PlanError for a cluster beside workers of this machine, or a store no other process sees."""
+    if cluster is not None and workers > 1:
+        raise PlanError(
+            f"expected a cluster or workers of this machine, found {cluster!r} and {workers} workers; "
+            "leave out one of them"
+        )
+    if store.address.startswith("memory://"):
+        raise PlanError(
+            f"expected a store that other processes see, found {store.address}; name a folder or a "
+            "bucket, or run without workers"
+        )

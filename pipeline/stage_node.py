@@ -217,7 +217,7 @@ class StageNode(ResultNode):
         with one_look():
             missing = list({cell.key: cell for cell in self.missing(store)}.values())
             if missing:
-                if context.cluster is not None:
+                if context.has_workers:
                     for node in self.inputs:
                         if isinstance(node, ConstantNode):
                             node.keep(store)

@@ -127,6 +127,7 @@ def compute(
     *,
     store: Store | str | Path,
     cluster: str | None = None,
+    workers: int = 0,
     threads: int | None = None,
     memory: int | None = None,
     quiet: bool = True,
@@ -135,10 +136,11 @@ def compute(
     """Build a workflow, compute what the store does not hold yet, and return it with its results open.
 
     store: a store, or where it lies.  cluster: address of a Dask scheduler; by default threads of this
-    process.
+    process.  workers: so many processes of this machine (see `pipeline.run`).
     settings: of the workflow, trust_layout, backend and adapter; see `build`.
     """
     from ..store import open_store
 
     opened = open_store(store) if isinstance(store, (str, Path)) else store
-    return build(name, **settings).run(opened, cluster=cluster, threads=threads, memory=memory, quiet=quiet)
+    how = {"cluster": cluster, "workers": workers, "threads": threads, "memory": memory, "quiet": quiet}
+    return build(name, **settings).run(opened, **how)

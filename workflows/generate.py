@@ -111,7 +111,8 @@ class Generate(ModelWorkflow):
 
     def run(self, store: Store, **options: Any) -> Self:
         """As every workflow; for somebody at a terminal, text appears on stderr as it is generated."""
-        if not options.get("quiet", True) and options.get("cluster") is None and sys.stderr.isatty():
+        elsewhere = options.get("cluster") is not None or options.get("workers", 0) > 1
+        if not options.get("quiet", True) and not elsewhere and sys.stderr.isatty():
             self._live = _Printer(self._text_of)
             options["quiet"] = True  # a bar would be drawn over the text
         try:

@@ -70,7 +70,7 @@ class Workflow:
     def run(self, store: Store, **options: Any) -> Self:
         """Compute what is not stored yet and open the results.
 
-        options: those of `pipeline.run` (cluster, threads, memory, quiet).
+        options: those of `pipeline.run` (cluster, workers, threads, memory, quiet).
         Raises MissingExtra, before anything is computed, where an optional part is missing.
         """
         from ..pipeline import run

@@ -10,11 +10,14 @@ Planning imports no torch.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...pipeline.context import Cell
 from ...pipeline.nodes import Estimate, Node, ResultNode, Status, status_of
 from ...pipeline.plan import as_bytes
 from ...pipeline.reasons import last_timed, why_not
@@ -141,13 +144,10 @@ class GraphNode(ResultNode):
 
     def run(self, store: Store, context: Context) -> None:
         """Compute the rows that are not stored, then the whole."""
-        from .prepare import prepare
-
         with measured() as took:
-            dictionary = self.dictionary.private(self.features)
-            prepared = prepare(self.source.load(), dictionary, self.tokens, self.options, memory=self.memory)
+            prepared = self.prepared()
             rows = self.options.selection.rows(prepared.n_features, prepared.n_logits)
-            cells = _Cells(self, store, prepared, rows)
+            cells = _Cells(self, store, prepared, rows, context)
             task = context.progress.task(self.name, total=rows, unit="rows")
             visits = self.options.selection.visits(
                 prepared.n_features, prepared.logit_weights, prepared.n_columns, lambda: cells.blocks
@@ -157,16 +157,45 @@ class GraphNode(ResultNode):
             note = {**self.source.provenance(), "dictionary": self.dictionary.name, **took()}
             store.put_result(self.key(store), cells.joined(), provenance=note, confirm=self.confirm)
 
+    def prepared(self) -> PreparedGraph:
+        """The nodes of the graph, and what computes rows, in memory."""
+        from .prepare import prepare
+
+        dictionary = self.dictionary.private(self.features)
+        return prepare(self.source.load(), dictionary, self.tokens, self.options, memory=self.memory)
+
+    def put_rows(self, store: Store, prepared: PreparedGraph, rows: Rows) -> None:
+        """Compute and publish a cell."""
+        import xarray as xr
+
+        with measured() as took:
+            items = rows.items
+            found = xr.Dataset(
+                {"weights": (("target", "source"), prepared.rows(items)), "item": ("target", items)}
+            )
+            note = {"model": self.source.name, **took()}
+        store.put_result(rows.key, found, provenance=note, confirm=self.confirm)
+
     def confirm(self) -> None:
         """Raise SourceChanged when the dictionary is no longer the one this node was made for."""
         self.dictionary.confirm(self.features)
 
 
-class _Cells:
-    """Rows as they are computed: in memory while all of them fit into one cell, else stored cell by cell."""
+@dataclass(frozen=True)
+class Rows(Cell):
+    """A cell: which rows it is of."""
 
-    def __init__(self, node: GraphNode, store: Store, prepared: PreparedGraph, rows: int) -> None:
-        self.node, self.store, self.prepared = node, store, prepared
+    items: Ints
+
+
+class _Cells:
+    """Rows as they are computed: in memory while all of them fit into one cell, else stored cell by cell,
+    here or on workers."""
+
+    def __init__(
+        self, node: GraphNode, store: Store, prepared: PreparedGraph, rows: int, context: Context
+    ) -> None:
+        self.node, self.store, self.prepared, self.context = node, store, prepared, context
         row_bytes = 4 * prepared.n_columns
         self._size = max(1, min(CELL_BYTES, node.memory // 4) // row_bytes)
         self._is_stored = rows > self._size
@@ -176,25 +205,34 @@ class _Cells:
 
     def compute(self, items: Ints, advance: Any) -> None:
         """Rows of these items, as cells."""
-        for start in range(0, len(items), self._size):
-            some = items[start : start + self._size]
-            self.blocks.append((some, self._cell(some) if self._is_stored else self.prepared.rows(some)))
-            self._first += len(some)
-            advance(len(some))
+        parts = [items[start : start + self._size] for start in range(0, len(items), self._size)]
+        if not self._is_stored:
+            for some in parts:
+                self.blocks.append((some, self.prepared.rows(some)))
+                advance(len(some))
+            return
+        cells = [self._cell(some) for some in parts]
+        if self.context.has_workers:
+            self._compute_elsewhere(cells)
+        for cell in cells:
+            if self.store.lookup(cell.key) is None:
+                self.node.put_rows(self.store, self.prepared, cell)
+            self.blocks.append((cell.items, self.store.open_result(cell.key)["weights"]))
+            advance(len(cell.items))
 
-    def _cell(self, items: Ints) -> xr.DataArray:
-        """A stored cell, computed if it is not there."""
-        import xarray as xr
+    def _compute_elsewhere(self, cells: Sequence[Rows]) -> None:
+        """Missing cells on workers; one alone is computed here sooner than a worker is ready."""
+        missing = [cell for cell in cells if self.store.lookup(cell.key) is None]
+        if len(missing) > 1:
+            self.node.source.for_workers()
+            needs = self.node.source.needs
+            self.context.map(compute_rows, self.node, self.store, missing, needs=needs)
 
-        key = self.node.cell_key(self._first, len(items))
-        if self.store.lookup(key) is None:
-            with measured() as took:
-                found = xr.Dataset(
-                    {"weights": (("target", "source"), self.prepared.rows(items)), "item": ("target", items)}
-                )
-                note = {"model": self.node.source.name, **took()}
-            self.store.put_result(key, found, provenance=note, confirm=self.node.confirm)
-        return self.store.open_result(key)["weights"]
+    def _cell(self, items: Ints) -> Rows:
+        """The next rows as a cell."""
+        labels = {"first": self._first, "count": len(items)}
+        self._first += len(items)
+        return Rows(labels, self.node.cell_key(**labels), items)
 
     def joined(self) -> xr.Dataset:
         """The graph: features in order, then logits; columns of features that have no row are left out."""
@@ -207,3 +245,19 @@ class _Cells:
             found = [block for _, block in self.blocks]
             whole = found[0] if len(found) == 1 else np.concatenate(found)
         return self.prepared.dataset(items, whole)
+
+
+_prepared: list[tuple[str, PreparedGraph]] = []
+"""Of the graph whose rows this worker computed last, under its key: its forward pass is run once."""
+_PREPARING = threading.Lock()
+
+
+def compute_rows(node: GraphNode, store: Store, rows: Rows) -> None:
+    """Compute and publish a cell of rows; a task of its own on a worker elsewhere."""
+    with _PREPARING:
+        key = node.key(store).digest
+        if not (_prepared and _prepared[0][0] == key):
+            _prepared.clear()
+            _prepared.append((key, node.prepared()))
+        prepared = _prepared[0][1]
+        node.put_rows(store, prepared, rows)  # one block at a time: each uses all threads it may

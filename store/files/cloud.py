@@ -101,8 +101,8 @@ def _aws_credentials() -> dict[str, Any]:
 def is_worth_a_retry(error: BaseException) -> bool:
     """Whether the same request may succeed: an overloaded server, a connection that was cut, a time-out."""
     said = str(error)
-    if "dns error" in said or "NoSuchBucket" in said:
-        return False
+    if "dns error" in said or "NoSuchBucket" in said or re.search("AccessDenied|403 Forbidden", said):
+        return False  # asked again, the answer would be the same
     kinds = (
         r"(?i)timed? ?out|connection|reset|incomplete|closed|body|server error|\b5\d\d\b|SlowDown|HTTP error"
     )

@@ -358,7 +358,7 @@ class LocalFolder(Folder):
 
 def as_store_error(error: OSError, root: Path, name: str) -> OSError:
     """The store's word for what the system said while `name` was written; other errors as they are."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return StoreFull(
             f"no space left in {root} while writing {name}; what was committed stays. Free some space "
             "(mizarr gc) and run again: it resumes"

@@ -27,8 +27,12 @@ TTL = 0.1  # seconds: claims of the dead, and of the slow, are soon taken over
 
 def open_entry(root):
     """The entry under harvest, made if it is new."""
-    folder = LocalFolder(root, "disk")  # with fsync, so that many kills hit a file half written
-    return Entry.create(folder, RUN, TOKENS, [RESID, PATTERN], segment_tokens=64, claim_ttl=TTL)
+    return entry_in(LocalFolder(root, "disk"))  # with fsync, so that many kills hit a file half written
+
+
+def entry_in(folder, ttl=TTL):
+    """The same, in any folder."""
+    return Entry.create(folder, RUN, TOKENS, [RESID, PATTERN], segment_tokens=64, claim_ttl=ttl)
 
 
 def values(entry, cell, n):
@@ -39,7 +43,12 @@ def values(entry, cell, n):
 
 def harvest(root, seed):
     """Compute what is missing in an order of one's own, until nothing is; then publish."""
-    entry, order = open_entry(root), random.Random(seed)
+    harvest_entry(open_entry(root), seed)
+
+
+def harvest_entry(entry, seed):
+    """The same, of an entry in hand."""
+    order = random.Random(seed)
     while missing := entry.missing(CELLS):
         for n in order.sample(sorted(missing), len(missing)):
             claim = entry.claim(n)

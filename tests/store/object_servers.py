@@ -16,8 +16,8 @@ from moto.server import ThreadedMotoServer
 
 KEYS = {"AWS_ACCESS_KEY_ID": "AKIDTESTONLY", "AWS_SECRET_ACCESS_KEY": "SECRETTESTONLY"}
 Fault = Callable[[str, str], str | None]
-"""From method and path of a request to what happens to it: "503", "lost" (done, but no reply), "slow",
-"before" (cut before it is done), "half" (the reply breaks off), or None."""
+"""From method and path of a request to what happens to it: "503", "403" (denied), "lost" (done, but no
+reply), "slow", "before" (cut before it is done), "half" (the reply breaks off), or None."""
 
 
 @contextmanager
@@ -66,9 +66,11 @@ class Proxy:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 what = outer.fault(self.command, self.path)
                 outer.seen.append((self.command, self.path, what))
-                if what == "503":
-                    text = b"<Error><Code>SlowDown</Code></Error>"
-                    self.send_response(503)
+                if what in ("503", "403"):
+                    text = b"<Error><Code>%s</Code></Error>" % (
+                        b"SlowDown" if what == "503" else b"AccessDenied"
+                    )
+                    self.send_response(int(what))
                     self.send_header("Content-Length", str(len(text)))
                     self.end_headers()
                     self.wfile.write(b"" if self.command == "HEAD" else text)

@@ -7,6 +7,7 @@ import secrets
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -315,6 +316,66 @@ def test_capture_stages_report_and_the_command_line_on_s3(s3, tmp_path, capsys):
     for name in open_store(s3).files.list(""):
         raw = open_store(s3).files.get(name)
         assert not any(secret.encode() in raw for secret in KEYS.values()), name
+
+
+DENIED = {
+    "everything": lambda method, path: True,
+    "writing": lambda method, path: method == "PUT",
+    "writing shards": lambda method, path: method == "PUT" and "/c/" in path,
+    "writing records": lambda method, path: method == "PUT" and "/seg/" in path and path.endswith(".json"),
+}
+
+
+@pytest.mark.parametrize("what", DENIED)
+def test_what_is_denied_is_told_in_one_line_and_leaves_nothing_half_written(
+    endpoint, tmp_path, monkeypatch, capsys, what
+):
+    """Credentials that may not do all of it; once they may, the same command goes on."""
+    from mizarr.workflows.cli import run
+
+    monkeypatch.setenv("MIZARR_CACHE", str(tmp_path / "cache"))
+    told = {"AWS_REGION": "us-east-1", "MIZARR_TIMEOUT": "20", **KEYS}
+    with Proxy(endpoint) as proxy:
+        for name, value in {"AWS_ENDPOINT_URL": proxy.endpoint, **told}.items():
+            monkeypatch.setenv(name, value)
+        cloud.connected.cache_clear()
+        at = f"s3://{new_bucket(endpoint)}/store"
+        asked = [
+            "capture",
+            "specimen",
+            "a prompt",
+            "--text",
+            "--hooks",
+            "blocks.0.hook_resid_post",
+            "--quiet",
+        ]
+        proxy.fault = lambda method, path: "403" if DENIED[what](method, path) else None
+        assert run([*asked, "--store", at]) == 2
+        said = capsys.readouterr()
+        denied = Counter(seen for seen in proxy.seen if seen[2] == "403")
+        assert denied
+        assert max(denied.values()) == 1, denied  # asked again it would be denied again
+        assert said.out == ""
+        assert said.err.count("\n") == 1 and "denied" in said.err and at in said.err
+        assert not any(secret in said.err for secret in KEYS.values())
+        proxy.fault = lambda method, path: None
+        if what.startswith("writing "):
+            store = open_store(at)
+            assert not list(store.records())  # nothing that looks finished
+            assert store.verify() == []
+        assert run([*asked, "--store", at]) == 0
+        assert open_store(at).verify() == []
+    cloud.connected.cache_clear()
+
+
+def test_a_bucket_that_is_missing_is_told_in_one_line(s3, capsys):
+    from mizarr.workflows.cli import run
+
+    asked = ["capture", "specimen", "a prompt", "--text", "--hooks", "blocks.0.hook_resid_post", "--quiet"]
+    assert run([*asked, "--store", "s3://no-such-bucket-anywhere/store"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert "expected a bucket that exists" in said.err
 
 
 def test_two_processes_harvest_one_run_and_agree(s3):

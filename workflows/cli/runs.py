@@ -54,6 +54,14 @@ cluster_option = click.option(
     "--cluster", metavar="ADDRESS", help="Dask scheduler, such as tcp://127.0.0.1:8786; default threads here."
 )
 
+workers_option = click.option(
+    "--workers",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="So many processes of this machine share the work, a GPU each where there are GPUs; 0 and 1: none.",
+)
+
 
 def on_workflow(command: Callable[..., int | None]) -> Callable[..., None]:
     """What commands on a workflow share: which one, its settings, where its results lie; they are called with
@@ -136,6 +144,7 @@ def run_options(command: Callable[..., int | None]) -> Callable[..., int | None]
     return with_options(
         command,
         cluster_option,
+        workers_option,
         click.option(
             "--threads", type=click.IntRange(min=1), help="Threads of this process; default one per core."
         ),
@@ -231,6 +240,7 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
     help="What weights, buffers and a batch may take; default what there is left, or MIZARR_MEMORY.",
 )
 @cluster_option
+@workers_option
 @click.option(
     "--durability",
     type=click.Choice(["disk", "process"]),
@@ -258,6 +268,7 @@ def capture(
     reduce: str | None,
     store_path: str,
     cluster: str | None,
+    workers: int,
     durability: Literal["disk", "process"],
     documents: Mapping[str, Any],
     log: str | None,
@@ -313,7 +324,7 @@ def capture(
         if dry_run:
             _print_plan(plan(node, store), as_json)
             return
-        run(node, store, cluster=cluster, quiet=quiet, log=log)
+        run(node, store, cluster=cluster, workers=workers, quiet=quiet, log=log)
         _print_captured(node, store, as_json)
 
 

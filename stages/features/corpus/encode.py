@@ -138,6 +138,7 @@ def encode_corpus(
     zero_positions: int = 0,
     device: str | None = None,
     cluster: str | None = None,
+    workers: int = 0,
     progress: bool = True,
 ) -> xr.Dataset:
     """Capture what a dictionary reads of some prompts, encode it, and open what is active: see
@@ -154,7 +155,7 @@ def encode_corpus(
     )
     dictionary.require_fit(states.source.config, states.source.name)
     nodes = encode_nodes(dictionary, states, layers=chosen, zero_positions=zero_positions, device=device)
-    run(list(nodes.values()), store, cluster=cluster, quiet=not progress)
+    run(list(nodes.values()), store, cluster=cluster, workers=workers, quiet=not progress)
     return active_table({layer: node.open(store) for layer, node in nodes.items()})
 
 

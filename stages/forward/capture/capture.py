@@ -86,6 +86,7 @@ def capture(
     progress: bool = True,
     log: str | Path | None = None,
     cluster: str | None = None,
+    workers: int = 0,
     trust_layout: bool = False,
     backend: str | None = None,
     adapter: str | Path | None = None,
@@ -101,7 +102,8 @@ def capture(
     batch through all layers; "layer" all batches through as many layers as fit, then through the next, so
     that weights larger than memory are read once; "auto" does so where they do not fit. memory_limit: bytes
     ("4GiB") that weights, buffers and a batch may take, default what there is left. cluster: address of a
-    Dask scheduler whose workers compute segments. trust_layout, backend, adapter: see
+    Dask scheduler whose workers compute segments. workers: so many processes of this machine do (see
+    `pipeline.run`), the model by its name. trust_layout, backend, adapter: see
     `Model.from_pretrained`. What is stored is not computed again; a killed capture goes on where it was.
     Raises PromptError, HookPointNotFound, StoreFull, …
     """
@@ -129,7 +131,7 @@ def capture(
         adapter=adapter,
     )
     with node.source.just_identified():
-        run(node, store, cluster=cluster, quiet=not progress, log=log)
+        run(node, store, cluster=cluster, workers=workers, quiet=not progress, log=log)
     return node.open(store) if about is None else node.open(store).assign_coords(about.coords)
 
 
@@ -295,20 +297,23 @@ class CaptureNode(Ports):
             self._without(found.views).run(store, context)
             return
         model: Model | None = None
-        if context.cluster is not None and self.order == "layer":
+        if context.has_workers and self.order == "layer":
+            others = "a cluster" if context.cluster is not None else f"{context.workers} workers"
             raise PlanError(
-                'expected one process for order="layer", which reads each weight once, found a cluster; '
+                f'expected one process for order="layer", which reads each weight once, found {others}; '
                 "leave out one of them"
             )
-        if context.cluster is None and self.status(store).cells_cached < len(self.cells):
-            model = self._load(context)  # a checkpoint that cannot be loaded must leave the store untouched
+        if context.has_workers:
+            self.source.for_workers()  # a model that cannot be loaded must leave the store untouched
+        elif self.status(store).cells_cached < len(self.cells):
+            model = self._load(context)
         begun = self._begun(store)
         if begun is None:
             self._expect_room(store)
         # Making an entry waits for the disk many times: a new one is computed for meanwhile.
         with measured() as took, ThreadPoolExecutor(1) as aside:
             made = aside.submit(self._made, store, begun)
-            may_begin = context.cluster is None and begun is None and not goes_by_layers(self.order, model)
+            may_begin = not context.has_workers and begun is None and not goes_by_layers(self.order, model)
             planned = self._planned(store) if may_begin else None
             total = 0
             if planned is not None:
@@ -321,9 +326,12 @@ class CaptureNode(Ports):
             if begun is not None:
                 entry.take_over(begun, self.cells)
             missing = entry.missing(self.cells)
-            if context.cluster is not None:
+            if context.has_workers:
                 total = sum(len(entry.segments[n]) for n in missing)
-                context.map(harvest_segment, self._for_workers(), store, [{"segment": n} for n in missing])
+                segments = [{"segment": n} for n in missing]
+                context.map(
+                    harvest_segment, self._for_workers(context), store, segments, needs=self.source.needs
+                )
             elif missing:
                 model = model or self._load(context)
                 total += self._harvest(model, entry, context)
@@ -564,11 +572,12 @@ class CaptureNode(Ports):
         rows = {name: spec.rows_per_token(self.tokens) for name, spec in specs.items()}
         return sum(math.prod(specs[name].tail) * rows[name] for name, _ in cells) * _WIDENED[self.dtype]
 
-    def _for_workers(self) -> Any:
+    def _for_workers(self, context: Context) -> Any:
         import torch
 
         job = (self.name, self.source.for_workers(), self.run_key, self.dtype, self.spec, self.batch_tokens)
-        return WorkerJob(*job, torch.get_num_threads())
+        shared = context.workers if context.cluster is None else 1
+        return WorkerJob(*job, max(1, torch.get_num_threads() // shared))
 
 
 class _Outrun(Exception):
@@ -650,8 +659,8 @@ class WorkerJob:
     spec: BoundSpec
     batch_tokens: int
     threads: int
-    """Of torch, as in the process that asks: sums are split over threads, so another number gives other
-    last bits."""
+    """Of torch, as in the process that asks, as some sums are split over threads, and another number gives
+    other last bits; workers of one machine share them."""
 
 
 def harvest_segment(job: WorkerJob, store: Store, cell: Mapping[str, int]) -> None:

@@ -5,6 +5,7 @@ Border: files, identity and loading; knows no prompts and no stores. Never impor
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -135,6 +136,11 @@ class ModelSource:
             raise PlanError(f"{self!r} was sent here by name; its tokenizer and identity stayed behind")
         return self._model
 
+    @property
+    def needs(self) -> str:
+        """The resource of a worker that computes with it: a GPU, unless it was said to be on the CPU."""
+        return "" if self.device == "cpu" else "GPU"
+
     def provenance(self) -> dict[str, Any]:
         """What a person will want to know of the model behind a result, and no key holds."""
         about = {"model": self.name, "identity": self.identity.request(), "device": self.device}
@@ -143,9 +149,7 @@ class ModelSource:
     def for_workers(self) -> ModelSource:
         """Itself, if other processes can load this model; PlanError otherwise."""
         if self.files is None:
-            raise PlanError(
-                "workers of a cluster load the model themselves; pass its name instead of a loaded model"
-            )
+            raise PlanError("workers load the model themselves; pass its name instead of a loaded model")
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -187,14 +191,17 @@ class _Kept:
 
 _kept: list[_Kept] = []
 """The model that was loaded last, for the next question."""
+_LOADING = threading.Lock()
+"""Held while a model is read: threads of a worker that want the same one wait for the first."""
 
 
 def _loaded(about: _About, max_memory: int | None, allowed: Callable[[], int | None]) -> Model:
     """The model, loaded or kept. allowed: what its weights may take, asked if it is loaded."""
-    if not (_kept and _kept[0].serves(about, max_memory)):
-        _kept.clear()  # before another one is read: two may be more than there is room for
-        _kept.append(_Kept(about, max_memory, _load(*about, allowed())))
-    return _kept[0].model
+    with _LOADING:
+        if not (_kept and _kept[0].serves(about, max_memory)):
+            _kept.clear()  # before another one is read: two may be more than there is room for
+            _kept.append(_Kept(about, max_memory, _load(*about, allowed())))
+        return _kept[0].model
 
 
 def _load(place: _Place, identity: ModelIdentity, tokenizer: str | None, max_memory: int | None) -> Model:

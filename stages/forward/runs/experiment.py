@@ -13,6 +13,7 @@ between runs is in planner.py. Planning imports no torch.
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -20,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ....pipeline.context import Group
 from ....pipeline.declaration import REQUIRED, Declaration, Output, require_declared
 from ....pipeline.nodes import Estimate, Node, ResultNode, Status, one_look, remembered, status_of
 from ....pipeline.plan import as_bytes
@@ -265,9 +267,11 @@ class ExperimentNode(ResultNode):
             runs = 0
             with one_look():
                 whole, missing = self.key(store), list(self.missing(store))
-            if missing and context.cluster is not None:
+            if missing and context.has_workers:
                 self.source.for_workers()
-                context.map(partial(compute_cell, expected=whole.digest), self, store, missing)
+                needs = self.source.needs
+                groups = [Group(tuple(cells)) for cells in self._shared(missing, context.width(needs))]
+                context.map(partial(compute_cells, expected=whole.digest), self, store, groups, needs=needs)
             elif missing:
                 task = context.progress.task(self.name, total=len(missing), unit="cells")
                 runs = self.compute(store, missing, task.advance)
@@ -297,6 +301,21 @@ class ExperimentNode(ResultNode):
                 waiting, listed = [], []
         self._sweep(store, model, prepared, waiting, listed, advance)
         return total
+
+    def _shared(self, cells: Sequence[CellLabels], width: int) -> list[Sequence[CellLabels]]:
+        """Cells as tasks for `width` workers: those of the same prompts are one, as they share a preparation
+        and the beginnings of their runs, or, where there are fewer of these than workers, several."""
+        config = self.source.config
+        alike: dict[Hashable, list[CellLabels]] = {}
+        for cell in cells:
+            runs = self.experiment.sketch(config, cell)
+            prompts = None if runs is None else frozenset(tuple(run.prompt) for run in runs)
+            alike.setdefault(prompts, []).append(cell)
+        found: list[Sequence[CellLabels]] = []
+        for some in alike.values():
+            size = math.ceil(len(some) / math.ceil(width * len(some) / len(cells)))
+            found += [some[start : start + size] for start in range(0, len(some), size)]
+        return found
 
     def _sweep(
         self,
@@ -372,10 +391,10 @@ def _require(name: str, expected: str, now: ResultKey) -> None:
         )
 
 
-def compute_cell(node: ExperimentNode, store: Store, cell: CellLabels, expected: str) -> None:
-    """Compute and publish one cell; a task of its own on a worker elsewhere.
+def compute_cells(node: ExperimentNode, store: Store, group: Group, expected: str) -> None:
+    """Compute and publish some cells; a task of its own on a worker elsewhere.
 
     expected: digest of the key of the whole, as planned.
     """
     node.require_unchanged(store, expected)
-    node.compute(store, [cell])
+    node.compute(store, group.cells)

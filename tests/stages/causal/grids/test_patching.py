@@ -12,6 +12,7 @@ import torch
 
 import mizarr
 from mizarr.pipeline import plan as plan_nodes, run
+from mizarr.pipeline.context import Group
 from mizarr.stages.causal.grids import patching_metrics
 from mizarr.stages.causal.grids.patching import (
     ActivationPatching,
@@ -30,7 +31,7 @@ from mizarr.stages.causal.grids.patching_metrics import (
     Rank,
     Recovery,
 )
-from mizarr.stages.forward.runs.experiment import compute_cell
+from mizarr.stages.forward.runs.experiment import compute_cells
 from mizarr.stages.forward.runs.run import plan
 from mizarr.store.errors import InterventionError, PromptError, StageError
 
@@ -378,7 +379,7 @@ def test_a_worker_with_other_metrics_refuses_its_cells(folder, tmp_path, monkeyp
     expected = node.key(store).digest
     monkeypatch.setitem(globals(), "FACTOR", 5.0)
     with pytest.raises(StageError, match="another one on this worker"):
-        compute_cell(node, store, node.cells()[0], expected=expected)
+        compute_cells(node, store, Group((node.cells()[0],)), expected=expected)
     assert not list(store.records())
 
 
