@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,14 +32,14 @@ from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import ArraySpec, with_scales
 from ....store.runs.quantised import QUANTISED
 from ....store.runs.selections import View
-from ..architectures.architecture import Architecture
-from ..architectures.points import BY_NAME
-from ..hooks.spec import BoundSpec, HookSpec, Kept, as_spec, layers_by_variable, named
+from ..hooks.spec import BoundSpec, HookSpec, as_spec, layers_by_variable
 from ..models.source import ModelSource
 from ..text.corpora.corpus import Corpus
 from ..text.prompts import pack
 from .batches import BUFFERS
+from .found import Found
 from .order import Beside, Order, goes_by_layers, load_for, order_of
+from .sizes import ITEMSIZE, Sizes, array_spec
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -50,22 +50,10 @@ if TYPE_CHECKING:
     from ..models.model import Model
 
 BATCH_TOKENS = 2048
-OVERLAP = 8
-"""Segments a corpus is cut into at least, so that writing one hides behind computing the next."""
-LONGEST = 1 << 20
-"""Tokens of a segment at most where few bytes are kept of each: no more than that is ever computed again."""
-SMALLEST_SHARD = 4 << 20
-"""Bytes below which shards are not made smaller for the sake of overlap: each costs a sync."""
-_WIDE = 8
-"""A capture this many times as wide as the residual stream says by itself how a run is cut."""
 WORTH_A_LOOK = 1 << 16
 """Tokens of a new run from which it is asked whether another one begins with the same prompts."""
 MEMORY = 1 << 30
 """Bytes for segment buffers unless told otherwise."""
-_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
-_WIDENED = {QUANTISED: 4}
-"""Bytes of a number in a buffer that holds it wider than it is stored."""
-_PACKED_DIMS = {"position": "token", "query_position": "pair"}
 
 
 def capture(
@@ -229,6 +217,10 @@ class CaptureNode(Ports):
         variables = {kept.variable: kept for kept in self.spec.kept}
         return [array_spec(kept, self.source.config, self.dtype) for kept in variables.values()]
 
+    @cached_property
+    def _sizes(self) -> Sizes:
+        return Sizes({spec.variable: spec for spec in self.specs()}, self.tokens)
+
     # -- planning ------------------------------------------------------------------------------------------
 
     def status(self, store: Store) -> Status:
@@ -247,10 +239,10 @@ class CaptureNode(Ports):
         proportion to the tokens of the newest run of this model with such captures."""
         found = self._find(store)
         missing = [cell for cell in self.cells if found is None or not found.is_published(cell)]
-        per_token = self._bytes_per_token(missing)
+        per_token = self._sizes.stored(missing)
         segment = found.entry.segment_tokens if found is not None else self._segment_tokens()
         length = min(segment, self.tokens.n_tokens)
-        written, peak = per_token * self.tokens.n_tokens, BUFFERS * self._held_bytes(missing) * length
+        written, peak = per_token * self.tokens.n_tokens, BUFFERS * self._sizes.held(missing) * length
         return Estimate(0, math.ceil(written), math.ceil(peak), self._seconds(store) if missing else None)
 
     def _seconds(self, store: Store) -> float | None:
@@ -284,10 +276,11 @@ class CaptureNode(Ports):
         def load() -> xr.Dataset:
             return found.open(cells, segment)
 
+        row = sum(spec.row_bytes for cell in cells for spec in self.specs() if spec.variable == cell[0])
         rows = found.n_tokens if segment is None else segment[1] - segment[0]
         content = digest("activations", self.run_key.prompt, found.rows, segment, contents)
         parents = [found.content(cell) for cell in cells]
-        return Part(content, load, math.ceil(self._row_bytes(cells) * rows), parents)
+        return Part(content, load, math.ceil(row * rows), parents)
 
     # -- running -------------------------------------------------------------------------------------------
 
@@ -345,20 +338,20 @@ class CaptureNode(Ports):
         return load_for(self.source, self.order, self.memory_limit, self._beside(), context.progress.say)
 
     def _beside(self) -> Beside:
-        itemsize, longest = _ITEMSIZE[self.source.dtype], int(self.tokens.row_size.max(initial=0))
+        itemsize, longest = ITEMSIZE[self.source.dtype], int(self.tokens.row_size.max(initial=0))
         of_pass = self.source.config.bytes_per_token(itemsize) * max(self.batch_tokens, longest)
         length = BUFFERS * min(self._segment_tokens(), self.tokens.n_tokens)
         by_layer: dict[int | None, list[VariableLayer]] = {}
         for cell in self.cells:
             by_layer.setdefault(cell[1], []).append(cell)
-        of_layer = max(self._held_bytes(cells) for cells in by_layer.values())
-        return Beside(of_pass, int(length * self._held_bytes(self.cells)), int(length * of_layer))
+        of_layer = max(self._sizes.held(cells) for cells in by_layer.values())
+        return Beside(of_pass, int(length * self._sizes.held(self.cells)), int(length * of_layer))
 
     def _without(self, views: Mapping[str, View]) -> CaptureNode:
         """The same without what can be seen in stored arrays already."""
         spec = self.spec.only(kept for kept in self.spec.kept if kept.variable not in views)
         rest = CaptureNode.__new__(CaptureNode)
-        kept = {name: value for name, value in vars(self).items() if name != "cells"}
+        kept = {name: value for name, value in vars(self).items() if name not in ("cells", "_sizes")}
         vars(rest).update(kept, spec=spec)
         return rest
 
@@ -409,7 +402,7 @@ class CaptureNode(Ports):
     def __getstate__(self) -> dict[str, Any]:
         # Sent to a worker a node is names and digests: whoever needs ids or weights there reads them from
         # disk.
-        return {**vars(self), "tokens": None, "run_key": self.run_key}
+        return {**vars(self), "tokens": None, "_sizes": None, "run_key": self.run_key}
 
     def _bind(self, hooks: HookSpec | str | Sequence[str]) -> BoundSpec:
         spec = as_spec(hooks).bind(self.source.config.hook_points, self.source.name, stored=True)
@@ -494,10 +487,10 @@ class CaptureNode(Ports):
         """Raise StoreFull where the disk has less room than what is missing will take."""
         entry, needed = self._entry(store), 0.0
         if entry is None:
-            needed = self._bytes_per_token(self.cells) * self.tokens.n_tokens
+            needed = self._sizes.stored(self.cells) * self.tokens.n_tokens
         else:
             for n, cells in entry.missing(self.cells).items():
-                needed += self._bytes_per_token(cells) * len(entry.segments[n])
+                needed += self._sizes.stored(cells) * len(entry.segments[n])
         needed, free = math.ceil(needed), store.files.free_bytes
         if free is not None and needed > free:
             raise StoreFull(
@@ -528,49 +521,10 @@ class CaptureNode(Ports):
         return store.planned_entry(self.run_key, self.tokens, self.specs(), self._segment_tokens())
 
     def _segment_tokens(self) -> int:
-        """As long as the store likes, but no longer than memory allows, nor so long that nothing overlaps.
-
-        While a segment is written the next is computed: a corpus is cut into at least `OVERLAP` of them, as
-        long as its largest shards stay above a few MiB. Sizes are those of the residual stream, whatever is
-        captured first, unless that is much wider: so two stores cut a run alike.
-        """
         if self.segment_tokens is not None:
             return self.segment_tokens
-        from ....store.store import default_segment_tokens
-
-        per_token = self._bytes_per_token(self.cells)
-        affordable = int(self.memory // (BUFFERS * self._held_bytes(self.cells)))
-        if affordable < 1:
-            raise PlanError(
-                f"a token of {len(self.cells)} captures needs {math.ceil(per_token)} bytes, more than the "
-                f"memory of {self.memory}; capture fewer points, or raise memory="
-            )
         width = self.source.config.hidden_size
-        stream = ArraySpec("stream", "", ("token", "hidden"), {"hidden": width}, self.dtype, None)
-        row, own = stream.row_bytes, self.specs()
-        largest = max(self._bytes_per_token([(spec.variable, None)]) for spec in own)
-        if not self.spec.keeps and largest <= _WIDE * row:
-            largest, own = row, [stream]
-        overlapping = max(self.tokens.n_tokens // OVERLAP, int(SMALLEST_SHARD // largest), 1)
-        longest = min(affordable, overlapping, *([LONGEST] if self.spec.keeps else []))
-        return min(default_segment_tokens(self.tokens, own), 1 << (longest.bit_length() - 1))
-
-    def _bytes_per_token(self, cells: Sequence[VariableLayer]) -> float:
-        """Stored bytes of one token over some cells; what is packed otherwise by the mean."""
-        rows = {spec.packed: spec.rows_per_token(self.tokens) for spec in self.specs()}
-        return self._row_bytes(cells, rows)
-
-    def _row_bytes(self, cells: Sequence[VariableLayer], rows: Mapping[str, float] | None = None) -> float:
-        specs = {spec.variable: spec for spec in self.specs()}
-        return sum(specs[name].row_bytes * (rows or {}).get(specs[name].packed, 1) for name, _ in cells)
-
-    def _held_bytes(self, cells: Sequence[VariableLayer]) -> float:
-        """Of one token over some cells in a buffer, where int8 is not yet made."""
-        if self.dtype not in _WIDENED:
-            return self._bytes_per_token(cells)
-        specs = {spec.variable: spec for spec in self.specs()}
-        rows = {name: spec.rows_per_token(self.tokens) for name, spec in specs.items()}
-        return sum(math.prod(specs[name].tail) * rows[name] for name, _ in cells) * _WIDENED[self.dtype]
+        return self._sizes.segment_tokens(self.cells, width, self.memory, selects=bool(self.spec.keeps))
 
     def _for_workers(self, context: Context) -> Any:
         import torch
@@ -587,65 +541,6 @@ class _Outrun(Exception):
 def _expect_same(made: LabelledEntry, planned: LabelledEntry) -> None:
     if made.segment_tokens != planned.segment_tokens:
         raise _Outrun
-
-
-@dataclass(frozen=True)
-class Found:
-    """A run in the store, whole or some prompts of it."""
-
-    entry: LabelledEntry
-    rows: list[int] | None = None
-    """Which of the entry's prompts are meant; None for all, in order."""
-    views: Mapping[str, View] = field(default_factory=dict)
-    """Variables that are not stored themselves, and what shows them."""
-
-    def is_published(self, cell: VariableLayer) -> bool:
-        """Whether a cell can be read, as it is stored or from what is."""
-        return self.record(cell) is not None
-
-    def record(self, cell: VariableLayer) -> Record | None:
-        """What is published of what is read for a cell."""
-        return self.entry.record(*self._stored(cell))
-
-    def content(self, cell: VariableLayer) -> str:
-        """R of what is read for a cell."""
-        return self.entry.content(*self._stored(cell))
-
-    def _stored(self, cell: VariableLayer) -> VariableLayer:
-        return (self.views[cell[0]][0], cell[1]) if cell[0] in self.views else cell
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens of the prompts meant."""
-        tokens = self.entry.tokens
-        return tokens.n_tokens if self.rows is None else int(tokens.row_size[self.rows].sum())
-
-    @property
-    def segments(self) -> list[tuple[int, int]]:
-        """(start, stop) of each segment; prompts picked from a larger run are one."""
-        if self.rows is not None:
-            return [(0, self.n_tokens)]
-        return [(segment.start, segment.stop) for segment in self.entry.segments]
-
-    def contents(self, cells: Sequence[VariableLayer], segment: tuple[int, int] | None) -> list[list[Any]]:
-        """[variable, layer, digest] of what is stored for each cell."""
-        if segment is None or self.rows is not None:
-            return [[*cell, self.content(cell)] for cell in cells]
-        number = self.segments.index((segment[0], segment[1]))
-        return [[*cell, self.entry.segment_digest(*self._stored(cell), number)] for cell in cells]
-
-    def open(self, cells: Sequence[VariableLayer], segment: tuple[int, int] | None = None) -> xr.Dataset:
-        """The given cells, labelled and lazy. segment: only the tokens of this one."""
-        layers: dict[str, list[int]] = {}
-        for name, layer in cells:
-            layers.setdefault(name, []).extend([] if layer is None else [layer])
-        held = {name: sorted(chosen) for name, chosen in layers.items() if chosen}
-        if self.rows is None:
-            number = None if segment is None else self.segments.index((segment[0], segment[1]))
-            return self.entry.open(list(layers), held, views=self.views, segment=number)
-        dataset = self.entry.open(list(layers), held)  # one segment
-        picked: xr.Dataset = dataset.mi.prompts(self.rows)
-        return picked
 
 
 @dataclass(frozen=True)
@@ -675,38 +570,6 @@ def harvest_segment(job: WorkerJob, store: Store, cell: Mapping[str, int]) -> No
     model.require_all_weights("segments by themselves, on a cluster")
     batch = BatchSize(job.batch_tokens)
     harvest(model, entry, job.spec, batch=batch, segments=[cell["segment"]])
-
-
-def array_spec(kept: Kept, config: Architecture, dtype: str) -> ArraySpec:
-    """How a captured activation is stored: token-major, batch and positions packed, heads behind tokens, an
-    axis of one dropped. What has no position is of a prompt."""
-    capture, selection = kept.capture, kept.keep.selection
-    kind = BY_NAME[capture.point.kind]
-    sizes = {axis: size for axis, size in config.axis_sizes.items() if axis != "one"}
-    packed = next((axis for dim, axis in _PACKED_DIMS.items() if dim in kind.dims), "prompt_id")
-    if selection is not None:
-        packed = selection.axis
-    rest, meaning, reduction = (
-        tuple(dim for dim in kind.dims if dim in sizes),
-        kind.meaning,
-        kept.keep.reduction,
-    )
-    if reduction is not None:
-        left = reduction.dims(kind)
-        packed = packed if "position" in left else "prompt_id"
-        rest, meaning = tuple(dim for dim in rest if dim in left), f"{reduction.meaning} {meaning}"
-    front = ("layer",) if kind.per_layer else ()
-    return ArraySpec(
-        kept.variable,
-        f"{named(kind.path, capture.is_gradient)}{kept.keep.suffix.replace('__', '@', 1)}",
-        (*front, packed, *rest),
-        {dim: sizes[dim] for dim in rest},
-        dtype,
-        config.num_layers if kind.per_layer else None,
-        f"gradient at: {meaning}" if capture.is_gradient else meaning,
-        "1",
-        selection,
-    )
 
 
 def _name_cells(cells: Sequence[VariableLayer]) -> str:

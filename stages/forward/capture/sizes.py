@@ -1,0 +1,115 @@
+"""How what is captured is stored, and what that takes: bytes of a token on disk and in buffers, and segments.
+
+Border: hook points and tokens in, numbers out; nothing is read or written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ....store.errors import PlanError
+from ....store.runs.committed import VariableLayer
+from ....store.runs.entries import ArraySpec
+from ....store.runs.packed import PackedTokens
+from ....store.runs.quantised import QUANTISED
+from ..architectures.architecture import Architecture
+from ..architectures.points import BY_NAME
+from ..hooks.spec import Kept, named
+from .batches import BUFFERS
+
+__all__ = ["ITEMSIZE", "Sizes", "array_spec"]
+
+OVERLAP = 8
+"""Segments a corpus is cut into at least, so that writing one hides behind computing the next."""
+LONGEST = 1 << 20
+"""Tokens of a segment at most where few bytes are kept of each: no more than that is ever computed again."""
+SMALLEST_SHARD = 4 << 20
+"""Bytes below which shards are not made smaller for the sake of overlap: each costs a sync."""
+_WIDE = 8
+"""A capture this many times as wide as the residual stream says by itself how a run is cut."""
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+"""Bytes of a number of what is computed."""
+_WIDENED = {QUANTISED: 4}
+"""Bytes of a number in a buffer that holds it wider than it is stored."""
+_PACKED_DIMS = {"position": "token", "query_position": "pair"}
+
+
+@dataclass(frozen=True, eq=False)
+class Sizes:
+    """What tokens of a run take. specs: variable -> how it is stored."""
+
+    specs: Mapping[str, ArraySpec]
+    tokens: PackedTokens
+
+    def stored(self, cells: Sequence[VariableLayer]) -> float:
+        """Bytes of one token over some cells on disk; what is packed otherwise by the mean."""
+        return sum(self.specs[name].row_bytes * self._rows(name) for name, _ in cells)
+
+    def held(self, cells: Sequence[VariableLayer]) -> float:
+        """Bytes of one token over some cells in a buffer, where int8 is not yet made."""
+        return sum(self._held_row(self.specs[name]) * self._rows(name) for name, _ in cells)
+
+    def segment_tokens(
+        self, cells: Sequence[VariableLayer], width: int, memory: int, *, selects: bool
+    ) -> int:
+        """Tokens of a segment: as many as the store likes, but no more than memory allows, nor so many that
+        nothing overlaps.
+
+        While a segment is written the next is computed: a corpus is cut into at least `OVERLAP` of them, as
+        long as its largest shards stay above a few MiB. Sizes are those of the residual stream, `width`
+        numbers a token, whatever is captured first, unless that is much wider: so two stores cut a run alike.
+        selects: whether some tokens alone are kept. Raises PlanError where no token fits the memory.
+        """
+        from ....store.store import default_segment_tokens
+
+        affordable = int(memory // (BUFFERS * self.held(cells)))
+        if affordable < 1:
+            raise PlanError(
+                f"a token of {len(cells)} captures needs {math.ceil(self.stored(cells))} bytes, more than "
+                f"the memory of {memory}; capture fewer points, or raise memory="
+            )
+        own = list(self.specs.values())
+        stream = ArraySpec("stream", "", ("token", "hidden"), {"hidden": width}, own[0].dtype, None)
+        largest = max(self.stored([(name, None)]) for name in self.specs)
+        if not selects and largest <= _WIDE * stream.row_bytes:
+            largest, own = stream.row_bytes, [stream]
+        overlapping = max(self.tokens.n_tokens // OVERLAP, int(SMALLEST_SHARD // largest), 1)
+        longest = min(affordable, overlapping, *([LONGEST] if selects else []))
+        return min(default_segment_tokens(self.tokens, own), 1 << (longest.bit_length() - 1))
+
+    def _rows(self, variable: str) -> float:
+        return self.specs[variable].rows_per_token(self.tokens)
+
+    def _held_row(self, spec: ArraySpec) -> float:
+        return math.prod(spec.tail) * _WIDENED[spec.dtype] if spec.dtype in _WIDENED else spec.row_bytes
+
+
+def array_spec(kept: Kept, config: Architecture, dtype: str) -> ArraySpec:
+    """How a captured activation is stored: token-major, batch and positions packed, heads behind tokens, an
+    axis of one dropped. What has no position is of a prompt."""
+    capture, selection = kept.capture, kept.keep.selection
+    kind = BY_NAME[capture.point.kind]
+    sizes = {axis: size for axis, size in config.axis_sizes.items() if axis != "one"}
+    packed = next((axis for dim, axis in _PACKED_DIMS.items() if dim in kind.dims), "prompt_id")
+    if selection is not None:
+        packed = selection.axis
+    rest, meaning = tuple(dim for dim in kind.dims if dim in sizes), kind.meaning
+    reduction = kept.keep.reduction
+    if reduction is not None:
+        left = reduction.dims(kind)
+        packed = packed if "position" in left else "prompt_id"
+        rest, meaning = tuple(dim for dim in rest if dim in left), f"{reduction.meaning} {meaning}"
+    front = ("layer",) if kind.per_layer else ()
+    return ArraySpec(
+        kept.variable,
+        f"{named(kind.path, capture.is_gradient)}{kept.keep.suffix.replace('__', '@', 1)}",
+        (*front, packed, *rest),
+        {dim: sizes[dim] for dim in rest},
+        dtype,
+        config.num_layers if kind.per_layer else None,
+        f"gradient at: {meaning}" if capture.is_gradient else meaning,
+        "1",
+        selection,
+    )
