@@ -78,9 +78,7 @@ def _pattern(weights: Matrices, layer: int, head: int, read: Floats, scale: floa
     query, key = key_queries(weights, layer, head)
     of_query, of_key = (weights.projection(part, layer, head).bias for part in ("q", "k"))
     heads = heads_in(weights.config, layer)
-    scores = scale * (read @ query + of_query) @ (read @ key + of_key).T
-    if heads.mixer.soft_cap is not None:
-        scores = heads.mixer.soft_cap * np.tanh(scores / heads.mixer.soft_cap)
+    scores = heads.mixer.capped(scale * (read @ query + of_query) @ (read @ key + of_key).T, np)
     back = np.subtract.outer(np.arange(len(read)), np.arange(len(read)))
     seen = back >= 0
     if heads.mixer.window is not None:

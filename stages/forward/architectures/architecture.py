@@ -70,6 +70,16 @@ class AttentionMixer:
     sinks: Any = field(default=None, compare=False, repr=False)
     is_bidirectional: bool = False
 
+    @property
+    def is_capped(self) -> bool:
+        """Whether `capped` changes scores; no fused kernel does that."""
+        return self.soft_cap is not None
+
+    def capped(self, scores: Any, xp: Any) -> Any:
+        """Scores as the softmax takes them but for the mask, each by itself. xp: numpy or torch, of which the
+        scores are arrays."""
+        return scores if self.soft_cap is None else self.soft_cap * xp.tanh(scores / self.soft_cap)
+
 
 @dataclass(frozen=True)
 class RecurrentMixer:

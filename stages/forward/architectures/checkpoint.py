@@ -1,6 +1,6 @@
 """Which tensors of a checkpoint a transformer is made of, by the names its families share.
 
-Border: names and shapes; a family that names its tensors otherwise gets a function of its own here.
+Border: names and shapes; how families that name their tensors otherwise do so is told in hybrid_tensors.py.
 """
 
 from __future__ import annotations

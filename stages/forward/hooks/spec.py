@@ -21,7 +21,16 @@ from ....store import html
 from ....store.digest import canonical_json, digest
 from ....store.errors import HookPointNotFound, InterventionError
 from ....store.runs.selections import as_selection
-from ..architectures.points import BY_NAME, HookPoint, as_point, expand, is_glob, own_name, require_known
+from ..architectures.points import (
+    BY_NAME,
+    STATE_ROOMS,
+    HookPoint,
+    as_point,
+    expand,
+    is_glob,
+    own_name,
+    require_known,
+)
 from .interventions import Intervention
 from .keeps import WHOLE, Keep
 from .objective import Differentiable, Objective, objective_of
@@ -381,9 +390,11 @@ def layers_by_variable(captures: Iterable[Capture | Kept]) -> dict[str, list[int
 def _refuse_derived(point: HookPoint, change: Intervention) -> None:
     if BY_NAME[point.kind].is_derived:
         room = str(point).rpartition("hook_")[0]
+        states = f"'{room}hook_state_seq' or '{room}hook_write'"
+        instead = states if point.kind.startswith(STATE_ROOMS) else "a point it is made of"
         raise InterventionError(
             f"expected {type(change).__name__} at a point the pass goes on from, found '{point}', which is "
-            f"worked out for who reads it; change '{room}hook_state_seq' or '{room}hook_write'"
+            f"worked out for who reads it; change {instead}"
         )
 
 

@@ -369,7 +369,7 @@ def is_by_hand(q: Tensor, how: AttentionMixer) -> bool:
     """Whether weights are computed step by step where nobody changes them: no fused kernel caps scores or has
     a place for sinks, and none takes the softmax in float32 where all else is float64, as the reference
     does."""
-    return how.soft_cap is not None or how.sinks is not None or q.dtype == torch.float64
+    return how.is_capped or how.sinks is not None or q.dtype == torch.float64
 
 
 def output(z: Tensor, projection: Linear, layer: int, taps: Taps) -> Tensor:
@@ -412,8 +412,8 @@ def _scores(q: Tensor, k: Tensor, how: AttentionMixer) -> Tensor:
 
 def _masked(scores: Tensor, seen: Tensor, how: AttentionMixer) -> Tensor:
     """Scores capped, where the family does that, and -inf where attention may not look."""
-    if how.soft_cap is not None:
-        scores = how.soft_cap * evenly(torch.tanh, scores / how.soft_cap)
+    if how.is_capped:
+        scores = evenly(lambda each: how.capped(each, torch), scores)
     return scores.masked_fill(~seen, float("-inf"))
 
 

@@ -166,7 +166,7 @@ class BranchHistory:
             start = 0
             while start < len(chosen):
                 most = len(self._kept.held[chosen[start]])
-                materialised = of_a_score * (by_hand or how.soft_cap is not None)
+                materialised = of_a_score * (by_hand or how.is_capped)
                 stop, longest = start, 0
                 while stop < len(chosen) and len(self._kept.held[chosen[stop]]) >= RAGGED * most:
                     longest = max(longest, self._forest.branches[chosen[stop]].length)

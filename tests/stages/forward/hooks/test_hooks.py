@@ -179,3 +179,15 @@ def test_a_spec_knows_what_it_asks_for_by_name_and_by_glob():
     assert not spec.has_intervention_at(HookPoint.attn_out(1))
     assert (spec.num_captures, spec.num_interventions, spec.is_empty) == (1, 1, False)
     assert HookSpec().is_empty
+
+
+@pytest.mark.parametrize(
+    ("point", "instead"),
+    [
+        (HookPoint.router_probs(0), "change a point it is made of$"),
+        (HookPoint.ssm_state(0), r"change 'blocks\.0\.ssm\.hook_state_seq' or 'blocks\.0\.ssm\.hook_write'$"),
+    ],
+)
+def test_a_change_of_what_is_only_worked_out_is_refused_and_told_what_there_is_to_change(point, instead):
+    with pytest.raises(InterventionError, match=instead):
+        HookSpec().intervene(point, Zero()).bind([point])
