@@ -32,8 +32,9 @@ from ....store.keys import ModelIdentity
 from ..checkpoints.adapter import Adapter
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.gguf import source as gguf
-from ..checkpoints.gguf.header import SUFFIX, parts_of
+from ..checkpoints.gguf.header import SUFFIX, header_of, parts_of
 from ..checkpoints.quantised.reading import KEYS, scheme_of
+from ..text.gguf.vocabulary import words_of
 from ..text.library import LibraryTokenizer
 from ..text.world import WORLD, WorldTokenizer
 
@@ -233,10 +234,15 @@ class ModelFiles:
         return BridgeCase(self.directory, self.weight_files, self.config, self._stored_digest())
 
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None without a file of one. Raises TokenizerError for one that cannot be
-        read.
+        """The model's tokenizer: that of a file of its own, else of the vocabulary inside a GGUF file; None
+        without either. Raises TokenizerError for one that cannot be read.
         """
         file = self.tokenizer_file
+        if file is None and self.gguf is not None:
+            words = words_of(header_of(self.weight_files))
+            if words is None:
+                return None
+            return LibraryTokenizer(self.gguf, words.settings, name=self.name, data=words.data)
         if file is None:
             return None
         kind = LibraryTokenizer if file.name == TOKENIZER else WorldTokenizer

@@ -20,14 +20,21 @@ if TYPE_CHECKING:
 
 
 class LibraryTokenizer(Tokenizer):
-    """A tokenizer.json. Its digest is of the file's bytes."""
+    """A tokenizer.json, of a file or made of one. Its digest is of these bytes."""
 
     def __init__(
-        self, file: Path, settings: Mapping[str, Any] | None = None, *, name: str | None = None
+        self,
+        file: Path,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        name: str | None = None,
+        data: bytes | None = None,
     ) -> None:
+        """As `Tokenizer`. data: what a tokenizer.json would hold, where the file is of another kind."""
         import tokenizers
 
-        data = read_tokenizer(file)
+        if data is None:
+            data = read_tokenizer(file)
         try:
             self._backend = tokenizers.Tokenizer.from_str(data.decode())
         except Exception as error:  # the library raises bare Exception for a file it cannot parse

@@ -36,7 +36,7 @@ def outputs_of(reference: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[to
     streams: list[torch.Tensor] = []
 
     def keep(module: Any, inputs: Any, output: Any) -> None:
-        streams.append(output[0] if isinstance(output, tuple) else output)
+        streams.append(output[0] if isinstance(output, tuple | list) else output)
 
     body = reference.base_model
     body = next((getattr(body, name) for name in ("decoder", "transformer") if hasattr(body, name)), body)
@@ -50,6 +50,16 @@ def outputs_of(reference: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[to
     for hook in hooks:
         hook.remove()
     return logits, streams
+
+
+def normed_sum(model: Model, cache: Any, norm: str, layer: int, total: torch.Tensor) -> torch.Tensor:
+    """What becomes the stream where a norm stands on the sum; elsewhere the sum."""
+    if model.config.layers[layer].norms != "of stream":
+        return total
+    unit = (total - total.mean(-1, keepdim=True)) / cache[HookPoint(f"{norm}_scale", layer)]
+    assert_near(unit, cache[HookPoint(f"{norm}_normalized", layer)])
+    held = model.network.norm_of(norm, layer)
+    return unit * held.weight + held.bias
 
 
 def assert_read_by_its_files(folder: Path) -> None:

@@ -56,6 +56,11 @@ def _electra(rng: random.Random) -> dict[str, Any]:
     return drawn | {"embedding_size": rng.choice([drawn["hidden_size"], 12, 40])}
 
 
+def _roformer(rng: random.Random) -> dict[str, Any]:
+    drawn = _electra(rng)
+    return drawn | ({"embedding_size": None} if rng.random() < 0.3 else {})
+
+
 def _rembert(rng: random.Random) -> dict[str, Any]:
     widths = {"input_embedding_size": rng.choice([12, 40]), "output_embedding_size": rng.choice([12, 40])}
     return _bert(rng) | widths
@@ -144,6 +149,7 @@ DRAWS: dict[str, Draw] = {
     "nomic_bert": _turning,
     "rembert": _rembert,
     "roberta": _bert,
+    "roformer": _roformer,
     "roberta-prelayernorm": _bert,
     "xlm-roberta": _bert,
     "xlm-roberta-xl": _bert,
@@ -151,7 +157,7 @@ DRAWS: dict[str, Draw] = {
 ENCODERS = tuple(DRAWS)
 DECODERS = (
     *("bert", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert", "roberta"),
-    *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"),
+    *("roberta-prelayernorm", "roformer", "xlm-roberta", "xlm-roberta-xl"),
 )
 """Families of which some checkpoints are decoders."""
 
@@ -169,6 +175,9 @@ def save_random_encoder(
     kind = AutoModelForCausalLM if overrides.get("is_decoder") else AutoModelForMaskedLM
     model = kind.from_config(described).float().eval()
     draw_weights(model)
+    if family == "roformer":  # a table of sines that is a weight by its kind alone
+        table = model.roformer.encoder.embed_positions
+        table.weight.data = table.create_weight()
     model.save_pretrained(directory)
     if tokenizer:
         save_tokenizer(directory)

@@ -11,7 +11,7 @@ from .random_models import CONTEXT
 
 LAYERS = 3
 Draw = Callable[[random.Random], dict[str, Any]]
-AXES = ("bloom", "deepseek_v2", "gpt_oss", "ministral3", "nanochat")
+AXES = ("bloom", "deepseek_v2", "gpt_oss", "ministral3", "nanochat", "openai-gpt")
 """Families that between them have what is new in these."""
 
 
@@ -446,9 +446,54 @@ def _youtu(rng: random.Random) -> dict[str, Any]:
     return _latent(rng) | {"rope_interleave": rng.random() < 0.7}
 
 
+def _gpt1(rng: random.Random) -> dict[str, Any]:
+    heads = rng.choice([1, 2, 3])
+    return {
+        "n_embd": heads * 8,
+        "n_head": heads,
+        "n_layer": LAYERS,
+        "n_positions": CONTEXT,
+        "afn": rng.choice(["gelu", "relu", "silu"]),
+        "layer_norm_epsilon": rng.choice([1e-5, 1e-6]),
+    }
+
+
+def _of_encoder(rng: random.Random) -> dict[str, Any]:
+    drawn = sizes(rng, wide_heads=False)
+    kept = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
+    own = {"max_position_embeddings": CONTEXT, "tie_word_embeddings": rng.random() < 0.5}
+    return {key: drawn[key] for key in kept} | own
+
+
+def _bert_generation(rng: random.Random) -> dict[str, Any]:
+    return _of_encoder(rng) | {
+        "hidden_act": rng.choice(["gelu", "gelu_new", "relu"]),
+        "layer_norm_eps": rng.choice([1e-12, 1e-5]),
+        "is_decoder": True,
+    }
+
+
+def _modernbert_decoder(rng: random.Random) -> dict[str, Any]:
+    kinds = ["sliding_attention", "full_attention", rng.choice(["sliding_attention", "full_attention"])]
+    rng.shuffle(kinds)
+    ropes = [{"rope_theta": rng.choice([1e4, 300.0]), "rope_type": "default"} for _ in range(2)]
+    biases = bias(rng, "norm_bias", "attention_bias", "mlp_bias", "decoder_bias", "classifier_bias")
+    own = {
+        "pad_token_id": 0,
+        "norm_eps": rng.choice([1e-5, 1e-6]),
+        "hidden_activation": rng.choice(["gelu", "silu"]),
+        "classifier_activation": rng.choice(["gelu", "silu"]),
+        "local_attention": rng.choice([4, 7, 16]),
+        "layer_types": kinds,
+        "rope_parameters": dict(zip(("full_attention", "sliding_attention"), ropes, strict=True)),
+    }
+    return _of_encoder(rng) | biases | own
+
+
 DRAWS: dict[str, Draw] = {
     "afmoe": _afmoe,
     "apertus": _apertus,
+    "bert-generation": _bert_generation,
     "biogpt": _biogpt,
     "bloom": _bloom,
     "codegen": _codegen,
@@ -478,10 +523,12 @@ DRAWS: dict[str, Draw] = {
     "mellum": _mellum,
     "minicpm3": _minicpm,
     "ministral3": _ministral,
+    "modernbert-decoder": _modernbert_decoder,
     "mpt": _mpt,
     "nanochat": _nanochat,
     "nemotron": _nemotron,
     "olmo": _olmo,
+    "openai-gpt": _gpt1,
     "persimmon": _persimmon,
     "phi": _phi,
     "phimoe": _phimoe,

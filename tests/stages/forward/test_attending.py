@@ -20,7 +20,7 @@ from mizarr.stages.forward.models.files import resolve
 from mizarr.stages.forward.networks.weights import read_shapes
 from mizarr.store.errors import ConfigError
 
-from .compared import assert_near, assert_parity, assert_read_by_its_files, draw_ids
+from .compared import assert_near, assert_parity, assert_read_by_its_files, draw_ids, normed_sum
 from .random_attending import ATTENDING, AXES
 from .random_hybrids import draw, save_random_hybrid
 from .random_later import REQUIRED
@@ -65,10 +65,10 @@ def test_the_stream_is_what_layers_add_to_it(family, tmp_path):
     assert_near(cache.logits, model.forward(ids).logits)
     stream = cache[HookPoint.embed()]
     for layer in range(model.config.num_layers):
-        stream = stream + cache[HookPoint.attn_out(layer)]
+        stream = normed_sum(model, cache, "ln1", layer, stream + cache[HookPoint.attn_out(layer)])
         if (middle := HookPoint.resid_mid(layer)) in cache:
             assert_near(stream, cache[middle])
-        stream = stream + cache[HookPoint.mlp_out(layer)]
+        stream = normed_sum(model, cache, "ln2", layer, stream + cache[HookPoint.mlp_out(layer)])
         assert_near(stream, cache[HookPoint.resid_post(layer)])
         has_middle = not model.config.layers[layer].is_parallel
         assert (middle in cache) == has_middle == (HookPoint("ln2_scale", layer) in cache or family in AFTER)

@@ -24,7 +24,7 @@ from mizarr.stages.logits.prompt_test import tokens_to_residual_directions
 from mizarr.stages.logits.readout import readout_from_files
 from mizarr.store.errors import ConfigError, InterventionError, PromptError, ShapeError
 
-from .compared import assert_near, assert_parity, assert_read_by_its_files, draw_ids
+from .compared import assert_near, assert_parity, assert_read_by_its_files, draw_ids, normed_sum
 from .random_encoders import DECODERS, ENCODERS, LAYERS, MASK, draw, save_random_encoder
 from .random_hybrids import save_random_hybrid
 from .random_models import save_random_model
@@ -85,7 +85,7 @@ def test_the_stream_is_what_layers_add_to_it_and_their_norm_where_it_stands_on_t
     model, ids = Model.from_pretrained(tmp_path), draw_ids(1, 12)
     cache = model.forward(ids, HookSpec().capture("*"))
     assert_near(cache.logits, model.forward(ids).logits)
-    stream, network = cache[HookPoint.embed()], model.network
+    stream = cache[HookPoint.embed()]
     halves = [
         ("ln1", HookPoint.attn_out, HookPoint.resid_mid),
         ("ln2", HookPoint.mlp_out, HookPoint.resid_post),
@@ -94,13 +94,7 @@ def test_the_stream_is_what_layers_add_to_it_and_their_norm_where_it_stands_on_t
         is_normed = model.config.layers[layer].norms == "of stream"
         assert is_normed == (ROWS[family].places == "of sums")
         for norm, added, reached in halves:
-            stream = stream + cache[added(layer)]
-            if is_normed:
-                scale = cache[HookPoint(f"{norm}_scale", layer)]
-                unit = (stream - stream.mean(-1, keepdim=True)) / scale
-                assert_near(unit, cache[HookPoint(f"{norm}_normalized", layer)])
-                held = network.norm_of(norm, layer)
-                stream = unit * held.weight + held.bias
+            stream = normed_sum(model, cache, norm, layer, stream + cache[added(layer)])
             assert_near(stream, cache[reached(layer)])
 
 

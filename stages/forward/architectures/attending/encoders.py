@@ -21,7 +21,7 @@ from ..linear_families import LLAMA
 from ..transformer import ConfigReader, RopeConfig
 from .reading import Attends, Factors, Windows
 
-__all__ = ["ENCODERS"]
+__all__ = ["BERT", "ENCODERS", "OF_BERT", "OF_MODERNBERT", "windows_of_modernbert"]
 
 
 def always(reader: ConfigReader) -> bool:
@@ -99,6 +99,21 @@ def _of_roberta(root: str) -> Spelling:
     )
 
 
+OF_BERT = _of_bert("bert.")
+OF_MODERNBERT = Spelling(
+    embed="model.embeddings.tok_embeddings",
+    embed_norm="model.embeddings.norm",
+    head="decoder",
+    transform=("head.dense", "head.norm"),
+    final_norm="model.final_norm",
+    ln1="attn_norm",
+    ln2="mlp_norm",
+    attention="attn.",
+    attention_in="Wqkv",
+    attention_out="Wo",
+    mlp="mlp.",
+    mlp_parts=("Wi", "Wo"),
+)
 BERT = Attends(
     examples="BERT",
     norm="layer",
@@ -119,7 +134,7 @@ BERT = Attends(
     has_final_norm=False,
     tied=True,
     max_positions=512,
-    spelling=_of_bert("bert."),
+    spelling=OF_BERT,
     may_have_old_norms=True,
     never=("add_cross_attention", "head_dim", "num_key_value_heads", "embedding_size"),
     always={"position_embedding_type": "absolute"},
@@ -155,13 +170,17 @@ def _rope_of_esm(reader: ConfigReader, family: Attends, head_dim: int) -> RopeCo
     return RopeConfig(reader.number("rope_theta", family.theta), head_dim)
 
 
+def _rope_of_roformer(reader: ConfigReader, family: Attends, head_dim: int) -> RopeConfig:
+    return RopeConfig(family.theta, head_dim, interleaved=True)
+
+
 def _masked_of_esm(reader: ConfigReader) -> int | None:
     return reader.integer("mask_token_id", least=0) if reader.flag("token_dropout", False) else None
 
 
-def _windows_of_modernbert(reader: ConfigReader, layers: int) -> Windows:
-    """A query sees so many keys on each side; in every third layer all of them."""
-    size = reader.integer("local_attention", 128) // 2 + 1
+def windows_of_modernbert(reader: ConfigReader, layers: int, *, itself: int = 1) -> Windows:
+    """A query sees so many keys on each side, and itself; in every third layer all of them."""
+    size = reader.integer("local_attention", 128) // 2 + itself
     every = reader.integer("global_attn_every_n_layers", 3)
     types = reader.strings("layer_types") or [
         "sliding_attention" if layer % every else "full_attention" for layer in range(layers)
@@ -226,6 +245,23 @@ ENCODERS: dict[str, Attends] = {
             head="generator_lm_head",
             head_bias="",
             transform=("generator_predictions.dense", "generator_predictions.LayerNorm"),
+        ),
+    ),
+    "roformer": replace(
+        BERT,
+        examples="RoFormer",
+        first_position=None,
+        rope_of=_rope_of_roformer,
+        interleaved_rope=True,
+        embedding_width=("embedding_size", 0),
+        max_positions=1536,
+        never=(*BERT.never[:-1], "rotary_value"),
+        spelling=replace(
+            _of_bert("roformer."),
+            embed_in="roformer.embeddings_project",
+            positions="",
+            # Sines and cosines, always these: what rope turns by is worked out.
+            unread=(*_of_bert("roformer.").unread, "roformer.encoder.embed_positions.weight"),
         ),
     ),
     "rembert": replace(
@@ -388,26 +424,13 @@ ENCODERS: dict[str, Attends] = {
         mlp_bias="mlp_bias",
         theta=160000.0,
         local_rope=("local_rope_theta", 10000.0),
-        windows_of=_windows_of_modernbert,
+        windows_of=windows_of_modernbert,
         transform=transform("classifier_activation", bias="classifier_bias", norm_bias="norm_bias"),
         head_bias=("decoder_bias", True),
         tied=True,
         max_positions=8192,
         aliases={"rope_theta": "global_rope_theta"},
-        spelling=Spelling(
-            embed="model.embeddings.tok_embeddings",
-            embed_norm="model.embeddings.norm",
-            head="decoder",
-            transform=("head.dense", "head.norm"),
-            final_norm="model.final_norm",
-            ln1="attn_norm",
-            ln2="mlp_norm",
-            attention="attn.",
-            attention_in="Wqkv",
-            attention_out="Wo",
-            mlp="mlp.",
-            mlp_parts=("Wi", "Wo"),
-        ),
+        spelling=OF_MODERNBERT,
     ),
     "nomic_bert": Attends(
         examples="Nomic Embed",

@@ -18,6 +18,7 @@ from .encoders import ENCODERS
 from .experts import granite_experts, mixtral_experts, qwen_experts, sigmoid_experts
 from .latent import LATENT
 from .layers import but_every, in_windows, in_windows_if_any
+from .like_encoders import LIKE_ENCODERS
 from .newer import NEWER
 from .older import OLDER
 from .reading import Attends, Windows
@@ -418,6 +419,7 @@ ATTENDING: dict[str, Attends] = {
     **DIFFUSION,
     **ENCODERS,
     **LATENT,
+    **LIKE_ENCODERS,
     **NEWER,
     **OLDER,
     **ROUTED,

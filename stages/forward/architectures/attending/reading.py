@@ -104,7 +104,7 @@ class Attends(Family):
     token_types: tuple[str, int] | None = None
     """The key of the rows of a table of token types, and its default."""
     embedding_width: tuple[str, int] | None = None
-    """The key of the width of embeddings, and its default."""
+    """The key of the width of embeddings, and its default; 0 for that of the stream."""
     always_maps_embeddings: bool = False
     """Whether embeddings are mapped to the stream even where they are as wide."""
     positions_behind_padding: bool | Callable[[ConfigReader], bool] = False
@@ -327,7 +327,8 @@ def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) 
 
     blocks = tuple(map(block, range(layers)))
     context, rows, first = _positions(reader, family)
-    width = None if family.embedding_width is None else reader.integer(*family.embedding_width)
+    key, usual = family.embedding_width or ("", 0)
+    width = reader.integer(key, usual or hidden) if key else None
     return HybridConfig(
         model_type=reader.raw["model_type"],
         hidden_size=hidden,

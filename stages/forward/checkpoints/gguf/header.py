@@ -76,6 +76,10 @@ class Header:
         """As `get`. Raises ConfigError where there is none."""
         return self._value(f"{self.architecture}.{key}")
 
+    def told(self, name: str) -> Any:
+        """Metadata by its full name ("tokenizer.ggml.model"); None where there is none."""
+        return self.fields[name].contents() if name in self.fields else None
+
     def _value(self, name: str) -> Any:
         if name not in self.fields:
             raise ConfigError(

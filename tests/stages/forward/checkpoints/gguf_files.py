@@ -79,9 +79,15 @@ def draw_config(model_type: str, seed: int, **given: Any) -> Any:
 
 
 def save_gguf(
-    path: Path, model: Any, kind: Any = None, metadata: dict[str, Any] | None = None, tensors: Any = None
+    path: Path,
+    model: Any,
+    kind: Any = None,
+    metadata: dict[str, Any] | None = None,
+    tensors: Any = None,
+    words: Any = None,
 ) -> None:
-    """Write a reference model as one file; kind: how matrices are quantised; None for float32."""
+    """Write a reference model as one file; kind: how matrices are quantised; None for float32. words: adds a
+    vocabulary to the writer."""
     config, model_type = model.config, model.config.model_type
     architecture = KINDS[model_type]
     writer = gguf.GGUFWriter(path, architecture)
@@ -95,6 +101,8 @@ def save_gguf(
             str: writer.add_string,
         }
         add[type(value)](f"{architecture}.{key}", value)
+    if words is not None:
+        words(writer)
     for name, value in (_tensors(model) | (tensors or {})).items():
         if kind is None or value.ndim < 2 or "ffn_gate_inp" in name:
             writer.add_tensor(name, value)
