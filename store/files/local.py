@@ -358,10 +358,15 @@ class LocalFolder(Folder):
 
 def as_store_error(error: OSError, root: Path, name: str) -> OSError:
     """The store's word for what the system said while `name` was written; other errors as they are."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreFull(
             f"no space left in {root} while writing {name}; what was committed stays. Free some space "
             "(mizarr gc) and run again: it resumes"
+        )
+    if error.errno == errno.EFBIG:
+        return StoreFull(
+            f"{name} in {root} is larger than a file may be here (ulimit -f, or the file system); what was "
+            "committed stays. Raise that limit and run again: it resumes"
         )
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return ReadOnlyStore(

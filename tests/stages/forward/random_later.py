@@ -449,7 +449,7 @@ def _youtu(rng: random.Random) -> dict[str, Any]:
 def _gpt1(rng: random.Random) -> dict[str, Any]:
     heads = rng.choice([1, 2, 3])
     return {
-        "n_embd": heads * 8,
+        "n_embd": heads * rng.choice([4, 8, 12]),
         "n_head": heads,
         "n_layer": LAYERS,
         "n_positions": CONTEXT,

@@ -251,7 +251,7 @@ def test_a_file_size_limit_leaves_no_torn_shard(entry):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # the kernel takes 100 bytes, then no more
     try:
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(StoreFull, match="larger than a file may be here"):
             fill(entry, segments=[0])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
