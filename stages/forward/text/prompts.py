@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ....store.errors import PromptError, TokenizerError
 from ....store.runs.packed import PackedTokens
 from ..architectures.architecture import Architecture
@@ -101,7 +103,8 @@ def _check_packed(
 ) -> None:
     """As `check_prompts`, without a look at each prompt unless one of them is wrong."""
     ids = tokens.ids
-    is_wrong = tokens.row_size.max() > context or ids.min() < 0 or ids.max() >= vocab_size
+    # One pass over a corpus: what is negative is larger than any vocabulary without its sign.
+    is_wrong = tokens.row_size.max() > context or ids.view(np.uint32).max() >= vocab_size
     if is_wrong or (unknown is not None and bool((ids == unknown).any())):
         check_prompts(list(tokens), vocab_size, context, model, unknown)
 
