@@ -9,33 +9,15 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from mizarr import ActivationLoader, HookSpec, Model, capture, open_store
+from mizarr import ActivationLoader, HookSpec, capture, open_store
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.store.errors import CorruptEntry, EntryNotFound, ShapeError
 from mizarr.store.exchange.exports import export
-from mizarr.store.runs.packed import PackedTokens
 from mizarr.store.runs.quantised import quantise, restored
 from mizarr.workflows.cli.group import run
 
-from ..random_models import VOCAB, save_random_model
-
-pytest.importorskip("transformers")
-SIZES = (5, 9, 1, 30, 2, 17, 9)
 POINTS = ["blocks.*.hook_resid_post", "blocks.*.attn.hook_z", "blocks.*.attn.hook_pattern", "hook_embed"]
 OPTIONS = {"segment_tokens": 16, "batch_tokens": 32, "progress": False}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    save_random_model(folder, "llama", 3)
-    return Model.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def tokens():
-    rng = np.random.default_rng(5)
-    return PackedTokens.from_lists([rng.integers(0, VOCAB, size).tolist() for size in SIZES])
 
 
 def captured(model, tokens, folder, points=POINTS, dtype="int8", **options):

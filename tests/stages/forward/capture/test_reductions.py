@@ -13,32 +13,14 @@ import pytest
 import torch
 import xarray as xr
 
-from mizarr import HookSpec, Model, capture, open_store
+from mizarr import HookSpec, capture, open_store
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.forward.capture.reduced import folded
 from mizarr.store.errors import ConfigError, HookPointNotFound
-from mizarr.store.runs.packed import PackedTokens
 from mizarr.workflows.cli.group import run
 
-from ..random_models import VOCAB, save_random_model
-
-pytest.importorskip("transformers")
-SIZES = (5, 9, 1, 30, 2, 17, 9)
 RESID, Z = "blocks.*.hook_resid_post", "blocks.*.attn.hook_z"
 OPTIONS = {"segment_tokens": 16, "batch_tokens": 32, "progress": False}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    save_random_model(folder, "llama", 3)
-    return Model.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def tokens():
-    rng = np.random.default_rng(5)
-    return PackedTokens.from_lists([rng.integers(0, VOCAB, size).tolist() for size in SIZES])
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +123,7 @@ def test_the_whole_is_never_stored_and_the_estimate_says_so(model, tokens, tmp_p
     node = CaptureNode(model, tokens, spec, segment_tokens=16)
     width, layers = model.config.hidden_size, model.config.num_layers
     store = open_store(tmp_path, durability="process")
-    assert node.estimate(store).bytes_written == pytest.approx(4 * len(SIZES) * layers * width, abs=1)
+    assert node.estimate(store).bytes_written == pytest.approx(4 * tokens.n_prompts * layers * width, abs=1)
     reduced(model, tokens, tmp_path, spec)
     (entry,) = store.entries()
     assert {name for name, _ in entry.published()} == {"resid_post__mean"}
@@ -209,7 +191,7 @@ capture(model, tokens, spec, store=store, segment_tokens=16, batch_tokens=32, pr
 
 def test_a_killed_harvest_goes_on_to_the_same_bits(model, tokens, tmp_path):
     _, expected = reduced(model, tokens, tmp_path / "undisturbed")
-    folder, arguments = tmp_path / "killed", [str(list(SIZES)), str(tokens.ids.tolist())]
+    folder, arguments = tmp_path / "killed", [str(tokens.row_size.tolist()), str(tokens.ids.tolist())]
     command = [sys.executable, "-c", KILLED, model.name, str(folder), *arguments]
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}
     died = subprocess.run(command, capture_output=True, text=True, env=alone, check=False)

@@ -18,28 +18,12 @@ from mizarr.stages.forward.capture import capture as planning
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.store.errors import CorruptEntry, HookPointNotFound, PromptError
 from mizarr.store.runs.entries import Entry
-from mizarr.store.runs.packed import PackedTokens
 from mizarr.store.runs.selections import as_selection
 from mizarr.workflows.cli.group import run
 
-from ..random_models import VOCAB, save_random_model
+from ..random_models import VOCAB
 
-pytest.importorskip("transformers")
-SIZES = (5, 9, 1, 30, 2, 17, 9)
 RESID, Z = "blocks.*.hook_resid_post", "blocks.*.attn.hook_z"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    save_random_model(folder, "llama", 3)
-    return Model.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def tokens():
-    rng = np.random.default_rng(5)
-    return PackedTokens.from_lists([rng.integers(0, VOCAB, size).tolist() for size in SIZES])
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +278,7 @@ capture(model, tokens, spec, store=open_store(folder), segment_tokens=16, batch_
 def test_a_killed_harvest_goes_on_to_the_same_store(model, tokens, mask, tmp_path):
     spec = HookSpec().capture(RESID, positions=mask).capture(RESID, positions="last")
     folder = model.name
-    program = KILLED.format(vocab=VOCAB, sizes=SIZES, point=RESID)
+    program = KILLED.format(vocab=VOCAB, sizes=tokens.row_size.tolist(), point=RESID)
     for after in (0, 2):
         told = [sys.executable, "-c", program, str(folder), str(tmp_path / "a"), str(after)]
         died = subprocess.run(told, check=False)

@@ -1,0 +1,29 @@
+"""A small model and ragged prompts, for what a store keeps of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mizarr import Model
+from mizarr.store.runs.packed import PackedTokens
+
+from ..random_models import VOCAB, save_random_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """Random weights, from a folder."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("model")
+    save_random_model(folder, "llama", 3)
+    return Model.from_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def tokens():
+    """Prompts of 1 to 30 tokens."""
+    rng = np.random.default_rng(5)
+    return PackedTokens.from_lists(
+        [rng.integers(0, VOCAB, size).tolist() for size in (5, 9, 1, 30, 2, 17, 9)]
+    )
