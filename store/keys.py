@@ -78,6 +78,11 @@ class RunKey(_Key):
 
     kind = "run"
 
+    @classmethod
+    def of_request(cls, told: Mapping[str, Any]) -> RunKey:
+        """The key whose `request` this is; KeyError where a digest is not told."""
+        return cls(told["model"], told["prompt"], told["hooks"])
+
     def request(self) -> dict[str, Any]:
         """The three digests, and how numbers are made."""
         return {"model": self.model, "prompt": self.prompt, "hooks": self.hooks, "numeric": NUMERIC}

@@ -12,21 +12,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..stages.logits.lens import format_token
-from .material.exchange_views import facts_told, features_table, finding, held_out_finding, site_told
+from .material.exchange_views import (
+    ExchangeWorkflow,
+    facts_told,
+    features_table,
+    finding,
+    held_out_finding,
+    site_told,
+)
 from .material.feature_controls import FeatureControls
 from .material.feature_injection import Planned
-from .material.feature_labels import FeatureLabels
 from .material.feature_presets import chosen_preset
 from .settings import ControlSettings, Count, InjectionSettings, Positive, setting
 from .views import Data, Finding, Findings, Heatmap, Lines, Table, View, together
-from .workflow import Workflow, loaded
+from .workflow import loaded
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -48,7 +53,7 @@ class AttentionRoutingSettings(ControlSettings, InjectionSettings):
     steps: Count = setting(12, "strengths in the range, evenly spaced up to its end")
 
 
-class AttentionRouting(Workflow):
+class AttentionRouting(ExchangeWorkflow):
     """One edge, all heads, with features exchanged at its source."""
 
     name = "attention_routing"
@@ -74,16 +79,6 @@ class AttentionRouting(Workflow):
         )
         sweep = planned.sweep(planned.doses, strengths, (), **place)
         self.nodes = {"sweep": sweep, **self.controls.nodes}
-
-    @cached_property
-    def labels(self) -> FeatureLabels:
-        """What the features are called."""
-        return self.controls.labels(self.result, self.store)
-
-    @property
-    def spoken(self) -> tuple[str, ...]:
-        """Labels of the features."""
-        return self.labels.spoken
 
     def views(self) -> Iterator[View]:
         """The heads that move most at the one strength, all heads, and the range of strengths."""

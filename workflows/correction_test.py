@@ -23,6 +23,7 @@ from ..stages.logits.lens import format_token
 from ..store.arrays import Floats
 from ..store.errors import ConfigError
 from .material.exchange_views import (
+    ExchangeWorkflow,
     facts_told,
     features_table,
     finding,
@@ -32,11 +33,9 @@ from .material.exchange_views import (
 )
 from .material.feature_controls import FeatureControls, probabilities
 from .material.feature_injection import Planned
-from .material.feature_labels import FeatureLabels
 from .material.feature_presets import chosen_preset
 from .settings import ControlSettings, Count, InjectionSettings, Natural, NotNegative, Positive, setting
 from .views import Data, Figure, Finding, Findings, Line, Lines, Table, View
-from .workflow import Workflow
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -67,7 +66,7 @@ class CorrectionTestSettings(ControlSettings, InjectionSettings):
     head: str = setting("", "head followed, layer:head; none: 21:5, or the one that moves most")
 
 
-class CorrectionTest(Workflow):
+class CorrectionTest(ExchangeWorkflow):
     """Commit, then correct."""
 
     name = "correction_test"
@@ -116,16 +115,6 @@ class CorrectionTest(Workflow):
     def sweep(self) -> xr.Dataset:
         """[strength, ...]."""
         return self.result("sweep").load().isel(position=0)
-
-    @cached_property
-    def labels(self) -> FeatureLabels:
-        """What the features are called."""
-        return self.controls.labels(self.result, self.store)
-
-    @property
-    def spoken(self) -> tuple[str, ...]:
-        """Labels of the features."""
-        return self.labels.spoken
 
     @cached_property
     def head(self) -> tuple[int, int] | None:

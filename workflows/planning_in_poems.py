@@ -17,21 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..stages.logits.lens import format_probability, format_token
 from .material.answers import named
-from .material.exchange_views import exchange_findings, features_table, parts_table
+from .material.exchange_views import ExchangeWorkflow, exchange_findings, features_table, parts_table
 from .material.feature_controls import FeatureControls
 from .material.feature_injection import Planned
-from .material.feature_labels import FeatureLabels
 from .material.feature_presets import chosen_preset
 from .settings import ControlSettings, InjectionSettings, setting
 from .views import Bars, Data, Figure, Findings, Line, Lines, Table, View
-from .workflow import Workflow, loaded
+from .workflow import loaded
 
 if TYPE_CHECKING:
     from ..stages.forward.models.model import Model
@@ -57,7 +55,7 @@ class PlanningInPoemsSettings(ControlSettings, InjectionSettings):
     inject_word: str = setting("", "word the injected feature stands for, one token")
 
 
-class PlanningInPoems(Workflow):
+class PlanningInPoems(ExchangeWorkflow):
     """Suppress and inject, position by position."""
 
     name = "planning_in_poems"
@@ -78,16 +76,6 @@ class PlanningInPoems(Workflow):
         )
         sweep = planned.sweep(planned.doses, (preset.strength,), words)
         self.nodes = {"sweep": sweep, **self.controls.nodes}
-
-    @cached_property
-    def labels(self) -> FeatureLabels:
-        """What the features are called."""
-        return self.controls.labels(self.result, self.store)
-
-    @property
-    def spoken(self) -> tuple[str, ...]:
-        """Labels of the features."""
-        return self.labels.spoken
 
     def views(self) -> Iterator[View]:
         """The positions that change most, in their order, and the probability at every position."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ...store.upkeep.annotations import Annotation
     from .dictionary import Dictionary
 
-__all__ = ["labels_of", "set_labels"]
+__all__ = ["labels_of", "labels_under", "set_labels"]
 
 
 def set_labels(
@@ -41,7 +41,10 @@ def set_labels(
 
 def labels_of(store: Store | None, dictionary: Dictionary) -> dict[FeatureId, Annotation]:
     """What features of a dictionary are called, the last word of each; none without a store."""
-    if store is None:
-        return {}
-    found = {FeatureId.parse(each.item): each for each in store.annotations(dictionary.identity)}
+    return {} if store is None else labels_under(store, dictionary.identity)
+
+
+def labels_under(store: Store, identity: str) -> dict[FeatureId, Annotation]:
+    """As `labels_of`, of the dictionary with this digest, which need not be at hand."""
+    found = {FeatureId.parse(each.item): each for each in store.annotations(identity)}
     return {feature: each for feature, each in sorted(found.items()) if each.text}

@@ -228,8 +228,7 @@ class Entry:
     def load(cls, folder: Folder, path: str, tokens: PackedTokens) -> Self:
         """The entry in a folder (relative to the store); EntryNotFound if there is none."""
         about = _about(folder, path)
-        run = RunKey(about["run"]["model"], about["run"]["prompt"], about["run"]["hooks"])
-        return cls(folder, run, about["dtype"], tokens, about["segment_tokens"])
+        return cls(folder, RunKey.of_request(about["run"]), about["dtype"], tokens, about["segment_tokens"])
 
     def __repr__(self) -> str:
         return f"Entry({self.digest[:12]}, {self.tokens!r}, {len(self.segments)} segments)"
@@ -751,7 +750,7 @@ def _checked(folder: Folder, path: str, text: bytes) -> dict[str, Any]:
         attributes: dict[str, Any] = read_json(text)["attributes"]
         about = attributes["mizarr"]
         told = about.get("check")
-        run = RunKey(*(about["run"][name] for name in ("model", "prompt", "hooks")))
+        run = RunKey.of_request(about["run"])
         sound = set(about) == _ABOUT if told is None else told == _check_of(attributes)
         sound = sound and entry_path(entry_digest(run, about["dtype"])) == path
     except (ValueError, KeyError, TypeError, AttributeError):

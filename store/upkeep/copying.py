@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..catalog import Catalog
 from ..digest import content_digest
@@ -83,14 +84,17 @@ def copy(
 
 def _with_scales(source: Catalog, records: Iterable[Record]) -> Iterator[Record]:
     """The records, each once, and before those of what is stored in int8 those of its scales."""
-    seen = set()
+    seen: set[str] = set()
+    runs: dict[str, Mapping[str, Any]] = {}
     for record in records:
         found = [record]
         variable, slash, layer = record.label.partition("/")
         if record.kind == ACTIVATION and not is_scale(variable):
-            about = group_attributes(source.files, record.data)["mizarr"]
+            if record.data not in runs:
+                runs[record.data] = group_attributes(source.files, record.data)["mizarr"]
+            about = runs[record.data]
             if about["dtype"] == QUANTISED:
-                run = RunKey(*(about["run"][name] for name in ("model", "prompt", "hooks")))
+                run = RunKey.of_request(about["run"])
                 key = ActivationKey(run, scale_name(variable), int(layer) if slash else None, QUANTISED)
                 found = [*([scales] if (scales := source.lookup(key.digest)) else []), record]
         for each in found:

@@ -1,4 +1,4 @@
-"""What is said of an exchange of features: its findings, and what each of its parts does.
+"""What is said of an exchange of features: its findings, what its parts do, what they are called.
 
 Border: results of `FeatureControls` in, views out.
 """
@@ -6,6 +6,7 @@ Border: results of `FeatureControls` in, views out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_probability, format_token
 from ...store.arrays import Floats
 from ..views import Finding, Table, dash
+from ..workflow import Workflow
 from .feature_controls import FeatureControls, changes, probabilities
 from .feature_labels import FeatureLabels
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 __all__ = [
+    "ExchangeWorkflow",
     "exchange_findings",
     "facts_told",
     "finding",
@@ -32,6 +35,22 @@ __all__ = [
 ]
 
 Results = Callable[[str], "xr.Dataset"]
+
+
+class ExchangeWorkflow(Workflow):
+    """A workflow that is about one exchange of features."""
+
+    controls: FeatureControls
+
+    @cached_property
+    def labels(self) -> FeatureLabels:
+        """What the features are called."""
+        return self.controls.labels(self.result, self.store)
+
+    @property
+    def spoken(self) -> tuple[str, ...]:
+        """Labels of the features."""
+        return self.labels.spoken
 
 
 def exchange_findings(controls: FeatureControls, result: Results, labels: FeatureLabels) -> list[Finding]:

@@ -38,8 +38,8 @@ def graph_views(
     """A graph as views; the sliders stand where it is pruned.
 
     strongest: as `strongest_features` gives them.  scores: replacement_score and completeness_score.
-    sources: the workflow's results these were made from.  called: what
-    people call features.  known: more of what `Graph.of` takes.
+    sources: the workflow's results these were made from.  called: what people call features.  known: more of
+    what `Graph.of` takes.
     """
     counts = pruned.graph.counts
     values = Values(

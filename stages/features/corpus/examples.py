@@ -20,6 +20,7 @@ from ....pipeline import Output, stage
 from ....store.arrays import Ints
 from ....store.errors import DictionaryError
 from ...logits.ranking import in_order, ranked
+from .candidates import Candidates
 from .sparse import BLOCK, blocks
 
 if TYPE_CHECKING:
@@ -61,11 +62,7 @@ def top_examples(
 
 
 class _Best:
-    """The k strongest places of each of some features, as far as they have been seen.
-
-    Places that may be among them wait until they are as many as those that stand: to rank them block by block
-    would be to rank the same ones again and again.
-    """
+    """The k strongest places of each of some features, as far as they have been seen."""
 
     def __init__(self, size: int, k: int, prompt: Ints | None) -> None:
         self.k, self.prompt = k, prompt
@@ -73,29 +70,21 @@ class _Best:
         self.value = np.zeros((size, k), np.float32)
         self._least = np.full(size + 1, -np.inf, np.float32)  # to enter with; the last one is of row -1
         self._least[-1] = np.inf
-        self._waiting: list[tuple[Ints, Ints, npt.NDArray[np.float32]]] = []
-        self._many = 0
+        self._waiting = Candidates(self.token.size)
 
     def add(self, row: Ints, token: Ints, value: npt.NDArray[np.float32]) -> None:
         """Take more places into account, but those of row -1; tokens come in ascending order from call to
         call."""
         # An equal value comes later than what stands, so it loses.
         entering = np.flatnonzero(value > self._least[row])
-        self._waiting.append((row[entering], token[entering], value[entering]))
-        self._many += len(entering)
-        if self._many >= max(BLOCK, self.token.size):
+        if self._waiting.add(row[entering], token[entering], value[entering]):
             self.rank()
 
     def rank(self) -> None:
         """Rank those that wait; to be called when all have come."""
-        if not self._many:
+        if not len(self._waiting):
             return
-        row, token, value = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
-        self._waiting, self._many = [], 0
-        standing = np.flatnonzero(self.token >= 0)
-        row = np.concatenate([standing // self.k, row])
-        token = np.concatenate([self.token.ravel()[standing], token])
-        value = np.concatenate([self.value.ravel()[standing], value])
+        row, token, value = self._waiting.taken(self.token, self.value)
         if self.prompt is not None:
             first = self._strongest_of_prompts(row, token, value)
             row, token, value = row[first], token[first], value[first]

@@ -21,7 +21,8 @@ from ....pipeline import Output, stage
 from ....store.arrays import Array, Ints
 from ....store.errors import StageError
 from ...logits.ranking import in_order, ranks
-from ..corpus.sparse import BLOCK, blocks as blocks_of
+from ..corpus.candidates import Candidates
+from ..corpus.sparse import blocks as blocks_of
 from .chosen import features_of, join_features, places_of
 from .draws import Numbers, feature_numbers, mixed, token_numbers
 
@@ -101,11 +102,7 @@ def feature_intervals(
 
 
 class _Drawn:
-    """The k members of each group with the smallest numbers, as far as they have been seen.
-
-    Those that may be among them wait until they are as many as those that stand, as for the strongest
-    (corpus/examples.py).
-    """
+    """The k members of each group with the smallest numbers, as far as they have been seen."""
 
     def __init__(self, groups: int, k: int) -> None:
         self.k = k
@@ -113,28 +110,19 @@ class _Drawn:
         self.token = np.full((groups, k), -1, np.int64)
         self.value = np.zeros((groups, k), np.float32)
         self._last = self.number[:, -1].copy()  # beside each other, as they are read for every activation
-        self._waiting: list[tuple[Ints, Numbers, Ints, Array]] = []
-        self._many = 0
+        self._waiting = Candidates(self.token.size)
 
     def add(self, group: Ints, token: Ints, value: Array, number: Numbers) -> None:
         """Take more into account; tokens come in ascending order from call to call."""
         entering = np.flatnonzero(number < self._last[group])
-        self._waiting.append((group[entering], number[entering], token[entering], value[entering]))
-        self._many += len(entering)
-        if self._many >= max(BLOCK, self.token.size):
+        if self._waiting.add(group[entering], token[entering], value[entering], number[entering]):
             self.draw()
 
     def draw(self) -> None:
         """Look through those that wait; to be called when all have come."""
-        if not self._many:
+        if not len(self._waiting):
             return
-        group, number, token, value = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
-        self._waiting, self._many = [], 0
-        standing = np.flatnonzero(self.token >= 0)
-        group = np.concatenate([standing // self.k, group])
-        number = np.concatenate([self.number.ravel()[standing], number])
-        token = np.concatenate([self.token.ravel()[standing], token])
-        value = np.concatenate([self.value.ravel()[standing], value])
+        group, token, value, number = self._waiting.taken(self.token, self.value, self.number)
         # Groups, and of the numbers as many bits as there is room for: the others seldom decide.
         bits = 63 - int(self.token.shape[0]).bit_length()
         key = (group << bits) | (number >> np.uint64(64 - bits)).astype(np.int64)

@@ -9,8 +9,8 @@ where it is silent, and S_f the tokens where it is not,
 
 the first two as SAE dashboards have them (sae_vis, RollingCorrCoef: "pearson" and "cossim").
 
-Border: the ragged arrays of one layer in; never imports torch. Holds the sample, and the pairs
-of some features.
+Border: the ragged arrays of one layer in; never imports torch. Holds the sample, and the pairs of
+some features.
 
 Axes: feature; rank, 0 = closest. -1: no partner of that rank.
 """

@@ -217,7 +217,7 @@ class CaptureNode(Ports):
         variables = {kept.variable: kept for kept in self.spec.kept}
         return [array_spec(kept, self.source.config, self.dtype) for kept in variables.values()]
 
-    @cached_property
+    @property
     def _sizes(self) -> Sizes:
         return Sizes({spec.variable: spec for spec in self.specs()}, self.tokens)
 
@@ -276,11 +276,10 @@ class CaptureNode(Ports):
         def load() -> xr.Dataset:
             return found.open(cells, segment)
 
-        row = sum(spec.row_bytes for cell in cells for spec in self.specs() if spec.variable == cell[0])
         rows = found.n_tokens if segment is None else segment[1] - segment[0]
         content = digest("activations", self.run_key.prompt, found.rows, segment, contents)
         parents = [found.content(cell) for cell in cells]
-        return Part(content, load, math.ceil(row * rows), parents)
+        return Part(content, load, self._sizes.row_bytes(cells) * rows, parents)
 
     # -- running -------------------------------------------------------------------------------------------
 
@@ -344,14 +343,15 @@ class CaptureNode(Ports):
         by_layer: dict[int | None, list[VariableLayer]] = {}
         for cell in self.cells:
             by_layer.setdefault(cell[1], []).append(cell)
-        of_layer = max(self._sizes.held(cells) for cells in by_layer.values())
-        return Beside(of_pass, int(length * self._sizes.held(self.cells)), int(length * of_layer))
+        sizes = self._sizes
+        of_layer = max(map(sizes.held, by_layer.values()))
+        return Beside(of_pass, int(length * sizes.held(self.cells)), int(length * of_layer))
 
     def _without(self, views: Mapping[str, View]) -> CaptureNode:
         """The same without what can be seen in stored arrays already."""
         spec = self.spec.only(kept for kept in self.spec.kept if kept.variable not in views)
         rest = CaptureNode.__new__(CaptureNode)
-        kept = {name: value for name, value in vars(self).items() if name not in ("cells", "_sizes")}
+        kept = {name: value for name, value in vars(self).items() if name != "cells"}
         vars(rest).update(kept, spec=spec)
         return rest
 
@@ -402,7 +402,7 @@ class CaptureNode(Ports):
     def __getstate__(self) -> dict[str, Any]:
         # Sent to a worker a node is names and digests: whoever needs ids or weights there reads them from
         # disk.
-        return {**vars(self), "tokens": None, "_sizes": None, "run_key": self.run_key}
+        return {**vars(self), "tokens": None, "run_key": self.run_key}
 
     def _bind(self, hooks: HookSpec | str | Sequence[str]) -> BoundSpec:
         spec = as_spec(hooks).bind(self.source.config.hook_points, self.source.name, stored=True)
@@ -485,12 +485,12 @@ class CaptureNode(Ports):
 
     def _expect_room(self, store: Store) -> None:
         """Raise StoreFull where the disk has less room than what is missing will take."""
-        entry, needed = self._entry(store), 0.0
+        entry, sizes, needed = self._entry(store), self._sizes, 0.0
         if entry is None:
-            needed = self._sizes.stored(self.cells) * self.tokens.n_tokens
+            needed = sizes.stored(self.cells) * self.tokens.n_tokens
         else:
             for n, cells in entry.missing(self.cells).items():
-                needed += self._sizes.stored(cells) * len(entry.segments[n])
+                needed += sizes.stored(cells) * len(entry.segments[n])
         needed, free = math.ceil(needed), store.files.free_bytes
         if free is not None and needed > free:
             raise StoreFull(

@@ -43,6 +43,10 @@ class Sizes:
     specs: Mapping[str, ArraySpec]
     tokens: PackedTokens
 
+    def row_bytes(self, cells: Sequence[VariableLayer]) -> int:
+        """Bytes of one row of each of some cells on disk."""
+        return sum(self.specs[name].row_bytes for name, _ in cells)
+
     def stored(self, cells: Sequence[VariableLayer]) -> float:
         """Bytes of one token over some cells on disk; what is packed otherwise by the mean."""
         return sum(self.specs[name].row_bytes * self._rows(name) for name, _ in cells)

@@ -94,7 +94,7 @@ def _hook_points(run: Opened) -> View:
     def size(name: str) -> float:
         spec = specs[name]
         rows = float(run.entry.bounds(spec.packed)[-1]) * len(published.get(name, ()))
-        return rows * specs[name].row_bytes
+        return rows * spec.row_bytes
 
     def layers(name: str) -> str:
         held = published.get(name)

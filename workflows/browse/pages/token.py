@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ....stages.features.labels import labels_under
 from ....stages.logits.lens import format_probability, format_token, logits
 from ....store import Store
 from ....store.errors import MizarrError
@@ -279,11 +280,11 @@ def _dictionary(folder: Folder) -> str:
 
 
 def _called(store: Store, folder: Folder) -> dict[str, str]:
-    """What people call the features of an encoding's dictionary, by name; the last word of each."""
+    """What people call the features of an encoding's dictionary, by name."""
     identity = str((folder.note("request") or {}).get("params", {}).get("features", ""))
-    return (
-        {each.item: each.text for each in store.annotations(identity)} if _DIGEST.fullmatch(identity) else {}
-    )
+    if not _DIGEST.fullmatch(identity):
+        return {}
+    return {str(feature): each.text for feature, each in labels_under(store, identity).items()}
 
 
 def _active(store: Store, run: Opened, folder: Folder, token: int, here: str) -> tuple[str, Table] | None:
