@@ -61,12 +61,16 @@ def run(
         Progress(quiet, log) as progress,
         Context(threads or os.cpu_count() or 1, cluster, budget, progress, workers) as context,
     ):
-        for node in ordered:
-            # Asked again at each step: an upstream that gave the bytes it gave before ends the work here.
+        waiting = iter(ordered)
+        while True:
+            # Asked again whenever one has run: an upstream that gave the bytes it gave before ends the work
+            # here.
             with one_look():
-                if not status_of(node, store).is_cached:
-                    plan([node], store).check_memory(budget)
-                    node.run(store, context)
+                node = next((node for node in waiting if not status_of(node, store).is_cached), None)
+                if node is None:
+                    return
+                plan([node], store).check_memory(budget)
+                node.run(store, context)
 
 
 def _require_shared(store: Store, cluster: str | None, workers: int) -> None:

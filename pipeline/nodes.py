@@ -255,11 +255,15 @@ class ResultNode(Ports, ABC):
 
     def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
         """A piece of the result, cut by layer and token range where it has those axes."""
-        record = self._stored(store)
-        return cut(record.content, lambda: store.open_result(record), variable, selection)
+        return cut(self._stored(store).content, lambda: self.open(store), variable, selection)
 
     def open(self, store: Store) -> xr.Dataset:
         """The stored result."""
+        return self._opened(store).copy(deep=False)
+
+    @remembered
+    def _opened(self, store: Store) -> xr.Dataset:
+        # Asked for labels, for sizes and for values of each reader; never handed out itself, as it is shared.
         return store.open_result(self._stored(store))
 
     def _stored(self, store: Store) -> Record:

@@ -22,6 +22,7 @@ with the manifest when a result is opened.
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 from collections.abc import Callable, Mapping
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DATASET = "dataset"
+_DESCRIPTION = "/zarr.json"
 MANIFEST = ("content", "files")
 """Fields of a result's manifest."""
 _TEXT = np.dtypes.StringDType()
@@ -148,7 +150,9 @@ def _attempt(
     def fill(folder: Path) -> None:
         place = folder / DATASET
         ready.to_zarr(place, zarr_format=3, consolidated=False, encoding=encoding, align_chunks=True)
-        contents.append(content_of(read_group(place, chunks=None)))
+        found = {file.parent: file.read_bytes() for file in place.glob(f"**{_DESCRIPTION}")}
+        described = {"" if at == place else at.name: text for at, text in found.items()}
+        contents.append(content_of(read_group(place, described, str(place), key.stage)))
 
     written = files.build(data, fill)
     (content,) = contents
@@ -181,24 +185,22 @@ def _lost(files: Folder, record: Record, provenance: Mapping[str, Any]) -> Recor
     return first
 
 
-def read_group(place: Any, chunks: dict[Any, Any] | None) -> xr.Dataset:
-    """A result's Zarr group as a lazy dataset, values exactly as stored, variables by name: a listing of a
-    group has no order. place: as `Folder.zarr` says it."""
+def read_group(place: Any, described: Mapping[str, bytes], where: str, what: str) -> xr.Dataset:
+    """A result's Zarr group as a lazy dataset, values exactly as stored, variables by name.
+
+    described: the `zarr.json` of each array, by name, and of the group itself as "".  place, where, what: as
+    `stored_variables` takes them.
+    """
     import xarray as xr
 
     from .reading import accessor  # noqa: F401 - registers ds.mi
+    from .stored_arrays import stored_variables
 
-    dataset: xr.Dataset = xr.open_zarr(
-        place, consolidated=False, chunks=chunks, mask_and_scale=False, decode_times=False, zarr_format=3
-    )
-    indexes = dict(dataset.xindexes)
-    labels = xr.Coordinates(
-        {name: dataset.variables[name] for name in sorted(dataset.coords, key=str)}, indexes
-    )
-    data = {name: dataset.variables[name] for name in sorted(dataset.data_vars, key=str)}
-    ordered = xr.Dataset(data, labels, dataset.attrs)
-    ordered.encoding = dataset.encoding
-    return ordered
+    arrays = {name: described[name] for name in sorted(described) if name}
+    attributes = json.loads(described[""]).get("attributes", {})
+    raw = xr.Dataset(stored_variables(place, arrays, where, what), attrs=attributes)
+    found: xr.Dataset = xr.decode_cf(raw, mask_and_scale=False, decode_times=False)
+    return found
 
 
 def read_result(files: Folder, record: Record) -> xr.Dataset:
@@ -231,43 +233,36 @@ def _read(files: Folder, data: str, what: str) -> xr.Dataset:
     from .stored_arrays import told_as_damage
 
     folder = f"{data}/{DATASET}"
-    _check_description(files, data, what)
-    with told_as_damage(what, files.where(folder)):
-        return _checked(files, read_group(files.zarr(folder), chunks=None), folder, what)
+    described = _descriptions(files, data, what)
+    where = files.where(folder)
+    with told_as_damage(what, where):
+        return read_group(files.zarr(folder), described, where, what)
 
 
-def _check_description(files: Folder, data: str, what: str) -> None:
-    """Raise CorruptEntry unless every `zarr.json` is the one the manifest lists, and chunks have their sizes.
+def _descriptions(files: Folder, data: str, what: str) -> dict[str, bytes]:
+    """The `zarr.json` of each array by name, of the group as "".
 
-    A chunk that is gone would read as zeros.
+    Raises CorruptEntry unless each is the one the manifest lists, and chunks have their sizes: a chunk that
+    is gone would read as zeros.
     """
     name = f"{data}/manifest.json"
     text = files.get(name)
     if text is None:
         raise CorruptEntry(f"{what}: expected its list of files, {name}, found none; {REPAIR}")
     listed = files_of(name, unsealed(name, text, MANIFEST))
-    lengths = files.sizes(data, [file for file in listed if not file.endswith("/zarr.json")])
+    lengths = files.sizes(data, [file for file in listed if not file.endswith(_DESCRIPTION)])
+    described = {}
     for file, (size, told) in listed.items():
-        if file.endswith("/zarr.json"):
-            expected, there = told, files.get(f"{data}/{file}")
-            found = "none" if there is None else content_digest(there)
+        if file.endswith(_DESCRIPTION):
+            there = files.get(f"{data}/{file}")
+            expected, found = told, "none" if there is None else content_digest(there)
+            described[file.removeprefix(DATASET).removesuffix(_DESCRIPTION).strip("/")] = there or b""
         else:
             expected, length = f"{size} bytes", lengths[file]
             found = "none" if length is None else f"{length} bytes"
         if found != expected:
             raise CorruptEntry(f"{what}: {data}/{file}: expected {expected}, found {found}; {REPAIR}")
-
-
-def _checked(files: Folder, dataset: xr.Dataset, folder: str, what: str) -> xr.Dataset:
-    """The dataset with variables that tell a damaged chunk as what it is, whenever they are read."""
-    from .stored_arrays import checked_variable
-
-    changed = {
-        str(name): checked_variable(files, folder, str(name), variable, what)
-        for name, variable in dataset.variables.items()
-        if name not in dataset.indexes
-    }
-    return _with_variables(dataset, changed)
+    return described
 
 
 def _with_variables(dataset: xr.Dataset, changed: Mapping[str, xr.Variable]) -> xr.Dataset:

@@ -1,12 +1,15 @@
-"""One stored variable of a result, read through zarr; a chunk zarr finds damaged is told as CorruptEntry.
+"""The arrays of a result, read through zarr; a chunk zarr finds damaged is told as CorruptEntry.
 
-Border: an array's folder in, a lazy variable out; which result it belongs to is only a name here.
+Border: a group's place and what describes its arrays in, lazy variables out; which result they belong to is
+only a name here. The descriptions were read and checked already, so that nothing is opened a second time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import xarray as xr
@@ -14,20 +17,20 @@ import zarr
 from xarray.backends import BackendArray
 from xarray.backends.zarr import ZarrArrayWrapper
 from xarray.core import indexing
+from zarr.storage import LocalStore, StorePath
 
 from .errors import REPAIR, CorruptEntry, StoreError
-from .files import Folder
 
 
 class StoredArray(BackendArray):
     """An array of a result as xarray reads it, but for the error: CorruptEntry for a damaged chunk.
 
-    what: array and result, for people.
+    place: its folder. what: array and result, for people.
     """
 
-    def __init__(self, files: Folder, place: str, what: str) -> None:
-        self._place, self._what = files.where(place), what
-        self._array = ZarrArrayWrapper(zarr.open_array(files.zarr(place), mode="r"))  # type: ignore[no-untyped-call]
+    def __init__(self, array: zarr.Array[Any], place: str, what: str) -> None:
+        self._place, self._what = place, what
+        self._array = ZarrArrayWrapper(array)  # type: ignore[no-untyped-call]
         self.dtype, self.shape = self._array.dtype, self._array.shape
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
@@ -35,14 +38,29 @@ class StoredArray(BackendArray):
             return self._array[key]
 
 
-def checked_variable(files: Folder, folder: str, name: str, variable: xr.Variable, what: str) -> xr.Variable:
-    """A variable as xarray opened it from a group, as lazy as before, that tells a damaged chunk when it is
-    read.
+def stored_variables(
+    place: Any, described: Mapping[str, bytes], where: str, what: str
+) -> dict[str, xr.Variable]:
+    """Lazy variables of a group, values exactly as stored.
 
-    folder: of the Zarr group, relative to the store. what: the result, for people.
+    place: as `Folder.zarr` says it. described: the `zarr.json` of each array, by name. where, what: the
+    group's folder and the result, for people.
     """
-    array = indexing.LazilyIndexedArray(StoredArray(files, f"{folder}/{name}", f"{name} of {what}"))
-    return xr.Variable(variable.dims, array, variable.attrs, variable.encoding)
+    store = LocalStore(place, read_only=True) if isinstance(place, Path) else place
+    variables = {}
+    for name, text in described.items():
+        metadata = json.loads(text)
+        array = zarr.Array(zarr.AsyncArray(metadata, StorePath(store, name)))
+        data = StoredArray(array, f"{where}/{name}", f"{name} of {what}")
+        dims = metadata.get("dimension_names") or ()
+        encoding = {
+            "chunks": array.chunks,
+            "preferred_chunks": dict(zip(dims, array.chunks, strict=True)),
+            "compressors": array.compressors,
+        }
+        lazy = indexing.LazilyIndexedArray(data)
+        variables[name] = xr.Variable(dims, lazy, metadata.get("attributes", {}), encoding)
+    return variables
 
 
 @contextmanager

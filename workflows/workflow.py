@@ -75,13 +75,15 @@ class Workflow:
         """
         from ..pipeline import run
         from ..pipeline.memory import most_held
+        from ..pipeline.nodes import one_look
 
         if self.extra:
             self.require(self.extra, store)
         run(self.nodes.values(), store, **options)
         self.store = store
-        self._results = {name: node.open(store) for name, node in self.nodes.items()}
-        keys = {name: node.key(store) for name, node in self.nodes.items()}
+        with one_look():
+            self._results = {name: node.open(store) for name, node in self.nodes.items()}
+            keys = {name: node.key(store) for name, node in self.nodes.items()}
         self._keys = {name: key.digest for name, key in keys.items() if key is not None}
         told = [note for key in self._keys.values() for note in store.provenance(key)]
         self._seconds = sum(note.get("seconds", 0.0) for note in told)
