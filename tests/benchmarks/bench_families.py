@@ -3,8 +3,8 @@
     python tests/benchmarks/bench_families.py [--rounds 9] [--threads 2] [--only gpt2,bert]
 
 Random models of 8 layers, hidden 512, 8 heads, vocabulary 4096, float32, 8 prompts of 256 tokens: with
-nothing hooked (target: at most 1.05 of transformers' time), and with every hook point of the field's table and
-per-head z captured in memory (target: at most 1.2). The last column is the largest difference of a logit.
+nothing hooked (target: at most 1.05 of transformers' time), and with every hook point of the field's table
+and per-head z captured in memory (target: at most 1.2). The last column is the largest difference of a logit.
 """
 
 from __future__ import annotations
@@ -79,7 +79,13 @@ def measured(family: str, folder: Path, rounds: int) -> tuple[str, ...]:
         rounds,
     )
     nothing, everything = (ratio(seconds[name], seconds["plain"]) for name in ("nothing", "all"))
-    return family, f"{nothing:.3f}", f"{everything:.3f}", str(sum(point in points for point in wanted)), f"{difference:.1e}"
+    return (
+        family,
+        f"{nothing:.3f}",
+        f"{everything:.3f}",
+        str(sum(point in points for point in wanted)),
+        f"{difference:.1e}",
+    )
 
 
 def main() -> None:
