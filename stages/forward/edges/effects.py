@@ -36,7 +36,7 @@ from .layout import KINDS, Layout
 from .parts import NO_TAPS, SplitNetwork, attended, output_by_head, projected
 from .prompts import Sources
 
-__all__ = ["changed_edges", "most_rows"]
+__all__ = ["alone_at", "changed_edges", "most_rows"]
 
 Found = tuple[Tensor, Tensor, Tensor]
 """Sources, destinations, int [row], and logits [row, token] at the last position."""
@@ -62,10 +62,7 @@ def changed_edges(
     """
     length = change.shape[1]
     first = 0 if position is None else position % length
-    if position is not None:
-        alone = torch.zeros_like(change)
-        alone[:, first] = change[:, first]
-        change = alone
+    change = alone_at(change, position)
     rest = _Rest(network, layout, clean, first, want)
     most = most_rows(network, length - first, want, memory)
     for layer in range(layout.num_layers):
@@ -193,6 +190,15 @@ class _Suffixes(WholePrompts):
         is_plain = queries == keys and (how.window is None or how.window >= keys)
         seen = None if is_plain else causal(keys, how.window, q.device, newest=queries)
         return attend(q, k, v, seen, how, layer, NO_TAPS)
+
+
+def alone_at(change: Tensor, position: int | None) -> Tensor:
+    """Changes [source, S, D] at one position and nowhere else; all of them for None."""
+    if position is None:
+        return change
+    alone = torch.zeros_like(change)
+    alone[:, position] = change[:, position]
+    return alone
 
 
 def most_rows(network: SplitNetwork, positions: int, want: Logits, memory: int) -> int:
