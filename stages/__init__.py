@@ -123,6 +123,7 @@ REGISTRY = {
     "edge_scores": ".circuits.scores EdgeScores",
     "edge_effects": ".circuits.scores EdgeEffects",
     "path_patching": ".circuits.paths PathPatching",
+    "strongest_paths": ".circuits.strongest_paths StrongestPaths",
     "circuit_values": ".circuits.evaluation CircuitValues",
     "selected_circuits": ".circuits.selected SelectedCircuits",
     "circuit_search": ".circuits.search CircuitSearch",

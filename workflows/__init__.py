@@ -28,6 +28,7 @@ WORKFLOWS = {
     "integrated_gradients": ".gradients.integrated_gradients",
     "circuit_discovery": ".circuits.discovery",
     "circuit_evaluation": ".circuits.evaluation",
+    "path_patching": ".circuits.paths",
     "causal_tracing": ".causal_tracing",
     "ablation": ".ablation",
     "counterfact_patching": ".counterfact_patching",

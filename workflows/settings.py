@@ -40,6 +40,7 @@ __all__ = [
     "PairSettings",
     "Positive",
     "Share",
+    "TaskSettings",
     "read_settings",
     "setting",
 ]
@@ -172,14 +173,21 @@ class PairSettings(ControlSettings, ModelSettings):
 
 
 @dataclass(frozen=True)
-class CircuitSettings(ControlSettings, ModelSettings):
-    """A question about circuits that do a task (circuits/tasks.py)."""
+class TaskSettings(ControlSettings, ModelSettings):
+    """A question about pairs of prompts of tasks (circuits/tasks.py)."""
 
     tasks: tuple[str, ...] = setting(
         (),
         "facts (the shipped ones), copying, induction, agreement, ioi, greater_than, pronouns, docstrings; "
         "none: copying, and of a shipped model facts",
     )
+    pairs: Count = setting(8, "pairs something is chosen on, and as many others that it is scored on")
+
+
+@dataclass(frozen=True)
+class CircuitSettings(TaskSettings):
+    """A question about circuits that do a task."""
+
     controls: Count = setting(20, "random circuits of as many edges that one is held against")
     pairs: Count = setting(8, "pairs the edges are chosen on, and as many others that circuits are run on")
     method: Method = setting("EAP-IG-inputs", "how edges are scored (stages/circuits/methods.py)")

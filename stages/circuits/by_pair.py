@@ -104,7 +104,8 @@ class PairExperiment(EdgeExperiment):
         """Along pairs, in their order."""
         import xarray as xr
 
+        along = [name for name, each in parts[0].data_vars.items() if "pair" in each.dims]
         found: xr.Dataset = xr.concat(
-            parts, "pair", data_vars="all", coords="minimal", compat="override", join="override"
+            parts, "pair", data_vars=along, coords="minimal", compat="override", join="override"
         )
         return found

@@ -26,16 +26,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from ...pipeline import Output
+from ...store.arrays import Floats
 from ...store.errors import ConfigError, StageError, nearest
 from ..forward.edges.layout import LOGITS, Bools
 from ..forward.runs.experiment import CellLabels
-from .by_pair import PairExperiment
+from .by_pair import ByPair, PairExperiment
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from ..forward.architectures.architecture import Architecture
     from ..forward.edges.layout import Layout
+    from ..forward.edges.paths import Sent
     from ..forward.models.model import Model
 
 __all__ = ["PathPatching", "paths_there_are"]
@@ -75,7 +77,7 @@ class PathPatching(PairExperiment):
         for joined in (self.senders, self.receivers):
             if len(set(joined)) < len(joined):
                 raise StageError(f"expected names that differ, found {', '.join(joined)}")
-        senders, receivers = self._sets(layout)
+        senders, receivers = self.sets(layout)
         for names, numbers in zip(self.receivers, receivers, strict=True):
             if len(numbers) > 1 and len(layout.destinations) - 1 in numbers:
                 raise StageError(
@@ -89,43 +91,65 @@ class PathPatching(PairExperiment):
             )
         return layout
 
-    def dataset(self, prepared: Model, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
+    def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """effect [pair, sender, receiver], clean [pair], of one pair."""
-        import torch
         import xarray as xr
 
-        from ..forward.edges.paths import patched_paths
-        from .batches import network_of
-
         layout, declared = self.check(prepared.config), self.outputs_on(prepared.config)
-        pair, senders, receivers = self.of_cell(prepared, layout, cell), *self._sets(layout)
-        there_are = paths_there_are(layout, senders, receivers)
-        effect = np.full(there_are.shape, np.nan)
-        with torch.no_grad():
-            for column in np.flatnonzero(there_are.any(0)):
-                rows = there_are[:, column]
-                logits = patched_paths(
-                    network_of(prepared),
-                    layout,
-                    pair.batch.clean,
-                    pair.batch.change[0],
-                    torch.from_numpy(senders[rows]),
-                    receivers[column],
-                    pair.want,
-                    mlps_held=self.mlps == "held",
-                    position=self.position,
-                    memory=self.memory,
-                )
-                effect[rows, column] = pair.changes(logits)
+        pair = self.of_cell(prepared, layout, cell)
+        effect = self.effects(prepared, layout, pair)
         return xr.Dataset(
             {
                 "effect": declared["effect"].variable(effect[None]),
                 "clean": declared["clean"].variable(np.array([pair.clean])),
             },
-            coords={"sender": list(self.senders or layout.sources), "receiver": list(self.receivers)},
+            coords={"sender": self.sender_names(layout), "receiver": list(self.receivers)},
         )
 
-    def _sets(self, layout: Layout) -> tuple[Bools, list[list[int]]]:
+    def effects(self, model: Model, layout: Layout, pair: ByPair) -> Floats:
+        """Of every sender on every receiver in a pair, float64 [sender, receiver]."""
+        import torch
+
+        from ..forward.edges.effects import alone_at
+        from ..forward.edges.paths import Senders
+
+        senders, receivers = self.sets(layout)
+        there_are = paths_there_are(layout, senders, receivers)
+        change, effect = alone_at(pair.batch.change[0], self.position), np.full(there_are.shape, np.nan)
+        for column in np.flatnonzero(there_are.any(0)):
+            rows = there_are[:, column]
+            sent = Senders(change, torch.from_numpy(senders[rows]))
+            effect[rows, column] = self.patched(model, layout, pair, sent, receivers[column])
+        return effect
+
+    def patched(
+        self, model: Model, layout: Layout, pair: ByPair, sent: Sent, receivers: Sequence[int]
+    ) -> list[float]:
+        """By how much rows of senders change the metric of a pair by what they say to receivers, [row]."""
+        import torch
+
+        from ..forward.edges.paths import patched_paths
+        from .batches import network_of
+
+        held, clean = self.mlps == "held", pair.batch.clean
+        with torch.no_grad():
+            logits = patched_paths(
+                network_of(model),
+                layout,
+                clean,
+                sent,
+                receivers,
+                pair.want,
+                mlps_held=held,
+                memory=self.memory,
+            )
+        return pair.changes(logits)
+
+    def sender_names(self, layout: Layout) -> list[str]:
+        """As asked, or every source."""
+        return list(self.senders or layout.sources)
+
+    def sets(self, layout: Layout) -> tuple[Bools, list[list[int]]]:
         """Senders, bool [sender, source], and the destinations of each receiver."""
         senders = np.eye(len(layout.sources), dtype=np.bool_)
         if self.senders:

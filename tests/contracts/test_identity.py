@@ -56,6 +56,7 @@ from mizarr.stages.circuits.paths import PathPatching
 from mizarr.stages.circuits.scores import EdgeEffects, EdgeScores
 from mizarr.stages.circuits.search import CircuitSearch
 from mizarr.stages.circuits.selected import SelectedCircuits
+from mizarr.stages.circuits.strongest_paths import StrongestPaths
 from mizarr.stages.circuits.tasks.years import ProbabilityDifference
 from mizarr.stages.evaluation.loss import CorpusLoss
 from mizarr.stages.evaluation.order import LayerOrders
@@ -465,6 +466,19 @@ EXPERIMENTS |= {
             "position": 1,
         },
     ),
+    StrongestPaths: (
+        {**ON_PAIRS, "chosen_on": (ONE_PAIR, ANOTHER_PAIR)},
+        {
+            **OF_PAIRS,
+            "chosen_on": (ANOTHER_PAIR,),
+            "receivers": ("m1",),
+            "mlps": "held",
+            "strongest": 5,
+            "draws": 21,
+            "back": 1,
+            "position": 1,
+        },
+    ),
     CircuitValues: (
         {**ON_PAIRS, "circuits": (Circuit.at_random(OF_GRAPH, 5, seed=0),)},
         {**OF_PAIRS, "circuits": (Circuit.at_random(OF_GRAPH, 5, seed=1),)},
@@ -497,7 +511,15 @@ EXPERIMENTS |= {
 NOT_IN_A_KEY = {
     **{
         (kind, "memory"): "how much is computed at once"
-        for kind in (EdgeScores, EdgeEffects, PathPatching, CircuitValues, SelectedCircuits, CircuitSearch)
+        for kind in (
+            EdgeScores,
+            EdgeEffects,
+            PathPatching,
+            StrongestPaths,
+            CircuitValues,
+            SelectedCircuits,
+            CircuitSearch,
+        )
     },
     **{(ProbabilityDifference, name): "constant of the class" for name in ("units", "long_name")},
     **{

@@ -140,6 +140,8 @@ OTHERS: dict[tuple[str, str], Any] = {
     ("circuit_evaluation", "alternative"): "zero",
     ("circuit_evaluation", "shares"): (0.01, 0.1),
     ("circuit_evaluation", "share"): 0.01,
+    ("path_patching", "receivers"): ("a3.h0<v>",),
+    ("path_patching", "mlps"): "held",
     ("character_count_helix", "characters"): 12_000,
     ("character_count_helix", "jsonl"): "lines",
     ("ablation", "how"): "zero",

@@ -44,6 +44,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "integrated_gradients": ({"pairs": 2, "steps": 4, "controls": 4}, ""),
     "circuit_discovery": ({}, ATTENDS),
     "circuit_evaluation": ({}, ATTENDS),
+    "path_patching": ({}, ATTENDS),
     "causal_tracing": ({"prompt": PROMPT, "target": "French", "subject": "Danielle", "samples": 2}, ""),
     "ablation": ({"prompt": PROMPT, "target": "French", "facts": 2, "how": "zero"}, ""),
     "counterfact_patching": (FEW_PAIRS, ""),

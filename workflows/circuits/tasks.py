@@ -1,8 +1,8 @@
-"""Pairs of tasks for questions about circuits: some that edges are chosen on, others that circuits are run
-on.
+"""Pairs of tasks for questions about circuits and paths: some that edges or senders are chosen on, others
+that they are scored on.
 
 A model claims something of a task only if it does it: the right answer is above the wrong one in more of the
-pairs that circuits are run on than a coin would make it (a sign test).
+pairs to score on than a coin would make it (a sign test).
 
 Border: texts, token ids and results; loads no model and never imports torch.
 """
@@ -27,7 +27,7 @@ from ...stages.forward.models.files import SHIPPED
 from ...store.errors import ConfigError
 from ..material.answers import answer_pieces, encoded
 from ..material.fact_pairs import FIELDS, shipped_pairs
-from ..settings import CircuitSettings
+from ..settings import CircuitSettings, TaskSettings
 from ..workflow import ModelWorkflow
 
 if TYPE_CHECKING:
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
     from ...store.arrays import Floats
 
-__all__ = ["FACTS", "CircuitWorkflow", "by_sign"]
+__all__ = ["FACTS", "CircuitWorkflow", "TaskWorkflow", "by_sign"]
 
 FACTS = "facts"
 """Pairs of shipped facts of one relation."""
 
 
-class CircuitWorkflow(ModelWorkflow):
-    """A question about circuits that do tasks."""
+class TaskWorkflow(ModelWorkflow):
+    """A question about a model as a graph that does tasks."""
 
-    settings: CircuitSettings
+    settings: TaskSettings
 
     @cached_property
     def layout(self) -> Layout:
@@ -65,7 +65,7 @@ class CircuitWorkflow(ModelWorkflow):
 
     @cached_property
     def pairs(self) -> Mapping[str, tuple[tuple[Pair, ...], tuple[Pair, ...]]]:
-        """Of each task those that edges are chosen on, and those that circuits are run on. Raises ConfigError
+        """Of each task those that something is chosen on, and those that it is scored on. Raises ConfigError
         for a model that is no graph, and for a task that a tokenizer leaves too few pairs of."""
         Layout.of(self.subject.config)  # a model that is none is refused before its tokenizer is asked
         count, seed, tokenizer = self.settings.pairs, self.settings.seed, self.subject.tokenizer
@@ -93,6 +93,25 @@ class CircuitWorkflow(ModelWorkflow):
             )
         return found[:count]
 
+    def is_done(self, values: xr.Dataset) -> bool:
+        """Whether the model does a task, by the clean metric of pairs."""
+        return by_sign(values["clean"].values) <= CHANCE
+
+    def not_done(self, tasks: list[str]) -> str:
+        """A sentence on tasks that the model does not do; empty where it does them all."""
+        if not tasks:
+            return ""
+        return (
+            f"The model does not do {' and '.join(tasks)}: the right answer is above the wrong one in no "
+            "more pairs than by chance, so that nothing is claimed of it."
+        )
+
+
+class CircuitWorkflow(TaskWorkflow):
+    """A question about circuits that do tasks."""
+
+    settings: CircuitSettings
+
     @property
     def scoring(self) -> dict[str, Any]:
         """What experiments that score edges are told."""
@@ -110,19 +129,6 @@ class CircuitWorkflow(ModelWorkflow):
             for draw in range(count)
         )
         return CircuitValues(pairs=self.pairs[task][1], circuits=circuits, **told)
-
-    def is_done(self, values: xr.Dataset) -> bool:
-        """Whether the model does a task, by the clean metric of pairs."""
-        return by_sign(values["clean"].values) <= CHANCE
-
-    def not_done(self, tasks: list[str]) -> str:
-        """A sentence on tasks that the model does not do; empty where it does them all."""
-        if not tasks:
-            return ""
-        return (
-            f"The model does not do {' and '.join(tasks)}: the right answer is above the wrong one in no "
-            "more pairs than by chance, so that nothing is claimed of it."
-        )
 
 
 def by_sign(values: Floats) -> float:

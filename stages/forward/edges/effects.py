@@ -9,8 +9,9 @@ destination nothing differs from the clean pass, so all that is computed of an e
 2. the difference this makes to the stream, and from there on the rest of the model: the MLP beside it, later
    layers, the last of them at the last position alone. All edges into a layer go on together.
 
-With a position, the source is changed there alone: earlier positions keep their clean keys and values, and
-only later ones are computed.
+Positions before the first at which anything differs - that of the source's change, where prompts begin alike
+or only one position is asked for; of what a head has read, as the first query sees its own key alone - keep
+their clean keys and values, and only later ones are computed.
 
 Border: one prompt; what stands for a source is given.
 
@@ -36,7 +37,7 @@ from .layout import KINDS, Layout
 from .parts import NO_TAPS, SplitNetwork, attended, output_by_head, projected
 from .prompts import Sources
 
-__all__ = ["changed_edges", "most_rows"]
+__all__ = ["alone_at", "changed_edges", "most_rows"]
 
 Found = tuple[Tensor, Tensor, Tensor]
 """Sources, destinations, int [row], and logits [row, token] at the last position."""
@@ -60,24 +61,18 @@ def changed_edges(
     one, [source, S, D]. want: which tokens' logits. position: the only one that is changed; None for all.
     memory: bytes that may be taken beside what is given.
     """
-    length = change.shape[1]
-    first = 0 if position is None else position % length
-    if position is not None:
-        alone = torch.zeros_like(change)
-        alone[:, first] = change[:, first]
-        change = alone
-    rest = _Rest(network, layout, clean, first, want)
-    most = most_rows(network, length - first, want, memory)
+    change = alone_at(change, position)
+    first, rest = _first_that_differs(change), _Rest(network, layout, clean, want, memory)
     for layer in range(layout.num_layers):
-        yield from _into_heads(rest, layer, change, most, memory)
-        yield from _into_mlp(rest, layer, change, most)
-    for rows in _blocks(torch.arange(len(layout.sources)), most):
+        yield from _into_heads(rest, layer, change, first, memory)
+        yield from _into_mlp(rest, layer, change, first)
+    for rows in _blocks(torch.arange(len(layout.sources)), rest.most_rows(first)):
         column = torch.full_like(rows, len(layout.destinations) - 1)
         yield rows, column, rest.read(clean.streams.logits[:, -1:] + change[rows, -1:])
 
 
-def _into_heads(rest: _Rest, layer: int, change: Tensor, most: int, memory: int) -> Iterator[Found]:
-    """Edges into the queries, keys and values of a layer."""
+def _into_heads(rest: _Rest, layer: int, change: Tensor, first: int, memory: int) -> Iterator[Found]:
+    """Edges into the queries, keys and values of a layer. first: the first position that is changed."""
     layout, network, clean = rest.layout, rest.network, rest.clean
     stream, length = clean.streams.heads[layer], change.shape[1]
     history = WholePrompts(length, NO_TAPS, stream.device)
@@ -85,62 +80,73 @@ def _into_heads(rest: _Rest, layer: int, change: Tensor, most: int, memory: int)
     weights = output_by_head(network, layer, layout.num_heads)
     every = torch.arange(layout.read_by_heads(layer))
     of_a_source = 6 * layout.num_heads * length * stream.shape[-1] * stream.element_size()
-    for chosen in _blocks(every, max(1, min(most, memory // of_a_source))):
+    for chosen in _blocks(every, max(1, min(rest.most_rows(first), memory // of_a_source))):
         given = projected(network, layer, stream + change[chosen], history)
         for kind, column in zip(KINDS, range(len(KINDS)), strict=True):
             put = [part.expand(len(chosen), *part.shape[1:]) for part in own]
             put[column] = given[column]
             put_in = dict(zip(KINDS, put, strict=True))
             z = attended(network, layer, put_in, stream.expand(len(chosen), -1, -1), history)
-            moved = (z - clean.z[layer])[:, :, rest.start(layer) :]
+            moved = z - clean.z[layer]
+            differs = max(first, _first_that_differs(moved))
+            moved = moved[:, :, rest.start(layer, differs) :]
             sources = chosen.repeat_interleave(layout.num_heads)
             columns = torch.arange(len(layout.destinations))[layout.inputs(layer, kind)].repeat(len(chosen))
-            for rows in _blocks(torch.arange(len(sources)), most):
+            for rows in _blocks(torch.arange(len(sources)), rest.most_rows(differs)):
                 heads = rows % layout.num_heads
                 added = torch.bmm(moved.flatten(0, 1)[rows], weights[heads])
                 yield sources[rows], columns[rows], rest.behind_heads(layer, added)
 
 
-def _into_mlp(rest: _Rest, layer: int, change: Tensor, most: int) -> Iterator[Found]:
-    """Edges into a layer's MLP."""
-    layout, stream = rest.layout, rest.clean.streams.mlps[layer]
-    own = rest.network.fed(layer, stream[:, rest.start(layer) :], NO_TAPS)
-    for rows in _blocks(torch.arange(layout.read_by_mlp(layer)), most):
-        given = (stream + change[rows])[:, rest.start(layer) :]
+def _into_mlp(rest: _Rest, layer: int, change: Tensor, first: int) -> Iterator[Found]:
+    """Edges into a layer's MLP. first: the first position that is changed."""
+    layout, start = rest.layout, rest.start(layer, first)
+    stream = rest.clean.streams.mlps[layer][:, start:]
+    own = rest.network.fed(layer, stream, NO_TAPS)
+    for rows in _blocks(torch.arange(layout.read_by_mlp(layer)), rest.most_rows(first)):
+        given = stream + change[rows, start:]
         added = rest.network.fed(layer, given, NO_TAPS) - own
         column = torch.full_like(rows, layout.mlp_input(layer))
         yield rows, column, rest.behind_layer(layer, added)
 
 
 class _Rest:
-    """The rest of the model behind a change of the clean stream, from the first position that differs on."""
+    """The rest of the model behind a change of the clean stream at its last positions, S' of them."""
 
     def __init__(
-        self, network: SplitNetwork, layout: Layout, clean: Sources, first: int, want: Logits
+        self, network: SplitNetwork, layout: Layout, clean: Sources, want: Logits, memory: int
     ) -> None:
         self.network, self.layout, self.clean = network, layout, clean
-        self._want, self._length, self._first = want, clean.added.shape[2], first
-        self._history = _Suffixes(self._length, first, clean.keys, layout.num_layers - 1, clean.added.device)
+        self._want, self._memory, self._length = want, memory, clean.added.shape[2]
+        self._histories: dict[int, _Suffixes] = {}
 
-    def start(self, layer: int) -> int:
-        """The first position of a layer's output that anyone needs."""
-        return self._length - 1 if layer == self.layout.num_layers - 1 else self._first
+    def start(self, layer: int, first: int) -> int:
+        """The first position of a layer's output that anyone needs. first: the first that differs."""
+        return self._length - 1 if layer == self.layout.num_layers - 1 else first
+
+    def most_rows(self, first: int) -> int:
+        """Rows of a block that differ from a position on."""
+        return most_rows(self.network, self._length - first, self._want, self._memory)
 
     def behind_heads(self, layer: int, added: Tensor) -> Tensor:
         """Logits [row, token], where this is added to the stream by a layer's heads [row, S', D]."""
         if self.layout.parallel[layer]:
             return self.behind_layer(layer, added)
-        stream = self.clean.streams.mlps[layer][:, self.start(layer) :] + added
+        stream = self.clean.streams.mlps[layer][:, -added.shape[1] :] + added
         return self._on(layer, stream + self.network.fed(layer, stream, NO_TAPS))
 
     def behind_layer(self, layer: int, added: Tensor) -> Tensor:
         """Logits [row, token], where this is added to what comes out of a layer [row, S', D]."""
         after = [*self.clean.streams.heads[1:], self.clean.streams.logits][layer]
-        return self._on(layer, after[:, self.start(layer) :] + added)
+        return self._on(layer, after[:, -added.shape[1] :] + added)
 
     def _on(self, layer: int, stream: Tensor) -> Tensor:
-        later = range(layer + 1, self.layout.num_layers)
-        return self.read(onwards(self.network, {STREAM: stream}, later, self._history, NO_TAPS, layer))
+        last, first = self.layout.num_layers - 1, self._length - stream.shape[1]
+        if first not in self._histories:
+            keys, device = self.clean.keys, stream.device
+            self._histories[first] = _Suffixes(self._length, first, keys, last, device)
+        later, history = range(layer + 1, last + 1), self._histories[first]
+        return self.read(onwards(self.network, {STREAM: stream}, later, history, NO_TAPS, layer))
 
     def read(self, stream: Tensor) -> Tensor:
         """Last residual states [row, 1, D] -> logits [row, token]."""
@@ -193,6 +199,21 @@ class _Suffixes(WholePrompts):
         is_plain = queries == keys and (how.window is None or how.window >= keys)
         seen = None if is_plain else causal(keys, how.window, q.device, newest=queries)
         return attend(q, k, v, seen, how, layer, NO_TAPS)
+
+
+def _first_that_differs(change: Tensor) -> int:
+    """The first position at which any of some changes [..., S, D] is not 0; the last where none is."""
+    places = change.ne(0).any(-1).flatten(0, -2).any(0).nonzero()
+    return int(places[0]) if len(places) else change.shape[-2] - 1
+
+
+def alone_at(change: Tensor, position: int | None) -> Tensor:
+    """Changes [source, S, D] at one position and nowhere else; all of them for None."""
+    if position is None:
+        return change
+    alone = torch.zeros_like(change)
+    alone[:, position] = change[:, position]
+    return alone
 
 
 def most_rows(network: SplitNetwork, positions: int, want: Logits, memory: int) -> int:

@@ -13,14 +13,19 @@ another head. A receiver is the queries, keys or values of one head, an MLP, or 
 path, and are read off pass 2. With MLPs held, one sender and one receiver this is the edge between them by
 itself (effects.py).
 
+The change that a sender makes is the other run's (`Senders`), or any that is given (`Changes`): random ones
+as long, for a null.
+
 Border: one prompt; what stands for a source is given.
 
-Axes: S positions, D hidden, source, destination; row = a set of senders.
+Axes: S positions, D hidden, source, destination; row = senders and what they say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -35,35 +40,115 @@ from .layout import KINDS, Layout
 from .parts import NO_TAPS, PartTaps, SplitNetwork, projected
 from .prompts import Sources
 
-__all__ = ["patched_paths"]
+__all__ = ["Changes", "Senders", "Sent", "patched_paths"]
+
+
+class Sent(Protocol):
+    """What rows of senders say beyond what they say in the clean run."""
+
+    @property
+    def first(self) -> int:
+        """The first source that any row changes."""
+        ...
+
+    def of(self, sources: slice) -> Tensor:
+        """Summed over some sources, [row, S, D]."""
+        ...
+
+    def is_sender(self, source: int) -> Tensor:
+        """In which rows a source is changed, bool [row]."""
+        ...
+
+    def split(self, most: int) -> Iterator[Self]:
+        """Blocks of rows."""
+        ...
+
+    def last(self) -> Self:
+        """The same of the last position alone."""
+        ...
+
+
+@dataclass(frozen=True)
+class Senders:
+    """Sets of senders, each put to what it adds in the other run.
+
+    change: what each source adds there, less what it adds here, [source, S, D]. chosen: bool [row, source].
+    """
+
+    change: Tensor
+    chosen: Tensor
+
+    @property
+    def first(self) -> int:
+        """See `Sent`."""
+        return int(self.chosen.any(0).nonzero()[0])
+
+    def of(self, sources: slice) -> Tensor:
+        """See `Sent`."""
+        weights = self.chosen[:, sources].to(self.change)
+        found: Tensor = torch.tensordot(weights, self.change[sources], dims=1)
+        return found
+
+    def is_sender(self, source: int) -> Tensor:
+        """See `Sent`."""
+        return self.chosen[:, source].to(self.change.device)
+
+    def split(self, most: int) -> Iterator[Self]:
+        """See `Sent`."""
+        return (type(self)(self.change, rows) for rows in self.chosen.split(most))
+
+    def last(self) -> Self:
+        """See `Sent`."""
+        return type(self)(self.change[:, -1:], self.chosen)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """One sender, put to several changes of what it adds in the clean run, [row, S, D]."""
+
+    source: int
+    change: Tensor
+
+    @property
+    def first(self) -> int:
+        """See `Sent`."""
+        return self.source
+
+    def of(self, sources: slice) -> Tensor:
+        """See `Sent`."""
+        return self.change if sources.start <= self.source < sources.stop else torch.zeros_like(self.change)
+
+    def is_sender(self, source: int) -> Tensor:
+        """See `Sent`."""
+        return torch.full((len(self.change),), source == self.source, device=self.change.device)
+
+    def split(self, most: int) -> Iterator[Self]:
+        """See `Sent`."""
+        return (type(self)(self.source, rows) for rows in self.change.split(most))
+
+    def last(self) -> Self:
+        """See `Sent`."""
+        return type(self)(self.source, self.change[:, -1:])
 
 
 def patched_paths(
     network: SplitNetwork,
     layout: Layout,
     clean: Sources,
-    change: Tensor,
-    senders: Tensor,
+    sent: Sent,
     receivers: Sequence[int],
     want: Logits,
     *,
     mlps_held: bool = False,
-    position: int | None = None,
     memory: int,
 ) -> Tensor:
-    """Logits at the last position of a prompt, [row, token], of paths from each set of senders.
+    """Logits at the last position of a prompt, [row, token], of paths from each row of senders.
 
-    clean: of one prompt (B = 1). change: what each source adds in the other run, less what it adds in this
-    one, [source, S, D]. senders: bool [row, source]. receivers: destinations; the logits by themselves, or
-    any of the others. position: the only one at which senders are changed; None for all. memory: bytes that
-    may be taken beside what is given.
+    clean: of one prompt (B = 1). receivers: destinations; the logits by themselves, or any of the others.
+    memory: bytes that may be taken beside what is given.
     """
-    if position is not None:
-        alone = torch.zeros_like(change)
-        alone[:, position] = change[:, position]
-        change = alone
-    most = most_rows(network, change.shape[1], want, memory)
-    passes = (_Second(network, layout, clean, change, rows, mlps_held) for rows in senders.split(most))
+    most = most_rows(network, clean.added.shape[2], want, memory)
+    passes = (_Second(network, layout, clean, rows, mlps_held) for rows in sent.split(most))
     if receivers[0] == len(layout.destinations) - 1:
         return torch.cat([network.unembed(network.final_norm(each.final()), want) for each in passes])
     first = min(map(layout.layer_of, receivers))
@@ -78,28 +163,24 @@ class _Second:
     """The pass in which senders are changed and other heads held, as what the stream differs by."""
 
     def __init__(
-        self,
-        network: SplitNetwork,
-        layout: Layout,
-        clean: Sources,
-        change: Tensor,
-        senders: Tensor,
-        mlps_held: bool,
+        self, network: SplitNetwork, layout: Layout, clean: Sources, sent: Sent, mlps_held: bool
     ) -> None:
         self._network, self._layout, self._clean, self._mlps_held = network, layout, clean, mlps_held
-        self._change, self._weights = change, senders.to(change)
-        self._history = WholePrompts(change.shape[1], NO_TAPS, change.device)
+        self._sent = sent
 
     def final(self) -> Tensor:
-        """What the final norm reads at the last position, [row, D]."""
-        moved = self._sent(slice(0, 1))
+        """What the final norm reads at the last position, [row, D]. Nothing but heads sees other positions,
+        and all of them are held: the last one goes by itself."""
+        self._sent = self._sent.last()
+        moved = self._sent.of(slice(0, 1))
         for layer in range(self._layout.num_layers):
             moved = self._behind(layer, moved)
         return self._clean.streams.logits[:, -1] + moved[:, -1]
 
     def kept(self, receivers: Sequence[int]) -> Kept:
         """What receivers make of the stream they read in this pass."""
-        layout, moved, found = self._layout, self._sent(slice(0, 1)), Kept()
+        layout, moved, found = self._layout, self._sent.of(slice(0, 1)), Kept()
+        history = WholePrompts(moved.shape[1], NO_TAPS, moved.device)
         for layer in range(max(map(layout.layer_of, receivers)) + 1):
             inputs = {kind: layout.inputs(layer, kind) for kind in KINDS}
             heads = {
@@ -108,7 +189,7 @@ class _Second:
             }
             if any(heads.values()):
                 stream = self._clean.streams.heads[layer] + moved
-                made = projected(self._network, layer, stream, self._history)
+                made = projected(self._network, layer, stream, history)
                 for kind, x in zip(KINDS, made, strict=True):
                     if heads[kind]:
                         found[kind, layer] = heads[kind], _for_each_head(x, layout)[:, heads[kind]]
@@ -120,23 +201,20 @@ class _Second:
     def _behind(self, layer: int, moved: Tensor) -> Tensor:
         """What the stream differs by behind a layer, of what it differs by before it, [row, S, D]."""
         mlp = self._layout.mlp(layer)
-        behind = moved + self._sent(self._layout.heads(layer)) + self._sent(slice(mlp, mlp + 1))
+        if mlp < self._sent.first:
+            return moved  # nobody has said anything yet
+        behind = moved + self._sent.of(self._layout.heads(layer)) + self._sent.of(slice(mlp, mlp + 1))
         if self._mlps_held:
             return behind
-        is_sender = self._weights[:, mlp, None, None] > 0
-        answer = self._fed(layer, moved) - self._clean.added[:, mlp]
-        return behind + answer.masked_fill(is_sender, 0.0)
+        answer = self._fed(layer, moved) - self._clean.added[:, mlp, -moved.shape[1] :]
+        return behind + answer.masked_fill(self._sent.is_sender(mlp)[:, None, None], 0.0)
 
     def _fed(self, layer: int, moved: Tensor) -> Tensor:
         """What an MLP adds [row, S, D]. moved: by what the stream before its layer differs."""
         if not self._layout.parallel[layer]:
-            moved = moved + self._sent(self._layout.heads(layer))
-        return self._network.fed(layer, self._clean.streams.mlps[layer] + moved, NO_TAPS)
-
-    def _sent(self, sources: slice) -> Tensor:
-        """What senders among some sources add beyond what they add in the clean run, [row, S, D]."""
-        found: Tensor = torch.tensordot(self._weights[:, sources], self._change[sources], dims=1)
-        return found
+            moved = moved + self._sent.of(self._layout.heads(layer))
+        stream = self._clean.streams.mlps[layer][:, -moved.shape[1] :]
+        return self._network.fed(layer, stream + moved, NO_TAPS)
 
 
 class _ReceiverTaps(PartTaps):

@@ -12,7 +12,8 @@ from mizarr.stages.circuits.batches import batches, network_of
 from mizarr.stages.circuits.pairs import Pair, checked
 from mizarr.stages.circuits.paths import PathPatching
 from mizarr.stages.circuits.scores import EdgeEffects
-from mizarr.stages.forward.edges.paths import patched_paths
+from mizarr.stages.forward.edges.effects import alone_at
+from mizarr.stages.forward.edges.paths import Senders, patched_paths
 from mizarr.stages.forward.hooks.wants import Logits
 from mizarr.store.errors import ConfigError, PromptError, StageError
 from tests.stages.forward.random_hybrids import save_random_hybrid
@@ -142,12 +143,10 @@ def test_paths_are_those_of_the_published_loop(family, mlps, position, tmp_path)
                 network_of(model),
                 layout,
                 batch.clean,
-                batch.change[0],
-                torch.from_numpy(senders),
+                Senders(alone_at(batch.change[0], position), torch.from_numpy(senders)),
                 [layout.destinations.index(each) for each in receivers],
                 Logits(),
                 mlps_held=mlps == "held",
-                position=position,
                 memory=1 << 22,
             )
         clean = loop.run(pairs[0].clean)[0]
