@@ -12,7 +12,8 @@ head, d_head, mlp; pair = lower triangle of each prompt's attention pattern, row
 When variables hold different layers, those of the largest set share `layer` and each other variable has its
 own dimension `layer_<variable>`: an absent layer is never filled with NaN. Likewise tokens: variables of a
 selection lie on `token`, labelled as such, where none with all tokens is opened beside them and no larger
-selection; otherwise on `token_<selection>`, labelled by `token_id_<selection>` and so on.
+selection; otherwise on `token_<selection>`, labelled by `token_id_<selection>` and so on. The k largest
+logits lie on `rank`, 0 the largest, or on `rank_<k>` where several k are opened.
 """
 
 from __future__ import annotations
@@ -81,9 +82,11 @@ def open_entry(
     coords, data = _token_coordinates(entry.tokens, axes), {}
     whose, source = {DIGEST: entry.run.model}, entry.folder.where(entry.path)
     shared = _largest({found for found in picked.values() if found is not None}, picked)
+    ranks = {dim: size for spec in specs.values() for dim, size in spec.sizes.items() if _is_rank(dim)}
+    coords |= {_rank(dim, ranks): xr.Variable((_rank(dim, ranks),), np.arange(n)) for dim, n in ranks.items()}
     for name, found in picked.items():
         spec = specs[name]
-        dims = [axes[dim][0] if dim in axes else dim for dim in spec.dims]
+        dims = [axes[dim][0] if dim in axes else _rank(dim, ranks) for dim in spec.dims]
         if found is not None:
             dims[0] = "layer" if found == shared else f"layer_{name}"
             coords[dims[0]] = xr.Variable(dims[:1], np.array(found, np.int64), ABOUT["layer"])
@@ -314,6 +317,15 @@ def _largest(sets: set[tuple[int, ...]], picked: dict[str, tuple[int, ...] | Non
     """The set of layers that gets the name `layer`: the longest, then the most common, then the first."""
     common = Counter(picked.values())
     return max(sorted(sets), key=lambda found: (len(found), common[found]), default=None)
+
+
+def _is_rank(dim: str) -> bool:
+    return dim.startswith("rank_")
+
+
+def _rank(dim: str, ranks: Mapping[str, int]) -> str:
+    """How an axis of ranks is called: `rank`, where there are not several of unlike length."""
+    return "rank" if dim in ranks and len(ranks) == 1 else dim
 
 
 TokenAxes = Mapping[str, tuple[str, Selection | None]]

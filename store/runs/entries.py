@@ -65,6 +65,7 @@ class ArraySpec:
     t of the packed axis owns position(t) + 1 pairs, its lower triangle), or "prompt_id" for what a prompt
     leaves behind (its last token owns it), or the axis of a selection. sizes: of the axes after the packed
     one. layers: of the model, None without layer axis. selection: which tokens have rows; None for all.
+    run_dtype: the storage dtype of the run, where that is not the array's own, as ids have.
     """
 
     variable: str
@@ -76,6 +77,7 @@ class ArraySpec:
     long_name: str = ""
     unit: str = ""
     selection: Selection | None = None
+    run_dtype: str | None = None
 
     def __post_init__(self) -> None:
         front = ("layer",) if self.layers is not None else ()
@@ -118,6 +120,8 @@ class ArraySpec:
         """Plain values, as an array's attributes record them."""
         told = {each.name: getattr(self, each.name) for each in fields(self)}
         selection = told.pop("selection")
+        if self.run_dtype is None:
+            del told["run_dtype"]
         return told if selection is None else {**told, "selection": selection.canonical()}
 
     @classmethod
@@ -199,7 +203,7 @@ class Entry:
 
         What it holds can be laid out and computed while another thread makes the entry; commit only then.
         """
-        entry = cls(folder, run, _dtype_of(arrays), tokens, segment_tokens, claim_ttl)
+        entry = cls(folder, run, dtype_of(arrays), tokens, segment_tokens, claim_ttl)
         entry._planned = {spec.variable: (spec, entry._plan(spec)) for spec in with_scales(arrays)}
         return entry
 
@@ -213,7 +217,7 @@ class Entry:
         An entry keeps the segment length it was made with, whatever is asked later. Raises ShapeError if
         arrays mix dtypes, or one was declared otherwise before.
         """
-        dtype, arrays = _dtype_of(arrays), with_scales(arrays)
+        dtype, arrays = dtype_of(arrays), with_scales(arrays)
         path = entry_path(entry_digest(run, dtype))
         entry = cls(folder, run, dtype, tokens, _length(folder, path) or segment_tokens, claim_ttl)
         layouts = [entry._plan(spec) for spec in arrays]  # refuses before anything is written
@@ -710,9 +714,9 @@ class Entry:
         return record, sealed(manifest)
 
 
-def _dtype_of(arrays: Sequence[ArraySpec]) -> str:
-    """The one dtype of an entry's arrays; ShapeError if there are several, or none."""
-    dtypes = sorted({spec.dtype for spec in arrays})
+def dtype_of(arrays: Sequence[ArraySpec]) -> str:
+    """The one storage dtype of the run that arrays are of; ShapeError if there are several, or none."""
+    dtypes = sorted({spec.run_dtype or spec.dtype for spec in arrays})
     if len(dtypes) != 1:
         raise ShapeError(
             f"expected the arrays of one entry to share one dtype, found {', '.join(dtypes) or 'no arrays'}"

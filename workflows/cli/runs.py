@@ -206,8 +206,9 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
 )
 @click.option(
     "--reduce",
-    type=click.Choice(["norm", "mean"]),
-    help="Keep the norm of each row, or the mean over the tokens of each prompt, in place of the numbers.",
+    metavar="HOW",
+    help="Keep in place of the numbers: norm, of each row; mean, over the tokens of each prompt; of "
+    "hook_logits topk:10, the largest with their token ids, or logsumexp.",
 )
 @store_option
 @revision_option

@@ -32,6 +32,7 @@ from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import ArraySpec, with_scales
 from ....store.runs.quantised import QUANTISED
 from ....store.runs.selections import View
+from ..hooks.reductions import Reduction
 from ..hooks.spec import BoundSpec, HookSpec, as_spec, layers_by_variable
 from ..models.source import ModelSource
 from ..text.corpora.corpus import Corpus
@@ -39,7 +40,7 @@ from ..text.prompts import pack
 from .batches import BUFFERS
 from .found import Found
 from .order import Beside, Order, goes_by_layers, load_for, order_of
-from .sizes import ITEMSIZE, Sizes, array_spec
+from .sizes import ITEMSIZE, VOCABULARY_BYTES, Sizes, array_spec
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -166,6 +167,7 @@ class CaptureNode(Ports):
         self._lowered: dict[str, Any] = {}
         self.spec = self._bind(hooks)
         self._require_numbers()
+        self._require_logits()
         self.order = order_of(order, self.source.config, self.spec, self.source.name)
         self._require_triangles()
         with_scales(self.specs())
@@ -188,6 +190,21 @@ class CaptureNode(Ports):
                 f"expected a float storage dtype for {reduced[0].variable!r}, found 'int8'; reductions are "
                 "small: store them as float32"
             )
+
+    def _require_logits(self) -> None:
+        """Raise ConfigError for logits of what computes its own, and for more of them than there are."""
+        config, of_logits = self.source.config, self._of_logits
+        if of_logits and not config.is_differentiable:
+            raise ConfigError(
+                f"expected a model whose LM head is computed here to keep reductions of logits, found "
+                f"{self.source.name}, which transformers computes; choose a model of a supported family"
+            )
+        for each in of_logits:
+            if each.size > config.vocab_size:
+                raise ConfigError(
+                    f"expected at most the {config.vocab_size} logits of {self.source.name}, found "
+                    f"{each.told!r}; ask for fewer"
+                )
 
     def _require_triangles(self) -> None:
         """Raise ConfigError for attention matrices of a model whose positions see later ones: what is kept of
@@ -220,6 +237,12 @@ class CaptureNode(Ports):
     @property
     def _sizes(self) -> Sizes:
         return Sizes({spec.variable: spec for spec in self.specs()}, self.tokens)
+
+    @property
+    def _of_logits(self) -> list[Reduction]:
+        """What is kept of the logits."""
+        reductions = [kept.keep.reduction for kept in self.spec.keeps if kept.keep.reduction is not None]
+        return [reduction for reduction in reductions if reduction.is_of_logits]
 
     # -- planning ------------------------------------------------------------------------------------------
 
@@ -338,7 +361,8 @@ class CaptureNode(Ports):
 
     def _beside(self) -> Beside:
         itemsize, longest = ITEMSIZE[self.source.dtype], int(self.tokens.row_size.max(initial=0))
-        of_pass = self.source.config.bytes_per_token(itemsize) * max(self.batch_tokens, longest)
+        of_place = self.source.config.bytes_per_token(itemsize) + VOCABULARY_BYTES * bool(self._of_logits)
+        of_pass = of_place * max(self.batch_tokens, longest)
         length = BUFFERS * min(self._segment_tokens(), self.tokens.n_tokens)
         by_layer: dict[int | None, list[VariableLayer]] = {}
         for cell in self.cells:

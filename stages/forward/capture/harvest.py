@@ -31,16 +31,18 @@ from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import Entry
 from ....store.runs.packed import PackedTokens
 from ....store.runs.quantised import QUANTISED
+from ..architectures.points import LOGITS
 from ..hooks.reductions import MEAN, NORM
 from ..hooks.spec import BoundSpec, Capture, Kept
 from ..hooks.taps import Sink
-from ..models.model import DTYPES, Model
+from ..models.model import Model
 from ..networks.kernels import FEW_ROWS
 from .backoff import BatchSize, is_out_of_memory, release_device_memory
 from .batches import BUFFERS, Batch, Piece, pieces_of, plan_batches
 from .overlap import OverlappedWriter, SegmentBuffer
 from .reduced import keep_means, norms
 from .selected import SelectedRows
+from .vocabulary import of_logits
 
 _WAIT = 0.2  # seconds before looking again at segments that others have claimed
 
@@ -101,7 +103,7 @@ def _round(
     cells = list(dict.fromkeys(cell for todo in missing.values() for cell in todo))
     rows = {variable: max(entry.rows(variable, n) for n in missing) for variable, _ in cells}
     shapes = {cell: (rows[cell[0]], *entry.spec(cell[0]).tail) for cell in cells}
-    dtypes = dict.fromkeys(cells, held_as(entry))
+    dtypes = {cell: held_as(entry, cell[0]) for cell in cells}
 
     def write(buffer: SegmentBuffer, job: Job) -> None:
         try:
@@ -136,9 +138,10 @@ def _round(
     return done
 
 
-def held_as(entry: Entry) -> torch.dtype:
-    """What buffers of an entry hold: what is stored, or what int8 is made of when it is written."""
-    return torch.float32 if entry.dtype == QUANTISED else DTYPES[entry.dtype]
+def held_as(entry: Entry, variable: str) -> torch.dtype:
+    """What buffers of a variable hold: what is stored, or what int8 is made of when it is written."""
+    dtype = entry.spec(variable).dtype
+    return torch.float32 if dtype == QUANTISED else getattr(torch, dtype)
 
 
 def stored_bytes(entry: Entry, arrays: Mapping[VariableLayer, Any]) -> int:
@@ -158,7 +161,7 @@ def needs_every_core(model: Model) -> bool:
 def fill(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer, size: BatchSize) -> None:
     """Forward passes over one segment's prompts, captured activations copied to their place in the buffer, or
     kept as they are where a pass gives a segment whole."""
-    keep = keeping(entry, n, spec, buffer)
+    keep = keeping(model, entry, n, spec, buffer)
 
     def run(batch: Batch) -> None:
         rows, sink = ids_of(entry, batch), keep(batch)
@@ -228,7 +231,9 @@ def ids_of(entry: Entry, batch: Batch) -> list[list[int]]:
     return [_padded(entry.tokens, piece, batch.length) for piece in batch.pieces] * batch.copies
 
 
-def keeping(entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer) -> Callable[[Batch], Sink]:
+def keeping(
+    model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer
+) -> Callable[[Batch], Sink]:
     """What takes the activations of each batch to their places in a segment's buffer."""
     tokens, segment = entry.tokens, entry.segments[n]
     wanted: dict[Capture, list[Kept]] = defaultdict(list)
@@ -257,19 +262,28 @@ def keeping(entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer) -> Cal
             _keep_pairs(value, batch, buffer.view(cell, rows), tokens, segment)
             return
         value = _token_major(value, kept.capture)
-        if kept.keep.reduction == NORM:
-            value = norms(value)
+        put(batch, kept, norms(value) if kept.keep.reduction == NORM else value)
+
+    def put(batch: Batch, kept: Kept, value: Tensor) -> None:
+        cell, axis = kept.cell, axes[kept.variable]
+        rows = entry.rows(cell[0], n)
         if axis in selected:
             selected[axis].put(value, batch, buffer.view(cell, rows))
-        elif _is_segment(value, batch, segment, held_as(entry)):
+        elif _is_segment(value, batch, segment, held_as(entry, cell[0])):
             buffer.take(cell, value.flatten(0, 1))
         else:
             _keep_rows(value, batch, buffer.view(cell, rows))
 
     def of_batch(batch: Batch) -> Sink:
         def sink(capture: Capture, value: Tensor) -> None:
-            for kept in wanted[capture]:
-                keep(batch, kept, value)
+            if capture.point.kind != LOGITS:
+                for kept in wanted[capture]:
+                    keep(batch, kept, value)
+                return
+            asked = {kept: how for kept in wanted[capture] if (how := kept.keep.reduction) is not None}
+            made = of_logits(model.network, value, asked.values())
+            for kept, reduction in asked.items():
+                put(batch, kept, made[reduction])
 
         return sink
 

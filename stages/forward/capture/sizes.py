@@ -31,6 +31,10 @@ _WIDE = 8
 """A capture this many times as wide as the residual stream says by itself how a run is cut."""
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 """Bytes of a number of what is computed."""
+VOCABULARY = 1 << 11
+"""Columns of the vocabulary of which logits are made at a time, for a store that keeps reductions of them."""
+VOCABULARY_BYTES = 24 * VOCABULARY
+"""Bytes a token takes meanwhile: logits, their order, and exp in float64."""
 _WIDENED = {QUANTISED: 4}
 """Bytes of a number in a buffer that holds it wider than it is stored."""
 _PACKED_DIMS = {"position": "token", "query_position": "pair"}
@@ -100,20 +104,22 @@ def array_spec(kept: Kept, config: Architecture, dtype: str) -> ArraySpec:
     if selection is not None:
         packed = selection.axis
     rest, meaning = tuple(dim for dim in kind.dims if dim in sizes), kind.meaning
-    reduction = kept.keep.reduction
+    reduction, own_dtype = kept.keep.reduction, dtype
     if reduction is not None:
-        left = reduction.dims(kind)
+        left, own_dtype = reduction.dims(kind), reduction.dtype or dtype
+        sizes[reduction.axis] = reduction.size
         packed = packed if "position" in left else "prompt_id"
-        rest, meaning = tuple(dim for dim in rest if dim in left), f"{reduction.meaning} {meaning}"
+        rest, meaning = tuple(dim for dim in left if dim in sizes), f"{reduction.meaning} {meaning}"
     front = ("layer",) if kind.per_layer else ()
     return ArraySpec(
         kept.variable,
         f"{named(kind.path, capture.is_gradient)}{kept.keep.suffix.replace('__', '@', 1)}",
         (*front, packed, *rest),
         {dim: sizes[dim] for dim in rest},
-        dtype,
+        own_dtype,
         config.num_layers if kind.per_layer else None,
         f"gradient at: {meaning}" if capture.is_gradient else meaning,
         "1",
         selection,
+        None if own_dtype == dtype else dtype,
     )

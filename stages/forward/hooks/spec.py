@@ -184,7 +184,7 @@ class HookSpec:
         a slice of each prompt such as "::16", numbers (negative from the end), or a bool array with one for
         each token of all prompts, end to end. reduce: what a store keeps in place of the numbers: "norm", of
         each row over its last axis; "mean", over the tokens of each prompt, a row per prompt; both summed in
-        float64.
+        float64. Of "hook_logits" "topk:10", the largest of each token and their ids, and "logsumexp".
         Raises HookPointNotFound for a name no architecture has, naming the nearest; PromptError for positions
         that are none.
         """
@@ -268,7 +268,7 @@ class HookSpec:
         layer or glob the model does not have, and for keeps where nothing is stored, InterventionError for a
         change of what nothing reads; nothing is ignored.
         """
-        kept = self._kept(available, model)
+        kept = self._kept((*available, HookPoint.logits()) if stored else available, model)
         if not stored:
             _refuse_keeps(kept)
         captures = {each.capture for each in kept}
@@ -288,12 +288,17 @@ class HookSpec:
         return found
 
     def _kept(self, available: Sequence[HookPoint], model: str) -> set[Kept]:
-        found = set()
+        found: set[Kept] = set()
         for (held, when, is_gradient), keeps in self._captures.items():
+            if held == HookPoint.logits() and held not in available:
+                raise HookPointNotFound(
+                    f"expected hook points of a pass, found '{held}': a store keeps reductions of logits "
+                    "(mizarr.capture), and a pass gives all of them (cache.logits)"
+                )
             for point in (_differentiable if is_gradient else _expanded)(held, available, model):
                 for keep in keeps:
                     keep.require(point, named(held, is_gradient))
-                    found.add(Kept(Capture(point, when, is_gradient), keep))
+                    found |= {Kept(Capture(point, when, is_gradient), each) for each in keep.stored}
         return found
 
     def canonical(self) -> dict[str, Any]:
