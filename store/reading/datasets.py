@@ -37,6 +37,7 @@ from ..identity import DIGEST, SOURCE
 from ..runs.coordinates import ABOUT, pair_starts, read_tokens
 from ..runs.entries import PACKED_AXES, ArraySpec, Entry, group_attributes
 from ..runs.quantised import QUANTISED, RestoredRows
+from ..runs.run_sums import PART, mean_of_parts
 from ..runs.selections import Selection, View
 from ..runs.shards import DTYPES, ShardRows
 from ..runs.vocabularies import read_vocabulary, register_vocabulary
@@ -90,9 +91,11 @@ def open_entry(
         if found is not None:
             dims[0] = "layer" if found == shared else f"layer_{name}"
             coords[dims[0]] = xr.Variable(dims[:1], np.array(found, np.int64), ABOUT["layer"])
+        if spec.packed == "segment":
+            dims = [dim for dim in dims if dim not in ("segment", PART)]
         if spec.packed == "pair":
             coords["pair_start"] = xr.Variable(("prompt_id",), pair_starts(entry.tokens))
-        array = ShardedArray(entry, name, found) if name not in views else _view(entry, views[name], found)
+        array = _view(entry, views[name], found) if name in views else _array(entry, name, found)
         attrs = {"long_name": spec.long_name, "units": spec.unit, "hook": spec.hook, **whose}
         data[name] = xr.Variable(
             dims, indexing.LazilyIndexedArray(array), {k: v for k, v in attrs.items() if v}, {SOURCE: source}
@@ -252,6 +255,28 @@ class SelectedArray(ShardedArray):
         return super()._read_layer(layer, (int(rows) if rows.ndim == 0 else rows, *key[1:]), out)
 
 
+class RunArray(ShardedArray):
+    """A variable of a run as a whole, [layer,] rest…: means of what its segments added up."""
+
+    def __init__(self, entry: Entry, variable: str, layers: tuple[int, ...] | None) -> None:
+        super().__init__(entry, variable, layers)
+        self.over = entry.spec(variable).over or 0
+        self.shape = (*self.shape[: 0 if layers is None else 1], *entry.spec(variable).tail[:-1])
+
+    def _read(self, key: tuple[Index, ...]) -> npt.NDArray[Any]:
+        if self.layers is None:
+            return _orthogonal(self._of_layer(None), key)
+        chosen = np.array(self.layers)[key[0]]
+        if chosen.ndim == 0:
+            return _orthogonal(self._of_layer(int(chosen)), key[1:])
+        found = [_orthogonal(self._of_layer(int(layer)), key[1:]) for layer in chosen]
+        return np.stack(found) if found else np.empty((0, *self.shape[1:]), self.dtype)
+
+    def _of_layer(self, layer: int | None) -> npt.NDArray[Any]:
+        rows = [self._shard(layer, n)[:] for n in range(len(self.entry.segments))]
+        return mean_of_parts(np.concatenate(rows), self.over)
+
+
 class TextColumn(BackendArray):
     """The texts of the prompts, [prompt_id], read when they are asked for."""
 
@@ -342,6 +367,11 @@ def _spec(entry: Entry, name: str, view: View | None) -> ArraySpec:
     return replace(spec, variable=name, hook=hook, dims=dims, selection=selection)
 
 
+def _array(entry: Entry, name: str, layers: tuple[int, ...] | None) -> ShardedArray:
+    kind = RunArray if entry.spec(name).packed == "segment" else ShardedArray
+    return kind(entry, name, layers)
+
+
 def _view(entry: Entry, view: View, layers: tuple[int, ...] | None) -> SelectedArray:
     return SelectedArray(entry, view[0], layers, view[1])
 
@@ -417,7 +447,7 @@ def _array_at(
 ) -> ShardedArray:
     entry = entry_at(source)
     if selection is None:
-        return ShardedArray(entry, variable, layers)
+        return _array(entry, variable, layers)
     return SelectedArray(entry, variable, layers, selection)
 
 

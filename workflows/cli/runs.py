@@ -207,8 +207,8 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
 @click.option(
     "--reduce",
     metavar="HOW",
-    help="Keep in place of the numbers: norm, of each row; mean, over the tokens of each prompt; of "
-    "hook_logits topk:10, the largest with their token ids, or logsumexp.",
+    help="Keep in place of the numbers: norm, of each row; mean, over the tokens of each prompt; run_mean, "
+    "over all tokens; of hook_logits topk:10, the largest with their token ids, or logsumexp.",
 )
 @store_option
 @revision_option

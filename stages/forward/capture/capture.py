@@ -170,11 +170,16 @@ class CaptureNode(Ports):
         self._require_logits()
         self.order = order_of(order, self.source.config, self.spec, self.source.name)
         self._require_triangles()
+        self._over: dict[str, int] = {}
         with_scales(self.specs())
         self.tokens = pack(prompts, self.source.tokenizer, self.source.config, self.source.name)
         for kept in self.spec.keeps:
-            if kept.keep.selection is not None:
-                kept.keep.selection.check(self.tokens)
+            selection, reduction = kept.keep.selection, kept.keep.reduction
+            if selection is not None:
+                selection.check(self.tokens)
+            if reduction is not None and reduction.is_of_run:
+                every = self.tokens.n_tokens if selection is None else selection.counts(self.tokens).sum()
+                self._over[kept.variable] = int(every)
         if self.spec.gradients:
             lengths = self.tokens.row_size.tolist()
             self.spec.require_objective().check(lengths, self.source.config.vocab_size)
@@ -232,7 +237,8 @@ class CaptureNode(Ports):
     def specs(self) -> list[ArraySpec]:
         """How each captured variable is stored."""
         variables = {kept.variable: kept for kept in self.spec.kept}
-        return [array_spec(kept, self.source.config, self.dtype) for kept in variables.values()]
+        config, over = self.source.config, self._over
+        return [array_spec(kept, config, self.dtype, over.get(name)) for name, kept in variables.items()]
 
     @property
     def _sizes(self) -> Sizes:
@@ -262,11 +268,11 @@ class CaptureNode(Ports):
         proportion to the tokens of the newest run of this model with such captures."""
         found = self._find(store)
         missing = [cell for cell in self.cells if found is None or not found.is_published(cell)]
-        per_token = self._sizes.stored(missing)
         segment = found.entry.segment_tokens if found is not None else self._segment_tokens()
-        length = min(segment, self.tokens.n_tokens)
-        written, peak = per_token * self.tokens.n_tokens, BUFFERS * self._sizes.held(missing) * length
-        return Estimate(0, math.ceil(written), math.ceil(peak), self._seconds(store) if missing else None)
+        sizes, tokens = self._sizes, self.tokens.n_tokens
+        written = sizes.written(missing, tokens, math.ceil(tokens / segment))
+        peak = BUFFERS * sizes.buffer(missing, min(segment, tokens))
+        return Estimate(0, written, peak, self._seconds(store) if missing else None)
 
     def _seconds(self, store: Store) -> float | None:
         own = json.loads(json.dumps(self.source.identity.request()))
@@ -363,13 +369,13 @@ class CaptureNode(Ports):
         itemsize, longest = ITEMSIZE[self.source.dtype], int(self.tokens.row_size.max(initial=0))
         of_place = self.source.config.bytes_per_token(itemsize) + VOCABULARY_BYTES * bool(self._of_logits)
         of_pass = of_place * max(self.batch_tokens, longest)
-        length = BUFFERS * min(self._segment_tokens(), self.tokens.n_tokens)
+        length = min(self._segment_tokens(), self.tokens.n_tokens)
         by_layer: dict[int | None, list[VariableLayer]] = {}
         for cell in self.cells:
             by_layer.setdefault(cell[1], []).append(cell)
         sizes = self._sizes
-        of_layer = max(map(sizes.held, by_layer.values()))
-        return Beside(of_pass, int(length * sizes.held(self.cells)), int(length * of_layer))
+        of_layer = max(sizes.buffer(cells, length) for cells in by_layer.values())
+        return Beside(of_pass, BUFFERS * sizes.buffer(self.cells, length), BUFFERS * of_layer)
 
     def _without(self, views: Mapping[str, View]) -> CaptureNode:
         """The same without what can be seen in stored arrays already."""
@@ -469,8 +475,10 @@ class CaptureNode(Ports):
 
     @property
     def _has_one_token_axis(self) -> bool:
-        """Whether prompts can be picked from a larger run by one choice of tokens."""
-        return len({spec.packed for spec in self.specs()} - {"pair", "prompt_id"}) < 2
+        """Whether prompts can be picked from a larger run by one choice of tokens; what is kept of a run as a
+        whole is of that one."""
+        axes = {spec.packed for spec in self.specs()}
+        return "segment" not in axes and len(axes - {"pair", "prompt_id"}) < 2
 
     def _views(self, entry: LabelledEntry) -> dict[str, View]:
         """The variables of a selection that are not stored, and of which the run has all tokens."""
@@ -509,13 +517,13 @@ class CaptureNode(Ports):
 
     def _expect_room(self, store: Store) -> None:
         """Raise StoreFull where the disk has less room than what is missing will take."""
-        entry, sizes, needed = self._entry(store), self._sizes, 0.0
+        entry, sizes, tokens = self._entry(store), self._sizes, self.tokens.n_tokens
         if entry is None:
-            needed = sizes.stored(self.cells) * self.tokens.n_tokens
+            needed = sizes.written(self.cells, tokens, math.ceil(tokens / self._segment_tokens()))
         else:
-            for n, cells in entry.missing(self.cells).items():
-                needed += sizes.stored(cells) * len(entry.segments[n])
-        needed, free = math.ceil(needed), store.files.free_bytes
+            missing = entry.missing(self.cells).items()
+            needed = sum(sizes.written(cells, len(entry.segments[n]), 1) for n, cells in missing)
+        free = store.files.free_bytes
         if free is not None and needed > free:
             raise StoreFull(
                 f"expected {needed} bytes of room in {store.address} for what is missing, found {free}; "

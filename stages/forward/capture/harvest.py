@@ -14,7 +14,8 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from torch import Tensor
 from ....store.errors import ShapeError
 from ....store.files import THREADS
 from ....store.runs.claims import Claim
-from ....store.runs.committed import VariableLayer
+from ....store.runs.committed import VariableLayer, cell_name
 from ....store.runs.entries import Entry
 from ....store.runs.packed import PackedTokens
 from ....store.runs.quantised import QUANTISED
@@ -39,6 +40,7 @@ from ..models.model import Model
 from ..networks.kernels import FEW_ROWS
 from .backoff import BatchSize, is_out_of_memory, release_device_memory
 from .batches import BUFFERS, Batch, Piece, pieces_of, plan_batches
+from .of_run import OfRun, kept_rows, sums_in_parts
 from .overlap import OverlappedWriter, SegmentBuffer
 from .reduced import keep_means, norms
 from .selected import SelectedRows
@@ -164,13 +166,14 @@ def fill(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuf
     keep = keeping(model, entry, n, spec, buffer)
 
     def run(batch: Batch) -> None:
-        rows, sink = ids_of(entry, batch), keep(batch)
-        if not spec.gradients:
-            model.stream_batch(rows, spec, None, sink)
-            return
-        _, found = model.differentiate(rows, spec, [piece.prompt for piece in batch.pieces])
-        for capture, value in found.items():
-            sink(capture, value)
+        rows = ids_of(entry, batch)
+        with keep(batch) as sink:
+            if not spec.gradients:
+                model.stream_batch(rows, spec, None, sink)
+                return
+            _, found = model.differentiate(rows, spec, [piece.prompt for piece in batch.pieces])
+            for capture, value in found.items():
+                sink(capture, value)
 
     pieces = pieces_in(model, entry, n, spec)
     while pieces:
@@ -233,8 +236,8 @@ def ids_of(entry: Entry, batch: Batch) -> list[list[int]]:
 
 def keeping(
     model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer
-) -> Callable[[Batch], Sink]:
-    """What takes the activations of each batch to their places in a segment's buffer."""
+) -> Callable[[Batch], AbstractContextManager[Sink]]:
+    """What takes the activations of each batch to their places in a segment's buffer, while it is entered."""
     tokens, segment = entry.tokens, entry.segments[n]
     wanted: dict[Capture, list[Kept]] = defaultdict(list)
     for kept in spec.kept:
@@ -243,8 +246,12 @@ def keeping(
     selected = {
         axes[kept.variable]: SelectedRows(entry, n, kept.keep.selection)
         for kept in {kept.variable: kept for kept in spec.kept}.values()
-        if kept.keep.selection is not None
+        if kept.keep.selection is not None and axes[kept.variable] != "segment"
     }
+    of_run = OfRun(segment)
+    for kept in spec.kept:
+        if axes[kept.variable] == "segment":
+            buffer.view(kept.cell, 1).zero_()
 
     def keep(batch: Batch, kept: Kept, value: Tensor) -> None:
         cell, axis = kept.cell, axes[kept.variable]
@@ -253,6 +260,12 @@ def keeping(
             first = int(entry.bounds("prompt_id")[n])
             major = _token_major(value, kept.capture)
             keep_means(major, batch, buffer.view(cell, rows), tokens, first)
+            return
+        if axis == "segment":
+            major = _token_major(value, kept.capture)
+            chosen = kept_rows(major, batch, tokens, kept.keep.selection)
+            sums = sums_in_parts(chosen, f"segment {n} of {cell_name(cell)}")
+            of_run.add(cell, buffer.view(cell, 1)[0], sums, torch.add)
             return
         if axis == "prompt_id":
             first = int(entry.bounds("prompt_id")[n])
@@ -274,7 +287,8 @@ def keeping(
         else:
             _keep_rows(value, batch, buffer.view(cell, rows))
 
-    def of_batch(batch: Batch) -> Sink:
+    @contextmanager
+    def of_batch(batch: Batch) -> Iterator[Sink]:
         def sink(capture: Capture, value: Tensor) -> None:
             if capture.point.kind != LOGITS:
                 for kept in wanted[capture]:
@@ -285,7 +299,9 @@ def keeping(
             for kept, reduction in asked.items():
                 put(batch, kept, made[reduction])
 
-        return sink
+        of_run.begin()
+        yield sink
+        of_run.end()
 
     return of_batch
 

@@ -286,7 +286,8 @@ class _Way:
                 spooled = stack.enter_context(self._spooled(course, layers[-1] + 1).written())
             keep = keeping(self.model, self.entry, course.n, spec, buffer)
             for batch, entering in self._entering(course):
-                carried = self.model.stream_layers(entering, layers, spec, keep(batch), ends=ends)
+                with keep(batch) as sink:
+                    carried = self.model.stream_layers(entering, layers, spec, sink, ends=ends)
                 if spooled is not None:
                     spooled.put(carried)
 

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 from ....store.errors import HookPointNotFound, nearest
+from ....store.runs.run_sums import PART, QUANTA
 from ..architectures.points import BY_NAME, LOGITS, HookKind
 
 _TOPK = re.compile(r"topk:(\d+)")
@@ -20,7 +21,8 @@ _LOGITS = BY_NAME[LOGITS].path
 @dataclass(frozen=True)
 class Reduction:
     """One way to make less of an activation. name: as variables are named by it. told: as people ask for it.
-    meaning: of what, in words. over: the axis it takes away, "last" for whichever that is. axis, size: what
+    meaning: of what, in words. over: the axis it takes away, "last" for whichever that is, "run" for all
+    tokens of all prompts. axis, size: what
     stands in its place, "" for nothing. dtype: of the numbers; None for the run's storage dtype. beside: what
     is stored with it, made on the way.
     """
@@ -39,6 +41,11 @@ class Reduction:
         """Whether it is for logits alone, and they for such."""
         return self.over == "vocab"
 
+    @property
+    def is_of_run(self) -> bool:
+        """Whether it is one for all tokens of all prompts."""
+        return self.over == "run"
+
     def dims(self, kind: HookKind) -> tuple[str, ...]:
         """What is left of a point's axes; HookPointNotFound where it has no such axis."""
         if self.is_of_logits != (kind.name == LOGITS):
@@ -49,7 +56,7 @@ class Reduction:
                 f"expected a hook point with a row of numbers per token to keep the {self.told} of, found "
                 f"{kind.path!r} with axes {list(kind.dims)}; capture it whole"
             )
-        gone = own[-1] if self.over == "last" else self.over
+        gone = {"last": own[-1], "run": "position"}.get(self.over, self.over)
         return (*(dim for dim in own if dim != gone), *([self.axis] if self.axis else []))
 
     def _misplaced(self, kind: HookKind) -> str:
@@ -67,9 +74,13 @@ NORM = Reduction("norm", "norm", "L2 norm of", "last")
 """Of each row: a number per token, or per token and head."""
 MEAN = Reduction("mean", "mean", "mean over the tokens of a prompt of", "position")
 """A row per prompt."""
+RUN_MEAN = Reduction(
+    "run_mean", "run_mean", "mean over the tokens of the run of", "run", PART, len(QUANTA), "float64"
+)
+"""One row: sums of each segment, exact, that readers divide (store/runs/run_sums.py)."""
 LOGSUMEXP = Reduction("logsumexp", "logsumexp", "natural log of the sum of exp of", "vocab", dtype="float32")
 """What a logit is above its log-probability, in nats: a number per token."""
-REDUCTIONS = {each.name: each for each in (NORM, MEAN, LOGSUMEXP)}
+REDUCTIONS = {each.name: each for each in (NORM, MEAN, RUN_MEAN, LOGSUMEXP)}
 
 
 def topk(k: int) -> Reduction:
@@ -80,8 +91,8 @@ def topk(k: int) -> Reduction:
 
 
 def as_reduction(told: str) -> Reduction:
-    """A reduction as people ask for it: "norm", "mean", "logsumexp", "topk:10"; HookPointNotFound names the
-    nearest."""
+    """A reduction as people ask for it: "norm", "mean", "run_mean", "logsumexp", "topk:10"; HookPointNotFound
+    names the nearest."""
     if (found := _TOPK.fullmatch(told)) is not None and int(found[1]) > 0:
         return topk(int(found[1]))
     if told not in REDUCTIONS:

@@ -184,7 +184,8 @@ class HookSpec:
         a slice of each prompt such as "::16", numbers (negative from the end), or a bool array with one for
         each token of all prompts, end to end. reduce: what a store keeps in place of the numbers: "norm", of
         each row over its last axis; "mean", over the tokens of each prompt, a row per prompt; both summed in
-        float64. Of "hook_logits" "topk:10", the largest of each token and their ids, and "logsumexp".
+        float64; "run_mean", over all tokens of all prompts, summed exactly. Of "hook_logits" "topk:10", the
+        largest of each token and their ids, and "logsumexp".
         Raises HookPointNotFound for a name no architecture has, naming the nearest; PromptError for positions
         that are none.
         """
