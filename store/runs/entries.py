@@ -43,6 +43,7 @@ from .coordinates import BOOKKEEPING, check_metadata, read_selected, write_selec
 from .mapped import MappedShards
 from .packed import PackedTokens
 from .quantised import BLOCK, QUANTISED, RestoredRows, is_scale, n_blocks, quantise, scale_name, scale_sizes
+from .run_sums import how_combined
 from .selections import AXIS, Selection, from_canonical
 from .shards import DTYPES, ShardLayout, ShardRows, Written, array_metadata, write_shards
 
@@ -54,7 +55,7 @@ PACKED_AXES = ("token", "pair", "prompt_id", "segment")
 `ArraySpec`); or each token of a selection, on an axis of its name."""
 CELL_MANIFEST = ("variable", "layer", "content", "files")
 """Fields of the manifest of one array."""
-_LATER = ("run_dtype", "over")
+_LATER = ("run_dtype", "over", "combine")
 """Fields of a variable that its description has only where they say something."""
 _ABOUT = {"run", "dtype", "segment_tokens", "n_tokens", "n_prompts"}
 
@@ -68,8 +69,8 @@ class ArraySpec:
     leaves behind (its last token owns it), "segment" for what is kept of a run as a whole, or the axis of a
     selection. sizes: of the axes after the packed one. layers: of the model, None without layer axis.
     selection: which tokens have rows; None for all. run_dtype: the storage dtype of the run, where that is
-    not the array's own, as ids have. over: of how many tokens the rows of segments are sums; None for what
-    has no such rows.
+    not the array's own, as ids have. over, combine: of how many tokens the rows of segments are, and whether
+    they become a "mean", a "sum" or a "max"; None for what has no such rows.
     """
 
     variable: str
@@ -83,6 +84,7 @@ class ArraySpec:
     selection: Selection | None = None
     run_dtype: str | None = None
     over: int | None = None
+    combine: str | None = None
 
     def __post_init__(self) -> None:
         front = ("layer",) if self.layers is not None else ()
@@ -576,8 +578,8 @@ class Entry:
         if spec.dtype == QUANTISED:
             about = f"{spec.variable} * {scale_name(spec.variable)}, each scale for {BLOCK} on the last axis"
             attributes["values"] = about
-        if spec.over is not None:
-            attributes["values"] = f"sums over {spec.over} tokens, in parts: add segments and parts"
+        if spec.combine is not None:
+            attributes["values"] = how_combined(spec.combine, spec.over or 0, spec.dims)
         if spec.packed not in ("token", "segment") and len(self.segments) > 1:
             # For readers without mizarr: pair i of segment n lies at n * shard length + i - pair_bounds[n];
             # what is between means nothing. So do prompts, whose axis with gaps is not that of their labels.

@@ -13,11 +13,13 @@ Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", 2013, keep such
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..arrays import Array, Floats
 
-__all__ = ["BELOW", "MOST_TOKENS", "PART", "QUANTA", "mean_of_parts"]
+__all__ = ["BELOW", "MOST_TOKENS", "PART", "QUANTA", "combined", "how_combined", "mean_of_parts"]
 
 PART = "part"
 """Axis of the parts of a sum."""
@@ -28,6 +30,25 @@ BELOW = 2.0**40
 """Magnitudes are smaller: 2^27 of the first quantum."""
 MOST_TOKENS = 1 << 26
 """Rows whose parts one sum holds, 2^53 over 2^27."""
+
+
+def combined(rows: Array, combine: str, over: int, dims: Sequence[str]) -> Array:
+    """Rows of segments [segment, …] -> what they are of the run: a "mean" over so many tokens, a "sum", or a
+    "max" (0 where no segment has any). dims: of the array, `PART` the last where sums are in parts."""
+    if combine == "max":
+        largest: Array = rows.max(axis=0)
+        return np.where(np.isneginf(largest), np.zeros_like(largest), largest)
+    if dims[-1] == PART:
+        return mean_of_parts(rows, over if combine == "mean" else 1)
+    total: Array = rows.sum(axis=0)
+    return total
+
+
+def how_combined(combine: str, over: int, dims: Sequence[str]) -> str:
+    """What readers without mizarr are told."""
+    axes = " and ".join(("segment", *([PART] if dims[-1] == PART else [])))
+    divided = ", divided by them" if combine == "mean" else ""
+    return f"{'max' if combine == 'max' else 'sum'} over {axes}, of {over} tokens{divided}"
 
 
 def mean_of_parts(parts: Floats, count: int) -> Floats:

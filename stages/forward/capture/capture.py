@@ -32,7 +32,7 @@ from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import ArraySpec, with_scales
 from ....store.runs.quantised import QUANTISED
 from ....store.runs.selections import View
-from ..hooks.reductions import Reduction
+from ..hooks.reductions import Encoder, Reduction
 from ..hooks.spec import BoundSpec, HookSpec, as_spec, layers_by_variable
 from ..models.source import ModelSource
 from ..text.corpora.corpus import Corpus
@@ -168,6 +168,7 @@ class CaptureNode(Ports):
         self.spec = self._bind(hooks)
         self._require_numbers()
         self._require_logits()
+        self._require_dictionaries()
         self.order = order_of(order, self.source.config, self.spec, self.source.name)
         self._require_triangles()
         self._over: dict[str, int] = {}
@@ -205,10 +206,22 @@ class CaptureNode(Ports):
                 f"{self.source.name}, which transformers computes; choose a model of a supported family"
             )
         for each in of_logits:
-            if each.size > config.vocab_size:
+            if each.ranks > config.vocab_size:
                 raise ConfigError(
                     f"expected at most the {config.vocab_size} logits of {self.source.name}, found "
                     f"{each.told!r}; ask for fewer"
+                )
+
+    def _require_dictionaries(self) -> None:
+        """Raise ConfigError for a dictionary whose features read another width than the model has."""
+        for kept in self.spec.keeps:
+            encoder = None if kept.keep.reduction is None else kept.keep.reduction.encoder
+            width = self.source.config.width(kept.capture.point.kind) if encoder is not None else 0
+            if encoder is not None and encoder.width != width:
+                raise ConfigError(
+                    f"expected a dictionary whose features read the {width} numbers of {self.source.name} at "
+                    f"'{kept.capture.point}', found {encoder.name} with {encoder.width}; it was made for "
+                    "another model"
                 )
 
     def _require_triangles(self) -> None:
@@ -245,10 +258,19 @@ class CaptureNode(Ports):
         return Sizes({spec.variable: spec for spec in self.specs()}, self.tokens)
 
     @property
+    def _reductions(self) -> list[Reduction]:
+        return [kept.keep.reduction for kept in self.spec.keeps if kept.keep.reduction is not None]
+
+    @property
     def _of_logits(self) -> list[Reduction]:
         """What is kept of the logits."""
-        reductions = [kept.keep.reduction for kept in self.spec.keeps if kept.keep.reduction is not None]
-        return [reduction for reduction in reductions if reduction.is_of_logits]
+        return [reduction for reduction in self._reductions if reduction.is_of_logits]
+
+    @property
+    def _encoders(self) -> list[Encoder]:
+        """Dictionaries whose features are counted, each once."""
+        found = {each.identity: each.encoder for each in self._reductions if each.encoder is not None}
+        return list(found.values())
 
     # -- planning ------------------------------------------------------------------------------------------
 
@@ -258,6 +280,8 @@ class CaptureNode(Ports):
         cells, found = len(self.cells), self._find(store)
         missing = [cell for cell in self.cells if found is None or not found.is_published(cell)]
         self.source.expect(served=not missing)
+        for encoder in self._encoders:
+            encoder.resource.confirm()
         if found is None:
             return Status(False, "this run is not stored yet", cells)
         reason = f"{_name_cells(missing)} missing" if missing else ""
@@ -424,6 +448,7 @@ class CaptureNode(Ports):
             **self.source.provenance(),
             "hooks": self.spec.canonical(),
             **({} if objective is None else {"gradient_of": objective.canonical(prompts)}),
+            **({"dictionaries": [each.name for each in encoders]} if (encoders := self._encoders) else {}),
             "batch_tokens": self.batch_tokens,
         }
 

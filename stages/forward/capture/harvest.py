@@ -28,7 +28,7 @@ from torch import Tensor
 from ....store.errors import ShapeError
 from ....store.files import THREADS
 from ....store.runs.claims import Claim
-from ....store.runs.committed import VariableLayer, cell_name
+from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import Entry
 from ....store.runs.packed import PackedTokens
 from ....store.runs.quantised import QUANTISED
@@ -40,13 +40,15 @@ from ..models.model import Model
 from ..networks.kernels import FEW_ROWS
 from .backoff import BatchSize, is_out_of_memory, release_device_memory
 from .batches import BUFFERS, Batch, Piece, pieces_of, plan_batches
-from .of_run import OfRun, kept_rows, sums_in_parts
+from .of_run import of_run
 from .overlap import OverlappedWriter, SegmentBuffer
 from .reduced import keep_means, norms
 from .selected import SelectedRows
 from .vocabulary import of_logits
 
 _WAIT = 0.2  # seconds before looking again at segments that others have claimed
+Keeper = Callable[[Batch], AbstractContextManager[Sink]]
+"""Takes what a batch shows while it is entered; what a batch gives of a run counts when it is left."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,21 @@ def needs_every_core(model: Model) -> bool:
 def fill(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer, size: BatchSize) -> None:
     """Forward passes over one segment's prompts, captured activations copied to their place in the buffer, or
     kept as they are where a pass gives a segment whole."""
-    keep = keeping(model, entry, n, spec, buffer)
+    with keeping(model, entry, n, spec, buffer) as keep:
+        _pass_by(model, entry, n, spec, buffer, size, keep)
+    refuse_overflow(buffer, spec, entry, n)
+
+
+def _pass_by(
+    model: Model,
+    entry: Entry,
+    n: int,
+    spec: BoundSpec,
+    buffer: SegmentBuffer,
+    size: BatchSize,
+    keep: Keeper,
+) -> None:
+    """All batches of a segment, smaller ones where memory runs out."""
 
     def run(batch: Batch) -> None:
         rows = ids_of(entry, batch)
@@ -184,7 +200,6 @@ def fill(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuf
             size.lower(batches[ran])
             buffer.clear()
             release_device_memory()
-    refuse_overflow(buffer, spec, entry, n)
 
 
 def _fits(work: Callable[[], None]) -> bool:
@@ -234,10 +249,9 @@ def ids_of(entry: Entry, batch: Batch) -> list[list[int]]:
     return [_padded(entry.tokens, piece, batch.length) for piece in batch.pieces] * batch.copies
 
 
-def keeping(
-    model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer
-) -> Callable[[Batch], AbstractContextManager[Sink]]:
-    """What takes the activations of each batch to their places in a segment's buffer, while it is entered."""
+@contextmanager
+def keeping(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer) -> Iterator[Keeper]:
+    """What takes the activations of each batch to their places in a segment's buffer."""
     tokens, segment = entry.tokens, entry.segments[n]
     wanted: dict[Capture, list[Kept]] = defaultdict(list)
     for kept in spec.kept:
@@ -248,10 +262,6 @@ def keeping(
         for kept in {kept.variable: kept for kept in spec.kept}.values()
         if kept.keep.selection is not None and axes[kept.variable] != "segment"
     }
-    of_run = OfRun(segment)
-    for kept in spec.kept:
-        if axes[kept.variable] == "segment":
-            buffer.view(kept.cell, 1).zero_()
 
     def keep(batch: Batch, kept: Kept, value: Tensor) -> None:
         cell, axis = kept.cell, axes[kept.variable]
@@ -262,10 +272,7 @@ def keeping(
             keep_means(major, batch, buffer.view(cell, rows), tokens, first)
             return
         if axis == "segment":
-            major = _token_major(value, kept.capture)
-            chosen = kept_rows(major, batch, tokens, kept.keep.selection)
-            sums = sums_in_parts(chosen, f"segment {n} of {cell_name(cell)}")
-            of_run.add(cell, buffer.view(cell, 1)[0], sums, torch.add)
+            together.meet(kept, _token_major(value, kept.capture), batch)
             return
         if axis == "prompt_id":
             first = int(entry.bounds("prompt_id")[n])
@@ -299,11 +306,11 @@ def keeping(
             for kept, reduction in asked.items():
                 put(batch, kept, made[reduction])
 
-        of_run.begin()
-        yield sink
-        of_run.end()
+        with together.of_batch():
+            yield sink
 
-    return of_batch
+    with of_run(entry, n, spec, buffer) as together:
+        yield of_batch
 
 
 def only(spec: BoundSpec, cells: Collection[VariableLayer]) -> BoundSpec:

@@ -284,7 +284,7 @@ class _Way:
             spooled = None
             if not ends:
                 spooled = stack.enter_context(self._spooled(course, layers[-1] + 1).written())
-            keep = keeping(self.model, self.entry, course.n, spec, buffer)
+            keep = stack.enter_context(keeping(self.model, self.entry, course.n, spec, buffer))
             for batch, entering in self._entering(course):
                 with keep(batch) as sink:
                     carried = self.model.stream_layers(entering, layers, spec, sink, ends=ends)

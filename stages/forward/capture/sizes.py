@@ -123,7 +123,7 @@ def array_spec(kept: Kept, config: Architecture, dtype: str, over: int | None = 
     reduction, own_dtype = kept.keep.reduction, dtype
     if reduction is not None:
         left, own_dtype = reduction.dims(kind), reduction.dtype or dtype
-        sizes[reduction.axis] = reduction.size
+        sizes |= dict(reduction.axes)
         packed = packed if "position" in left else "segment" if reduction.is_of_run else "prompt_id"
         rest, meaning = tuple(dim for dim in left if dim in sizes), f"{reduction.meaning} {meaning}"
     front = ("layer",) if kind.per_layer else ()
@@ -139,4 +139,5 @@ def array_spec(kept: Kept, config: Architecture, dtype: str, over: int | None = 
         selection if packed != "segment" else None,
         None if own_dtype == dtype else dtype,
         over,
+        None if reduction is None else reduction.combine,
     )

@@ -37,7 +37,7 @@ def of_logits(network: Network, x: Tensor, asked: Iterable[Reduction]) -> dict[R
     """What is asked of the logits of x [batch, position, hidden]: [batch, position] or [batch, position,
     rank]; NaN counts as the smallest logit."""
     wanted = list(asked)
-    largest, sums = _Largest(max(each.size for each in wanted)), _ExpSums()
+    largest, sums = _Largest(max(each.ranks for each in wanted)), _ExpSums()
     for start, logits in _blocks(network, x):
         if largest.k:
             largest.add(logits, start)
@@ -49,7 +49,7 @@ def of_logits(network: Network, x: Tensor, asked: Iterable[Reduction]) -> dict[R
             found[reduction] = sums.log()
         else:
             made = largest.ids() if reduction.dtype == "int32" else largest.values()
-            found[reduction] = made[..., : reduction.size]
+            found[reduction] = made[..., : reduction.ranks]
     return found
 
 

@@ -39,7 +39,7 @@ class Keep:
     def canonical(self) -> list[Any]:
         """Plain JSON values; nothing where all is kept."""
         told = [] if self.selection is None else [self.selection.canonical()]
-        return told if self.reduction is None else [*told, {"reduce": self.reduction.name}]
+        return told if self.reduction is None else [*told, self.reduction.canonical()]
 
     @property
     def stored(self) -> tuple[Keep, ...]:
@@ -57,6 +57,7 @@ class Keep:
             )
         if self.reduction is not None:
             self.reduction.dims(BY_NAME[point.kind])
+            self.reduction.require_read(point)
             if self.selection is not None and self.reduction.over == "position":
                 raise HookPointNotFound(
                     f"expected a {self.reduction.told} over all tokens of a prompt, found it of "

@@ -34,7 +34,7 @@ from ..architectures.points import (
 from .interventions import Intervention
 from .keeps import WHOLE, Keep
 from .objective import Differentiable, Objective, objective_of
-from .reductions import as_reduction
+from .reductions import Features, as_reduction
 
 When = Literal["after", "before"]
 GRADIENT = "grad:"
@@ -175,7 +175,11 @@ class HookSpec:
         self._interventions: list[tuple[HookPoint | str, Intervention]] = []
 
     def capture(
-        self, *points: HookPoint | str, when: When = "after", positions: Any = None, reduce: str | None = None
+        self,
+        *points: HookPoint | str,
+        when: When = "after",
+        positions: Any = None,
+        reduce: str | Features | None = None,
     ) -> HookSpec:
         """Ask for the activations at these points; asking twice changes nothing.
 
@@ -185,7 +189,8 @@ class HookSpec:
         each token of all prompts, end to end. reduce: what a store keeps in place of the numbers: "norm", of
         each row over its last axis; "mean", over the tokens of each prompt, a row per prompt; both summed in
         float64; "run_mean", over all tokens of all prompts, summed exactly. Of "hook_logits" "topk:10", the
-        largest of each token and their ids, and "logsumexp".
+        largest of each token and their ids, and "logsumexp". A Dictionary, at its read_hooks: of each of its
+        features the number of tokens it is active at, over the run, the sum and the largest activation.
         Raises HookPointNotFound for a name no architecture has, naming the nearest; PromptError for positions
         that are none.
         """
