@@ -29,6 +29,8 @@ _BLOCK = VOCABULARY
 _ROWS = 1 << 12
 """Tokens whose block is looked at together, once it is computed."""
 _LOW = (1 << 32) - 1
+_NONE = -(1 << 63)
+"""Below every logit: nothing yet."""
 _NAN = -(1 << 22)
 """Bits of a NaN that, in order, comes below every number."""
 
@@ -67,16 +69,27 @@ class _Largest:
         self.k, self._held = k, torch.empty(0)
 
     def add(self, logits: Tensor, first: int) -> None:
-        """Meet a block of logits [batch, position, block]; first: id of its first column."""
+        """Meet a block of logits [batch, position, block]; first: id of its first column, larger than any
+        before."""
         width = logits.shape[-1]
         ids = torch.arange(first, first + width, device=logits.device)
         rows = logits.reshape(-1, width)
-        found = [_orders(part, ids).topk(min(self.k, width)).values for part in rows.split(_ROWS)]
-        made = torch.cat(found).view(*logits.shape[:-1], -1)
-        if self._held.numel():
-            made = torch.cat([self._held, made], dim=-1)
-            made = made.topk(min(self.k, made.shape[-1])).values
-        self._held = made
+        if not self._held.numel():
+            found = [_orders(part, ids).topk(min(self.k, width)).values for part in rows.split(_ROWS)]
+            self._held = torch.cat(found).view(*logits.shape[:-1], -1)
+            return
+        held = self._held.flatten(0, -2)
+        is_full = held.shape[-1] == self.k
+        if is_full:  # of most rows no later block has anything: of equal logits the first one stays
+            changed = (~(rows.amax(-1) <= _logit(held[:, -1]))).nonzero().squeeze(-1)
+        else:
+            changed = torch.arange(len(rows), device=rows.device)
+            wider = min(self.k, held.shape[-1] + width)
+            held = torch.cat([held, held.new_full((len(held), wider - held.shape[-1]), _NONE)], dim=-1)
+        for some in changed.split(_ROWS):
+            made = _orders(rows[some], ids).topk(min(self.k, width)).values
+            held[some] = torch.cat([held[some], made], dim=-1).topk(held.shape[-1]).values
+        self._held = held.view(*logits.shape[:-1], -1)
 
     def ids(self) -> Tensor:
         """Ids of tokens, int32 [batch, position, rank]."""
@@ -84,8 +97,13 @@ class _Largest:
 
     def values(self) -> Tensor:
         """Logits, float32 [batch, position, rank]."""
-        bits = (self._held >> 32).int()
-        return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
+        return _logit(self._held)
+
+
+def _logit(orders: Tensor) -> Tensor:
+    """The logits in what `_orders` gives."""
+    bits = (orders >> 32).int()
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
 def _orders(logits: Tensor, ids: Tensor) -> Tensor:

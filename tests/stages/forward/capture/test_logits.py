@@ -102,6 +102,7 @@ class Given:
         self.config = type("Config", (), {"vocab_size": logits.shape[1]})
 
     def unembed(self, x, want):
+        assert len(want.tokens) <= vocabulary._BLOCK  # never the whole vocabulary at once
         return self.logits[None, :, want.tokens.start : want.tokens.stop]
 
 

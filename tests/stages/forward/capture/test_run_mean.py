@@ -18,6 +18,7 @@ from mizarr.stages.causal.grids.patching_metrics import LogitDifference
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.forward.capture.of_run import sums_in_parts
 from mizarr.store.errors import ConfigError, HookPointNotFound, ShapeError
+from mizarr.store.runs.entries import Entry
 from mizarr.store.runs.run_sums import BELOW, QUANTA, mean_of_parts
 from mizarr.workflows.cli.group import run
 
@@ -189,6 +190,20 @@ def test_other_prompts_have_another_mean_and_take_nothing_from_this_one(model, t
         [model.forward(ids.tolist(), HookSpec().capture("hook_embed"))["hook_embed"][0] for ids in some]
     )
     np.testing.assert_array_equal(found["embed__run_mean"], means_by_hand(rows))
+
+
+def test_a_corpus_that_grew_takes_over_sums_of_the_segments_that_are_the_same(
+    model, tokens, tmp_path, monkeypatch
+):
+    """47 tokens at first: two whole segments of 16."""
+    monkeypatch.setattr("mizarr.stages.forward.capture.capture.WORTH_A_LOOK", 1)
+    taken, take_over = [], Entry.take_over
+    monkeypatch.setattr(Entry, "take_over", lambda *asked: taken.append(take_over(*asked)))
+    reduced(model, tokens.select(range(5)), tmp_path / "a")
+    _, found = reduced(model, tokens, tmp_path / "a")
+    assert taken == [32]
+    _, expected = reduced(model, tokens, tmp_path / "b")
+    xr.testing.assert_identical(found.drop_attrs().load(), expected.drop_attrs().load())
 
 
 def test_plain_readers_another_process_and_a_copy_see_the_same(model, tokens, tmp_path):
