@@ -405,9 +405,9 @@ def _pairs_before(tokens: PackedTokens, segment_start: int, piece: Piece) -> int
 def refuse_overflow(buffer: SegmentBuffer, spec: BoundSpec, entry: Entry, n: int) -> None:
     """Raise ShapeError for infinities in a store of float16, which ends at 65504: massive activations of some
     models lie beyond."""
-    if entry.dtype != "float16":
-        return
     for kept in spec.kept:
+        if entry.spec(kept.variable).dtype != "float16":
+            continue
         cell, point = kept.cell, kept.capture.point
         if bool(buffer.view(cell, entry.rows(cell[0], n)).isinf().any()) and point.kind != "attn_scores":
             raise ShapeError(
