@@ -158,14 +158,14 @@ class Store(Catalog):
         """
         from .reading.labelled import LabelledEntry
         from .runs.coordinates import record_metadata, write_coordinates
-        from .runs.entries import entry_digest, entry_path, with_scales
+        from .runs.entries import dtype_of, entry_digest, entry_path, with_scales
 
         names = [spec.variable for spec in with_scales(arrays)]  # refuses before anything is written
         if tokens.digest != run.prompt:
             raise PromptError(
                 f"expected the tokens the run is keyed by ({run.prompt}), found tokens {tokens.digest}"
             )
-        path = entry_path(entry_digest(run, arrays[0].dtype)) if arrays else ""
+        path = entry_path(entry_digest(run, dtype_of(arrays))) if arrays else ""
         is_new = self.files.get(f"{path}/zarr.json") is None
         length = segment_tokens or default_segment_tokens(tokens, arrays)
         if is_new and arrays:

@@ -12,7 +12,9 @@ head, d_head, mlp; pair = lower triangle of each prompt's attention pattern, row
 When variables hold different layers, those of the largest set share `layer` and each other variable has its
 own dimension `layer_<variable>`: an absent layer is never filled with NaN. Likewise tokens: variables of a
 selection lie on `token`, labelled as such, where none with all tokens is opened beside them and no larger
-selection; otherwise on `token_<selection>`, labelled by `token_id_<selection>` and so on.
+selection; otherwise on `token_<selection>`, labelled by `token_id_<selection>` and so on. The k largest
+logits lie on `rank`, 0 the largest, or on `rank_<k>` where several k are opened; figures of features likewise
+on `feature`, or `feature_<dictionary>`. What is kept of a run as a whole has no axis of tokens.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from ..identity import DIGEST, SOURCE
 from ..runs.coordinates import ABOUT, pair_starts, read_tokens
 from ..runs.entries import PACKED_AXES, ArraySpec, Entry, group_attributes
 from ..runs.quantised import QUANTISED, RestoredRows
+from ..runs.run_sums import PART, combined
 from ..runs.selections import Selection, View
 from ..runs.shards import DTYPES, ShardRows
 from ..runs.vocabularies import read_vocabulary, register_vocabulary
@@ -81,19 +84,25 @@ def open_entry(
     coords, data = _token_coordinates(entry.tokens, axes), {}
     whose, source = {DIGEST: entry.run.model}, entry.folder.where(entry.path)
     shared = _largest({found for found in picked.values() if found is not None}, picked)
+    numbered = {
+        dim: size for spec in specs.values() for dim, size in spec.sizes.items() if _kind_of(dim) is not None
+    }
+    called = _called(numbered)
+    coords |= {called[dim]: xr.Variable((called[dim],), np.arange(size)) for dim, size in numbered.items()}
     for name, found in picked.items():
         spec = specs[name]
-        dims = [axes[dim][0] if dim in axes else dim for dim in spec.dims]
+        dims = [axes[dim][0] if dim in axes else called.get(dim, dim) for dim in spec.dims]
         if found is not None:
             dims[0] = "layer" if found == shared else f"layer_{name}"
             coords[dims[0]] = xr.Variable(dims[:1], np.array(found, np.int64), ABOUT["layer"])
+        if spec.packed == "segment":
+            dims = [dim for dim in dims if dim not in ("segment", PART)]
         if spec.packed == "pair":
             coords["pair_start"] = xr.Variable(("prompt_id",), pair_starts(entry.tokens))
-        array = ShardedArray(entry, name, found) if name not in views else _view(entry, views[name], found)
-        attrs = {"long_name": spec.long_name, "units": spec.unit, "hook": spec.hook, **whose}
-        data[name] = xr.Variable(
-            dims, indexing.LazilyIndexedArray(array), {k: v for k, v in attrs.items() if v}, {SOURCE: source}
-        )
+        array = _view(entry, views[name], found) if name in views else _array(entry, name, found)
+        attrs = {"long_name": spec.long_name, "units": spec.unit, "hook": spec.hook, "tokens": spec.over}
+        told = {key: value for key, value in (attrs | whose).items() if value}
+        data[name] = xr.Variable(dims, indexing.LazilyIndexedArray(array), told, {SOURCE: source})
     if about.get("token_ids") == "unknown":
         coords = {name: coord for name, coord in coords.items() if not name.startswith("token_id")}
     tokenizer = {"tokenizer": about["tokenizer"]} if "tokenizer" in about else {}
@@ -249,6 +258,29 @@ class SelectedArray(ShardedArray):
         return super()._read_layer(layer, (int(rows) if rows.ndim == 0 else rows, *key[1:]), out)
 
 
+class RunArray(ShardedArray):
+    """A variable of a run as a whole, [layer,] rest…: what its segments hold, put together."""
+
+    def __init__(self, entry: Entry, variable: str, layers: tuple[int, ...] | None) -> None:
+        super().__init__(entry, variable, layers)
+        self.spec = spec = entry.spec(variable)
+        tail = spec.tail[:-1] if spec.dims[-1] == PART else spec.tail
+        self.shape = (*self.shape[: 0 if layers is None else 1], *tail)
+
+    def _read(self, key: tuple[Index, ...]) -> npt.NDArray[Any]:
+        if self.layers is None:
+            return _orthogonal(self._of_layer(None), key)
+        chosen = np.array(self.layers)[key[0]]
+        if chosen.ndim == 0:
+            return _orthogonal(self._of_layer(int(chosen)), key[1:])
+        found = [_orthogonal(self._of_layer(int(layer)), key[1:]) for layer in chosen]
+        return np.stack(found) if found else np.empty((0, *self.shape[1:]), self.dtype)
+
+    def _of_layer(self, layer: int | None) -> npt.NDArray[Any]:
+        rows = [self._shard(layer, n)[:] for n in range(len(self.entry.segments))]
+        return combined(np.concatenate(rows), self.spec.combine or "", self.spec.over or 0, self.spec.dims)
+
+
 class TextColumn(BackendArray):
     """The texts of the prompts, [prompt_id], read when they are asked for."""
 
@@ -316,6 +348,18 @@ def _largest(sets: set[tuple[int, ...]], picked: dict[str, tuple[int, ...] | Non
     return max(sorted(sets), key=lambda found: (len(found), common[found]), default=None)
 
 
+def _kind_of(dim: str) -> str | None:
+    """ "rank" or "feature" of an axis whose stored name says which ranks, or whose features."""
+    return next((kind for kind in ("rank", "feature") if dim.startswith(f"{kind}_")), None)
+
+
+def _called(numbered: Iterable[str]) -> dict[str, str]:
+    """How such axes are shown: by their kind, where there are not several of it."""
+    kinds = {dim: _kind_of(dim) or dim for dim in numbered}
+    several = Counter(kinds.values())
+    return {dim: kind if several[kind] == 1 else dim for dim, kind in kinds.items()}
+
+
 TokenAxes = Mapping[str, tuple[str, Selection | None]]
 """Packed axes of tokens -> the dimension they are shown as, and which tokens they have; None for all."""
 
@@ -328,6 +372,11 @@ def _spec(entry: Entry, name: str, view: View | None) -> ArraySpec:
     dims = tuple(selection.axis if dim == "token" else dim for dim in spec.dims)
     hook = f"{spec.hook}@{selection.name}"
     return replace(spec, variable=name, hook=hook, dims=dims, selection=selection)
+
+
+def _array(entry: Entry, name: str, layers: tuple[int, ...] | None) -> ShardedArray:
+    kind = RunArray if entry.spec(name).packed == "segment" else ShardedArray
+    return kind(entry, name, layers)
 
 
 def _view(entry: Entry, view: View, layers: tuple[int, ...] | None) -> SelectedArray:
@@ -405,7 +454,7 @@ def _array_at(
 ) -> ShardedArray:
     entry = entry_at(source)
     if selection is None:
-        return ShardedArray(entry, variable, layers)
+        return _array(entry, variable, layers)
     return SelectedArray(entry, variable, layers, selection)
 
 

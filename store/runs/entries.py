@@ -43,17 +43,20 @@ from .coordinates import BOOKKEEPING, check_metadata, read_selected, write_selec
 from .mapped import MappedShards
 from .packed import PackedTokens
 from .quantised import BLOCK, QUANTISED, RestoredRows, is_scale, n_blocks, quantise, scale_name, scale_sizes
+from .run_sums import how_combined
 from .selections import AXIS, Selection, from_canonical
 from .shards import DTYPES, ShardLayout, ShardRows, Written, array_metadata, write_shards
 
 if TYPE_CHECKING:
     pass
 
-PACKED_AXES = ("token", "pair", "prompt_id")
-"""What an array may have a row for: each token, each pair of tokens, each prompt (see `ArraySpec`); or each
-token of a selection, on an axis of its name."""
+PACKED_AXES = ("token", "pair", "prompt_id", "segment")
+"""What an array may have a row for: each token, each pair of tokens, each prompt, each segment (see
+`ArraySpec`); or each token of a selection, on an axis of its name."""
 CELL_MANIFEST = ("variable", "layer", "content", "files")
 """Fields of the manifest of one array."""
+_LATER = ("run_dtype", "over", "combine")
+"""Fields of a variable that its description has only where they say something."""
 _ABOUT = {"run", "dtype", "segment_tokens", "n_tokens", "n_prompts"}
 
 
@@ -63,8 +66,11 @@ class ArraySpec:
 
     dims: e.g. ("layer", "token", "hidden"); the packed axis is "token", or "pair" for attention patterns (row
     t of the packed axis owns position(t) + 1 pairs, its lower triangle), or "prompt_id" for what a prompt
-    leaves behind (its last token owns it), or the axis of a selection. sizes: of the axes after the packed
-    one. layers: of the model, None without layer axis. selection: which tokens have rows; None for all.
+    leaves behind (its last token owns it), "segment" for what is kept of a run as a whole, or the axis of a
+    selection. sizes: of the axes after the packed one. layers: of the model, None without layer axis.
+    selection: which tokens have rows; None for all. run_dtype: the storage dtype of the run, where that is
+    not the array's own, as ids have. over, combine: of how many tokens the rows of segments are, and whether
+    they become a "mean", a "sum" or a "max"; None for what has no such rows.
     """
 
     variable: str
@@ -76,6 +82,9 @@ class ArraySpec:
     long_name: str = ""
     unit: str = ""
     selection: Selection | None = None
+    run_dtype: str | None = None
+    over: int | None = None
+    combine: str | None = None
 
     def __post_init__(self) -> None:
         front = ("layer",) if self.layers is not None else ()
@@ -110,6 +119,8 @@ class ArraySpec:
 
     def rows_per_token(self, tokens: PackedTokens) -> float:
         """How many rows a token has in the mean."""
+        if self.packed == "segment":  # one of a run, as long as nobody says how it is cut
+            return 1 / tokens.n_tokens
         if self.selection is None:
             return tokens.rows_per_token(self.packed)
         return float(self.selection.counts(tokens).sum()) / tokens.n_tokens
@@ -118,6 +129,7 @@ class ArraySpec:
         """Plain values, as an array's attributes record them."""
         told = {each.name: getattr(self, each.name) for each in fields(self)}
         selection = told.pop("selection")
+        told = {name: value for name, value in told.items() if name not in _LATER or value is not None}
         return told if selection is None else {**told, "selection": selection.canonical()}
 
     @classmethod
@@ -199,7 +211,7 @@ class Entry:
 
         What it holds can be laid out and computed while another thread makes the entry; commit only then.
         """
-        entry = cls(folder, run, _dtype_of(arrays), tokens, segment_tokens, claim_ttl)
+        entry = cls(folder, run, dtype_of(arrays), tokens, segment_tokens, claim_ttl)
         entry._planned = {spec.variable: (spec, entry._plan(spec)) for spec in with_scales(arrays)}
         return entry
 
@@ -213,7 +225,7 @@ class Entry:
         An entry keeps the segment length it was made with, whatever is asked later. Raises ShapeError if
         arrays mix dtypes, or one was declared otherwise before.
         """
-        dtype, arrays = _dtype_of(arrays), with_scales(arrays)
+        dtype, arrays = dtype_of(arrays), with_scales(arrays)
         path = entry_path(entry_digest(run, dtype))
         entry = cls(folder, run, dtype, tokens, _length(folder, path) or segment_tokens, claim_ttl)
         layouts = [entry._plan(spec) for spec in arrays]  # refuses before anything is written
@@ -251,6 +263,8 @@ class Entry:
 
     def bounds(self, axis: str) -> npt.NDArray[np.int64]:
         """Where each segment starts on a packed axis, and where the last ends: int64 [segments + 1]."""
+        if axis not in self._bounds and axis == "segment":
+            self._bounds[axis] = np.arange(len(self.segments) + 1)
         if axis not in self._bounds:
             starts = np.array([*(segment.start for segment in self.segments), self.tokens.n_tokens], np.int64)
             selection = self._selections.get(axis)
@@ -262,7 +276,7 @@ class Entry:
         return self._bounds[axis]
 
     def rows(self, variable: str, n: int) -> int:
-        """Rows a segment holds of a variable: its tokens, their pairs, or the prompts that end in it."""
+        """Rows a segment holds of a variable: its tokens, their pairs, the prompts that end in it, or one."""
         return self._rows(self.spec(variable), n)
 
     def _rows(self, spec: ArraySpec, n: int) -> int:
@@ -564,7 +578,9 @@ class Entry:
         if spec.dtype == QUANTISED:
             about = f"{spec.variable} * {scale_name(spec.variable)}, each scale for {BLOCK} on the last axis"
             attributes["values"] = about
-        if spec.packed != "token" and len(self.segments) > 1:
+        if spec.combine is not None:
+            attributes["values"] = how_combined(spec.combine, spec.over or 0, spec.dims)
+        if spec.packed not in ("token", "segment") and len(self.segments) > 1:
             # For readers without mizarr: pair i of segment n lies at n * shard length + i - pair_bounds[n];
             # what is between means nothing. So do prompts, whose axis with gaps is not that of their labels.
             packed = layout.rows * len(self.segments)
@@ -710,9 +726,9 @@ class Entry:
         return record, sealed(manifest)
 
 
-def _dtype_of(arrays: Sequence[ArraySpec]) -> str:
-    """The one dtype of an entry's arrays; ShapeError if there are several, or none."""
-    dtypes = sorted({spec.dtype for spec in arrays})
+def dtype_of(arrays: Sequence[ArraySpec]) -> str:
+    """The one storage dtype of the run that arrays are of; ShapeError if there are several, or none."""
+    dtypes = sorted({spec.run_dtype or spec.dtype for spec in arrays})
     if len(dtypes) != 1:
         raise ShapeError(
             f"expected the arrays of one entry to share one dtype, found {', '.join(dtypes) or 'no arrays'}"

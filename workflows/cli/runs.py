@@ -206,8 +206,10 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
 )
 @click.option(
     "--reduce",
-    type=click.Choice(["norm", "mean"]),
-    help="Keep the norm of each row, or the mean over the tokens of each prompt, in place of the numbers.",
+    metavar="HOW",
+    help="Keep in place of the numbers: norm, of each row; mean, over the tokens of each prompt; run_mean, "
+    "over all tokens; features:NAME, counts and sums of a dictionary's features; of hook_logits topk:10, the "
+    "largest with their token ids, or logsumexp.",
 )
 @store_option
 @revision_option
@@ -300,7 +302,7 @@ def capture(
 
     given = {name: value for name, value in options.items() if value is not None}
     source = ModelSource(model, **{name: given[name] for name in _OF_A_SOURCE if name in given})
-    wanted = HookSpec().capture(*hooks, positions=positions, reduce=reduce)
+    wanted = HookSpec().capture(*hooks, positions=positions, reduce=_reduction(reduce))
     spec = told_metric(wanted, source, metric=metric, at=at, baseline=baseline)
     asked = partial(CaptureNode, model, hooks=spec, **given)
     with contextlib.ExitStack() as held:
@@ -326,6 +328,16 @@ def capture(
             return
         run(node, store, cluster=cluster, workers=workers, quiet=quiet, log=log)
         _print_captured(node, store, as_json)
+
+
+def _reduction(told: str | None) -> Any:
+    """As `HookSpec.capture` takes it: a name, or the dictionary behind "features:"."""
+    prefix, _, name = (told or "").partition(":")
+    if prefix != "features":
+        return told
+    from ...stages.features.dictionary import Dictionary
+
+    return Dictionary.from_pretrained(name)
 
 
 def _print_estimate(size: CorpusSize, node: CaptureNode, store: Store, as_json: bool) -> None:

@@ -409,15 +409,25 @@ KINDS: tuple[HookKind, ...] = (
     HookKind("head_scale", "head.hook_scale", SCALE, "divisor of the norm behind that activation"),
     HookKind("head_normalized", "head.hook_normalized", EMBEDDING, "that norm before its weight and bias"),
     HookKind("head_out", "head.hook_out", EMBEDDING, "that norm: what the LM head reads"),
+    HookKind(
+        "logits",
+        "hook_logits",
+        ("batch", "position", "vocab"),
+        "logits",
+        is_derived=True,
+    ),
     HookKind("rnn_final_state", "rnn.hook_final_state", NEURONS, "the last state: what the readout reads"),
     HookKind("rnn_output", "rnn.hook_output", ("batch", "output"), "what the network says: the readout"),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
+LOGITS = "logits"
+"""The kind that no model lists: a pass gives logits without a hook, a store keeps what is made of them."""
 _OF_OTHERS = frozenset(
     kind.name
     for kind in KINDS
     if re.search(r"\b(rwkv|ssm|linear|mlstm|conv|latent|shared|rnn|head)\.", kind.path)
 ) | {
+    LOGITS,
     "pre_norm",
     "attn_gate",
     "router_logits",
@@ -431,7 +441,7 @@ STATE_ROOMS = ("rwkv", "ssm", "linear", "mlstm")
 """Rooms of mixers with a state; each has the kinds of `_states`."""
 SPLIT_INPUTS = ("q_input", "k_input", "v_input")
 """Copies of resid_pre, of which a change reaches queries, keys or values of a head and nothing else."""
-_BY_NAME_ALONE = dict.fromkeys(SPLIT_INPUTS, "_input") | {"expert_out": "expert_out"}
+_BY_NAME_ALONE = dict.fromkeys(SPLIT_INPUTS, "_input") | {"expert_out": "expert_out", LOGITS: LOGITS}
 """Kinds as large as many streams -> what a pattern must say to mean them."""
 ORDER = {kind.name: place for place, kind in enumerate(KINDS)}
 _MIXERS = {
@@ -539,6 +549,7 @@ class HookPoint:
     final_norm = _At("final_norm")
     head_pre_act, head_post_act = _At("head_pre_act"), _At("head_post_act")
     head_scale, head_normalized, head_out = _At("head_scale"), _At("head_normalized"), _At("head_out")
+    logits = _At("logits")
     rnn_pre_activation, rnn_hidden = _At("rnn_pre_activation"), _At("rnn_hidden")
     rnn_final_state, rnn_output = _At("rnn_final_state"), _At("rnn_output")
 

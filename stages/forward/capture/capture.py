@@ -32,6 +32,7 @@ from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import ArraySpec, with_scales
 from ....store.runs.quantised import QUANTISED
 from ....store.runs.selections import View
+from ..hooks.reductions import Encoder, Reduction
 from ..hooks.spec import BoundSpec, HookSpec, as_spec, layers_by_variable
 from ..models.source import ModelSource
 from ..text.corpora.corpus import Corpus
@@ -39,7 +40,7 @@ from ..text.prompts import pack
 from .batches import BUFFERS
 from .found import Found
 from .order import Beside, Order, goes_by_layers, load_for, order_of
-from .sizes import ITEMSIZE, Sizes, array_spec
+from .sizes import ITEMSIZE, VOCABULARY_BYTES, Sizes, array_spec
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -166,13 +167,20 @@ class CaptureNode(Ports):
         self._lowered: dict[str, Any] = {}
         self.spec = self._bind(hooks)
         self._require_numbers()
+        self._require_logits()
+        self._require_dictionaries()
         self.order = order_of(order, self.source.config, self.spec, self.source.name)
         self._require_triangles()
+        self._over: dict[str, int] = {}
         with_scales(self.specs())
         self.tokens = pack(prompts, self.source.tokenizer, self.source.config, self.source.name)
         for kept in self.spec.keeps:
-            if kept.keep.selection is not None:
-                kept.keep.selection.check(self.tokens)
+            selection, reduction = kept.keep.selection, kept.keep.reduction
+            if selection is not None:
+                selection.check(self.tokens)
+            if reduction is not None and reduction.is_of_run:
+                every = self.tokens.n_tokens if selection is None else selection.counts(self.tokens).sum()
+                self._over[kept.variable] = int(every)
         if self.spec.gradients:
             lengths = self.tokens.row_size.tolist()
             self.spec.require_objective().check(lengths, self.source.config.vocab_size)
@@ -188,6 +196,33 @@ class CaptureNode(Ports):
                 f"expected a float storage dtype for {reduced[0].variable!r}, found 'int8'; reductions are "
                 "small: store them as float32"
             )
+
+    def _require_logits(self) -> None:
+        """Raise ConfigError for logits of what computes its own, and for more of them than there are."""
+        config, of_logits = self.source.config, self._of_logits
+        if of_logits and not config.is_differentiable:
+            raise ConfigError(
+                f"expected a model whose LM head is computed here to keep reductions of logits, found "
+                f"{self.source.name}, which transformers computes; choose a model of a supported family"
+            )
+        for each in of_logits:
+            if each.ranks > config.vocab_size:
+                raise ConfigError(
+                    f"expected at most the {config.vocab_size} logits of {self.source.name}, found "
+                    f"{each.told!r}; ask for fewer"
+                )
+
+    def _require_dictionaries(self) -> None:
+        """Raise ConfigError for a dictionary whose features read another width than the model has."""
+        for kept in self.spec.keeps:
+            encoder = None if kept.keep.reduction is None else kept.keep.reduction.encoder
+            width = self.source.config.width(kept.capture.point.kind) if encoder is not None else 0
+            if encoder is not None and encoder.width != width:
+                raise ConfigError(
+                    f"expected a dictionary whose features read the {width} numbers of {self.source.name} at "
+                    f"'{kept.capture.point}', found {encoder.name} with {encoder.width}; it was made for "
+                    "another model"
+                )
 
     def _require_triangles(self) -> None:
         """Raise ConfigError for attention matrices of a model whose positions see later ones: what is kept of
@@ -215,11 +250,27 @@ class CaptureNode(Ports):
     def specs(self) -> list[ArraySpec]:
         """How each captured variable is stored."""
         variables = {kept.variable: kept for kept in self.spec.kept}
-        return [array_spec(kept, self.source.config, self.dtype) for kept in variables.values()]
+        config, over = self.source.config, self._over
+        return [array_spec(kept, config, self.dtype, over.get(name)) for name, kept in variables.items()]
 
     @property
     def _sizes(self) -> Sizes:
         return Sizes({spec.variable: spec for spec in self.specs()}, self.tokens)
+
+    @property
+    def _reductions(self) -> list[Reduction]:
+        return [kept.keep.reduction for kept in self.spec.keeps if kept.keep.reduction is not None]
+
+    @property
+    def _of_logits(self) -> list[Reduction]:
+        """What is kept of the logits."""
+        return [reduction for reduction in self._reductions if reduction.is_of_logits]
+
+    @property
+    def _encoders(self) -> list[Encoder]:
+        """Dictionaries whose features are counted, each once."""
+        found = {each.identity: each.encoder for each in self._reductions if each.encoder is not None}
+        return list(found.values())
 
     # -- planning ------------------------------------------------------------------------------------------
 
@@ -229,6 +280,8 @@ class CaptureNode(Ports):
         cells, found = len(self.cells), self._find(store)
         missing = [cell for cell in self.cells if found is None or not found.is_published(cell)]
         self.source.expect(served=not missing)
+        for encoder in self._encoders:
+            encoder.resource.confirm()
         if found is None:
             return Status(False, "this run is not stored yet", cells)
         reason = f"{_name_cells(missing)} missing" if missing else ""
@@ -239,11 +292,11 @@ class CaptureNode(Ports):
         proportion to the tokens of the newest run of this model with such captures."""
         found = self._find(store)
         missing = [cell for cell in self.cells if found is None or not found.is_published(cell)]
-        per_token = self._sizes.stored(missing)
         segment = found.entry.segment_tokens if found is not None else self._segment_tokens()
-        length = min(segment, self.tokens.n_tokens)
-        written, peak = per_token * self.tokens.n_tokens, BUFFERS * self._sizes.held(missing) * length
-        return Estimate(0, math.ceil(written), math.ceil(peak), self._seconds(store) if missing else None)
+        sizes, tokens = self._sizes, self.tokens.n_tokens
+        written = sizes.written(missing, tokens, math.ceil(tokens / segment))
+        peak = BUFFERS * sizes.buffer(missing, min(segment, tokens))
+        return Estimate(0, written, peak, self._seconds(store) if missing else None)
 
     def _seconds(self, store: Store) -> float | None:
         own = json.loads(json.dumps(self.source.identity.request()))
@@ -338,14 +391,15 @@ class CaptureNode(Ports):
 
     def _beside(self) -> Beside:
         itemsize, longest = ITEMSIZE[self.source.dtype], int(self.tokens.row_size.max(initial=0))
-        of_pass = self.source.config.bytes_per_token(itemsize) * max(self.batch_tokens, longest)
-        length = BUFFERS * min(self._segment_tokens(), self.tokens.n_tokens)
+        of_place = self.source.config.bytes_per_token(itemsize) + VOCABULARY_BYTES * bool(self._of_logits)
+        of_pass = of_place * max(self.batch_tokens, longest)
+        length = min(self._segment_tokens(), self.tokens.n_tokens)
         by_layer: dict[int | None, list[VariableLayer]] = {}
         for cell in self.cells:
             by_layer.setdefault(cell[1], []).append(cell)
         sizes = self._sizes
-        of_layer = max(map(sizes.held, by_layer.values()))
-        return Beside(of_pass, int(length * sizes.held(self.cells)), int(length * of_layer))
+        of_layer = max(sizes.buffer(cells, length) for cells in by_layer.values())
+        return Beside(of_pass, BUFFERS * sizes.buffer(self.cells, length), BUFFERS * of_layer)
 
     def _without(self, views: Mapping[str, View]) -> CaptureNode:
         """The same without what can be seen in stored arrays already."""
@@ -394,6 +448,7 @@ class CaptureNode(Ports):
             **self.source.provenance(),
             "hooks": self.spec.canonical(),
             **({} if objective is None else {"gradient_of": objective.canonical(prompts)}),
+            **({"dictionaries": [each.name for each in encoders]} if (encoders := self._encoders) else {}),
             "batch_tokens": self.batch_tokens,
         }
 
@@ -445,8 +500,10 @@ class CaptureNode(Ports):
 
     @property
     def _has_one_token_axis(self) -> bool:
-        """Whether prompts can be picked from a larger run by one choice of tokens."""
-        return len({spec.packed for spec in self.specs()} - {"pair", "prompt_id"}) < 2
+        """Whether prompts can be picked from a larger run by one choice of tokens; what is kept of a run as a
+        whole is of that one."""
+        axes = {spec.packed for spec in self.specs()}
+        return "segment" not in axes and len(axes - {"pair", "prompt_id"}) < 2
 
     def _views(self, entry: LabelledEntry) -> dict[str, View]:
         """The variables of a selection that are not stored, and of which the run has all tokens."""
@@ -485,13 +542,13 @@ class CaptureNode(Ports):
 
     def _expect_room(self, store: Store) -> None:
         """Raise StoreFull where the disk has less room than what is missing will take."""
-        entry, sizes, needed = self._entry(store), self._sizes, 0.0
+        entry, sizes, tokens = self._entry(store), self._sizes, self.tokens.n_tokens
         if entry is None:
-            needed = sizes.stored(self.cells) * self.tokens.n_tokens
+            needed = sizes.written(self.cells, tokens, math.ceil(tokens / self._segment_tokens()))
         else:
-            for n, cells in entry.missing(self.cells).items():
-                needed += sizes.stored(cells) * len(entry.segments[n])
-        needed, free = math.ceil(needed), store.files.free_bytes
+            missing = entry.missing(self.cells).items()
+            needed = sum(sizes.written(cells, len(entry.segments[n]), 1) for n, cells in missing)
+        free = store.files.free_bytes
         if free is not None and needed > free:
             raise StoreFull(
                 f"expected {needed} bytes of room in {store.address} for what is missing, found {free}; "

@@ -14,7 +14,8 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,18 +32,23 @@ from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import Entry
 from ....store.runs.packed import PackedTokens
 from ....store.runs.quantised import QUANTISED
+from ..architectures.points import LOGITS
 from ..hooks.reductions import MEAN, NORM
 from ..hooks.spec import BoundSpec, Capture, Kept
 from ..hooks.taps import Sink
-from ..models.model import DTYPES, Model
+from ..models.model import Model
 from ..networks.kernels import FEW_ROWS
 from .backoff import BatchSize, is_out_of_memory, release_device_memory
 from .batches import BUFFERS, Batch, Piece, pieces_of, plan_batches
+from .of_run import of_run
 from .overlap import OverlappedWriter, SegmentBuffer
 from .reduced import keep_means, norms
 from .selected import SelectedRows
+from .vocabulary import of_logits
 
 _WAIT = 0.2  # seconds before looking again at segments that others have claimed
+Keeper = Callable[[Batch], AbstractContextManager[Sink]]
+"""Takes what a batch shows while it is entered; what a batch gives of a run counts when it is left."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ def _round(
     cells = list(dict.fromkeys(cell for todo in missing.values() for cell in todo))
     rows = {variable: max(entry.rows(variable, n) for n in missing) for variable, _ in cells}
     shapes = {cell: (rows[cell[0]], *entry.spec(cell[0]).tail) for cell in cells}
-    dtypes = dict.fromkeys(cells, held_as(entry))
+    dtypes = {cell: held_as(entry, cell[0]) for cell in cells}
 
     def write(buffer: SegmentBuffer, job: Job) -> None:
         try:
@@ -136,9 +142,10 @@ def _round(
     return done
 
 
-def held_as(entry: Entry) -> torch.dtype:
-    """What buffers of an entry hold: what is stored, or what int8 is made of when it is written."""
-    return torch.float32 if entry.dtype == QUANTISED else DTYPES[entry.dtype]
+def held_as(entry: Entry, variable: str) -> torch.dtype:
+    """What buffers of a variable hold: what is stored, or what int8 is made of when it is written."""
+    dtype = entry.spec(variable).dtype
+    return torch.float32 if dtype == QUANTISED else getattr(torch, dtype)
 
 
 def stored_bytes(entry: Entry, arrays: Mapping[VariableLayer, Any]) -> int:
@@ -158,16 +165,31 @@ def needs_every_core(model: Model) -> bool:
 def fill(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer, size: BatchSize) -> None:
     """Forward passes over one segment's prompts, captured activations copied to their place in the buffer, or
     kept as they are where a pass gives a segment whole."""
-    keep = keeping(entry, n, spec, buffer)
+    with keeping(model, entry, n, spec, buffer) as keep:
+        _pass_by(model, entry, n, spec, buffer, size, keep)
+    refuse_overflow(buffer, spec, entry, n)
+
+
+def _pass_by(
+    model: Model,
+    entry: Entry,
+    n: int,
+    spec: BoundSpec,
+    buffer: SegmentBuffer,
+    size: BatchSize,
+    keep: Keeper,
+) -> None:
+    """All batches of a segment, smaller ones where memory runs out."""
 
     def run(batch: Batch) -> None:
-        rows, sink = ids_of(entry, batch), keep(batch)
-        if not spec.gradients:
-            model.stream_batch(rows, spec, None, sink)
-            return
-        _, found = model.differentiate(rows, spec, [piece.prompt for piece in batch.pieces])
-        for capture, value in found.items():
-            sink(capture, value)
+        rows = ids_of(entry, batch)
+        with keep(batch) as sink:
+            if not spec.gradients:
+                model.stream_batch(rows, spec, None, sink)
+                return
+            _, found = model.differentiate(rows, spec, [piece.prompt for piece in batch.pieces])
+            for capture, value in found.items():
+                sink(capture, value)
 
     pieces = pieces_in(model, entry, n, spec)
     while pieces:
@@ -178,7 +200,6 @@ def fill(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuf
             size.lower(batches[ran])
             buffer.clear()
             release_device_memory()
-    refuse_overflow(buffer, spec, entry, n)
 
 
 def _fits(work: Callable[[], None]) -> bool:
@@ -228,7 +249,8 @@ def ids_of(entry: Entry, batch: Batch) -> list[list[int]]:
     return [_padded(entry.tokens, piece, batch.length) for piece in batch.pieces] * batch.copies
 
 
-def keeping(entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer) -> Callable[[Batch], Sink]:
+@contextmanager
+def keeping(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer) -> Iterator[Keeper]:
     """What takes the activations of each batch to their places in a segment's buffer."""
     tokens, segment = entry.tokens, entry.segments[n]
     wanted: dict[Capture, list[Kept]] = defaultdict(list)
@@ -238,7 +260,7 @@ def keeping(entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer) -> Cal
     selected = {
         axes[kept.variable]: SelectedRows(entry, n, kept.keep.selection)
         for kept in {kept.variable: kept for kept in spec.kept}.values()
-        if kept.keep.selection is not None
+        if kept.keep.selection is not None and axes[kept.variable] != "segment"
     }
 
     def keep(batch: Batch, kept: Kept, value: Tensor) -> None:
@@ -249,6 +271,9 @@ def keeping(entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer) -> Cal
             major = _token_major(value, kept.capture)
             keep_means(major, batch, buffer.view(cell, rows), tokens, first)
             return
+        if axis == "segment":
+            together.meet(kept, _token_major(value, kept.capture), batch)
+            return
         if axis == "prompt_id":
             first = int(entry.bounds("prompt_id")[n])
             _keep_prompts(value, batch, buffer.view(cell, rows), tokens, first)
@@ -257,23 +282,35 @@ def keeping(entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer) -> Cal
             _keep_pairs(value, batch, buffer.view(cell, rows), tokens, segment)
             return
         value = _token_major(value, kept.capture)
-        if kept.keep.reduction == NORM:
-            value = norms(value)
+        put(batch, kept, norms(value) if kept.keep.reduction == NORM else value)
+
+    def put(batch: Batch, kept: Kept, value: Tensor) -> None:
+        cell, axis = kept.cell, axes[kept.variable]
+        rows = entry.rows(cell[0], n)
         if axis in selected:
             selected[axis].put(value, batch, buffer.view(cell, rows))
-        elif _is_segment(value, batch, segment, held_as(entry)):
+        elif _is_segment(value, batch, segment, held_as(entry, cell[0])):
             buffer.take(cell, value.flatten(0, 1))
         else:
             _keep_rows(value, batch, buffer.view(cell, rows))
 
-    def of_batch(batch: Batch) -> Sink:
+    @contextmanager
+    def of_batch(batch: Batch) -> Iterator[Sink]:
         def sink(capture: Capture, value: Tensor) -> None:
-            for kept in wanted[capture]:
-                keep(batch, kept, value)
+            if capture.point.kind != LOGITS:
+                for kept in wanted[capture]:
+                    keep(batch, kept, value)
+                return
+            asked = {kept: how for kept in wanted[capture] if (how := kept.keep.reduction) is not None}
+            made = of_logits(model.network, value, asked.values())
+            for kept, reduction in asked.items():
+                put(batch, kept, made[reduction])
 
-        return sink
+        with together.of_batch():
+            yield sink
 
-    return of_batch
+    with of_run(entry, n, spec, buffer) as together:
+        yield of_batch
 
 
 def only(spec: BoundSpec, cells: Collection[VariableLayer]) -> BoundSpec:
@@ -368,9 +405,9 @@ def _pairs_before(tokens: PackedTokens, segment_start: int, piece: Piece) -> int
 def refuse_overflow(buffer: SegmentBuffer, spec: BoundSpec, entry: Entry, n: int) -> None:
     """Raise ShapeError for infinities in a store of float16, which ends at 65504: massive activations of some
     models lie beyond."""
-    if entry.dtype != "float16":
-        return
     for kept in spec.kept:
+        if entry.spec(kept.variable).dtype != "float16":
+            continue
         cell, point = kept.cell, kept.capture.point
         if bool(buffer.view(cell, entry.rows(cell[0], n)).isinf().any()) and point.kind != "attn_scores":
             raise ShapeError(

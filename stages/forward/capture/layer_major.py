@@ -222,9 +222,10 @@ class _Way:
     def buffers(self, courses: Sequence[Course]) -> dict[int, int]:
         """Bytes that what is given by each layer takes in buffers."""
         found: dict[int, int] = {}
-        itemsize, entry = held_as(self.entry).itemsize, self.entry
+        entry = self.entry
         for cell in {kept.cell for course in courses for kept in course.spec.kept}:
             rows = max(entry.rows(cell[0], course.n) for course in courses)
+            itemsize = held_as(entry, cell[0]).itemsize
             size = BUFFERS * itemsize * rows * math.prod(entry.spec(cell[0]).tail)
             layer = cell[1] or 0
             found[layer] = found.get(layer, 0) + size
@@ -244,7 +245,8 @@ class _Way:
         cells = list(dict.fromkeys(cell for course, layers in ways for cell in course.met(layers)))
         rows = {name: max(entry.rows(name, course.n) for course, _ in ways) for name, _ in cells}
         shapes = {cell: (rows[cell[0]], *entry.spec(cell[0]).tail) for cell in cells}
-        dtypes, in_turn = dict.fromkeys(cells, held_as(entry)), needs_every_core(self.model)
+        dtypes = {cell: held_as(entry, cell[0]) for cell in cells}
+        in_turn = needs_every_core(self.model)
         threads = min(THREADS, torch.get_num_threads()) if in_turn else 1
 
         def write(buffer: SegmentBuffer, job: Job) -> None:
@@ -282,9 +284,10 @@ class _Way:
             spooled = None
             if not ends:
                 spooled = stack.enter_context(self._spooled(course, layers[-1] + 1).written())
-            keep = keeping(self.entry, course.n, spec, buffer)
+            keep = stack.enter_context(keeping(self.model, self.entry, course.n, spec, buffer))
             for batch, entering in self._entering(course):
-                carried = self.model.stream_layers(entering, layers, spec, keep(batch), ends=ends)
+                with keep(batch) as sink:
+                    carried = self.model.stream_layers(entering, layers, spec, sink, ends=ends)
                 if spooled is not None:
                     spooled.put(carried)
 

@@ -31,6 +31,10 @@ _WIDE = 8
 """A capture this many times as wide as the residual stream says by itself how a run is cut."""
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 """Bytes of a number of what is computed."""
+VOCABULARY = 1 << 11
+"""Columns of the vocabulary of which logits are made at a time, for a store that keeps reductions of them."""
+VOCABULARY_BYTES = 24 * VOCABULARY
+"""Bytes a token takes meanwhile: logits, their order, and exp in float64."""
 _WIDENED = {QUANTISED: 4}
 """Bytes of a number in a buffer that holds it wider than it is stored."""
 _PACKED_DIMS = {"position": "token", "query_position": "pair"}
@@ -54,6 +58,16 @@ class Sizes:
     def held(self, cells: Sequence[VariableLayer]) -> float:
         """Bytes of one token over some cells in a buffer, where int8 is not yet made."""
         return sum(self._held_row(self.specs[name]) * self._rows(name) for name, _ in cells)
+
+    def written(self, cells: Sequence[VariableLayer], tokens: int, segments: int) -> int:
+        """Bytes of so many tokens of a run, in so many segments, on disk."""
+        of_run, others = self._apart(cells)
+        return math.ceil(self.stored(others) * tokens) + self.row_bytes(of_run) * segments
+
+    def buffer(self, cells: Sequence[VariableLayer], tokens: int) -> int:
+        """Bytes of one segment of so many tokens in a buffer."""
+        of_run, others = self._apart(cells)
+        return math.ceil(self.held(others) * tokens) + self.row_bytes(of_run)
 
     def segment_tokens(
         self, cells: Sequence[VariableLayer], width: int, memory: int, *, selects: bool
@@ -83,6 +97,11 @@ class Sizes:
         longest = min(affordable, overlapping, *([LONGEST] if selects else []))
         return min(default_segment_tokens(self.tokens, own), 1 << (longest.bit_length() - 1))
 
+    def _apart(self, cells: Sequence[VariableLayer]) -> tuple[list[VariableLayer], list[VariableLayer]]:
+        """Those that have a row for each segment, and the others."""
+        of_run = [cell for cell in cells if self.specs[cell[0]].packed == "segment"]
+        return of_run, [cell for cell in cells if cell not in of_run]
+
     def _rows(self, variable: str) -> float:
         return self.specs[variable].rows_per_token(self.tokens)
 
@@ -90,9 +109,10 @@ class Sizes:
         return math.prod(spec.tail) * _WIDENED[spec.dtype] if spec.dtype in _WIDENED else spec.row_bytes
 
 
-def array_spec(kept: Kept, config: Architecture, dtype: str) -> ArraySpec:
+def array_spec(kept: Kept, config: Architecture, dtype: str, over: int | None = None) -> ArraySpec:
     """How a captured activation is stored: token-major, batch and positions packed, heads behind tokens, an
-    axis of one dropped. What has no position is of a prompt."""
+    axis of one dropped. What has no position is of a prompt. over: tokens that what is kept of a run is of.
+    """
     capture, selection = kept.capture, kept.keep.selection
     kind = BY_NAME[capture.point.kind]
     sizes = {axis: size for axis, size in config.axis_sizes.items() if axis != "one"}
@@ -100,20 +120,24 @@ def array_spec(kept: Kept, config: Architecture, dtype: str) -> ArraySpec:
     if selection is not None:
         packed = selection.axis
     rest, meaning = tuple(dim for dim in kind.dims if dim in sizes), kind.meaning
-    reduction = kept.keep.reduction
+    reduction, own_dtype = kept.keep.reduction, dtype
     if reduction is not None:
-        left = reduction.dims(kind)
-        packed = packed if "position" in left else "prompt_id"
-        rest, meaning = tuple(dim for dim in rest if dim in left), f"{reduction.meaning} {meaning}"
+        left, own_dtype = reduction.dims(kind), reduction.dtype or dtype
+        sizes |= dict(reduction.axes)
+        packed = packed if "position" in left else "segment" if reduction.is_of_run else "prompt_id"
+        rest, meaning = tuple(dim for dim in left if dim in sizes), f"{reduction.meaning} {meaning}"
     front = ("layer",) if kind.per_layer else ()
     return ArraySpec(
         kept.variable,
         f"{named(kind.path, capture.is_gradient)}{kept.keep.suffix.replace('__', '@', 1)}",
         (*front, packed, *rest),
         {dim: sizes[dim] for dim in rest},
-        dtype,
+        own_dtype,
         config.num_layers if kind.per_layer else None,
         f"gradient at: {meaning}" if capture.is_gradient else meaning,
         "1",
-        selection,
+        selection if packed != "segment" else None,
+        None if own_dtype == dtype else dtype,
+        over,
+        None if reduction is None else reduction.combine,
     )

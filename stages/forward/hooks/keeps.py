@@ -7,12 +7,12 @@ stored, by name and key, and never of which run it is. Border: values; who cuts 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ....store.errors import HookPointNotFound
 from ....store.runs.selections import Selection
-from ..architectures.points import BY_NAME, HookPoint
+from ..architectures.points import BY_NAME, LOGITS, HookPoint
 from .reductions import Reduction
 
 
@@ -34,21 +34,33 @@ class Keep:
     def arguments(self) -> str:
         """As `HookSpec.capture` is told it, behind the points."""
         positions = "" if self.selection is None else f", positions={_said(self.selection)}"
-        return positions if self.reduction is None else f"{positions}, reduce={self.reduction.name!r}"
+        return positions if self.reduction is None else f"{positions}, reduce={self.reduction.told!r}"
 
     def canonical(self) -> list[Any]:
         """Plain JSON values; nothing where all is kept."""
         told = [] if self.selection is None else [self.selection.canonical()]
-        return told if self.reduction is None else [*told, {"reduce": self.reduction.name}]
+        return told if self.reduction is None else [*told, self.reduction.canonical()]
+
+    @property
+    def stored(self) -> tuple[Keep, ...]:
+        """What is stored for it, an array each."""
+        beside = () if self.reduction is None else self.reduction.beside
+        return (self, *(replace(self, reduction=each) for each in beside))
 
     def require(self, point: HookPoint, name: str) -> None:
         """Raise HookPointNotFound where an activation has no tokens to choose among, or nothing to reduce."""
         dims = BY_NAME[point.kind].dims
+        if point.kind == LOGITS and self.reduction is None:
+            raise HookPointNotFound(
+                f"expected a reduction of {name!r}, which no store keeps whole, found none; add "
+                "reduce='topk:10' or reduce='logsumexp' (--reduce)"
+            )
         if self.reduction is not None:
             self.reduction.dims(BY_NAME[point.kind])
+            self.reduction.require_read(point)
             if self.selection is not None and self.reduction.over == "position":
                 raise HookPointNotFound(
-                    f"expected a {self.reduction.name} over all tokens of a prompt, found it of "
+                    f"expected a {self.reduction.told} over all tokens of a prompt, found it of "
                     f"{self.selection}; leave positions away, or capture them whole"
                 )
         if self.selection is not None and "position" not in dims:

@@ -34,7 +34,7 @@ from ..architectures.points import (
 from .interventions import Intervention
 from .keeps import WHOLE, Keep
 from .objective import Differentiable, Objective, objective_of
-from .reductions import as_reduction
+from .reductions import Features, as_reduction
 
 When = Literal["after", "before"]
 GRADIENT = "grad:"
@@ -175,7 +175,11 @@ class HookSpec:
         self._interventions: list[tuple[HookPoint | str, Intervention]] = []
 
     def capture(
-        self, *points: HookPoint | str, when: When = "after", positions: Any = None, reduce: str | None = None
+        self,
+        *points: HookPoint | str,
+        when: When = "after",
+        positions: Any = None,
+        reduce: str | Features | None = None,
     ) -> HookSpec:
         """Ask for the activations at these points; asking twice changes nothing.
 
@@ -184,7 +188,9 @@ class HookSpec:
         a slice of each prompt such as "::16", numbers (negative from the end), or a bool array with one for
         each token of all prompts, end to end. reduce: what a store keeps in place of the numbers: "norm", of
         each row over its last axis; "mean", over the tokens of each prompt, a row per prompt; both summed in
-        float64.
+        float64; "run_mean", over all tokens of all prompts, summed exactly. Of "hook_logits" "topk:10", the
+        largest of each token and their ids, and "logsumexp". A Dictionary, at its read_hooks: of each of its
+        features the number of tokens it is active at, over the run, the sum and the largest activation.
         Raises HookPointNotFound for a name no architecture has, naming the nearest; PromptError for positions
         that are none.
         """
@@ -268,7 +274,7 @@ class HookSpec:
         layer or glob the model does not have, and for keeps where nothing is stored, InterventionError for a
         change of what nothing reads; nothing is ignored.
         """
-        kept = self._kept(available, model)
+        kept = self._kept((*available, HookPoint.logits()) if stored else available, model)
         if not stored:
             _refuse_keeps(kept)
         captures = {each.capture for each in kept}
@@ -288,12 +294,17 @@ class HookSpec:
         return found
 
     def _kept(self, available: Sequence[HookPoint], model: str) -> set[Kept]:
-        found = set()
+        found: set[Kept] = set()
         for (held, when, is_gradient), keeps in self._captures.items():
+            if held == HookPoint.logits() and held not in available:
+                raise HookPointNotFound(
+                    f"expected hook points of a pass, found '{held}': a store keeps reductions of logits "
+                    "(mizarr.capture), and a pass gives all of them (cache.logits)"
+                )
             for point in (_differentiable if is_gradient else _expanded)(held, available, model):
                 for keep in keeps:
                     keep.require(point, named(held, is_gradient))
-                    found.add(Kept(Capture(point, when, is_gradient), keep))
+                    found |= {Kept(Capture(point, when, is_gradient), each) for each in keep.stored}
         return found
 
     def canonical(self) -> dict[str, Any]:

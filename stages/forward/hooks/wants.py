@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Logits:
     """Logits at some positions (default all; negative from the end) for some vocabulary items (default
-    all)."""
+    all; of a range no weight is copied)."""
 
     positions: tuple[int, ...] | None = None
-    tokens: tuple[int, ...] | None = None
+    tokens: tuple[int, ...] | range | None = None
 
     def check(self, length: int, vocab_size: int) -> None:
         """Raise PromptError if a position or token is out of range."""
@@ -40,7 +40,10 @@ class Logits:
 
     def of_tokens(self, head: Tensor) -> Tensor:
         """head [V, D] -> [tokens, D]."""
-        return head if self.tokens is None else head[list(self.tokens)]
+        if self.tokens is None:
+            return head
+        at = self.tokens
+        return head[at.start : at.stop] if isinstance(at, range) and at.step == 1 else head[list(at)]
 
 
 ALL_LOGITS = Logits()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ....store.errors import ConfigError
 from ..architectures.architecture import Architecture
+from ..architectures.points import LOGITS
 from ..hooks.taps import Taps
 from ..hooks.wants import Logits
 from .kernels.products import product
@@ -70,6 +71,8 @@ class Ends(Generic[Config, Layer]):
             x = taps("final_norm", None, normed)
         if c.transform is not None:
             x = transformed(x, self.weights, c.transform, c.norm_type, taps)
+        if taps.captures(None, LOGITS):  # handed over as what the head reads: whole, they would be the
+            taps(LOGITS, None, x)  # largest tensor of the pass (capture/vocabulary.py)
         return x if want is None else want.at_positions(x)
 
     def final_norm(self, x: Tensor) -> Tensor:

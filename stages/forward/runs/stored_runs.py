@@ -143,7 +143,7 @@ def _shape(run: Wanted) -> dict[str, Any]:
     }
 
 
-def _plain(chosen: tuple[int, ...] | None) -> list[int] | None:
+def _plain(chosen: Sequence[int] | None) -> list[int] | None:
     return None if chosen is None else list(chosen)
 
 
