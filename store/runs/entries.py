@@ -49,7 +49,7 @@ from .shards import DTYPES, ShardLayout, ShardRows, Written, array_metadata, wri
 if TYPE_CHECKING:
     pass
 
-PACKED_AXES = ("token", "pair", "prompt_id")
+PACKED_AXES = ("token", "pair", "square", "prompt_id")
 """What an array may have a row for: each token, each pair of tokens, each prompt (see `ArraySpec`); or each
 token of a selection, on an axis of its name."""
 CELL_MANIFEST = ("variable", "layer", "content", "files")
@@ -62,9 +62,11 @@ class ArraySpec:
     """One variable of a run.
 
     dims: e.g. ("layer", "token", "hidden"); the packed axis is "token", or "pair" for attention patterns (row
-    t of the packed axis owns position(t) + 1 pairs, its lower triangle), or "prompt_id" for what a prompt
-    leaves behind (its last token owns it), or the axis of a selection. sizes: of the axes after the packed
-    one. layers: of the model, None without layer axis. selection: which tokens have rows; None for all.
+    t of the packed axis owns position(t) + 1 pairs, its lower triangle), or "square" for those of a model
+    whose positions see later ones (it owns a pair for each token of its prompt), or "prompt_id" for what a
+    prompt leaves behind (its last token owns it), or the axis of a selection. sizes: of the axes after the
+    packed one. layers: of the model, None without layer axis. selection: which tokens have rows; None for
+    all.
     """
 
     variable: str

@@ -167,7 +167,6 @@ class CaptureNode(Ports):
         self.spec = self._bind(hooks)
         self._require_numbers()
         self.order = order_of(order, self.source.config, self.spec, self.source.name)
-        self._require_triangles()
         with_scales(self.specs())
         self.tokens = pack(prompts, self.source.tokenizer, self.source.config, self.source.name)
         for kept in self.spec.keeps:
@@ -187,16 +186,6 @@ class CaptureNode(Ports):
             raise ConfigError(
                 f"expected a float storage dtype for {reduced[0].variable!r}, found 'int8'; reductions are "
                 "small: store them as float32"
-            )
-
-    def _require_triangles(self) -> None:
-        """Raise ConfigError for attention matrices of a model whose positions see later ones: what is kept of
-        one is its lower triangle."""
-        points = [each.point for each in self.spec.captures if "query_position" in each.point.dims]
-        if points and self.source.config.looks_ahead:
-            raise ConfigError(
-                f"expected a model whose positions see no later ones to capture {str(points[0])!r} of, found "
-                f"{self.source.name}: of attention a store keeps lower triangles; read it with model.forward"
             )
 
     # -- identity ------------------------------------------------------------------------------------------
@@ -446,7 +435,7 @@ class CaptureNode(Ports):
     @property
     def _has_one_token_axis(self) -> bool:
         """Whether prompts can be picked from a larger run by one choice of tokens."""
-        return len({spec.packed for spec in self.specs()} - {"pair", "prompt_id"}) < 2
+        return len({spec.packed for spec in self.specs()} - {"pair", "square", "prompt_id"}) < 2
 
     def _views(self, entry: LabelledEntry) -> dict[str, View]:
         """The variables of a selection that are not stored, and of which the run has all tokens."""
