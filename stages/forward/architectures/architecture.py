@@ -60,7 +60,8 @@ class AttentionMixer:
     scale: what q k^T is multiplied by. window: how many keys back a query sees, itself included; None for
     all. soft_cap: c tanh(scores / c) before the mask; None for none. sinks: a weight, [head], which the
     network puts here: scores of a place with nothing in it, that each query may look at. is_bidirectional:
-    whether a query sees later keys as well, up to as far ahead as it sees back.
+    whether a query sees later keys as well, up to as far ahead as it sees back. relative: what scores have
+    besides, of queries, keys and the distance between them, which the network puts here.
     """
 
     kind: ClassVar[str] = "attention"
@@ -69,6 +70,7 @@ class AttentionMixer:
     soft_cap: float | None = None
     sinks: Any = field(default=None, compare=False, repr=False)
     is_bidirectional: bool = False
+    relative: Any = field(default=None, compare=False, repr=False)
 
     @property
     def is_capped(self) -> bool:
@@ -204,6 +206,10 @@ class Heads:
         return self.count // self.kv_count
 
 
+LENT = ("frequencies", "relative", "relative_norm", "relative_norm.bias")
+"""Weights outside of layers that layers are given."""
+
+
 @dataclass(frozen=True)
 class Stored:
     """Where a checkpoint keeps a weight.
@@ -258,8 +264,8 @@ class Tensors:
 
     @cached_property
     def shared(self) -> frozenset[str]:
-        """Tensors that several layers read: those one of them has for others, and frequencies."""
-        outside = [stored.name for weight, stored in self.outside.items() if weight == "frequencies"]
+        """Tensors that several layers read: those one of them has for others, and those lent to all."""
+        outside = [stored.name for weight, stored in self.outside.items() if weight in LENT]
         inside = [
             self.in_layer(layer, weight)
             for layer, weights in enumerate(self.layers)

@@ -54,14 +54,16 @@ class Spelling:
     rope turns by, where a checkpoint tells. token_types, embed_in: the table of token types, the map from
     embeddings to the stream. transform: dense map and norm before the LM head. has_old_norms: whether norms
     called LayerNorm have gamma and beta, as their first code named weight and bias. unread: tensors that come
-    with such a checkpoint, and no layer reads. layer: "{}" for its number.
+    with such a checkpoint, and no layer reads; "{}" for the number of each. layer: "{}" for its number.
     ln1_post, ln2_post: norms that stand behind what they norm. mixer: of every mixer but attention;
     mixer_norm: of what it has read. attention_norms: of queries and keys. attention_in, attention_out:
     queries, keys and values as one, and the output projection; attention_parts: of queries, keys and values
-    apart. mlp_parts: gate and up projection (or both as one, or only up), and down projection. expert_ending:
-    behind the names of tensors that hold all experts. correction: of the scores of experts, behind the
-    router's name if it begins with a dot. block, after_block: of a block that layers share; of what is a
-    layer's own behind one. is_transposed: whether matrices of attention and MLP are kept as [in, out].
+    apart. relative, relative_norm: a table by distance, and its norm; relative_parts: what makes queries and
+    keys of it. mlp_parts: gate and up projection (or both as one, or only up), and down projection.
+    expert_ending: behind the names of tensors that hold all experts. correction: of the scores of experts,
+    behind the router's name if it begins with a dot. block, after_block: of a block that layers share; of
+    what is a layer's own behind one. is_transposed: whether matrices of attention and MLP are kept as [in,
+    out].
     """
 
     embed: str = "model.embed_tokens"
@@ -89,6 +91,9 @@ class Spelling:
     attention_out: str = "o_proj"
     attention_in: str = ""
     attention_parts: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
+    relative: str = ""
+    relative_norm: str = ""
+    relative_parts: tuple[str, str] = ("", "")
     mlp: str = "feed_forward."
     mlp_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     experts: str = "feed_forward."
@@ -185,10 +190,12 @@ def hybrid_tensors(config: Shapes) -> Tensors:
     if spelling.frequencies:
         turning = c.blocks[0].mixers[0].axis_sizes["d_head"]
         outside["frequencies"] = Stored(spelling.frequencies, (turning // 2,))
+    outside |= _relative_table(c)
     layers = [dict(_block(c, block)) for block in c.blocks]
     repeated, unread = _repeated(c)
     found = Tensors(outside, layers, spelling.layer, copies | repeated)
-    return replace(found, unread=unread.union(spelling.unread) - found.shapes.keys())
+    named = {name.format(layer) for name in spelling.unread for layer in range(len(c.blocks))}
+    return replace(found, unread=(unread | named) - found.shapes.keys())
 
 
 def _embeddings(config: Shapes) -> dict[str, Stored]:
@@ -205,6 +212,18 @@ def _embeddings(config: Shapes) -> dict[str, Stored]:
     if c.embedding_width is not None:
         found |= dict(_linear("embed_in", spelling.embed_in, (c.hidden_size, width), bias=True))
     return found
+
+
+def _relative_table(config: Shapes) -> dict[str, Stored]:
+    """What scores have by distance is made of, for all layers, and its norm."""
+    mixer, spelling = config.blocks[0].mixers[0], config.spelling
+    if not isinstance(mixer, AttentionShape) or (shape := mixer.relative) is None:
+        return {}
+    width = mixer.num_attention_heads if shape.terms == ("bias",) else config.hidden_size
+    found = {"relative": Stored(f"{spelling.relative}.weight", (shape.rows, width))}
+    if shape.norm_eps is None:
+        return found
+    return found | _norm("relative_norm", spelling.relative_norm, config, has_bias=True)
 
 
 def _transform(config: Shapes, transform: HeadTransform) -> dict[str, Stored]:
@@ -332,6 +351,12 @@ def _attention(shape: AttentionShape, spelling: Spelling, hidden: int) -> Named:
             yield weight, Stored(f"{room}{name}.weight", (width,), constant=constant)
             if shape.norm_type == "layer" and shape.has_norm_bias:
                 yield f"{weight}.bias", Stored(f"{room}{name}.bias", (width,))
+    if shape.relative is not None and not shape.relative.shares_maps:
+        # Positions make keys of their own for queries, and queries for keys.
+        for term, weight in (("content to position", "k"), ("position to content", "q")):
+            if term in shape.relative.terms:
+                name = f"{room}{spelling.relative_parts['qk'.index(weight)]}"
+                yield from _linear(f"relative.{weight}", name, (queries, hidden), bias=True)
     if shape.has_sinks:
         yield "sinks", Stored(f"{room}sinks", (shape.num_attention_heads,))
 

@@ -28,6 +28,7 @@ __all__ = [
     "MambaShape",
     "MixerShape",
     "MlpShape",
+    "RelativeShape",
     "SharedBlockShape",
 ]
 
@@ -112,6 +113,25 @@ class ChannelShape(ABC):
 
 
 @dataclass(frozen=True)
+class RelativeShape:
+    """What scores have besides products of queries and keys, by how far a key is from its query.
+
+    rows: of a table by distance, of which the first half are keys behind the query; distances from `near` on
+    share rows up to `farthest`, and beyond it one. terms: "bias", a number of each head (Raffel et al., T5,
+    2020, section 2.1); "content to position", queries on what a table makes keys of; "position to content",
+    keys on what it makes queries of (He et al., DeBERTa, 2021, equation 4). shares_maps: whether that is made
+    by the maps of queries and keys. norm_eps: of the layer norm of the table; None for none.
+    """
+
+    rows: int
+    near: int
+    farthest: int
+    terms: tuple[Literal["bias", "content to position", "position to content"], ...]
+    shares_maps: bool = False
+    norm_eps: float | None = None
+
+
+@dataclass(frozen=True)
 class AttentionShape(MixerShape):
     """Attention with grouped queries (`AttentionSizes` in networks/attention.py).
 
@@ -124,7 +144,7 @@ class AttentionShape(MixerShape):
     slopes: what scores rise by with each position of a key, by head. has_sinks: whether each head has a score
     of nothing. growth: how queries grow with the logarithm of their position in multiples of the second
     number. is_bidirectional: whether a query sees later keys, too. has_frequencies: whether a checkpoint
-    tells what rope turns by.
+    tells what rope turns by. relative: what scores have besides, by distance.
     """
 
     kind: ClassVar[str] = "attention"
@@ -154,12 +174,18 @@ class AttentionShape(MixerShape):
     is_bidirectional: bool = later(False, everywhere=True)
     has_norm_bias: bool = later(True, everywhere=True)
     has_frequencies: bool = later(False, everywhere=True)
+    relative: RelativeShape | None = later(None, everywhere=True)
 
     def __post_init__(self) -> None:
         if self.slopes and self.num_kv_heads != self.num_attention_heads:
             raise ConfigError(
                 f"expected a key head for each of {self.num_attention_heads} heads whose scores rise with "
                 f"positions, found {self.num_kv_heads}; such a model cannot run here"
+            )
+        if self.relative is not None and not self.is_bidirectional:
+            raise ConfigError(
+                "expected scores by distance of a model whose positions see later ones, found one that looks "
+                "back alone; such a model cannot run here"
             )
 
     @property

@@ -13,7 +13,8 @@ after it, nor on who shares the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -294,13 +295,18 @@ def attend(
     layer: int,
     taps: AttentionTaps,
     weigh: Weigh | None = None,
+    places: Tensor | None = None,
 ) -> Tensor:
     """Pattern-weighted values z [B, H, query, dh] from rotated q, k and v.
 
     allowed: bool, broadcastable to [B, H, query, key], True where attention may look; None where that is
     plainly causal, or everywhere, which the fused kernel knows by itself. weigh: what computes them where
-    nobody changes scores or patterns, `weighed` by default.
+    nobody changes scores or patterns, `weighed` by default. places: of queries in their prompts, [query] or
+    [B, query], where scores go by distance; keys are those of a prompt from its first.
     """
+    if how.relative is not None:
+        assert places is not None  # histories that cannot tell have no such layers
+        how = replace(how, relative=partial(how.relative, places=places))
     seen = allowed
     cut = taps.cut(layer, q.shape[1], q.shape[2], k.shape[2], q.device)
     if cut is not None:
@@ -366,10 +372,11 @@ def _tiles(length: int) -> list[int]:
 
 
 def is_by_hand(q: Tensor, how: AttentionMixer) -> bool:
-    """Whether weights are computed step by step where nobody changes them: no fused kernel caps scores or has
-    a place for sinks, and none takes the softmax in float32 where all else is float64, as the reference
-    does."""
-    return how.is_capped or how.sinks is not None or q.dtype == torch.float64
+    """Whether weights are computed step by step where nobody changes them: no fused kernel caps scores, adds
+    to them by distance or has a place for sinks, and none takes the softmax in float32 where all else is
+    float64, as the reference does."""
+    is_plain = how.sinks is None and how.relative is None
+    return how.is_capped or not is_plain or q.dtype == torch.float64
 
 
 def output(z: Tensor, projection: Linear, layer: int, taps: Taps) -> Tensor:
@@ -401,13 +408,14 @@ def _spared(seen: Tensor, cut: Tensor, layer: int, how: AttentionMixer) -> Tenso
 
 
 def _scores(q: Tensor, k: Tensor, how: AttentionMixer) -> Tensor:
-    """Scaled products [B, H, query, key] of queries and keys."""
+    """Scaled products [B, H, query, key] of queries and keys, with what they have besides by distance."""
     batch, heads, queries, _ = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     # Queries that share a key head are stacked into one matrix, so that keys are never repeated in memory.
     stacked = q.reshape(batch * kv_heads, -1, q.shape[-1])
     raw = torch.bmm(stacked * how.scale, k.reshape(batch * kv_heads, keys, -1).transpose(1, 2))
-    return raw.view(batch, heads, queries, keys)
+    found = raw.view(batch, heads, queries, keys)
+    return found if how.relative is None else found + how.relative(q, k)
 
 
 def _masked(scores: Tensor, seen: Tensor, how: AttentionMixer) -> Tensor:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....store.errors import ConfigError
+from ..architectures.architecture import LENT
 from ..architectures.hybrid import HybridConfig
 from ..checkpoints.source import Take
 from ..hooks.taps import Taps
@@ -84,8 +85,8 @@ class HybridLayer:
 def block(take: Take, config: HybridConfig, layer: int) -> HybridLayer:
     """One layer from a function that gives a tensor by its checkpoint name."""
     tensors, shape = config.tensors, config.blocks[layer]
-    outside = tensors.outside.get("frequencies")
-    found: dict[str, Tensor] = {} if outside is None else {"frequencies": take(outside.name)}
+    lent = {weight: tensors.outside[weight] for weight in LENT if weight in tensors.outside}
+    found = {weight: take(stored.name) for weight, stored in lent.items()}
     stored = tensors.layers[layer]
     for weight, where in sorted(stored.items(), key=lambda item: item[1].constant is not None):
         found[weight] = made(take, where, tensors.in_layer(layer, weight), found)

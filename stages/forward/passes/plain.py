@@ -110,7 +110,7 @@ class WholePrompts:
         is_float64 = q.dtype == torch.float64
         plain = how.is_bidirectional or is_float64 or is_recorded(q, k, v) or q.device.type != "cpu"
         weigh = None if plain else in_tiles
-        return attend(q, k, v, self._mask(how), how, layer, self._taps, weigh)
+        return attend(q, k, v, self._mask(how), how, layer, self._taps, weigh, self.positions)
 
     def before(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
         """See `History`."""

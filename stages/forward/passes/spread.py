@@ -112,7 +112,9 @@ class BranchHistory:
                 v[0][:, keys].transpose(0, 1),
             )
             allowed = self._allowed(group, how)
-            mixed = attend(*gathered, allowed, how, layer, self._taps.of_group(group, self._kept, layer))
+            places = torch.from_numpy(group.positions).to(self._device)
+            looked_at = self._taps.of_group(group, self._kept, layer)
+            mixed = attend(*gathered, allowed, how, layer, looked_at, places=places)
             real = np.arange(queries.shape[1]) < np.array(group.counts)[:, None]
             own = torch.from_numpy(real).to(self._device)
             z[queries[own]] = mixed.transpose(1, 2)[own]
@@ -166,7 +168,7 @@ class BranchHistory:
             start = 0
             while start < len(chosen):
                 most = len(self._kept.held[chosen[start]])
-                materialised = of_a_score * (by_hand or how.is_capped)
+                materialised = of_a_score * (by_hand or how.is_capped or how.relative is not None)
                 stop, longest = start, 0
                 while stop < len(chosen) and len(self._kept.held[chosen[stop]]) >= RAGGED * most:
                     longest = max(longest, self._forest.branches[chosen[stop]].length)

@@ -11,7 +11,7 @@ from .....store.errors import ConfigError
 from ..families import has_bias, read_activation
 from ..mixers import ChannelShape, ExpertsShape
 from ..transformer import ConfigReader
-from .reading import Attends, dense, residual_factor
+from .family import Attends, dense, residual_factor
 
 __all__ = [
     "corrected_experts",

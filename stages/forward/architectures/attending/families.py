@@ -16,12 +16,13 @@ from ..transformer import ConfigReader
 from .diffusion import DIFFUSION
 from .encoders import ENCODERS
 from .experts import granite_experts, mixtral_experts, qwen_experts, sigmoid_experts
+from .family import Attends, Windows
 from .latent import LATENT
 from .layers import but_every, in_windows, in_windows_if_any
 from .like_encoders import LIKE_ENCODERS
 from .newer import NEWER
+from .newer_encoders import NEWER_ENCODERS
 from .older import OLDER
-from .reading import Attends, Windows
 from .routed import ROUTED
 from .spellings import KEYS_OF_GPT2, OF_GLM, OF_GLM4, OF_GPT2, OF_GRANITE
 
@@ -421,6 +422,7 @@ ATTENDING: dict[str, Attends] = {
     **LATENT,
     **LIKE_ENCODERS,
     **NEWER,
+    **NEWER_ENCODERS,
     **OLDER,
     **ROUTED,
 }

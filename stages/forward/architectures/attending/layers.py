@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..transformer import ConfigReader
-from .reading import Windows
+from .family import Windows
 
 __all__ = [
     "all_whole",

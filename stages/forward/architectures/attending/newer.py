@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from ..linear_families import LLAMA
 from ..transformer import ConfigReader, RopeConfig
+from .family import Attends, Factors
 from .layers import but_every, none_in_every, windows_in_upper_layers
-from .reading import Attends, Factors, rope_of_family
+from .turning import rope_of_family
 
 __all__ = ["NEWER", "stretched_by_alpha"]
 

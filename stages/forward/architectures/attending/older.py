@@ -12,7 +12,7 @@ from .....store.errors import ConfigError
 from ..hybrid_tensors import Spelling
 from ..linear_families import LLAMA
 from ..transformer import ConfigReader, RopeConfig
-from .reading import Attends, Factors, Layout
+from .family import Attends, Factors, Layout
 from .spellings import KEYS_OF_GPT2, OF_GPT2
 
 __all__ = ["OLDER"]

@@ -20,6 +20,7 @@ from .experts import (
     sigmoid_experts,
     sparsely_mixed_experts,
 )
+from .family import Attends, Factors
 from .layers import (
     all_whole,
     but_every,
@@ -29,7 +30,6 @@ from .layers import (
     windows_in_upper_layers,
 )
 from .newer import OF_HUNYUAN, stretched_by_alpha
-from .reading import Attends, Factors
 from .spellings import OF_GRANITE
 
 __all__ = ["ROUTED"]
