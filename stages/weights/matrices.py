@@ -271,9 +271,10 @@ def _require_linear(config: Architecture, layer: int, heads: Heads) -> None:
 
 
 def _require_ungated(config: Architecture, layer: int, heads: Heads) -> None:
-    if heads.is_gated:
+    if heads.is_gated or heads.are_normed_together:
+        found = "multiplied by gates" if heads.is_gated else "normed together"
         raise ConfigError(
-            f"expected heads that write what they read, found them multiplied by gates in layer {layer} of "
+            f"expected heads that write what they read, found them {found} in layer {layer} of "
             f"{config.model_type}; no OV circuit follows such heads"
         )
 

@@ -184,6 +184,7 @@ class Heads:
     values. is_gated: whether what a head has read is multiplied by a gate; gates_beside: whether a head's
     gate stands behind its query in one tensor. slopes: what scores rise by with the position of a key.
     has_sinks: whether weights sum to less than 1. grows: whether queries grow with their positions.
+    are_normed_together: whether what all of them have read is normed before it is projected.
     """
 
     count: int
@@ -199,6 +200,7 @@ class Heads:
     slopes: tuple[float, ...] = ()
     has_sinks: bool = False
     grows: bool = False
+    are_normed_together: bool = False
 
     @property
     def shared_by(self) -> int:
@@ -218,7 +220,8 @@ class Stored:
     many rows each has; empty for one alone. is_transposed: whether the weight is its transpose. factors:
     what a model multiplies these rows' products by, which is multiplied into the weight instead; how many
     rows, and by what, one after the other; empty for nothing. plus: what is added to every entry first.
-    constant: of all entries of a weight that no checkpoint holds, as the family has none.
+    constant: of all entries of a weight that no checkpoint holds, as the family has none. groups: of rows and
+    columns that a convolution of width 1 has, kept as [out, in / groups, 1]; None for a plain matrix.
     """
 
     name: str
@@ -229,6 +232,17 @@ class Stored:
     layer: int | None = None
     plus: float = 0.0
     constant: float | None = None
+    groups: int | None = None
+
+    def on_diagonal(self, held: Any, zeros: Any) -> Any:
+        """The matrix [out, in] of what a checkpoint holds in groups, written into zeros of that shape; numpy
+        or torch."""
+        assert self.groups is not None
+        rows, columns = len(held) // self.groups, held.shape[1]
+        for group in range(self.groups):
+            own = slice(group * rows, (group + 1) * rows)
+            zeros[own, group * columns : (group + 1) * columns] = held[own, :, 0]
+        return zeros
 
 
 @dataclass(frozen=True)

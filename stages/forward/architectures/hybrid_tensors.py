@@ -58,12 +58,12 @@ class Spelling:
     ln1_post, ln2_post: norms that stand behind what they norm. mixer: of every mixer but attention;
     mixer_norm: of what it has read. attention_norms: of queries and keys. attention_in, attention_out:
     queries, keys and values as one, and the output projection; attention_parts: of queries, keys and values
-    apart. relative, relative_norm: a table by distance, and its norm; relative_parts: what makes queries and
-    keys of it. mlp_parts: gate and up projection (or both as one, or only up), and down projection.
-    expert_ending: behind the names of tensors that hold all experts. correction: of the scores of experts,
-    behind the router's name if it begins with a dot. block, after_block: of a block that layers share; of
-    what is a layer's own behind one. is_transposed: whether matrices of attention and MLP are kept as [in,
-    out].
+    apart. inner_norms: of what heads have read, and of what an MLP has inside. relative, relative_norm: a
+    table by distance, and its norm; relative_parts: what makes queries and keys of it. mlp_parts: gate and up
+    projection (or both as one, or only up), and down projection. expert_ending: behind the names of tensors
+    that hold all experts. correction: of the scores of experts, behind the router's name if it begins with a
+    dot. block, after_block: of a block that layers share; of what is a layer's own behind one. is_transposed:
+    whether matrices of attention and MLP are kept as [in, out].
     """
 
     embed: str = "model.embed_tokens"
@@ -91,6 +91,7 @@ class Spelling:
     attention_out: str = "o_proj"
     attention_in: str = ""
     attention_parts: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
+    inner_norms: tuple[str, str] = ("", "")
     relative: str = ""
     relative_norm: str = ""
     relative_parts: tuple[str, str] = ("", "")
@@ -313,12 +314,16 @@ def _linear(
     into: float = 1.0,
     bias: bool,
     transposed: bool = False,
+    groups: int | None = None,
 ) -> Named:
     """A matrix [out, in], and its bias where there is one. factors: of what comes out; into: of what goes in,
-    which a bias does not see. transposed: whether the checkpoint has it as [in, out]."""
+    which a bias does not see. transposed: whether the checkpoint has it as [in, out].
+    groups: of a convolution that it is (`Stored`)."""
     of_weight = factors if into == 1 else tuple((rows, by * into) for rows, by in factors or ((shape[0], 1),))
-    held = shape[::-1] if transposed else shape
-    yield weight, Stored(f"{name}.weight", held, is_transposed=transposed, factors=of_weight)
+    held: tuple[int, ...] = shape[::-1] if transposed else shape
+    if groups is not None:
+        held = (shape[0], shape[1] // groups, 1)
+    yield weight, Stored(f"{name}.weight", held, is_transposed=transposed, factors=of_weight, groups=groups)
     if bias:
         yield f"{weight}.bias", Stored(f"{name}.bias", shape[:1], factors=factors)
 
@@ -333,17 +338,25 @@ def _attention(shape: AttentionShape, spelling: Spelling, hidden: int) -> Named:
         yield "gate_of_heads", Stored(f"{room}gate_proj.weight", (queries, hidden))
     turned = spelling.is_transposed
     parts = [("q", asked, 1.0), ("k", keys, of_keys), ("v", keys, 1.0)]
+    groups: Sequence[int | None] = shape.groups or (None,) * 4
     if shape.layout == "separate":
-        names = dict(zip("qkv", spelling.attention_parts, strict=True))
-        for weight, size, factor in parts:
-            factors, name = _all(size, factor), f"{room}{names[weight]}"
-            yield from _linear(weight, name, (size, hidden), factors, into=into, bias=shape.qkv_bias)
+        for (weight, size, factor), part, many in zip(parts, spelling.attention_parts, groups, strict=False):
+            yield from _linear(
+                weight,
+                f"{room}{part}",
+                (size, hidden),
+                _all(size, factor),
+                into=into,
+                bias=shape.qkv_bias,
+                groups=many,
+            )
     else:
         name, rows = f"{room}{spelling.attention_in}", queries + 2 * keys
         yield from _linear("qkv", name, (rows, hidden), bias=shape.qkv_bias, transposed=turned)
     name = f"{room}{spelling.attention_out}"
     factors = _all(hidden, out)
-    yield from _linear("o", name, (hidden, queries), factors, bias=shape.o_bias, transposed=turned)
+    size_out = (hidden, queries)
+    yield from _linear("o", name, size_out, factors, bias=shape.o_bias, transposed=turned, groups=groups[3])
     if shape.norms is not None:
         widths = (shape.head_dim,) * 2 if shape.norms == "head" else (queries, keys)
         constant = None if shape.has_norm_weights else 1.0
@@ -351,6 +364,8 @@ def _attention(shape: AttentionShape, spelling: Spelling, hidden: int) -> Named:
             yield weight, Stored(f"{room}{name}.weight", (width,), constant=constant)
             if shape.norm_type == "layer" and shape.has_norm_bias:
                 yield f"{weight}.bias", Stored(f"{room}{name}.bias", (width,))
+    if shape.inner_norm_eps is not None:
+        yield "z_norm", Stored(f"{room}{spelling.inner_norms[0]}.weight", (queries,))
     if shape.relative is not None and not shape.relative.shares_maps:
         # Positions make keys of their own for queries, and queries for keys.
         for term, weight in (("content to position", "k"), ("position to content", "q")):
@@ -467,6 +482,7 @@ def _mlp(shape: MlpShape, spelling: Spelling, hidden: int) -> Named:
     room, parts, inner = spelling.mlp, spelling.mlp_parts, shape.intermediate_size
     of_gate, out = shape.factors
     gate = _all(inner, of_gate)
+    groups: Sequence[int | None] = shape.groups or (None, None)
     if shape.is_fused:
         both = ((inner, of_gate), (inner, 1.0)) if gate else ()
         yield from _linear("gate_up", f"{room}{parts[0]}", (2 * inner, hidden), both, bias=shape.has_bias)
@@ -475,11 +491,18 @@ def _mlp(shape: MlpShape, spelling: Spelling, hidden: int) -> Named:
             yield from _linear("gate", f"{room}{parts[0]}", (inner, hidden), gate, bias=shape.has_bias)
         name = f"{room}{parts[-2]}"
         yield from _linear(
-            "up", name, (inner, hidden), bias=shape.has_bias, transposed=spelling.is_transposed
+            "up",
+            name,
+            (inner, hidden),
+            bias=shape.has_bias,
+            transposed=spelling.is_transposed,
+            groups=groups[0],
         )
     name, factors = f"{room}{parts[-1]}", _all(hidden, out)
-    turned = spelling.is_transposed
-    yield from _linear("down", name, (hidden, inner), factors, bias=shape.has_bias, transposed=turned)
+    turned, size = spelling.is_transposed, (hidden, inner)
+    yield from _linear("down", name, size, factors, bias=shape.has_bias, transposed=turned, groups=groups[1])
+    if shape.inner_norm_eps is not None:
+        yield "inner_norm", Stored(f"{room}{spelling.inner_norms[1]}.weight", (inner,))
     if shape.activation == "xielu":
         for weight in ("alpha_p", "alpha_n"):
             yield f"act.{weight}", Stored(f"{room}act_fn.{weight}", (1,))

@@ -144,7 +144,9 @@ class AttentionShape(MixerShape):
     slopes: what scores rise by with each position of a key, by head. has_sinks: whether each head has a score
     of nothing. growth: how queries grow with the logarithm of their position in multiples of the second
     number. is_bidirectional: whether a query sees later keys, too. has_frequencies: whether a checkpoint
-    tells what rope turns by. relative: what scores have besides, by distance.
+    tells what rope turns by. relative: what scores have besides, by distance. inner_norm_eps: of the RMS norm
+    of what all heads have read, before it is projected; None for none. groups: of the convolutions of width 1
+    that make queries, keys and values and what comes out; None where these are plain maps.
     """
 
     kind: ClassVar[str] = "attention"
@@ -175,6 +177,8 @@ class AttentionShape(MixerShape):
     has_norm_bias: bool = later(True, everywhere=True)
     has_frequencies: bool = later(False, everywhere=True)
     relative: RelativeShape | None = later(None, everywhere=True)
+    inner_norm_eps: float | None = later(None, everywhere=True)
+    groups: tuple[int, ...] | None = later(None, everywhere=True)
 
     def __post_init__(self) -> None:
         if self.slopes and self.num_kv_heads != self.num_attention_heads:
@@ -209,6 +213,7 @@ class AttentionShape(MixerShape):
             slopes=self.slopes,
             has_sinks=self.has_sinks,
             grows=self.growth is not None,
+            are_normed_together=self.inner_norm_eps is not None,
         )
 
     @property
@@ -409,7 +414,9 @@ class Mamba2Shape(MixerShape):
 
 @dataclass(frozen=True)
 class MlpShape(ChannelShape):
-    """An MLP, gated or plain; factors: of the gate, and of what comes out."""
+    """An MLP, gated or plain; factors: of the gate, and of what comes out. inner_norm_eps: of the RMS norm of
+    what the down projection reads; None for none. groups: of convolutions in place of up and down
+    projection, as of attention's (`AttentionShape`)."""
 
     kind: ClassVar[str] = "mlp"
 
@@ -420,6 +427,8 @@ class MlpShape(ChannelShape):
     """Whether gate and up projection are one tensor."""
     has_bias: bool = False
     factors: tuple[float, float] = (1.0, 1.0)
+    inner_norm_eps: float | None = later(None, everywhere=True)
+    groups: tuple[int, ...] | None = later(None, everywhere=True)
 
     @property
     def fact(self) -> Literal["MLP", "gated MLP"]:

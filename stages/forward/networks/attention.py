@@ -94,6 +94,11 @@ class AttentionSizes(Protocol):
         ...
 
     @property
+    def inner_norm_eps(self) -> float | None:
+        """Of the norm of what all heads have read; None for none."""
+        ...
+
+    @property
     def growth(self) -> tuple[float, int] | None:
         """How queries grow with their positions (`_grown`); None for not."""
         ...
@@ -155,6 +160,8 @@ def attention(
     if sizes.slopes:
         q, k = _sloped(q, k, sizes, how.scale, history)
     z = history.attend(layer, q, k, v, how)
+    if weights.z_norm is not None and sizes.inner_norm_eps is not None:
+        z = _normed_together(z, weights.z_norm, sizes.inner_norm_eps)
     z = taps("z", layer, z if gate is None else z * gate)
     return output(z, weights.o, layer, taps)
 
@@ -255,6 +262,13 @@ def _by_heads(x: Tensor, norm: NormWeights | None, sizes: AttentionSizes) -> Ten
 def _normed(x: Tensor, norm: NormWeights | None, sizes: AttentionSizes) -> Tensor:
     """x [..., dh] normed, where there is a norm."""
     return x if norm is None else apply_norm(x, norm, sizes.norm_type, sizes.qk_norm_eps)
+
+
+def _normed_together(z: Tensor, norm: NormWeights, eps: float) -> Tensor:
+    """What all heads have read [B, H, S, dh], normed as one row of each token."""
+    flat = apply_norm(z.transpose(1, 2).flatten(2), norm, "rms", eps)
+    heads: Tensor = flat.unflatten(-1, (z.shape[1], -1)).transpose(1, 2)
+    return heads
 
 
 def _grown(q: Tensor, growth: tuple[float, int], history: History) -> Tensor:

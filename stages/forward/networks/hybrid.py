@@ -232,6 +232,11 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
                 f"expected values that are a linear map of the stream in {self.config.model_type}, found "
                 f"them held within {clip:g} in layer {layer}; no attribution follows such a model"
             )
+        if attention.shape.inner_norm_eps is not None:
+            raise ConfigError(
+                f"expected heads that write what they read in {self.config.model_type}, found them normed "
+                f"together in layer {layer}; no attribution follows such a model"
+            )
         part = attention.weights.v
         assert part is not None  # hybrids keep q, k and v apart
         return part.weight

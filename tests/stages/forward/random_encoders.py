@@ -142,6 +142,12 @@ def _luke(rng: random.Random) -> dict[str, Any]:
     return _bert(rng) | own | _biases(rng, "use_entity_aware_attention")
 
 
+def _squeezebert(rng: random.Random) -> dict[str, Any]:
+    drawn, groups = _bert(rng), ("q", "k", "v", "post_attention", "intermediate", "output")
+    own = {"embedding_size": drawn["hidden_size"], "layer_norm_eps": 1e-12}
+    return drawn | own | {f"{name}_groups": rng.choice([1, 2, 4]) for name in groups}
+
+
 def _deberta(rng: random.Random) -> dict[str, Any]:
     """Versions 2 and 3, with tables that prompts reach beyond; the head of version 3 is the embedding."""
     legacy = rng.random() < 0.6
@@ -180,6 +186,7 @@ DRAWS: dict[str, Draw] = {
     "mpnet": _mpnet,
     "nomic_bert": _turning,
     "rembert": _rembert,
+    "squeezebert": _squeezebert,
     "roberta": _bert,
     "roformer": _roformer,
     "roberta-prelayernorm": _bert,

@@ -11,7 +11,7 @@ from .random_models import CONTEXT
 
 LAYERS = 3
 Draw = Callable[[random.Random], dict[str, Any]]
-AXES = ("bloom", "deepseek_v2", "gpt_oss", "ministral3", "nanochat", "openai-gpt")
+AXES = ("bitnet", "bloom", "deepseek_v2", "gpt_oss", "ministral3", "nanochat", "openai-gpt")
 """Families that between them have what is new in these."""
 
 
@@ -87,6 +87,10 @@ def _dense(*biases: str, wide_heads: bool = True) -> Draw:
 def _apertus(rng: random.Random) -> dict[str, Any]:
     drawn = _dense("attention_bias")(rng)
     return drawn | {"hidden_act": rng.choice(["xielu", "xielu", "relu2"])}
+
+
+def _bitnet(rng: random.Random) -> dict[str, Any]:
+    return _dense("attention_bias", wide_heads=False)(rng) | {"hidden_act": rng.choice(["relu2", "silu"])}
 
 
 def _cwm(rng: random.Random) -> dict[str, Any]:
@@ -495,6 +499,7 @@ DRAWS: dict[str, Draw] = {
     "apertus": _apertus,
     "bert-generation": _bert_generation,
     "biogpt": _biogpt,
+    "bitnet": _bitnet,
     "bloom": _bloom,
     "codegen": _codegen,
     "cwm": _cwm,
@@ -539,6 +544,7 @@ DRAWS: dict[str, Draw] = {
 }
 """model_type -> what draws a configuration."""
 REQUIRED: dict[str, dict[str, Any]] = {
+    "bitnet": {"hidden_size": 160, "num_attention_heads": 20},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
 }

@@ -62,7 +62,8 @@ def test_attention_patterns_agree_with_transformers(family, tmp_path):
         patterns = reference(ids, output_attentions=True).attentions
     assert len(patterns) == len(cache) == model.config.num_layers
     for point, pattern in zip(cache, patterns, strict=True):
-        assert_near(cache[point], pattern)
+        # Some references return scores.
+        assert_near(cache[point], pattern.softmax(-1) if family == "squeezebert" else pattern)
     assert float(patterns[0].triu(1).sum()) > 0.1
 
 

@@ -25,8 +25,10 @@ __all__ = [
     "Layout",
     "Windows",
     "dense",
+    "eps_of",
     "described_attending",
     "factors_of",
+    "groups_of",
     "has_positions",
     "is_behind_padding",
     "residual_factor",
@@ -38,6 +40,7 @@ Layout = Literal["separate", "by part", "by head", "by fourths"]
 
 def dense(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
     """The MLP of every layer."""
+    groups = groups_of(reader, family)
     usual = family.inner_factor and family.inner_factor * reader.integer("hidden_size")
     return MlpShape(
         usual if family.has_fixed_inner and usual else reader.integer("intermediate_size", usual),
@@ -46,6 +49,8 @@ def dense(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
         is_fused=family.mlp == "gated_fused",
         has_bias=has_bias(reader, family.mlp_bias),
         factors=(1.0, residual_factor(reader, family)),
+        inner_norm_eps=eps_of(reader, family) if family.has_inner_norms else None,
+        groups=None if family.groups is None else (groups[4], groups[5]),
     )
 
 
@@ -132,6 +137,11 @@ class Attends(Family):
     """What scores have besides, by how far a key is from its query."""
     has_sinks: bool = False
     """Whether each head has a score of nothing."""
+    groups: tuple[str, str, str, str, str, str] | None = None
+    """Keys of how many groups the convolutions have that stand for maps: of queries, keys, values, what comes
+    out of attention, and of MLPs. None for plain maps."""
+    has_inner_norms: bool = False
+    """Whether what heads have read, and what MLPs have inside, is normed before it is projected."""
     has_gated_heads: bool = False
     """Whether heads are multiplied by gates with a projection of their own."""
     has_growth: bool = False
@@ -213,6 +223,8 @@ def described_attending(model_type: str, family: Attends) -> dict[str, str]:
         "biases" if family.qkv_bias else "",
         "of a latent" if family.turned_key != "head_dim" else "",
         "gated heads" if family.has_gated_heads else "",
+        "maps in groups" if family.groups else "",
+        "norms on what is projected out" if family.has_inner_norms else "",
         "rope turns neighbours" if family.interleaved_rope else "",
         f"rope turns {family.share:g} of a head" if family.share != 1 else "",
         "a rope of their own in windows" if family.local_rope else "",
@@ -258,6 +270,17 @@ _POSITIONS = {False: "learned positions", True: "positions of sines and cosines"
 def residual_factor(reader: ConfigReader, family: Attends) -> float:
     """What everything that is added to the stream is multiplied by, unless a norm stands behind it."""
     return 1.0 if family.places == "around" else factors_of(reader, family).residual
+
+
+def groups_of(reader: ConfigReader, family: Attends) -> tuple[int, ...]:
+    """How many groups each convolution has, by `Attends.groups`."""
+    usual = (4, 4, 4, 1, 4, 4)
+    return tuple(map(reader.integer, family.groups or (), usual))
+
+
+def eps_of(reader: ConfigReader, family: Attends) -> float:
+    """Of all norms."""
+    return family.fixed_eps or reader.number(family.eps_key, family.eps)
 
 
 def factors_of(reader: ConfigReader, family: Attends) -> Factors:

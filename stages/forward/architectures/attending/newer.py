@@ -98,6 +98,18 @@ NEWER: dict[str, Attends] = {
         max_positions=65536,
         spelling=replace(LLAMA, ln1="attention_layernorm", ln2="feedforward_layernorm"),
     ),
+    "bitnet": Attends(
+        examples="BitNet b1.58 2B4T, its plain weights",
+        eps=1e-5,
+        activation="relu2",
+        kv_heads=5,
+        theta=500000.0,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        has_inner_norms=True,
+        max_positions=2048,
+        spelling=replace(LLAMA, inner_norms=("attn_sub_norm", "ffn_sub_norm")),
+    ),
     "cwm": Attends(
         examples="Code World Model",
         eps=1e-5,

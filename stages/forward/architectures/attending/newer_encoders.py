@@ -143,6 +143,28 @@ NEWER_ENCODERS = {
             ),
         ),
     ),
+    "squeezebert": replace(
+        BERT,
+        examples="SqueezeBERT",
+        looks_ahead=always,
+        groups=(
+            *("q_groups", "k_groups", "v_groups", "post_attention_groups"),
+            *("intermediate_groups", "output_groups"),
+        ),
+        never=BERT.never[:-1],
+        # Norms in layers have this one whatever the config says.
+        always={**BERT.always, "layer_norm_eps": 1e-12},
+        spelling=replace(
+            of_bert("transformer."),
+            layer="transformer.encoder.layers.{}.",
+            attention="",
+            attention_parts=("attention.query", "attention.key", "attention.value"),
+            attention_out="post_attention.conv1d",
+            ln1="post_attention.layernorm",
+            ln2="output.layernorm",
+            mlp_parts=("intermediate.conv1d", "output.conv1d"),
+        ),
+    ),
     "deberta-v2": replace(
         BERT,
         examples="DeBERTa 2 and 3",

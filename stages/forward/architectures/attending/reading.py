@@ -28,7 +28,7 @@ from ..hybrid_families import checked
 from ..hybrid_tensors import Spelling
 from ..mixers import AttentionShape, GatedAttentionShape
 from ..transformer import ConfigReader, RopeConfig
-from .family import Attends, Windows, factors_of, is_behind_padding, residual_factor
+from .family import Attends, Windows, eps_of, factors_of, groups_of, is_behind_padding, residual_factor
 from .turning import ropes_of
 
 __all__ = ["Told", "read_attending"]
@@ -49,7 +49,7 @@ def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) 
     hidden, heads, layers = (
         reader.integer(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
-    eps = family.fixed_eps or reader.number(family.eps_key, family.eps)
+    eps = eps_of(reader, family)
     windows = (family.windows_of or partial(_windows, family=family))(reader, layers=layers)
     if asks_to_look_ahead(reader):
         windows = both_ways(windows)
@@ -154,6 +154,8 @@ def _grouped(told: Told, rope: RopeConfig | None, window: int | None, layer: int
         clip=family.clip and family.clip(reader),
         soft_cap=_soft_cap(reader, family),
         slopes=family.slopes(reader, heads) if family.slopes else (),
+        groups=None if family.groups is None else groups_of(reader, family)[:4],
+        inner_norm_eps=told.eps if family.has_inner_norms else None,
         relative=family.relative and family.relative(reader),
         has_sinks=family.has_sinks,
         growth=_growth(reader, family) if family.has_growth else None,
