@@ -58,10 +58,11 @@ class AttentionMixer:
     """A mixer: how a layer makes weights of queries and keys.
 
     scale: what q k^T is multiplied by. window: how many keys back a query sees, itself included; None for
-    all. soft_cap: c tanh(scores / c) before the mask; None for none. sinks: a weight, [head], which the
-    network puts here: scores of a place with nothing in it, that each query may look at. is_bidirectional:
-    whether a query sees later keys as well, up to as far ahead as it sees back. relative: what scores have
-    besides, of queries, keys and the distance between them, which the network puts here.
+    all. is_chunked: whether these lie in its own chunk of so many positions. soft_cap: c tanh(scores / c)
+    before the mask; None for none. sinks: a weight, [head], which the network puts here: scores of a place
+    with nothing in it, that each query may look at. is_bidirectional: whether a query sees later keys as
+    well, up to as far ahead as it sees back. relative: what scores have besides, of queries, keys and the
+    distance between them, which the network puts here.
     """
 
     kind: ClassVar[str] = "attention"
@@ -71,6 +72,7 @@ class AttentionMixer:
     sinks: Any = field(default=None, compare=False, repr=False)
     is_bidirectional: bool = False
     relative: Any = field(default=None, compare=False, repr=False)
+    is_chunked: bool = False
 
     @property
     def is_capped(self) -> bool:

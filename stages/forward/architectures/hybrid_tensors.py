@@ -27,6 +27,7 @@ from .linear_mixers import (
 )
 from .mixers import (
     AttentionShape,
+    DifferentialShape,
     ExpertsShape,
     GatedAttentionShape,
     LatentAttentionShape,
@@ -217,7 +218,7 @@ def _embeddings(config: Shapes) -> dict[str, Stored]:
 
 def _relative_table(config: Shapes) -> dict[str, Stored]:
     """What scores have by distance is made of, for all layers, and its norm."""
-    mixer, spelling = config.blocks[0].mixers[0], config.spelling
+    mixer, spelling = next(iter(config.blocks[0].mixers), None), config.spelling
     if not isinstance(mixer, AttentionShape) or (shape := mixer.relative) is None:
         return {}
     width = mixer.num_attention_heads if shape.terms == ("bias",) else config.hidden_size
@@ -374,6 +375,12 @@ def _attention(shape: AttentionShape, spelling: Spelling, hidden: int) -> Named:
                 yield from _linear(f"relative.{weight}", name, (queries, hidden), bias=True)
     if shape.has_sinks:
         yield "sinks", Stored(f"{room}sinks", (shape.num_attention_heads,))
+
+
+def _differential_attention(shape: DifferentialShape, spelling: Spelling, hidden: int) -> Named:
+    yield from _attention(shape.attention, spelling, hidden)
+    for part in ("q1", "k1", "q2", "k2"):
+        yield f"diff.{part}", Stored(f"{spelling.attention}lambda_{part}", (shape.attention.head_dim,))
 
 
 def _latent_attention(shape: LatentAttentionShape, spelling: Spelling, hidden: int) -> Named:
@@ -540,7 +547,7 @@ def _experts(shape: ExpertsShape, spelling: Spelling, hidden: int) -> Named:
         both = 2 * inner if shape.is_gated else inner
         ending = spelling.expert_ending
         up, down = (both, width), (width, inner)
-        if shape.limits is not None:
+        if shape.limits is not None or shape.is_transposed:
             up, down = up[::-1], down[::-1]
         yield "experts.up", Stored(f"{room}{parts[0]}{ending}", (shape.count, *up))
         factors = _all(shape.count, last)
@@ -684,6 +691,7 @@ def _short_convolution(shape: ShortConvolutionShape, spelling: Spelling, hidden:
 MIXERS: dict[str, Callable[[Any, Spelling, int], Named]] = {
     AttentionShape.kind: _attention,
     GatedAttentionShape.kind: _attention,
+    DifferentialShape.kind: _differential_attention,
     LatentAttentionShape.kind: _latent_attention,
     GatedDeltaShape.kind: _gated_delta,
     LightningShape.kind: _lightning,

@@ -21,6 +21,7 @@ from .transformer import ActivationName, RopeConfig
 __all__ = [
     "AttentionShape",
     "ChannelShape",
+    "DifferentialShape",
     "ExpertsShape",
     "GatedAttentionShape",
     "LatentAttentionShape",
@@ -39,6 +40,7 @@ Routing = Literal[
     "chosen of corrected softmax",
     "sigmoid",
     "sigmoid of chosen",
+    "sigmoid of inputs",
     "sparse mixing",
 ]
 """How experts are chosen and weighed, see networks/mixers/experts.py."""
@@ -146,7 +148,9 @@ class AttentionShape(MixerShape):
     number. is_bidirectional: whether a query sees later keys, too. has_frequencies: whether a checkpoint
     tells what rope turns by. relative: what scores have besides, by distance. inner_norm_eps: of the RMS norm
     of what all heads have read, before it is projected; None for none. groups: of the convolutions of width 1
-    that make queries, keys and values and what comes out; None where these are plain maps.
+    that make queries, keys and values and what comes out; None where these are plain maps. is_chunked:
+    whether a window is a chunk, that begins at a multiple of its size. growth_start: what growth takes the
+    first position for.
     """
 
     kind: ClassVar[str] = "attention"
@@ -179,6 +183,8 @@ class AttentionShape(MixerShape):
     relative: RelativeShape | None = later(None, everywhere=True)
     inner_norm_eps: float | None = later(None, everywhere=True)
     groups: tuple[int, ...] | None = later(None, everywhere=True)
+    is_chunked: bool = later(False, everywhere=True)
+    growth_start: int = later(0, everywhere=True)
 
     def __post_init__(self) -> None:
         if self.slopes and self.num_kv_heads != self.num_attention_heads:
@@ -196,7 +202,13 @@ class AttentionShape(MixerShape):
     def fact(self) -> AttentionMixer:
         """See `MixerShape`."""
         scale = self.scale or 1 / math.sqrt(self.head_dim)
-        return AttentionMixer(scale, self.window, self.soft_cap, is_bidirectional=self.is_bidirectional)
+        return AttentionMixer(
+            scale,
+            self.window,
+            self.soft_cap,
+            is_bidirectional=self.is_bidirectional,
+            is_chunked=self.is_chunked,
+        )
 
     @property
     def heads(self) -> Heads:
@@ -246,6 +258,53 @@ class GatedAttentionShape(AttentionShape):
     def heads(self) -> Heads:
         """See `AttentionShape`."""
         return replace(super().heads, is_gated=True, gates_beside=not self.has_gate_projection)
+
+
+@dataclass(frozen=True)
+class DifferentialShape(MixerShape):
+    """Attention of pairs of heads, of which one pattern is taken from the other (Ye et al., Differential
+    Transformer, 2024, section 2.1).
+
+    attention: its queries, keys, values and output. start: what lambda is without what it learns. norm_eps:
+    of the norm of what a pair has read.
+    """
+
+    kind: ClassVar[str] = "differential_attention"
+    points: ClassVar[tuple[str, ...]] = (*_ATTENTION[:-2], "diff_read", "diff_z")
+    reaches_later: ClassVar[frozenset[str]] = AttentionShape.reaches_later
+
+    attention: AttentionShape
+    start: float
+    norm_eps: float
+
+    def __post_init__(self) -> None:
+        if self.attention.num_kv_heads % 2:
+            raise ConfigError(
+                f"expected an even num_key_value_heads, whose halves differential attention reads, found "
+                f"{self.attention.num_kv_heads}; correct config.json, or fetch it again"
+            )
+
+    @property
+    def fact(self) -> AttentionMixer:
+        """See `MixerShape`."""
+        return self.attention.fact
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """See `MixerShape`."""
+        return self.attention.rope
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `MixerShape`."""
+        pairs = self.attention.num_attention_heads // 2
+        own = {"diff_head": pairs, "diff_value": 2 * self.attention.head_dim}
+        return self.attention.axis_sizes | own
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """As attention's, with values and what is read twice as wide."""
+        heads = self.attention.num_attention_heads + self.attention.num_kv_heads
+        return self.attention.bytes_per_token(itemsize) + itemsize * 4 * heads * self.attention.head_dim
 
 
 @dataclass(frozen=True)
@@ -460,7 +519,8 @@ class ExpertsShape(ChannelShape):
     sum_eps: of sigmoid routing, what is added to scores to choose by, and to their sum. factor: of what comes
     out. has_routed_bias: of the router and of routed experts. limits: of experts whose gate is x sigmoid(a
     x), this a, and how large gate and up projection may be; their rows then take turns in tensors kept as
-    [in, out]. jitter: of sparse mixing, how near another score may be and count.
+    [in, out]. jitter: of sparse mixing, how near another score may be and count. is_transposed: whether
+    tensors of all experts are kept as [in, out].
     """
 
     kind: ClassVar[str] = "experts"
@@ -486,6 +546,7 @@ class ExpertsShape(ChannelShape):
     has_routed_bias: bool = later(False, everywhere=True)
     limits: tuple[float, float] | None = later(None, everywhere=True)
     jitter: float = later(0.0, everywhere=True)
+    is_transposed: bool = later(False, everywhere=True)
 
     def __post_init__(self) -> None:
         if self.chosen > self.count:

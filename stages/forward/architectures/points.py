@@ -11,7 +11,8 @@ that attend: ``ssm_head``, ``ssm_key``, ``ssm_value``; ``ssm_group`` counts head
 of Mamba-1 is one channel, of one value. So have mixers that write values under keys into a state and read it
 with queries, all of which are of one room, ``linear``: gated delta nets, lightning attention, gated linear
 units; ``linear_group`` counts heads that share queries and keys. In latent attention, keys and values of a
-head differ in width, so that it has a room of its own but for scores and pattern.
+head differ in width, so that it has a room of its own but for scores and pattern. In differential attention
+pairs of heads (``diff_head``) read values of both halves of the key heads (``diff_value``).
 
 An mLSTM (xLSTM) has a room of its own as well, as what it keeps is wider than its values: ``mlstm_cell``
 counts the columns of values, then the normaliser, then the logarithm of what both are over, in every row.
@@ -56,6 +57,8 @@ KEYS = ("batch", "head", "position", "key")
 VALUES = ("batch", "head", "position", "value")
 LATENT_KEYS = ("batch", "head", "position", "latent_key")
 LATENT_VALUES = ("batch", "head", "position", "latent_value")
+DIFF_VALUES = ("batch", "head", "position", "diff_value")
+DIFF_PAIRS = ("batch", "diff_head", "position", "diff_value")
 SSM_GROUPS = ("batch", "ssm_group", "position", "ssm_key")
 SSM_VALUES = ("batch", "ssm_head", "position", "ssm_value")
 MLSTM_KEYS = ("batch", "mlstm_head", "position", "mlstm_key")
@@ -154,6 +157,10 @@ def _latent(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
     return _recurrent(name, dims, meaning, room="latent")
 
 
+def _diff(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
+    return _recurrent(name, dims, meaning, room="diff")
+
+
 def _shared(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
     return _recurrent(name, dims, meaning, room="shared")
 
@@ -230,6 +237,8 @@ KINDS: tuple[HookKind, ...] = (
         "z W_O per head; sum over heads + bias = attention output before any post-norm",
     ),
     _latent("z", LATENT_VALUES, "pattern-weighted values per head, before the output projection"),
+    _diff("read", DIFF_VALUES, "differential attention: pattern-weighted values of a head, of both halves"),
+    _diff("z", DIFF_PAIRS, "what a pair of heads has read: one less lambda times the other, normed"),
     _shared("attn_out", HIDDEN, "what attention of a shared block gives, which its MLP alone reads"),
     _shared("out", HIDDEN, "what a shared block adds to what its layer's mixer reads, not to the stream"),
     _recurrent("r", KEYS, "receptance: what reads the state"),
@@ -416,7 +425,7 @@ BY_NAME = {kind.name: kind for kind in KINDS}
 _OF_OTHERS = frozenset(
     kind.name
     for kind in KINDS
-    if re.search(r"\b(rwkv|ssm|linear|mlstm|conv|latent|shared|rnn|head)\.", kind.path)
+    if re.search(r"\b(rwkv|ssm|linear|mlstm|conv|latent|diff|shared|rnn|head)\.", kind.path)
 ) | {
     "pre_norm",
     "attn_gate",
@@ -442,6 +451,7 @@ _MIXERS = {
     ".mlstm.": "an mLSTM",
     ".conv.": "a short convolution",
     ".latent.": "latent attention",
+    ".diff.": "differential attention",
 }
 _LISTED = 8
 """Layers a message lists."""
@@ -514,6 +524,7 @@ class HookPoint:
     linear_alpha_raw, linear_effective_attn = _At("linear_alpha_raw"), _At("linear_effective_attn")
     latent_q, latent_c, latent_k = _At("latent_q"), _At("latent_c"), _At("latent_k")
     latent_v, latent_z = _At("latent_v"), _At("latent_z")
+    diff_read, diff_z = _At("diff_read"), _At("diff_z")
     mlstm_gate, mlstm_q, mlstm_k, mlstm_v = _At("mlstm_gate"), _At("mlstm_q"), _At("mlstm_k"), _At("mlstm_v")
     mlstm_input, mlstm_log_decay, mlstm_decay = _At("mlstm_input"), _At("mlstm_log_decay"), _At("mlstm_decay")
     mlstm_write, mlstm_state_seq = _At("mlstm_write"), _At("mlstm_state_seq")

@@ -94,6 +94,11 @@ class AttentionSizes(Protocol):
         ...
 
     @property
+    def growth_start(self) -> int:
+        """What they take the first position for."""
+        ...
+
+    @property
     def inner_norm_eps(self) -> float | None:
         """Of the norm of what all heads have read; None for none."""
         ...
@@ -111,20 +116,38 @@ def linear(x: Tensor, part: Linear | None) -> Tensor:
     return made if part.low is None else made + product(product(x, part.low[0]), part.low[1])
 
 
-def causal(length: int, window: int | None, device: torch.device, *, newest: int | None = None) -> Tensor:
-    """Bool [query, key]: key <= query, and query - key < window where there is one; queries of the newest
-    positions only, or all."""
+def causal(
+    length: int,
+    window: int | None,
+    device: torch.device,
+    *,
+    newest: int | None = None,
+    is_chunked: bool = False,
+) -> Tensor:
+    """Bool [query, key]: key <= query, and query - key < window where there is one, or both in one chunk of
+    that size; queries of the newest positions only, or all."""
     place = torch.arange(length, device=device)
-    distance = place[length - (newest or length) :, None] - place[None, :]
-    seen = distance >= 0
-    return seen if window is None else seen & (distance < window)
+    queries = place[length - (newest or length) :, None]
+    return within(queries, place, queries >= place, window, is_chunked=is_chunked)
+
+
+def within(
+    queries: Tensor, keys: Tensor, seen: Tensor, window: int | None, *, is_chunked: bool = False
+) -> Tensor:
+    """What is seen of keys at some places from queries at others, within a window, or a chunk of that size;
+    on both sides where more than what comes before is seen."""
+    if window is None:
+        return seen
+    if is_chunked:
+        return seen & (queries // window == keys // window)
+    return seen & ((queries - keys).abs() < window)
 
 
 def visible(length: int, how: AttentionMixer, device: torch.device) -> Tensor | None:
     """Bool [query, key], where a whole prompt may look; None where that is all that is plain (`plainly`)."""
     if how.window is None or how.window >= length:
         return None
-    seen = causal(length, how.window, device)
+    seen = causal(length, how.window, device, is_chunked=how.is_chunked)
     return seen | seen.T if how.is_bidirectional else seen
 
 
@@ -155,7 +178,7 @@ def attention(
     if sizes.norms_behind_rope:
         q, k = (_normed(x, norm, sizes) for x, norm in ((q, weights.q_norm), (k, weights.k_norm)))
     if sizes.growth is not None:
-        q = _grown(q, sizes.growth, history)
+        q = _grown(q, sizes.growth, sizes.growth_start, history)
     q, k = taps("rot_q", layer, q), taps("rot_k", layer, k)
     if sizes.slopes:
         q, k = _sloped(q, k, sizes, how.scale, history)
@@ -271,11 +294,11 @@ def _normed_together(z: Tensor, norm: NormWeights, eps: float) -> Tensor:
     return heads
 
 
-def _grown(q: Tensor, growth: tuple[float, int], history: History) -> Tensor:
-    """Queries [B, H, kept, dh] times 1 + b log(1 + floor(p / n)) of their positions p (Llama 4, which keeps
-    attention as sharp as it is in short texts)."""
+def _grown(q: Tensor, growth: tuple[float, int], start: int, history: History) -> Tensor:
+    """Queries [B, H, kept, dh] times 1 + b log(1 + floor(p / n)) of their positions p, counted from a start
+    (Llama 4, which keeps attention as sharp as it is in short texts)."""
     share, length = growth
-    places = history.kept(history.positions[:, None].float())
+    places = history.kept(history.positions[:, None].float()) + start
     return q * (1 + share * torch.log(1 + torch.floor(places / length))).to(q.dtype)
 
 

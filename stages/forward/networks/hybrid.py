@@ -33,6 +33,7 @@ from .ends import Ends
 from .history import STREAM, Carried, History, Shares, share_of
 from .kernels.products import product
 from .mixers.attention import GatedAttention, SelfAttention
+from .mixers.differential_attention import DifferentialAttention
 from .mixers.experts import Experts
 from .mixers.gated_delta import GatedDelta
 from .mixers.latent_attention import LatentAttention
@@ -53,6 +54,7 @@ __all__ = ["Hybrid", "block"]
 
 MIXERS: dict[str, Callable[[Any, LayerTensors], Mixer]] = {
     "attention": SelfAttention,
+    "differential_attention": DifferentialAttention,
     "gated_attention": GatedAttention,
     "gated_delta": GatedDelta,
     "latent_attention": LatentAttention,

@@ -10,7 +10,7 @@ Axes: [B, H, query, key]; row = of the table, by distance.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -20,16 +20,15 @@ from ..architectures.mixers import AttentionShape, RelativeShape
 from .kernels.products import product
 from .weights import AttentionWeights, Linear
 
-if TYPE_CHECKING:
-    from .mixers.mixer import LayerTensors
-
 __all__ = ["Relative"]
 
 
 class Relative:
     """What the scores of one layer have besides."""
 
-    def __init__(self, shape: AttentionShape, weights: AttentionWeights, tensors: LayerTensors) -> None:
+    def __init__(
+        self, shape: AttentionShape, weights: AttentionWeights, tensors: Mapping[str, Tensor]
+    ) -> None:
         assert shape.relative is not None
         self.shape, self._scale, self._heads = shape.relative, shape.fact.scale, shape.num_attention_heads
         self._table, self._norm = tensors["relative"], tensors.get("relative_norm")
@@ -66,7 +65,7 @@ class Relative:
         return made
 
 
-def _linear(tensors: LayerTensors, name: str) -> Linear | None:
+def _linear(tensors: Mapping[str, Tensor], name: str) -> Linear | None:
     return Linear(tensors[name], tensors[f"{name}.bias"]) if name in tensors else None
 
 

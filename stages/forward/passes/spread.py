@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import RopeConfig
-from ..networks.attention import attend
+from ..networks.attention import attend, within
 from ..networks.history import Carried
 from ..networks.recurrences.recurrence import Recurrence
 from ..networks.rope import rope_tables
@@ -147,13 +147,13 @@ class BranchHistory:
         size, window = group.keys.shape[1], how.window
         if group.is_whole and (window is None or window >= size):
             return None
-        places = torch.arange(size, device=self._device)
-        distance = torch.from_numpy(group.positions).to(self._device)[:, None, :, None] - places
-        seen = distance >= 0
+        keys = torch.arange(size, device=self._device)
+        queries = torch.from_numpy(group.positions).to(self._device)[:, None, :, None]
+        seen = queries >= keys
         if how.is_bidirectional:
             lengths = torch.tensor(group.lengths, device=self._device)[:, None, None, None]
-            seen, distance = places.expand_as(distance) < lengths, distance.abs()
-        return seen if window is None else seen & (distance < window)
+            seen = (keys < lengths).expand_as(seen)
+        return within(queries, keys, seen, window, is_chunked=how.is_chunked)
 
     def _groups(
         self, layer: int, how: AttentionMixer, of_a_key: int, of_a_score: int

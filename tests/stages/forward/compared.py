@@ -43,6 +43,7 @@ def outputs_of(reference: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[to
         streams.append(output[0] if isinstance(output, tuple | list) else output)
 
     body = reference.base_model
+    body = body.model if body is reference and hasattr(body, "model") else body
     body = next((getattr(body, name) for name in ("decoder", "transformer") if hasattr(body, name)), body)
     body = body if hasattr(body, "layers") else getattr(body, "encoder", body)
     names = ("layers", "h", "blocks", "layer", "albert_layer_groups")

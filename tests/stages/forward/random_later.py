@@ -11,7 +11,17 @@ from .random_models import CONTEXT
 
 LAYERS = 3
 Draw = Callable[[random.Random], dict[str, Any]]
-AXES = ("bitnet", "bloom", "deepseek_v2", "gpt_oss", "ministral3", "nanochat", "openai-gpt")
+AXES = (
+    "bitnet",
+    "bloom",
+    "deepseek_v2",
+    "diffllama",
+    "gpt_oss",
+    "llama4_text",
+    "ministral3",
+    "nanochat",
+    "openai-gpt",
+)
 """Families that between them have what is new in these."""
 
 
@@ -91,6 +101,30 @@ def _apertus(rng: random.Random) -> dict[str, Any]:
 
 def _bitnet(rng: random.Random) -> dict[str, Any]:
     return _dense("attention_bias", wide_heads=False)(rng) | {"hidden_act": rng.choice(["relu2", "silu"])}
+
+
+def _diffllama(rng: random.Random) -> dict[str, Any]:
+    heads, kv = rng.choice([(2, 2), (4, 2), (4, 4)])
+    own = {"num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 8, "lambda_std_dev": 0.5}
+    return _dense("attention_bias")(rng) | own
+
+
+def _llama4(rng: random.Random) -> dict[str, Any]:
+    """Chunks, and lengths at which queries grow, that prompts go beyond."""
+    own = {
+        "intermediate_size_mlp": 28,
+        "num_local_experts": 4,
+        "num_experts_per_tok": rng.choice([1, 2]),
+        "interleave_moe_layer_step": rng.choice([1, 2]),
+        "attention_chunk_size": rng.choice([5, 16, 500]),
+        "floor_scale": rng.choice([7, 20]),
+        "attn_scale": 0.3,
+        "no_rope_layers": rng.choice([[1, 0, 1], [0, 1, 1], [1, 1, 0]]),
+        "rope_parameters": {"rope_type": "default", "rope_theta": rng.choice([1e4, 300.0])},
+    }
+    flags = bias(rng, "use_qk_norm", "attn_temperature_tuning", "attention_bias")
+    listed = {"layer_types": ["chunked_attention"] * LAYERS} if rng.random() < 0.2 else {}
+    return tied_or_not(rng) | rms(rng) | own | flags | listed
 
 
 def _cwm(rng: random.Random) -> dict[str, Any]:
@@ -505,6 +539,7 @@ DRAWS: dict[str, Draw] = {
     "cwm": _cwm,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "diffllama": _diffllama,
     "dots1": _dots,
     "ernie4_5": _dense("use_bias"),
     "ernie4_5_moe": _ernie,
@@ -525,6 +560,7 @@ DRAWS: dict[str, Draw] = {
     "iquestcoder": _dense("attention_bias", "mlp_bias"),
     "jais2": _jais,
     "kolibri1": _kolibri,
+    "llama4_text": _llama4,
     "mellum": _mellum,
     "minicpm3": _minicpm,
     "ministral3": _ministral,

@@ -146,6 +146,8 @@ class Attends(Family):
     """Whether heads are multiplied by gates with a projection of their own."""
     has_growth: bool = False
     """Whether queries grow with positions, as rope_parameters say."""
+    words: tuple[str, ...] = ()
+    """About its attention, besides what fields say."""
     caps_scores: bool = False
     """Whether the first of soft_caps is followed."""
     types: Callable[[ConfigReader, int], list[str]] | None = None
@@ -236,6 +238,7 @@ def described_attending(model_type: str, family: Attends) -> dict[str, str]:
         "scores by distance" if family.relative else "",
         "sinks" if family.has_sinks else "",
         "queries grow with positions" if family.has_growth else "",
+        *family.words,
         "layers share weights" if family.sources else "",
         "" if family.looks_ahead is asks_to_look_ahead else "looks both ways",
     )

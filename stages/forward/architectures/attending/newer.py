@@ -5,12 +5,15 @@ Border: never imports torch. How a row is read is told in reading.py.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from ..linear_families import LLAMA
+from ..mixers import DifferentialShape
 from ..transformer import ConfigReader, RopeConfig
 from .family import Attends, Factors
 from .layers import but_every, none_in_every, windows_in_upper_layers
+from .reading import Told, grouped
 from .turning import rope_of_family
 
 __all__ = ["NEWER", "stretched_by_alpha"]
@@ -26,6 +29,12 @@ def stretched_by_alpha(reader: ConfigReader, family: Attends, head_dim: int) -> 
     theta = rope.number("rope_theta", reader.number("rope_theta", family.theta))
     reader.read |= {"rope_parameters", "rope_scaling"}
     return RopeConfig(theta * rope.number("alpha") ** (head_dim / (head_dim - 2)), head_dim)
+
+
+def _differential(told: Told, rope: RopeConfig | None, window: int | None, layer: int) -> DifferentialShape:
+    """Of DiffLlama, whose lambda begins larger in later layers (Ye et al., 2024, section 2.1)."""
+    start = 0.8 - 0.6 * math.exp(-0.3 * layer)
+    return DifferentialShape(grouped(told, rope, window, layer), start, told.eps)
 
 
 def _backwards(reader: ConfigReader, family: Attends, head_dim: int) -> RopeConfig:
@@ -148,6 +157,15 @@ NEWER: dict[str, Attends] = {
         mlp_bias="mlp_bias",
         tied=True,
         max_positions=8192,
+    ),
+    "diffllama": Attends(
+        examples="DiffLlama",
+        eps=1e-5,
+        mixer=_differential,
+        words=("pairs of heads of which one is taken from the other",),
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        max_positions=2048,
     ),
     "hunyuan_v1_dense": Attends(
         examples="Hunyuan, dense",

@@ -31,7 +31,7 @@ from ..transformer import ConfigReader, RopeConfig
 from .family import Attends, Windows, eps_of, factors_of, groups_of, is_behind_padding, residual_factor
 from .turning import ropes_of
 
-__all__ = ["Told", "read_attending"]
+__all__ = ["Told", "grouped", "read_attending"]
 
 TensorShapes = Mapping[str, tuple[int, ...]]
 
@@ -65,7 +65,7 @@ def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) 
 
     def block(layer: int) -> Block:
         return Block(
-            ((family.mixer or _grouped)(told, ropes[layer], windows[layer], layer),),
+            ((family.mixer or grouped)(told, ropes[layer], windows[layer], layer),),
             family.channel_mixer(reader, family, layer),
             family.places,
             is_parallel=is_parallel,
@@ -126,7 +126,7 @@ class Told:
     has_frequencies: bool
 
 
-def _grouped(told: Told, rope: RopeConfig | None, window: int | None, layer: int) -> AttentionShape:
+def grouped(told: Told, rope: RopeConfig | None, window: int | None, layer: int) -> AttentionShape:
     """Attention with grouped queries."""
     reader, family, heads = told.reader, told.family, told.heads
     has_norms = family.qk_norm_key is None or reader.flag(*family.qk_norm_key)
