@@ -220,6 +220,12 @@ def test_greedy_tokens_are_those_of_transformers_with_keys_kept_or_not(family, t
         ("ministral3", {"layer_types": ["full_attention"] * 3}, "expected no layer_types"),
         ("xglm", {"pad_token_id": 2}, "expected pad_token_id below 2, found 2"),
         ("cwm", {"hidden_act": "xielu"}, "expected an activation among"),
+        ("diffllama", {"num_key_value_heads": 1}, "expected an even num_key_value_heads, .* found 1"),
+        (
+            "llama4_text",
+            {"layer_types": ["sliding_attention"] * 3},
+            "chunked_attention or full_attention for",
+        ),
     ],
 )
 def test_what_is_not_followed_is_told(family, told, message):

@@ -409,3 +409,34 @@ def test_llada_is_a_llama_without_its_mask(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw | {"block_type": "sequential"}))
     with pytest.raises(ConfigError, match="expected block_type to be 'llama', found 'sequential'"):
         Model.from_pretrained(tmp_path)
+
+
+def test_a_head_of_the_third_deberta_is_known_by_its_tensors(tmp_path):
+    """Its files do not say that it is no legacy; where they say so it is the reference's."""
+    seed = next(seed for seed in range(9) if not draw("deberta-v2", seed)["legacy"])
+    reference = save_random_encoder(tmp_path, "deberta-v2", seed, tokenizer=False)
+    told = json.loads((tmp_path / "config.json").read_text())
+    assert told.pop("legacy") is False
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    with torch.no_grad():
+        expected = reference(draw_ids(1, 20)).logits
+    assert_near(Model.from_pretrained(tmp_path).forward(draw_ids(1, 20)).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "told", "message"),
+    [
+        ("mpnet", {"pad_token_id": 0}, "expected pad_token_id to be 1, found 0"),
+        ("deberta-v2", {"conv_kernel_size": 3}, "expected conv_kernel_size to be 0, found 3"),
+        ("deberta-v2", {"pos_att_type": "p2p"}, "expected pos_att_type of c2p and p2c, found 'p2p'"),
+        (
+            "deberta-v2",
+            {"legacy": False, "tie_word_embeddings": False},
+            "tie_word_embeddings to be true where",
+        ),
+        ("squeezebert", {"layer_norm_eps": 1e-5}, "expected layer_norm_eps to be 1e-12, found 1e-05"),
+    ],
+)
+def test_what_newer_encoders_do_not_follow_is_told(family, told, message):
+    with pytest.raises(ConfigError, match=message):
+        read({**draw(family, 0), "model_type": family, **told})

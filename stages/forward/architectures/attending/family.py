@@ -23,6 +23,7 @@ __all__ = [
     "Attends",
     "Factors",
     "Layout",
+    "TensorShapes",
     "Windows",
     "dense",
     "eps_of",
@@ -34,6 +35,7 @@ __all__ = [
     "residual_factor",
 ]
 
+TensorShapes = Mapping[str, tuple[int, ...]]
 Windows = Sequence[int | None]
 Layout = Literal["separate", "by part", "by head", "by fourths"]
 
@@ -202,7 +204,7 @@ class Attends(Family):
     """Values that keys must have, for the same reason."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """What keys are called here, by their usual names."""
-    spelling: Spelling | Callable[[ConfigReader], Spelling] = LLAMA
+    spelling: Spelling | Callable[[ConfigReader, TensorShapes], Spelling] = LLAMA
     frequencies: str = ""
     """How the names of tensors end that tell what rope turns by; the first of a checkpoint counts."""
     root: str = ""

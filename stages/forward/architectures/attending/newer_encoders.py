@@ -13,6 +13,7 @@ from ..hybrid_tensors import Spelling
 from ..mixers import RelativeShape
 from ..transformer import ConfigReader
 from .encoders import BERT, OF_BERT, ROBERTA, always, of_bert, of_roberta
+from .family import TensorShapes
 
 __all__ = ["NEWER_ENCODERS"]
 
@@ -61,8 +62,9 @@ def _scale_of_deberta(reader: ConfigReader, layer: int, head_dim: int) -> float:
     return 1 / math.sqrt(head_dim * (1 + len(set(_terms(reader)))))
 
 
-def _spelled_by_deberta(reader: ConfigReader) -> Spelling:
-    """The first head's names, or those of version 3, which always unembeds by the embedding."""
+def _spelled_by_deberta(reader: ConfigReader, shapes: TensorShapes) -> Spelling:
+    """The first head's names, or those of version 3, which always unembeds by the embedding. Its files do not
+    say that they have it; the reference then draws a head at random."""
     found = replace(
         of_bert("deberta."),
         attention_parts=("self.query_proj", "self.key_proj", "self.value_proj"),
@@ -76,14 +78,14 @@ def _spelled_by_deberta(reader: ConfigReader) -> Spelling:
             *(f"mask_predictions.{part}.{end}" for part in _PREDICTED for end in ("weight", "bias")),
         ),
     )
-    if reader.flag("legacy", True):
+    head = "lm_predictions.lm_head"
+    if reader.flag("legacy", f"{head}.dense.weight" not in shapes):
         return found
     if not reader.flag("tie_word_embeddings", True):
         raise ConfigError(
             f"{reader.source}: expected tie_word_embeddings to be true where legacy is false, as such a "
             "model unembeds by its embedding, found false; correct the file"
         )
-    head = "lm_predictions.lm_head"
     return replace(
         found, head=head, head_bias=f"{head}.bias", transform=(f"{head}.dense", f"{head}.LayerNorm")
     )

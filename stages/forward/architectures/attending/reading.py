@@ -9,7 +9,6 @@ Border: one config; never imports torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,12 +27,19 @@ from ..hybrid_families import checked
 from ..hybrid_tensors import Spelling
 from ..mixers import AttentionShape, GatedAttentionShape
 from ..transformer import ConfigReader, RopeConfig
-from .family import Attends, Windows, eps_of, factors_of, groups_of, is_behind_padding, residual_factor
+from .family import (
+    Attends,
+    TensorShapes,
+    Windows,
+    eps_of,
+    factors_of,
+    groups_of,
+    is_behind_padding,
+    residual_factor,
+)
 from .turning import ropes_of
 
 __all__ = ["Told", "grouped", "read_attending"]
-
-TensorShapes = Mapping[str, tuple[int, ...]]
 
 
 def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) -> HybridConfig:
@@ -238,7 +244,7 @@ def _refuse(reader: ConfigReader, family: Attends) -> None:
 def _rooted(reader: ConfigReader, family: Attends, shapes: TensorShapes) -> Spelling:
     """The names of tensors, with or without what the reference writes before them; of norms, old or new."""
     root = family.root
-    spelling = family.spelling if isinstance(family.spelling, Spelling) else family.spelling(reader)
+    spelling = family.spelling if isinstance(family.spelling, Spelling) else family.spelling(reader, shapes)
     if family.may_have_old_norms and any(name.endswith("LayerNorm.gamma") for name in shapes):
         spelling = replace(spelling, has_old_norms=True)
     if family.frequencies and not is_behind_padding(reader, family):
