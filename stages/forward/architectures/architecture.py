@@ -164,9 +164,10 @@ class Layer:
     """Facts of one layer.
 
     mixer: what mixes positions. channel_mixer: what does not; None for neither. norms: "before" what each of
-    them reads, "after" it, of what it adds, or "around" it, of both; "of stream" where what is normed becomes
-    the stream, be it what they read or the sum of that and what they add. is_parallel: whether both read the
-    stream that enters.
+    them reads, "after" it, of what it adds, or "around" it, of both; "of stream" where the stream is not the
+    sum of what was added: what is normed becomes the stream, be it what they read or the sum of that and what
+    they add, or the stream is multiplied as it is carried. is_parallel: whether both read the stream that
+    enters.
     """
 
     mixer: Mixer

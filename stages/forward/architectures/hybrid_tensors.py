@@ -59,12 +59,13 @@ class Spelling:
     ln1_post, ln2_post: norms that stand behind what they norm. mixer: of every mixer but attention;
     mixer_norm: of what it has read. attention_norms: of queries and keys. attention_in, attention_out:
     queries, keys and values as one, and the output projection; attention_parts: of queries, keys and values
-    apart. inner_norms: of what heads have read, and of what an MLP has inside. relative, relative_norm: a
-    table by distance, and its norm; relative_parts: what makes queries and keys of it. mlp_parts: gate and up
-    projection (or both as one, or only up), and down projection. expert_ending: behind the names of tensors
-    that hold all experts. correction: of the scores of experts, behind the router's name if it begins with a
-    dot. block, after_block: of a block that layers share; of what is a layer's own behind one. is_transposed:
-    whether matrices of attention and MLP are kept as [in, out].
+    apart. gains: what the stream is multiplied by, where attention and MLP add to it. inner_norms: of what
+    heads have read, and of what an MLP has inside. relative, relative_norm: a table by distance, and its
+    norm; relative_parts: what makes queries and keys of it. mlp_parts: gate and up projection (or both as
+    one, or only up), and down projection. expert_ending: behind the names of tensors that hold all experts.
+    correction: of the scores of experts, behind the router's name if it begins with a dot. block,
+    after_block: of a block that layers share; of what is a layer's own behind one. is_transposed: whether
+    matrices of attention and MLP are kept as [in, out].
     """
 
     embed: str = "model.embed_tokens"
@@ -92,6 +93,7 @@ class Spelling:
     attention_out: str = "o_proj"
     attention_in: str = ""
     attention_parts: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
+    gains: tuple[str, str] = ("", "")
     inner_norms: tuple[str, str] = ("", "")
     relative: str = ""
     relative_norm: str = ""
@@ -123,6 +125,8 @@ class _Block(Protocol):
     def post_factor(self) -> float: ...
     @property
     def source(self) -> int | None: ...
+    @property
+    def has_gains(self) -> bool: ...
 
 
 class Shapes(Protocol):
@@ -300,6 +304,8 @@ def _inside(config: Shapes, block: _Block) -> Named:
     for name in block.norm_names:
         factor = block.post_factor if name.endswith("_post") else 1.0
         yield from _norm(name, getattr(spelling, name), config, has_bias=biased, factor=factor).items()
+    for half, name in zip("12", spelling.gains if block.has_gains else (), strict=False):
+        yield f"carry.{half}", Stored(name, (hidden,))
     for shape in block.mixers:
         yield from MIXERS[shape.kind](shape, spelling, hidden)
     if block.channel_mixer is not None:
@@ -365,6 +371,9 @@ def _attention(shape: AttentionShape, spelling: Spelling, hidden: int) -> Named:
             yield weight, Stored(f"{room}{name}.weight", (width,), constant=constant)
             if shape.norm_type == "layer" and shape.has_norm_bias:
                 yield f"{weight}.bias", Stored(f"{room}{name}.bias", (width,))
+    if shape.rises_by_values:
+        yield "rise.gain", Stored(f"{room}A", (shape.num_kv_heads,))
+        yield from _linear("rise", f"{room}dt_proj", (shape.num_kv_heads, keys), bias=shape.qkv_bias)
     if shape.inner_norm_eps is not None:
         yield "z_norm", Stored(f"{room}{spelling.inner_norms[0]}.weight", (queries,))
     if shape.relative is not None and not shape.relative.shares_maps:

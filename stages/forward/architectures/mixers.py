@@ -150,7 +150,7 @@ class AttentionShape(MixerShape):
     of what all heads have read, before it is projected; None for none. groups: of the convolutions of width 1
     that make queries, keys and values and what comes out; None where these are plain maps. is_chunked:
     whether a window is a chunk, that begins at a multiple of its size. growth_start: what growth takes the
-    first position for.
+    first position for. rises_by_values: whether scores rise by what the values of a key say.
     """
 
     kind: ClassVar[str] = "attention"
@@ -185,6 +185,7 @@ class AttentionShape(MixerShape):
     groups: tuple[int, ...] | None = later(None, everywhere=True)
     is_chunked: bool = later(False, everywhere=True)
     growth_start: int = later(0, everywhere=True)
+    rises_by_values: bool = later(False, everywhere=True)
 
     def __post_init__(self) -> None:
         if self.slopes and self.num_kv_heads != self.num_attention_heads:

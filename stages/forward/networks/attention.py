@@ -182,6 +182,8 @@ def attention(
     q, k = taps("rot_q", layer, q), taps("rot_k", layer, k)
     if sizes.slopes:
         q, k = _sloped(q, k, sizes, how.scale, history)
+    if weights.rise is not None:
+        q, k = _risen(q, k, v, weights, how.scale)
     z = history.attend(layer, q, k, v, how)
     if weights.z_norm is not None and sizes.inner_norm_eps is not None:
         z = _normed_together(z, weights.z_norm, sizes.inner_norm_eps)
@@ -312,6 +314,15 @@ def _sloped(
     rises = (slopes[:, None] * history.positions).to(k.dtype)[:, :, None]
     wider = torch.cat([k, rises.expand(k.shape[0], -1, -1, -1)], dim=-1)
     return torch.cat([q, torch.full_like(q[..., :1], 1 / scale)], dim=-1), wider
+
+
+def _risen(q: Tensor, k: Tensor, v: Tensor, weights: AttentionWeights, scale: float) -> tuple[Tensor, Tensor]:
+    """The same, of what the values [B, Hk, token, dh] of a key say: e^(a softplus(w v)) for each key head
+    (Shi et al., Trainable Dynamic Mask Sparse Attention, 2025, section 3)."""
+    assert weights.rise_gain is not None  # whoever has the map has both
+    told = F.softplus(linear(v.transpose(1, 2).flatten(2), weights.rise))
+    rises = torch.exp(weights.rise_gain * told).transpose(1, 2)[..., None]
+    return torch.cat([q, torch.full_like(q[..., :1], 1 / scale)], dim=-1), torch.cat([k, rises], dim=-1)
 
 
 def turned(q: Tensor, k: Tensor, rope: RopeConfig | None, history: History) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ Axes: [B, token, channel].
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from .mixers.linear_attention import LinearAttention
 from .mixers.linear_unit import LinearUnit
 from .mixers.mamba import Mamba
 from .mixers.mamba2 import Mamba2
-from .mixers.mixer import ChannelMixer, LayerTensors, Mixer
+from .mixers.mixer import ChannelMixer, LayerTensors, Mixer, own
 from .mixers.mlp import Mlp
 from .mixers.mlstm import Mlstm
 from .mixers.shared_block import SharedBlock
@@ -82,6 +82,8 @@ class HybridLayer:
     channel_mixer: ChannelMixer | None
     norms: Mapping[str, NormWeights]
     shared: SharedBlock | None = None
+    gains: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the stream is multiplied by where something is added to it, "1" and "2"."""
 
 
 def block(take: Take, config: HybridConfig, layer: int) -> HybridLayer:
@@ -97,7 +99,7 @@ def block(take: Take, config: HybridConfig, layer: int) -> HybridLayer:
     channel = shape.channel_mixer
     channel_mixer = None if channel is None else CHANNEL_MIXERS[channel.kind](channel, found)
     shared = None if shape.shared is None else SharedBlock(shape.shared, found)
-    return HybridLayer(mixers, channel_mixer, norms, shared)
+    return HybridLayer(mixers, channel_mixer, norms, shared, own(found, "carry."))
 
 
 class Hybrid(Ends[HybridConfig, HybridLayer]):
@@ -140,7 +142,8 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
             h, x = self._read(x, "ln1", layer, taps, ahead)
             each = [self._mixed(mixer, h, entering, layer, history, taps) for mixer in part.mixers]
             added = self._added(sum(each[1:], each[0]), "ln1_post", layer, taps)
-            x = self._summed(history.kept(x) + taps("attn_out", layer, added), "ln1", layer, taps)
+            x = self._carried(history.kept(x), "1", layer) + taps("attn_out", layer, added)
+            x = self._summed(x, "ln1", layer, taps)
         else:
             x = history.kept(x)
         if part.channel_mixer is not None:
@@ -150,7 +153,7 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
             else:
                 x = taps("resid_mid", layer, x) if part.mixers else x
                 h, x = self._read(x, "ln2", layer, taps)
-            x = self._summed(x + self._written(h, layer, taps), "ln2", layer, taps)
+            x = self._summed(self._carried(x, "2", layer) + self._written(h, layer, taps), "ln2", layer, taps)
         return {STREAM: x} | {name: history.kept(each) for name, each in beside.items()}
 
     def fed(self, layer: int, x: Tensor, taps: Taps) -> Tensor:
@@ -197,6 +200,11 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
             return self._narrow(x.clone() if name == "ln2" and taps.changes(layer, "mlp_pre") else x), x
         normed = self._normed(x if ahead is None else x + ahead, name, layer, taps)
         return normed, normed * block.carried[name == "ln2"] if block.norms == "of stream" else x
+
+    def _carried(self, x: Tensor, half: str, layer: int) -> Tensor:
+        """The stream as what attention ("1") or the channel mixer ("2") gives is added to it."""
+        gain = self.weights.layers[layer].gains.get(half)
+        return x if gain is None else x * gain
 
     def _summed(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
         """The stream that a sum becomes."""

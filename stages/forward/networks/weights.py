@@ -66,6 +66,9 @@ class AttentionWeights:
     """Rows: queries, then keys, then values."""
     q_norm: NormWeights | None = None
     k_norm: NormWeights | None = None
+    rise: Linear | None = None
+    rise_gain: Tensor | None = None
+    """What scores rise by, of the values of a key: a map to key heads, and a number of each."""
     z_norm: NormWeights | None = None
     """Of what all heads have read together, before it is projected."""
 

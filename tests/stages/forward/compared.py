@@ -59,7 +59,8 @@ def outputs_of(reference: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[to
 
 def normed_sum(model: Model, cache: Any, norm: str, layer: int, total: torch.Tensor) -> torch.Tensor:
     """What becomes the stream where a norm stands on the sum; elsewhere the sum."""
-    if model.config.layers[layer].norms != "of stream":
+    blocks = getattr(model.config, "blocks", None)
+    if blocks is None or blocks[layer].norms != "of sums":
         return total
     unit = (total - total.mean(-1, keepdim=True)) / cache[HookPoint(f"{norm}_scale", layer)]
     assert_near(unit, cache[HookPoint(f"{norm}_normalized", layer)])

@@ -16,6 +16,7 @@ AXES = (
     "bloom",
     "deepseek_v2",
     "diffllama",
+    "doge",
     "gpt_oss",
     "llama4_text",
     "ministral3",
@@ -107,6 +108,11 @@ def _diffllama(rng: random.Random) -> dict[str, Any]:
     heads, kv = rng.choice([(2, 2), (4, 2), (4, 4)])
     own = {"num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 8, "lambda_std_dev": 0.5}
     return _dense("attention_bias")(rng) | own
+
+
+def _doge(rng: random.Random) -> dict[str, Any]:
+    own = {"sliding_window": rng.choice([None, 7]), "keep_window_size": rng.choice([110, 2048])}
+    return _dense("attention_bias", "mlp_bias", wide_heads=False)(rng) | own
 
 
 def _llama4(rng: random.Random) -> dict[str, Any]:
@@ -540,6 +546,7 @@ DRAWS: dict[str, Draw] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "diffllama": _diffllama,
+    "doge": _doge,
     "dots1": _dots,
     "ernie4_5": _dense("use_bias"),
     "ernie4_5_moe": _ernie,

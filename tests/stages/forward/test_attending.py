@@ -65,9 +65,12 @@ def test_the_stream_is_what_layers_add_to_it(family, tmp_path):
     assert_near(cache.logits, model.forward(ids).logits)
     stream = cache[HookPoint.embed()]
     for layer in range(model.config.num_layers):
+        gains = getattr(model.network.weights.layers[layer], "gains", {})
+        stream = stream * gains.get("1", 1)
         stream = normed_sum(model, cache, "ln1", layer, stream + cache[HookPoint.attn_out(layer)])
         if (middle := HookPoint.resid_mid(layer)) in cache:
             assert_near(stream, cache[middle])
+        stream = stream * gains.get("2", 1)
         stream = normed_sum(model, cache, "ln2", layer, stream + cache[HookPoint.mlp_out(layer)])
         assert_near(stream, cache[HookPoint.resid_post(layer)])
         has_middle = not model.config.layers[layer].is_parallel

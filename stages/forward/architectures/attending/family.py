@@ -133,6 +133,12 @@ class Attends(Family):
     """Of queries, keys and values in tensors (`AttentionShape`)."""
     clip: Callable[[ConfigReader], float | None] | None = None
     """The largest entry of queries, keys and values."""
+    rises_by_values: bool = False
+    """Whether scores rise by what the values of a key say."""
+    has_gains: bool = False
+    """Whether the stream is multiplied by weights where something is added to it."""
+    longest: tuple[str, int] | None = None
+    """The key, and its default, of a length beyond which what the reference does is not followed."""
     slopes: Callable[[ConfigReader, int], tuple[float, ...]] | None = None
     """What scores rise by with positions, of so many heads."""
     relative: Callable[[ConfigReader], RelativeShape | None] | None = None
@@ -237,6 +243,7 @@ def described_attending(model_type: str, family: Attends) -> dict[str, str]:
         "beside the MLP" if family.parallel else "",
         _POSITIONS[family.has_position_waves] if has_positions(family) else "",
         "ALiBi" if family.slopes else "",
+        "scores rise by values" if family.rises_by_values else "",
         "scores by distance" if family.relative else "",
         "sinks" if family.has_sinks else "",
         "queries grow with positions" if family.has_growth else "",

@@ -167,6 +167,23 @@ NEWER: dict[str, Attends] = {
         o_bias="attention_bias",
         max_positions=2048,
     ),
+    "doge": Attends(
+        examples="Doge without experts",
+        qk_norms="head",
+        windows="all",
+        window=None,
+        rises_by_values=True,
+        has_gains=True,
+        words=("the stream by gains",),
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        max_positions=2048,
+        # Of more keys the reference leaves out those whose values say least.
+        longest=("keep_window_size", 2048),
+        never=("is_moe",),
+        spelling=replace(LLAMA, gains=("input_residual", "post_attention_residual")),
+    ),
     "hunyuan_v1_dense": Attends(
         examples="Hunyuan, dense",
         eps=1e-5,

@@ -79,6 +79,7 @@ def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) 
             post_factor=factors.residual if family.places == "around" else 1.0,
             source=None if sources is None else sources[layer],
             reads_normed=layer > 0 or not family.skips_first_norm,
+            has_gains=family.has_gains,
         )
 
     blocks = tuple(map(block, range(layers)))
@@ -161,6 +162,7 @@ def grouped(told: Told, rope: RopeConfig | None, window: int | None, layer: int)
         soft_cap=_soft_cap(reader, family),
         slopes=family.slopes(reader, heads) if family.slopes else (),
         groups=None if family.groups is None else groups_of(reader, family)[:4],
+        rises_by_values=family.rises_by_values,
         inner_norm_eps=told.eps if family.has_inner_norms else None,
         relative=family.relative and family.relative(reader),
         has_sinks=family.has_sinks,
@@ -181,6 +183,8 @@ def _positions(reader: ConfigReader, family: Attends) -> tuple[int | None, int, 
     """How many positions there are, None where nothing bounds them; rows of a table of them, and the first's.
     What stands behind the padding counts its rows, not positions."""
     told = family.max_positions and reader.integer("max_position_embeddings", family.max_positions)
+    if told and family.longest is not None:
+        told = min(told, reader.integer(*family.longest))
     if is_behind_padding(reader, family):
         first = reader.integer("pad_token_id", 1, least=0) + 1
         return (told or 0) - first, told or 0, first

@@ -34,7 +34,10 @@ class SelfAttention:
         )
         if shape.turning is not None and shape.has_frequencies:
             shape = replace(shape, turning=replace(shape.turning, frequencies=tensors["frequencies"]))
-        self.weights = AttentionWeights(**{name: part for name, part in parts.items() if name in known})
+        self.weights = AttentionWeights(
+            **{name: part for name, part in parts.items() if name in known},
+            rise_gain=tensors.get("rise.gain"),
+        )
         relative = None if shape.relative is None else Relative(shape, self.weights, tensors)
         self.shape, self._how = shape, replace(shape.fact, sinks=tensors.get("sinks"), relative=relative)
 
