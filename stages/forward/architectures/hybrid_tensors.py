@@ -35,6 +35,7 @@ from .mixers import (
     MambaShape,
     MixerShape,
     MlpShape,
+    RoutedAttentionShape,
     SharedBlockShape,
 )
 
@@ -392,6 +393,15 @@ def _differential_attention(shape: DifferentialShape, spelling: Spelling, hidden
         yield f"diff.{part}", Stored(f"{spelling.attention}lambda_{part}", (shape.attention.head_dim,))
 
 
+def _routed_attention(shape: RoutedAttentionShape, spelling: Spelling, hidden: int) -> Named:
+    room, width = spelling.attention, shape.kv_heads * shape.head_dim
+    yield "moa.router", Stored(f"{room}experts.router.layer.weight", (shape.experts, hidden))
+    yield "moa.q", Stored(f"{room}experts.input_linear.weight", (shape.experts, width, hidden))
+    yield "moa.kv", Stored(f"{room}kv_proj.weight", (2 * width, hidden))
+    yield "moa.out", Stored(f"{room}experts.output_linear.weight", (shape.experts, hidden, width))
+    yield "moa.out.bias", Stored(f"{room}experts.bias", (hidden,))
+
+
 def _latent_attention(shape: LatentAttentionShape, spelling: Spelling, hidden: int) -> Named:
     room, bias, asked = spelling.attention, shape.has_bias, shape.heads * shape.key_size
     if shape.query_rank is None:
@@ -564,6 +574,8 @@ def _experts(shape: ExpertsShape, spelling: Spelling, hidden: int) -> Named:
         if shape.has_routed_bias:
             yield "experts.up.bias", Stored(f"{room}{parts[0]}_bias", (shape.count, both))
             yield "experts.down.bias", Stored(f"{room}{parts[1]}_bias", (shape.count, width))
+    if shape.has_output_bias:
+        yield "experts.out.bias", Stored(f"{room}bias", (hidden,))
     if shape.latent_size:
         into = (shape.latent_size, hidden)
         yield from _linear("experts.into_latent", f"{room}fc1_latent_proj", into, bias=bias)
@@ -702,6 +714,7 @@ MIXERS: dict[str, Callable[[Any, Spelling, int], Named]] = {
     GatedAttentionShape.kind: _attention,
     DifferentialShape.kind: _differential_attention,
     LatentAttentionShape.kind: _latent_attention,
+    RoutedAttentionShape.kind: _routed_attention,
     GatedDeltaShape.kind: _gated_delta,
     LightningShape.kind: _lightning,
     LinearAttentionShape.kind: _linear_attention,

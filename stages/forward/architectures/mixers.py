@@ -30,6 +30,7 @@ __all__ = [
     "MixerShape",
     "MlpShape",
     "RelativeShape",
+    "RoutedAttentionShape",
     "SharedBlockShape",
 ]
 
@@ -309,6 +310,53 @@ class DifferentialShape(MixerShape):
 
 
 @dataclass(frozen=True)
+class RoutedAttentionShape(MixerShape):
+    """A mixture of attention (Zhang et al., Mixture of Attention Heads, 2022, section 3): experts make
+    queries and write what these read; all share keys and values.
+
+    experts, chosen: how many there are, and how many a token is sent to. kv_heads: of keys and values; each
+    expert has as many heads.
+    """
+
+    kind: ClassVar[str] = "routed_attention"
+    points: ClassVar[tuple[str, ...]] = ("moa_router_logits", "moa_weights", *_ATTENTION[:-2], "moa_z")
+    reaches_later: ClassVar[frozenset[str]] = AttentionShape.reaches_later
+
+    experts: int
+    chosen: int
+    kv_heads: int
+    head_dim: int
+    turning: RopeConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.chosen > self.experts:
+            raise ConfigError(
+                f"expected at most {self.experts} experts of attention to be chosen, as there are, found "
+                f"{self.chosen}; correct config.json, or fetch it again"
+            )
+
+    @property
+    def fact(self) -> AttentionMixer:
+        """See `MixerShape`."""
+        return AttentionMixer(1 / math.sqrt(self.head_dim))
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """See `MixerShape`."""
+        return self.turning
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `MixerShape`."""
+        heads = {"head": self.chosen * self.kv_heads, "kv_head": self.kv_heads, "d_head": self.head_dim}
+        return heads | {"expert": self.experts, "slot": self.chosen}
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Queries, with keys and values for each of them, turned and as they were."""
+        return itemsize * 2 * 5 * self.chosen * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
 class LatentAttentionShape(MixerShape):
     """Attention whose keys and values are made of one narrow latent (DeepSeek-V2, 2024, section 2.1).
 
@@ -521,7 +569,8 @@ class ExpertsShape(ChannelShape):
     out. has_routed_bias: of the router and of routed experts. limits: of experts whose gate is x sigmoid(a
     x), this a, and how large gate and up projection may be; their rows then take turns in tensors kept as
     [in, out]. jitter: of sparse mixing, how near another score may be and count. is_transposed: whether
-    tensors of all experts are kept as [in, out].
+    tensors of all experts are kept as [in, out]. has_output_bias: whether a bias is added to what they give
+    together.
     """
 
     kind: ClassVar[str] = "experts"
@@ -548,6 +597,7 @@ class ExpertsShape(ChannelShape):
     limits: tuple[float, float] | None = later(None, everywhere=True)
     jitter: float = later(0.0, everywhere=True)
     is_transposed: bool = later(False, everywhere=True)
+    has_output_bias: bool = later(False, everywhere=True)
 
     def __post_init__(self) -> None:
         if self.chosen > self.count:

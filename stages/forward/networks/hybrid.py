@@ -45,6 +45,7 @@ from .mixers.mamba2 import Mamba2
 from .mixers.mixer import ChannelMixer, LayerTensors, Mixer, own
 from .mixers.mlp import Mlp
 from .mixers.mlstm import Mlstm
+from .mixers.routed_attention import RoutedAttention
 from .mixers.shared_block import SharedBlock
 from .mixers.short_convolution import ShortConvolution
 from .norms import apply_norm, normalise
@@ -64,6 +65,7 @@ MIXERS: dict[str, Callable[[Any, LayerTensors], Mixer]] = {
     "mamba": Mamba,
     "mamba2": Mamba2,
     "mlstm": Mlstm,
+    "routed_attention": RoutedAttention,
     "short_convolution": ShortConvolution,
 }
 CHANNEL_MIXERS: dict[str, Callable[[Any, LayerTensors], ChannelMixer]] = {"mlp": Mlp, "experts": Experts}

@@ -18,6 +18,7 @@ AXES = (
     "diffllama",
     "doge",
     "gpt_oss",
+    "jetmoe",
     "llama4_text",
     "ministral3",
     "nanochat",
@@ -113,6 +114,20 @@ def _diffllama(rng: random.Random) -> dict[str, Any]:
 def _doge(rng: random.Random) -> dict[str, Any]:
     own = {"sliding_window": rng.choice([None, 7]), "keep_window_size": rng.choice([110, 2048])}
     return _dense("attention_bias", "mlp_bias", wide_heads=False)(rng) | own
+
+
+def _jetmoe(rng: random.Random) -> dict[str, Any]:
+    drawn = tied_or_not(rng, wide_heads=False)
+    kept = {k: v for k, v in drawn.items() if k not in ("head_dim", "num_attention_heads", "hidden_act")}
+    own = {
+        "kv_channels": 8,
+        "activation_function": rng.choice(["silu", "gelu_pytorch_tanh"]),
+        "num_local_experts": rng.choice([3, 4]),
+        "num_experts_per_tok": rng.choice([1, 2]),
+        "num_key_value_heads": rng.choice([1, 2]),
+        "rope_parameters": rope(rng),
+    }
+    return kept | own
 
 
 def _llama4(rng: random.Random) -> dict[str, Any]:
@@ -566,6 +581,7 @@ DRAWS: dict[str, Draw] = {
     "internlm3": _internlm,
     "iquestcoder": _dense("attention_bias", "mlp_bias"),
     "jais2": _jais,
+    "jetmoe": _jetmoe,
     "kolibri1": _kolibri,
     "llama4_text": _llama4,
     "mellum": _mellum,

@@ -18,6 +18,7 @@ __all__ = [
     "granite_experts",
     "grouped_experts",
     "hunyuan_experts",
+    "jetmoe_experts",
     "kolibri_experts",
     "limited_experts",
     "llama4_experts",
@@ -96,6 +97,19 @@ def llama4_experts(reader: ConfigReader, family: Attends, layer: int) -> Channel
         shared_size=inner,
         is_listed=False,
         is_transposed=True,
+    )
+
+
+def jetmoe_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
+    """Experts whose tensors are one, and a bias behind them (JetMoE)."""
+    return ExpertsShape(
+        reader.integer("num_local_experts", 8),
+        reader.integer("num_experts_per_tok", 2),
+        reader.integer("intermediate_size", 5632),
+        read_activation(reader, family),
+        routing="softmax of chosen",
+        is_listed=False,
+        has_output_bias=True,
     )
 
 

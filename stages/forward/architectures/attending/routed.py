@@ -10,12 +10,13 @@ from dataclasses import replace
 
 from .....store.errors import ConfigError
 from ..linear_families import LLAMA, OF_MIXTRAL
-from ..mixers import AttentionShape
+from ..mixers import AttentionShape, RoutedAttentionShape
 from ..transformer import ConfigReader, RopeConfig
 from .experts import (
     corrected_experts,
     granite_experts,
     hunyuan_experts,
+    jetmoe_experts,
     kolibri_experts,
     limited_experts,
     llama4_experts,
@@ -70,6 +71,18 @@ def _chunks(reader: ConfigReader, *, layers: int) -> Windows:
 
 
 _CHUNKED = ("chunked_attention", "full_attention")
+
+
+def _of_jetmoe(told: Told, rope: RopeConfig | None, window: int | None, layer: int) -> RoutedAttentionShape:
+    """As many heads of each expert as there are of keys, whatever num_attention_heads says."""
+    reader = told.reader
+    return RoutedAttentionShape(
+        reader.integer("num_local_experts", 8),
+        reader.integer("num_experts_per_tok", 2),
+        reader.integer("num_key_value_heads", 16),
+        told.head_dim,
+        rope,
+    )
 
 
 def _of_llama4(told: Told, rope: RopeConfig | None, window: int | None, layer: int) -> AttentionShape:
@@ -237,6 +250,26 @@ ROUTED: dict[str, Attends] = {
         channel_mixer=kolibri_experts,
         spelling=replace(
             SHARED, ln1_post="post_attn_norm", ln2_post="post_ffn_norm", correction="/moe.router.expert_bias"
+        ),
+    ),
+    "jetmoe": Attends(
+        examples="JetMoE 8B",
+        head_dim=128,
+        kv_heads=16,
+        mixer=_of_jetmoe,
+        words=("experts of attention",),
+        tied=True,
+        max_positions=4096,
+        # Norms in layers have this one whatever the config says.
+        always={"rms_norm_eps": 1e-6},
+        aliases={"head_dim": "kv_channels", "hidden_act": "activation_function"},
+        channel_mixer=jetmoe_experts,
+        spelling=replace(
+            LLAMA,
+            attention="self_attention.",
+            experts="mlp.",
+            router="router.layer",
+            expert_parts=("input_linear", "output_linear"),
         ),
     ),
     "llama4_text": Attends(

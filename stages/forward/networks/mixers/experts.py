@@ -76,6 +76,8 @@ class Experts:
             if self.shape.has_shared_gate:
                 shared = shared * evenly(torch.sigmoid, product(x, w["shared_gate"]))
             found = found + taps("shared_expert_out", layer, shared).flatten(0, 1)
+        if self.shape.has_output_bias:
+            found = found + w["out.bias"]
         return found.view(x.shape)
 
     def _given(self, inner: Tensor, chosen: Tensor, share: Tensor) -> Iterator[Given]:
