@@ -60,13 +60,14 @@ class Spelling:
     ln1_post, ln2_post: norms that stand behind what they norm. mixer: of every mixer but attention;
     mixer_norm: of what it has read. attention_norms: of queries and keys. attention_in, attention_out:
     queries, keys and values as one, and the output projection; attention_parts: of queries, keys and values
-    apart. gains: what the stream is multiplied by, where attention and MLP add to it. inner_norms: of what
-    heads have read, and of what an MLP has inside. relative, relative_norm: a table by distance, and its
-    norm; relative_parts: what makes queries and keys of it. mlp_parts: gate and up projection (or both as
-    one, or only up), and down projection. expert_ending: behind the names of tensors that hold all experts.
-    correction: of the scores of experts, behind the router's name if it begins with a dot. block,
-    after_block: of a block that layers share; of what is a layer's own behind one. is_transposed: whether
-    matrices of attention and MLP are kept as [in, out].
+    apart. attention_biases: of queries and values, where these are beside one tensor of all. gains: what the
+    stream is multiplied by, where attention and MLP add to it. inner_norms: of what heads have read, and of
+    what an MLP has inside. relative, relative_norm: a table by distance, and its norm; relative_parts: what
+    makes queries and keys of it. mlp_parts: gate and up projection (or both as one, or only up), and down
+    projection. expert_ending: behind the names of tensors that hold all experts. correction: of the scores of
+    experts, behind the router's name if it begins with a dot. block, after_block: of a block that layers
+    share; of what is a layer's own behind one. is_transposed: whether matrices of attention and MLP are kept
+    as [in, out].
     """
 
     embed: str = "model.embed_tokens"
@@ -94,6 +95,7 @@ class Spelling:
     attention_out: str = "o_proj"
     attention_in: str = ""
     attention_parts: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
+    attention_biases: tuple[str, ...] = ()
     gains: tuple[str, str] = ("", "")
     inner_norms: tuple[str, str] = ("", "")
     relative: str = ""
@@ -361,6 +363,8 @@ def _attention(shape: AttentionShape, spelling: Spelling, hidden: int) -> Named:
     else:
         name, rows = f"{room}{spelling.attention_in}", queries + 2 * keys
         yield from _linear("qkv", name, (rows, hidden), bias=shape.qkv_bias, transposed=turned)
+    for weight, name in zip("qv", spelling.attention_biases, strict=False):
+        yield f"{weight}.bias", Stored(f"{room}{name}", (queries if weight == "q" else keys,))
     name = f"{room}{spelling.attention_out}"
     factors = _all(hidden, out)
     size_out = (hidden, queries)
@@ -382,7 +386,8 @@ def _attention(shape: AttentionShape, spelling: Spelling, hidden: int) -> Named:
         for term, weight in (("content to position", "k"), ("position to content", "q")):
             if term in shape.relative.terms:
                 name = f"{room}{spelling.relative_parts['qk'.index(weight)]}"
-                yield from _linear(f"relative.{weight}", name, (queries, hidden), bias=True)
+                has_bias = weight == "q" or shape.relative.has_key_bias
+                yield from _linear(f"relative.{weight}", name, (queries, hidden), bias=has_bias)
     if shape.has_sinks:
         yield "sinks", Stored(f"{room}sinks", (shape.num_attention_heads,))
 

@@ -123,7 +123,8 @@ class RelativeShape:
     share rows up to `farthest`, and beyond it one. terms: "bias", a number of each head (Raffel et al., T5,
     2020, section 2.1); "content to position", queries on what a table makes keys of; "position to content",
     keys on what it makes queries of (He et al., DeBERTa, 2021, equation 4). shares_maps: whether that is made
-    by the maps of queries and keys. norm_eps: of the layer norm of the table; None for none.
+    by the maps of queries and keys; has_key_bias: whether a map of its own to keys has one. norm_eps: of the
+    layer norm of the table; None for none.
     """
 
     rows: int
@@ -132,6 +133,7 @@ class RelativeShape:
     terms: tuple[Literal["bias", "content to position", "position to content"], ...]
     shares_maps: bool = False
     norm_eps: float | None = None
+    has_key_bias: bool = True
 
 
 @dataclass(frozen=True)

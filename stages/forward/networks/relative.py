@@ -66,7 +66,7 @@ class Relative:
 
 
 def _linear(tensors: Mapping[str, Tensor], name: str) -> Linear | None:
-    return Linear(tensors[name], tensors[f"{name}.bias"]) if name in tensors else None
+    return Linear(tensors[name], tensors.get(f"{name}.bias")) if name in tensors else None
 
 
 def _rows(back: Tensor, shape: RelativeShape) -> Tensor:

@@ -23,6 +23,7 @@ from mizarr.stages.graph.rows.frozen import require_attention
 from mizarr.stages.logits.attribution import constant_share
 from mizarr.stages.logits.prompt_test import tokens_to_residual_directions
 from mizarr.stages.logits.readout import readout_from_files
+from mizarr.stages.weights.matrices import PlainMatrices
 from mizarr.store.errors import ConfigError, InterventionError, PromptError, ShapeError
 
 from .compared import assert_near, assert_parity, assert_read_by_its_files, draw_ids, normed_sum
@@ -440,3 +441,24 @@ def test_a_head_of_the_third_deberta_is_known_by_its_tensors(tmp_path):
 def test_what_newer_encoders_do_not_follow_is_told(family, told, message):
     with pytest.raises(ConfigError, match=message):
         read({**draw(family, 0), "model_type": family, **told})
+
+
+@pytest.mark.parametrize("family", ["deberta", "squeezebert"])
+def test_matrices_of_heads_are_those_the_network_multiplies_by(family, tmp_path):
+    """Biases beside a tensor of queries, keys and values, and convolutions in groups."""
+    save_random_encoder(tmp_path, family, 1, tokenizer=False)
+    model, files = Model.from_pretrained(tmp_path), resolve(tmp_path)
+    read, weights = (
+        PlainMatrices(files.checkpoint, model.config),
+        model.network.weights.layers[1].mixers[0].weights,
+    )
+    width = model.config.axis_sizes["d_head"]
+    for head in range(model.config.axis_sizes["head"]):
+        rows = slice(head * width, (head + 1) * width)
+        for part in ("q", "k", "v"):
+            found, held = read.projection(part, 1, head), getattr(weights, part)
+            assert torch.equal(torch.from_numpy(found.matrix.T.copy()), held.weight[rows])
+            bias = torch.zeros(width) if held.bias is None else held.bias[rows]
+            assert torch.equal(torch.from_numpy(found.bias), bias)
+        out = torch.from_numpy(read.output(1, head).copy())
+        assert torch.equal(out.T, weights.o.weight[:, rows])

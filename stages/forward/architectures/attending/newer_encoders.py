@@ -57,6 +57,18 @@ def _relative_of_deberta(reader: ConfigReader) -> RelativeShape | None:
     )
 
 
+def _relative_of_first(reader: ConfigReader) -> RelativeShape | None:
+    """The same in the first DeBERTa, which has no buckets, and maps of its own."""
+    told = {key: value for key, value in reader.raw.items() if key not in _LATER}
+    found = _relative_of_deberta(ConfigReader(told, reader.source))
+    reader.read |= {"relative_attention", "max_relative_positions"}
+    return found and replace(found, has_key_bias=False)
+
+
+_LATER = ("position_buckets", "norm_rel_ebd", "share_att_key")
+"""Keys that the first DeBERTa does not read."""
+
+
 def _scale_of_deberta(reader: ConfigReader, layer: int, head_dim: int) -> float:
     """By the width of heads and how many terms a score may have."""
     return 1 / math.sqrt(head_dim * (1 + len(set(_terms(reader)))))
@@ -88,6 +100,16 @@ def _spelled_by_deberta(reader: ConfigReader, shapes: TensorShapes) -> Spelling:
         )
     return replace(
         found, head=head, head_bias=f"{head}.bias", transform=(f"{head}.dense", f"{head}.LayerNorm")
+    )
+
+
+def _spelled_by_first(reader: ConfigReader, shapes: TensorShapes) -> Spelling:
+    """The same, with queries, keys and values as one tensor."""
+    return replace(
+        _spelled_by_deberta(reader, shapes),
+        attention_in="self.in_proj",
+        attention_biases=("self.q_bias", "self.v_bias"),
+        relative_parts=("self.pos_q_proj", "self.pos_proj"),
     )
 
 
@@ -183,3 +205,14 @@ NEWER_ENCODERS = {
     ),
 }
 """model_type -> row."""
+NEWER_ENCODERS["deberta"] = replace(
+    NEWER_ENCODERS["deberta-v2"],
+    examples="DeBERTa 1",
+    layout="by head",
+    qkv_bias=False,
+    words=("biases of queries and values",),
+    relative=_relative_of_first,
+    never=(*BERT.never, "attention_head_size", "z_steps", "talking_head"),
+    always={},
+    spelling=_spelled_by_first,
+)
