@@ -173,6 +173,8 @@ class Attends(Family):
     """A rope told in another way, of heads of some width."""
     usual_rope: Mapping[str, Any] | None = None
     """What rope_parameters are where the config has none."""
+    heads_from: Callable[[ConfigReader], int] | None = None
+    """Heads told in another way."""
     kv_heads_from: Callable[[ConfigReader, int], int] | None = None
     """Key heads told in another way, of so many heads."""
     share: float = 1.0

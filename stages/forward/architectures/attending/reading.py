@@ -52,9 +52,8 @@ def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) 
         family = replace(family, first_position=None)
     refuse_unfollowed(reader, looks_ahead=family.mixer is None, both_ways=family.may_look_both_ways)
     _refuse(reader, family)
-    hidden, heads, layers = (
-        reader.integer(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
-    )
+    hidden, layers = reader.integer("hidden_size"), reader.integer("num_hidden_layers")
+    heads = family.heads_from(reader) if family.heads_from else reader.integer("num_attention_heads")
     eps = eps_of(reader, family)
     windows = (family.windows_of or partial(_windows, family=family))(reader, layers=layers)
     if asks_to_look_ahead(reader):

@@ -74,15 +74,16 @@ _CHUNKED = ("chunked_attention", "full_attention")
 
 
 def _of_jetmoe(told: Told, rope: RopeConfig | None, window: int | None, layer: int) -> RoutedAttentionShape:
-    """As many heads of each expert as there are of keys, whatever num_attention_heads says."""
+    """As many heads of each expert as there are of keys."""
     reader = told.reader
-    return RoutedAttentionShape(
-        reader.integer("num_local_experts", 8),
-        reader.integer("num_experts_per_tok", 2),
-        reader.integer("num_key_value_heads", 16),
-        told.head_dim,
-        rope,
-    )
+    experts, chosen = reader.integer("num_local_experts", 8), reader.integer("num_experts_per_tok", 2)
+    return RoutedAttentionShape(experts, chosen, told.heads // chosen, told.head_dim, rope)
+
+
+def _heads_of_jetmoe(reader: ConfigReader) -> int:
+    """Of all experts that a token is sent to, whatever num_attention_heads says."""
+    reader.read.add("num_attention_heads")
+    return reader.integer("num_key_value_heads", 16) * reader.integer("num_experts_per_tok", 2)
 
 
 def _of_llama4(told: Told, rope: RopeConfig | None, window: int | None, layer: int) -> AttentionShape:
@@ -257,6 +258,7 @@ ROUTED: dict[str, Attends] = {
         head_dim=128,
         kv_heads=16,
         mixer=_of_jetmoe,
+        heads_from=_heads_of_jetmoe,
         words=("experts of attention",),
         tied=True,
         max_positions=4096,
