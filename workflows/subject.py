@@ -189,9 +189,16 @@ class Subject:
 
     def capture_weights(self, tokens: PackedTokens, layers: Sequence[int] | None = None) -> CaptureNode:
         """The node that stores how much positions read of each other, as `attention_kind`, in some layers or
-        in all."""
+        in all. Raises ConfigError for a model whose positions see later ones: what is asked of it looks back.
+        """
         from ..stages.forward.architectures.points import BY_NAME
 
+        if self.config.looks_ahead:
+            raise ConfigError(
+                "expected a model whose positions see no later ones, as questions about attention look back, "
+                f"found {self.name}; capture {BY_NAME[self.attention_kind].path.format('*')!r} and read it "
+                "with ds.mi.attn"
+            )
         path, chosen = BY_NAME[self.attention_kind].path, ["*"] if layers is None else layers
         return self.capture(tokens, *(path.format(layer) for layer in chosen))
 

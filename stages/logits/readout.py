@@ -217,6 +217,8 @@ def read_weight(
     if stored.constant is not None:
         return np.full(stored.shape, stored.constant, np.float32)[every]
     held = checkpoint.array(name)
+    if stored.groups is not None:
+        held = stored.on_diagonal(held, np.zeros((len(held), held.shape[1] * stored.groups), held.dtype))
     held = (held.T if stored.is_transposed else held)[every]
     values = rounded(held if held.ndim == 1 else held[:, across], dtype)
     if stored.plus:

@@ -122,6 +122,9 @@ class PlainMatrices:
         matrix = self._in_layer(layer, weight, rows=rows)
         assert matrix is not None  # every layer that attends has it
         bias = self._in_layer(layer, f"{weight}.bias", rows=rows)
+        if bias is None and weight == "qkv":  # beside the tensor of all, some have one of their own
+            own, rows = _rows(heads, part, head, fused=False)
+            bias = self._in_layer(layer, f"{own}.bias", rows=rows)
         return Affine(matrix.T, np.zeros(len(matrix), np.float32) if bias is None else bias)
 
     def output(self, layer: int, head: int) -> Array:
@@ -271,9 +274,10 @@ def _require_linear(config: Architecture, layer: int, heads: Heads) -> None:
 
 
 def _require_ungated(config: Architecture, layer: int, heads: Heads) -> None:
-    if heads.is_gated:
+    if heads.is_gated or heads.are_normed_together:
+        found = "multiplied by gates" if heads.is_gated else "normed together"
         raise ConfigError(
-            f"expected heads that write what they read, found them multiplied by gates in layer {layer} of "
+            f"expected heads that write what they read, found them {found} in layer {layer} of "
             f"{config.model_type}; no OV circuit follows such heads"
         )
 

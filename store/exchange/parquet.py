@@ -47,9 +47,10 @@ def write_parquet(dataset: xr.Dataset, path: Path, layout: str, note: Mapping[st
         from pyarrow import parquet
     except ImportError as error:
         raise MissingExtra("Parquet needs pyarrow: pip install 'mizarr[corpora]'") from error
-    packed = {"pair": "attention patterns", "prompt_id": "what prompts leave behind"}
+    matrices = dict.fromkeys(("pair", "square"), "attention patterns")
+    packed = {**matrices, "prompt_id": "what prompts leave behind"}
     held = {str(dim) for array in dataset.data_vars.values() for dim in array.dims}
-    refused = held & set(packed) if "token" in dataset.dims else held & {"pair"}
+    refused = held & set(packed) if "token" in dataset.dims else held & set(matrices)
     if other := min(refused, default=None):
         raise ShapeError(
             f"expected variables with one token per number, found {packed[other]} ({other}); leave them out "

@@ -4,8 +4,8 @@ Border: labels only; works on any dataset with the packed layout - opened by us,
 returned by a stage that kept the token axis. Only `numpy` needs to know where the shards lie. What a text, a
 token's string or a span of characters means is told in selection.py.
 
-Axes in: token (packed), pair (packed lower triangles), prompt_id. Axes out: position; query_position,
-key_position; prompt.
+Axes in: token (packed), pair (packed lower triangles), square (packed whole matrices), prompt_id. Axes out:
+position; query_position, key_position; prompt.
 """
 
 from __future__ import annotations
@@ -20,9 +20,17 @@ import xarray as xr
 
 from ..errors import EntryNotFound, PromptError, ShapeError, nearest
 from ..runs.coordinates import ABOUT
+from ..runs.packed import MATRICES, rows_before
 from ..runs.vocabularies import registered_vocabulary
 from .direct import entry_of, unchunked
-from .repacking import exclusive_sum, position_labels, prompt_of_selections, repacked, squared
+from .repacking import (
+    exclusive_sum,
+    matrix_starts,
+    position_labels,
+    prompt_of_selections,
+    repacked,
+    squared,
+)
 from .selection import (
     Chars,
     Indices,
@@ -116,8 +124,9 @@ class PackedAccessor:
         i = int(prompt_rows(self._ds, i, len(self._sizes))[0])
         start, size = self._row(i)
         picked: dict[str, Any] = {"token": slice(start, start + size), "prompt_id": i}
-        if "pair" in self._ds.dims:
-            picked["pair"] = self._pairs(i, size)
+        for axis in MATRICES:
+            if axis in self._ds.dims:
+                picked[axis] = self._pairs(axis, i)
         picked |= prompt_of_selections(self._ds, [i])
         part = self._ds.drop_vars("prompt", errors="ignore").isel(picked)
         position = part["position"].values if "position" in part else np.arange(size, dtype=np.int32)
@@ -189,11 +198,12 @@ class PackedAccessor:
     def attn(self, i: int, variable: str = "pattern") -> xr.DataArray:
         """Attention pattern of prompt `i`: [layer, head, query_position, key_position], in memory.
 
-        Row = attending position, column = attended position; 0 above the diagonal.
+        Row = attending position, column = attended position; 0 above the diagonal, unless positions see later
+        ones.
         """
-        packed = self._variable(variable)
-        _, size = self._row(i)
-        return squared(as_layer(packed).isel(pair=self._pairs(i, size)), size)
+        packed = as_layer(self._variable(variable))
+        axis = "square" if "square" in packed.dims else "pair"
+        return squared(packed.isel({axis: self._pairs(axis, i)}), axis, self._row(i)[1])
 
     def numpy(self, variable: str, layer: int | None, segment: int) -> npt.NDArray[Any]:
         """One shard in its stored dtype, [tokens of the segment, …]: a read-only memory map where it is one
@@ -238,9 +248,10 @@ class PackedAccessor:
             raise PromptError(f"expected a prompt index below {len(self._sizes)}, found {i}")
         return int(self._starts[i]), int(self._sizes[i])
 
-    def _pairs(self, i: int, size: int) -> slice:
-        first = int(self._ds["pair_start"].values[i])
-        return slice(first, first + size * (size + 1) // 2)
+    def _pairs(self, axis: str, i: int) -> slice:
+        """Where the attention matrix of a prompt lies on one of `MATRICES`."""
+        first = int(matrix_starts(self._ds, axis)[i])
+        return slice(first, first + int(rows_before(axis, self._sizes[i], self._sizes[i])))
 
     def _variable(self, name: str) -> xr.DataArray:
         if name not in self._ds.data_vars:

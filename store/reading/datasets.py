@@ -8,7 +8,8 @@ operation touches the pages of the rows it asks for and decodes bfloat16 to floa
 dask, a chunk is one layer of one segment, the unit in which it was written.
 
 Axes: layer (real indices; layers that were not captured are absent), token (all prompts end to end), hidden,
-head, d_head, mlp; pair = lower triangle of each prompt's attention pattern, row by row; prompt_id = prompts.
+head, d_head, mlp; pair = lower triangle of each prompt's attention pattern, row by row; square = all of it,
+of models whose positions see later ones; prompt_id = prompts.
 When variables hold different layers, those of the largest set share `layer` and each other variable has its
 own dimension `layer_<variable>`: an absent layer is never filled with NaN. Likewise tokens: variables of a
 selection lie on `token`, labelled as such, where none with all tokens is opened beside them and no larger

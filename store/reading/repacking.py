@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from ..errors import ShapeError
 from ..runs.coordinates import ABOUT
+from ..runs.packed import MATRICES, rows_before
 from ..runs.selections import AXIS
 
 Indices = npt.NDArray[np.int64]
@@ -25,16 +27,17 @@ def repacked(
     """Some tokens of some prompts, packed anew, lazy; `prompt_id` and `position` keep their numbers.
 
     starts: first token of every prompt of the dataset.  rows: the prompts.  kept: per row, places from its
-    first token.  whole: all tokens are kept, so that attention patterns can come along.
+    first token.  whole: all tokens are kept, so that attention matrices can come along.
     """
     sizes = np.array([len(some) for some in kept], np.int64)
     at = np.concatenate([start + some for start, some in zip(starts[rows], kept, strict=True)])
     picked = {"prompt_id": rows, "token": at}
     fresh = {"row_start": exclusive_sum(sizes), "row_size": sizes}
-    if whole and "pair" in dataset.dims:
-        pairs = sizes * (sizes + 1) // 2
-        picked["pair"] = _ranges(dataset["pair_start"].values[rows], pairs)
-        fresh["pair_start"] = exclusive_sum(pairs)
+    for axis in MATRICES if whole else ():
+        if axis in dataset.dims:
+            pairs = rows_before(axis, sizes, sizes)
+            picked[axis] = _ranges(matrix_starts(dataset, axis)[rows], pairs)
+            fresh |= {"pair_start": exclusive_sum(pairs)} if axis == "pair" else {}
     columns: dict[str, Any] = {name: ("prompt_id", values, ABOUT[name]) for name, values in fresh.items()}
     if "prompt" in dataset.coords:
         numbers = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
@@ -77,12 +80,34 @@ def position_labels(own: npt.NDArray[Any] | None, mask: npt.NDArray[np.bool_]) -
     }
 
 
-def squared(packed: xr.DataArray, size: int) -> xr.DataArray:
-    """Lower triangles of one prompt [..., pair, ...] as [..., query_position, key_position], in memory."""
-    packed = packed.transpose(..., "pair")
+def matrix_starts(dataset: xr.Dataset, axis: str) -> Indices:
+    """First row of each prompt's attention matrix on "pair" or "square", int64 [prompt].
+
+    Raises ShapeError where the axis is not that of these prompts, end to end: of a run of several segments
+    that another reader opened.
+    """
+    if axis == "pair":
+        return np.asarray(dataset["pair_start"].values, np.int64)
+    sizes = dataset["row_size"].values.astype(np.int64)
+    whole = rows_before(axis, sizes, sizes)
+    if int(whole.sum()) != dataset.sizes[axis]:
+        raise ShapeError(
+            f"expected {int(whole.sum())} pairs, those of {len(sizes)} prompts end to end, found "
+            f"{dataset.sizes[axis]}; open the run with mizarr, with all tokens of its prompts"
+        )
+    return exclusive_sum(whole)
+
+
+def squared(packed: xr.DataArray, axis: str, size: int) -> xr.DataArray:
+    """The attention matrix of one prompt, [..., pair or square, ...] as [..., query_position, key_position],
+    in memory."""
+    packed = packed.transpose(..., axis)
     square = np.zeros((*packed.shape[:-1], size, size), packed.dtype)
-    rows, columns = np.tril_indices(size)
-    square[..., rows, columns] = packed.values
+    if axis == "square":
+        square[...] = packed.values.reshape(square.shape)
+    else:
+        rows, columns = np.tril_indices(size)
+        square[..., rows, columns] = packed.values
     dims = (*packed.dims[:-1], "query_position", "key_position")
     coords: dict[Any, Any] = {
         name: coord for name, coord in packed.coords.items() if set(coord.dims) <= set(dims[:-2])

@@ -31,7 +31,7 @@ from ..digest import Buffer, content_digest
 from ..errors import REPAIR, CorruptEntry, EntryNotFound
 from ..files import Folder
 from ..sealed import files_of, read_json, sealed, unsealed
-from .packed import PackedTokens
+from .packed import PackedTokens, rows_before
 from .selections import Selection
 from .shards import ShardLayout, array_metadata, crc32c, read_shard, shard_parts
 
@@ -254,7 +254,7 @@ def _integers(
 def pair_starts(tokens: PackedTokens) -> npt.NDArray[np.int64]:
     """First pair of each prompt's packed attention pattern, int64 [prompt]."""
     starts = np.zeros(tokens.n_prompts, np.int64)
-    np.cumsum((tokens.row_size * (tokens.row_size + 1) // 2)[:-1], out=starts[1:])
+    np.cumsum(rows_before("pair", tokens.row_size, tokens.row_size)[:-1], out=starts[1:])
     return starts
 
 

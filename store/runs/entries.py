@@ -50,7 +50,7 @@ from .shards import DTYPES, ShardLayout, ShardRows, Written, array_metadata, wri
 if TYPE_CHECKING:
     pass
 
-PACKED_AXES = ("token", "pair", "prompt_id", "segment")
+PACKED_AXES = ("token", "pair", "square", "prompt_id", "segment")
 """What an array may have a row for: each token, each pair of tokens, each prompt, each segment (see
 `ArraySpec`); or each token of a selection, on an axis of its name."""
 CELL_MANIFEST = ("variable", "layer", "content", "files")
@@ -65,9 +65,10 @@ class ArraySpec:
     """One variable of a run.
 
     dims: e.g. ("layer", "token", "hidden"); the packed axis is "token", or "pair" for attention patterns (row
-    t of the packed axis owns position(t) + 1 pairs, its lower triangle), or "prompt_id" for what a prompt
-    leaves behind (its last token owns it), "segment" for what is kept of a run as a whole, or the axis of a
-    selection. sizes: of the axes after the packed one. layers: of the model, None without layer axis.
+    t of the packed axis owns position(t) + 1 pairs, its lower triangle), or "square" for those of a model
+    whose positions see later ones (it owns a pair for each token of its prompt), or "prompt_id" for what a
+    prompt leaves behind (its last token owns it), "segment" for what is kept of a run as a whole, or the axis
+    of a selection. sizes: of the axes after the packed one. layers: of the model, None without layer axis.
     selection: which tokens have rows; None for all. run_dtype: the storage dtype of the run, where that is
     not the array's own, as ids have. over, combine: of how many tokens the rows of segments are, and whether
     they become a "mean", a "sum" or a "max"; None for what has no such rows.

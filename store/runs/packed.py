@@ -24,6 +24,8 @@ import numpy.typing as npt
 
 from ..errors import PromptError
 
+MATRICES = ("pair", "square")
+"""Packed axes of attention matrices: their lower triangles, or all of them."""
 _BLOCK = 1 << 22  # tokens per step when a long id array is streamed: 16 MiB
 _MAX_ID = np.iinfo(np.int32).max
 
@@ -185,17 +187,18 @@ class PackedTokens:
     def starts_on(self, axis: str, tokens: Sizes) -> Sizes:
         """Where tokens start on a packed axis: what of it belongs to the tokens before each, int64 [token].
 
-        axis: "token"; "pair", where a token owns one for each token its prompt has up to it; "prompt_id",
-        where the last token of a prompt owns it. tokens: packed indices, the end of the axis included.
+        axis: "token"; "pair", where a token owns one for each token its prompt has up to it; "square", where
+        it owns one for each token of its prompt; "prompt_id", where the last token of a prompt owns it.
+        tokens: packed indices, the end of the axis included.
         """
         if axis == "token":
             return tokens
         if axis == "prompt_id":
             return np.searchsorted(self.row_start + self.row_size, tokens, side="right").astype(np.int64)
-        whole = np.concatenate([[0], np.cumsum(self.row_size * (self.row_size + 1) // 2)])
+        sizes = self.row_size
         prompt = np.searchsorted(self.row_start, tokens, side="right") - 1
-        position = tokens - self.row_start[prompt]
-        starts: Sizes = whole[prompt] + position * (position + 1) // 2
+        whole = np.concatenate([[0], np.cumsum(rows_before(axis, sizes, sizes))])
+        starts: Sizes = whole[prompt] + rows_before(axis, tokens - self.row_start[prompt], sizes[prompt])
         return starts
 
     def shared_start(self, other: PackedTokens) -> int:
@@ -221,6 +224,12 @@ class PackedTokens:
         if isinstance(tokens, range):
             return np.arange(tokens.start, tokens.stop, tokens.step, dtype=np.int64)
         return np.asarray(tokens, np.int64)
+
+
+def rows_before(axis: str, position: Sizes, size: Sizes) -> Sizes:
+    """Rows of a prompt's attention matrix that belong to its tokens before a position: on "pair" its lower
+    triangle, on "square" all of it. size: tokens of the prompt."""
+    return position * size if axis == "square" else position * (position + 1) // 2
 
 
 def _column(name: str, values: npt.ArrayLike, dtype: type[np.int32] | type[np.int64]) -> npt.NDArray[Any]:

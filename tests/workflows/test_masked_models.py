@@ -111,14 +111,15 @@ def test_what_is_asked_at_the_last_token_is_refused(folder: Path, tmp_path: Path
         compute("ablation", store=tmp_path / "store", **given)
 
 
-def test_attention_that_looks_ahead_is_read_and_not_stored(folder: Path, tmp_path: Path):
-    """Of matrices a store keeps the lower triangles."""
+def test_attention_that_looks_ahead_is_stored_and_not_asked_what_looks_back(folder: Path, tmp_path: Path):
     model, store = Model.from_pretrained(folder), mizarr.open_store(tmp_path / "store")
     hooks = HookSpec().capture("blocks.0.attn.hook_pattern")
     pattern = model.forward([5, 6, 7], hooks)["blocks.0.attn.hook_pattern"]
     assert float(pattern.triu(1).max()) > 0
-    with pytest.raises(ConfigError, match=r"see no later ones to capture 'blocks\.0\.attn\.hook_pattern' of"):
-        mizarr.capture(model, [[5, 6, 7]], hooks, store=store)
+    stored = mizarr.capture(model, [[5, 6, 7]], hooks, store=store)
+    torch.testing.assert_close(torch.from_numpy(stored.mi.attn(0).values), pattern)
+    with pytest.raises(ConfigError, match=r"questions about attention look back, found .*; capture 'blocks"):
+        compute("attention_patterns", store=store, model=str(folder), prompt="The capital of France")
     kept = [mizarr.run(model, [mizarr.Run([5, 6, 7], hooks)], store=store)[0] for _ in range(2)]
     assert all(torch.equal(each["blocks.0.attn.hook_pattern"], pattern) for each in kept)
 

@@ -58,9 +58,11 @@ class AttentionMixer:
     """A mixer: how a layer makes weights of queries and keys.
 
     scale: what q k^T is multiplied by. window: how many keys back a query sees, itself included; None for
-    all. soft_cap: c tanh(scores / c) before the mask; None for none. sinks: a weight, [head], which the
-    network puts here: scores of a place with nothing in it, that each query may look at. is_bidirectional:
-    whether a query sees later keys as well, up to as far ahead as it sees back.
+    all. is_chunked: whether these lie in its own chunk of so many positions. soft_cap: c tanh(scores / c)
+    before the mask; None for none. sinks: a weight, [head], which the network puts here: scores of a place
+    with nothing in it, that each query may look at. is_bidirectional: whether a query sees later keys as
+    well, up to as far ahead as it sees back. relative: what scores have besides, of queries, keys and the
+    distance between them, which the network puts here.
     """
 
     kind: ClassVar[str] = "attention"
@@ -69,6 +71,8 @@ class AttentionMixer:
     soft_cap: float | None = None
     sinks: Any = field(default=None, compare=False, repr=False)
     is_bidirectional: bool = False
+    relative: Any = field(default=None, compare=False, repr=False)
+    is_chunked: bool = False
 
     @property
     def is_capped(self) -> bool:
@@ -160,9 +164,10 @@ class Layer:
     """Facts of one layer.
 
     mixer: what mixes positions. channel_mixer: what does not; None for neither. norms: "before" what each of
-    them reads, "after" it, of what it adds, or "around" it, of both; "of stream" where what is normed becomes
-    the stream, be it what they read or the sum of that and what they add. is_parallel: whether both read the
-    stream that enters.
+    them reads, "after" it, of what it adds, or "around" it, of both; "of stream" where the stream is not the
+    sum of what was added: what is normed becomes the stream, be it what they read or the sum of that and what
+    they add, or the stream is multiplied as it is carried. is_parallel: whether both read the stream that
+    enters.
     """
 
     mixer: Mixer
@@ -182,6 +187,7 @@ class Heads:
     values. is_gated: whether what a head has read is multiplied by a gate; gates_beside: whether a head's
     gate stands behind its query in one tensor. slopes: what scores rise by with the position of a key.
     has_sinks: whether weights sum to less than 1. grows: whether queries grow with their positions.
+    are_normed_together: whether what all of them have read is normed before it is projected.
     """
 
     count: int
@@ -197,11 +203,16 @@ class Heads:
     slopes: tuple[float, ...] = ()
     has_sinks: bool = False
     grows: bool = False
+    are_normed_together: bool = False
 
     @property
     def shared_by(self) -> int:
         """Heads of queries that read one head of keys and values."""
         return self.count // self.kv_count
+
+
+LENT = ("frequencies", "relative", "relative_norm", "relative_norm.bias")
+"""Weights outside of layers that layers are given."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +223,8 @@ class Stored:
     many rows each has; empty for one alone. is_transposed: whether the weight is its transpose. factors:
     what a model multiplies these rows' products by, which is multiplied into the weight instead; how many
     rows, and by what, one after the other; empty for nothing. plus: what is added to every entry first.
-    constant: of all entries of a weight that no checkpoint holds, as the family has none.
+    constant: of all entries of a weight that no checkpoint holds, as the family has none. groups: of rows and
+    columns that a convolution of width 1 has, kept as [out, in / groups, 1]; None for a plain matrix.
     """
 
     name: str
@@ -223,6 +235,17 @@ class Stored:
     layer: int | None = None
     plus: float = 0.0
     constant: float | None = None
+    groups: int | None = None
+
+    def on_diagonal(self, held: Any, zeros: Any) -> Any:
+        """The matrix [out, in] of what a checkpoint holds in groups, written into zeros of that shape; numpy
+        or torch."""
+        assert self.groups is not None
+        rows, columns = len(held) // self.groups, held.shape[1]
+        for group in range(self.groups):
+            own = slice(group * rows, (group + 1) * rows)
+            zeros[own, group * columns : (group + 1) * columns] = held[own, :, 0]
+        return zeros
 
 
 @dataclass(frozen=True)
@@ -258,8 +281,8 @@ class Tensors:
 
     @cached_property
     def shared(self) -> frozenset[str]:
-        """Tensors that several layers read: those one of them has for others, and frequencies."""
-        outside = [stored.name for weight, stored in self.outside.items() if weight == "frequencies"]
+        """Tensors that several layers read: those one of them has for others, and those lent to all."""
+        outside = [stored.name for weight, stored in self.outside.items() if weight in LENT]
         inside = [
             self.in_layer(layer, weight)
             for layer, weights in enumerate(self.layers)

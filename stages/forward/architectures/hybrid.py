@@ -62,6 +62,7 @@ class Block:
     shared: what stands ahead of the mixers, and adds to what they read. post_factor: what is added is
     multiplied by behind its norm. source: of a layer that has its tensors from elsewhere, under which number
     these lie. reads_normed: whether mixers read the stream through a norm, where norms stand before them.
+    has_gains: whether the stream is multiplied by weights, entry by entry, where something is added to it.
     """
 
     mixers: tuple[MixerShape, ...]
@@ -74,6 +75,7 @@ class Block:
     post_factor: float = later(1.0)
     source: int | None = later(None)
     reads_normed: bool = later(True)
+    has_gains: bool = later(False)
 
     def __post_init__(self) -> None:
         if not self.mixers and self.channel_mixer is None:
@@ -110,7 +112,7 @@ class Block:
     def facts(self) -> Layer:
         """What others are told of it."""
         channel_mixer = None if self.channel_mixer is None else self.channel_mixer.fact
-        norms = "of stream" if self.norms == "of sums" else self.norms
+        norms = "of stream" if self.norms == "of sums" or self.has_gains else self.norms
         return Layer(self.mixer, channel_mixer, norms, self.is_parallel)
 
     @property

@@ -27,6 +27,7 @@ from .linear_mixers import (
 )
 from .mixers import (
     AttentionShape,
+    DifferentialShape,
     ExpertsShape,
     GatedAttentionShape,
     LatentAttentionShape,
@@ -34,6 +35,7 @@ from .mixers import (
     MambaShape,
     MixerShape,
     MlpShape,
+    RoutedAttentionShape,
     SharedBlockShape,
 )
 
@@ -54,14 +56,18 @@ class Spelling:
     rope turns by, where a checkpoint tells. token_types, embed_in: the table of token types, the map from
     embeddings to the stream. transform: dense map and norm before the LM head. has_old_norms: whether norms
     called LayerNorm have gamma and beta, as their first code named weight and bias. unread: tensors that come
-    with such a checkpoint, and no layer reads. layer: "{}" for its number.
+    with such a checkpoint, and no layer reads; "{}" for the number of each. layer: "{}" for its number.
     ln1_post, ln2_post: norms that stand behind what they norm. mixer: of every mixer but attention;
     mixer_norm: of what it has read. attention_norms: of queries and keys. attention_in, attention_out:
     queries, keys and values as one, and the output projection; attention_parts: of queries, keys and values
-    apart. mlp_parts: gate and up projection (or both as one, or only up), and down projection. expert_ending:
-    behind the names of tensors that hold all experts. correction: of the scores of experts, behind the
-    router's name if it begins with a dot. block, after_block: of a block that layers share; of what is a
-    layer's own behind one. is_transposed: whether matrices of attention and MLP are kept as [in, out].
+    apart. attention_biases: of queries and values, where these are beside one tensor of all. gains: what the
+    stream is multiplied by, where attention and MLP add to it. inner_norms: of what heads have read, and of
+    what an MLP has inside. relative, relative_norm: a table by distance, and its norm; relative_parts: what
+    makes queries and keys of it. mlp_parts: gate and up projection (or both as one, or only up), and down
+    projection. expert_ending: behind the names of tensors that hold all experts. correction: of the scores of
+    experts, behind the router's name if it begins with a dot. block, after_block: of a block that layers
+    share; of what is a layer's own behind one. is_transposed: whether matrices of attention and MLP are kept
+    as [in, out].
     """
 
     embed: str = "model.embed_tokens"
@@ -89,6 +95,12 @@ class Spelling:
     attention_out: str = "o_proj"
     attention_in: str = ""
     attention_parts: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
+    attention_biases: tuple[str, ...] = ()
+    gains: tuple[str, str] = ("", "")
+    inner_norms: tuple[str, str] = ("", "")
+    relative: str = ""
+    relative_norm: str = ""
+    relative_parts: tuple[str, str] = ("", "")
     mlp: str = "feed_forward."
     mlp_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     experts: str = "feed_forward."
@@ -116,6 +128,8 @@ class _Block(Protocol):
     def post_factor(self) -> float: ...
     @property
     def source(self) -> int | None: ...
+    @property
+    def has_gains(self) -> bool: ...
 
 
 class Shapes(Protocol):
@@ -185,10 +199,12 @@ def hybrid_tensors(config: Shapes) -> Tensors:
     if spelling.frequencies:
         turning = c.blocks[0].mixers[0].axis_sizes["d_head"]
         outside["frequencies"] = Stored(spelling.frequencies, (turning // 2,))
+    outside |= _relative_table(c)
     layers = [dict(_block(c, block)) for block in c.blocks]
     repeated, unread = _repeated(c)
     found = Tensors(outside, layers, spelling.layer, copies | repeated)
-    return replace(found, unread=unread.union(spelling.unread) - found.shapes.keys())
+    named = {name.format(layer) for name in spelling.unread for layer in range(len(c.blocks))}
+    return replace(found, unread=(unread | named) - found.shapes.keys())
 
 
 def _embeddings(config: Shapes) -> dict[str, Stored]:
@@ -205,6 +221,18 @@ def _embeddings(config: Shapes) -> dict[str, Stored]:
     if c.embedding_width is not None:
         found |= dict(_linear("embed_in", spelling.embed_in, (c.hidden_size, width), bias=True))
     return found
+
+
+def _relative_table(config: Shapes) -> dict[str, Stored]:
+    """What scores have by distance is made of, for all layers, and its norm."""
+    mixer, spelling = next(iter(config.blocks[0].mixers), None), config.spelling
+    if not isinstance(mixer, AttentionShape) or (shape := mixer.relative) is None:
+        return {}
+    width = mixer.num_attention_heads if shape.terms == ("bias",) else config.hidden_size
+    found = {"relative": Stored(f"{spelling.relative}.weight", (shape.rows, width))}
+    if shape.norm_eps is None:
+        return found
+    return found | _norm("relative_norm", spelling.relative_norm, config, has_bias=True)
 
 
 def _transform(config: Shapes, transform: HeadTransform) -> dict[str, Stored]:
@@ -279,6 +307,8 @@ def _inside(config: Shapes, block: _Block) -> Named:
     for name in block.norm_names:
         factor = block.post_factor if name.endswith("_post") else 1.0
         yield from _norm(name, getattr(spelling, name), config, has_bias=biased, factor=factor).items()
+    for half, name in zip("12", spelling.gains if block.has_gains else (), strict=False):
+        yield f"carry.{half}", Stored(name, (hidden,))
     for shape in block.mixers:
         yield from MIXERS[shape.kind](shape, spelling, hidden)
     if block.channel_mixer is not None:
@@ -294,12 +324,16 @@ def _linear(
     into: float = 1.0,
     bias: bool,
     transposed: bool = False,
+    groups: int | None = None,
 ) -> Named:
     """A matrix [out, in], and its bias where there is one. factors: of what comes out; into: of what goes in,
-    which a bias does not see. transposed: whether the checkpoint has it as [in, out]."""
+    which a bias does not see. transposed: whether the checkpoint has it as [in, out].
+    groups: of a convolution that it is (`Stored`)."""
     of_weight = factors if into == 1 else tuple((rows, by * into) for rows, by in factors or ((shape[0], 1),))
-    held = shape[::-1] if transposed else shape
-    yield weight, Stored(f"{name}.weight", held, is_transposed=transposed, factors=of_weight)
+    held: tuple[int, ...] = shape[::-1] if transposed else shape
+    if groups is not None:
+        held = (shape[0], shape[1] // groups, 1)
+    yield weight, Stored(f"{name}.weight", held, is_transposed=transposed, factors=of_weight, groups=groups)
     if bias:
         yield f"{weight}.bias", Stored(f"{name}.bias", shape[:1], factors=factors)
 
@@ -314,17 +348,27 @@ def _attention(shape: AttentionShape, spelling: Spelling, hidden: int) -> Named:
         yield "gate_of_heads", Stored(f"{room}gate_proj.weight", (queries, hidden))
     turned = spelling.is_transposed
     parts = [("q", asked, 1.0), ("k", keys, of_keys), ("v", keys, 1.0)]
+    groups: Sequence[int | None] = shape.groups or (None,) * 4
     if shape.layout == "separate":
-        names = dict(zip("qkv", spelling.attention_parts, strict=True))
-        for weight, size, factor in parts:
-            factors, name = _all(size, factor), f"{room}{names[weight]}"
-            yield from _linear(weight, name, (size, hidden), factors, into=into, bias=shape.qkv_bias)
+        for (weight, size, factor), part, many in zip(parts, spelling.attention_parts, groups, strict=False):
+            yield from _linear(
+                weight,
+                f"{room}{part}",
+                (size, hidden),
+                _all(size, factor),
+                into=into,
+                bias=shape.qkv_bias,
+                groups=many,
+            )
     else:
         name, rows = f"{room}{spelling.attention_in}", queries + 2 * keys
         yield from _linear("qkv", name, (rows, hidden), bias=shape.qkv_bias, transposed=turned)
+    for weight, name in zip("qv", spelling.attention_biases, strict=False):
+        yield f"{weight}.bias", Stored(f"{room}{name}", (queries if weight == "q" else keys,))
     name = f"{room}{spelling.attention_out}"
     factors = _all(hidden, out)
-    yield from _linear("o", name, (hidden, queries), factors, bias=shape.o_bias, transposed=turned)
+    size_out = (hidden, queries)
+    yield from _linear("o", name, size_out, factors, bias=shape.o_bias, transposed=turned, groups=groups[3])
     if shape.norms is not None:
         widths = (shape.head_dim,) * 2 if shape.norms == "head" else (queries, keys)
         constant = None if shape.has_norm_weights else 1.0
@@ -332,8 +376,35 @@ def _attention(shape: AttentionShape, spelling: Spelling, hidden: int) -> Named:
             yield weight, Stored(f"{room}{name}.weight", (width,), constant=constant)
             if shape.norm_type == "layer" and shape.has_norm_bias:
                 yield f"{weight}.bias", Stored(f"{room}{name}.bias", (width,))
+    if shape.rises_by_values:
+        yield "rise.gain", Stored(f"{room}A", (shape.num_kv_heads,))
+        yield from _linear("rise", f"{room}dt_proj", (shape.num_kv_heads, keys), bias=shape.qkv_bias)
+    if shape.inner_norm_eps is not None:
+        yield "z_norm", Stored(f"{room}{spelling.inner_norms[0]}.weight", (queries,))
+    if shape.relative is not None and not shape.relative.shares_maps:
+        # Positions make keys of their own for queries, and queries for keys.
+        for term, weight in (("content to position", "k"), ("position to content", "q")):
+            if term in shape.relative.terms:
+                name = f"{room}{spelling.relative_parts['qk'.index(weight)]}"
+                has_bias = weight == "q" or shape.relative.has_key_bias
+                yield from _linear(f"relative.{weight}", name, (queries, hidden), bias=has_bias)
     if shape.has_sinks:
         yield "sinks", Stored(f"{room}sinks", (shape.num_attention_heads,))
+
+
+def _differential_attention(shape: DifferentialShape, spelling: Spelling, hidden: int) -> Named:
+    yield from _attention(shape.attention, spelling, hidden)
+    for part in ("q1", "k1", "q2", "k2"):
+        yield f"diff.{part}", Stored(f"{spelling.attention}lambda_{part}", (shape.attention.head_dim,))
+
+
+def _routed_attention(shape: RoutedAttentionShape, spelling: Spelling, hidden: int) -> Named:
+    room, width = spelling.attention, shape.kv_heads * shape.head_dim
+    yield "moa.router", Stored(f"{room}experts.router.layer.weight", (shape.experts, hidden))
+    yield "moa.q", Stored(f"{room}experts.input_linear.weight", (shape.experts, width, hidden))
+    yield "moa.kv", Stored(f"{room}kv_proj.weight", (2 * width, hidden))
+    yield "moa.out", Stored(f"{room}experts.output_linear.weight", (shape.experts, hidden, width))
+    yield "moa.out.bias", Stored(f"{room}experts.bias", (hidden,))
 
 
 def _latent_attention(shape: LatentAttentionShape, spelling: Spelling, hidden: int) -> Named:
@@ -442,6 +513,7 @@ def _mlp(shape: MlpShape, spelling: Spelling, hidden: int) -> Named:
     room, parts, inner = spelling.mlp, spelling.mlp_parts, shape.intermediate_size
     of_gate, out = shape.factors
     gate = _all(inner, of_gate)
+    groups: Sequence[int | None] = shape.groups or (None, None)
     if shape.is_fused:
         both = ((inner, of_gate), (inner, 1.0)) if gate else ()
         yield from _linear("gate_up", f"{room}{parts[0]}", (2 * inner, hidden), both, bias=shape.has_bias)
@@ -450,11 +522,18 @@ def _mlp(shape: MlpShape, spelling: Spelling, hidden: int) -> Named:
             yield from _linear("gate", f"{room}{parts[0]}", (inner, hidden), gate, bias=shape.has_bias)
         name = f"{room}{parts[-2]}"
         yield from _linear(
-            "up", name, (inner, hidden), bias=shape.has_bias, transposed=spelling.is_transposed
+            "up",
+            name,
+            (inner, hidden),
+            bias=shape.has_bias,
+            transposed=spelling.is_transposed,
+            groups=groups[0],
         )
     name, factors = f"{room}{parts[-1]}", _all(hidden, out)
-    turned = spelling.is_transposed
-    yield from _linear("down", name, (hidden, inner), factors, bias=shape.has_bias, transposed=turned)
+    turned, size = spelling.is_transposed, (hidden, inner)
+    yield from _linear("down", name, size, factors, bias=shape.has_bias, transposed=turned, groups=groups[1])
+    if shape.inner_norm_eps is not None:
+        yield "inner_norm", Stored(f"{room}{spelling.inner_norms[1]}.weight", (inner,))
     if shape.activation == "xielu":
         for weight in ("alpha_p", "alpha_n"):
             yield f"act.{weight}", Stored(f"{room}act_fn.{weight}", (1,))
@@ -492,7 +571,7 @@ def _experts(shape: ExpertsShape, spelling: Spelling, hidden: int) -> Named:
         both = 2 * inner if shape.is_gated else inner
         ending = spelling.expert_ending
         up, down = (both, width), (width, inner)
-        if shape.limits is not None:
+        if shape.limits is not None or shape.is_transposed:
             up, down = up[::-1], down[::-1]
         yield "experts.up", Stored(f"{room}{parts[0]}{ending}", (shape.count, *up))
         factors = _all(shape.count, last)
@@ -500,6 +579,8 @@ def _experts(shape: ExpertsShape, spelling: Spelling, hidden: int) -> Named:
         if shape.has_routed_bias:
             yield "experts.up.bias", Stored(f"{room}{parts[0]}_bias", (shape.count, both))
             yield "experts.down.bias", Stored(f"{room}{parts[1]}_bias", (shape.count, width))
+    if shape.has_output_bias:
+        yield "experts.out.bias", Stored(f"{room}bias", (hidden,))
     if shape.latent_size:
         into = (shape.latent_size, hidden)
         yield from _linear("experts.into_latent", f"{room}fc1_latent_proj", into, bias=bias)
@@ -636,7 +717,9 @@ def _short_convolution(shape: ShortConvolutionShape, spelling: Spelling, hidden:
 MIXERS: dict[str, Callable[[Any, Spelling, int], Named]] = {
     AttentionShape.kind: _attention,
     GatedAttentionShape.kind: _attention,
+    DifferentialShape.kind: _differential_attention,
     LatentAttentionShape.kind: _latent_attention,
+    RoutedAttentionShape.kind: _routed_attention,
     GatedDeltaShape.kind: _gated_delta,
     LightningShape.kind: _lightning,
     LinearAttentionShape.kind: _linear_attention,

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from ....store.errors import ConfigError, nearest
 from .architecture import Architecture
 from .attending.families import ATTENDING
-from .attending.reading import described_attending, read_attending
+from .attending.family import described_attending
+from .attending.reading import read_attending
 from .attending.towers import TOWERS, read_tower, text_section
 from .families import FAMILIES, described, read_family
 from .hybrid_families import HYBRIDS, HybridFamily

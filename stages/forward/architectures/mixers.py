@@ -21,6 +21,7 @@ from .transformer import ActivationName, RopeConfig
 __all__ = [
     "AttentionShape",
     "ChannelShape",
+    "DifferentialShape",
     "ExpertsShape",
     "GatedAttentionShape",
     "LatentAttentionShape",
@@ -28,6 +29,8 @@ __all__ = [
     "MambaShape",
     "MixerShape",
     "MlpShape",
+    "RelativeShape",
+    "RoutedAttentionShape",
     "SharedBlockShape",
 ]
 
@@ -38,6 +41,7 @@ Routing = Literal[
     "chosen of corrected softmax",
     "sigmoid",
     "sigmoid of chosen",
+    "sigmoid of inputs",
     "sparse mixing",
 ]
 """How experts are chosen and weighed, see networks/mixers/experts.py."""
@@ -112,6 +116,27 @@ class ChannelShape(ABC):
 
 
 @dataclass(frozen=True)
+class RelativeShape:
+    """What scores have besides products of queries and keys, by how far a key is from its query.
+
+    rows: of a table by distance, of which the first half are keys behind the query; distances from `near` on
+    share rows up to `farthest`, and beyond it one. terms: "bias", a number of each head (Raffel et al., T5,
+    2020, section 2.1); "content to position", queries on what a table makes keys of; "position to content",
+    keys on what it makes queries of (He et al., DeBERTa, 2021, equation 4). shares_maps: whether that is made
+    by the maps of queries and keys; has_key_bias: whether a map of its own to keys has one. norm_eps: of the
+    layer norm of the table; None for none.
+    """
+
+    rows: int
+    near: int
+    farthest: int
+    terms: tuple[Literal["bias", "content to position", "position to content"], ...]
+    shares_maps: bool = False
+    norm_eps: float | None = None
+    has_key_bias: bool = True
+
+
+@dataclass(frozen=True)
 class AttentionShape(MixerShape):
     """Attention with grouped queries (`AttentionSizes` in networks/attention.py).
 
@@ -124,7 +149,11 @@ class AttentionShape(MixerShape):
     slopes: what scores rise by with each position of a key, by head. has_sinks: whether each head has a score
     of nothing. growth: how queries grow with the logarithm of their position in multiples of the second
     number. is_bidirectional: whether a query sees later keys, too. has_frequencies: whether a checkpoint
-    tells what rope turns by.
+    tells what rope turns by. relative: what scores have besides, by distance. inner_norm_eps: of the RMS norm
+    of what all heads have read, before it is projected; None for none. groups: of the convolutions of width 1
+    that make queries, keys and values and what comes out; None where these are plain maps. is_chunked:
+    whether a window is a chunk, that begins at a multiple of its size. growth_start: what growth takes the
+    first position for. rises_by_values: whether scores rise by what the values of a key say.
     """
 
     kind: ClassVar[str] = "attention"
@@ -154,6 +183,12 @@ class AttentionShape(MixerShape):
     is_bidirectional: bool = later(False, everywhere=True)
     has_norm_bias: bool = later(True, everywhere=True)
     has_frequencies: bool = later(False, everywhere=True)
+    relative: RelativeShape | None = later(None, everywhere=True)
+    inner_norm_eps: float | None = later(None, everywhere=True)
+    groups: tuple[int, ...] | None = later(None, everywhere=True)
+    is_chunked: bool = later(False, everywhere=True)
+    growth_start: int = later(0, everywhere=True)
+    rises_by_values: bool = later(False, everywhere=True)
 
     def __post_init__(self) -> None:
         if self.slopes and self.num_kv_heads != self.num_attention_heads:
@@ -161,12 +196,23 @@ class AttentionShape(MixerShape):
                 f"expected a key head for each of {self.num_attention_heads} heads whose scores rise with "
                 f"positions, found {self.num_kv_heads}; such a model cannot run here"
             )
+        if self.relative is not None and not self.is_bidirectional:
+            raise ConfigError(
+                "expected scores by distance of a model whose positions see later ones, found one that looks "
+                "back alone; such a model cannot run here"
+            )
 
     @property
     def fact(self) -> AttentionMixer:
         """See `MixerShape`."""
         scale = self.scale or 1 / math.sqrt(self.head_dim)
-        return AttentionMixer(scale, self.window, self.soft_cap, is_bidirectional=self.is_bidirectional)
+        return AttentionMixer(
+            scale,
+            self.window,
+            self.soft_cap,
+            is_bidirectional=self.is_bidirectional,
+            is_chunked=self.is_chunked,
+        )
 
     @property
     def heads(self) -> Heads:
@@ -183,6 +229,7 @@ class AttentionShape(MixerShape):
             slopes=self.slopes,
             has_sinks=self.has_sinks,
             grows=self.growth is not None,
+            are_normed_together=self.inner_norm_eps is not None,
         )
 
     @property
@@ -215,6 +262,100 @@ class GatedAttentionShape(AttentionShape):
     def heads(self) -> Heads:
         """See `AttentionShape`."""
         return replace(super().heads, is_gated=True, gates_beside=not self.has_gate_projection)
+
+
+@dataclass(frozen=True)
+class DifferentialShape(MixerShape):
+    """Attention of pairs of heads, of which one pattern is taken from the other (Ye et al., Differential
+    Transformer, 2024, section 2.1).
+
+    attention: its queries, keys, values and output. start: what lambda is without what it learns. norm_eps:
+    of the norm of what a pair has read.
+    """
+
+    kind: ClassVar[str] = "differential_attention"
+    points: ClassVar[tuple[str, ...]] = (*_ATTENTION[:-2], "diff_read", "diff_z")
+    reaches_later: ClassVar[frozenset[str]] = AttentionShape.reaches_later
+
+    attention: AttentionShape
+    start: float
+    norm_eps: float
+
+    def __post_init__(self) -> None:
+        if self.attention.num_kv_heads % 2:
+            raise ConfigError(
+                f"expected an even num_key_value_heads, whose halves differential attention reads, found "
+                f"{self.attention.num_kv_heads}; correct config.json, or fetch it again"
+            )
+
+    @property
+    def fact(self) -> AttentionMixer:
+        """See `MixerShape`."""
+        return self.attention.fact
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """See `MixerShape`."""
+        return self.attention.rope
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `MixerShape`."""
+        pairs = self.attention.num_attention_heads // 2
+        own = {"diff_head": pairs, "diff_value": 2 * self.attention.head_dim}
+        return self.attention.axis_sizes | own
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """As attention's, with values and what is read twice as wide."""
+        heads = self.attention.num_attention_heads + self.attention.num_kv_heads
+        return self.attention.bytes_per_token(itemsize) + itemsize * 4 * heads * self.attention.head_dim
+
+
+@dataclass(frozen=True)
+class RoutedAttentionShape(MixerShape):
+    """A mixture of attention (Zhang et al., Mixture of Attention Heads, 2022, section 3): experts make
+    queries and write what these read; all share keys and values.
+
+    experts, chosen: how many there are, and how many a token is sent to. kv_heads: of keys and values; each
+    expert has as many heads.
+    """
+
+    kind: ClassVar[str] = "routed_attention"
+    points: ClassVar[tuple[str, ...]] = ("moa_router_logits", "moa_weights", *_ATTENTION[:-2], "moa_z")
+    reaches_later: ClassVar[frozenset[str]] = AttentionShape.reaches_later
+
+    experts: int
+    chosen: int
+    kv_heads: int
+    head_dim: int
+    turning: RopeConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.chosen > self.experts:
+            raise ConfigError(
+                f"expected at most {self.experts} experts of attention to be chosen, as there are, found "
+                f"{self.chosen}; correct config.json, or fetch it again"
+            )
+
+    @property
+    def fact(self) -> AttentionMixer:
+        """See `MixerShape`."""
+        return AttentionMixer(1 / math.sqrt(self.head_dim))
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """See `MixerShape`."""
+        return self.turning
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `MixerShape`."""
+        heads = {"head": self.chosen * self.kv_heads, "kv_head": self.kv_heads, "d_head": self.head_dim}
+        return heads | {"expert": self.experts, "slot": self.chosen}
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Queries, with keys and values for each of them, turned and as they were."""
+        return itemsize * 2 * 5 * self.chosen * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -383,7 +524,9 @@ class Mamba2Shape(MixerShape):
 
 @dataclass(frozen=True)
 class MlpShape(ChannelShape):
-    """An MLP, gated or plain; factors: of the gate, and of what comes out."""
+    """An MLP, gated or plain; factors: of the gate, and of what comes out. inner_norm_eps: of the RMS norm of
+    what the down projection reads; None for none. groups: of convolutions in place of up and down
+    projection, as of attention's (`AttentionShape`)."""
 
     kind: ClassVar[str] = "mlp"
 
@@ -394,6 +537,8 @@ class MlpShape(ChannelShape):
     """Whether gate and up projection are one tensor."""
     has_bias: bool = False
     factors: tuple[float, float] = (1.0, 1.0)
+    inner_norm_eps: float | None = later(None, everywhere=True)
+    groups: tuple[int, ...] | None = later(None, everywhere=True)
 
     @property
     def fact(self) -> Literal["MLP", "gated MLP"]:
@@ -425,7 +570,9 @@ class ExpertsShape(ChannelShape):
     sum_eps: of sigmoid routing, what is added to scores to choose by, and to their sum. factor: of what comes
     out. has_routed_bias: of the router and of routed experts. limits: of experts whose gate is x sigmoid(a
     x), this a, and how large gate and up projection may be; their rows then take turns in tensors kept as
-    [in, out]. jitter: of sparse mixing, how near another score may be and count.
+    [in, out]. jitter: of sparse mixing, how near another score may be and count. is_transposed: whether
+    tensors of all experts are kept as [in, out]. has_output_bias: whether a bias is added to what they give
+    together.
     """
 
     kind: ClassVar[str] = "experts"
@@ -451,6 +598,8 @@ class ExpertsShape(ChannelShape):
     has_routed_bias: bool = later(False, everywhere=True)
     limits: tuple[float, float] | None = later(None, everywhere=True)
     jitter: float = later(0.0, everywhere=True)
+    is_transposed: bool = later(False, everywhere=True)
+    has_output_bias: bool = later(False, everywhere=True)
 
     def __post_init__(self) -> None:
         if self.chosen > self.count:

@@ -11,7 +11,9 @@ that attend: ``ssm_head``, ``ssm_key``, ``ssm_value``; ``ssm_group`` counts head
 of Mamba-1 is one channel, of one value. So have mixers that write values under keys into a state and read it
 with queries, all of which are of one room, ``linear``: gated delta nets, lightning attention, gated linear
 units; ``linear_group`` counts heads that share queries and keys. In latent attention, keys and values of a
-head differ in width, so that it has a room of its own but for scores and pattern.
+head differ in width, so that it has a room of its own but for scores and pattern. In differential attention
+pairs of heads (``diff_head``) read values of both halves of the key heads (``diff_value``). In a mixture of
+attention the heads are those of the experts a token is sent to, one ``slot`` of them after the other.
 
 An mLSTM (xLSTM) has a room of its own as well, as what it keeps is wider than its values: ``mlstm_cell``
 counts the columns of values, then the normaliser, then the logarithm of what both are over, in every row.
@@ -56,6 +58,8 @@ KEYS = ("batch", "head", "position", "key")
 VALUES = ("batch", "head", "position", "value")
 LATENT_KEYS = ("batch", "head", "position", "latent_key")
 LATENT_VALUES = ("batch", "head", "position", "latent_value")
+DIFF_VALUES = ("batch", "head", "position", "diff_value")
+DIFF_PAIRS = ("batch", "diff_head", "position", "diff_value")
 SSM_GROUPS = ("batch", "ssm_group", "position", "ssm_key")
 SSM_VALUES = ("batch", "ssm_head", "position", "ssm_value")
 MLSTM_KEYS = ("batch", "mlstm_head", "position", "mlstm_key")
@@ -154,6 +158,14 @@ def _latent(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
     return _recurrent(name, dims, meaning, room="latent")
 
 
+def _diff(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
+    return _recurrent(name, dims, meaning, room="diff")
+
+
+def _moa(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
+    return _recurrent(name, dims, meaning, room="moa")
+
+
 def _shared(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
     return _recurrent(name, dims, meaning, room="shared")
 
@@ -201,6 +213,12 @@ KINDS: tuple[HookKind, ...] = (
     _block("v", "attn.hook_v", KV_HEADS, "values, before they are repeated over query heads"),
     _block("rot_q", "attn.hook_rot_q", QUERY_HEADS, "queries after rope"),
     _block("rot_k", "attn.hook_rot_k", KV_HEADS, "keys after rope"),
+    _moa("router_logits", EXPERTS, "mixture of attention: what the router gives each expert"),
+    _moa(
+        "weights",
+        ("batch", "position", "slot"),
+        "what multiplies what each chosen expert writes",
+    ),
     _latent("q", LATENT_KEYS, "queries of latent attention, which are wider than its values"),
     _latent(
         "c",
@@ -230,6 +248,9 @@ KINDS: tuple[HookKind, ...] = (
         "z W_O per head; sum over heads + bias = attention output before any post-norm",
     ),
     _latent("z", LATENT_VALUES, "pattern-weighted values per head, before the output projection"),
+    _moa("z", QUERY_HEADS, "pattern-weighted values of the heads of each slot, which its expert writes"),
+    _diff("read", DIFF_VALUES, "differential attention: pattern-weighted values of a head, of both halves"),
+    _diff("z", DIFF_PAIRS, "what a pair of heads has read: one less lambda times the other, normed"),
     _shared("attn_out", HIDDEN, "what attention of a shared block gives, which its MLP alone reads"),
     _shared("out", HIDDEN, "what a shared block adds to what its layer's mixer reads, not to the stream"),
     _recurrent("r", KEYS, "receptance: what reads the state"),
@@ -425,7 +446,7 @@ LOGITS = "logits"
 _OF_OTHERS = frozenset(
     kind.name
     for kind in KINDS
-    if re.search(r"\b(rwkv|ssm|linear|mlstm|conv|latent|shared|rnn|head)\.", kind.path)
+    if re.search(r"\b(rwkv|ssm|linear|mlstm|conv|latent|diff|moa|shared|rnn|head)\.", kind.path)
 ) | {
     LOGITS,
     "pre_norm",
@@ -452,6 +473,8 @@ _MIXERS = {
     ".mlstm.": "an mLSTM",
     ".conv.": "a short convolution",
     ".latent.": "latent attention",
+    ".diff.": "differential attention",
+    ".moa.": "a mixture of attention",
 }
 _LISTED = 8
 """Layers a message lists."""
@@ -524,6 +547,8 @@ class HookPoint:
     linear_alpha_raw, linear_effective_attn = _At("linear_alpha_raw"), _At("linear_effective_attn")
     latent_q, latent_c, latent_k = _At("latent_q"), _At("latent_c"), _At("latent_k")
     latent_v, latent_z = _At("latent_v"), _At("latent_z")
+    diff_read, diff_z = _At("diff_read"), _At("diff_z")
+    moa_router_logits, moa_weights, moa_z = _At("moa_router_logits"), _At("moa_weights"), _At("moa_z")
     mlstm_gate, mlstm_q, mlstm_k, mlstm_v = _At("mlstm_gate"), _At("mlstm_q"), _At("mlstm_k"), _At("mlstm_v")
     mlstm_input, mlstm_log_decay, mlstm_decay = _At("mlstm_input"), _At("mlstm_log_decay"), _At("mlstm_decay")
     mlstm_write, mlstm_state_seq = _At("mlstm_write"), _At("mlstm_state_seq")

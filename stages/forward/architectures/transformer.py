@@ -106,6 +106,8 @@ class TransformerConfig(Architecture):
     clip: ClassVar[float | None] = None
     slopes: ClassVar[tuple[float, ...]] = ()
     growth: ClassVar[tuple[float, int] | None] = None
+    growth_start: ClassVar[int] = 0
+    inner_norm_eps: ClassVar[float | None] = None
 
     model_type: str
     hidden_size: int

@@ -170,7 +170,6 @@ class CaptureNode(Ports):
         self._require_logits()
         self._require_dictionaries()
         self.order = order_of(order, self.source.config, self.spec, self.source.name)
-        self._require_triangles()
         self._over: dict[str, int] = {}
         with_scales(self.specs())
         self.tokens = pack(prompts, self.source.tokenizer, self.source.config, self.source.name)
@@ -223,16 +222,6 @@ class CaptureNode(Ports):
                     f"'{kept.capture.point}', found {encoder.name} with {encoder.width}; it was made for "
                     "another model"
                 )
-
-    def _require_triangles(self) -> None:
-        """Raise ConfigError for attention matrices of a model whose positions see later ones: what is kept of
-        one is its lower triangle."""
-        points = [each.point for each in self.spec.captures if "query_position" in each.point.dims]
-        if points and self.source.config.looks_ahead:
-            raise ConfigError(
-                f"expected a model whose positions see no later ones to capture {str(points[0])!r} of, found "
-                f"{self.source.name}: of attention a store keeps lower triangles; read it with model.forward"
-            )
 
     # -- identity ------------------------------------------------------------------------------------------
 
@@ -503,7 +492,7 @@ class CaptureNode(Ports):
         """Whether prompts can be picked from a larger run by one choice of tokens; what is kept of a run as a
         whole is of that one."""
         axes = {spec.packed for spec in self.specs()}
-        return "segment" not in axes and len(axes - {"pair", "prompt_id"}) < 2
+        return "segment" not in axes and len(axes - {"pair", "square", "prompt_id"}) < 2
 
     def _views(self, entry: LabelledEntry) -> dict[str, View]:
         """The variables of a selection that are not stored, and of which the run has all tokens."""

@@ -30,7 +30,7 @@ from ....store.files import THREADS
 from ....store.runs.claims import Claim
 from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import Entry
-from ....store.runs.packed import PackedTokens
+from ....store.runs.packed import MATRICES, PackedTokens, rows_before
 from ....store.runs.quantised import QUANTISED
 from ..architectures.points import LOGITS
 from ..hooks.reductions import MEAN, NORM
@@ -235,7 +235,7 @@ def _goes_whole(model: Model, entry: Entry, spec: BoundSpec) -> bool:
     """Whether prompts must be run to their ends, with others of their length."""
     # A row of a pattern is a sum over as many keys as there are.
     sees_length = bool(spec.interventions or spec.gradients) or any(
-        _axis(entry, kept) == "pair" for kept in spec.kept
+        _axis(entry, kept) in MATRICES for kept in spec.kept
     )
     return model.config.lengths_must_match or sees_length
 
@@ -278,8 +278,8 @@ def keeping(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: Segment
             first = int(entry.bounds("prompt_id")[n])
             _keep_prompts(value, batch, buffer.view(cell, rows), tokens, first)
             return
-        if axis == "pair":
-            _keep_pairs(value, batch, buffer.view(cell, rows), tokens, segment)
+        if axis in MATRICES:
+            _keep_pairs(value, batch, buffer.view(cell, rows), tokens, segment, axis)
             return
         value = _token_major(value, kept.capture)
         put(batch, kept, norms(value) if kept.keep.reduction == NORM else value)
@@ -379,27 +379,31 @@ def _keep_prompts(value: Tensor, batch: Batch, place: Tensor, tokens: PackedToke
             place[piece.prompt - first].copy_(value[row])
 
 
-def _keep_pairs(value: Tensor, batch: Batch, place: Tensor, tokens: PackedTokens, segment: range) -> None:
-    """Lower triangles of [batch, head, query, key] to [pair, head], row by row: query q of a prompt owns q
-    + 1 pairs."""
+def _keep_pairs(
+    value: Tensor, batch: Batch, place: Tensor, tokens: PackedTokens, segment: range, axis: str
+) -> None:
+    """Attention matrices [batch, head, query, key] to [pair, head], row by row: on the axis "pair" lower
+    triangles, where query q of a prompt owns q + 1 pairs; on "square" all of them."""
     for row, piece in enumerate(batch.pieces):
-        queries, keys = np.tril_indices(piece.stop)
-        chosen = queries >= piece.start
-        pairs = value[row][:, torch.from_numpy(queries[chosen]), torch.from_numpy(keys[chosen])].transpose(
-            0, 1
-        )
-        start = _pairs_before(tokens, segment.start, piece)
+        if axis == "square":
+            pairs = value[row, :, piece.start : piece.stop].flatten(1, 2).transpose(0, 1)
+        else:
+            places = np.stack(np.tril_indices(piece.stop))
+            queries, keys = torch.from_numpy(places[:, places[0] >= piece.start])
+            pairs = value[row][:, queries, keys].transpose(0, 1)
+        start = _pairs_before(tokens, segment.start, piece, axis)
         place[start : start + len(pairs)].copy_(pairs)
 
 
-def _pairs_before(tokens: PackedTokens, segment_start: int, piece: Piece) -> int:
+def _pairs_before(tokens: PackedTokens, segment_start: int, piece: Piece, axis: str) -> int:
     """Pairs of the segment that come before a piece."""
     sizes = tokens.row_size.astype(np.int64)
     first = int(tokens.prompt_of(np.array([segment_start]))[0])
     skipped = segment_start - int(tokens.row_start[first])
     between = sizes[first : piece.prompt]
-    before = int((between * (between + 1) // 2).sum()) + piece.start * (piece.start + 1) // 2
-    return before - skipped * (skipped + 1) // 2
+    own = np.array([piece.start, skipped])
+    before, left_out = map(int, rows_before(axis, own, sizes[[piece.prompt, first]]))
+    return int(rows_before(axis, between, between).sum()) + before - left_out
 
 
 def refuse_overflow(buffer: SegmentBuffer, spec: BoundSpec, entry: Entry, n: int) -> None:

@@ -37,7 +37,6 @@ VOCABULARY_BYTES = 24 * VOCABULARY
 """Bytes a token takes meanwhile: logits, their order, and exp in float64."""
 _WIDENED = {QUANTISED: 4}
 """Bytes of a number in a buffer that holds it wider than it is stored."""
-_PACKED_DIMS = {"position": "token", "query_position": "pair"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,12 +110,15 @@ class Sizes:
 
 def array_spec(kept: Kept, config: Architecture, dtype: str, over: int | None = None) -> ArraySpec:
     """How a captured activation is stored: token-major, batch and positions packed, heads behind tokens, an
-    axis of one dropped. What has no position is of a prompt. over: tokens that what is kept of a run is of.
+    axis of one dropped. What has no position is of a prompt. Of attention matrices lower triangles are kept;
+    all of them where positions see later ones. over: tokens that what is kept of a run is of.
     """
     capture, selection = kept.capture, kept.keep.selection
     kind = BY_NAME[capture.point.kind]
     sizes = {axis: size for axis, size in config.axis_sizes.items() if axis != "one"}
-    packed = next((axis for dim, axis in _PACKED_DIMS.items() if dim in kind.dims), "prompt_id")
+    matrix = "square" if config.looks_ahead else "pair"
+    packed_dims = {"position": "token", "query_position": matrix}
+    packed = next((axis for dim, axis in packed_dims.items() if dim in kind.dims), "prompt_id")
     if selection is not None:
         packed = selection.axis
     rest, meaning = tuple(dim for dim in kind.dims if dim in sizes), kind.meaning

@@ -197,7 +197,11 @@ class _Suffixes(WholePrompts):
             k, v = (torch.cat(pair, dim=2) for pair in zip(before, (k, v), strict=True))
         queries, keys = q.shape[2], k.shape[2]
         is_plain = queries == keys and (how.window is None or how.window >= keys)
-        seen = None if is_plain else causal(keys, how.window, q.device, newest=queries)
+        seen = (
+            None
+            if is_plain
+            else causal(keys, how.window, q.device, newest=queries, is_chunked=how.is_chunked)
+        )
         return attend(q, k, v, seen, how, layer, NO_TAPS)
 
 

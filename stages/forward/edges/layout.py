@@ -196,4 +196,6 @@ def _hindrance(config: Architecture, layer: int) -> str | None:
     norm = config.tensors.layers[layer].get("q_norm")
     if norm is not None and norm.shape[0] != config.axis_sizes["d_head"]:
         return "a norm over the queries of all heads together"
+    if "z_norm" in config.tensors.layers[layer]:
+        return "a norm over what all heads have read"
     return None

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _POSITION_AXES = ("position", "query_position")
-_HEAD_AXES = ("head", "kv_head", "ssm_head", "ssm_group", "linear_head", "linear_group", "mlstm_head")
+_HEAD_AXES = (
+    *("head", "kv_head", "diff_head", "ssm_head", "ssm_group"),
+    *("linear_head", "linear_group", "mlstm_head"),
+)
 _NEURON_AXES = ("neuron", "mlp")
 _EXPERT_AXES = ("expert",)
 

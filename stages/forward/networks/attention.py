@@ -13,7 +13,8 @@ after it, nor on who shares the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -93,6 +94,16 @@ class AttentionSizes(Protocol):
         ...
 
     @property
+    def growth_start(self) -> int:
+        """What they take the first position for."""
+        ...
+
+    @property
+    def inner_norm_eps(self) -> float | None:
+        """Of the norm of what all heads have read; None for none."""
+        ...
+
+    @property
     def growth(self) -> tuple[float, int] | None:
         """How queries grow with their positions (`_grown`); None for not."""
         ...
@@ -105,20 +116,38 @@ def linear(x: Tensor, part: Linear | None) -> Tensor:
     return made if part.low is None else made + product(product(x, part.low[0]), part.low[1])
 
 
-def causal(length: int, window: int | None, device: torch.device, *, newest: int | None = None) -> Tensor:
-    """Bool [query, key]: key <= query, and query - key < window where there is one; queries of the newest
-    positions only, or all."""
+def causal(
+    length: int,
+    window: int | None,
+    device: torch.device,
+    *,
+    newest: int | None = None,
+    is_chunked: bool = False,
+) -> Tensor:
+    """Bool [query, key]: key <= query, and query - key < window where there is one, or both in one chunk of
+    that size; queries of the newest positions only, or all."""
     place = torch.arange(length, device=device)
-    distance = place[length - (newest or length) :, None] - place[None, :]
-    seen = distance >= 0
-    return seen if window is None else seen & (distance < window)
+    queries = place[length - (newest or length) :, None]
+    return within(queries, place, queries >= place, window, is_chunked=is_chunked)
+
+
+def within(
+    queries: Tensor, keys: Tensor, seen: Tensor, window: int | None, *, is_chunked: bool = False
+) -> Tensor:
+    """What is seen of keys at some places from queries at others, within a window, or a chunk of that size;
+    on both sides where more than what comes before is seen."""
+    if window is None:
+        return seen
+    if is_chunked:
+        return seen & (queries // window == keys // window)
+    return seen & ((queries - keys).abs() < window)
 
 
 def visible(length: int, how: AttentionMixer, device: torch.device) -> Tensor | None:
     """Bool [query, key], where a whole prompt may look; None where that is all that is plain (`plainly`)."""
     if how.window is None or how.window >= length:
         return None
-    seen = causal(length, how.window, device)
+    seen = causal(length, how.window, device, is_chunked=how.is_chunked)
     return seen | seen.T if how.is_bidirectional else seen
 
 
@@ -149,11 +178,15 @@ def attention(
     if sizes.norms_behind_rope:
         q, k = (_normed(x, norm, sizes) for x, norm in ((q, weights.q_norm), (k, weights.k_norm)))
     if sizes.growth is not None:
-        q = _grown(q, sizes.growth, history)
+        q = _grown(q, sizes.growth, sizes.growth_start, history)
     q, k = taps("rot_q", layer, q), taps("rot_k", layer, k)
     if sizes.slopes:
         q, k = _sloped(q, k, sizes, how.scale, history)
+    if weights.rise is not None:
+        q, k = _risen(q, k, v, weights, how.scale)
     z = history.attend(layer, q, k, v, how)
+    if weights.z_norm is not None and sizes.inner_norm_eps is not None:
+        z = _normed_together(z, weights.z_norm, sizes.inner_norm_eps)
     z = taps("z", layer, z if gate is None else z * gate)
     return output(z, weights.o, layer, taps)
 
@@ -256,11 +289,18 @@ def _normed(x: Tensor, norm: NormWeights | None, sizes: AttentionSizes) -> Tenso
     return x if norm is None else apply_norm(x, norm, sizes.norm_type, sizes.qk_norm_eps)
 
 
-def _grown(q: Tensor, growth: tuple[float, int], history: History) -> Tensor:
-    """Queries [B, H, kept, dh] times 1 + b log(1 + floor(p / n)) of their positions p (Llama 4, which keeps
-    attention as sharp as it is in short texts)."""
+def _normed_together(z: Tensor, norm: NormWeights, eps: float) -> Tensor:
+    """What all heads have read [B, H, S, dh], normed as one row of each token."""
+    flat = apply_norm(z.transpose(1, 2).flatten(2), norm, "rms", eps)
+    heads: Tensor = flat.unflatten(-1, (z.shape[1], -1)).transpose(1, 2)
+    return heads
+
+
+def _grown(q: Tensor, growth: tuple[float, int], start: int, history: History) -> Tensor:
+    """Queries [B, H, kept, dh] times 1 + b log(1 + floor(p / n)) of their positions p, counted from a start
+    (Llama 4, which keeps attention as sharp as it is in short texts)."""
     share, length = growth
-    places = history.kept(history.positions[:, None].float())
+    places = history.kept(history.positions[:, None].float()) + start
     return q * (1 + share * torch.log(1 + torch.floor(places / length))).to(q.dtype)
 
 
@@ -274,6 +314,15 @@ def _sloped(
     rises = (slopes[:, None] * history.positions).to(k.dtype)[:, :, None]
     wider = torch.cat([k, rises.expand(k.shape[0], -1, -1, -1)], dim=-1)
     return torch.cat([q, torch.full_like(q[..., :1], 1 / scale)], dim=-1), wider
+
+
+def _risen(q: Tensor, k: Tensor, v: Tensor, weights: AttentionWeights, scale: float) -> tuple[Tensor, Tensor]:
+    """The same, of what the values [B, Hk, token, dh] of a key say: e^(a softplus(w v)) for each key head
+    (Shi et al., Trainable Dynamic Mask Sparse Attention, 2025, section 3)."""
+    assert weights.rise_gain is not None  # whoever has the map has both
+    told = F.softplus(linear(v.transpose(1, 2).flatten(2), weights.rise))
+    rises = torch.exp(weights.rise_gain * told).transpose(1, 2)[..., None]
+    return torch.cat([q, torch.full_like(q[..., :1], 1 / scale)], dim=-1), torch.cat([k, rises], dim=-1)
 
 
 def turned(q: Tensor, k: Tensor, rope: RopeConfig | None, history: History) -> tuple[Tensor, Tensor]:
@@ -294,13 +343,18 @@ def attend(
     layer: int,
     taps: AttentionTaps,
     weigh: Weigh | None = None,
+    places: Tensor | None = None,
 ) -> Tensor:
     """Pattern-weighted values z [B, H, query, dh] from rotated q, k and v.
 
     allowed: bool, broadcastable to [B, H, query, key], True where attention may look; None where that is
     plainly causal, or everywhere, which the fused kernel knows by itself. weigh: what computes them where
-    nobody changes scores or patterns, `weighed` by default.
+    nobody changes scores or patterns, `weighed` by default. places: of queries in their prompts, [query] or
+    [B, query], where scores go by distance; keys are those of a prompt from its first.
     """
+    if how.relative is not None:
+        assert places is not None  # histories that cannot tell have no such layers
+        how = replace(how, relative=partial(how.relative, places=places))
     seen = allowed
     cut = taps.cut(layer, q.shape[1], q.shape[2], k.shape[2], q.device)
     if cut is not None:
@@ -366,10 +420,11 @@ def _tiles(length: int) -> list[int]:
 
 
 def is_by_hand(q: Tensor, how: AttentionMixer) -> bool:
-    """Whether weights are computed step by step where nobody changes them: no fused kernel caps scores or has
-    a place for sinks, and none takes the softmax in float32 where all else is float64, as the reference
-    does."""
-    return how.is_capped or how.sinks is not None or q.dtype == torch.float64
+    """Whether weights are computed step by step where nobody changes them: no fused kernel caps scores, adds
+    to them by distance or has a place for sinks, and none takes the softmax in float32 where all else is
+    float64, as the reference does."""
+    is_plain = how.sinks is None and how.relative is None
+    return how.is_capped or not is_plain or q.dtype == torch.float64
 
 
 def output(z: Tensor, projection: Linear, layer: int, taps: Taps) -> Tensor:
@@ -401,13 +456,14 @@ def _spared(seen: Tensor, cut: Tensor, layer: int, how: AttentionMixer) -> Tenso
 
 
 def _scores(q: Tensor, k: Tensor, how: AttentionMixer) -> Tensor:
-    """Scaled products [B, H, query, key] of queries and keys."""
+    """Scaled products [B, H, query, key] of queries and keys, with what they have besides by distance."""
     batch, heads, queries, _ = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     # Queries that share a key head are stacked into one matrix, so that keys are never repeated in memory.
     stacked = q.reshape(batch * kv_heads, -1, q.shape[-1])
     raw = torch.bmm(stacked * how.scale, k.reshape(batch * kv_heads, keys, -1).transpose(1, 2))
-    return raw.view(batch, heads, queries, keys)
+    found = raw.view(batch, heads, queries, keys)
+    return found if how.relative is None else found + how.relative(q, k)
 
 
 def _masked(scores: Tensor, seen: Tensor, how: AttentionMixer) -> Tensor:

@@ -16,7 +16,7 @@ Axes: [B, token, channel].
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....store.errors import ConfigError
+from ..architectures.architecture import LENT
 from ..architectures.hybrid import HybridConfig
 from ..checkpoints.source import Take
 from ..hooks.taps import Taps
@@ -32,6 +33,7 @@ from .ends import Ends
 from .history import STREAM, Carried, History, Shares, share_of
 from .kernels.products import product
 from .mixers.attention import GatedAttention, SelfAttention
+from .mixers.differential_attention import DifferentialAttention
 from .mixers.experts import Experts
 from .mixers.gated_delta import GatedDelta
 from .mixers.latent_attention import LatentAttention
@@ -40,9 +42,10 @@ from .mixers.linear_attention import LinearAttention
 from .mixers.linear_unit import LinearUnit
 from .mixers.mamba import Mamba
 from .mixers.mamba2 import Mamba2
-from .mixers.mixer import ChannelMixer, LayerTensors, Mixer
+from .mixers.mixer import ChannelMixer, LayerTensors, Mixer, own
 from .mixers.mlp import Mlp
 from .mixers.mlstm import Mlstm
+from .mixers.routed_attention import RoutedAttention
 from .mixers.shared_block import SharedBlock
 from .mixers.short_convolution import ShortConvolution
 from .norms import apply_norm, normalise
@@ -52,6 +55,7 @@ __all__ = ["Hybrid", "block"]
 
 MIXERS: dict[str, Callable[[Any, LayerTensors], Mixer]] = {
     "attention": SelfAttention,
+    "differential_attention": DifferentialAttention,
     "gated_attention": GatedAttention,
     "gated_delta": GatedDelta,
     "latent_attention": LatentAttention,
@@ -61,6 +65,7 @@ MIXERS: dict[str, Callable[[Any, LayerTensors], Mixer]] = {
     "mamba": Mamba,
     "mamba2": Mamba2,
     "mlstm": Mlstm,
+    "routed_attention": RoutedAttention,
     "short_convolution": ShortConvolution,
 }
 CHANNEL_MIXERS: dict[str, Callable[[Any, LayerTensors], ChannelMixer]] = {"mlp": Mlp, "experts": Experts}
@@ -79,13 +84,15 @@ class HybridLayer:
     channel_mixer: ChannelMixer | None
     norms: Mapping[str, NormWeights]
     shared: SharedBlock | None = None
+    gains: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the stream is multiplied by where something is added to it, "1" and "2"."""
 
 
 def block(take: Take, config: HybridConfig, layer: int) -> HybridLayer:
     """One layer from a function that gives a tensor by its checkpoint name."""
     tensors, shape = config.tensors, config.blocks[layer]
-    outside = tensors.outside.get("frequencies")
-    found: dict[str, Tensor] = {} if outside is None else {"frequencies": take(outside.name)}
+    lent = {weight: tensors.outside[weight] for weight in LENT if weight in tensors.outside}
+    found = {weight: take(stored.name) for weight, stored in lent.items()}
     stored = tensors.layers[layer]
     for weight, where in sorted(stored.items(), key=lambda item: item[1].constant is not None):
         found[weight] = made(take, where, tensors.in_layer(layer, weight), found)
@@ -94,7 +101,7 @@ def block(take: Take, config: HybridConfig, layer: int) -> HybridLayer:
     channel = shape.channel_mixer
     channel_mixer = None if channel is None else CHANNEL_MIXERS[channel.kind](channel, found)
     shared = None if shape.shared is None else SharedBlock(shape.shared, found)
-    return HybridLayer(mixers, channel_mixer, norms, shared)
+    return HybridLayer(mixers, channel_mixer, norms, shared, own(found, "carry."))
 
 
 class Hybrid(Ends[HybridConfig, HybridLayer]):
@@ -137,7 +144,8 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
             h, x = self._read(x, "ln1", layer, taps, ahead)
             each = [self._mixed(mixer, h, entering, layer, history, taps) for mixer in part.mixers]
             added = self._added(sum(each[1:], each[0]), "ln1_post", layer, taps)
-            x = self._summed(history.kept(x) + taps("attn_out", layer, added), "ln1", layer, taps)
+            x = self._carried(history.kept(x), "1", layer) + taps("attn_out", layer, added)
+            x = self._summed(x, "ln1", layer, taps)
         else:
             x = history.kept(x)
         if part.channel_mixer is not None:
@@ -147,7 +155,7 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
             else:
                 x = taps("resid_mid", layer, x) if part.mixers else x
                 h, x = self._read(x, "ln2", layer, taps)
-            x = self._summed(x + self._written(h, layer, taps), "ln2", layer, taps)
+            x = self._summed(self._carried(x, "2", layer) + self._written(h, layer, taps), "ln2", layer, taps)
         return {STREAM: x} | {name: history.kept(each) for name, each in beside.items()}
 
     def fed(self, layer: int, x: Tensor, taps: Taps) -> Tensor:
@@ -195,6 +203,11 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
         normed = self._normed(x if ahead is None else x + ahead, name, layer, taps)
         return normed, normed * block.carried[name == "ln2"] if block.norms == "of stream" else x
 
+    def _carried(self, x: Tensor, half: str, layer: int) -> Tensor:
+        """The stream as what attention ("1") or the channel mixer ("2") gives is added to it."""
+        gain = self.weights.layers[layer].gains.get(half)
+        return x if gain is None else x * gain
+
     def _summed(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
         """The stream that a sum becomes."""
         return self._normed(x, name, layer, taps) if self.config.blocks[layer].norms == "of sums" else x
@@ -230,6 +243,11 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
             raise ConfigError(
                 f"expected values that are a linear map of the stream in {self.config.model_type}, found "
                 f"them held within {clip:g} in layer {layer}; no attribution follows such a model"
+            )
+        if attention.shape.inner_norm_eps is not None:
+            raise ConfigError(
+                f"expected heads that write what they read in {self.config.model_type}, found them normed "
+                f"together in layer {layer}; no attribution follows such a model"
             )
         part = attention.weights.v
         assert part is not None  # hybrids keep q, k and v apart

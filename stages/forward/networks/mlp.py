@@ -13,6 +13,7 @@ from ..hooks.taps import Taps
 from .attention import linear
 from .gradients import is_recorded
 from .kernels.functions import evenly
+from .norms import apply_norm
 from .weights import MlpWeights
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -29,8 +30,11 @@ IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
 """Same bits, no new tensor: the widest of a layer, whose fresh pages cost more than the function."""
 
 
-def mlp(x: Tensor, weights: MlpWeights, activation: str, layer: int, taps: Taps) -> Tensor:
-    """What the down projection gives of normalised x, [B, token, D], before any post-norm."""
+def mlp(
+    x: Tensor, weights: MlpWeights, activation: str, layer: int, taps: Taps, inner_eps: float | None = None
+) -> Tensor:
+    """What the down projection gives of normalised x, [B, token, D], before any post-norm. inner_eps: of the
+    norm of what it reads, where there is one."""
     gate: Tensor | None
     if weights.gate_up is not None:
         gate, up = linear(x, weights.gate_up).chunk(2, dim=-1)
@@ -47,6 +51,8 @@ def mlp(x: Tensor, weights: MlpWeights, activation: str, layer: int, taps: Taps)
     inner = evenly(act, activated)
     if gate is not None:
         inner = inner * up if recorded else inner.mul_(up)  # nobody else has seen it
+    if weights.inner_norm is not None and inner_eps is not None:
+        inner = apply_norm(inner, weights.inner_norm, "rms", inner_eps)
     return linear(taps("mlp_post_act", layer, inner), weights.down)
 
 

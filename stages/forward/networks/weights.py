@@ -66,6 +66,11 @@ class AttentionWeights:
     """Rows: queries, then keys, then values."""
     q_norm: NormWeights | None = None
     k_norm: NormWeights | None = None
+    rise: Linear | None = None
+    rise_gain: Tensor | None = None
+    """What scores rise by, of the values of a key: a map to key heads, and a number of each."""
+    z_norm: NormWeights | None = None
+    """Of what all heads have read together, before it is projected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +82,8 @@ class MlpWeights:
     up: Linear | None = None
     gate_up: Linear | None = None
     """Rows: gate, then up."""
+    inner_norm: NormWeights | None = None
+    """Of what the down projection reads."""
     activation: Mapping[str, Tensor] = field(default_factory=dict)
     """What an activation learns."""
 
@@ -307,6 +314,8 @@ def made(take: Take, stored: Stored, name: str, others: Mapping[str, Tensor]) ->
         return next(iter(others.values())).new_full(stored.shape, stored.constant)
     tensor = take(name)
     tensor = tensor.T.contiguous() if stored.is_transposed else tensor
+    if stored.groups is not None:
+        tensor = stored.on_diagonal(tensor, tensor.new_zeros(len(tensor), tensor.shape[1] * stored.groups))
     return multiplied(tensor + stored.plus if stored.plus else tensor, stored.factors)
 
 

@@ -170,11 +170,12 @@ class NewestPositions:
         window = None if how.window is None or how.window >= total else how.window
         by_hand = is_by_hand(q, how) or self._taps.touches(layer, "scores", "attn_scores", "pattern")
         if new == 1 and not by_hand:
-            # One query sees all that its window holds: no mask.
-            seen = slice(None) if window is None else slice(-window, None)
+            # One query sees all that its window, or chunk, holds: no mask.
+            width = (total - 1) % window + 1 if window and how.is_chunked else window
+            seen = slice(None) if width is None else slice(-width, None)
             return attend(q, keys[:, :, seen], values[:, :, seen], None, how, layer, self._taps)
         plain = new == total and window is None and not by_hand
-        allowed = None if plain else causal(total, window, q.device, newest=new)
+        allowed = None if plain else causal(total, window, q.device, newest=new, is_chunked=how.is_chunked)
         return attend(q, keys, values, allowed, how, layer, self._taps)
 
     def before(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:

@@ -78,8 +78,9 @@ class WholePrompts:
     def __init__(self, length: int, taps: PassTaps, device: torch.device) -> None:
         self._length, self._taps, self._device = length, taps, device
         self._rotations: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
-        self._masks: dict[tuple[int | None, bool], Tensor | None] = {}
-        """Bool [query, key], True where attention may look, by window and whether it looks ahead."""
+        self._masks: dict[tuple[int | None, bool, bool], Tensor | None] = {}
+        """Bool [query, key], True where attention may look, by window, whether it looks ahead, and whether
+        windows are chunks."""
 
     @property
     def positions(self) -> Tensor:
@@ -110,7 +111,7 @@ class WholePrompts:
         is_float64 = q.dtype == torch.float64
         plain = how.is_bidirectional or is_float64 or is_recorded(q, k, v) or q.device.type != "cpu"
         weigh = None if plain else in_tiles
-        return attend(q, k, v, self._mask(how), how, layer, self._taps, weigh)
+        return attend(q, k, v, self._mask(how), how, layer, self._taps, weigh, self.positions)
 
     def before(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
         """See `History`."""
@@ -125,7 +126,7 @@ class WholePrompts:
 
     def _mask(self, how: AttentionMixer) -> Tensor | None:
         """See `visible`."""
-        kind = how.window, how.is_bidirectional
+        kind = how.window, how.is_bidirectional, how.is_chunked
         if kind not in self._masks:
             self._masks[kind] = visible(self._length, how, self._device)
         return self._masks[kind]

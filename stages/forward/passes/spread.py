@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import RopeConfig
-from ..networks.attention import attend
+from ..networks.attention import attend, within
 from ..networks.history import Carried
 from ..networks.recurrences.recurrence import Recurrence
 from ..networks.rope import rope_tables
@@ -112,7 +112,9 @@ class BranchHistory:
                 v[0][:, keys].transpose(0, 1),
             )
             allowed = self._allowed(group, how)
-            mixed = attend(*gathered, allowed, how, layer, self._taps.of_group(group, self._kept, layer))
+            places = torch.from_numpy(group.positions).to(self._device)
+            looked_at = self._taps.of_group(group, self._kept, layer)
+            mixed = attend(*gathered, allowed, how, layer, looked_at, places=places)
             real = np.arange(queries.shape[1]) < np.array(group.counts)[:, None]
             own = torch.from_numpy(real).to(self._device)
             z[queries[own]] = mixed.transpose(1, 2)[own]
@@ -145,13 +147,13 @@ class BranchHistory:
         size, window = group.keys.shape[1], how.window
         if group.is_whole and (window is None or window >= size):
             return None
-        places = torch.arange(size, device=self._device)
-        distance = torch.from_numpy(group.positions).to(self._device)[:, None, :, None] - places
-        seen = distance >= 0
+        keys = torch.arange(size, device=self._device)
+        queries = torch.from_numpy(group.positions).to(self._device)[:, None, :, None]
+        seen = queries >= keys
         if how.is_bidirectional:
             lengths = torch.tensor(group.lengths, device=self._device)[:, None, None, None]
-            seen, distance = places.expand_as(distance) < lengths, distance.abs()
-        return seen if window is None else seen & (distance < window)
+            seen = (keys < lengths).expand_as(seen)
+        return within(queries, keys, seen, window, is_chunked=how.is_chunked)
 
     def _groups(
         self, layer: int, how: AttentionMixer, of_a_key: int, of_a_score: int
@@ -166,7 +168,7 @@ class BranchHistory:
             start = 0
             while start < len(chosen):
                 most = len(self._kept.held[chosen[start]])
-                materialised = of_a_score * (by_hand or how.is_capped)
+                materialised = of_a_score * (by_hand or how.is_capped or how.relative is not None)
                 stop, longest = start, 0
                 while stop < len(chosen) and len(self._kept.held[chosen[stop]]) >= RAGGED * most:
                     longest = max(longest, self._forest.branches[chosen[stop]].length)

@@ -34,11 +34,16 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, bound: float = BOUN
 def outputs_of(reference: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Logits, and what comes out of every layer, which families list in different ways."""
     streams: list[torch.Tensor] = []
+    if getattr(getattr(reference, "config", None), "model_type", "") == "squeezebert":
+        with torch.no_grad():  # which calls its layers past their hooks
+            told = reference(ids, output_hidden_states=True)
+        return told.logits, list(told.hidden_states[1:])
 
     def keep(module: Any, inputs: Any, output: Any) -> None:
         streams.append(output[0] if isinstance(output, tuple | list) else output)
 
     body = reference.base_model
+    body = body.model if body is reference and hasattr(body, "model") else body
     body = next((getattr(body, name) for name in ("decoder", "transformer") if hasattr(body, name)), body)
     body = body if hasattr(body, "layers") else getattr(body, "encoder", body)
     names = ("layers", "h", "blocks", "layer", "albert_layer_groups")
@@ -54,7 +59,8 @@ def outputs_of(reference: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[to
 
 def normed_sum(model: Model, cache: Any, norm: str, layer: int, total: torch.Tensor) -> torch.Tensor:
     """What becomes the stream where a norm stands on the sum; elsewhere the sum."""
-    if model.config.layers[layer].norms != "of stream":
+    blocks = getattr(model.config, "blocks", None)
+    if blocks is None or blocks[layer].norms != "of sums":
         return total
     unit = (total - total.mean(-1, keepdim=True)) / cache[HookPoint(f"{norm}_scale", layer)]
     assert_near(unit, cache[HookPoint(f"{norm}_normalized", layer)])

@@ -13,10 +13,10 @@ LAYERS = 3
 MASK = 4
 """Id of the mask token, of families whose config tells it."""
 Draw = Callable[[random.Random], dict[str, Any]]
-AXES = ("bert", "electra", "esm", "modernbert")
+AXES = ("bert", "deberta-v2", "electra", "esm", "modernbert", "mpnet")
 """Families that between them have what no decoder has: norms on the sums, a transform before the head, token
 types, embeddings of another width, tokens that are left out, windows on both sides, a layer without its first
-norm."""
+norm, scores by distance."""
 
 
 def draw(family: str, seed: int) -> dict[str, Any]:
@@ -132,11 +132,53 @@ def _modernbert(rng: random.Random) -> dict[str, Any]:
     return _sizes(rng) | own | _biases(rng, *biases)
 
 
+def _mpnet(rng: random.Random) -> dict[str, Any]:
+    drawn = _bert(rng) | {"pad_token_id": 1}  # whatever the config says
+    return {name: told for name, told in drawn.items() if name != "type_vocab_size"}
+
+
+def _luke(rng: random.Random) -> dict[str, Any]:
+    own = {"entity_vocab_size": 7, "entity_emb_size": 12}
+    return _bert(rng) | own | _biases(rng, "use_entity_aware_attention")
+
+
+def _squeezebert(rng: random.Random) -> dict[str, Any]:
+    drawn, groups = _bert(rng), ("q", "k", "v", "post_attention", "intermediate", "output")
+    own = {"embedding_size": drawn["hidden_size"], "layer_norm_eps": 1e-12}
+    return drawn | own | {f"{name}_groups": rng.choice([1, 2, 4]) for name in groups}
+
+
+def _deberta(rng: random.Random) -> dict[str, Any]:
+    """Versions 2 and 3, with tables that prompts reach beyond; the head of version 3 is the embedding."""
+    legacy = rng.random() < 0.6
+    return (
+        _bert(rng)
+        | {
+            "type_vocab_size": rng.choice([0, 2]),
+            "relative_attention": rng.random() < 0.8,
+            "pos_att_type": rng.choice(["p2c|c2p", ["c2p"], ["p2c"], None]),
+            "max_relative_positions": rng.choice([-1, 30]),
+            "norm_rel_ebd": rng.choice(["none", "layer_norm"]),
+            "legacy": legacy,
+        }
+        | rng.choice([{}, {"position_buckets": 8, "max_relative_positions": 60}])
+        | _biases(rng, "share_att_key", "position_biased_input")
+        | ({} if legacy else {"tie_word_embeddings": True})
+    )
+
+
+def _first_deberta(rng: random.Random) -> dict[str, Any]:
+    later = ("position_buckets", "norm_rel_ebd", "share_att_key")
+    return {key: told for key, told in _deberta(rng).items() if key not in later}
+
+
 DRAWS: dict[str, Draw] = {
     "albert": _albert,
     "bert": _bert,
     "camembert": _bert,
     "data2vec-text": _bert,
+    "deberta": _first_deberta,
+    "deberta-v2": _deberta,
     "distilbert": _distilbert,
     "electra": _electra,
     "ernie": _bert,
@@ -144,10 +186,13 @@ DRAWS: dict[str, Draw] = {
     "esmc": _esmc,
     "eurobert": _eurobert,
     "jina_embeddings_v3": _turning,
+    "luke": _luke,
     "megatron-bert": _bert,
     "modernbert": _modernbert,
+    "mpnet": _mpnet,
     "nomic_bert": _turning,
     "rembert": _rembert,
+    "squeezebert": _squeezebert,
     "roberta": _bert,
     "roformer": _roformer,
     "roberta-prelayernorm": _bert,

@@ -11,7 +11,19 @@ from .random_models import CONTEXT
 
 LAYERS = 3
 Draw = Callable[[random.Random], dict[str, Any]]
-AXES = ("bloom", "deepseek_v2", "gpt_oss", "ministral3", "nanochat", "openai-gpt")
+AXES = (
+    "bitnet",
+    "bloom",
+    "deepseek_v2",
+    "diffllama",
+    "doge",
+    "gpt_oss",
+    "jetmoe",
+    "llama4_text",
+    "ministral3",
+    "nanochat",
+    "openai-gpt",
+)
 """Families that between them have what is new in these."""
 
 
@@ -87,6 +99,53 @@ def _dense(*biases: str, wide_heads: bool = True) -> Draw:
 def _apertus(rng: random.Random) -> dict[str, Any]:
     drawn = _dense("attention_bias")(rng)
     return drawn | {"hidden_act": rng.choice(["xielu", "xielu", "relu2"])}
+
+
+def _bitnet(rng: random.Random) -> dict[str, Any]:
+    return _dense("attention_bias", wide_heads=False)(rng) | {"hidden_act": rng.choice(["relu2", "silu"])}
+
+
+def _diffllama(rng: random.Random) -> dict[str, Any]:
+    heads, kv = rng.choice([(2, 2), (4, 2), (4, 4)])
+    own = {"num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 8, "lambda_std_dev": 0.5}
+    return _dense("attention_bias")(rng) | own
+
+
+def _doge(rng: random.Random) -> dict[str, Any]:
+    own = {"sliding_window": rng.choice([None, 7]), "keep_window_size": rng.choice([110, 2048])}
+    return _dense("attention_bias", "mlp_bias", wide_heads=False)(rng) | own
+
+
+def _jetmoe(rng: random.Random) -> dict[str, Any]:
+    drawn = tied_or_not(rng, wide_heads=False)
+    kept = {k: v for k, v in drawn.items() if k not in ("head_dim", "num_attention_heads", "hidden_act")}
+    own = {
+        "kv_channels": 8,
+        "activation_function": rng.choice(["silu", "gelu_pytorch_tanh"]),
+        "num_local_experts": rng.choice([3, 4]),
+        "num_experts_per_tok": rng.choice([1, 2]),
+        "num_key_value_heads": rng.choice([1, 2]),
+        "rope_parameters": rope(rng),
+    }
+    return kept | own
+
+
+def _llama4(rng: random.Random) -> dict[str, Any]:
+    """Chunks, and lengths at which queries grow, that prompts go beyond."""
+    own = {
+        "intermediate_size_mlp": 28,
+        "num_local_experts": 4,
+        "num_experts_per_tok": rng.choice([1, 2]),
+        "interleave_moe_layer_step": rng.choice([1, 2]),
+        "attention_chunk_size": rng.choice([5, 16, 500]),
+        "floor_scale": rng.choice([7, 20]),
+        "attn_scale": 0.3,
+        "no_rope_layers": rng.choice([[1, 0, 1], [0, 1, 1], [1, 1, 0]]),
+        "rope_parameters": {"rope_type": "default", "rope_theta": rng.choice([1e4, 300.0])},
+    }
+    flags = bias(rng, "use_qk_norm", "attn_temperature_tuning", "attention_bias")
+    listed = {"layer_types": ["chunked_attention"] * LAYERS} if rng.random() < 0.2 else {}
+    return tied_or_not(rng) | rms(rng) | own | flags | listed
 
 
 def _cwm(rng: random.Random) -> dict[str, Any]:
@@ -495,11 +554,14 @@ DRAWS: dict[str, Draw] = {
     "apertus": _apertus,
     "bert-generation": _bert_generation,
     "biogpt": _biogpt,
+    "bitnet": _bitnet,
     "bloom": _bloom,
     "codegen": _codegen,
     "cwm": _cwm,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "diffllama": _diffllama,
+    "doge": _doge,
     "dots1": _dots,
     "ernie4_5": _dense("use_bias"),
     "ernie4_5_moe": _ernie,
@@ -519,7 +581,9 @@ DRAWS: dict[str, Draw] = {
     "internlm3": _internlm,
     "iquestcoder": _dense("attention_bias", "mlp_bias"),
     "jais2": _jais,
+    "jetmoe": _jetmoe,
     "kolibri1": _kolibri,
+    "llama4_text": _llama4,
     "mellum": _mellum,
     "minicpm3": _minicpm,
     "ministral3": _ministral,
@@ -539,6 +603,7 @@ DRAWS: dict[str, Draw] = {
 }
 """model_type -> what draws a configuration."""
 REQUIRED: dict[str, dict[str, Any]] = {
+    "bitnet": {"hidden_size": 160, "num_attention_heads": 20},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
 }

@@ -65,9 +65,12 @@ def test_the_stream_is_what_layers_add_to_it(family, tmp_path):
     assert_near(cache.logits, model.forward(ids).logits)
     stream = cache[HookPoint.embed()]
     for layer in range(model.config.num_layers):
+        gains = getattr(model.network.weights.layers[layer], "gains", {})
+        stream = stream * gains.get("1", 1)
         stream = normed_sum(model, cache, "ln1", layer, stream + cache[HookPoint.attn_out(layer)])
         if (middle := HookPoint.resid_mid(layer)) in cache:
             assert_near(stream, cache[middle])
+        stream = stream * gains.get("2", 1)
         stream = normed_sum(model, cache, "ln2", layer, stream + cache[HookPoint.mlp_out(layer)])
         assert_near(stream, cache[HookPoint.resid_post(layer)])
         has_middle = not model.config.layers[layer].is_parallel
@@ -220,6 +223,12 @@ def test_greedy_tokens_are_those_of_transformers_with_keys_kept_or_not(family, t
         ("ministral3", {"layer_types": ["full_attention"] * 3}, "expected no layer_types"),
         ("xglm", {"pad_token_id": 2}, "expected pad_token_id below 2, found 2"),
         ("cwm", {"hidden_act": "xielu"}, "expected an activation among"),
+        ("diffllama", {"num_key_value_heads": 1}, "expected an even num_key_value_heads, .* found 1"),
+        (
+            "llama4_text",
+            {"layer_types": ["sliding_attention"] * 3},
+            "chunked_attention or full_attention for",
+        ),
     ],
 )
 def test_what_is_not_followed_is_told(family, told, message):

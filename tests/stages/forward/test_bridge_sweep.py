@@ -68,7 +68,7 @@ def test_every_language_model_transformers_lists_is_right_or_refused(tmp_path, m
     with capsys.disabled():
         for kind in ("causal", "masked"):
             words = {name: word for (which, name), (word, _) in found.items() if which == kind}
-            native = {name for name in words if name in KNOWN and kind == "causal"}
+            native = set(words) & set(KNOWN)
             runs = native | {name for name, word in words.items() if word == "right"}
             print(f"\n{kind}: {len(runs)} of {len(words)} native or bridged ({len(native)} native)")
             print(f"  behind the bridge: {dict(Counter(words.values()))}")

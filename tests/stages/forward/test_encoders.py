@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mizarr import HookPoint, HookSpec, Knockout, Model, Replace, Run
-from mizarr.stages.forward.architectures.attending.encoders import ENCODERS as ROWS
+from mizarr.stages.forward.architectures.attending.encoders import ENCODERS as OF_BERT
+from mizarr.stages.forward.architectures.attending.newer_encoders import NEWER_ENCODERS
 from mizarr.stages.forward.architectures.known import KNOWN
 from mizarr.stages.forward.architectures.transformer import ConfigReader
 from mizarr.stages.forward.generation.generate import generate
@@ -22,6 +23,7 @@ from mizarr.stages.graph.rows.frozen import require_attention
 from mizarr.stages.logits.attribution import constant_share
 from mizarr.stages.logits.prompt_test import tokens_to_residual_directions
 from mizarr.stages.logits.readout import readout_from_files
+from mizarr.stages.weights.matrices import PlainMatrices
 from mizarr.store.errors import ConfigError, InterventionError, PromptError, ShapeError
 
 from .compared import assert_near, assert_parity, assert_read_by_its_files, draw_ids, normed_sum
@@ -30,6 +32,7 @@ from .random_hybrids import save_random_hybrid
 from .random_models import save_random_model
 
 pytest.importorskip("transformers")
+ROWS = OF_BERT | NEWER_ENCODERS
 
 
 def read(raw: dict[str, Any]) -> Any:
@@ -60,7 +63,8 @@ def test_attention_patterns_agree_with_transformers(family, tmp_path):
         patterns = reference(ids, output_attentions=True).attentions
     assert len(patterns) == len(cache) == model.config.num_layers
     for point, pattern in zip(cache, patterns, strict=True):
-        assert_near(cache[point], pattern)
+        # Some references return scores.
+        assert_near(cache[point], pattern.softmax(-1) if family == "squeezebert" else pattern)
     assert float(patterns[0].triu(1).sum()) > 0.1
 
 
@@ -406,3 +410,55 @@ def test_llada_is_a_llama_without_its_mask(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw | {"block_type": "sequential"}))
     with pytest.raises(ConfigError, match="expected block_type to be 'llama', found 'sequential'"):
         Model.from_pretrained(tmp_path)
+
+
+def test_a_head_of_the_third_deberta_is_known_by_its_tensors(tmp_path):
+    """Its files do not say that it is no legacy; where they say so it is the reference's."""
+    seed = next(seed for seed in range(9) if not draw("deberta-v2", seed)["legacy"])
+    reference = save_random_encoder(tmp_path, "deberta-v2", seed, tokenizer=False)
+    told = json.loads((tmp_path / "config.json").read_text())
+    assert told.pop("legacy") is False
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    with torch.no_grad():
+        expected = reference(draw_ids(1, 20)).logits
+    assert_near(Model.from_pretrained(tmp_path).forward(draw_ids(1, 20)).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "told", "message"),
+    [
+        ("mpnet", {"pad_token_id": 0}, "expected pad_token_id to be 1, found 0"),
+        ("deberta-v2", {"conv_kernel_size": 3}, "expected conv_kernel_size to be 0, found 3"),
+        ("deberta-v2", {"pos_att_type": "p2p"}, "expected pos_att_type of c2p and p2c, found 'p2p'"),
+        (
+            "deberta-v2",
+            {"legacy": False, "tie_word_embeddings": False},
+            "tie_word_embeddings to be true where",
+        ),
+        ("squeezebert", {"layer_norm_eps": 1e-5}, "expected layer_norm_eps to be 1e-12, found 1e-05"),
+    ],
+)
+def test_what_newer_encoders_do_not_follow_is_told(family, told, message):
+    with pytest.raises(ConfigError, match=message):
+        read({**draw(family, 0), "model_type": family, **told})
+
+
+@pytest.mark.parametrize("family", ["deberta", "squeezebert"])
+def test_matrices_of_heads_are_those_the_network_multiplies_by(family, tmp_path):
+    """Biases beside a tensor of queries, keys and values, and convolutions in groups."""
+    save_random_encoder(tmp_path, family, 1, tokenizer=False)
+    model, files = Model.from_pretrained(tmp_path), resolve(tmp_path)
+    read, weights = (
+        PlainMatrices(files.checkpoint, model.config),
+        model.network.weights.layers[1].mixers[0].weights,
+    )
+    width = model.config.axis_sizes["d_head"]
+    for head in range(model.config.axis_sizes["head"]):
+        rows = slice(head * width, (head + 1) * width)
+        for part in ("q", "k", "v"):
+            found, held = read.projection(part, 1, head), getattr(weights, part)
+            assert torch.equal(torch.from_numpy(found.matrix.T.copy()), held.weight[rows])
+            bias = torch.zeros(width) if held.bias is None else held.bias[rows]
+            assert torch.equal(torch.from_numpy(found.bias), bias)
+        out = torch.from_numpy(read.output(1, head).copy())
+        assert torch.equal(out.T, weights.o.weight[:, rows])

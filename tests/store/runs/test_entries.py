@@ -83,7 +83,7 @@ def test_segments_cover_the_tokens_without_gaps(entry):
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 20))
-def test_each_token_owns_a_row_of_its_prompts_triangle(sizes, segment_tokens):
+def test_each_token_owns_a_row_of_its_prompts_matrix(sizes, segment_tokens):
     tokens = PackedTokens.from_lists([[1] * size for size in sizes])
     entry = Entry(
         LocalFolder("/nowhere", read_only=True),
@@ -92,9 +92,12 @@ def test_each_token_owns_a_row_of_its_prompts_triangle(sizes, segment_tokens):
         tokens,
         segment_tokens,
     )
-    owned = [position + 1 for size in sizes for position in range(size)]
-    assert [sum(owned[at.start : at.stop]) for at in entry.segments] == np.diff(entry.bounds("pair")).tolist()
-    assert entry.bounds("pair")[-1] == sum(size * (size + 1) // 2 for size in sizes)
+    triangle = [position + 1 for size in sizes for position in range(size)]
+    square = [size for size in sizes for _ in range(size)]
+    for axis, owned in (("pair", triangle), ("square", square)):
+        rows = [sum(owned[at.start : at.stop]) for at in entry.segments]
+        assert np.diff(entry.bounds(axis)).tolist() == rows
+        assert entry.bounds(axis)[-1] == sum(owned)
 
 
 def test_an_entry_keeps_the_segments_and_layout_it_was_made_with(folder, entry, monkeypatch):

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ..linear_families import LLAMA
 from .encoders import always
-from .reading import Attends
+from .family import Attends
 
 __all__ = ["DIFFUSION"]
 

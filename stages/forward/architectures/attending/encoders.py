@@ -19,9 +19,20 @@ from ..families import ACTIVATIONS, listed_windows
 from ..hybrid_tensors import Spelling
 from ..linear_families import LLAMA
 from ..transformer import ConfigReader, RopeConfig
-from .reading import Attends, Factors, Windows
+from .family import Attends, Factors, Windows
 
-__all__ = ["BERT", "ENCODERS", "OF_BERT", "OF_MODERNBERT", "windows_of_modernbert"]
+__all__ = [
+    "BERT",
+    "ENCODERS",
+    "OF_BERT",
+    "OF_MODERNBERT",
+    "ROBERTA",
+    "always",
+    "of_bert",
+    "of_roberta",
+    "transform",
+    "windows_of_modernbert",
+]
 
 
 def always(reader: ConfigReader) -> bool:
@@ -58,7 +69,7 @@ def transform(
     return read
 
 
-def _of_bert(root: str) -> Spelling:
+def of_bert(root: str) -> Spelling:
     """As BERT names its tensors, behind this."""
     return Spelling(
         embed=f"{root}embeddings.word_embeddings",
@@ -87,9 +98,9 @@ def _of_bert(root: str) -> Spelling:
     )
 
 
-def _of_roberta(root: str) -> Spelling:
+def of_roberta(root: str) -> Spelling:
     """As RoBERTa names its tensors: BERT's, and a head of its own."""
-    bert = _of_bert(root)
+    bert = of_bert(root)
     return replace(
         bert,
         head="lm_head.decoder",
@@ -99,7 +110,7 @@ def _of_roberta(root: str) -> Spelling:
     )
 
 
-OF_BERT = _of_bert("bert.")
+OF_BERT = of_bert("bert.")
 OF_MODERNBERT = Spelling(
     embed="model.embeddings.tok_embeddings",
     embed_norm="model.embeddings.norm",
@@ -145,7 +156,7 @@ ROBERTA = replace(
     first_position=None,
     positions_behind_padding=True,
     transform=transform(),
-    spelling=_of_roberta("roberta."),
+    spelling=of_roberta("roberta."),
 )
 """What is BERT's but for its head, and where its positions begin."""
 
@@ -191,12 +202,12 @@ def windows_of_modernbert(reader: ConfigReader, layers: int, *, itself: int = 1)
 ENCODERS: dict[str, Attends] = {
     "bert": BERT,
     "ernie": replace(
-        BERT, examples="ERNIE 1 to 3", never=(*BERT.never, "use_task_id"), spelling=_of_bert("ernie.")
+        BERT, examples="ERNIE 1 to 3", never=(*BERT.never, "use_task_id"), spelling=of_bert("ernie.")
     ),
     "roberta": ROBERTA,
     "camembert": replace(ROBERTA, examples="CamemBERT"),
     "xlm-roberta": replace(ROBERTA, examples="XLM-RoBERTa"),
-    "data2vec-text": replace(ROBERTA, examples="data2vec, text", spelling=_of_roberta("data2vec_text.")),
+    "data2vec-text": replace(ROBERTA, examples="data2vec, text", spelling=of_roberta("data2vec_text.")),
     "xlm-roberta-xl": replace(
         ROBERTA,
         examples="XLM-RoBERTa XL and XXL",
@@ -207,7 +218,7 @@ ENCODERS: dict[str, Attends] = {
         token_types=("type_vocab_size", 1),
         max_positions=514,
         spelling=replace(
-            _of_roberta("roberta."),
+            of_roberta("roberta."),
             ln1="attention.self_attn_layer_norm",
             ln2="LayerNorm",
             final_norm="roberta.encoder.LayerNorm",
@@ -219,7 +230,7 @@ ENCODERS: dict[str, Attends] = {
         places="before",
         has_final_norm=True,
         spelling=replace(
-            _of_roberta("roberta_prelayernorm."),
+            of_roberta("roberta_prelayernorm."),
             ln1="attention.LayerNorm",
             ln2="intermediate.LayerNorm",
             final_norm="roberta_prelayernorm.LayerNorm",
@@ -231,7 +242,7 @@ ENCODERS: dict[str, Attends] = {
         places="before",
         has_embedding_norm=False,
         has_final_norm=True,
-        spelling=replace(_of_bert("bert."), ln1="attention.ln", ln2="ln", final_norm="bert.encoder.ln"),
+        spelling=replace(of_bert("bert."), ln1="attention.ln", ln2="ln", final_norm="bert.encoder.ln"),
     ),
     "electra": replace(
         BERT,
@@ -240,7 +251,7 @@ ENCODERS: dict[str, Attends] = {
         transform=transform(),
         never=BERT.never[:-1],
         spelling=replace(
-            _of_bert("electra."),
+            of_bert("electra."),
             embed_in="electra.embeddings_project",
             head="generator_lm_head",
             head_bias="",
@@ -257,11 +268,11 @@ ENCODERS: dict[str, Attends] = {
         max_positions=1536,
         never=(*BERT.never[:-1], "rotary_value"),
         spelling=replace(
-            _of_bert("roformer."),
+            of_bert("roformer."),
             embed_in="roformer.embeddings_project",
             positions="",
             # Sines and cosines, always these: what rope turns by is worked out.
-            unread=(*_of_bert("roformer.").unread, "roformer.encoder.embed_positions.weight"),
+            unread=(*of_bert("roformer.").unread, "roformer.encoder.embed_positions.weight"),
         ),
     ),
     "rembert": replace(
@@ -273,7 +284,7 @@ ENCODERS: dict[str, Attends] = {
         tied=False,
         is_never_tied=True,
         spelling=replace(
-            _of_bert("rembert."),
+            of_bert("rembert."),
             embed_in="rembert.encoder.embedding_hidden_mapping_in",
             head_bias="",
             transform=("cls.predictions.dense", "cls.predictions.LayerNorm"),
@@ -290,7 +301,7 @@ ENCODERS: dict[str, Attends] = {
         never=BERT.never[:-1],
         always={**BERT.always, "inner_group_num": 1},
         spelling=replace(
-            _of_bert("albert."),
+            of_bert("albert."),
             embed_in="albert.encoder.embedding_hidden_mapping_in",
             head="predictions.decoder",
             head_bias="predictions.bias",
@@ -325,7 +336,7 @@ ENCODERS: dict[str, Attends] = {
             "hidden_act": "activation",
         },
         spelling=replace(
-            _of_bert("distilbert."),
+            of_bert("distilbert."),
             head="vocab_projector",
             head_bias="",
             transform=("vocab_transform", "vocab_layer_norm"),
@@ -354,7 +365,7 @@ ENCODERS: dict[str, Attends] = {
         max_positions=1026,
         always={"is_folding_model": False},
         spelling=replace(
-            _of_roberta("esm."),
+            of_roberta("esm."),
             embed_norm="esm.embeddings.layer_norm",
             ln1="attention.LayerNorm",
             ln2="LayerNorm",
@@ -449,7 +460,7 @@ ENCODERS: dict[str, Attends] = {
         tied=True,
         max_positions=2048,
         spelling=replace(
-            _of_bert("nomic_bert."),
+            of_bert("nomic_bert."),
             embed_norm="nomic_bert.emb_ln",
             transform=("cls.predictions.transform.dense", "cls.predictions.transform.layer_norm"),
             layer="nomic_bert.encoder.layers.{}.",
@@ -484,7 +495,7 @@ ENCODERS: dict[str, Attends] = {
         tied=True,
         max_positions=8194,
         spelling=replace(
-            _of_roberta("roberta."),
+            of_roberta("roberta."),
             embed_norm="roberta.emb_ln",
             layer="roberta.encoder.layers.{}.",
             ln1="norm1",

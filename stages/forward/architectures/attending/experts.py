@@ -9,17 +9,19 @@ from dataclasses import dataclass
 
 from .....store.errors import ConfigError
 from ..families import has_bias, read_activation
-from ..mixers import ChannelShape, ExpertsShape
+from ..mixers import ChannelShape, ExpertsShape, MlpShape
 from ..transformer import ConfigReader
-from .reading import Attends, dense, residual_factor
+from .family import Attends, dense, residual_factor
 
 __all__ = [
     "corrected_experts",
     "granite_experts",
     "grouped_experts",
     "hunyuan_experts",
+    "jetmoe_experts",
     "kolibri_experts",
     "limited_experts",
+    "llama4_experts",
     "mixtral_experts",
     "qwen_experts",
     "sigmoid_experts",
@@ -73,6 +75,41 @@ def qwen_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelSh
         routing="softmax of chosen" if reader.flag("norm_topk_prob", is_mellum) else "chosen of softmax",
         shared_size=shared,
         has_shared_gate=bool(shared),
+    )
+
+
+def llama4_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
+    """Experts in layers that are listed, or every few, and one that all tokens go through; the others are
+    dense, of a width of their own (Llama 4)."""
+    step = reader.integer("interleave_moe_layer_step", 1)
+    listed = reader.raw.get("moe_layers")
+    reader.read.add("moe_layers")
+    activation = read_activation(reader, family)
+    if (layer + 1) % step if listed is None else layer not in listed:
+        return MlpShape(reader.integer("intermediate_size_mlp", 16384), activation)
+    inner = reader.integer("intermediate_size", 8192)
+    return ExpertsShape(
+        reader.integer("num_local_experts", 16),
+        reader.integer("num_experts_per_tok", 1),
+        inner,
+        activation,
+        routing="sigmoid of inputs",
+        shared_size=inner,
+        is_listed=False,
+        is_transposed=True,
+    )
+
+
+def jetmoe_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
+    """Experts whose tensors are one, and a bias behind them (JetMoE)."""
+    return ExpertsShape(
+        reader.integer("num_local_experts", 8),
+        reader.integer("num_experts_per_tok", 2),
+        reader.integer("intermediate_size", 5632),
+        read_activation(reader, family),
+        routing="softmax of chosen",
+        is_listed=False,
+        has_output_bias=True,
     )
 
 

@@ -16,39 +16,25 @@ from ..transformer import ConfigReader
 from .diffusion import DIFFUSION
 from .encoders import ENCODERS
 from .experts import granite_experts, mixtral_experts, qwen_experts, sigmoid_experts
+from .family import Attends, Windows
 from .latent import LATENT
-from .layers import but_every, in_windows, in_windows_if_any
+from .layers import but_every, flags_of_rope, in_windows, in_windows_if_any
 from .like_encoders import LIKE_ENCODERS
 from .newer import NEWER
+from .newer_encoders import NEWER_ENCODERS
 from .older import OLDER
-from .reading import Attends, Windows
 from .routed import ROUTED
 from .spellings import KEYS_OF_GPT2, OF_GLM, OF_GLM4, OF_GPT2, OF_GRANITE
 
 __all__ = ["ATTENDING"]
 
 
-def _flags_of_rope(reader: ConfigReader, layers: int) -> list[bool]:
-    """SmolLM 3: no_rope_layers lists 1 where there is rope; without it, all but every n-th layer."""
-    listed = reader.raw.get("no_rope_layers")
-    reader.read |= {"no_rope_layers", "no_rope_layer_interval"}
-    if listed is None:
-        every = reader.integer("no_rope_layer_interval", 4)
-        return [bool((layer + 1) % every) for layer in range(layers)]
-    if not isinstance(listed, list) or len(listed) != layers or any(each not in (0, 1) for each in listed):
-        raise ConfigError(
-            f"{reader.source}: expected no_rope_layers to list 0 or 1 for each of {layers} layers, found "
-            f"{listed!r}; correct the file, or fetch it again"
-        )
-    return [bool(each) for each in listed]
-
-
 def _listed(reader: ConfigReader, windows: Windows) -> Sequence[bool]:
-    return _flags_of_rope(reader, len(windows))
+    return flags_of_rope(reader, len(windows))
 
 
 def _window_where_nothing_turns(reader: ConfigReader, layers: int) -> list[str]:
-    flags = _flags_of_rope(reader, layers)
+    flags = flags_of_rope(reader, layers)
     return ["full_attention" if turns else "sliding_attention" for turns in flags]
 
 
@@ -421,6 +407,7 @@ ATTENDING: dict[str, Attends] = {
     **LATENT,
     **LIKE_ENCODERS,
     **NEWER,
+    **NEWER_ENCODERS,
     **OLDER,
     **ROUTED,
 }

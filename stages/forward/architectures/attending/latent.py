@@ -13,7 +13,8 @@ from ..linear_families import LLAMA
 from ..mixers import LatentAttentionShape
 from ..transformer import ConfigReader, RopeConfig
 from .experts import grouped_experts, sigmoid_experts
-from .reading import Attends, Factors, Told, residual_factor
+from .family import Attends, Factors, residual_factor
+from .reading import Told
 
 __all__ = ["LATENT"]
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from .....store.errors import ConfigError
 from ..transformer import ConfigReader
-from .reading import Windows
+from .family import Windows
 
 __all__ = [
     "all_whole",
     "but_every",
+    "flags_of_rope",
     "in_windows",
     "in_windows_if_any",
     "none_in_every",
@@ -52,6 +54,21 @@ def windows_in_upper_layers(usual: int) -> Callable[[ConfigReader, int], list[st
         return ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
 
     return types
+
+
+def flags_of_rope(reader: ConfigReader, layers: int) -> list[bool]:
+    """no_rope_layers lists 1 where there is rope; without it, all but every n-th layer."""
+    listed = reader.raw.get("no_rope_layers")
+    reader.read |= {"no_rope_layers", "no_rope_layer_interval"}
+    if not listed:
+        every = reader.integer("no_rope_layer_interval", 4)
+        return [bool((layer + 1) % every) for layer in range(layers)]
+    if not isinstance(listed, list) or len(listed) != layers or any(each not in (0, 1) for each in listed):
+        raise ConfigError(
+            f"{reader.source}: expected no_rope_layers to list 0 or 1 for each of {layers} layers, found "
+            f"{listed!r}; correct the file, or fetch it again"
+        )
+    return [bool(each) for each in listed]
 
 
 def in_windows(reader: ConfigReader, windows: Windows) -> Sequence[bool]:

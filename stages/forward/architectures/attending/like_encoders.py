@@ -12,7 +12,7 @@ from dataclasses import replace
 from ..families import asks_to_look_ahead
 from ..transformer import ConfigReader
 from .encoders import BERT, ENCODERS, OF_BERT, OF_MODERNBERT, windows_of_modernbert
-from .reading import Attends, Windows
+from .family import Attends, Windows
 from .spellings import KEYS_OF_GPT2, OF_GPT2
 
 __all__ = ["LIKE_ENCODERS"]

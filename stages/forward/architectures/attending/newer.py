@@ -5,12 +5,16 @@ Border: never imports torch. How a row is read is told in reading.py.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from ..linear_families import LLAMA
+from ..mixers import DifferentialShape
 from ..transformer import ConfigReader, RopeConfig
+from .family import Attends, Factors
 from .layers import but_every, none_in_every, windows_in_upper_layers
-from .reading import Attends, Factors, rope_of_family
+from .reading import Told, grouped
+from .turning import rope_of_family
 
 __all__ = ["NEWER", "stretched_by_alpha"]
 
@@ -25,6 +29,12 @@ def stretched_by_alpha(reader: ConfigReader, family: Attends, head_dim: int) -> 
     theta = rope.number("rope_theta", reader.number("rope_theta", family.theta))
     reader.read |= {"rope_parameters", "rope_scaling"}
     return RopeConfig(theta * rope.number("alpha") ** (head_dim / (head_dim - 2)), head_dim)
+
+
+def _differential(told: Told, rope: RopeConfig | None, window: int | None, layer: int) -> DifferentialShape:
+    """Of DiffLlama, whose lambda begins larger in later layers (Ye et al., 2024, section 2.1)."""
+    start = 0.8 - 0.6 * math.exp(-0.3 * layer)
+    return DifferentialShape(grouped(told, rope, window, layer), start, told.eps)
 
 
 def _backwards(reader: ConfigReader, family: Attends, head_dim: int) -> RopeConfig:
@@ -97,6 +107,18 @@ NEWER: dict[str, Attends] = {
         max_positions=65536,
         spelling=replace(LLAMA, ln1="attention_layernorm", ln2="feedforward_layernorm"),
     ),
+    "bitnet": Attends(
+        examples="BitNet b1.58 2B4T, its plain weights",
+        eps=1e-5,
+        activation="relu2",
+        kv_heads=5,
+        theta=500000.0,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        has_inner_norms=True,
+        max_positions=2048,
+        spelling=replace(LLAMA, inner_norms=("attn_sub_norm", "ffn_sub_norm")),
+    ),
     "cwm": Attends(
         examples="Code World Model",
         eps=1e-5,
@@ -135,6 +157,32 @@ NEWER: dict[str, Attends] = {
         mlp_bias="mlp_bias",
         tied=True,
         max_positions=8192,
+    ),
+    "diffllama": Attends(
+        examples="DiffLlama",
+        eps=1e-5,
+        mixer=_differential,
+        words=("pairs of heads of which one is taken from the other",),
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        max_positions=2048,
+    ),
+    "doge": Attends(
+        examples="Doge without experts",
+        qk_norms="head",
+        windows="all",
+        window=None,
+        rises_by_values=True,
+        has_gains=True,
+        words=("the stream by gains",),
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        max_positions=2048,
+        # Of more keys the reference leaves out those whose values say least.
+        longest=("keep_window_size", 2048),
+        never=("is_moe",),
+        spelling=replace(LLAMA, gains=("input_residual", "post_attention_residual")),
     ),
     "hunyuan_v1_dense": Attends(
         examples="Hunyuan, dense",

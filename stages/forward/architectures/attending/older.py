@@ -12,7 +12,7 @@ from .....store.errors import ConfigError
 from ..hybrid_tensors import Spelling
 from ..linear_families import LLAMA
 from ..transformer import ConfigReader, RopeConfig
-from .reading import Attends, Factors, Layout
+from .family import Attends, Factors, Layout, TensorShapes
 from .spellings import KEYS_OF_GPT2, OF_GPT2
 
 __all__ = ["OLDER"]
@@ -98,7 +98,7 @@ def _is_parallel(reader: ConfigReader) -> bool:
     return reader.flag("parallel_attn", True)
 
 
-def _spelling_of_falcon(reader: ConfigReader) -> Spelling:
+def _spelling_of_falcon(reader: ConfigReader, shapes: TensorShapes) -> Spelling:
     if _is_parallel(reader) and _falcon_has_two_norms(reader):
         return replace(OF_BLOOM, ln1="ln_attn", ln2="ln_mlp")
     return OF_BLOOM

@@ -8,28 +8,34 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from .....store.errors import ConfigError
 from ..linear_families import LLAMA, OF_MIXTRAL
-from ..transformer import ConfigReader
+from ..mixers import AttentionShape, RoutedAttentionShape
+from ..transformer import ConfigReader, RopeConfig
 from .experts import (
     corrected_experts,
     granite_experts,
     hunyuan_experts,
+    jetmoe_experts,
     kolibri_experts,
     limited_experts,
+    llama4_experts,
     qwen_experts,
     sigmoid_experts,
     sparsely_mixed_experts,
 )
+from .family import Attends, Factors, Windows
 from .layers import (
     all_whole,
     but_every,
+    flags_of_rope,
     in_windows,
     in_windows_if_any,
     none_in_every,
     windows_in_upper_layers,
 )
 from .newer import OF_HUNYUAN, stretched_by_alpha
-from .reading import Attends, Factors
+from .reading import Told, grouped
 from .spellings import OF_GRANITE
 
 __all__ = ["ROUTED"]
@@ -49,6 +55,51 @@ def _as_wide_as_it_is(reader: ConfigReader) -> Factors:
     """Embeddings by the root of their width, where it says so."""
     hidden, is_scaled = reader.integer("hidden_size"), reader.flag("mup_enabled", False)
     return Factors(embedding=math.sqrt(hidden) if is_scaled else 1.0)
+
+
+def _chunks(reader: ConfigReader, *, layers: int) -> Windows:
+    """Llama 4: layers that turn see their own chunk, unless types are listed."""
+    usual = ["chunked_attention" if turns else "full_attention" for turns in flags_of_rope(reader, layers)]
+    types = reader.strings("layer_types") or usual
+    if len(types) != layers or not set(types) <= set(_CHUNKED):
+        raise ConfigError(
+            f"{reader.source}: expected layer_types to list {' or '.join(_CHUNKED)} for each of {layers} "
+            f"layers, found {types!r}; correct the file, or fetch it again"
+        )
+    size = reader.integer("attention_chunk_size", 8192)
+    return [size if kind == _CHUNKED[0] else None for kind in types]
+
+
+_CHUNKED = ("chunked_attention", "full_attention")
+
+
+def _of_jetmoe(told: Told, rope: RopeConfig | None, window: int | None, layer: int) -> RoutedAttentionShape:
+    """As many heads of each expert as there are of keys."""
+    reader = told.reader
+    experts, chosen = reader.integer("num_local_experts", 8), reader.integer("num_experts_per_tok", 2)
+    return RoutedAttentionShape(experts, chosen, told.heads // chosen, told.head_dim, rope)
+
+
+def _heads_of_jetmoe(reader: ConfigReader) -> int:
+    """Of all experts that a token is sent to, whatever num_attention_heads says."""
+    reader.read.add("num_attention_heads")
+    return reader.integer("num_key_value_heads", 16) * reader.integer("num_experts_per_tok", 2)
+
+
+def _of_llama4(told: Told, rope: RopeConfig | None, window: int | None, layer: int) -> AttentionShape:
+    """Where nothing turns queries grow with positions; elsewhere queries and keys are normed, without
+    weights, behind rope."""
+    reader, shape = told.reader, grouped(told, rope, window, layer)
+    shape = replace(shape, is_chunked=window is not None, norms=None)
+    reader.read |= {"attn_temperature_tuning", "floor_scale", "attn_scale", "use_qk_norm"}
+    if rope is None:
+        if not reader.raw.get("attn_temperature_tuning", True):  # 4 in some files
+            return shape
+        growth = reader.number("attn_scale", 0.1), reader.integer("floor_scale", 8192)
+        return replace(shape, growth=growth, growth_start=1)
+    if not reader.flag("use_qk_norm", True):
+        return shape
+    return replace(shape, norms="head", has_norm_weights=False, norms_behind_rope=True)
 
 
 ROUTED: dict[str, Attends] = {
@@ -200,6 +251,53 @@ ROUTED: dict[str, Attends] = {
         channel_mixer=kolibri_experts,
         spelling=replace(
             SHARED, ln1_post="post_attn_norm", ln2_post="post_ffn_norm", correction="/moe.router.expert_bias"
+        ),
+    ),
+    "jetmoe": Attends(
+        examples="JetMoE 8B",
+        head_dim=128,
+        kv_heads=16,
+        mixer=_of_jetmoe,
+        heads_from=_heads_of_jetmoe,
+        words=("experts of attention",),
+        tied=True,
+        max_positions=4096,
+        # Norms in layers have this one whatever the config says.
+        always={"rms_norm_eps": 1e-6},
+        aliases={"head_dim": "kv_channels", "hidden_act": "activation_function"},
+        channel_mixer=jetmoe_experts,
+        spelling=replace(
+            LLAMA,
+            attention="self_attention.",
+            experts="mlp.",
+            router="router.layer",
+            expert_parts=("input_linear", "output_linear"),
+        ),
+    ),
+    "llama4_text": Attends(
+        examples="Llama 4 Scout and Maverick, their text model",
+        eps=1e-5,
+        head_dim=128,
+        kv_heads=8,
+        theta=500000.0,
+        interleaved_rope=True,
+        windows_of=_chunks,
+        turns=lambda reader, windows: flags_of_rope(reader, len(windows)),
+        mixer=_of_llama4,
+        words=("chunks where rope turns", "queries grow with positions elsewhere"),
+        qk_norms="head",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        max_positions=131072,
+        channel_mixer=llama4_experts,
+        spelling=replace(
+            LLAMA,
+            mlp="feed_forward.",
+            experts="feed_forward.",
+            expert_parts=("experts.gate_up_proj", "experts.down_proj"),
+            expert_ending="",
+            shared="feed_forward.shared_expert.",
+            router="router",
         ),
     ),
     "mellum": Attends(

@@ -44,6 +44,7 @@ TOWERS: dict[str, Tower] = {
     "internvl": Tower("InternVL 3", "qwen2"),
     "lfm2_vl": Tower("LFM2-VL", "lfm2"),
     "lighton_ocr": Tower("LightOnOCR", "qwen3"),
+    "llama4": Tower("Llama 4 Scout and Maverick", "llama4_text"),
     "llava": Tower("LLaVA 1.5", "llama"),
     "llava_next": Tower("LLaVA-NeXT", "llama"),
     "llava_onevision": Tower("LLaVA-OneVision", "qwen2"),

@@ -17,6 +17,7 @@ from ..attention import Source, attention
 from ..history import History
 from ..kernels.functions import evenly
 from ..kernels.products import product
+from ..relative import Relative
 from ..weights import AttentionWeights, parts_of
 from .mixer import LayerTensors, by_heads
 
@@ -33,8 +34,12 @@ class SelfAttention:
         )
         if shape.turning is not None and shape.has_frequencies:
             shape = replace(shape, turning=replace(shape.turning, frequencies=tensors["frequencies"]))
-        self.shape, self._how = shape, replace(shape.fact, sinks=tensors.get("sinks"))
-        self.weights = AttentionWeights(**{name: part for name, part in parts.items() if name in known})
+        self.weights = AttentionWeights(
+            **{name: part for name, part in parts.items() if name in known},
+            rise_gain=tensors.get("rise.gain"),
+        )
+        relative = None if shape.relative is None else Relative(shape, self.weights, tensors)
+        self.shape, self._how = shape, replace(shape.fact, sinks=tensors.get("sinks"), relative=relative)
 
     def __call__(
         self, x: Tensor, layer: int, history: History, taps: Taps, source: Source | None = None

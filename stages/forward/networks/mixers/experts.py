@@ -7,6 +7,7 @@
 | "chosen of corrected softmax" | the same, chosen by these plus a correction, over their sum (ERNIE 4.5) |
 | "sigmoid" | sigmoids of the scores, scaled; chosen by these plus any correction, in the best groups |
 | "sigmoid of chosen" | sigmoids of the scores; chosen by the scores plus a correction (Kolibri) |
+| "sigmoid of inputs" | sigmoids of the scores, of what the chosen read, not of what they give (Llama 4) |
 | "sparse mixing" | of each of two, softmax over the scores near it and left (Phi 3.5 MoE) |
 
 "sigmoid" is Nemotron's, from DeepSeek-V3 (2024, section 2.1.2); groups of softmaxes are DeepSeek-V2's. Tokens
@@ -52,6 +53,9 @@ class Experts:
             self.weights["down"] = torch.stack([found[f"{e}.down"] for e in range(shape.count)])
         if shape.limits is not None:
             self._unravel()
+        if shape.is_transposed:
+            for name in ("up", "down"):
+                self.weights[name] = self.weights[name].transpose(1, 2).contiguous()
         self._activation = ACTIVATIONS[shape.activation]
 
     def __call__(self, x: Tensor, layer: int, taps: Taps) -> Tensor:
@@ -72,22 +76,28 @@ class Experts:
             if self.shape.has_shared_gate:
                 shared = shared * evenly(torch.sigmoid, product(x, w["shared_gate"]))
             found = found + taps("shared_expert_out", layer, shared).flatten(0, 1)
+        if self.shape.has_output_bias:
+            found = found + w["out.bias"]
         return found.view(x.shape)
 
     def _given(self, inner: Tensor, chosen: Tensor, share: Tensor) -> Iterator[Given]:
         """Expert by expert: the tokens it reads, its weights there, and what it gives."""
-        w = self.weights
+        w, by_inputs = self.weights, self.shape.routing == "sigmoid of inputs"
         for expert in chosen.unique().tolist():
-            # A weight of 0 is that of an expert somebody left out; its gradient is what it would give.
+            # A weight of 0 is that of an expert somebody left out; its gradient is what it would give. Where
+            # the weight is of what it reads it would give nothing.
             is_its = chosen == expert
-            token, place = (is_its if is_recorded(share) else is_its & (share != 0)).nonzero(as_tuple=True)
+            takes_all = is_recorded(share) and not by_inputs
+            token, place = (is_its if takes_all else is_its & (share != 0)).nonzero(as_tuple=True)
             if len(token):
                 biases = (w[name][expert] if name in w else None for name in ("up.bias", "down.bias"))
-                its, own = inner[token], len(token)
+                its, own, weight = inner[token], len(token), share[token, place, None]
+                its = its * weight if by_inputs else its
                 if own < FEW_ROWS <= len(chosen):  # what a token gets does not depend on how many others come
                     its = F.pad(its, (0, 0, 0, FEW_ROWS - own))
                 out = self._through(its, w["up"][expert], w["down"][expert], *biases)[:own]
-                yield expert, token, share[token, place, None], out
+                # What is added is the weight times what an expert gives, in every routing.
+                yield expert, token, weight, out / weight if by_inputs else out
 
     def _weighed(
         self, chosen: Tensor, share: Tensor, x: Tensor, layer: int, taps: Taps
@@ -131,7 +141,7 @@ class Experts:
             share = share * s.routed_factor
         else:
             top, chosen = scores.topk(s.chosen, dim=-1)
-            share = top.softmax(-1)
+            share = evenly(torch.sigmoid, top) if s.routing == "sigmoid of inputs" else top.softmax(-1)
         return chosen, share
 
     def _corrected(self, scores: Tensor) -> tuple[Tensor, Tensor]:

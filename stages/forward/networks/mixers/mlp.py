@@ -23,7 +23,7 @@ class Mlp:
 
     def __call__(self, x: Tensor, layer: int, taps: Taps) -> Tensor:
         """See `ChannelMixer`."""
-        return mlp(x, self.weights, self.shape.activation, layer, taps)
+        return mlp(x, self.weights, self.shape.activation, layer, taps, self.shape.inner_norm_eps)
 
 
 def mlp_weights(tensors: LayerTensors) -> MlpWeights:

@@ -34,6 +34,7 @@ from mizarr.store.files import local as files
 from mizarr.store.runs.packed import PackedTokens
 from tests.memory import PEAK, printed
 
+from ..random_encoders import save_random_encoder
 from ..random_models import VOCAB, save_random_model
 
 pytest.importorskip("transformers")
@@ -99,6 +100,37 @@ def test_every_hook_point_is_stored_as_the_model_gives_it(family, tmp_path, prom
                 err_msg=str(capture.point),
             )
         token, pair = rows["token"].stop, rows["pair"].stop
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_attention_that_looks_both_ways_is_stored_whole_and_without_padding(family, tmp_path, prompts, store):
+    """Ragged prompts cut by segments; each by itself in the reference, where nothing can be padded."""
+    reference = save_random_encoder(tmp_path / "m", family, 4, tokenizer=False)
+    hooks = HookSpec().capture("blocks.*.attn.hook_pattern", "blocks.0.attn.hook_attn_scores")
+    model, sizes = Model.from_pretrained(tmp_path / "m"), [len(ids) for ids in prompts]
+    stored = mizarr.capture(
+        model, prompts, hooks, store=store, segment_tokens=32, batch_tokens=64, progress=False
+    )
+    assert stored["pattern"].dims == ("layer", "square", "head")
+    assert stored.sizes["square"] == sum(size**2 for size in sizes)  # a row for each pair there is, none else
+    np.testing.assert_allclose(stored["pattern"].sum("square"), sum(sizes), rtol=1e-5)
+    for i, ids in enumerate(prompts):
+        with torch.no_grad():
+            expected = torch.stack(reference(torch.tensor([ids]), output_attentions=True).attentions)[:, 0]
+        np.testing.assert_allclose(stored.mi.attn(i).values, expected.numpy(), atol=2e-6)
+        scores = model.forward(ids, hooks)["blocks.0.attn.hook_attn_scores"][0]
+        np.testing.assert_allclose(stored.mi.attn(i, "attn_scores").values[0], scores.numpy(), atol=2e-5)
+    assert float(np.triu(stored.mi.attn(4).values, 1).max()) > 0.01
+    some = stored.mi.prompts([7, 0])
+    xr.testing.assert_identical(some.mi.attn(0).drop_attrs(), stored.mi.attn(7).drop_attrs())
+    assert stored.mi.prompt(3).sizes["square"] == 81
+    (entry,) = store.entries()
+    plain = xr.open_zarr(store.path / entry.path, consolidated=False)
+    bounds, rows = plain["pattern"].attrs["square_bounds"], plain.sizes["square"] // len(entry.segments)
+    second = plain["pattern"].isel(square=slice(rows, rows + bounds[2] - bounds[1]))
+    np.testing.assert_array_equal(second, stored["pattern"].isel(square=slice(*bounds[1:3])))
+    with pytest.raises(ShapeError, match="pairs, those of 11 prompts end to end, found"):
+        plain.mi.attn(0)
 
 
 def test_plain_xarray_reads_the_same_numbers_with_labels(folder, prompts, store):

@@ -130,6 +130,7 @@ def test_gradients_of_streams_are_those_of_transformers(family, tmp_path):
     model, ids = Model.from_pretrained(tmp_path), draw(2, 19)
     streams: list[Tensor] = []
     body = getattr(reference.base_model, "decoder", reference.base_model)
+    body = body.model if body is reference else body
     layers = next(getattr(body, name) for name in ("layers", "h", "blocks") if hasattr(body, name))
 
     def keep(module: Any, inputs: Any, output: Any) -> None:

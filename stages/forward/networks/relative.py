@@ -1,0 +1,85 @@
+"""What scores have besides products of queries and keys, by how far apart they are (`RelativeShape`).
+
+A number of each head (Raffel et al., T5, 2020, section 2.1), or products with what positions make: queries
+with keys made of a table of distances, and keys with queries made of it (He et al., DeBERTa, 2021, section
+3.1).
+
+Axes: [B, H, query, key]; row = of the table, by distance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..architectures.mixers import AttentionShape, RelativeShape
+from .kernels.products import product
+from .weights import AttentionWeights, Linear
+
+__all__ = ["Relative"]
+
+
+class Relative:
+    """What the scores of one layer have besides."""
+
+    def __init__(
+        self, shape: AttentionShape, weights: AttentionWeights, tensors: Mapping[str, Tensor]
+    ) -> None:
+        assert shape.relative is not None
+        self.shape, self._scale, self._heads = shape.relative, shape.fact.scale, shape.num_attention_heads
+        self._table, self._norm = tensors["relative"], tensors.get("relative_norm")
+        self._norm_bias = tensors.get("relative_norm.bias")
+        self._maps = {"q": weights.q, "k": weights.k}
+        if not self.shape.shares_maps:
+            self._maps = {part: _linear(tensors, f"relative.{part}") for part in "qk"}
+
+    def __call__(self, q: Tensor, k: Tensor, places: Tensor) -> Tensor:
+        """Of q [B, H, query, dh] at these places, [query] or [B, query], and k [B, H, key, dh] of a prompt
+        from its first token: [B, H, query, key]."""
+        keys = torch.arange(k.shape[2], device=k.device)
+        rows = _rows(places[..., :, None] - keys, self.shape)
+        rows = rows.view(-1, 1, *rows.shape[-2:]).expand(len(q), q.shape[1], -1, -1)
+        found = []
+        for term in self.shape.terms:
+            if term == "bias":
+                found.append(self._table.T[:, rows[:, 0]].transpose(0, 1))
+            elif term == "content to position":
+                scores = torch.matmul(q * self._scale, self._made("k").transpose(-1, -2))
+                found.append(scores.gather(-1, rows))
+            else:
+                scores = torch.matmul(k * self._scale, self._made("q").transpose(-1, -2))
+                found.append(scores.gather(-1, rows.transpose(-1, -2)).transpose(-1, -2))
+        return sum(found[1:], found[0])
+
+    def _made(self, part: str) -> Tensor:
+        """Queries or keys that positions make, [H, row, dh]."""
+        table, of = self._table, self._maps[part]
+        assert of is not None  # whoever has a term has its map
+        if self.shape.norm_eps is not None:
+            table = F.layer_norm(table, table.shape[1:], self._norm, self._norm_bias, self.shape.norm_eps)
+        made: Tensor = product(table, of.weight, of.bias).unflatten(-1, (self._heads, -1)).transpose(0, 1)
+        return made
+
+
+def _linear(tensors: Mapping[str, Tensor], name: str) -> Linear | None:
+    return Linear(tensors[name], tensors.get(f"{name}.bias")) if name in tensors else None
+
+
+def _rows(back: Tensor, shape: RelativeShape) -> Tensor:
+    """Row of the table for keys so far back, int; those ahead are so far back by a negative number."""
+    half = shape.rows // 2
+    if shape.terms == ("bias",):
+        size = back.abs()
+        log = torch.log(size.clamp(min=1).float() / shape.near) / math.log(shape.farthest / shape.near)
+        far = shape.near + (log * (half - shape.near)).long()
+        return torch.where(size < shape.near, size, far.clamp(max=half - 1)) + half * (back < 0)
+    size = back.abs().clamp(min=shape.near)
+    if shape.near < half:
+        last = torch.log(torch.tensor((shape.farthest - 1) / shape.near))
+        size = (torch.ceil(torch.log(size / shape.near) / last * (shape.near - 1)) + shape.near).long()
+    row = torch.where(back.abs() <= shape.near, back, size * back.sign())
+    return (row + half).clamp(0, shape.rows - 1)
