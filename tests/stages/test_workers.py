@@ -47,7 +47,8 @@ def everything(folder, clt):
     prompts = [drawn.integers(1, 250, size).tolist() for size in drawn.integers(3, 40, 24)]
     states = CaptureNode(folder, prompts, RESID, segment_tokens=32)
     graph = graph_node(str(folder), clt, GRAPHED)
-    return [states, pca.moments.on(states=states["resid_post"]), patched(folder), graph]
+    small = CaptureNode(folder, prompts, RESID, storage_dtype="int8", segment_tokens=32)
+    return [states, small, pca.moments.on(states=states["resid_post"]), patched(folder), graph]
 
 
 def patched(folder):
