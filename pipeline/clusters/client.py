@@ -16,7 +16,7 @@ from ...store.errors import PlanError, StageError
 
 __all__ = ["ClusterClient", "Submitted"]
 
-_LOGS = ("distributed.client", "distributed.core", "distributed.comm")
+_LOGS = ("distributed.client", "distributed.core", "distributed.comm", "distributed.batched")
 """Loggers of the client's side, which tell a lost scheduler in tracebacks; we say it in a line."""
 
 
@@ -72,6 +72,7 @@ class ClusterClient:
         Raises StageError where the scheduler goes away, or a task takes its workers down with it.
         """
         from distributed import as_completed
+        from distributed.comm.core import CommClosedError
 
         client = self._client
         ahead = iter(enumerate(tasks))
@@ -89,7 +90,8 @@ class ClusterClient:
 
         with self._telling(OSError):
             resources = {needs: 1} if self._having(needs) else None
-        with self._telling():
+        # Not any OSError: what is done with a result may meet a disk that is full.
+        with self._telling(CommClosedError):
             try:
                 completed = as_completed(submit(), loop=client.loop)
                 for future in completed:
@@ -101,7 +103,7 @@ class ClusterClient:
                     client.cancel(list(under_way))
 
     @contextmanager
-    def _telling(self, lost: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    def _telling(self, lost: type[Exception]) -> Iterator[None]:
         """Says in words what goes wrong with a cluster. lost: a further sign that the scheduler is gone."""
         from asyncio import CancelledError
         from concurrent.futures import CancelledError as Cancelled

@@ -238,6 +238,7 @@ def workers_of(driver):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_whatever_is_killed_at_random_the_end_is_the_undisturbed_store(asked, undisturbed, tmp_path):
     """Three minutes of harvests by two workers, of which one, the driver or the scheduler is killed after
     every few segments; whatever store is finished in spite of it is compared, and another one begun."""
