@@ -3,9 +3,10 @@
     python tests/benchmarks/bench_workers.py [--rounds 5] [--workers 2] [--prompts 96]
 
 Target: two workers on two cores take at most 1 / 1.5 of the time of one. All workers are started, and have
-loaded the model, before the first clock runs; both sides take turns. A few minutes in all. Beside the wall clock stands the
-processor time of the workers: on a quiet machine each has a core to itself, and n workers that take c seconds
-of processor for what one does in c_1 are n c_1 / c times as fast, whatever others do with the cores now.
+loaded the model, before the first clock runs; both sides take turns. A few minutes in all. Beside the wall
+clock stands the processor time of the workers: on a quiet machine each has a core to itself, and n workers
+that take c seconds of processor for what one does in c_1 are n c_1 / c times as fast, whatever others do with
+the cores now.
 """
 
 from __future__ import annotations
