@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from ..store.errors import MizarrError, StageError
+from ..store.errors import MizarrError, PlanError, StageError
 from .clusters import ClusterClient, local_workers
 from .clusters.client import Submitted
 from .progress import Progress, Task as Progressing
@@ -70,6 +70,19 @@ class Context:
     def has_workers(self) -> bool:
         """Whether cells are computed by other processes, which read what they need from the store."""
         return self.cluster is not None or self.workers > 1
+
+    def require_shared(self, store: Store) -> None:
+        """Raise PlanError for a cluster beside workers of this machine, or a store no other process sees."""
+        if self.cluster is not None and self.workers > 1:
+            raise PlanError(
+                f"expected a cluster or workers of this machine, found {self.cluster!r} and {self.workers} "
+                "workers; leave out one of them"
+            )
+        if store.address.startswith("memory://"):
+            raise PlanError(
+                f"expected a store that other processes see, found {store.address}; name a folder or a "
+                "bucket, or run without workers"
+            )
 
     def width(self, needs: str = "") -> int:
         """Cells that can run at once. needs: see `map`."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..store.errors import PlanError, ReadOnlyStore
+from ..store.errors import ReadOnlyStore
 from .context import Context
 from .nodes import Node, one_look, status_of
 from .plan import as_bytes, in_order, plan
@@ -45,7 +45,8 @@ def run(
     stage and cell when one fails. May be interrupted at any time and called again.
     """
     ordered, budget = in_order(nodes), as_bytes(memory)
-    planned = plan(ordered, store)
+    cores = threads or os.cpu_count() or 1
+    planned = plan(ordered, store, Context(cores, cluster, budget, workers=workers))
     if planned.is_cached:
         return
     if store.read_only:
@@ -55,11 +56,9 @@ def run(
             "open it with mode='a'"
         )
     planned.check_memory(budget)
-    if cluster is not None or workers > 1:
-        _require_shared(store, cluster, workers)
     with (
         Progress(quiet, log) as progress,
-        Context(threads or os.cpu_count() or 1, cluster, budget, progress, workers) as context,
+        Context(cores, cluster, budget, progress, workers) as context,
     ):
         waiting = iter(ordered)
         while True:
@@ -71,17 +70,3 @@ def run(
                     return
                 plan([node], store).check_memory(budget)
                 node.run(store, context)
-
-
-def _require_shared(store: Store, cluster: str | None, workers: int) -> None:
-    """Raise PlanError for a cluster beside workers of this machine, or a store no other process sees."""
-    if cluster is not None and workers > 1:
-        raise PlanError(
-            f"expected a cluster or workers of this machine, found {cluster!r} and {workers} workers; "
-            "leave out one of them"
-        )
-    if store.address.startswith("memory://"):
-        raise PlanError(
-            f"expected a store that other processes see, found {store.address}; name a folder or a "
-            "bucket, or run without workers"
-        )

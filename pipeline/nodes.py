@@ -127,6 +127,10 @@ class Node(Protocol):
         """A piece of the stored result; variable None for all. Axes the node does not have are ignored."""
         ...
 
+    def require_workers(self, context: Context) -> None:
+        """Raise PlanError where other processes cannot compute this. Asked before anything starts."""
+        ...
+
     def run(self, store: Store, context: Context) -> None:
         """Compute and store what is missing, in the calling thread or through `context.map`.
 
@@ -210,10 +214,13 @@ class Port:
 
 
 class Ports:
-    """`node["variable"]` for every kind of node."""
+    """What every kind of node has: `node["variable"]`, and leave to be computed anywhere."""
 
     def __getitem__(self, variable: str) -> Port:
         return Port(self, variable)  # type: ignore[arg-type]  # every subclass is a Node
+
+    def require_workers(self, context: Context) -> None:
+        """See `Node`."""
 
 
 # -- nodes with one stored result

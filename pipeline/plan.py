@@ -16,6 +16,7 @@ from .sources import ConstantNode
 
 if TYPE_CHECKING:
     from ..store import Store
+    from .context import Context
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,20 @@ class Plan:
         return html.shown("Plan", html.table(columns, self.rows(), right=[2, 3, 4, 5, 6]), told)
 
 
-def plan(nodes: Node | Iterable[Node], store: Store) -> Plan:
-    """What computing these nodes would do now."""
+def plan(nodes: Node | Iterable[Node], store: Store, where: Context | None = None) -> Plan:
+    """What computing these nodes would do now.
+
+    where: they would run; PlanError where that cannot be.
+    """
     with one_look():
         asked = [node for node in in_order(nodes) if not isinstance(node, ConstantNode)]
-        return Plan(tuple(Step(n.name, status_of(n, store), estimate_of(n, store)) for n in asked))
+        found = Plan(tuple(Step(n.name, status_of(n, store), estimate_of(n, store)) for n in asked))
+        if where is not None and where.has_workers and not found.is_cached:
+            where.require_shared(store)
+            for node in asked:
+                if not status_of(node, store).is_cached:
+                    node.require_workers(where)
+        return found
 
 
 def in_order(nodes: Node | Iterable[Node]) -> Sequence[Node]:

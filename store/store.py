@@ -96,6 +96,7 @@ class Store(Catalog):
         """The labelled data under a key or a unique prefix of one, lazy.
 
         A prefix of no key may be one of a run's digest (DATA of `mizarr ls`): then all that the run holds.
+        The key of scales of int8 gives what they are scales of.
         """
         if isinstance(key, str) and self.names_run(key):
             return self.entry(key).open()
@@ -103,7 +104,8 @@ class Store(Catalog):
         if record.kind == RESULT:
             return self.open_result(record)
         variable, _, layer = record.label.partition("/")
-        return self._entry_in(record.data).open([variable], [int(layer)] if layer else None)
+        entry = self._entry_in(record.data)
+        return entry.open([entry.presented(variable)], [int(layer)] if layer else None)
 
     # -- results
 

@@ -21,7 +21,10 @@ def write_rows(
     dtype: str = "float32",
     model: str = "rows",
 ) -> Entry:
-    """Write rows into a store: variable -> layer -> [token, hidden]; returns the entry."""
+    """Write rows into a store: variable -> layer -> [token, hidden]; returns the entry.
+
+    dtype: as stored; int8 is made of float32.
+    """
     tokens = PackedTokens.from_lists(prompts)
     dims = ("layer", "token", "hidden")
     specs = [
@@ -38,11 +41,12 @@ def write_rows(
     store = open_store(folder, durability="process")
     entry = store.create_entry(RunKey(model, tokens.digest, "none"), tokens, specs, segment_tokens=segment)
     cells = {(name, layer): values for name, layers in rows.items() for layer, values in layers.items()}
+    written = DTYPES["float32" if dtype == "int8" else dtype]
     for number, here in enumerate(entry.segments):
         part = {cell: values[here.start : here.stop] for cell, values in cells.items()}
         entry.write_segment(
             number,
-            {cell: np.ascontiguousarray(values.astype(DTYPES[dtype])) for cell, values in part.items()},
+            {cell: np.ascontiguousarray(values.astype(written)) for cell, values in part.items()},
         )
     entry.publish(list(cells))
     return entry

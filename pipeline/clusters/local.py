@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from logging import ERROR
+from logging import CRITICAL
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,12 @@ def local_workers(count: int, say: Callable[[str], None] = lambda line: None) ->
             "nthreads": 1,
             "memory_limit": memory,
             "local_directory": scratch,
-            "silence_logs": ERROR,
+            "silence_logs": CRITICAL,
         }
         shares = [share_of(number, threads, cards) for number in range(count)]
         workers = {number: {"cls": Nanny, "options": options | share} for number, share in enumerate(shares)}
         try:
-            cluster = SpecCluster(workers, {"cls": Scheduler, "options": head}, silence_logs=ERROR)
+            cluster = SpecCluster(workers, {"cls": Scheduler, "options": head}, silence_logs=CRITICAL)
         except (RuntimeError, OSError) as error:
             raise PlanError(
                 f"expected {count} workers to start, found {error}; in a script, call this under "

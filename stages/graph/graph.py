@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...store import html
+from ...store.errors import PlanError
 from .node import GraphNode
 from .options import GraphOptions
 from .pruning import Kept, kept_part
@@ -63,6 +64,8 @@ def attribution_graph(
     zero_positions: int = 1,
     arithmetic: str = "float32",
     memory: int | str | None = None,
+    cluster: str | None = None,
+    workers: int = 0,
     progress: bool = False,
 ) -> AttributionGraph:
     """The attribution graph of one prompt; in a store it is computed once, and goes on when it was killed.
@@ -73,12 +76,13 @@ def attribution_graph(
     features get a row, chosen greedily by influence, batch_size * update_interval between two rankings;
     default all. zero_positions: the first positions that have neither features nor errors (Gemma 3's
     instruction-tuned dictionaries: 4). arithmetic: of the linear maps, "float32" or "float64". memory: bytes
-    the computation may take beside the model, or "2GiB"; default 1 GiB. Without a store the graph is kept in
+    the computation may take beside the model, or "2GiB"; default 1 GiB. cluster, workers: who computes rows
+    where there are many (see `pipeline.run`), the model by its name. Without a store the graph is kept in
     memory.
 
     Raises DictionaryError for a dictionary that does not fit the model, PromptError, TokenizerError or
-    ShapeError for prompts and targets that make no sense, PlanError where memory cannot be enough; nothing is
-    stored then.
+    ShapeError for prompts and targets that make no sense, PlanError where memory cannot be enough, or workers
+    cannot see model or store; nothing is stored then.
     """
     from ...pipeline import run
     from ...store import open_store
@@ -98,11 +102,16 @@ def attribution_graph(
         memory=memory,
     )
     if store is not None:
-        run(node, store, quiet=not progress)
+        run(node, store, cluster=cluster, workers=workers, quiet=not progress)
         return AttributionGraph(node.open(store))
+    if cluster is not None:
+        raise PlanError(
+            f"expected a store that the workers of {cluster} see, found none; pass store=, or workers= of "
+            "this machine"
+        )
     with tempfile.TemporaryDirectory(prefix="mizarr-graph-") as folder:
         kept = open_store(folder, durability="process")
-        run(node, kept, quiet=not progress)
+        run(node, kept, workers=workers, quiet=not progress)
         return AttributionGraph(node.open(kept).load())
 
 

@@ -142,6 +142,10 @@ class GraphNode(ResultNode):
 
     # -- running
 
+    def require_workers(self, context: Context) -> None:
+        """PlanError for a model that other processes cannot load."""
+        self.source.for_workers()
+
     def run(self, store: Store, context: Context) -> None:
         """Compute the rows that are not stored, then the whole."""
         with measured() as took:
@@ -224,7 +228,6 @@ class _Cells:
         """Missing cells on workers; one alone is computed here sooner than a worker is ready."""
         missing = [cell for cell in cells if self.store.lookup(cell.key) is None]
         if len(missing) > 1:
-            self.node.source.for_workers()
             needs = self.node.source.needs
             self.context.map(compute_rows, self.node, self.store, missing, needs=needs)
 

@@ -42,7 +42,17 @@ from .committed import RECORD, Committed, VariableLayer, cell_name, record_name
 from .coordinates import BOOKKEEPING, check_metadata, read_selected, write_selected
 from .mapped import MappedShards
 from .packed import PackedTokens
-from .quantised import BLOCK, QUANTISED, RestoredRows, is_scale, n_blocks, quantise, scale_name, scale_sizes
+from .quantised import (
+    BLOCK,
+    QUANTISED,
+    RestoredRows,
+    is_scale,
+    n_blocks,
+    quantise,
+    scale_name,
+    scale_sizes,
+    scaled_name,
+)
 from .run_sums import how_combined
 from .selections import AXIS, Selection, from_canonical
 from .shards import DTYPES, ShardLayout, ShardRows, Written, array_metadata, write_shards
@@ -479,6 +489,10 @@ class Entry:
             raise EntryNotFound(self._absent(variable, layer, n, "stored")) from None
 
     # -- helpers
+
+    def presented(self, variable: str) -> str:
+        """The variable that readers see of an array: scales belong to theirs."""
+        return scaled_name(variable) if self._is_quantised else variable
 
     @property
     def _is_quantised(self) -> bool:

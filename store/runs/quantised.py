@@ -40,6 +40,11 @@ def scale_name(variable: str) -> str:
     return f"{variable}{_SUFFIX}"
 
 
+def scaled_name(variable: str) -> str:
+    """The variable that scales belong to; of any other array its own name."""
+    return variable.removesuffix(_SUFFIX)
+
+
 def is_scale(variable: str) -> bool:
     """Whether an array holds the scales of another."""
     return variable.endswith(_SUFFIX)

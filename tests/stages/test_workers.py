@@ -24,6 +24,7 @@ from .forward.random_models import save_random_model
 from .graph.random_transcoders import save_random_transcoders
 
 RESID = "blocks.*.hook_resid_post"
+GRAPHED = [3, 9, 27, 81, 5, 14]
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +46,9 @@ def everything(folder, clt):
     drawn = np.random.default_rng(11)
     prompts = [drawn.integers(1, 250, size).tolist() for size in drawn.integers(3, 40, 24)]
     states = CaptureNode(folder, prompts, RESID, segment_tokens=32)
-    graph = graph_node(str(folder), clt, [3, 9, 27, 81, 5, 14])
-    return [states, pca.moments.on(states=states["resid_post"]), patched(folder), graph]
+    graph = graph_node(str(folder), clt, GRAPHED)
+    small = CaptureNode(folder, prompts, RESID, storage_dtype="int8", segment_tokens=32)
+    return [states, small, pca.moments.on(states=states["resid_post"]), patched(folder), graph]
 
 
 def patched(folder):
@@ -85,7 +87,9 @@ def test_a_cluster_gives_the_same_bits_of_everything(folder, clt, tmp_path, alon
     here = {"processes": False, "protocol": "tcp", "host": "127.0.0.1", "dashboard_address": None}
     store = mizarr.open_store(tmp_path / "cluster", durability="process")
     with LocalCluster(n_workers=2, threads_per_worker=1, **here) as cluster:
-        run(everything(folder, clt), store, cluster=cluster.scheduler_address)
+        *nodes, _ = everything(folder, clt)
+        run(nodes, store, cluster=cluster.scheduler_address)
+        mizarr.attribution_graph(folder, clt, GRAPHED, store=store, cluster=cluster.scheduler_address)
         done = set(cluster.scheduler.task_prefixes)
     assert contents(store) == alone
     # What was told to go there went there, graphs too.
@@ -204,7 +208,7 @@ def test_a_group_is_told_by_its_ends():
     assert selection_of(group) == {"kind": "z", "layer": "0 to 2"}
 
 
-def test_a_model_in_memory_a_store_in_memory_and_two_kinds_of_workers_are_refused(folder, tmp_path):
+def test_a_model_in_memory_a_store_in_memory_and_two_kinds_of_workers_are_refused(folder, clt, tmp_path):
     store = mizarr.open_store(tmp_path)
     with pytest.raises(PlanError, match=r"found 'tcp://127\.0\.0\.1:1' and 2 workers"):
         run(patched(folder), store, cluster="tcp://127.0.0.1:1", workers=2)
@@ -213,6 +217,10 @@ def test_a_model_in_memory_a_store_in_memory_and_two_kinds_of_workers_are_refuse
         mizarr.capture(model, [[1, 2]], RESID, store=store, workers=2, progress=False)
     with pytest.raises(PlanError, match="found 2 workers"):
         mizarr.capture(folder, [[1, 2]], RESID, store=store, workers=2, order="layer", progress=False)
+    with pytest.raises(PlanError, match="pass its name instead of a loaded model"):
+        mizarr.attribution_graph(model, clt, GRAPHED, store=store, workers=2)
+    with pytest.raises(PlanError, match="expected a store that the workers of"):
+        mizarr.attribution_graph(folder, clt, GRAPHED, cluster="tcp://127.0.0.1:1")
     pytest.importorskip("obstore")
     with pytest.raises(PlanError, match="expected a store that other processes see, found memory://"):
         run(patched(folder), mizarr.open_store("memory://workers/x"), workers=2)

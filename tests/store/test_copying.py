@@ -16,11 +16,8 @@ from mizarr.store.files import LocalFolder
 from mizarr.store.runs.entries import ArraySpec
 from mizarr.workflows.cli import run
 
-SPECS = [
-    ArraySpec(name, f"blocks.*.hook_{name}", ("layer", "token", "hidden"), {"hidden": 3}, "bfloat16", 2)
-    for name in ("resid_post", "mlp_out")
-]
-CELLS = [(spec.variable, layer) for spec in SPECS for layer in (0, 1)]
+VARIABLES = ("resid_post", "mlp_out")
+CELLS = [(name, layer) for name in VARIABLES for layer in (0, 1)]
 TOKENS = PackedTokens.from_lists([[1, 2, 3], [4, 5, 6, 7, 8], [9]], texts=["a", "b", "c"])
 
 
@@ -33,17 +30,33 @@ def there(request, tmp_path):
     return f"memory://{secrets.token_hex(4)}/x"
 
 
-def harvest(store, model="m", cells=CELLS, seed=0, segment_tokens=4, tokens=TOKENS):
+@pytest.fixture(params=["bfloat16", "int8"])
+def dtype(request):
+    """What runs are stored in."""
+    return request.param
+
+
+@pytest.fixture
+def arrays(dtype):
+    """Keys of the run: those of the cells, and in int8 of their scales."""
+    return len(CELLS) * (1 + (dtype == "int8"))
+
+
+def harvest(store, dtype, cells=CELLS, seed=0, segment_tokens=4):
+    specs = [
+        ArraySpec(name, f"blocks.*.hook_{name}", ("layer", "token", "hidden"), {"hidden": 3}, dtype, 2)
+        for name in VARIABLES
+    ]
     entry = store.create_entry(
-        RunKey(model, tokens.digest, "none"), tokens, SPECS, segment_tokens=segment_tokens,
-        attrs={"model": model, "tokenizer": "sha256:" + "7" * 64},
+        RunKey("m", TOKENS.digest, "none"), TOKENS, specs, segment_tokens=segment_tokens,
+        attrs={"model": "m", "tokenizer": "sha256:" + "7" * 64},
     )  # fmt: skip
-    dtype = entry.layout("mlp_out").native
+    written = np.float32 if dtype == "int8" else entry.layout("mlp_out").native
     for n, missing in entry.missing(cells).items():
         rows = {
             (variable, layer): np.random.default_rng([seed, n, layer, len(variable)])
             .standard_normal((len(entry.segments[n]), 3))
-            .astype(dtype)
+            .astype(written)
             for variable, layer in missing
         }
         entry.write_segment(n, rows)
@@ -57,10 +70,10 @@ def result(store, name, shift=0.0, inputs=None):
 
 
 @pytest.fixture
-def store(tmp_path):
+def store(tmp_path, dtype):
     made = open_store(tmp_path / "source", durability="process")
     made.put_vocabulary("sha256:" + "7" * 64, ["x", "y"])
-    _, records = harvest(made)
+    _, records = harvest(made, dtype)
     result(made, "pca", inputs={"states": records[0].content})
     result(made, "mean")
     return made
@@ -70,13 +83,17 @@ def shown(store):
     return [(r.key, r.content, r.label) for r in store.records()]
 
 
-def test_a_copy_holds_the_same_keys_numbers_labels_and_lineage(store, there):
+def test_a_copy_holds_the_same_keys_numbers_labels_and_lineage(store, there, arrays):
     done = store.copy_to(open_store(there))
     target = open_store(there, mode="r")
-    assert len(done.copied) == 6 and not done.different and not done.present
+    assert len(done.copied) == arrays + 2 and not done.different and not done.present
     assert shown(target) == shown(store)
     for record in store.records():
         xr.testing.assert_identical(target[record.key].load(), store[record.key].load())
+        if record.kind == "activation":  # scales are read as what they belong to
+            assert list(store[record.key].data_vars) == [
+                record.label.partition("/")[0].removesuffix("__scale")
+            ]
         assert target.provenance(record.key) == store.provenance(record.key)
     assert target.verify() == []
     assert target.vocabulary("sha256:" + "7" * 64) == ["x", "y"]
@@ -95,19 +112,19 @@ def test_there_and_back_again_is_the_same_bytes(store, there, tmp_path):
             assert back.files.get(name) == store.files.get(name), name
 
 
-def test_a_copied_run_is_complete_and_is_added_to(store, there):
+def test_a_copied_run_is_complete_and_is_added_to(store, there, dtype):
     target = open_store(there)
     store.copy_to(target, [r for r in store.records() if r.label.startswith("resid_post")])
     (entry,) = target.entries()
     assert sorted(entry.published()) == [("resid_post", 0), ("resid_post", 1)]
     assert set(entry.missing(CELLS)[0]) == {("mlp_out", 0), ("mlp_out", 1)}
-    harvest(target)
+    harvest(target, dtype)
     assert shown(target) == [each for each in shown(store) if "/1" not in each[2] or "_" in each[2]]
-    found = target.find_prompts(RunKey("m", "other", "none"), TOKENS.select([1]), "bfloat16", CELLS)
+    found = target.find_prompts(RunKey("m", "other", "none"), TOKENS.select([1]), dtype, CELLS)
     assert found is not None and found[1] == [1]
 
 
-def test_a_copy_that_is_cut_off_shows_nothing_half_and_resumes(store, there, monkeypatch):
+def test_a_copy_that_is_cut_off_shows_nothing_half_and_resumes(store, there, monkeypatch, arrays):
     target, calls = open_store(there), []
     real = type(target.files).put_new
 
@@ -124,26 +141,26 @@ def test_a_copy_that_is_cut_off_shows_nothing_half_and_resumes(store, there, mon
     assert target.verify() == []
     first = len(list(target.records()))
     done = store.copy_to(open_store(there))
-    assert len(done.copied) + len(done.present) == 6 and len(done.present) == first
+    assert len(done.copied) + len(done.present) == arrays + 2 and len(done.present) == first
     assert shown(open_store(there)) == shown(store) and open_store(there).verify() == []
 
 
-def test_the_first_stays_where_contents_differ_and_that_is_told(store, tmp_path):
+def test_the_first_stays_where_contents_differ_and_that_is_told(store, tmp_path, dtype, arrays):
     target = open_store(tmp_path / "target")
-    harvest(target, seed=9)
+    harvest(target, dtype, seed=9)
     kept = result(target, "mean", shift=1.0)
     before = shown(target)
     done = store.copy_to(target)
-    assert len(done.different) == 5 and len(done.copied) == 1
+    assert len(done.different) == arrays + 1 and len(done.copied) == 1
     assert set(before) <= set(shown(target)) and target.verify() == []
     assert float(target[kept.key]["x"][0]) == 1.0
 
 
-def test_a_run_cut_in_other_segments_stays_as_it_is(store, tmp_path):
+def test_a_run_cut_in_other_segments_stays_as_it_is(store, tmp_path, dtype, arrays):
     target = open_store(tmp_path / "target")
-    harvest(target, segment_tokens=2, cells=CELLS[:1])
+    harvest(target, dtype, segment_tokens=2, cells=CELLS[:1])
     done = store.copy_to(target, [r for r in store.records() if "_" in r.label])
-    assert len(done.different) == 4 and target.verify() == []
+    assert len(done.different) == arrays and target.verify() == []
 
 
 def test_a_damaged_source_is_refused_and_nothing_of_it_shows(store, there):
@@ -172,11 +189,11 @@ def test_a_store_of_the_first_format_is_copied_as_it_is(there, tmp_path):
         xr.testing.assert_identical(target[record.key].load(), old[record.key].load())
 
 
-def test_a_target_that_is_read_only_or_the_store_itself(store, there):
+def test_a_target_that_is_read_only_or_the_store_itself(store, there, arrays):
     open_store(there)
     with pytest.raises(ReadOnlyStore):
         store.copy_to(open_store(there, mode="r"))
-    assert len(store.copy_to(store).present) == 6
+    assert len(store.copy_to(store).present) == arrays + 2
 
 
 def test_names_that_lead_out_of_the_store_are_refused(store, there, tmp_path):
@@ -196,7 +213,7 @@ def test_names_that_lead_out_of_the_store_are_refused(store, there, tmp_path):
     assert any("unreadable" in str(damage) for damage in store.verify())
 
 
-def test_the_commands_copy_choose_and_merge(store, tmp_path, capsys):
+def test_the_commands_copy_choose_and_merge(store, tmp_path, capsys, arrays):
     def said(*arguments):
         assert run([*map(str, arguments), "--quiet"]) == 0
         return capsys.readouterr()
@@ -204,7 +221,7 @@ def test_the_commands_copy_choose_and_merge(store, tmp_path, capsys):
     digest, mean = next(store.entries()).digest, next(r for r in store.records() if r.label == "mean/1")
     source = store.path
     said("copy", source, tmp_path / "runs", "--runs", digest[:8])
-    assert len(shown(open_store(tmp_path / "runs"))) == 4
+    assert len(shown(open_store(tmp_path / "runs"))) == arrays
     said("copy", source, tmp_path / "one", "--results", mean.key[:8])
     assert shown(open_store(tmp_path / "one")) == [(mean.key, mean.content, "mean/1")]
     other = open_store(tmp_path / "other")
@@ -212,9 +229,9 @@ def test_the_commands_copy_choose_and_merge(store, tmp_path, capsys):
     result(other, "mean", shift=2.0)
     told = said("merge", source, tmp_path / "other", tmp_path / "all")
     assert f"{mean.key[:12]} is there with another content" in told.err
-    assert len(shown(open_store(tmp_path / "all"))) == 7
+    assert len(shown(open_store(tmp_path / "all"))) == arrays + 3
     found = json.loads(said("copy", source, tmp_path / "all", "--json").out)
-    assert len(found[0]["present"]) == 6 and found[0]["bytes"] == 0
+    assert len(found[0]["present"]) == arrays + 2 and found[0]["bytes"] == 0
     assert run(["copy", str(tmp_path / "nowhere"), str(tmp_path / "x")]) == 2
     assert not (tmp_path / "x").exists()
     assert run(["copy", str(source), str(tmp_path / "y"), "--runs", "zzzz"]) == 2

@@ -12,8 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-from crash_writer import CELLS, harvest, open_entry, values
+from crash_writer import CELLS, open_entry, values
 
 from mizarr.store.digest import file_digest
 
@@ -46,13 +45,6 @@ def recorded(entry):
 def manifests_of(entry):
     names = entry.folder.list(f"{entry.path}/manifest")
     return {Path(name).name: json.loads(entry.folder.get(name)) for name in names}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    root = tmp_path_factory.mktemp("undisturbed")
-    harvest(root, "undisturbed")
-    return open_entry(root)
 
 
 def kill_two_writers(root, rng, label):

@@ -24,12 +24,10 @@ from mizarr.store.errors import CorruptEntry, EntryNotFound, ReadOnlyStore, Stor
 from mizarr.store.files import cloud, objects
 from mizarr.store.reading.direct import entry_of
 from mizarr.store.runs.entries import ArraySpec
+from mizarr.store.runs.quantised import quantise, restored
 
-SPECS = [
-    ArraySpec(name, f"blocks.*.hook_{name}", ("layer", "token", "hidden"), {"hidden": 600}, "float32", 2)
-    for name in ("resid_post", "mlp_out")
-]
-CELLS = [(spec.variable, layer) for spec in SPECS for layer in (0, 1)]
+VARIABLES = ("resid_post", "mlp_out")
+CELLS = [(name, layer) for name in VARIABLES for layer in (0, 1)]
 TOKENS = PackedTokens.from_lists([list(range(n, n + n % 7 + 900)) for n in range(3)], texts=["a", "b", "c"])
 DAY = 24 * 3600.0
 
@@ -71,9 +69,13 @@ def rows_of(variable, layer, at):
     return rng.standard_normal((len(at), 600)).astype("f4")
 
 
-def harvest(store, tokens=TOKENS, model="m"):
+def harvest(store, tokens=TOKENS, model="m", dtype="float32"):
+    specs = [
+        ArraySpec(name, f"blocks.*.hook_{name}", ("layer", "token", "hidden"), {"hidden": 600}, dtype, 2)
+        for name in VARIABLES
+    ]
     entry = store.create_entry(
-        RunKey(model, tokens.digest, "none"), tokens, SPECS, segment_tokens=1024, attrs={"model": model}
+        RunKey(model, tokens.digest, "none"), tokens, specs, segment_tokens=1024, attrs={"model": model}
     )
     for n, cells in entry.missing(CELLS).items():
         entry.write_segment(n, {cell: rows_of(*cell, entry.segments[n]) for cell in cells})
@@ -101,13 +103,14 @@ def flip(raw):
     raw[len(raw) // 3] ^= 0xFF
 
 
-def test_runs_and_results_are_those_of_a_folder(address, tmp_path):
+@pytest.mark.parametrize(("dtype", "arrays"), [("float32", 4), ("int8", 8)])
+def test_runs_and_results_are_those_of_a_folder(address, tmp_path, dtype, arrays):
     near, far = open_store(tmp_path / "near"), open_store(address)
     for store in (near, far):
-        harvest(store)
+        harvest(store, dtype=dtype)
         result(store, "pca")
     here, there = ([(r.key, r.content, r.label) for r in store.records()] for store in (near, far))
-    assert here == there and len(here) == 5
+    assert here == there and len(here) == arrays + 1
     again = open_store(address, mode="r")
     (entry,), (local,) = again.entries(), near.entries()
     xr.testing.assert_identical(entry.open().load(), local.open().load())
@@ -139,21 +142,46 @@ def test_a_store_and_what_it_opens_travel_within_their_reach(address):
     xr.testing.assert_equal(held.load(), store[record.key].load())
 
 
-def test_a_flipped_byte_is_found_by_readers_and_by_verify_and_mended(address):
+@pytest.mark.parametrize(
+    ("dtype", "file"),
+    [
+        ("float32", "resid_post/c/1/1/0"),
+        ("int8", "resid_post/c/1/1/0"),
+        ("int8", "resid_post__scale/c/1/1/0"),
+    ],
+)
+def test_a_flipped_byte_is_found_by_readers_and_by_verify_and_mended(address, dtype, file):
     store = open_store(address)
-    entry, records = harvest(store)
-    name = f"{entry.path}/resid_post/c/1/1/0"
+    entry, records = harvest(store, dtype=dtype)
+    name = f"{entry.path}/{file}"
     overwritten(store, name, flip)
     fresh = open_store(address)
     with pytest.raises(CorruptEntry, match="crc32c"):
         next(fresh.entries()).open()["resid_post"].sel(layer=1).values  # noqa: B018
     (damage,) = fresh.verify()
-    assert damage.file == "resid_post/c/1/1/0"
+    assert damage.file == file
     fresh.quarantine(damage)
-    assert fresh.lookup(next(r.key for r in records if r.label == "resid_post/1")) is None
-    _, again = harvest(open_store(address))
+    withdrawn = f"{file.partition('/')[0]}/1"
+    assert fresh.lookup(next(r.key for r in records if r.label == withdrawn)) is None
+    assert next(fresh.entries()).record("resid_post", 1) is None
+    _, again = harvest(open_store(address), dtype=dtype)
     assert sorted(r.content for r in again) == sorted(r.content for r in records)
     assert open_store(address).verify() == []
+
+
+def test_int8_goes_to_a_bucket_and_back_with_its_scales(address, tmp_path):
+    """What comes back is, in float32, what int8 makes of the rows."""
+    near, back = open_store(tmp_path / "near"), open_store(tmp_path / "back")
+    harvest(near, dtype="int8")
+    near.copy_to(open_store(address))
+    open_store(address, mode="r").copy_to(back)
+    (entry,) = back.entries()
+    for variable, layer in CELLS:
+        rows = np.concatenate([rows_of(variable, layer, at) for at in entry.segments])
+        expected = restored(*quantise(rows, "rows"))
+        np.testing.assert_array_equal(entry.open()[variable].sel(layer=layer).values, expected)
+    assert [(r.key, r.content) for r in back.records()] == [(r.key, r.content) for r in near.records()]
+    assert open_store(address).verify() == [] == back.verify()
 
 
 def test_gc_takes_leftovers_and_what_is_over_quota_and_no_more(address):

@@ -77,6 +77,30 @@ def test_a_dry_run_over_what_is_stored_says_cached(capture):
     assert " cached" in capture("--dry-run")[1]
 
 
+def refused_alike(capture, *arguments):
+    """The one line that a capture says, which a dry run says as well; both leave no trace."""
+    told = [capture(*arguments, *more) for more in (["--dry-run"], [])]
+    assert [code for code, _, _ in told] == [2, 2]
+    assert told[0][1:] == told[1][1:]
+    return told[0][2]
+
+
+def test_a_dry_run_refuses_the_workers_that_a_capture_refuses(capture, tmp_path):
+    two_kinds = refused_alike(capture, "--workers", "2", "--cluster", "tcp://127.0.0.1:1")
+    assert two_kinds.startswith("mizarr: error: expected a cluster or workers of this machine, found 'tcp:")
+    by_layers = refused_alike(capture, "--workers", "2", "--order", "layer")
+    assert 'one process for order="layer", which reads each weight once, found 2 workers' in by_layers
+    assert capture("--workers", "2", "--dry-run")[0] == 0
+    assert not any((tmp_path / "store" / "data").glob("*/*"))
+
+
+def test_a_dry_run_over_what_is_stored_asks_for_no_workers(capture):
+    """As nothing will run there."""
+    capture()
+    assert capture("--workers", "2", "--order", "layer")[0] == 0
+    assert capture("--workers", "2", "--order", "layer", "--dry-run")[0] == 0
+
+
 def test_storage_dtype_halves_what_is_stored(capture, tmp_path):
     _, out, _ = capture("--storage-dtype", "bfloat16", "--json")
     found = json.loads(out)

@@ -29,6 +29,16 @@ def test_explain_says_what_will_run_and_leaves_no_trace(arguments, capsys, tmp_p
     assert not (tmp_path / "store").exists()
 
 
+def test_explain_refuses_the_workers_that_compute_refuses(arguments, capsys):
+    both = ["--workers", "2", "--cluster", "tcp://127.0.0.1:1"]
+    told = [
+        (run([command, *arguments, *both]), capsys.readouterr().err) for command in ("explain", "compute")
+    ]
+    assert told[0] == told[1]
+    assert told[0][0] == 2
+    assert told[0][1].startswith("mizarr: error: expected a cluster or workers of this machine, found")
+
+
 def test_explain_for_people_lists_the_settings_on_stderr(arguments, capsys):
     assert run(["explain", *arguments]) == 0
     streams = capsys.readouterr()

@@ -293,7 +293,7 @@ def capture(
     grad: before a hook point stores the gradient of a metric there: --hooks 'grad:blocks.*.hook_resid_post'
     --metric 'logit_difference=["yes", "no"]', words of the model or token ids.
     """
-    from ...pipeline import plan, run
+    from ...pipeline import Context, plan, run
     from ...stages.forward.capture.capture import CaptureNode
     from ...stages.forward.hooks.spec import HookSpec
     from ...stages.forward.models.source import ModelSource
@@ -305,6 +305,7 @@ def capture(
     wanted = HookSpec().capture(*hooks, positions=positions, reduce=_reduction(reduce))
     spec = told_metric(wanted, source, metric=metric, at=at, baseline=baseline)
     asked = partial(CaptureNode, model, hooks=spec, **given)
+    where = Context(cluster=cluster, workers=workers)
     with contextlib.ExitStack() as held:
         # Everything that can be wrong with the request is found here, before a store is made.
         corpus = None if text else corpus_of(prompts, **documents)
@@ -320,11 +321,12 @@ def capture(
         if corpus is not None:
             if dry_run and not all(each.status(store).is_cached for each in corpus.nodes(words)):
                 size = estimated_size(corpus, words)
+                plan(asked(prompts=size.sample), store, where)
                 _print_estimate(size, asked(prompts=size.sample), store, as_json)
                 return
             node = asked(prompts=corpus.tokens(words, store, quiet=quiet))
         if dry_run:
-            _print_plan(plan(node, store), as_json)
+            _print_plan(plan(node, store, where), as_json)
             return
         run(node, store, cluster=cluster, workers=workers, quiet=quiet, log=log)
         _print_captured(node, store, as_json)
@@ -495,12 +497,14 @@ def _askable_models() -> Iterator[tuple[str, str | None]]:
     epilog="Example: mizarr explain logit_lens --model specimen",
 )
 @on_workflow
-def explain(workflow: Workflow, store_path: str, as_json: bool) -> None:
+@cluster_option
+@workers_option
+def explain(workflow: Workflow, store_path: str, as_json: bool, cluster: str | None, workers: int) -> None:
     """See `help` above."""
-    from ...pipeline import plan
+    from ...pipeline import Context, plan
 
     with _store_to_look_into(store_path) as store:
-        steps = plan(workflow.nodes.values(), store)
+        steps = plan(workflow.nodes.values(), store, Context(cluster=cluster, workers=workers))
     chosen = dataclasses.asdict(workflow.settings)
     if as_json:
         about = {"workflow": workflow.name, "question": workflow.question, "settings": chosen}

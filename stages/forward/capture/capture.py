@@ -325,22 +325,24 @@ class CaptureNode(Ports):
 
     # -- running -------------------------------------------------------------------------------------------
 
+    def require_workers(self, context: Context) -> None:
+        """PlanError for one layer after another, and for a model that other processes cannot load."""
+        if self.order == "layer":
+            others = "a cluster" if context.cluster is not None else f"{context.workers} workers"
+            raise PlanError(
+                f'expected one process for order="layer", which reads each weight once, found {others}; '
+                "leave out one of them"
+            )
+        self.source.for_workers()
+
     def run(self, store: Store, context: Context) -> None:
         """Compute and store what is missing, here or on the workers of a cluster."""
         if (found := self._find(store)) is not None and found.views:
             self._without(found.views).run(store, context)
             return
         model: Model | None = None
-        if context.has_workers and self.order == "layer":
-            others = "a cluster" if context.cluster is not None else f"{context.workers} workers"
-            raise PlanError(
-                f'expected one process for order="layer", which reads each weight once, found {others}; '
-                "leave out one of them"
-            )
-        if context.has_workers:
-            self.source.for_workers()  # a model that cannot be loaded must leave the store untouched
-        elif self.status(store).cells_cached < len(self.cells):
-            model = self._load(context)
+        if not context.has_workers and self.status(store).cells_cached < len(self.cells):
+            model = self._load(context)  # one that cannot be loaded must leave the store untouched
         begun = self._begun(store)
         if begun is None:
             self._expect_room(store)

@@ -261,6 +261,10 @@ class ExperimentNode(ResultNode):
 
     # -- running
 
+    def require_workers(self, context: Context) -> None:
+        """PlanError for a model that other processes cannot load."""
+        self.source.for_workers()
+
     def run(self, store: Store, context: Context) -> None:
         """Runs of the missing cells; each cell published when its last run is measured; then the whole."""
         with measured() as took:
@@ -268,7 +272,6 @@ class ExperimentNode(ResultNode):
             with one_look():
                 whole, missing = self.key(store), list(self.missing(store))
             if missing and context.has_workers:
-                self.source.for_workers()
                 needs = self.source.needs
                 groups = [Group(tuple(cells)) for cells in self._shared(missing, context.width(needs))]
                 context.map(partial(compute_cells, expected=whole.digest), self, store, groups, needs=needs)

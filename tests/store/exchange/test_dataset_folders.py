@@ -13,13 +13,21 @@ from mizarr.store.errors import ConfigError, ShapeError
 from mizarr.store.exchange.exports import export, export_key
 from tests.stored_rows import write_rows
 
+ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "int8": 0.5001 / 127}
+"""Of the largest number of a row, how much a number may move when it is stored."""
+
+
+def random_rows(tokens):
+    """Of two layers: layer -> [token, hidden]."""
+    draw = np.random.default_rng(0)
+    return {layer: draw.standard_normal((tokens, 5)) for layer in (0, 2)}
+
 
 def random_states(folder, sizes, dtype="float16"):
     """Two layers of one variable over prompts of these sizes, ids counted through all of them."""
-    draw = np.random.default_rng(0)
     ids = iter(range(sum(sizes)))
     prompts = [[next(ids) for _ in range(size)] for size in sizes]
-    rows = {"resid_post": {layer: draw.standard_normal((sum(sizes), 5)) for layer in (0, 2)}}
+    rows = {"resid_post": random_rows(sum(sizes))}
     return write_rows(folder, rows, prompts, segment=64, dtype=dtype).open()
 
 
@@ -30,7 +38,7 @@ def table(folder):
         return pa.ipc.open_stream(file).read_all()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int8"])
 def test_a_row_per_context_has_the_states_of_its_tokens(tmp_path, dtype):
     states = random_states(tmp_path / "s", [3, 9, 8, 17, 4], dtype)
     folder = export(states, tmp_path / "out", format="saelens", context=4)
@@ -42,8 +50,11 @@ def test_a_row_per_context_has_the_states_of_its_tokens(tmp_path, dtype):
     for layer in (0, 2):
         rows = np.array(found[f"blocks.{layer}.hook_resid_post"].to_pylist(), np.float64)
         assert np.array_equal(rows, states.resid_post.sel(layer=layer).values[ids].astype(np.float64))
+        drawn = random_rows(41)[layer][ids]
+        room = np.abs(drawn).max(-1, keepdims=True) * ROUNDING[dtype]
+        assert (np.abs(rows - drawn) <= room).all()
     info = json.loads((folder / "dataset_info.json").read_text())["features"]
-    kept = "float32" if dtype == "bfloat16" else dtype
+    kept = "float32" if dtype in ("bfloat16", "int8") else dtype
     assert info["blocks.2.hook_resid_post"] == {"shape": [4, 5], "dtype": kept, "_type": "Array2D"}
 
 

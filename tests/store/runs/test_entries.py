@@ -7,7 +7,6 @@ import resource
 import shutil
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -377,22 +376,6 @@ def test_a_shard_written_anew_is_mapped_anew(entry):
     fill(entry, segments=[0], seed=1)
     assert not np.array_equal(entry.shard("embed", None, 0), old)
     assert entry.segment_digest("embed", None, 0) == file_digest(path)
-
-
-def test_more_shards_are_read_than_files_may_be_open(folder):
-    tokens = PackedTokens.from_lists([[1] * 2000])
-    entry = create(folder, tokens, [EMBED], segment_tokens=1)
-    fill(entry, [("embed", None)])
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    held = len(list(Path("/dev/fd").iterdir()))  # by this process before, whatever ran in it
-    resource.setrlimit(resource.RLIMIT_NOFILE, (held + 600, limits[1]))
-    try:
-        total = sum(float(entry.shard("embed", None, n)[:].sum()) for n in range(2000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert total == pytest.approx(
-        sum(float(rows_of(entry, ("embed", None), n).sum()) for n in range(2000)), abs=1e-3
-    )
 
 
 def test_an_array_stored_again_with_a_codec_is_read_through_zarr_and_not_added_to(entry):

@@ -390,7 +390,8 @@ def captured(store):
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, {vocab}, 24).tolist() for _ in range(120)]
     mizarr.capture({folder!r}, prompts, mizarr.HookSpec().capture("blocks.*.hook_resid_post"),
-                   store=mizarr.open_store(store, durability="process"), segment_tokens=64, progress=False)
+                   store=mizarr.open_store(store, durability="process"), segment_tokens=64, progress=False,
+                   storage_dtype={dtype!r})
 
 def shards(store):
     return sum("c" in path.parts for path in Path(store).rglob("*") if path.is_file())
@@ -412,9 +413,10 @@ print([lived(calm), *(lived(rough, more) for more in (1, 9, 20)), lived(rough)])
 """
 
 
-def test_killed_and_resumed_captures_end_in_the_undisturbed_store(folder, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_killed_and_resumed_captures_end_in_the_undisturbed_store(folder, tmp_path, dtype):
     """Killed at whatever it does when so many more shards stand; every life is a process of its own."""
-    program = LIVES.format(vocab=VOCAB, folder=str(folder))
+    program = LIVES.format(vocab=VOCAB, folder=str(folder), dtype=dtype)
     command = [sys.executable, "-c", program, str(tmp_path / "calm"), str(tmp_path / "rough")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout.split("\n")[0] == str([0, *[-signal.SIGKILL] * 3, 0]), done.stderr

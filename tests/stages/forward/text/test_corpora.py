@@ -171,7 +171,8 @@ def test_a_share_is_drawn_by_seed_and_a_document_does_not_depend_on_the_rest(wor
     assert drawn(share=0.25, seed=2) != some
 
 
-def test_a_corpus_that_has_grown_costs_what_is_new(words, tmp_path, monkeypatch):
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_corpus_that_has_grown_costs_what_is_new(words, tmp_path, monkeypatch, dtype):
     monkeypatch.setattr("mizarr.stages.forward.capture.capture.WORTH_A_LOOK", 1)
     rng = np.random.default_rng(0)
     lines = [" ".join(rng.choice(["the", "best", "of", "times", "worst"], 12)) for _ in range(120)]
@@ -179,7 +180,7 @@ def test_a_corpus_that_has_grown_costs_what_is_new(words, tmp_path, monkeypatch)
     (tmp_path / "corpus" / "1.txt").write_text("\n".join(lines[:100]))
     store = open_store(tmp_path / "store")
     corpus = Corpus(str(tmp_path / "corpus"), context=16, pack=True)
-    asked = {"store": store, "progress": False, "segment_tokens": 128}
+    asked = {"store": store, "progress": False, "segment_tokens": 128, "storage_dtype": dtype}
     before = capture("specimen", corpus, HOOKS, **asked)
     (tmp_path / "corpus" / "2.txt").write_text("\n".join(lines[100:]))
     seen = []

@@ -1,0 +1,74 @@
+"""Tasks on a cluster: workers that come late get theirs, and a lost scheduler is told in a line."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import pytest
+from distributed import LocalCluster
+
+from mizarr.pipeline.clusters import ClusterClient
+from mizarr.pipeline.clusters.client import Submitted
+from mizarr.store.errors import PlanError, StageError
+
+HERE = {"processes": False, "protocol": "tcp", "host": "127.0.0.1", "dashboard_address": None}
+"""Workers in this process: tasks travel as they would, and find the variables of this module."""
+MEETING: dict[str, threading.Barrier] = {}
+LATE = 4
+
+
+def meet(cluster):
+    """A task that ends when `LATE` of its kind run at once."""
+    MEETING[cluster].wait(timeout=30)
+
+
+def test_workers_that_come_late_get_work():
+    """One worker at first, which is handed two tasks; the rest needs four that run side by side."""
+    name = "late"
+    MEETING[name] = threading.Barrier(LATE)
+    done: list[int] = []
+    with LocalCluster(n_workers=1, threads_per_worker=1, **HERE) as cluster:
+        client = ClusterClient(cluster.scheduler_address)
+
+        def noted(number):
+            done.append(number)
+            if number == 0:
+                cluster.scale(LATE)
+                cluster.wait_for_workers(LATE, timeout=30)
+
+        tasks = [Submitted("first", (abs, -1)), *(Submitted(f"meet-{n}", (meet, name)) for n in range(8))]
+        client.run(tasks, noted)
+        client.close()
+    assert done[0] == 0
+    assert sorted(done) == list(range(9))
+
+
+def gone(client, cluster):
+    """Its scheduler is no more, and the client has seen it."""
+    cluster.close()
+    while client._client.status == "running":
+        time.sleep(0.01)
+
+
+def test_a_scheduler_that_goes_away_is_told_in_words_and_not_in_logs(caplog):
+    """Between two tasks, while it is asked how many workers there are."""
+    caplog.set_level(logging.ERROR)
+    loggers = [logging.getLogger(f"distributed.{name}") for name in ("client", "core", "comm")]
+    levels = [logger.level for logger in loggers]
+    with LocalCluster(n_workers=1, threads_per_worker=1, **HERE) as cluster:
+        client = ClusterClient(cluster.scheduler_address)
+        tasks = [Submitted(f"task-{n}", (abs, -n)) for n in range(50)]
+        with pytest.raises(StageError, match=f"scheduler at {cluster.scheduler_address} went away"):
+            client.run(tasks, lambda number: gone(client, cluster))
+        client.close()
+    assert [line for line in caplog.messages if "Traceback" in line] == []
+    assert [logger.level for logger in loggers] == levels
+
+
+def test_an_address_where_no_scheduler_is_leaves_logs_as_they_were():
+    level = logging.getLogger("distributed.client").level
+    with pytest.raises(PlanError, match="expected a Dask scheduler at 'nonsense"):
+        ClusterClient("nonsense://127.0.0.1:1")
+    assert logging.getLogger("distributed.client").level == level
