@@ -10,12 +10,17 @@ Four things are measured (stages/evaluation), each beside a control of the same 
   one that gains by one has its layers mixed up, however fluent it is;
 * facts: whether prompts of facts are continued by their objects rather than by those of other facts.
 
-With `zero` or `dictionary` all but the order is measured a second time of the changed model: hook points set
-to zero, or a dictionary's reconstructions in place of what it writes. These are measurements; that they are
-special to what was changed is not claimed.
+With `zero`, `mean` or `dictionary` all but the order is measured a second time of the changed model: hook
+points set to zero, or to their mean over text that is not scored, or a dictionary's reconstructions in place
+of what it writes. Means are over all tokens of as many further prompts of the text, the same for text,
+repetitions and facts; special tokens before a prompt, and any first token, count in no mean and keep what
+they hold, as they do under a dictionary.
 
 What is claimed is an effect over prompts beside its means under random signs, or of facts under answers that
-change places.
+change places; and what a change costs beside `draws` others of its size: hook points set to zero, or their
+mean, beside the same kinds in as many other layers (stages/evaluation/elsewhere.py), reconstructions beside
+errors as long in random directions (random_errors.py; Gurnee 2024). Where fewer than 19 others are known,
+from which nothing could be told from chance, their costs are listed and nothing is claimed.
 """
 
 from __future__ import annotations
@@ -28,18 +33,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..stages.causal.controls import Null, interval, random_signs
+from ..stages.causal.controls import CHANCE, Null, interval, random_signs
+from ..stages.causal.draws import Draws
 from ..stages.evaluation.loss import CorpusLoss, over_spans
 from ..stages.evaluation.order import LayerOrders, swaps
 from ..stages.evaluation.recall import FactualRecall
-from ..stages.forward.architectures.points import expand
-from ..stages.forward.hooks.interventions import Zero
-from ..stages.forward.hooks.spec import HookSpec
 from ..store.errors import ConfigError
+from .changed import Change, averaged, reconstructed, zeroed
 from .character_count_helix import line_corpus
 from .head_detection import ordinary_tokens, repeated_tokens, shuffled, special_prefix
 from .material.fact_pairs import FIELDS, read_records
-from .sae_features import dictionary_of
 from .settings import ControlSettings, Count, ModelSettings, Natural, setting
 from .subject import read_texts, shipped_facts
 from .views import Finding, Findings, Lines, Table, View, together
@@ -56,6 +59,14 @@ __all__ = ["Evaluate", "EvaluateSettings"]
 
 CONTEXT = 128
 """Tokens of a prompt of text at most, by default."""
+LEAST = math.ceil(1 / CHANCE) - 1
+"""Draws that a null needs before anything can be beyond chance."""
+COSTS = {
+    "loss on text": ("text", 1),
+    "induction loss": ("repetitions", 1),
+    "log-probability of answers": ("facts", -1),
+}
+"""Measure of what a change costs -> where, and the sign by which more of it is worse."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +83,18 @@ class EvaluateSettings(ControlSettings, ModelSettings):
     data: str = setting("", "a JSON file of CounterFact records; none: the shipped facts")
     facts: Count = setting(100, "facts asked at most")
     zero: tuple[str, ...] = setting((), "hook points (or globs) set to zero: measured with and without")
+    mean: tuple[str, ...] = setting((), "the same set to their mean over text that is not scored")
     dictionary: str = setting("", "a dictionary whose reconstructions stand in: measured with and without")
+    draws: Count = setting(20, "changes of equal size that what a change costs is held against")
     controls: Count = setting(1000, "draws of signs, or of answers, that an effect is held against")
 
     def __post_init__(self) -> None:
-        if self.zero and self.dictionary:
-            raise ConfigError("expected zero or dictionary, found both; evaluate one after the other")
+        changes = [name for name in ("zero", "mean", "dictionary") if getattr(self, name)]
+        if len(changes) > 1:
+            raise ConfigError(
+                f"expected one of zero, mean and dictionary, found {' and '.join(changes)}; evaluate one "
+                "after the other"
+            )
         if self.context < 2 or self.length < 2:
             raise ConfigError("expected a context and a length of at least 2 tokens")
 
@@ -98,7 +115,7 @@ class Evaluate(ModelWorkflow):
                 f"evaluate: expected a model that predicts the next token, found {self.subject.name} "
                 f"({config.model_type}); name another: model=…"
             )
-        text, mixed = self._text()
+        text, mixed, further = self._text()
         repeated, apart = self._repeated()
         prompts, targets = self._facts()
         whole: dict[str, Any] = {
@@ -108,13 +125,14 @@ class Evaluate(ModelWorkflow):
             "shuffled_repeats": CorpusLoss(apart),
             "facts": FactualRecall(prompts, targets),
         }
-        self.changed = bool(given.zero or given.dictionary)
-        if self.changed:
-            change = self._change()
-            whole |= {
-                f"changed_{name}": replace(whole[name], **change)
-                for name in ("text", "repeated", "shuffled_repeats", "facts")
-            }
+        self.change = self._change(further)
+        if self.change is not None:
+            measured = {name: whole[name] for name in ("text", "repeated", "facts")}
+            for name, each in (*measured.items(), ("shuffled_repeats", whole["shuffled_repeats"])):
+                whole[f"changed_{name}"] = replace(each, **self.change.fields)
+            if self.change.others:
+                for name, each in measured.items():
+                    whole[f"other_{name}"] = Draws(tuple(replace(each, **f) for f in self.change.others))
         first = int(config.stream_start.kind != "embed")  # such layers hand on what later ones read
         if given.swapped and config.num_layers - first > 1 and config.shares_prefixes:
             orders = swaps(config.num_layers, given.swapped, first=first, seed=given.seed)
@@ -123,15 +141,16 @@ class Evaluate(ModelWorkflow):
 
     # -- what is read
 
-    def _text(self) -> tuple[Prompts, Prompts]:
-        """Prompts of wrapped text, and the same with their tokens in another order."""
+    def _text(self) -> tuple[Prompts, Prompts, Prompts]:
+        """Prompts of wrapped text, the same with their tokens in another order, and as many further ones."""
         given = self.settings
         context = min(given.context, self.subject.config.context_length)
         packed = line_corpus(self.subject, read_texts(given.text), (given.width,), context)
-        rows = [row.tolist() for row in packed][: given.limit]
+        every = [row.tolist() for row in packed]
+        rows, further = every[: given.limit], every[given.limit : 2 * given.limit]
         fixed = self.subject.special_tokens
         mixed = [shuffled(row, fixed, max(1, len(row) - fixed), given.seed + i) for i, row in enumerate(rows)]
-        return _as_prompts(rows), _as_prompts(mixed)
+        return _as_prompts(rows), _as_prompts(mixed), _as_prompts(further)
 
     def _repeated(self) -> tuple[Prompts, Prompts]:
         """Random blocks, twice over, and the same with the second shuffled."""
@@ -161,24 +180,18 @@ class Evaluate(ModelWorkflow):
         prompts = [self.subject.tokenizer.encode(prompt).ids for prompt, _ in told]
         return _as_prompts(prompts), tuple(self.subject.answer_id(*each) for each in told)
 
-    def _change(self) -> dict[str, Any]:
+    def _change(self, further: Prompts) -> Change | None:
+        """What is changed, and others of its size. further: prompts that are not scored."""
         given = self.settings
+        if given.zero:
+            return zeroed(self.subject, given.zero, given.draws, given.seed)
+        if given.mean:
+            return averaged(self.subject, given.mean, further, given.draws, given.seed)
         if given.dictionary:
-            held = dictionary_of(given.dictionary, given.model, "clt")
-            held.require_fit(self.subject.config, self.subject.name)
-            return {"dictionary": held.name, "features": held.identity}
-        spec = HookSpec()
-        for pattern in given.zero:
-            for point in expand(pattern, self.subject.config.hook_points):
-                spec.intervene(point, Zero())
-        return {"hooks": spec}
+            return reconstructed(self.subject, given.dictionary, given.model, given.draws, given.seed)
+        return None
 
     # -- what came out
-
-    def _loss(self, name: str) -> float:
-        """Nats per token over all prompts of a node."""
-        found = self.result(name)
-        return float((found["loss"] * found["tokens"]).sum() / found["tokens"].sum())
 
     def _gain(self, one: str, other: str) -> Floats:
         """By how much less each prompt of `one` loses than the same of `other`, nats per token."""
@@ -190,12 +203,10 @@ class Evaluate(ModelWorkflow):
         spread = interval(gain, seed=self.settings.seed)
         return Finding(claim, float(gain.mean()), null, "nats", spread, prompts=len(gain))
 
-    def recall(self, name: str = "facts") -> dict[str, Any]:
+    def recall(self) -> dict[str, Any]:
         """Share of facts said, median rank, and how much likelier an answer is behind its own prompt."""
-        found = self.result(name).load()
-        place = np.searchsorted(found["answer"].values, found["target"].values)
-        behind = found["logprob"].values[:, place]
-        gain = np.diag(behind) - behind.mean(axis=0)
+        found = self.result("facts").load()
+        behind, own = _behind(found)
         rng = np.random.default_rng(self.settings.seed)
         each = np.arange(len(behind))
         orders = (rng.permutation(len(behind)) for _ in range(self.settings.controls))
@@ -203,9 +214,9 @@ class Evaluate(ModelWorkflow):
             "facts": len(behind),
             "said": float((found["rank"] == 0).mean()),
             "median_rank": float(found["rank"].median()),
-            "own_logprob": float(np.diag(behind).mean()),
+            "own_logprob": float(own.mean()),
             "other_logprob": float(behind.mean()),
-            "gain": gain,
+            "gain": own - behind.mean(axis=0),
             "draws": np.array([behind[each, order].mean() for order in orders]) - behind.mean(),
         }
 
@@ -262,7 +273,8 @@ class Evaluate(ModelWorkflow):
                 prompts=recalled["facts"],
             )
         )
-        told = ""
+        found += self._cost_findings()
+        told = [self._too_few()]
         if self.orders is not None:
             one, other = self.orders["exchanged"]
             many = len(self.orders["costs"])
@@ -277,31 +289,39 @@ class Evaluate(ModelWorkflow):
                 )
             )
             if not self.orders["is_sound"]:
-                told = (
+                told.append(
                     f"the model does better with layers {one} and {other} exchanged: its layers are not in "
                     "the order they were trained in; check how the checkpoint was converted"
                 )
-        return Findings.of(*found, caption=told, sources=tuple(self.nodes))
+        return Findings.of(*found, caption="; ".join(filter(None, told)), sources=tuple(self.nodes))
+
+    def _measures(self, prefix: str = "", **of: int) -> dict[str, float]:
+        """Every measure of the model, or of a changed one. of: which draw."""
+        text, repeated, facts = (
+            self.result(f"{prefix}{name}").isel(of).load() for name in ("text", "repeated", "facts")
+        )
+        first, second = over_spans(repeated, self.spans)
+        return {
+            "loss on text": _weighted(text, "loss"),
+            "tokens of text said": _weighted(text, "correct"),
+            "loss on random tokens": float(first),
+            "induction loss": float(second),
+            "facts said": float((facts["rank"] == 0).mean()),
+            "median rank of answers": float(facts["rank"].median()),
+            "log-probability of answers": float(_behind(facts)[1].mean()),
+        }
+
+    @cached_property
+    def others(self) -> list[dict[str, float]]:
+        """The measures under each change that this one is held against."""
+        many = 0 if self.change is None else len(self.change.others)
+        return [self._measures("other_", draw=number) for number in range(many)]
 
     def records(self) -> list[dict[str, Any]]:
-        """Each measure, of the model as it is and, where something is changed, of the changed one."""
-
-        def column(prefix: str) -> dict[str, float]:
-            first, second = over_spans(self.result(f"{prefix}repeated"), self.spans)
-            correct, tokens = (self.result(f"{prefix}text")[name] for name in ("correct", "tokens"))
-            recalled = self.recall(f"{prefix}facts")
-            return {
-                "loss on text": self._loss(f"{prefix}text"),
-                "tokens of text said": float((correct * tokens).sum() / tokens.sum()),
-                "loss on random tokens": float(first),
-                "induction loss": float(second),
-                "facts said": recalled["said"],
-                "median rank of answers": recalled["median_rank"],
-                "log-probability of answers": recalled["own_logprob"],
-            }
-
-        whole = column("")
-        changed = column("changed_") if self.changed else {}
+        """Each measure, of the model as it is and, where something is changed, of the changed one and of
+        those changed as much."""
+        whole = self._measures()
+        changed = {} if self.change is None else self._measures("changed_")
         units = {"tokens of text said": "share", "facts said": "share", "median rank of answers": "rank"}
         return [
             {
@@ -309,19 +329,74 @@ class Evaluate(ModelWorkflow):
                 "unit": units.get(name, "nats"),
                 "value": value,
                 **({"changed": changed[name]} if changed else {}),
+                **(self._beside(name) if self.others else {}),
             }
             for name, value in whole.items()
         ]
 
+    def _beside(self, name: str) -> dict[str, float]:
+        """Of the other changes: median, and between what 95 % of them lie."""
+        null = Null(np.array([each[name] for each in self.others]), "other changes")
+        low, high = null.bound()
+        return {"others_median": null.median, "others_low_95": low, "others_high_95": high}
+
+    @cached_property
+    def costs(self) -> list[dict[str, Any]]:
+        """What the change costs, and what each other does, in nats: by where, the change itself first."""
+        assert self.change is not None
+        whole = self._measures()
+        names = (self.change.told, *self.change.names)
+        return [
+            {"change": name, **{where: sign * (each[of] - whole[of]) for of, (where, sign) in COSTS.items()}}
+            for name, each in zip(names, (self._measures("changed_"), *self.others), strict=True)
+        ]
+
+    def _told_costs(self, change: Change) -> dict[str, Any]:
+        own, *others = self.costs
+        return {"unit": "nats", **own, "others": {"of": change.of, "costs": others}}
+
+    def _cost_findings(self) -> list[Finding]:
+        """That a change costs more than others of its size; none where too few of these are known."""
+        if self.change is None or len(self.others) < LEAST:
+            return []
+        own, *others = self.costs
+        told, changed = (_behind(self.result(name).load())[1] for name in ("facts", "changed_facts"))
+        by_prompt = {"text": self._gain("text", "changed_text"), "facts": told - changed}
+        return [
+            Finding(
+                f"{self.change.told} costs, on {where}",
+                own[where],
+                Null(np.array([each[where] for each in others]), self.change.of),
+                "nats",
+                interval(by_prompt[where], seed=self.settings.seed) if where in by_prompt else None,
+                prompts=len(by_prompt.get(where, [0])),
+            )
+            for where, _ in COSTS.values()
+        ]
+
+    def _too_few(self) -> str:
+        """Why nothing is claimed of a change's cost; empty where something is."""
+        if self.change is None or len(self.others) >= LEAST:
+            return ""
+        many = len(self.others)
+        if self.settings.draws == many:
+            return f"{many} draws cannot tell chance; ask for {LEAST} or more: draws=…"
+        others = f"are {many} other choices" if many > 1 else f"is {many or 'no'} other choice"
+        return (
+            f"there {others} of layers to hold the change against, and {LEAST} are "
+            "the fewest that can tell chance: nothing is claimed of its cost"
+        )
+
     def views(self) -> Iterator[View]:
-        """What is claimed, the measures, and loss by position."""
+        """What is claimed, the measures, what the change costs, and loss by position."""
         yield self._findings()
         model, records = self.subject.name, self.records()
         uniform = math.log(self.subject.config.vocab_size)
-        mixed = self._loss("shuffled_text")
+        mixed = _weighted(self.result("shuffled_text"), "loss")
         orders = None if self.orders is None else {k: v for k, v in self.orders.items() if k != "draws"}
-        what = self.settings.dictionary or ", ".join(self.settings.zero)
-        columns: Sequence[tuple[Any, ...]] = (("changed", "changed", ".3f"),) if self.changed else ()
+        given = self.settings
+        what = given.dictionary or ", ".join(given.zero or given.mean)
+        columns, beside = self._compared()
         yield Table.of(
             records,
             ("measure", "measure"),
@@ -330,7 +405,7 @@ class Evaluate(ModelWorkflow):
             *columns,
             title=f"What {model} does{f', and with {what} changed' if what else ''}",
             caption=f"uniform guessing loses {uniform:.3f} nats, the text with its tokens "
-            f"shuffled {mixed:.3f}",
+            f"shuffled {mixed:.3f}{beside}",
             json={
                 **self.subject.about,
                 "measures": records,
@@ -338,19 +413,48 @@ class Evaluate(ModelWorkflow):
                 "shuffled_text_loss": mixed,
                 "order": orders,
                 "changed": what or None,
+                "cost": None if self.change is None else self._told_costs(self.change),
                 "facts": {k: v for k, v in self.recall().items() if k not in ("draws", "gain")},
             },
         )
+        if self.change is not None and not given.dictionary:
+            yield self._costs_table()
         panels = [
             self._by_position("text", "shuffled_text", "Loss on text, by position"),
             self._by_position("repeated", "shuffled_repeats", "Loss on random tokens that are repeated"),
         ]
         yield from together("evaluate", f"What {model} loses", *panels)
 
+    def _compared(self) -> tuple[list[tuple[Any, ...]], str]:
+        """Columns of what is changed, and what the caption says of the others."""
+        if self.change is None:
+            return [], ""
+        columns: list[tuple[Any, ...]] = [("changed", "changed", ".3f")]
+        if not self.others:
+            return columns, ""
+        columns += [
+            (f"{len(self.others)} others", "others_median", ".3f"),
+            ("95 % from", "others_low_95", ".3f"),
+            ("to", "others_high_95", ".3f"),
+        ]
+        return columns, f"; others: {self.change.of}, median"
+
+    def _costs_table(self) -> Table:
+        """What the change costs and what each other does, the dearest on text first."""
+        costs = self.costs
+        return Table.of(
+            sorted(costs, key=lambda row: -row["text"]),
+            ("change", "change"),
+            *((f"on {where}", where, "+.3f") for where, _ in COSTS.values()),
+            strong=lambda row: row is costs[0],
+            title="What it costs, and what others do",
+            caption="nats more than the model as it is loses",
+        )
+
     def _by_position(self, one: str, other: str, title: str) -> Lines:
         import xarray as xr
 
-        shown = {"as it is": one} | ({"changed": f"changed_{one}"} if self.changed else {})
+        shown = {"as it is": one} | ({"changed": f"changed_{one}"} if self.change is not None else {})
         curves: list[xr.DataArray] = [
             self.result(name)["position_loss"].load() for name in (*shown.values(), other)
         ]
@@ -366,6 +470,19 @@ class Evaluate(ModelWorkflow):
             sources=(one, other),
             low=0.0,
         )
+
+
+def _weighted(found: xr.Dataset, name: str) -> float:
+    """Mean over all tokens of what `CorpusLoss` gives by prompt."""
+    return float((found[name] * found["tokens"]).sum() / found["tokens"].sum())
+
+
+def _behind(found: xr.Dataset) -> tuple[Floats, Floats]:
+    """Log-probability of each fact's answer behind every prompt, [prompt, answer's fact], and behind its own,
+    [fact], in nats; of `FactualRecall`."""
+    place = np.searchsorted(found["answer"].values, found["target"].values)
+    behind: Floats = found["logprob"].values[:, place]
+    return behind, np.diag(behind)
 
 
 def _as_prompts(rows: Sequence[Sequence[int]]) -> Prompts:

@@ -1,4 +1,5 @@
-"""What is done to a model while it is evaluated: nothing, interventions, or a dictionary's reconstructions.
+"""What is done to a model while it is evaluated: nothing, interventions, means of hook points, or a
+dictionary's reconstructions, and what these are held against.
 
 Border: says which spec prompts of one length run under, and what of it is identity; what is measured is each
 experiment's. Whatever is asked of a model can so be asked of the changed one, of the same tokens.
@@ -7,14 +8,18 @@ experiment's. Whatever is asked of a model can so be asked of the changed one, o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...store.errors import ConfigError
+from ...store.digest import digest
+from ...store.errors import ConfigError, HookPointNotFound
 from ..features.dictionary import Dictionary
+from ..forward.architectures.points import HookPoint
+from ..forward.hooks.interventions import Replace
 from ..forward.hooks.spec import HookSpec
 from ..forward.runs.experiment import CellLabels, Experiment
+from ..forward.runs.means import mean_activations
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +29,7 @@ if TYPE_CHECKING:
     from ..forward.models.model import Model
     from ..forward.runs.run import Run
 
-__all__ = ["OfChanged", "Prompts", "batches", "log_probabilities"]
+__all__ = ["Means", "OfChanged", "Prompts", "batches", "log_probabilities"]
 
 Prompts = tuple[tuple[int, ...], ...]
 SKIP = 1
@@ -34,57 +39,145 @@ LOGIT_BYTES = 1 << 26
 """Of log-probabilities that exist at a time."""
 
 
+@dataclass(frozen=True)
+class Means:
+    """Hook points that are set to their mean over other prompts.
+
+    points: their string forms. references: token ids of the prompts that the mean is over, of all their
+    positions together. skip: first positions of every prompt that are left alone, and out of the mean: what
+    stands there is the same in every prompt (a special token), or is treated apart whatever it is (a first
+    token that attention rests on). Raises ConfigError for hook points without a row per token, and references
+    that have no other positions.
+    """
+
+    points: tuple[str, ...]
+    references: Prompts
+    skip: int = SKIP
+
+    def __post_init__(self) -> None:
+        for point in map(HookPoint.parse, self.points):
+            if "position" not in point.dims:
+                raise ConfigError(
+                    f"expected hook points with a row per token to take means of, found {str(point)!r} with "
+                    f"axes {', '.join(point.dims[1:])}; set it to zero instead"
+                )
+        if min(map(len, self.references), default=0) <= self.skip:
+            raise ConfigError(
+                f"expected prompts of more than {self.skip} tokens to take means over, found "
+                f"{min(map(len, self.references), default='none')}"
+            )
+
+    def canonical(self) -> dict[str, Any]:
+        """Plain values that identify it."""
+        return {
+            "points": list(self.points),
+            "references": digest("references", [list(ids) for ids in self.references]),
+            "skip": self.skip,
+        }
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Of its hook points."""
+        return frozenset(HookPoint.parse(point).kind for point in self.points)
+
+    def taken(self, model: Model) -> dict[HookPoint, Tensor]:
+        """The means of every hook point of these kinds, in whichever layers: one look for all draws."""
+        points = [point for point in model.config.hook_points if point.kind in self.kinds]
+        return mean_activations(model, points, self.references, skip=self.skip)
+
+    def spec(self, means: dict[HookPoint, Tensor], length: int) -> HookSpec:
+        """The interventions on prompts of one length."""
+        spec, positions = HookSpec(), tuple(range(self.skip, length))
+        for point in map(HookPoint.parse, self.points if positions else ()):
+            if point not in means:
+                raise HookPointNotFound(f"the model has no hook point {str(point)!r}")
+            spec.intervene(point, Replace(means[point], positions=positions))
+        return spec
+
+
 @dataclass(frozen=True, kw_only=True)
 class OfChanged(Experiment):
-    """An experiment on a model, or on one that is changed.
+    """An experiment on a model, or on one that is changed in one way.
 
-    hooks: interventions. dictionary: name of one whose reconstructions stand where it writes, all at once; in
-    no key. features: its identity. Raises ConfigError for both at once, and for a spec that captures.
+    hooks: interventions. mean: hook points set to their means. dictionary: name of one whose reconstructions
+    stand where it writes, all at once; in no key. features: its identity. turned: None, or a seed: in place
+    of its reconstructions, what they replace with their errors added in directions drawn at random
+    (random_errors.py). Raises ConfigError for several changes at once, a spec that captures, and errors of no
+    dictionary.
     """
 
     resources: ClassVar[tuple[str, ...]] = ("model", "dictionary")
 
     hooks: HookSpec | None = None
+    mean: Means | None = None
     dictionary: str = ""
     features: str = ""
+    turned: int | None = None
 
     def __post_init__(self) -> None:
-        if self.dictionary and self.hooks is not None:
+        given = {
+            "interventions": self.hooks is not None,
+            "means": self.mean is not None,
+            "a dictionary": bool(self.dictionary),
+        }
+        found = [name for name, is_given in given.items() if is_given]
+        if len(found) > 1:
             raise ConfigError(
-                "expected interventions or a dictionary, found both; evaluate one after the other"
+                f"expected one change of the model, found {' and '.join(found)}; evaluate one after the other"
             )
         if self.hooks is not None and self.hooks.num_captures:
             raise ConfigError(f"{self.name}: expected interventions alone, found captures; leave them out")
+        if self.turned is not None and not self.dictionary:
+            raise ConfigError(f"{self.name}: expected a dictionary whose errors are turned, found none")
 
     @property
     def change(self) -> dict[str, Any]:
         """What of the change is in keys."""
         hooks = None if self.hooks is None else self.hooks.canonical()
-        return {"hooks": hooks, "features": self.features or None}
+        found: dict[str, Any] = {"hooks": hooks, "features": self.features or None}
+        if self.mean is not None:
+            found["mean"] = self.mean.canonical()
+        if self.turned is not None:
+            found["turned"] = self.turned
+        return found
+
+    @property
+    def baseline(self) -> Hashable:
+        """What means are taken of and over, or the dictionary: one preparation for all draws."""
+        if self.mean is not None:
+            return "mean", self.mean.kinds, self.mean.references, self.mean.skip
+        return "dictionary", self.dictionary, self.features
 
     def confirm(self) -> None:
         """Raise SourceChanged when the files under the dictionary's name are another's."""
         if self.dictionary:
             Dictionary.from_pretrained(self.dictionary).confirm(self.features)
 
-    def prepare(self, model: Model) -> tuple[Model, Callable[[list[list[int]]], BoundSpec]]:
-        """The model, and what gives the spec of prompts of one length."""
+    def prepare(self, model: Model) -> tuple[Model, Any]:
+        """The model, and what `bound` needs beside it."""
+        if self.mean is not None:
+            return model, self.mean.taken(model)
         if not self.dictionary:
-            bound = model.bind(self.hooks)
-            return model, lambda rows: bound
+            return model, None
         from ..features.training.replacement import Replacement
+        from .random_errors import RandomErrors
 
         held = Dictionary.from_pretrained(self.dictionary)
         held.require_fit(model.config, model.name)
         layers = {layer: held.layer(layer) for layer in held.layers}
         read, write = (at(held.layers[0]).kind for at in (held.read_hook, held.write_hook))
-        worker = Replacement(model, layers, read, write, SKIP)
+        return model, RandomErrors(Replacement(model, layers, read, write, SKIP))
 
-        def replaced(rows: list[list[int]]) -> BoundSpec:
-            spec = worker.closed_loop(rows) if len(rows[0]) > SKIP else None
-            return model.bind(spec)
-
-        return model, replaced
+    def bound(self, prepared: tuple[Model, Any], rows: list[list[int]]) -> BoundSpec:
+        """The spec of prompts of one length."""
+        model, held = prepared
+        if self.mean is not None:
+            return model.bind(self.mean.spec(held, len(rows[0])))
+        if not self.dictionary:
+            return model.bind(self.hooks)
+        if len(rows[0]) <= SKIP:
+            return model.bind(None)
+        return model.bind(held.worker.closed_loop(rows) if self.turned is None else held(rows, self.turned))
 
     def runs(self, prepared: Any, cell: CellLabels) -> Sequence[Run]:
         """None that could be planned: what reconstructions are is known when the model has run."""

@@ -74,13 +74,13 @@ class CorpusLoss(OfChanged):
         import torch
         import xarray as xr
 
-        model, spec_of = prepared
+        model, _ = prepared
         prompts: list[list[int]] = cell["prompts"]
         longest = max(map(len, prompts))
         loss, correct, sums, counts = np.zeros(len(prompts)), np.zeros(len(prompts)), *np.zeros((2, longest))
         for places, rows in batches(prompts):
             target = torch.tensor(rows, device=model.device)[:, 1:]
-            for here, every in log_probabilities(model, rows, spec_of(rows)):
+            for here, every in log_probabilities(model, rows, self.bound(prepared, rows)):
                 wanted = target[:, here]
                 found = every[:, : wanted.shape[1]]
                 if not wanted.numel():

@@ -114,11 +114,11 @@ class LayerOrders(OfChanged):
         """Mean nats per token of each prompt, the layers in one order."""
         import torch
 
-        model, spec_of = prepared
+        model, _ = prepared
         loss = np.zeros(len(self.prompts))
         for places, rows in batches(self.prompts):
             target = torch.tensor(rows, device=model.device)[:, 1:]
-            spec = spec_of(rows)
+            spec = self.bound(prepared, rows)
             if order != tuple(range(model.config.num_layers)):
                 spec = replace(spec, order=order)
             for here, found in log_probabilities(model, rows, spec):

@@ -61,13 +61,13 @@ class FactualRecall(OfChanged):
         """The outputs."""
         import xarray as xr
 
-        model, spec_of = prepared
+        model, _ = prepared
         answers = np.unique(self.targets)
         target = np.array(self.targets, np.int64)
         logprob = np.zeros((len(target), len(answers)))
         rank, said = np.zeros((2, len(target)), np.int64)
         for places, rows in batches(self.prompts):
-            ((_, found),) = log_probabilities(model, rows, spec_of(rows), last=True)
+            ((_, found),) = log_probabilities(model, rows, self.bound(prepared, rows), last=True)
             values = found[:, 0].double().cpu().numpy()
             own = values[np.arange(len(places)), target[places]]
             logprob[places] = values[:, answers]

@@ -107,6 +107,8 @@ OTHERS: dict[tuple[str, str], Any] = {
     ("generate", "cache"): True,
     ("generate", "zero"): ("blocks.0.hook_mlp_out",),
     ("evaluate", "zero"): ("blocks.0.hook_mlp_out",),
+    ("evaluate", "mean"): ("blocks.0.hook_mlp_out",),
+    ("evaluate", "draws"): {"dictionary": "specimen/clt", "draws": 3},
     ("composition", "modes"): ("V",),
     ("feature_pages", "features"): (3, 5),
     ("feature_pages", "corpus_tokens"): 1000,

@@ -19,6 +19,7 @@ from mizarr.stages.causal.controls import CHANCE
 from mizarr.stages.forward.architectures.families import from_hf_config
 from mizarr.stages.forward.networks.weights import expected_tensors
 from mizarr.workflows import WORKFLOWS, compute
+from tests.random_dictionaries import save_random_plt
 
 SPECIMEN = Path(mizarr.__file__).parent / "stages" / "forward" / "specimen"
 
@@ -135,3 +136,30 @@ def test_random_weights_of_the_specimens_shape_are_said_to_do_nothing(name: str,
     else:
         assert min(map(len, found)) > 0
         assert (np.array(found).sum(0) <= most(20)).all(), np.sum(found, axis=0)
+
+
+def drawn_change(folder: Path, kind: str, seed: int) -> dict[str, Any]:
+    """Three layers of eight, drawn, whose MLPs or heads say nothing of their own; or a random dictionary."""
+    if kind == "dictionary":
+        return {kind: str(save_random_plt(folder, layers=8, hidden=32, seed=seed))}
+    layers = np.random.default_rng(seed).permutation(8)[:3]
+    return {
+        kind: [f"blocks.{layer}.{'hook_mlp_out' if kind == 'zero' else 'attn.hook_z'}" for layer in layers]
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["zero", "mean", "dictionary"])
+def test_no_change_of_random_weights_is_said_to_cost_more_than_others(kind: str, tmp_path: Path):
+    """Of random weights no layer, and no error of a dictionary that knows nothing of them, is special."""
+    found = []
+    for seed in range(20):
+        folder = tmp_path / str(seed)
+        model = random_model(folder, seed, **SMALL | {"num_hidden_layers": 8})
+        asked = CHEAP["evaluate"] | {"swapped": 0} | drawn_change(folder / "dictionary", kind, seed)
+        answer = compute("evaluate", store=folder / "store", model=str(model), seed=seed, **asked).to_json()
+        costs = [each for each in answer["findings"] if " costs, on " in each["claim"]]
+        found.append([each["verdict"] == "beyond chance" for each in costs])
+        shutil.rmtree(folder)
+    assert np.shape(found) == (20, 3)
+    assert (np.sum(found, axis=0) <= most(20)).all(), np.sum(found, axis=0)

@@ -130,22 +130,81 @@ def test_a_model_that_learned_nothing_is_not_said_to_have_its_layers_mixed_up(se
     assert done.to_json()["order"]["is_sound"] and not done.shown[0].caption
 
 
+TINY = {"limit": 2, "sequences": 2, "length": 12, "facts": 4, "controls": 20, "swapped": 0}
+ANSWERS = "log-probability of answers"
+
+
+def test_what_a_change_costs_stands_beside_every_other_of_its_size(store):
+    asked = {**TINY, "zero": ["blocks.3.attn.hook_z"]}
+    done = compute("evaluate", store=store, **asked)
+    found = json.loads(json.dumps(done.to_json()))
+    rows = {row["measure"]: row for row in found["measures"]}
+    cost, others = found["cost"], found["cost"]["others"]["costs"]
+    assert cost["repetitions"] == rows["induction loss"]["changed"] - rows["induction loss"]["value"] > 1
+    assert cost["facts"] == rows[ANSWERS]["value"] - rows[ANSWERS]["changed"]
+    named = {f"blocks.{layer}.attn.hook_z" for layer in (0, 1, 2, 4, 5)}
+    assert {each["change"] for each in others} == named
+    for of, where, sign in (
+        ("loss on text", "text", 1),
+        ("induction loss", "repetitions", 1),
+        (ANSWERS, "facts", -1),
+    ):
+        beside = [rows[of]["value"] + sign * each[where] for each in others]
+        assert rows[of]["others_median"] == pytest.approx(np.median(beside))
+    alone = compute("evaluate", store=store, **TINY, zero=[others[0]["change"]]).to_json()["cost"]
+    assert [alone[of] for of in ("text", "repetitions", "facts")] == pytest.approx(
+        [others[0][of] for of in ("text", "repetitions", "facts")], abs=1e-6
+    )
+    assert len(found["findings"]) == 3, "of five others nothing can be told from chance"
+    assert "5 other choices of layers" in done.shown[0].caption
+    costs = next(view for view in done.shown if view.title.startswith("What it costs"))
+    assert len(costs.rows) == 6 and sum(row[0][0].style == "bold" for row in costs.rows) == 1
+
+
+def test_what_has_no_other_of_its_size_is_measured_and_claims_nothing(store):
+    done = compute("evaluate", store=store, **TINY, zero=["blocks.*.hook_mlp_out"])
+    found = done.to_json()
+    assert len(found["findings"]) == 3 and found["cost"]["text"] > 0.5
+    assert "there is no other choice of layers" in done.shown[0].caption
+    assert "others_median" not in found["measures"][0]
+    few = compute("evaluate", store=store, **TINY, zero=["blocks.3.hook_mlp_out"], draws=2)
+    assert "2 draws cannot tell chance" in few.shown[0].caption
+
+
 @pytest.mark.parametrize(
-    ("change", "worse"),
+    "change",
     [
-        ({"zero": ["blocks.3.attn.hook_z"]}, "induction loss"),
-        ({"dictionary": "specimen/clt"}, "loss on text"),
+        {"dictionary": "specimen/clt"},
+        pytest.param({"mean": ["blocks.[135].attn.hook_z"]}, marks=pytest.mark.slow),
     ],
+    ids=lambda each: next(iter(each)),
 )
-def test_what_a_change_costs_stands_beside_the_model_as_it_is(change, worse, store):
-    found = compute("evaluate", store=store, swapped=0, **FEW, **change).to_json()
-    row = next(row for row in found["measures"] if row["measure"] == worse)
-    assert row["changed"] > row["value"]
-    assert found["order"] is None and found["changed"]
+def test_a_cost_is_claimed_where_others_of_its_size_cost_less(change, store, tmp_path):
+    done = compute("evaluate", store=store, **TINY, **change)
+    found = json.loads(json.dumps(done.to_json()))
+    claims = [each for each in found["findings"] if " costs, on " in each["claim"]]
+    own, others = found["cost"], found["cost"]["others"]["costs"]
+    for claim, where in zip(claims, ("text", "repetitions", "facts"), strict=True):
+        drawn = np.array([each[where] for each in others])
+        assert claim["effect"] == own[where] and claim["null"]["draws"] == len(drawn) >= 19
+        assert claim["null"]["share_as_large"] == (1 + (drawn >= own[where] - 1e-9).sum()) / (1 + len(drawn))
+    page = done.report(tmp_path / "page.html").read_text()
+    assert claims[0]["null"]["of"] in page and "95 % from" in page
+
+
+def test_means_are_of_text_that_is_not_scored(store):
+    asked = build("evaluate", **TINY, mean=["blocks.0.hook_mlp_out"])
+    scored = asked.nodes["text"].experiment.prompts
+    taken = asked.nodes["changed_facts"].experiment.mean
+    assert len(taken.references) == len(scored) == 2 and not set(taken.references) & set(scored)
+    with pytest.raises(ConfigError, match="text beyond the prompts that are scored"):
+        build("evaluate", **TINY | {"limit": 10_000}, mean=["blocks.0.hook_mlp_out"])
+    with pytest.raises(ConfigError, match="expected hook points with a row per token"):
+        build("evaluate", **TINY, mean=["blocks.0.attn.hook_pattern"])
 
 
 def test_questions_that_make_no_sense_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="expected zero or dictionary, found both"):
+    with pytest.raises(ConfigError, match="one of zero, mean and dictionary, found zero and dictionary"):
         build("evaluate", zero=["hook_embed"], dictionary="specimen/clt")
     with pytest.raises(ConfigError, match="at least 2 tokens"):
         build("evaluate", length=1)

@@ -21,8 +21,9 @@ from ....store.errors import PromptError, StageError, nearest
 from ...forward.architectures.points import HookPoint
 from ...forward.hooks.interventions import Replace, Zero
 from ...forward.hooks.spec import HookSpec
+from ...forward.runs.means import mean_activations, position_axis
 from ...forward.runs.run import Run, stream
-from .patching_grid import Grid, GridPlace, part_of, position_axis, where
+from .patching_grid import Grid, GridPlace, part_of, where
 from .patching_results import PreparedGrid, as_vector, token_texts
 
 if TYPE_CHECKING:
@@ -126,18 +127,8 @@ class Ablation(Grid):
 
     def _means(self, model: Model, held: Sequence[HookPoint]) -> dict[Any, Tensor]:
         """Mean activations by (0, hook point), expanded over the positions of the prompt."""
-        sums: dict[Any, Tensor] = {}
-        asked = [Run(reference, HookSpec().capture(*held), None) for reference in self.references]
-        for _, cache in stream(model, asked):
-            for point in held:
-                value = cache[point][0].double()
-                part = value if self.per_position else value.sum(position_axis(point), keepdim=True)
-                sums[0, point] = sums[0, point] + part if (0, point) in sums else part
-        count = len(self.references) if self.per_position else sum(map(len, self.references))
-        return {
-            (sample, point): (total / count).to(model.dtype).expand(self._shape(total, point))
-            for (sample, point), total in sums.items()
-        }
+        means = mean_activations(model, held, self.references, per_position=self.per_position)
+        return {(0, point): mean.expand(self._shape(mean, point)) for point, mean in means.items()}
 
     def _shape(self, total: Tensor, point: HookPoint) -> tuple[int, ...]:
         """Of an activation of the prompt, from that of one position."""

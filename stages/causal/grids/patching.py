@@ -27,18 +27,9 @@ from ...forward.hooks.interventions import Replace
 from ...forward.hooks.spec import HookSpec
 from ...forward.hooks.wants import Logits
 from ...forward.runs.experiment import CellLabels, Experiment
+from ...forward.runs.means import position_axis
 from ...forward.runs.run import Run, stream
-from .patching_grid import (
-    HEAD_KINDS,
-    HIDDEN_KINDS,
-    Grid,
-    GridPlace,
-    in_range,
-    num_heads,
-    part_of,
-    position_axis,
-    where,
-)
+from .patching_grid import HEAD_KINDS, HIDDEN_KINDS, Grid, GridPlace, in_range, num_heads, part_of, where
 from .patching_metrics import Metric
 from .patching_results import PreparedGrid, as_vector, metric_outputs, metrics_of, outputs_along, token_texts
 

@@ -325,11 +325,6 @@ def part_of(activation: Tensor, point: HookPoint, place: GridPlace) -> Tensor:
     return activation[tuple(slice(None) if at is None else slice(at, at + 1) for at in places)]
 
 
-def position_axis(point: HookPoint) -> int:
-    """Which axis of its activation, without the batch, counts positions."""
-    return point.dims.index("position") - 1
-
-
 def where(place: GridPlace, point: HookPoint) -> dict[str, tuple[int, ...] | None]:
     """Keywords that narrow an intervention at a hook point to a place."""
     return {

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ....store.errors import PromptError
 from ...forward.architectures.points import HookPoint
-from ...forward.hooks.interventions import Replace
+from ...forward.hooks.interventions import Add, Replace
 from ...forward.hooks.spec import HookSpec
 
 if TYPE_CHECKING:
@@ -161,13 +161,38 @@ class Replacement:
     def closed_loop(self, ids: list[list[int]]) -> HookSpec:
         """All places, each from what the model computes with those below replaced; ids: of one length."""
         spec = HookSpec()
+        for _ in self._loop(ids, spec):
+            pass
+        return spec
+
+    def errors(self, ids: list[list[int]]) -> dict[int, Tensor]:
+        """By how much each place of the closed loop differs from what it would hold there if it alone were
+        left as it is: float32 [prompt, position that counts, width], by layer."""
+        return {
+            layer: made.float() - self._rows(self.write_points[layer], cache).float()
+            for layer, made, cache in self._loop(ids, HookSpec(), *self.write_points.values())
+        }
+
+    def added(self, vectors: Mapping[int, Tensor]) -> HookSpec:
+        """Vectors [prompt, position that counts, width] added to what each place holds."""
+        spec = HookSpec()
+        for layer, value in vectors.items():
+            self._intervene(spec, layer, value, Add)
+        return spec
+
+    def _loop(
+        self, ids: list[list[int]], spec: HookSpec, *seen: HookPoint
+    ) -> Iterator[tuple[int, Tensor, HookCache]]:
+        """(layer, its reconstruction, the pass it was made from, with the hook points of the layer among
+        `seen`), lowest layer first; each is put into `spec` before the next is made."""
         active: dict[int, Tensor] = {}
         for layer in self.layers:
-            seen = HookSpec().extend(spec).capture(self.read_points[layer])
-            cache = self.model.forward(ids, seen, want=None)
+            wanted = (self.read_points[layer], *(point for point in seen if point.layer == layer))
+            cache = self.model.forward(ids, HookSpec().extend(spec).capture(*wanted), want=None)
             active[layer] = self._encoded(layer, cache)
-            self._replace(spec, layer, self._finished(layer, self._decoded(active, layer), cache))
-        return spec
+            made = self._finished(layer, self._decoded(active, layer), cache)
+            self._replace(spec, layer, made)
+            yield layer, made, cache
 
     def _encoded(self, layer: int, cache: HookCache) -> Tensor:
         return self.layers[layer].encode(self._states(layer, cache))
@@ -194,12 +219,17 @@ class Replacement:
         return self.layers[layer].finish(made, self._states(layer, cache))
 
     def _replace(self, spec: HookSpec, layer: int, value: Tensor) -> None:
+        self._intervene(spec, layer, value, Replace)
+
+    def _intervene(
+        self, spec: HookSpec, layer: int, value: Tensor, change: type[Add] | type[Replace]
+    ) -> None:
         point = self.write_points[layer]
         if "d_head" in point.dims:
             heads = self.model.config.axis_sizes[point.dims[1]]
             value = value.unflatten(2, (heads, -1)).transpose(1, 2)
         positions = tuple(range(self.skip, self.skip + value.shape[-2]))
-        spec.intervene(point, Replace(value, positions=positions))
+        spec.intervene(point, change(value, positions=positions))
 
 
 def _batches(prompts: Sequence[Sequence[int]], skip: int, batch_tokens: int) -> Iterator[list[list[int]]]:

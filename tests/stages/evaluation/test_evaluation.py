@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,19 @@ from safetensors.numpy import load_file, save_file
 import mizarr
 from mizarr import HookSpec, Model, Zero
 from mizarr.pipeline import run
-from mizarr.stages.evaluation import changed
+from mizarr.stages.causal.draws import Draws
+from mizarr.stages.evaluation import changed, random_errors
+from mizarr.stages.evaluation.changed import SKIP, Means
+from mizarr.stages.evaluation.elsewhere import elsewhere
 from mizarr.stages.evaluation.loss import CorpusLoss, over_spans
 from mizarr.stages.evaluation.order import LayerOrders, swaps
+from mizarr.stages.evaluation.random_errors import turned
 from mizarr.stages.evaluation.recall import FactualRecall
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.training.replacement import replacement_loss
+from mizarr.stages.forward.architectures.points import HookPoint, transformer_points
 from mizarr.store import open_store
-from mizarr.store.errors import ConfigError, PromptError
+from mizarr.store.errors import ConfigError, HookPointNotFound, PromptError
 
 from ..forward.random_models import save_random_model
 from ..forward.random_rwkv import save_random_rwkv
@@ -103,6 +109,91 @@ def test_interventions_and_reconstructions_are_those_of_the_model(tmp_path):
     assert len(keys) == 2
 
 
+@pytest.mark.parametrize("point", ["blocks.2.hook_mlp_out", "blocks.1.attn.hook_z"])
+def test_hook_points_set_to_their_mean_are_set_to_that_of_other_prompts(point, tmp_path):
+    """By hand: ragged references, their first tokens out of the mean and left alone."""
+    model = Model.from_pretrained("specimen")
+    given, references = prompts(12, 7, 12, vocab=2000), prompts(9, 4, 14, vocab=2000, seed=1)
+    found = asked(CorpusLoss(given, mean=Means((point,), references, skip=2)), model, tmp_path)
+    axis = 1 if point.endswith("hook_z") else 0
+    held = [model.forward([list(ids)], HookSpec().capture(point))[point][0].double() for ids in references]
+    every = torch.cat([each.narrow(axis, 2, each.shape[axis] - 2) for each in held], axis)
+    mean = every.mean(axis, keepdim=True).float()
+    for ids, loss in zip(given, found["loss"].values, strict=True):
+        hooks = HookSpec().intervene(point, mizarr.Replace(mean, positions=tuple(range(2, len(ids)))))
+        assert loss == pytest.approx(by_hand(model, ids, hooks).mean(), rel=1e-5)
+
+
+def test_a_change_of_before_has_the_key_it_had():
+    hooks = HookSpec().intervene("blocks.2.hook_mlp_out", Zero())
+    assert CorpusLoss(prompts(5), hooks=hooks).params() == {"hooks": hooks.canonical(), "features": None}
+    assert CorpusLoss(prompts(5)).params() == {"hooks": None, "features": None}
+
+
+def test_turned_errors_keep_their_lengths_and_angles_and_point_anywhere():
+    errors = torch.from_numpy(np.random.default_rng(0).standard_normal((5, 12))).float()
+    errors[0] = torch.eye(12)[3]
+    drawn = torch.stack([turned(errors, (seed, 1)) for seed in range(2000)])
+    gram = drawn @ drawn.transpose(1, 2)
+    np.testing.assert_allclose(gram, (errors @ errors.T).expand_as(gram), atol=1e-4)
+    outer = torch.einsum("dti,dtj->tij", drawn, drawn) / 2000  # of an even draw: |e|^2 / width, times 1
+    expected = (errors**2).sum(1)[:, None, None] * torch.eye(12) / 12
+    assert float((outer - expected).abs().max()) < 0.1 * float((errors**2).sum(1).max())
+    assert float(drawn.mean(0).norm(dim=1).max()) < 0.1 * float(errors.norm(dim=1).max())
+    assert torch.equal(turned(errors, (7, 1)), drawn[7]) and not torch.equal(drawn[7], turned(errors, (7, 2)))
+
+
+def test_errors_that_are_not_turned_are_the_reconstructions(tmp_path, monkeypatch):
+    """In every layer, each reading what the errors below made of it."""
+    model, held = Model.from_pretrained("specimen"), Dictionary.from_pretrained("specimen/clt")
+    change = {"dictionary": held.name, "features": held.identity}
+    given = prompts(20, 20, 13, 1 + SKIP, vocab=2000)
+    found = asked(CorpusLoss(given, **change), model, tmp_path / "own")
+    turns = asked(CorpusLoss(given, **change, turned=0), model, tmp_path / "turned")
+    monkeypatch.setattr(random_errors, "turned", lambda vectors, seed: vectors)
+    same = asked(CorpusLoss(given, **change, turned=0), model, tmp_path / "same")
+    np.testing.assert_allclose(same["loss"], found["loss"], rtol=1e-4)
+    assert abs(turns["loss"] - found["loss"]).values[:3].min() > 1e-2
+
+
+def test_draws_share_what_they_need_and_are_each_what_they_are_alone(tmp_path, monkeypatch):
+    model, given = Model.from_pretrained("specimen"), prompts(9, 6, vocab=2000)
+    references, passes = prompts(8, 8, vocab=2000, seed=1), []
+    taken = Means.taken
+    monkeypatch.setattr(Means, "taken", lambda self, model: passes.append(1) or taken(self, model))
+    drawn = [CorpusLoss(given, mean=Means((f"blocks.{i}.hook_mlp_out",), references)) for i in (0, 3, 5)]
+    found = asked(Draws(tuple(drawn)), model, tmp_path / "draws")
+    assert len(passes) == 1
+    for loss, each in zip(found["loss"].values, drawn, strict=True):
+        np.testing.assert_allclose(loss, asked(each, model, tmp_path / "alone")["loss"], rtol=1e-6)
+
+
+def points(*names: str) -> tuple[HookPoint, ...]:
+    return tuple(map(HookPoint.parse, names))
+
+
+def test_the_same_elsewhere_is_every_other_choice_of_layers_once():
+    six = transformer_points(6, post_norms=False, gated=False)
+    one = elsewhere(points("blocks.3.hook_mlp_out"), six, 50, seed=0)
+    assert set(one) == {points(f"blocks.{i}.hook_mlp_out") for i in (0, 1, 2, 4, 5)} and len(one) == 5
+    own = points("blocks.0.hook_attn_out", "blocks.0.hook_mlp_out", "blocks.4.hook_mlp_out", "hook_embed")
+    found = elsewhere(own, six, 100, seed=0)
+    expected = {
+        tuple(sorted(points(f"blocks.{both}.hook_attn_out", f"blocks.{both}.hook_mlp_out",
+                            f"blocks.{alone}.hook_mlp_out", "hook_embed"), key=lambda point: point.order))
+        for both, alone in permutations(range(6), 2) if (both, alone) != (0, 4)
+    }  # fmt: skip
+    assert set(found) == expected and len(found) == 29
+    few = elsewhere(own, six, 7, seed=3)
+    assert len(few) == 7 and few == elsewhere(own, six, 7, seed=3) != elsewhere(own, six, 7, seed=4)
+    assert elsewhere(points("hook_embed"), six, 5, seed=0) == []
+    assert elsewhere([point for point in six if point.kind == "z"], six, 5, seed=0) == []
+    hybrid = points(
+        "blocks.0.attn.hook_z", "blocks.3.attn.hook_z", *(f"blocks.{i}.hook_mlp_out" for i in range(5))
+    )
+    assert elsewhere(points("blocks.0.attn.hook_z"), hybrid, 5, seed=0) == [points("blocks.3.attn.hook_z")]
+
+
 def exchanged(folder: Path, one: int, other: int) -> Path:
     """The specimen with the tensors of two layers under each other's names."""
     shutil.copytree(SPECIMEN, folder)
@@ -164,10 +255,20 @@ def test_what_cannot_be_measured_is_refused_in_a_line(tmp_path):
         asked(CorpusLoss(()), "specimen", tmp_path)
     with pytest.raises(PromptError, match="found 1 for 2"):
         asked(FactualRecall(prompts(5, 5), (3,)), "specimen", tmp_path)
-    with pytest.raises(ConfigError, match="interventions or a dictionary, found both"):
+    with pytest.raises(ConfigError, match="one change of the model, found interventions and a dictionary"):
         CorpusLoss(prompts(5), hooks=HookSpec(), dictionary="specimen/clt", features="x")
     with pytest.raises(ConfigError, match="interventions alone, found captures"):
         CorpusLoss(prompts(5), hooks=HookSpec().capture("hook_embed"))
+    with pytest.raises(ConfigError, match=r"a row per token .* found 'blocks.0.attn.hook_pattern'"):
+        Means(("blocks.0.attn.hook_pattern",), prompts(5))
+    with pytest.raises(ConfigError, match="more than 1 tokens to take means over, found none"):
+        Means(("blocks.0.hook_mlp_out",), ())
+    with pytest.raises(ConfigError, match="expected a dictionary whose errors are turned, found none"):
+        CorpusLoss(prompts(5), turned=0)
+    with pytest.raises(HookPointNotFound, match=r"blocks\.9\.hook_mlp_out"):
+        asked(
+            CorpusLoss(prompts(5), mean=Means(("blocks.9.hook_mlp_out",), prompts(5))), "specimen", tmp_path
+        )
     measured = asked(CorpusLoss(prompts(5)), "specimen", tmp_path)
     with pytest.raises(PromptError, match="at positions 0 to 0, found none"):
         over_spans(measured, [(0, 1)])
