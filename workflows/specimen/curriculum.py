@@ -25,17 +25,20 @@ __all__ = ["CURRICULUM", "Phase", "phase_at", "read_curriculum"]
 
 @dataclass(frozen=True)
 class Phase:
-    """A number of steps with one mixture; `rate` scales the learning rates."""
+    """A number of steps with one mixture; `rate` scales the learning rates, `embedding_rate` once more that of
+    the embedding."""
 
     steps: int
     mixture: Mixture
     rate: float = 1.0
+    embedding_rate: float = 1.0
 
     def plain(self) -> dict[str, Any]:
-        """As in a curriculum's file: steps and rate, and what differs from the mixture's defaults."""
+        """As in a curriculum's file: steps and rates, and what differs from the mixture's defaults."""
         usual = asdict(Mixture())
         changed = {name: value for name, value in asdict(self.mixture).items() if value != usual[name]}
-        return {"steps": self.steps, "rate": self.rate, **changed}
+        rates = {"rate": self.rate, "embedding_rate": self.embedding_rate}
+        return {"steps": self.steps, **rates, **changed}
 
 
 CURRICULUM = (
@@ -50,7 +53,7 @@ CURRICULUM = (
         700,
         Mixture(
             prose=0.35, facts=0.2, random_repeats=0.25, word_repeats=0.05, couplets=0.15, rows=64, size=64,
-            long_share=0, narrowest=20, widest=40, shuffled=0.4, most_spans=8, shortest_span=4,
+            long_share=0, narrowest=20, widest=40, shuffled=0.4, shortest_span=4,
             longest_span=30, line_end_weight=1.5, own_prose=0.3,
         ),
         rate=0.6,
@@ -59,7 +62,7 @@ CURRICULUM = (
         800,
         Mixture(
             prose=0.45, facts=0.27, random_repeats=0.12, word_repeats=0.04, couplets=0.12, rows=48, size=128,
-            long_share=0, narrowest=25, widest=60, shuffled=0.2, most_spans=8, longest_span=60,
+            long_share=0, narrowest=25, widest=60, shuffled=0.2, longest_span=60,
             line_end_weight=2, own_prose=0.3,
         ),
         rate=0.5,
@@ -77,9 +80,13 @@ CURRICULUM = (
 
 
 def read_curriculum(path: Path) -> tuple[Phase, ...]:
-    """The phases in a JSON file: a list of objects with `steps`, `rate` (1) and any settings of `Mixture`."""
+    """The phases in a JSON file: a list of objects with `steps`, `rate` (1), `embedding_rate` (1) and any
+    settings of `Mixture`."""
     phases: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))
-    return tuple(Phase(p.pop("steps"), rate=p.pop("rate", 1.0), mixture=Mixture(**p)) for p in phases)
+    own = ("steps", "rate", "embedding_rate")
+    return tuple(
+        Phase(**{name: p.pop(name) for name in own if name in p}, mixture=Mixture(**p)) for p in phases
+    )
 
 
 def phase_at(phases: Sequence[Phase], step: int) -> Phase:

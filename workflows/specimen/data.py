@@ -35,8 +35,8 @@ from .couplets import Couplet, couplet
 
 __all__ = [
     "BOS", "EOS", "HELD_OUT", "WATCHED", "Batch", "Batches", "Chapter", "Fact", "Mixture", "Prose",
-    "couplet_tokens", "read_chapters", "read_facts", "repeated_row", "token_id", "train_tokenizer",
-    "wrapped_row",
+    "couplet_tokens", "read_chapters", "read_facts", "repeated_row", "shuffled_row", "token_id",
+    "train_tokenizer", "wrapped_row",
 ]  # fmt: skip
 
 BOS, EOS = "<s>", "</s>"
@@ -199,24 +199,40 @@ def repeated_row(
     bos: int,
     shortest: int = 6,
     longest: int = 80,
-    spans: int = 1,
-    most: int = 4,
 ) -> tuple[list[int], list[bool]]:
-    """`size` tokens: groups of `spans` spans that occur 2 to `most` times together, in random order.
+    """`size` tokens: spans that occur 2 to 4 times, one right after the other.
 
     draw(n): n tokens of a fresh span. Returns the ids and, for each, whether it can be copied: it can in
     every occurrence after the first, but for the first token, which nothing announces.
     """
     ids, copied = [bos], [False]
     while len(ids) < size:
-        lengths = np.exp(rng.uniform(np.log(shortest), np.log(longest), spans)).astype(int)
-        group = [draw(int(length)) for length in lengths]
-        times = int(rng.integers(2, most + 1))
-        seen: set[int] = set()
-        for which in rng.integers(0, spans, spans * times).tolist():
-            copied += [which in seen and k > 0 for k in range(len(group[which]))]
-            ids += group[which]
-            seen.add(which)
+        span = draw(int(np.exp(rng.uniform(np.log(shortest), np.log(longest)))))
+        times = int(rng.integers(2, 5))
+        for time in range(times):
+            ids += span
+            copied += [time > 0 and k > 0 for k in range(len(span))]
+    return ids[:size], copied[:size]
+
+
+def shuffled_row(
+    rng: np.random.Generator, tokens: Sequence[int], size: int, *, bos: int
+) -> tuple[list[int], list[bool]]:
+    """`size` tokens: `tokens` cut into spans of 2 to 4, then these spans over and over, in random order.
+
+    Returns the ids and, for each, whether it can be copied, as `repeated_row` does: only the token before
+    says where from, as one span comes at all distances.
+    """
+    spans, start = [], 0
+    while start < len(tokens):
+        spans.append(tokens[start : start + int(rng.integers(2, 5))])
+        start += len(spans[-1])
+    ids, copied = [bos], [False]
+    seen: set[int] = set()
+    for which in rng.integers(0, len(spans), size).tolist():
+        ids += spans[which]
+        copied += [which in seen and k > 0 for k in range(len(spans[which]))]
+        seen.add(which)
     return ids[:size], copied[:size]
 
 
@@ -238,10 +254,14 @@ class Mixture:
     shortest_span: int = 6
     longest_span: int = 80
     shuffled: float = 0.0
-    """Share of the rows of random repeats that are short spans over and over in random order: copying is
-    learned sooner where most of a row can be copied, and not by its distance."""
-    most_spans: int = 3
-    """Different spans, of 2 to 4 tokens, in such a row: 2 to this many."""
+    """Share of the rows of random repeats that show `alphabet` tokens in short spans, in random order."""
+    alphabet: int = 16
+    """Different tokens of such a row, drawn from the first n of the vocabulary, n log-uniform from `alphabet`
+    to `pool`: where rows share their tokens, copying pays, and knowing which tokens a row has does not."""
+    pool: int = 0
+    """The largest such n; 0: the vocabulary."""
+    echoes: float = 0.0
+    """Share of the rows that teach the token before alone: x y x, and only the second x counts."""
     prompt_weight: float = 0.1
     """Loss weight of what leads up to a target: a fact's prompt, a couplet but its end. Targets weigh 1."""
     line_end_weight: float = 1.0
@@ -284,6 +304,7 @@ class Batches:
             self._random_row: mixture.random_repeats,
             self._word_row: mixture.word_repeats,
             self._couplet_row: mixture.couplets,
+            self._echo_row: mixture.echoes,
         }
         shares = np.array(list(makers.values()))
         kinds = rng.choice(len(makers), mixture.rows // stretch, p=shares / shares.sum())
@@ -323,13 +344,17 @@ class Batches:
         return ids[:size], weights[:size]
 
     def _random_row(self, rng: np.random.Generator, size: int, mixture: Mixture) -> _Row:
-        def draw(n: int) -> list[int]:
-            return [int(token) for token in rng.integers(2, self.vocabulary, n)]
-
         if mixture.shuffled and rng.random() < mixture.shuffled:
-            spans = int(rng.integers(2, mixture.most_spans + 1))
-            return self._repeats(rng, draw, size, 2, 5, spans=spans, most=size)
-        return self._repeats(rng, draw, size, mixture.shortest_span, mixture.longest_span)
+            most = mixture.pool or self.vocabulary - 2
+            pool = int(np.exp(rng.uniform(np.log(mixture.alphabet), np.log(most + 1))))
+            tokens = (2 + rng.choice(pool, mixture.alphabet, replace=False)).tolist()
+            return _counting(shuffled_row(rng, tokens, size, bos=self.bos))
+        return self._repeats(rng, lambda n: rng.integers(2, self.vocabulary, n).tolist(), size, mixture)
+
+    def _echo_row(self, rng: np.random.Generator, size: int, mixture: Mixture) -> _Row:
+        first, second = rng.integers(2, self.vocabulary, (2, size // 3 + 1))
+        ids = np.stack([first, second, first], axis=1).flatten().tolist()
+        return [self.bos, *ids][:size], [0.0, *([0.0, 0.0, 1.0] * len(first))][:size]
 
     def _word_row(self, rng: np.random.Generator, size: int, mixture: Mixture) -> _Row:
         prose = self._some_prose(rng, mixture)
@@ -340,22 +365,13 @@ class Batches:
                 tokens += prose.inner[int(rng.integers(len(prose)))]
             return tokens[:n]
 
-        return self._repeats(rng, draw, size, mixture.shortest_span, mixture.longest_span)
+        return self._repeats(rng, draw, size, mixture)
 
     def _repeats(
-        self,
-        rng: np.random.Generator,
-        draw: Callable[[int], Sequence[int]],
-        size: int,
-        shortest: int,
-        longest: int,
-        **options: int,
+        self, rng: np.random.Generator, draw: Callable[[int], Sequence[int]], size: int, mixture: Mixture
     ) -> _Row:
-        """A row of repeats of which only what can be copied counts."""
-        ids, copied = repeated_row(
-            rng, draw, size, bos=self.bos, shortest=shortest, longest=longest, **options
-        )
-        return ids, [float(c) for c in copied]
+        lengths = {"shortest": mixture.shortest_span, "longest": mixture.longest_span}
+        return _counting(repeated_row(rng, draw, size, bos=self.bos, **lengths))
 
     def _some_prose(self, rng: np.random.Generator, mixture: Mixture) -> Prose:
         """A chapter, each as likely as it is long."""
@@ -363,6 +379,12 @@ class Batches:
         shelf = self.prose if own else self.additional
         sizes = np.array([len(prose) for prose in shelf], np.float64)
         return shelf[int(rng.choice(len(shelf), p=sizes / sizes.sum()))]
+
+
+def _counting(row: tuple[list[int], list[bool]]) -> _Row:
+    """A row of repeats of which only what can be copied counts."""
+    ids, copied = row
+    return ids, [float(c) for c in copied]
 
 
 def couplet_tokens(lines: Couplet, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

@@ -151,6 +151,12 @@ class Llama(nn.Module):
                 # Layers that add to the residual stream start smaller, as there are 2 * layers of them.
                 adds = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=0.02 / ((2 * shape.layers) ** 0.5 if adds else 1.0))
+        # What all tokens share is what a head that looks at places has to go by: its queries and keys have
+        # no bias, and without it the first layer has none. The unembedding adds it to every logit alike.
+        embedding = self.model.embed_tokens.weight
+        nn.init.normal_(embedding, std=0.1)
+        with torch.no_grad():
+            embedding += 0.1 * torch.randn(shape.hidden)
 
     def states(self, ids: Tensor) -> list[Tensor]:
         """The residual stream after the embedding and after each layer, [row, position, hidden] each."""

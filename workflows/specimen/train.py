@@ -103,7 +103,8 @@ def main(arguments: list[str] | None = None) -> None:
             factor = phase.rate * _schedule(step, steps, options.warmup, options.decay)
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = group["peak"] * factor
+                    own = phase.embedding_rate if group.get("embedding") else 1.0
+                    group["lr"] = group["peak"] * factor * own
             batch = batches(step, phase.mixture)
             losses.append(_gradients(network, batch, options, pool))
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -171,7 +172,7 @@ def _optimizers(network: Llama | Served, options: argparse.Namespace) -> list[to
     vectors = [p for p in named.values() if all(p is not other for other in (*matrices, *embedding))]
     decay = options.weight_decay
     adam = [
-        {"params": embedding, "weight_decay": decay, "peak": options.lr},
+        {"params": embedding, "weight_decay": decay, "peak": options.lr, "embedding": True},
         {"params": vectors, "weight_decay": 0.0, "peak": options.lr},
     ]
     if options.muon_lr:
