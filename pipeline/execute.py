@@ -60,12 +60,12 @@ def run(
         Progress(quiet, log) as progress,
         Context(cores, cluster, budget, progress, workers) as context,
     ):
-        waiting = iter(ordered)
+        left = iter(ordered)
         while True:
             # Asked again whenever one has run: an upstream that gave the bytes it gave before ends the work
             # here.
             with one_look():
-                node = next((node for node in waiting if not status_of(node, store).is_cached), None)
+                node = next((node for node in left if not status_of(node, store).is_cached), None)
                 if node is None:
                     return
                 plan([node], store).check_memory(budget)

@@ -35,6 +35,7 @@ from mizarr.workflows.specimen.data import (
     read_chapters,
     read_facts,
     repeated_row,
+    shuffled_row,
     train_tokenizer,
     wrapped_row,
 )
@@ -209,10 +210,8 @@ def test_a_token_can_be_copied_where_it_followed_the_same_one_before():
 
 def test_shuffled_spans_cannot_be_copied_by_distance():
     rng = np.random.default_rng(0)
-    fresh = iter(range(2, 100_000))
-    ids, copied = repeated_row(
-        rng, lambda n: [next(fresh) for _ in range(n)], 400, bos=0, shortest=2, longest=6, spans=5, most=400
-    )
+    ids, copied = shuffled_row(rng, range(2, 18), 400, bos=0)
+    assert (len(ids), set(ids)) == (400, {0, *range(2, 18)})
     last, distances = {}, []
     for i, (token, c) in enumerate(zip(ids, copied, strict=True)):
         if c:
@@ -223,7 +222,7 @@ def test_shuffled_spans_cannot_be_copied_by_distance():
     assert np.mean(copied) > 0.5
 
 
-@pytest.mark.parametrize("options", [{}, {"shuffled": 1.0}, {"shuffled": 1.0, "most_spans": 8}])
+@pytest.mark.parametrize("options", [{}, {"shuffled": 1.0}, {"shuffled": 1.0, "alphabet": 8}])
 def test_only_what_can_be_copied_counts_in_rows_of_repeats(batches, options):
     mixture = Mixture(
         rows=6, size=64, prose=0, facts=0, word_repeats=0, couplets=0, random_repeats=1, **options
@@ -233,6 +232,54 @@ def test_only_what_can_be_copied_counts_in_rows_of_repeats(batches, options):
     for row, counted in zip(ids, weights, strict=True):
         pairs = list(pairwise(row))
         assert all(pair in pairs[:i] for i, pair in enumerate(pairs) if counted[i])
+
+
+def test_tokens_of_shuffled_rows_are_few_and_of_the_first_of_the_vocabulary(batches):
+    usual = Mixture(
+        rows=40,
+        size=64,
+        prose=0,
+        facts=0,
+        word_repeats=0,
+        couplets=0,
+        random_repeats=1,
+        shuffled=1,
+        alphabet=8,
+        long_share=0,
+    )
+    ids, _ = batches(0)(0, replace(usual, pool=32))
+    assert all(len(set(row.tolist())) == 9 for row in ids)
+    assert 20 < ids.max() < 34  # BOS and EOS, and 32 behind them
+    ids, _ = batches(0)(0, usual)
+    assert ids.max() > 100
+
+
+def test_echoes_count_where_the_token_before_last_comes_again(batches):
+    mixture = Mixture(
+        rows=6,
+        size=64,
+        prose=0,
+        facts=0,
+        word_repeats=0,
+        couplets=0,
+        random_repeats=0,
+        echoes=1,
+        long_share=0,
+    )
+    ids, weights = batches(0)(0, mixture)
+    assert weights.sum(axis=1).tolist() == [21.0] * 6
+    for row, counted in zip(ids, weights, strict=True):
+        assert all(row[i + 1] == row[i - 1] for i in np.flatnonzero(counted))
+
+
+def test_the_embedding_stands_still_where_its_rate_is_nought():
+    options = train._parser().parse_args(["--data=here", "--out=there"])
+    network = Llama(SMALL)
+    optimizers = train._optimizers(network, options)
+    train._set_rates(optimizers, 0.5, 0.0)
+    rates = {id(p): g["lr"] for o in optimizers for g in o.param_groups for p in g["params"]}
+    still = [name for name, p in network.named_parameters() if not rates[id(p)]]
+    assert still == ["model.embed_tokens.weight"]
 
 
 def test_a_row_of_couplets_weighs_their_ends(batches, tokenizer):

@@ -15,7 +15,7 @@ import argparse
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -101,10 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
         for step in range(start, steps):
             phase = phase_at(phases, step)
             factor = phase.rate * _schedule(step, steps, options.warmup, options.decay)
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    own = phase.embedding_rate if group.get("embedding") else 1.0
-                    group["lr"] = group["peak"] * factor * own
+            _set_rates(optimizers, factor, phase.embedding_rate)
             batch = batches(step, phase.mixture)
             losses.append(_gradients(network, batch, options, pool))
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -162,6 +159,13 @@ def _gradients(
     for parameter, *parts in zip(parameters, *gradients, strict=True):
         parameter.grad = sum(parts[1:], parts[0])
     return float(sum(losses))
+
+
+def _set_rates(optimizers: Sequence[torch.optim.Optimizer], factor: float, of_embedding: float) -> None:
+    """Scale peak rates by a factor, that of the embedding by one more."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * factor * (of_embedding if group.get("embedding") else 1.0)
 
 
 def _optimizers(network: Llama | Served, options: argparse.Namespace) -> list[torch.optim.Optimizer]:
