@@ -9,6 +9,7 @@ import pytest
 
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
+from mizarr.workflows.cli import run
 from tests.random_dictionaries import save_random_plt
 
 from .test_claims import SMALL, random_model
@@ -109,6 +110,15 @@ def test_sums_by_place_are_of_all_cells(featured):
     found, pair = featured.to_json(), featured.pairs[0]
     summed = np.sum(found["estimate_of_features"]) + np.sum(found["estimate_of_rests"])
     assert summed == pytest.approx(100 * float(pair["estimate"].sum()), abs=1e-6)
+
+
+def test_the_command_line_says_the_same_and_refuses_in_a_line(featured, store, capsys):
+    asked = ["compute", "feature_attribution", "--store", str(store), "--json", "--quiet"]
+    few = [word for pair in ("pairs=4", "verify=6", "draws=20") for word in ("--set", pair)]
+    assert run([*asked, *few]) == 0
+    assert json.loads(capsys.readouterr().out)["cells"] == json.loads(json.dumps(featured.to_json()))["cells"]
+    assert run([*asked, "--set", "dictionary=/nowhere"]) == 2
+    assert "no such directory '/nowhere'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
