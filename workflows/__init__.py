@@ -25,6 +25,7 @@ WORKFLOWS = {
     "character_count_helix": ".character_count_helix",
     "activation_patching": ".activation_patching",
     "attribution_patching": ".gradients.attribution_patching",
+    "feature_attribution": ".gradients.feature_attribution",
     "integrated_gradients": ".gradients.integrated_gradients",
     "circuit_discovery": ".circuits.discovery",
     "circuit_evaluation": ".circuits.evaluation",

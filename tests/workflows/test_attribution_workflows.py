@@ -9,6 +9,8 @@ import pytest
 
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
+from mizarr.workflows.cli import run
+from tests.random_dictionaries import save_random_plt
 
 from .test_claims import SMALL, random_model
 
@@ -82,13 +84,59 @@ def test_shares_add_up_and_rank_words_beyond_chance(integrated):
         assert abs(each["gap"]) < 0.01 * abs(whole)
 
 
-@pytest.mark.parametrize("name", ["attribution_patching", "integrated_gradients"])
+@pytest.fixture(scope="module")
+def featured(store):
+    return compute("feature_attribution", store=store, pairs=4, verify=6, draws=20)
+
+
+def test_features_are_told_by_what_they_write_and_held_against_random_ones(featured):
+    found = json.loads(json.dumps(featured.to_json(), allow_nan=False))
+    first, second = found["findings"]
+    exact = np.abs([pair["exact"] for pair in found["pairs"]])
+    assert first["effect"] == pytest.approx(exact.mean()) and first["prompts"] == 4
+    assert second["verdict"] == "beyond chance" and second["effect"] > 0.5
+    drawn = 100 * np.abs(featured.random["exact"].transpose("draw", "cause").values)
+    for number, pair in enumerate(found["pairs"]):
+        assert pair["quantile"] == (drawn[number, 1:] < drawn[number, 0]).mean()
+        assert pair["label"].startswith("writes ")
+    cells = found["cells"]
+    assert [each["sort"] for each in cells] == ["largest"] * 6 + ["random"] * 6
+    assert all(each["label"].startswith("writes ") for each in cells if each["index"] is not None)
+    rests = np.mean([each["index"] is None for each in cells[:6]])
+    assert found["pairs"][0]["rests"] == pytest.approx(100 * rests)
+
+
+def test_sums_by_place_are_of_all_cells(featured):
+    found, pair = featured.to_json(), featured.pairs[0]
+    summed = np.sum(found["estimate_of_features"]) + np.sum(found["estimate_of_rests"])
+    assert summed == pytest.approx(100 * float(pair["estimate"].sum()), abs=1e-6)
+
+
+def test_the_command_line_says_the_same_and_refuses_in_a_line(featured, store, capsys):
+    asked = ["compute", "feature_attribution", "--store", str(store), "--json", "--quiet"]
+    few = [word for pair in ("pairs=4", "verify=6", "draws=20") for word in ("--set", pair)]
+    assert run([*asked, *few]) == 0
+    assert json.loads(capsys.readouterr().out)["cells"] == json.loads(json.dumps(featured.to_json()))["cells"]
+    assert run([*asked, "--set", "dictionary=/nowhere"]) == 2
+    assert "no such directory '/nowhere'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+def test_no_feature_of_random_weights_is_said_to_carry_anything(seed, tmp_path):
+    model = random_model(tmp_path / "model", seed, **SMALL)
+    held = save_random_plt(tmp_path / "dictionary", layers=2, hidden=32, features=64, seed=seed)
+    asked = {"model": str(model), "dictionary": str(held), "pairs": 2, "verify": 2, "draws": 2}
+    done = compute("feature_attribution", store=tmp_path / "store", **asked)
+    assert done.to_json()["findings"] == [] and "nothing is claimed" in done.findings().caption
+
+
+@pytest.mark.parametrize("name", ["attribution_patching", "feature_attribution", "integrated_gradients"])
 def test_a_pair_of_ones_own_is_asked_about(name, store, tmp_path):
-    own = LAWS | ({"wrong": "French"} if name == "attribution_patching" else {})
+    own = LAWS | ({} if name == "integrated_gradients" else {"wrong": "French"})
     done = compute(name, store=store, **own)
     found = done.to_json()
     assert json.dumps(found, allow_nan=False)
-    pairs = found["pairs"] if name == "attribution_patching" else found["facts"]
+    pairs = found["facts" if name == "integrated_gradients" else "pairs"]
     assert [each["corrupted_prompt"] for each in pairs] == [LAWS["corrupted"]]
     assert found["findings"]
     (figure,) = done.draw(tmp_path)
@@ -116,6 +164,7 @@ def test_nothing_is_claimed_of_a_model_that_knows_nothing(name, tmp_path):
             LAWS | {"corrupted": "The law in Chad declares the language", "wrong": "French"},
             "expected prompts of as many tokens, found 17 .* and 1",
         ),
+        ("feature_attribution", LAWS, "expected a prompt and the wrong answer together"),
         ("integrated_gradients", {"answer": "x"}, "expected prompt, corrupted and answer together"),
         ("integrated_gradients", {"steps": 0}, "expected steps to be int of at least 1"),
     ],

@@ -41,6 +41,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "character_count_helix": ({"widths": [40, 60], "characters": 2000}, ""),
     "activation_patching": (PAIR | {"others": 2, "controls": 4}, ""),
     "attribution_patching": ({"pairs": 2, "verify": 3, "controls": 4}, ""),
+    "feature_attribution": ({}, NO_DICTIONARY),
     "integrated_gradients": ({"pairs": 2, "steps": 4, "controls": 4}, ""),
     "circuit_discovery": ({}, ATTENDS),
     "circuit_evaluation": ({}, ATTENDS),

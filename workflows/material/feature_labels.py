@@ -72,6 +72,11 @@ class FeatureLabels:
         return cls(writes, _fired(subject, ids, peaks))
 
     @classmethod
+    def of_words(cls, subject: Subject, words: xr.Dataset | None) -> FeatureLabels:
+        """Of no prompt: what is written alone."""
+        return cls(_written(subject, words))
+
+    @classmethod
     def of_trace(
         cls, subject: Subject, ids: Sequence[int], words: xr.Dataset | None, trace: xr.Dataset
     ) -> FeatureLabels:

@@ -66,7 +66,8 @@ class Attributed:
 
     clean, corrupted: logits wanted. place: layer (of a feature the one it reads, of a rest the one written),
     position and index of each cell, [cell, 3]. change: of a feature its activation, clean less corrupted; of
-    a rest its norm. effect: estimated, of the metric as it is. rests: by written layer, [position, d_out].
+    a rest its norm. effect: estimated, of the metric as it is. rests, and gradients of the corrupted run: by
+    written layer, [position, d_out].
     """
 
     dictionary: Dictionary
@@ -77,6 +78,7 @@ class Attributed:
     change: Floats
     effect: Floats
     rests: Mapping[int, Tensor]
+    gradients: Mapping[int, Tensor]
 
     def written(self, cell: int) -> dict[int, Tensor]:
         """What the cell adds at its position: layer -> float32 [d_out]."""
@@ -197,6 +199,7 @@ class FeatureAttribution(OfDictionary):
             np.concatenate([change, np.array(norms)]),
             np.concatenate([effect, np.array(effects)]),
             rests,
+            gradients,
         )
 
     def runs(self, prepared: Attributed, cell: CellLabels) -> Sequence[Run]:

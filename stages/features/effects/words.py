@@ -30,7 +30,14 @@ from ..dictionary import Dictionary
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["direct_effects", "effects_in_blocks", "feature_words", "words_of_active", "words_of_ranked"]
+__all__ = [
+    "direct_effects",
+    "effects_in_blocks",
+    "feature_words",
+    "words_of_active",
+    "words_of_attribution",
+    "words_of_ranked",
+]
 
 Floats = npt.NDArray[np.float32]
 
@@ -124,6 +131,19 @@ def words_of_active(
     within = np.arange(len(order)) - np.repeat(starts, np.diff([*starts, len(order)]))
     kept = order[within < most]
     return _words(dictionary, np.stack([layer[kept], feature[kept]], axis=1), readout, top_k)
+
+
+@stage(version=1, inputs={"attribution": None, "readout": None}, outputs=WORDS, resources=("dictionary",))
+def words_of_attribution(
+    attribution: xr.Dataset, readout: xr.Dataset, *, dictionary: Dictionary, top_k: int = 3
+) -> xr.Dataset:
+    """The same of the features that were run exactly, and of the one with the largest estimate. attribution:
+    as `feature_attribution` gives it."""
+    is_feature = attribution["feature"].values >= 0
+    size = np.where(is_feature, np.abs(attribution["estimate"].values), -1.0)
+    cells = np.append(attribution["chosen_cell"].values, size.argmax())
+    pairs = np.stack([attribution[name].values[cells] for name in ("layer", "feature")], axis=1)
+    return _words(dictionary, pairs[is_feature[cells]].astype(np.int64), readout, top_k)
 
 
 def _words(dictionary: Dictionary, pairs: Ints, readout: xr.Dataset, top_k: int) -> xr.Dataset:

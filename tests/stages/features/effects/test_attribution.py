@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import binom
 
 import mizarr
 from mizarr import HookSpec, Model
@@ -16,7 +17,9 @@ from mizarr.pipeline import run
 from mizarr.stages.causal.attribution.patching import AttributionPatching
 from mizarr.stages.causal.grids.patching_metrics import KL, LogitDifference, Rank, Recovery
 from mizarr.stages.features.dictionary import Dictionary
+from mizarr.stages.features.effects import random_attribution
 from mizarr.stages.features.effects.attribution import REST, FeatureAttribution
+from mizarr.stages.features.effects.random_attribution import RandomAttribution
 from mizarr.store.errors import DictionaryError, PromptError, StageError
 
 from ....random_dictionaries import draw, save_random_clt, save_random_plt, save_random_sae, write_saelens
@@ -199,3 +202,89 @@ def test_what_cannot_be_is_one_line(model, tmp_path):
     wide = Dictionary.from_pretrained(other)
     with pytest.raises(DictionaryError, match="features that read 64 numbers"):
         computed(model, mizarr.open_store(tmp_path / "store"), dictionary=wide.name, features=wide.identity)
+
+
+@pytest.mark.parametrize("kind", ["sae", "clt"])
+def test_random_features_write_as_much_at_the_same_positions_and_the_largest_is_run(model, tmp_path, kind):
+    """By hand: what each cause adds, its first order by a captured gradient, and a plain pass of it."""
+    features = dictionary(kind, tmp_path / "d")
+    own = {"dictionary": features.name, "features": features.identity}
+    whole = computed(model, mizarr.open_store(tmp_path / "store"), **own, verify=3)
+    node = RandomAttribution(clean=CLEAN, corrupted=CORRUPTED, metric=METRIC, **own, draws=6).on(model)
+    run(node, store := mizarr.open_store(tmp_path / "store"))
+    found = node.open(store).load()
+    cells = whole.isel(cell=np.flatnonzero(whole["feature"].values != REST))
+    most = int(np.abs(cells["estimate"].values).argmax())
+    for name in ("layer", "position", "feature", "change", "estimate"):
+        assert found[name].values[0] == pytest.approx(cells[name].values[most])
+    assert int(found["candidates"]) == cells.sizes["cell"]
+
+    def norm(layer: int, feature: int) -> float:
+        written = [features.decoder_vector((layer, feature), m).double() for m in features.targets(layer)]
+        return float(torch.cat(written).norm())
+
+    columns = ("layer", "position", "feature", "change")
+    written: dict[tuple[int, int], list[float]] = {}
+    for layer, position, feature, change in zip(*(cells[n].values.tolist() for n in columns), strict=True):
+        written.setdefault((layer, position), []).append(change * norm(layer, feature))
+    slopes = HookSpec().capture(*(f"grad:{point}" for point in features.write_hooks)).gradient_of(METRIC)
+    slope = model.forward([list(CORRUPTED)], slopes)
+    base = model.forward([list(CORRUPTED)]).logits[0, -1].double()
+    for i, (layer, position, feature, change) in enumerate(
+        zip(*(found[n].values.tolist() for n in columns), strict=True)
+    ):
+        assert min(abs(each - change * norm(layer, feature)) for each in written[layer, position]) < 1e-4
+        spec, first = HookSpec(), 0.0
+        for m in features.targets(layer):
+            vector = change * features.decoder_vector((layer, feature), m)
+            point = features.write_hook(m)
+            spec.intervene(point, mizarr.AddAtPositions([(position, vector)]))
+            first += float(vector.double() @ slope[f"grad:{point}"][0, position].double())
+        logits = model.forward([list(CORRUPTED)], spec).logits[0, -1].double() - base
+        assert found["estimate"].values[i] == pytest.approx(first, abs=1e-4)
+        exact = float(logits[METRIC.correct] - logits[METRIC.wrong])
+        assert found["exact"].values[i] == pytest.approx(exact, abs=1e-4)
+
+
+def test_of_few_features_the_largest_is_where_they_move_most(model, tmp_path, monkeypatch):
+    """With two features to draw, many draws give each cell either of them: the best of all is known."""
+    monkeypatch.setattr(random_attribution, "POOL", 2)
+    features = dictionary("sae", tmp_path / "d")
+    own = {"dictionary": features.name, "features": features.identity}
+    given = {"clean": CLEAN, "corrupted": CORRUPTED, "metric": METRIC, **own}
+    held = RandomAttribution(**given, draws=60).prepare(model)
+    drawn = {int(place[2]) for place in held.place[1:]}
+    cells = held.attributed
+
+    def unit(feature: int) -> torch.Tensor:
+        return features.decoder_vector((1, feature)).double()
+
+    sizes = [
+        abs(change)
+        * float(unit(index).norm() * abs(cells.gradients[1][position] @ unit(other)) / unit(other).norm())
+        for (_, position, index), change in zip(cells.place.tolist(), cells.change, strict=True)
+        for other in drawn - {index}
+        if index != REST
+    ]
+    assert 1 <= len(drawn) <= 2
+    assert abs(held.estimate[1:]).max() == pytest.approx(max(sizes), rel=1e-6)
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(40, marks=pytest.mark.slow)])
+def test_the_largest_feature_of_random_weights_is_no_larger_than_of_random_features(count, tmp_path):
+    """A pair of prompts that nobody asks whether it is known: of 19 draws, all are exceeded once in 20."""
+    beyond = 0
+    for seed in range(count):
+        folder = tmp_path / str(seed)
+        sizes = {"num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": 4}
+        save_random_model(folder / "model", "llama", seed, **sizes, num_key_value_heads=2)
+        model = Model.from_pretrained(folder / "model")
+        held = Dictionary.from_pretrained(
+            save_random_sae(folder / "d", layer=0, hidden=HIDDEN, features=96, seed=seed)
+        )
+        given = {"dictionary": held.name, "features": held.identity, "draws": 19, "seed": seed}
+        node = RandomAttribution(clean=prompt(seed), corrupted=prompt(seed + 99), metric=METRIC, **given)
+        run(on := node.on(model), store := mizarr.open_store(folder / "store"))
+        sizes_found = np.abs(on.open(store)["exact"].values)
+        beyond += bool(sizes_found[0] > sizes_found[1:].max())
+    assert beyond <= binom.ppf(0.999, count, 1 / 20)
