@@ -149,6 +149,7 @@ def drawn_change(folder: Path, kind: str, seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # 20 models, of each three corpora under 20 changes
 @pytest.mark.parametrize("kind", ["zero", "mean", "dictionary"])
 def test_no_change_of_random_weights_is_said_to_cost_more_than_others(kind: str, tmp_path: Path):
     """Of random weights no layer, and no error of a dictionary that knows nothing of them, is special."""
