@@ -58,6 +58,7 @@ from mizarr.stages.circuits.search import CircuitSearch
 from mizarr.stages.circuits.selected import SelectedCircuits
 from mizarr.stages.circuits.strongest_paths import StrongestPaths
 from mizarr.stages.circuits.tasks.years import ProbabilityDifference
+from mizarr.stages.evaluation.changed import Means
 from mizarr.stages.evaluation.loss import CorpusLoss
 from mizarr.stages.evaluation.order import LayerOrders
 from mizarr.stages.evaluation.recall import FactualRecall
@@ -67,6 +68,7 @@ from mizarr.stages.features.effects.alignment import DecoderSearch
 from mizarr.stages.features.effects.attribution import FeatureAttribution
 from mizarr.stages.features.effects.exchanges import FeatureExchanges
 from mizarr.stages.features.effects.pushes import FeaturePushes, FeatureVectors, RandomFeaturePushes
+from mizarr.stages.features.effects.random_attribution import RandomAttribution
 from mizarr.stages.features.effects.ranked import RankedExchanges, RankedSweep, RankedTrace
 from mizarr.stages.features.effects.sweeps import Dose, InjectionSweep
 from mizarr.stages.features.layers.layout import Layout
@@ -174,8 +176,10 @@ OF_GRID = {
 NAMED = {"dictionary": "specimen/clt", "features": "sha256:0"}
 OF_CHANGED = {
     "hooks": HookSpec().intervene("hook_embed", Zero()),
+    "mean": Means(("blocks.0.hook_mlp_out",), ((1, 2, 3),)),
     "dictionary": "specimen/plt",
     "features": "sha256:1",
+    "turned": Pairwise(NAMED, {**NAMED, "turned": 1}),
 }
 OF_NAMED = {"features": "sha256:1"}
 WORDS = {"positive": ((1, 2),), "negative": ((3, 4),)}
@@ -358,6 +362,18 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
             "words": (5,),
             "positions": (1,),
             "edge": (2, 1),
+        },
+    ),
+    RandomAttribution: (
+        {**NAMED, "clean": (1, 2, 3), "corrupted": (1, 4, 3), "metric": Probability(1)},
+        {
+            **OF_NAMED,
+            "clean": (1, 2, 4),
+            "corrupted": (1, 4, 5),
+            "metric": Probability(2),
+            "at": -2,
+            "draws": 3,
+            "seed": 1,
         },
     ),
     FeatureAttribution: (
@@ -550,6 +566,7 @@ NOT_IN_A_KEY = {
             DecoderSearch,
             InjectionSweep,
             FeatureAttribution,
+            RandomAttribution,
             FeatureExchanges,
             RankedExchanges,
             RankedSweep,
