@@ -58,6 +58,8 @@ def stored_variables(
             "preferred_chunks": dict(zip(dims, array.chunks, strict=True)),
             "compressors": array.compressors,
         }
+        if data.dtype.kind == "T":  # or xarray decodes text to objects, and forgets the rest
+            encoding["dtype"] = data.dtype
         lazy = indexing.LazilyIndexedArray(data)
         variables[name] = xr.Variable(dims, lazy, metadata.get("attributes", {}), encoding)
     return variables

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from mizarr.store import open_store
+from mizarr.store import open_store, results
 from mizarr.store.errors import CorruptEntry, ReadOnlyStore, ShapeError, StoreFull
 from mizarr.store.keys import ResultKey
 from tests.memory import PEAK, printed
@@ -163,6 +163,22 @@ print(({PEAK} - before) >> 20)
     assert extra < 190, f"{extra} MiB extra for a result of 381 MiB"
     found = store.open_result(ResultKey("big", 1))
     assert found.chunks["a"][0] == 1_000_000 and found.sizes["a"] == 100_000_000
+
+
+def test_text_stays_text_whether_a_result_opens_whole_or_chunked(store, monkeypatch):
+    words = np.array(["so", "far", "and no farther"])
+    dataset = xr.Dataset({"word": ("n", words)}, coords={"label": ("n", words[::-1])})
+    key = ResultKey("texts", 1, {}, {})
+    store.put_result(key, dataset)
+    whole = store.open_result(key)
+    monkeypatch.setattr(results, "_WHOLE", 0)
+    chunked = store.open_result(key)
+    for found in (whole, chunked):
+        assert {found[name].dtype.kind for name in ("word", "label")} == {"T"}
+        assert found["word"].values.tolist() == words.tolist()
+        assert found["label"].values.tolist() == words[::-1].tolist()
+    assert chunked["word"].chunks == ((3,),)
+    assert whole["word"].chunks is None
 
 
 def test_the_first_result_stands_and_the_second_attempt_leaves_only_a_note(store, caplog):
