@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from ...forward.hooks.cache import HookCache
     from ...forward.models.model import Model
 
-__all__ = ["REST", "FeatureAttribution"]
+__all__ = ["REST", "Attributed", "FeatureAttribution", "OfPair"]
 
 REST = -1
 """Index of what no feature accounts for."""
@@ -85,18 +85,62 @@ class Attributed:
         layer, position, feature = map(int, self.place[cell])
         if feature == REST:
             return {layer: self.rests[layer][position].float()}
+        return self.of_feature(layer, feature, float(self.change[cell]))
+
+    def of_feature(self, layer: int, feature: int, amount: float) -> dict[int, Tensor]:
+        """What so much of a feature writes: layer -> float32 [d_out]."""
         targets = self.dictionary.targets(layer)
-        amount = float(self.change[cell])
         return {m: amount * self.dictionary.decoder_vector((layer, feature), m) for m in targets}
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeatureAttribution(OfDictionary):
-    """Every feature that is active in either run, at each position, and every rest.
+class OfPair(OfDictionary):
+    """What a dictionary writes in one run is added to another.
 
     clean, corrupted: token ids of equal length. metric: with a gradient (`Recovery` of one that has).
     dictionary: its name, no part of the key; features: its identity. at: the position whose next-token logits
-    are read. verify: largest estimates run exactly, and as many others; 0 for none. seed: of what is drawn.
+    are read. seed: of what is drawn.
+    """
+
+    clean: tuple[int, ...]
+    corrupted: tuple[int, ...]
+    metric: Metric
+    dictionary: str
+    features: str
+    at: int = -1
+    seed: int = 0
+
+    @property
+    def want(self) -> Logits:
+        """Logits at one position, of the tokens that the metric reads."""
+        return Logits((self.at,), wanted((self.metric,)))
+
+    def params(self) -> dict[str, Any]:
+        """The metric as plain values."""
+        return {**super().params(), "metric": self.metric.canonical()}
+
+    def value(self, logits: Floats, clean: Floats) -> float:
+        """The metric of one run, not yet rescaled."""
+        return float(read((self.metric,), logits, clean)[0])
+
+    def run_with(self, held: Attributed, position: int, vectors: Mapping[int, Tensor]) -> Run:
+        """The corrupted run with vectors added at a position, by layer."""
+        rows = {layer: {position: vector} for layer, vector in vectors.items()}
+        return Run(self.corrupted, added_at(held.dictionary, rows, held.heads), self.want)
+
+    def effects(self, held: Attributed, numbers: Any) -> Floats:
+        """Values of the metric -> by how much they are more than that of the corrupted run, rescaled."""
+        clean, corrupted = (self.value(each, held.clean) for each in (held.clean, held.corrupted))
+        # Differences: a rescaled metric moves by as much less as it is scaled.
+        none = self.metric.scaled(np.array(corrupted), clean, corrupted)
+        return self.metric.scaled(np.asarray(numbers, np.float64), clean, corrupted) - none
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureAttribution(OfPair):
+    """Every feature that is active in either run, at each position, and every rest.
+
+    verify: largest estimates run exactly, and as many others; 0 for none. The other fields: of `OfPair`.
     """
 
     name: ClassVar[str] = "feature_attribution"
@@ -119,28 +163,12 @@ class FeatureAttribution(OfDictionary):
         "unpatched": Output(("run",), "as the metric", "metric of the runs nothing was patched in"),
     }
 
-    clean: tuple[int, ...]
-    corrupted: tuple[int, ...]
-    metric: Metric
-    dictionary: str
-    features: str
-    at: int = -1
     verify: int = 0
-    seed: int = 0
 
     def __post_init__(self) -> None:
         check_lengths(self.clean, self.corrupted, None)
         if self.verify < 0:
             raise StageError(f"{self.name}: expected a number of cells to verify, found {self.verify}")
-
-    @property
-    def want(self) -> Logits:
-        """Logits at one position, of the tokens that the metric reads."""
-        return Logits((self.at,), wanted((self.metric,)))
-
-    def params(self) -> dict[str, Any]:
-        """The metric as plain values."""
-        return {**super().params(), "metric": self.metric.canonical()}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One: which cells are largest depends on all. Raises StageError for a metric without gradient,
@@ -212,41 +240,23 @@ class FeatureAttribution(OfDictionary):
                 for layer, vector in vectors.items()
             }
             added.append((number, drawn))
-        return [
-            Run(
-                self.corrupted,
-                added_at(
-                    prepared.dictionary,
-                    {layer: {int(prepared.place[number, 1]): vector} for layer, vector in vectors.items()},
-                    prepared.heads,
-                ),
-                self.want,
-            )
-            for number, vectors in added
-        ]
+        position = prepared.place[:, 1].tolist()
+        return [self.run_with(prepared, position[number], vectors) for number, vectors in added]
 
     def measure(self, prepared: Attributed, cell: CellLabels, result: HookCache) -> float:
         """The metric of one run, not yet rescaled."""
-        return float(read((self.metric,), as_vector(result.logits), prepared.clean)[0])
+        return self.value(as_vector(result.logits), prepared.clean)
 
     def dataset(self, prepared: Attributed, cell: CellLabels, measured: Sequence[float]) -> xr.Dataset:
         """Effects of all cells, exact ones of some, and how they agree."""
         import xarray as xr
 
-        clean, corrupted = (
-            float(read((self.metric,), each, prepared.clean)[0])
-            for each in (prepared.clean, prepared.corrupted)
-        )
-        # Differences: a rescaled metric moves by as much less as it is scaled.
-        none = self.metric.scaled(np.array(corrupted), clean, corrupted)
-
-        def effect(numbers: Any) -> Floats:
-            return self.metric.scaled(np.asarray(numbers, np.float64), clean, corrupted) - none
-
+        clean, corrupted = (self.value(each, prepared.clean) for each in (prepared.clean, prepared.corrupted))
         chosen, count = self._picked(prepared)
-        estimate, exact = effect(prepared.effect + corrupted), effect(measured[: len(chosen)])
+        estimate = self.effects(prepared, prepared.effect + corrupted)
+        exact = self.effects(prepared, measured[: len(chosen)])
         random = np.full(len(chosen), np.nan)
-        random[:count] = effect(measured[len(chosen) :])
+        random[:count] = self.effects(prepared, measured[len(chosen) :])
         sorts = {LARGEST: slice(0, count), RANDOM: slice(count, None), "all": slice(None)}
         told = [agreement(estimate[chosen][which], exact[which]) for which in sorts.values()]
         layer, position, feature = prepared.place.T

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -25,14 +25,11 @@ from ....pipeline import Output
 from ....store.arrays import Floats
 from ....store.errors import InterventionError, StageError
 from ...causal.effects import array
-from ...causal.grids.patching_metrics import Metric, read
 from ...causal.grids.patching_results import as_vector
 from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..dictionary import Dictionary
-from ..of_dictionary import OfDictionary
-from .attribution import REST, Attributed, FeatureAttribution, Ints
-from .injection import added_at
+from .attribution import REST, Attributed, FeatureAttribution, Ints, OfPair
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -59,10 +56,10 @@ class Chosen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomAttribution(OfDictionary):
+class RandomAttribution(OfPair):
     """The feature with the largest estimate, and those that are the largest of as many random ones.
 
-    draws: how often. seed: of the draws. The other fields: of `FeatureAttribution`. Raises InterventionError
+    draws: how often. The other fields: of `OfPair`. Raises InterventionError
     where no feature differs, or a layer has no two that write.
     """
 
@@ -78,14 +75,7 @@ class RandomAttribution(OfDictionary):
         "candidates": Output((), "1", "features it was chosen among"),
     }
 
-    clean: tuple[int, ...]
-    corrupted: tuple[int, ...]
-    metric: Metric
-    dictionary: str
-    features: str
-    at: int = -1
     draws: int = 50
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.draws < 1:
@@ -102,10 +92,6 @@ class RandomAttribution(OfDictionary):
             features=self.features,
             at=self.at,
         )
-
-    def params(self) -> dict[str, Any]:
-        """The metric as plain values."""
-        return {**super().params(), "metric": self.metric.canonical()}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One. Raises what `FeatureAttribution` raises."""
@@ -136,32 +122,25 @@ class RandomAttribution(OfDictionary):
     def runs(self, prepared: Chosen, cell: CellLabels) -> Sequence[Run]:
         """One for each cause."""
         held = prepared.attributed
-        found = []
-        for (layer, position, feature), change in zip(prepared.place.tolist(), prepared.change, strict=True):
-            rows = {
-                target: {position: float(change) * held.dictionary.decoder_vector((layer, feature), target)}
-                for target in held.dictionary.targets(layer)
-            }
-            found.append(Run(self.corrupted, added_at(held.dictionary, rows, held.heads), self.found.want))
-        return found
+        return [
+            self.run_with(held, position, held.of_feature(layer, feature, change))
+            for (layer, position, feature), change in zip(
+                prepared.place.tolist(), prepared.change.tolist(), strict=True
+            )
+        ]
 
     def measure(self, prepared: Chosen, cell: CellLabels, result: HookCache) -> float:
         """The metric of one run, not yet rescaled."""
-        return float(read((self.metric,), as_vector(result.logits), prepared.attributed.clean)[0])
+        return self.value(as_vector(result.logits), prepared.attributed.clean)
 
     def dataset(self, prepared: Chosen, cell: CellLabels, measured: Sequence[float]) -> xr.Dataset:
         """Both effects of every cause."""
         import xarray as xr
 
         held = prepared.attributed
-        clean, corrupted = (
-            float(read((self.metric,), each, held.clean)[0]) for each in (held.clean, held.corrupted)
-        )
-        none = self.metric.scaled(np.array(corrupted), clean, corrupted)
-        estimate, exact = (
-            self.metric.scaled(np.asarray(each, np.float64), clean, corrupted) - none
-            for each in (prepared.estimate + corrupted, measured)
-        )
+        corrupted = self.value(held.corrupted, held.clean)
+        estimate = self.effects(held, prepared.estimate + corrupted)
+        exact = self.effects(held, measured)
         layer, position, feature = prepared.place.T
         data = {
             "estimate": estimate,
