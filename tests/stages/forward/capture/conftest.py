@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import numpy as np
 import pytest
 
@@ -27,3 +29,13 @@ def tokens():
     return PackedTokens.from_lists(
         [rng.integers(0, VOCAB, size).tolist() for size in (5, 9, 1, 30, 2, 17, 9)]
     )
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """torch.set_num_threads, undone at the end."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -135,15 +135,14 @@ def test_bits_do_not_depend_on_batches_and_segments(model, dictionary, tokens, t
     xr.testing.assert_identical(found.drop_attrs().load(), expected.drop_attrs().load())
 
 
-def test_bits_do_not_depend_on_threads_nor_on_what_else_is_captured(model, dictionary, tokens, tmp_path):
-    before, found = torch.get_num_threads(), []
+def test_bits_do_not_depend_on_threads_nor_on_what_else_is_captured(
+    model, dictionary, tokens, tmp_path, set_threads
+):
+    found = []
     specs = spec_of(dictionary), spec_of(dictionary, (0, 1, 2)).capture("blocks.*.hook_resid_post")
-    try:
-        for threads, spec in enumerate(specs, 1):
-            torch.set_num_threads(threads)
-            found.append(counts(model, tokens, tmp_path / str(threads), spec)[1])
-    finally:
-        torch.set_num_threads(before)
+    for threads, spec in enumerate(specs, 1):
+        set_threads(threads)
+        found.append(counts(model, tokens, tmp_path / str(threads), spec)[1])
     for one, other in zip(*(figures(each, dictionary) for each in found), strict=True):
         dim = "layer" if "layer" in other.dims else next(d for d in other.dims if str(d).startswith("layer"))
         np.testing.assert_array_equal(one, other.sel({dim: [1, 2]}))

@@ -156,14 +156,11 @@ def test_bits_do_not_depend_on_batches_and_segments(model, tokens, tmp_path, opt
     xr.testing.assert_identical(found.drop_attrs().load(), expected.drop_attrs().load())
 
 
-def test_bits_do_not_depend_on_threads_nor_on_what_else_is_captured(model, tokens, tmp_path):
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads, spec in ((1, both()), (2, both().capture(RESID).capture(LOGITS, reduce="topk:3"))):
-            torch.set_num_threads(threads)
-            found.append(reduced(model, tokens, tmp_path / str(threads), spec)[1].load())
-    finally:
-        torch.set_num_threads(before)
+def test_bits_do_not_depend_on_threads_nor_on_what_else_is_captured(model, tokens, tmp_path, set_threads):
+    found = []
+    for threads, spec in ((1, both()), (2, both().capture(RESID).capture(LOGITS, reduce="topk:3"))):
+        set_threads(threads)
+        found.append(reduced(model, tokens, tmp_path / str(threads), spec)[1].load())
     alone, beside = found
     for name in ("logits__logsumexp", f"logits__topk_{K}", f"logits__topk_{K}_ids"):
         np.testing.assert_array_equal(beside[name], alone[name])

@@ -86,15 +86,11 @@ def test_bits_do_not_depend_on_batches_and_segments(model, tokens, tmp_path, opt
     xr.testing.assert_identical(found.drop_attrs().load(), expected.drop_attrs().load())
 
 
-def test_bits_do_not_depend_on_threads(model, tokens, tmp_path):
-    before = torch.get_num_threads()
+def test_bits_do_not_depend_on_threads(model, tokens, tmp_path, set_threads):
     found = []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            found.append(reduced(model, tokens, tmp_path / str(threads))[1].load())
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2):
+        set_threads(threads)
+        found.append(reduced(model, tokens, tmp_path / str(threads))[1].load())
     xr.testing.assert_identical(*(each.drop_attrs() for each in found))
 
 

@@ -139,14 +139,11 @@ def test_bits_do_not_depend_on_batches_and_segments(model, tokens, tmp_path, opt
     xr.testing.assert_identical(found.drop_attrs().load(), expected.drop_attrs().load())
 
 
-def test_bits_do_not_depend_on_threads_nor_on_what_else_is_captured(model, tokens, tmp_path):
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads, spec in ((1, means()), (2, means().capture(RESID))):
-            torch.set_num_threads(threads)
-            found.append(reduced(model, tokens, tmp_path / str(threads), spec)[1].load())
-    finally:
-        torch.set_num_threads(before)
+def test_bits_do_not_depend_on_threads_nor_on_what_else_is_captured(model, tokens, tmp_path, set_threads):
+    found = []
+    for threads, spec in ((1, means()), (2, means().capture(RESID))):
+        set_threads(threads)
+        found.append(reduced(model, tokens, tmp_path / str(threads), spec)[1].load())
     for name in means().bind(model.hook_points, stored=True).kept:
         np.testing.assert_array_equal(found[0][name.variable], found[1][name.variable])
 
