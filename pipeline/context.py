@@ -11,9 +11,10 @@ threaded one runs here, `dask.distributed` elsewhere. Neither is imported before
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Self
 
 from ..store.errors import MizarrError, PlanError, StageError
@@ -125,7 +126,6 @@ class Context:
         from concurrent.futures import ThreadPoolExecutor
 
         from dask.threaded import get
-        from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
         def one(number: int) -> None:
             run_one(work, job, store, cells[number])
@@ -137,7 +137,7 @@ class Context:
         width = max(1, min(self.threads, affordable, len(cells)))
         # One BLAS thread per worker thread: nested threads cost more than they give. The pool is our own, so
         # that leaving it waits for cells under way; dask hands it no more than `width` cells at a time.
-        with threadpool_limits(max(1, self.threads // width), "blas"), ThreadPoolExecutor(width) as pool:
+        with blas_threads(max(1, self.threads // width)), ThreadPoolExecutor(width) as pool:
             get(graph, list(graph), pool=pool)
 
     def _map_workers(
@@ -209,3 +209,35 @@ def selection_of(cell: Task) -> Selection:
     return {
         axis: label if label == last[axis] else f"{label} to {last[axis]}" for axis, label in first.items()
     }
+
+
+_lock = Lock()
+_asked: list[int] = []
+_before: list[Any] = []
+"""What knows the number of threads before the first of those asked for; at most one."""
+
+
+@contextmanager
+def blas_threads(count: int) -> Iterator[None]:
+    """At most `count` threads per product of numpy in the whole process, the least of what is asked at once.
+
+    When the last of those who asked has ended, the number before the first is back. With a limit per run, of
+    two that overlap the one that ends last would leave the other's number behind, for good - and other last
+    bits, as OpenBLAS cuts a product otherwise for more threads (measured: float32, from some 400 rows on).
+    """
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
+    with _lock:
+        _asked.append(count)
+        limits = threadpool_limits(min(_asked), "blas")
+        if not _before:
+            _before.append(limits)
+    try:
+        yield
+    finally:
+        with _lock:
+            _asked.remove(count)
+            if _asked:
+                threadpool_limits(min(_asked), "blas")
+            else:
+                _before.pop().restore_original_limits()

@@ -108,7 +108,7 @@ def train_tokenizer(
     """A byte-level BPE tokenizer of `vocabulary` tokens in which every line break is a token of its own.
 
     It reads the prose, the facts and some couplets. A word at the start of a line has no space before it, so
-    it is another token than the same word inside a line; hence the prose is wrapped here as it is in training.
+    it is another token than the same word inside a line; hence prose is wrapped here as it is in training.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -408,8 +408,8 @@ def _tokenizer_text(chapters: Sequence[Chapter], facts: Sequence[Fact], seed: in
         yield wrap(chapter.text, int(rng.integers(30, 81)))
     for fact in facts:
         yield f"{fact.prompt} {fact.target}."
-    # Every end of a couplet has to be one token, in however little prose it comes.
-    yield from (couplet(rng).text for _ in range(1000))
+    # Every end of a couplet has to be one token, however much prose there is.
+    yield from (couplet(rng).text for _ in range(6000))
 
 
 def _typographic(text: str) -> str:
