@@ -4,8 +4,8 @@ Border: one small file; what is computed under it is known elsewhere.
 
 Only a courtesy: correctness rests on first-wins publication; a lost or stolen claim costs time, never a
 result. A claim is a file created exclusively; its holder touches it now and then, and one that has not been
-touched for `ttl` seconds was left by a dead process and may be taken over. One whose process is gone from
-this machine is taken over at once: whoever starts a killed run again does not wait.
+touched for `ttl` seconds was left by a dead process and may be taken over. One that nobody on this machine
+can hold any more is taken over at once: whoever starts a killed or interrupted run again does not wait.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ import platform
 import secrets
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 from ..files import Folder
 
 TTL = 60.0
 """Seconds: long enough for a stalled network disk, short enough to wait for after a crash."""
+_UNSIGNED = 2.0
+"""Seconds for which a claim may be empty: between its creation and its holder's name."""
+_held: set[str] = set()
+"""Claims of this process."""
 
 
 class Claim:
@@ -29,7 +34,7 @@ class Claim:
         self._folder = folder
         self._name = name
         self._ttl = ttl
-        self._token = f"{platform.node()} {os.getpid()} {secrets.token_hex(4)}".encode()
+        self._token = f"{platform.node()} {os.getpid()} {secrets.token_hex(4)}"
         self._stop = threading.Event()
         self._beat: threading.Thread | None = None
 
@@ -37,14 +42,16 @@ class Claim:
         """Whether the claim is ours now; an abandoned one is taken over. Raises ReadOnlyStore, StoreFull."""
         there = self._folder.stat(self._name)
         if there is not None:
-            holder = self._folder.get(self._name) or b""
-            if self._folder.now() - there.modified > self._ttl or _is_orphan(holder.decode(errors="replace")):
+            holder = (self._folder.get(self._name) or b"").decode(errors="replace")
+            patience = self._ttl if holder else min(self._ttl, _UNSIGNED)
+            if self._folder.now() - there.modified > patience or _is_orphan(holder):
                 self._folder.delete(self._name)
-        if not self._folder.mark(self._name, self._token):
+        if not self._folder.mark(self._name, self._token.encode()):
             return False
         self._stop.clear()
         self._beat = threading.Thread(target=self._keep_alive, name="mizarr-claim", daemon=True)
         self._beat.start()
+        _held.add(self._token)  # last: interrupted before, it is nobody's
         return True
 
     def release(self) -> None:
@@ -54,7 +61,8 @@ class Claim:
         self._stop.set()
         self._beat.join()
         self._beat = None
-        if self._folder.get(self._name) == self._token:
+        _held.discard(self._token)
+        if self._folder.get(self._name) == self._token.encode():
             self._folder.delete(self._name)
 
     def __enter__(self) -> bool:
@@ -70,15 +78,29 @@ class Claim:
 
 
 def _is_orphan(token: str) -> bool:
-    """Whether a claim's holder ran on this machine and is gone; False where that cannot be known."""
+    """Whether nobody on this machine can hold a claim any more; False where that cannot be known.
+
+    Its process is gone, or is this one, which was interrupted before the claim was known to be its own.
+    """
     host, _, rest = token.partition(" ")
     pid = rest.partition(" ")[0]
     if host != platform.node() or not pid.isdigit():
         return False
+    if int(pid) == os.getpid():
+        return token not in _held
     try:
         os.kill(int(pid), 0)
     except ProcessLookupError:
         return True
     except OSError:
         return False  # somebody else's process, but alive
-    return False
+    return _is_zombie(pid)
+
+
+def _is_zombie(pid: str) -> bool:
+    """Whether a process has ended and nobody has asked how: in a container, often nobody ever does."""
+    try:
+        told = Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace")
+    except OSError:
+        return False
+    return told.rpartition(")")[2].split()[:1] == ["Z"]
