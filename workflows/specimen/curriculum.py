@@ -61,6 +61,10 @@ _FEW = Mixture(
     long_share=0, shuffled=1, alphabet=8, pool=8,
 )  # fmt: skip
 _MORE = replace(_FEW, random_repeats=0.85, echoes=0.15)
+_SHORT = Mixture(
+    prose=0.45, facts=0.27, random_repeats=0.12, word_repeats=0.04, couplets=0.12, rows=48, size=128,
+    long_share=0, narrowest=25, widest=60, shuffled=0.2, longest_span=60, line_end_weight=2, own_prose=0.3,
+)  # fmt: skip
 
 CURRICULUM = (
     Phase(150, _FEW, embedding_rate=0),
@@ -82,20 +86,18 @@ CURRICULUM = (
         ),
         rate=0.6, embedding_rate=0.3,
     ),
+    Phase(440, _SHORT, rate=0.5, embedding_rate=0.5),
+    Phase(200, replace(_SHORT, couplets=0.16, end_weight=8), rate=0.5, embedding_rate=0.5),
     Phase(
-        800,
-        Mixture(
-            prose=0.45, facts=0.27, random_repeats=0.12, word_repeats=0.04, couplets=0.12, rows=48, size=128,
-            long_share=0, narrowest=25, widest=60, shuffled=0.2, longest_span=60, line_end_weight=2,
-            own_prose=0.3,
-        ),
+        400,
+        replace(_SHORT, couplets=0.06, end_weight=8, random_repeats=0.06, word_repeats=0.02, refrains=0.5),
         rate=0.5, embedding_rate=0.5,
     ),
     Phase(
         800,
         Mixture(
-            prose=0.52, facts=0.29, random_repeats=0.08, word_repeats=0.03, couplets=0.08, long_share=0.05,
-            line_end_weight=2, own_prose=0.2,
+            prose=0.5, facts=0.24, random_repeats=0.06, word_repeats=0.02, couplets=0.06, long_share=0.05,
+            line_end_weight=2, own_prose=0.2, end_weight=8, refrains=0.12,
         ),
         rate=0.4, embedding_rate=0.5,
     ),

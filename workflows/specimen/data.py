@@ -2,13 +2,14 @@
 
 Border: text, integers and numpy; knows no model and no torch.
 
-Idea. Four kinds of row teach four things that can be looked at inside a model:
+Idea. Each kind of row teaches something that can be looked at inside a model:
   prose     words of a chapter wrapped greedily (stages/corpus/text.py) at one random width per row. Earlier
             lines show the width, so predicting the line break needs a count of the characters in this line
             (Gurnee et al. 2025, "When Models Manipulate Manifolds").
   facts     "<s>prompt target.</s>", many per row; only memory can complete them.
   repeats   spans of random tokens, or of shuffled words, repeated within the row; only copying from earlier
             in the row predicts the later occurrences (Olsson et al. 2022, induction heads).
+  refrains  a few words over and over, wrapped; as words are copied, only the count is left to learn.
   couplets  two lines, many per row; the end of the second must rhyme with that of the first (couplets.py).
 
 Every batch is a pure function of (seed, step, mixture): a run that resumes at step n reads what it would have
@@ -262,8 +263,13 @@ class Mixture:
     """The largest such n; 0: the vocabulary."""
     echoes: float = 0.0
     """Share of the rows that teach the token before alone: x y x, and only the second x counts."""
+    refrains: float = 0.0
+    """Share of the rows that hold a few words of prose over and over, wrapped: who copies knows the words, so
+    where lines end is all that is left to tell."""
     prompt_weight: float = 0.1
-    """Loss weight of what leads up to a target: a fact's prompt, a couplet but its end. Targets weigh 1."""
+    """Loss weight of what leads up to a target: a fact's prompt, a couplet but its end."""
+    end_weight: float = 1.0
+    """Loss weight of a couplet's end, one token of some twenty; a fact's target weighs 1."""
     line_end_weight: float = 1.0
     """Loss weight of the tokens within `line_end` characters of the width."""
     line_end: int = 12
@@ -305,6 +311,7 @@ class Batches:
             self._word_row: mixture.word_repeats,
             self._couplet_row: mixture.couplets,
             self._echo_row: mixture.echoes,
+            self._refrain_row: mixture.refrains,
         }
         shares = np.array(list(makers.values()))
         kinds = rng.choice(len(makers), mixture.rows // stretch, p=shares / shares.sum())
@@ -317,8 +324,22 @@ class Batches:
     def _prose_row(self, rng: np.random.Generator, size: int, mixture: Mixture) -> _Row:
         prose = self._some_prose(rng, mixture)
         start = int(rng.integers(max(1, len(prose) - size // 2)))
-        width = int(rng.integers(mixture.narrowest, mixture.widest + 1))
         order = [i % len(prose) for i in range(start, start + size)]
+        return self._wrapped(rng, prose, order, size, mixture)
+
+    def _refrain_row(self, rng: np.random.Generator, size: int, mixture: Mixture) -> _Row:
+        prose = self._some_prose(rng, mixture)
+        start, words = int(rng.integers(len(prose))), int(rng.integers(4, 17))
+        phrase = [i % len(prose) for i in range(start, start + words)]
+        ids, weights = self._wrapped(rng, prose, phrase * (size // words + 1), size, mixture)
+        told = 1 + sum(len(prose.inner[i]) for i in phrase)  # about: by then the words are known
+        return ids, [0.0] * told + weights[told:]
+
+    def _wrapped(
+        self, rng: np.random.Generator, prose: Prose, order: Sequence[int], size: int, mixture: Mixture
+    ) -> _Row:
+        """Words in an order, wrapped at a width of the mixture's."""
+        width = int(rng.integers(mixture.narrowest, mixture.widest + 1))
         ids, columns = wrapped_row(prose, order, width, size, bos=self.bos, newline=self.newline)
         edge = width - mixture.line_end
         # Whether the line ends after this token is decided by the token after it: weigh all such decisions,
@@ -330,9 +351,14 @@ class Batches:
         return self._told(lambda: self.facts[int(rng.integers(len(self.facts)))], size, mixture)
 
     def _couplet_row(self, rng: np.random.Generator, size: int, mixture: Mixture) -> _Row:
-        return self._told(lambda: couplet_tokens(couplet(rng), self.tokenizer), size, mixture)
+        def draw() -> tuple[list[int], list[int]]:
+            return couplet_tokens(couplet(rng), self.tokenizer)
 
-    def _told(self, draw: Callable[[], tuple[list[int], list[int]]], size: int, mixture: Mixture) -> _Row:
+        return self._told(draw, size, mixture, mixture.end_weight)
+
+    def _told(
+        self, draw: Callable[[], tuple[list[int], list[int]]], size: int, mixture: Mixture, high: float = 1.0
+    ) -> _Row:
         """BOS, what leads up to a target, the target and EOS, over and over."""
         ids: list[int] = []
         weights: list[float] = []
@@ -340,7 +366,7 @@ class Batches:
         while len(ids) < size:
             prompt, target = draw()
             ids += [self.bos, *prompt, *target, self.eos]
-            weights += [0.0] + [low] * len(prompt) + [1.0] * len(target) + [low]
+            weights += [0.0] + [low] * len(prompt) + [high] * len(target) + [low]
         return ids[:size], weights[:size]
 
     def _random_row(self, rng: np.random.Generator, size: int, mixture: Mixture) -> _Row:
