@@ -263,6 +263,23 @@ def test_layers_computed_again_give_the_same_bits(family, tmp_path):
     assert_equal(gradients(model, ids, spec, memory=0), gradients(model, ids, spec), 0.0)
 
 
+def test_weights_of_all_pairs_of_tokens_count_where_somebody_looks_at_them(llama, monkeypatch):
+    """Three numbers of each head and pair in each layer, beside what tokens take without them."""
+    from mizarr.stages.forward.passes import backward
+
+    again = []
+    monkeypatch.setattr(backward, "recomputed", lambda network: again.append(network) or network)
+    config, length = llama.config, 96
+    of_tokens = length * config.num_layers * config.bytes_per_token(4)
+    of_pairs = 3 * config.num_layers * config.axis_sizes["head"] * length**2 * 4
+    for points, bytes_ in (("hook_resid_post", 0), ("attn.hook_pattern", of_pairs)):
+        spec = HookSpec().capture(f"grad:blocks.*.{points}")
+        for short in (0, 1):
+            gradients(llama, draw(1, length), spec, memory=of_tokens + bytes_ - short)
+            assert bool(again) == bool(short), points
+            again.clear()
+
+
 def test_a_gradient_does_not_depend_on_the_others_asked_for(llama):
     ids = draw(2, 13)
     together = gradients(llama, ids, every_spec(llama))
