@@ -131,10 +131,11 @@ def test_gradients_of_streams_are_those_of_transformers(family, tmp_path):
     streams: list[Tensor] = []
     body = getattr(reference.base_model, "decoder", reference.base_model)
     body = body.model if body is reference else body
-    layers = next(getattr(body, name) for name in ("layers", "h", "blocks") if hasattr(body, name))
+    body = getattr(body, "encoder", body)
+    layers = next(getattr(body, name) for name in ("layers", "h", "blocks", "layer") if hasattr(body, name))
 
     def keep(module: Any, inputs: Any, output: Any) -> None:
-        streams.append(output[0] if isinstance(output, tuple) else output)
+        streams.append(output if isinstance(output, Tensor) else output[0])
 
     hooks = [layer.register_forward_hook(keep) for layer in layers]
     logits = reference(torch.tensor(ids), use_cache=False).logits
