@@ -74,11 +74,11 @@ def test_states_of_the_stream_are_asked_for_instead_of_heads(store):
             assert each["exact"] == pytest.approx(100, abs=1e-2)
 
 
-def test_shares_add_up_and_rank_words_beyond_chance(integrated):
+def test_shares_add_up_and_rank_tokens_beyond_chance(integrated):
     found = integrated.to_json()
     assert [each["verdict"] for each in found["findings"]] == ["beyond chance"] * 2
     for each in found["facts"]:
-        shares = sum(word["share"] for word in each["words"])
+        shares = sum(token["share"] for token in each["tokens"])
         whole = each["log_probability"] - each["baseline_log_probability"]
         assert shares + each["gap"] == pytest.approx(whole, abs=1e-6)
         assert abs(each["gap"]) < 0.01 * abs(whole)

@@ -128,7 +128,7 @@ class CircuitDiscovery(CircuitWorkflow):
                     held_out=True,
                 )
             )
-        return Findings.of(*found, caption=self.not_done(not_done), sources=tuple(self.nodes))
+        return Findings.of(*found, caption=self.caption(not_done), sources=tuple(self.nodes))
 
     def views(self) -> Iterator[View]:
         """What is claimed; each task's circuit, drawn and as a table of edges."""
@@ -188,15 +188,17 @@ class CircuitDiscovery(CircuitWorkflow):
         }
 
     def _table(self, task: str, told: dict[str, Any]) -> Table:
+        shown = min(self.settings.listed, len(told["edges"]))
+        unit = self.result(f"{task}_scores")["score"].attrs["units"]
         return Table.of(
-            told["edges"][: self.settings.listed],
+            told["edges"][:shown],
             ("edge", "edge"),
             *([("position", "position", "d")] if self.settings.by_position else []),
             ("score", "score", "+.4f"),
             *([] if self.settings.by_position else [("exact effect", "exact_effect", "+.4f")]),
-            title=f"{task}: {len(told['edges'])} edges",
-            caption=f"{_of(told)}. Positive: leaving this edge alone out raises the metric, right answer "
-            "over wrong one; mean over the pairs edges were chosen on",
+            title=f"{task}: {shown} of the circuit's {len(told['edges'])} edges, the largest |score| first",
+            caption=f"{_of(told)}. Estimated (score) and exact change of right over wrong answer, in {unit}, "
+            "where this edge alone is left out; mean over the pairs edges were chosen on",
             sources=tuple(name for name in self.nodes if name.startswith(f"{task}_")),
         )
 

@@ -138,7 +138,7 @@ class CircuitEvaluation(CircuitWorkflow):
                     held_out=True,
                 )
             )
-        return Findings.of(*found, caption=self.not_done(not_done), sources=tuple(self.nodes))
+        return Findings.of(*found, caption=self.caption(not_done), sources=tuple(self.nodes))
 
     def told(self, task: str) -> dict[str, Any]:
         """A task in numbers, for tables and JSON."""
@@ -189,7 +189,8 @@ class CircuitEvaluation(CircuitWorkflow):
         random = told["random_percent"]
         return Lines(
             title=f"{task}: faithfulness by size",
-            caption=f"CPR {told['cpr']:.3f}, CMD {told['cmd']:.3f}; median of random circuits dashed",
+            caption=f"over the share of edges: area under the curve of circuits {told['cpr']:.3f} (CPR), "
+            f"between it and 100 % {told['cmd']:.3f} (CMD); median of random circuits dashed",
             x=tuple(f"{100 * share:.3g} %" for share in self.shares.tolist()),
             x_name="edges of the model",
             y_name="of the task that is kept",
@@ -209,12 +210,18 @@ class CircuitEvaluation(CircuitWorkflow):
         return Table.of(
             shown,
             ("edge", "edge"),
-            ("lost without it", "lost_percent", "+.2f"),
+            ("lost without it", "lost_percent", "{:+.2f} %".format),
             title=f"{task}: what a circuit of {len(lost)} edges loses without one of them",
-            caption=f"points of the {told['circuit_percent']:.1f} % it keeps; without the circuit the model "
-            f"keeps {told['without_circuit_percent']:.1f} %",
+            caption=f"{_which(len(shown), len(lost), listed)}; shares of the whole task, of which the "
+            f"circuit keeps {told['circuit_percent']:.1f} %, and the model without it "
+            f"{told['without_circuit_percent']:.1f} %",
             sources=(f"{task}_minimal",),
         )
+
+
+def _which(shown: int, all_of: int, listed: int) -> str:
+    """The edges that a table shows, in words."""
+    return "every edge" if shown == all_of else f"the {listed} edges it needs most and the {listed} least"
 
 
 WORKFLOW = CircuitEvaluation

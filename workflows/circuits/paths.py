@@ -30,7 +30,7 @@ from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..settings import Count, Natural, TaskSettings, setting
 from ..views import Bars, Data, Figure, Finding, Findings, Heatmap, Line, Table, View
-from .tasks import TaskWorkflow
+from .tasks import NAMES, TaskWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -115,7 +115,7 @@ class PathPatchingTrace(TaskWorkflow):
         count = self.settings.pairs
         caption = (
             f"Senders were chosen on {count} pairs of each task, among all that have a path, and scored on "
-            f"{count} others; {self.settings.controls} random changes of each."
+            f"{count} others; {self.settings.controls} random changes of each. {NAMES}"
         )
         return Findings.of(*found, caption=self.not_done(not_done) or caption, sources=tuple(self.nodes))
 

@@ -35,10 +35,12 @@ if TYPE_CHECKING:
 
     from ...store.arrays import Floats
 
-__all__ = ["FACTS", "CircuitWorkflow", "TaskWorkflow", "by_sign"]
+__all__ = ["FACTS", "NAMES", "CircuitWorkflow", "TaskWorkflow", "by_sign"]
 
 FACTS = "facts"
 """Pairs of shipped facts of one relation."""
+NAMES = "a3.h0: head 0 of layer 3; a3.h0<q>, <k>, <v>: what its queries, keys, values read; m3: its MLP."
+"""What names of nodes mean, for readers of a page."""
 
 
 class TaskWorkflow(ModelWorkflow):
@@ -129,6 +131,15 @@ class CircuitWorkflow(TaskWorkflow):
             for draw in range(count)
         )
         return CircuitValues(pairs=self.pairs[task][1], circuits=circuits, **told)
+
+    def caption(self, not_done: list[str]) -> str:
+        """How circuits were chosen and scored, and what names mean."""
+        count = self.settings.pairs
+        return (
+            f"{self.not_done(not_done)} Edges were chosen by {self.settings.method} on {count} pairs of each "
+            f"task, and circuits run on {count} others. Random circuits are grown from the logits down, so "
+            f"that all they hold can matter. {NAMES}"
+        ).strip()
 
 
 def by_sign(values: Floats) -> float:

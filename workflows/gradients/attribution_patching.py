@@ -151,7 +151,8 @@ class AttributionPatchingTrace(AttributedPairs):
             *found,
             caption=f"{int(self.is_known.sum())} of {len(self.read)} pairs, whose answer the model says; the "
             f"{given.verify} largest estimates and as many random cells of each run exactly. Worst miss "
-            f"{float(np.abs(estimate - exact).max()):.1f} %.",
+            f"{float(np.abs(estimate - exact).max()):.1f} %. An estimate, which chooses a cell, has "
+            "seen no run of it.",
             sources=("checked", "known"),
         )
 
@@ -199,7 +200,8 @@ class AttributionPatchingTrace(AttributedPairs):
         return Heatmap.of(
             shown.transpose("layer", kept).reset_coords(drop=True),
             f"Estimated recovery by {kept}",
-            f"share of the answers' logit difference that comes back, to first order{over}",
+            f"share of the answers' logit difference that comes back, to first order{over}; "
+            f"{self.read[0].texts[0]!r} put into {self.read[0].texts[1]!r}",
             diverging=True,
             sources=("grid",),
             json={f"estimate_by_{kept}": shown.transpose("layer", kept)},

@@ -167,7 +167,10 @@ class FeatureAttributionTrace(AttributedPairs):
             second,
             caption=f"{len(self.counted)} of {len(self.read)} pairs, whose answer the model says; "
             f"{given.verify} largest estimates and as many random cells of each run exactly. Worst miss "
-            f"{worst:.1f} %. Of the {given.verify} largest, {rest:.0f} % are what no feature accounts for.",
+            f"{worst:.1f} %. Of the {given.verify} largest, {rest:.0f} % are what no feature accounts for. "
+            "A feature is chosen by its estimate in the pair it is run in, and no pairs are held out for it, "
+            "as no feature is the same one in another: what is drawn at random is chosen there in the same "
+            "way, the largest estimate of as many, before it is run, and so has the same luck.",
             sources=tuple(self.nodes),
         )
 
@@ -265,7 +268,8 @@ class FeatureAttributionTrace(AttributedPairs):
         return Heatmap.of(
             array,
             title,
-            f"share of the answers' logit difference that comes back, to first order, by layer {where}",
+            f"share of the answers' logit difference that comes back, to first order, by layer {where}; "
+            f"{self.read[number].texts[0]!r} put into {self.read[number].texts[1]!r}",
             diverging=True,
             columns=tuple(format_token(each) for each in tokens),
             sources=(f"pair_{number}",),

@@ -1,4 +1,4 @@
-"""Which words of a prompt does an answer come from? Integrated gradients, and runs without each word.
+"""Which tokens of a prompt does an answer come from? Integrated gradients, and runs without each token.
 
 Along the straight line from the embeddings of an unrelated prompt to those of the prompt, gradients of the
 answer's log-probability are summed up (stages/causal/attribution/integrated.py): each position gets a share,
@@ -52,7 +52,7 @@ class IntegratedGradientsTrace(AttributedPairs):
     """One way from an unrelated prompt per fact."""
 
     name = "integrated_gradients"
-    question = "Which words of a prompt does an answer come from?"
+    question = "Which tokens of a prompt does an answer come from?"
     settings_type = IntegratedGradientsTraceSettings
     settings: IntegratedGradientsTraceSettings
 
@@ -105,10 +105,10 @@ class IntegratedGradientsTrace(AttributedPairs):
         random = np.random.default_rng(given.seed)
         drawn = np.array([random.permutation(each)[:count] for each in others])
         first = Finding.over(
-            "without the word of the largest share the answer loses log-probability",
+            "without the token of the largest share the answer loses log-probability",
             np.array(largest),
             drawn,
-            "times another word of each prompt",
+            "times another token of each prompt",
             draws=given.controls,
             seed=given.seed,
             unit="nats",
@@ -119,9 +119,9 @@ class IntegratedGradientsTrace(AttributedPairs):
             np.nanmean([rank_correlation(random.permutation(a), b) for a, b in pairs])
             for _ in range(given.controls)
         ]
-        null = Null(np.array(shuffled), "times shares shuffled among the words of each prompt")
+        null = Null(np.array(shuffled), "times shares shuffled among the tokens of each prompt")
         second = Finding(
-            "shares rank words as runs without them do (Spearman)",
+            "shares rank tokens as runs without them do (Spearman)",
             float(np.nanmean(ranks)),
             null,
             spread=interval(ranks, seed=given.seed),
@@ -137,7 +137,7 @@ class IntegratedGradientsTrace(AttributedPairs):
         )
 
     def _removed(self, fact: xr.Dataset) -> tuple[float, Floats]:
-        """What is lost without the word of the largest share, and without each other one, in nats."""
+        """What is lost without the token of the largest share, and without each other one, in nats."""
         most = int(fact["attribution"].values.argmax())
         lost: Floats = fact["removed"].values
         return float(lost[most]), np.delete(lost, most)
@@ -152,7 +152,7 @@ class IntegratedGradientsTrace(AttributedPairs):
             "log_probability": value,
             "baseline_log_probability": base,
             "gap": float(fact["gap"]),
-            "words": [
+            "tokens": [
                 {"position": position, "token": token, "share": share, "removed": removed}
                 for position, token, share, removed in zip(
                     fact["position"].values.tolist(),
@@ -165,14 +165,14 @@ class IntegratedGradientsTrace(AttributedPairs):
         }
 
     def views(self) -> Iterator[View]:
-        """The claims, the words of the first fact both ways, and the way itself."""
+        """The claims, the tokens of the first fact both ways, and the way itself."""
         import xarray as xr
 
         facts = [self.told(number) for number in range(len(self.read))]
         shown, told = self.facts[0], facts[0]
         findings = self.findings()
         yield findings
-        words = tuple(f"{format_token(each['token'])} {each['position']}" for each in told["words"])
+        names = tuple(f"{format_token(each['token'])} {each['position']}" for each in told["tokens"])
         both = xr.DataArray(
             np.stack([shown["attribution"].values, shown["removed"].values]),
             dims=("what", "position"),
@@ -180,8 +180,8 @@ class IntegratedGradientsTrace(AttributedPairs):
             attrs=MEASURED,
         )
         bars = Bars.of(
-            both.assign_coords(position=list(words)),
-            f"Words of {told['clean_prompt']!r}",
+            both.assign_coords(position=list(names)),
+            f"Tokens of {told['clean_prompt']!r}",
             f"share of each in the log-probability of {told['answer']!r}, and what is lost when its "
             "embedding is that of the baseline",
             sources=("fact_0",),
@@ -221,8 +221,8 @@ class IntegratedGradientsTrace(AttributedPairs):
 
 
 def _most(told: dict[str, Any]) -> str:
-    word = max(told["words"], key=lambda each: abs(each["share"]), default=None)
-    return "none" if word is None else f"{format_token(word['token'])} ({word['share']:+.2f})"
+    token = max(told["tokens"], key=lambda each: abs(each["share"]), default=None)
+    return "none" if token is None else f"{format_token(token['token'])} ({token['share']:+.2f})"
 
 
 WORKFLOW = IntegratedGradientsTrace

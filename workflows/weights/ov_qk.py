@@ -1,10 +1,10 @@
 """Which heads copy what they read, and what is a head made of? OV and QK circuits, off the weights alone.
 
 Every head's OV circuit is followed through embedding and unembedding, with norms folded in
-(stages/weights/folded.py): the share of positive eigenvalues says whether a token that is read raises its own
-logit (stages/weights/copying.py). Of one head, the one that copies most unless another is named, singular
-directions of OV and QK are read through the vocabulary (stages/weights/singular.py). No prompt is run, so
-that nothing is said of whether a head ever looks there.
+(stages/weights/folded.py): the sum of its eigenvalues over that of their sizes says whether a token that is
+read raises its own logit (stages/weights/copying.py). Of one head, the one that copies most unless another is
+named, singular directions of OV and QK are read through the vocabulary (stages/weights/singular.py). No
+prompt is run, so that nothing is said of whether a head ever looks there.
 
 Control: each head with its singular values, writing elsewhere; what is claimed of the best, and of the worst,
 of all heads stands beside the best and the worst of all in each such draw.
@@ -107,7 +107,7 @@ class OvQk(ModelWorkflow):
         control = found["control"].values
         return Findings.of(
             Finding(
-                f"{named_so[0]} copies what it reads (share of positive eigenvalues)",
+                f"{named_so[0]} copies what it reads (sum of eigenvalues over that of their sizes)",
                 float(scores[most]),
                 Null(
                     np.nanmax(control, axis=(0, 1)),
@@ -115,7 +115,7 @@ class OvQk(ModelWorkflow):
                 ),
             ),
             Finding(
-                f"{named_so[1]} lowers what it reads (share of positive eigenvalues)",
+                f"{named_so[1]} lowers what it reads (sum of eigenvalues over that of their sizes)",
                 float(scores[least]),
                 Null(
                     np.nanmin(control, axis=(0, 1)),

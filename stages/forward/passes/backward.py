@@ -24,6 +24,7 @@ from ..architectures.points import SPLIT_INPUTS
 from ..hooks.spec import BoundSpec, Capture
 from ..hooks.wants import Logits
 from ..networks.loop import Network
+from .branch_taps import ATTENTION
 from .gradient_taps import GradientTaps
 from .plain import forward
 from .planner import MEMORY
@@ -59,7 +60,7 @@ def backward(
             "expected layers gone through once, found gradients of layers that are gone through again, where "
             "a hook point is met many times; leave recurrent= out"
         )
-    over = network if _graph_bytes(network, ids) <= memory else recomputed(network)
+    over = network if _graph_bytes(network, ids, spec) <= memory else recomputed(network)
     parts = [_once(over, ids, part, want, cotangent, dropped) for part in _apart(spec)]
     return parts[0][0], {capture: x for _, found in parts for capture, x in found.items()}
 
@@ -96,8 +97,14 @@ def _apart(spec: BoundSpec) -> Sequence[BoundSpec]:
     return [replace(spec, captures=rest), replace(spec, captures=split)]
 
 
-def _graph_bytes(network: Network, ids: Tensor) -> int:
+def _graph_bytes(network: Network, ids: Tensor, spec: BoundSpec) -> int:
     """About what autograd keeps of a pass: as much of a token in every layer as one takes while it is
-    computed."""
-    config = network.config
-    return ids.numel() * config.num_layers * config.bytes_per_token(network.dtype.itemsize)
+    computed, and where somebody looks at or changes them, or caps them, scores, masked scores and weights of
+    all pairs of tokens, which no fused kernel then spares."""
+    config, itemsize = network.config, network.dtype.itemsize
+    of_tokens = ids.numel() * config.num_layers * config.bytes_per_token(itemsize)
+    points = (*(capture.point for capture in spec.captures), *(point for point, _ in spec.interventions))
+    looked_at = {point.layer for point in points if point.kind in ATTENTION}
+    looked_at |= {n for n, layer in enumerate(config.layers) if getattr(layer.mixer, "is_capped", False)}
+    pairs = ids.numel() * ids.shape[-1] * config.axis_sizes.get("head", 0)
+    return of_tokens + len(ATTENTION) * len(looked_at) * pairs * itemsize

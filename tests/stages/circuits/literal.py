@@ -1,8 +1,9 @@
-"""A Llama as a graph of edges, written out: every destination reads its own sum of what sources add.
+"""A Llama and a GPT-NeoX as graphs of edges, written out: every destination reads its own sum of what sources
+add.
 
 Plain torch over the tensors of a checkpoint, and nothing of ours: embedding, RMS norms, rope in halves,
-grouped queries, gated MLP. An edge is changed by giving the destination another addend in the place of the
-source's.
+grouped queries, gated MLP; and layer norms, biases, an MLP beside the heads or behind them, rope on a part of
+each head. An edge is changed by giving the destination another addend in the place of the source's.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ Edges = Mapping[tuple[str, str], Tensor]
 class LiteralLlama:
     """The weights of a directory, layer by layer."""
 
+    is_parallel = False
+
     def __init__(self, folder: Path) -> None:
         self.tensors = load_file(folder / "model.safetensors")
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         self.layers, self.heads = self.config["num_hidden_layers"], self.config["num_attention_heads"]
-        self.groups = self.heads // self.config["num_key_value_heads"]
+        self.groups = self.heads // self.config.get("num_key_value_heads", self.heads)
         self.width = self.config.get("head_dim") or self.config["hidden_size"] // self.heads
 
     def run(
@@ -40,10 +43,11 @@ class LiteralLlama:
         """Last logits, and what every source added. changed: edges that carry something else. other: what
         every edge carries that is not among `changed`'s keys, by source: `changed` then names the edges of a
         circuit, whose values are not read. at: of a circuit by position, bool [S, 1] of each of its edges."""
-        added = {"input": self.tensors["model.embed_tokens.weight"][torch.tensor(ids)]}
+        added = {"input": self.embedding()[torch.tensor(ids)]}
+        constant = torch.zeros_like(added["input"])
 
         def read(destination: str) -> Tensor:
-            total = torch.zeros_like(added["input"])
+            total = constant
             for source, own in added.items():
                 edge = (source, destination)
                 if other is not None:
@@ -55,11 +59,25 @@ class LiteralLlama:
 
         for layer in range(self.layers):
             heads = {f"a{layer}.h{head}": self.head(layer, head, read) for head in range(self.heads)}
+            beside = self.mlp(layer, read(f"m{layer}")) if self.is_parallel else None
             added |= heads
-            added[f"m{layer}"] = self.mlp(layer, read(f"m{layer}"))
-        final = self.norm(read("logits")[-1], "model.norm.weight")
+            constant = constant + self.output_bias(layer)
+            added[f"m{layer}"] = self.mlp(layer, read(f"m{layer}")) if beside is None else beside
+        return self.unembed(read("logits")[-1]), added
+
+    def embedding(self) -> Tensor:
+        """[vocab, D]."""
+        return self.tensors["model.embed_tokens.weight"]
+
+    def output_bias(self, layer: int) -> Any:
+        """What attention adds whatever it reads; no edge carries it."""
+        return 0.0
+
+    def unembed(self, stream: Tensor) -> Tensor:
+        """Logits of a row."""
         tied = self.config.get("tie_word_embeddings")
-        return final @ self.tensors["model.embed_tokens.weight" if tied else "lm_head.weight"].T, added
+        weight = self.embedding() if tied else self.tensors["lm_head.weight"]
+        return self.norm(stream, "model.norm.weight") @ weight.T
 
     def head(self, layer: int, head: int, read: Any) -> Tensor:
         """What one head adds, of the three streams it reads."""
@@ -100,3 +118,67 @@ class LiteralLlama:
         cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
         half = self.width // 2
         return x * cos + torch.cat([-x[:, half:], x[:, :half]], dim=-1) * sin
+
+
+class LiteralNeoX(LiteralLlama):
+    """Of a GPT-NeoX."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.is_parallel = self.config["use_parallel_residual"]
+
+    def named(self, layer: int, name: str) -> Tensor:
+        """A tensor of a layer; zeros for a bias that it does not have."""
+        return self.tensors.get(f"gpt_neox.layers.{layer}.{name}", torch.zeros(()))
+
+    def embedding(self) -> Tensor:
+        """[vocab, D]."""
+        return self.tensors["gpt_neox.embed_in.weight"]
+
+    def output_bias(self, layer: int) -> Tensor:
+        """What attention adds whatever it reads."""
+        return self.named(layer, "attention.dense.bias")
+
+    def unembed(self, stream: Tensor) -> Tensor:
+        """Logits of a row."""
+        names = ("embed_out.weight", "lm_head.weight", "gpt_neox.embed_in.weight")
+        weight = next(self.tensors[name] for name in names if name in self.tensors)
+        return self.norm(stream, "gpt_neox.final_layer_norm") @ weight.T
+
+    def head(self, layer: int, head: int, read: Any) -> Tensor:
+        """What one head adds, of the three streams it reads. Rows of a head lie together: q, k, v."""
+        start, made = 3 * head * self.width, {}
+        for number, kind in enumerate("qkv"):
+            x = self.norm(read(f"a{layer}.h{head}<{kind}>"), f"gpt_neox.layers.{layer}.input_layernorm")
+            rows = slice(start + number * self.width, start + (number + 1) * self.width)
+            bias = self.named(layer, "attention.query_key_value.bias")
+            made[kind] = x @ self.named(layer, "attention.query_key_value.weight")[rows].T
+            made[kind] = made[kind] + (bias[rows] if bias.ndim else 0.0)
+        scores = self.turned(made["q"]) @ self.turned(made["k"]).T / self.width**0.5
+        masked = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, float("-inf"))
+        out = self.named(layer, "attention.dense.weight")[:, head * self.width : (head + 1) * self.width]
+        return masked.softmax(-1) @ made["v"] @ out.T
+
+    def mlp(self, layer: int, stream: Tensor) -> Tensor:
+        """What an MLP adds, with its bias."""
+        x = self.norm(stream, f"gpt_neox.layers.{layer}.post_attention_layernorm")
+        inside = x @ self.named(layer, "mlp.dense_h_to_4h.weight").T + self.named(
+            layer, "mlp.dense_h_to_4h.bias"
+        )
+        out = torch.nn.functional.silu(inside) @ self.named(layer, "mlp.dense_4h_to_h.weight").T
+        return out + self.named(layer, "mlp.dense_4h_to_h.bias")
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """Layer norm."""
+        weight, bias = (self.tensors[f"{name}.{each}"] for each in ("weight", "bias"))
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, self.config["layer_norm_eps"])
+
+    def turned(self, x: Tensor) -> Tensor:
+        """Rope over halves of the first part of each head."""
+        part = int(self.width * self.config["rope_parameters"]["partial_rotary_factor"])
+        theta = self.config["rope_parameters"]["rope_theta"]
+        angles = torch.arange(len(x)).float()[:, None] * theta ** -(torch.arange(0, part, 2).float() / part)
+        cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+        turned, rest = x[:, :part], x[:, part:]
+        half = torch.cat([-turned[:, part // 2 :], turned[:, : part // 2]], dim=-1)
+        return torch.cat([turned * cos + half * sin, rest], dim=-1)

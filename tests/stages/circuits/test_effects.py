@@ -9,16 +9,20 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from mizarr import Model
 from mizarr.stages.circuits.batches import batches, network_of
 from mizarr.stages.circuits.circuit import Circuit
 from mizarr.stages.circuits.pairs import checked
 from mizarr.stages.circuits.runs import Measured
 from mizarr.stages.forward.edges.effects import changed_edges
 from mizarr.stages.forward.hooks.wants import Logits
+from tests.stages.forward.random_hybrids import save_random_hybrid
 
+from .literal import LiteralNeoX
 from .random_pairs import draw_pairs
 
 pytest.importorskip("transformers")
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 
 def others(literal, pair, alternative, pairs):
@@ -72,6 +76,44 @@ def test_a_thousand_random_edges_equal_two_literal_passes(model, literal, altern
             wanted, _ = literal.run(list(pair.clean), {(name, layout.destinations[destination]): value})
             difference = (found[source, destination] - wanted).abs().max() / scale
             assert difference < 1e-5, layout.name(source, destination)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_edges_and_circuits_of_a_gpt_neox_equal_literal_passes(parallel, tmp_path):
+    """60 random edges and three circuits, one of them all but an edge: layer norms, biases that no edge
+    carries, an MLP that reads what the heads read, rope on a part of each head."""
+    shape = {"num_attention_heads": 3, "hidden_size": 24, "rope_parameters": PARTIAL}
+    named = {"hidden_act": "silu", "attention_bias": True, "use_parallel_residual": parallel}
+    save_random_hybrid(tmp_path, "gpt_neox", 4, tokenizer=False, **shape, **named)
+    model, literal = Model.from_pretrained(tmp_path), LiteralNeoX(tmp_path)
+    (pair,) = pairs = draw_pairs(1, seed=3)
+    layout = checked(pairs, "corrupted", model.config)
+    (batch,) = batches(model, layout, pairs, "corrupted")
+    logits, other = literal.run(list(pair.clean))[0], literal.run(list(pair.corrupted))[1]
+    torch.testing.assert_close(logits, model.forward(list(pair.clean)).logits[0, -1], atol=2e-5, rtol=1e-5)
+    with torch.no_grad():
+        found = {
+            (int(source), int(destination)): row
+            for sources, destinations, rows in changed_edges(
+                network_of(model), layout, batch.clean, batch.change[0], Logits(), memory=1 << 22
+            )
+            for source, destination, row in zip(sources, destinations, rows, strict=True)
+        }
+    drawn = np.random.default_rng(4).choice(np.argwhere(layout.edges), 60, replace=False)
+    for source, destination in drawn.tolist():
+        name = layout.sources[source]
+        edge = {(name, layout.destinations[destination]): other[name]}
+        wanted, _ = literal.run(list(pair.clean), edge)
+        difference = (found[source, destination] - wanted).abs().max() / logits.abs().max()
+        assert difference < 1e-5, layout.name(source, destination)
+    whole = Circuit.whole(layout)
+    circuits = [Circuit.at_random(layout, size, seed=size) for size in (20, len(whole) // 2, len(whole) - 1)]
+    values = Measured(model, layout, pairs, "corrupted").values(np.stack([each.chosen for each in circuits]))
+    for row, circuit in enumerate(circuits):
+        edges = dict.fromkeys(tuple(name.split("->")) for name in circuit.edges)
+        logits, _ = literal.run(list(pair.clean), edges, other)
+        wanted = float(logits[pair.metric.correct] - logits[pair.metric.wrong])
+        assert values[row, 0] == pytest.approx(wanted, abs=1e-4)
 
 
 def test_where_prompts_begin_alike_nothing_is_computed_twice_and_edges_are_the_same(model, literal):
