@@ -208,6 +208,7 @@ class Entry:
         self._array_files: dict[str, Watched] = {}
         self._planned: dict[str, tuple[ArraySpec, ShardLayout | None]] = {}
         self._known: dict[str, tuple[bytes, ArraySpec, ShardLayout | None]] = {}
+        self._scaled: dict[str, bool] = {}
         self._bounds: dict[str, npt.NDArray[np.int64]] = {}
         self._selections: dict[str, Selection] = {}
         self._committed = Committed(folder, f"{self.path}/seg", len(self.segments))
@@ -298,7 +299,7 @@ class Entry:
     def specs(self) -> dict[str, ArraySpec]:
         """Every variable that has been declared, by name; scales belong to theirs."""
         children = (name for name in self.folder.children(self.path) if name not in BOOKKEEPING)
-        names = sorted(name for name in children if not (self._is_quantised and is_scale(name)))
+        names = sorted(name for name in children if not (self.dtype == QUANTISED and is_scale(name)))
         found = {name: self._read_array(name) for name in names}
         return {name: array[1] for name, array in found.items() if array is not None}
 
@@ -344,8 +345,7 @@ class Entry:
         array does not fit; StoreFull, ReadOnlyStore.
         """
         self._planned = {}  # from here on what was made counts
-        if self._is_quantised:
-            arrays = self._with_scales(n, arrays)
+        arrays = self._with_scales(n, arrays)
         for (variable, layer), rows in arrays.items():
             self._check_rows(variable, layer, n, rows)
 
@@ -468,7 +468,7 @@ class Entry:
 
     def values(self, variable: str, layer: int | None, n: int) -> ShardRows | RestoredRows:
         """As `shard`, but what is stored in int8 as the float32 it stands for."""
-        if not self._is_quantised:
+        if not self._has_scales(variable):
             return self.shard(variable, layer, n)
         return RestoredRows(self.shard(variable, layer, n), self.shard(scale_name(variable), layer, n))
 
@@ -492,24 +492,32 @@ class Entry:
 
     def presented(self, variable: str) -> str:
         """The variable that readers see of an array: scales belong to theirs."""
-        return scaled_name(variable) if self._is_quantised else variable
+        return scaled_name(variable) if self.dtype == QUANTISED else variable
 
-    @property
-    def _is_quantised(self) -> bool:
-        return self.dtype == QUANTISED
+    def _has_scales(self, variable: str) -> bool:
+        """Whether a variable is stored as numbers and scales; in a run of int8 all are but reductions."""
+        if self.dtype != QUANTISED or is_scale(variable):
+            return False
+        if variable not in self._scaled:
+            try:
+                self._scaled[variable] = self.spec(variable).dtype == QUANTISED
+            except EntryNotFound:  # not declared yet: nothing of it is there either way
+                return True
+        return self._scaled[variable]
 
     def _parts(self, cell: VariableLayer) -> tuple[VariableLayer, ...]:
         """The stored arrays a cell is made of, itself the last."""
-        if not self._is_quantised or is_scale(cell[0]):
-            return (cell,)
-        return (scale_name(cell[0]), cell[1]), cell
+        return ((scale_name(cell[0]), cell[1]), cell) if self._has_scales(cell[0]) else (cell,)
 
     def _with_scales(self, n: int, arrays: Mapping[VariableLayer, Array]) -> dict[VariableLayer, Array]:
-        """What is stored of rows in float32."""
+        """What is stored of rows: of those in float32 that int8 stands for, numbers and scales."""
         found = {}
         for cell, rows in arrays.items():
-            scales, numbers = self._parts(cell)
-            found[numbers], found[scales] = quantise(rows, self._place(*cell, n))
+            *scales, numbers = self._parts(cell)
+            if scales:
+                found[numbers], found[scales[0]] = quantise(rows, self._place(*cell, n))
+            else:
+                found[cell] = rows
         return found
 
     def _put_record(self, n: int, held: Iterable[VariableLayer], files: Mapping[str, Written]) -> None:
@@ -537,7 +545,7 @@ class Entry:
         regular = spec.packed == "token"
         most = self.segment_tokens if regular else int(np.diff(self.bounds(spec.packed)).max())
         # The same for all arrays of an axis, whatever their chunks.
-        if spec.selection is not None or (self._is_quantised and not regular):
+        if spec.selection is not None or (self.dtype == QUANTISED and not regular):
             most = 1 << (most - 1).bit_length()
         exact = len(self.segments) > 1 and regular
         layout = ShardLayout.of(spec.dtype, spec.tail, most, spec.layers is not None, exact=exact)
