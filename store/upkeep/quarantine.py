@@ -20,7 +20,7 @@ from ..errors import CorruptEntry, ReadOnlyStore
 from ..provenance import as_json
 from ..reading.datasets import forget_entries
 from ..records import ACTIVATION, Record
-from ..runs.committed import RECORD, record_name
+from ..runs.committed import PLAIN, RECORD, record_name
 from ..runs.coordinates import metadata_record
 from ..runs.quantised import scale_name, scaled_name
 from ..runs.vocabularies import CHECK, VOCABULARIES
@@ -107,6 +107,8 @@ def _withdraw_cells(store: Catalog, damage: Damage, name: str, record: dict[str,
     files = {file: told for file, told in record["files"].items() if file != damage.file}
     if rest:
         kept = dict(zip(RECORD, (record["segment"], rest, files), strict=True))
+        if plain := {file: told for file, told in record.get(PLAIN, {}).items() if file in files}:
+            kept[PLAIN] = plain
         store.files.put_new(record_name(damage.data, record["segment"], rest), sealed(kept))
     labels = _whole(cell.replace(".", "/") for cell in bad)
     _withdraw(store, [r for r in _readable(store) if r.data == damage.data and r.label in labels])
