@@ -569,9 +569,8 @@ class Entry:
         exact = len(self.segments) > 1 and regular
         layout = ShardLayout.of(spec.dtype, spec.tail, most, spec.layers is not None, exact=exact)
         is_declared = self.folder.get(f"{self.path}/{spec.variable}/zarr.json") is not None
-        return (
-            layout if is_declared else self._as_what_stands(spec, layout)
-        )  # what is declared stays as it is
+        # What is declared stays as it is.
+        return layout if is_declared else self._as_what_stands(spec, layout)
 
     def _as_what_stands(self, spec: ArraySpec, layout: ShardLayout) -> ShardLayout:
         """The layout that committed shards of a variable have whose `zarr.json` was set aside.
