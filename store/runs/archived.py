@@ -37,6 +37,7 @@ from .shards import (
     Written,
     coded_parts,
     crc32c,
+    expect_room,
     index_is_sound,
     raw_parts,
 )
@@ -70,6 +71,7 @@ def plain_measure(content: bytes, layout: ShardLayout, what: str) -> Written:
 def read_archived(mapped: Mapped, layout: ShardLayout, rows: int, what: str = "") -> ShardRows:
     """The rows of a compressed shard, [rows, *tail]; decoded as they are read. As `read_shard`."""
     what = f"{mapped.where} ({what})" if what else mapped.where
+    expect_room(layout, rows, what)
     if not mapped.is_whole:
         mapped.fetch([(0, mapped.size)])
     index = _index_of(mapped.data, mapped.size, layout, what)

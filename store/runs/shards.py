@@ -467,6 +467,7 @@ def read_shard(mapped: Mapped, layout: ShardLayout, rows: int, what: str = "") -
     Raises CorruptEntry when the file is cut short or its index is not intact.
     """
     what = f"{mapped.where} ({what})" if what else mapped.where
+    expect_room(layout, rows, what)
     data, size = mapped.data, mapped.size
     if size < layout.index_bytes:
         raise CorruptEntry(f"{what}: expected at least {layout.index_bytes} bytes, found {size}; {REPAIR}")
@@ -487,6 +488,12 @@ def read_shard(mapped: Mapped, layout: ShardLayout, rows: int, what: str = "") -
     held = -(-rows // layout.chunk_rows)
     chunks, checks = _chunks_at(data, layout, held, 0), _checks_at(data, layout, held, 0)
     return ShardRows(chunks, rows, what, checks=checks, mapped=mapped, stored_bytes=layout.stored_bytes)
+
+
+def expect_room(layout: ShardLayout, rows: int, what: str) -> None:
+    """CorruptEntry for more rows than a shard of this layout has: its description is of another array."""
+    if rows > layout.rows:
+        raise CorruptEntry(f"{what}: expected a shard of at least {rows} rows, found {layout.rows}; {REPAIR}")
 
 
 def index_is_sound(data: mmap.mmap | bytes, end: int, layout: ShardLayout) -> bool:

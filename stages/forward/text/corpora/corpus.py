@@ -220,9 +220,8 @@ def _room(count: int) -> Ids:
     """Ids to be filled in: in a file of its own where they are many, and the disk has room."""
     if count * 4 >= LARGE:
         with suppress(OSError, AttributeError), TemporaryFile() as file:
-            os.posix_fallocate(
-                file.fileno(), 0, count * 4
-            )  # a disk that fills up later would end the process
+            # A disk that fills up while a map is written to would end the process.
+            os.posix_fallocate(file.fileno(), 0, count * 4)
             return np.memmap(file, np.int32, "r+", shape=(count,))
     return np.empty(count, np.int32)
 
