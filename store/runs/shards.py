@@ -41,9 +41,8 @@ CODECS = ("zstd",)
 _ZEROS = bytes(CHUNK_BYTES)
 SUM_BYTES = 4
 """Of the checksum behind a chunk."""
-_LEVEL = 1
-_BLOCK_BYTES = 1 << 18
-"""Of a chunk compressed at a time: measured, Blosc's own choice loses half of what is gained."""
+_LEVEL = 1  # of zstd; 3 and 5 gain a hundredth more, at a fifth of the speed in bfloat16
+_BLOCK_BYTES = 1 << 18  # of a chunk compressed at a time; Blosc's own choice loses a third of what is gained
 
 Written = tuple[int, str]
 """Size in bytes and "sha256:…" of a file."""
@@ -115,14 +114,15 @@ class ShardLayout:
             inner = sharding["configuration"]
             outer = metadata["chunk_grid"]["configuration"]["chunk_shape"]
             layered = metadata["dimension_names"][0] == "layer" and len(outer) > 1
+            steps = [codec["name"] for codec in inner["codecs"]]
             layout = cls(
                 metadata["data_type"],
                 tuple(outer[1 + layered :]),
                 outer[layered],
                 inner["chunk_shape"][layered],
                 layered,
-                "crc32c" in (names := [codec["name"] for codec in inner["codecs"]]),
-                CODECS[0] if "blosc" in names else "",
+                "crc32c" in steps,
+                CODECS[0] if "blosc" in steps else "",
             )
             ours = json.loads(
                 array_metadata(layout, metadata["shape"], metadata["dimension_names"], metadata["attributes"])
