@@ -165,7 +165,7 @@ class Context:
             address = self.cluster
             if address is None:
                 address = self._held.enter_context(local_workers(self.workers, self.progress.say))
-            self._client = ClusterClient(address)
+            self._client = ClusterClient(address, self.progress.say)
             self._held.callback(self._client.close)
         return self._client
 

@@ -53,14 +53,15 @@ def unsealed(name: str, text: bytes, known: Collection[str]) -> dict[str, Any]:
     return fields
 
 
-def files_of(name: str, fields: Mapping[str, Any]) -> dict[str, list[int | str]]:
+def files_of(name: str, fields: Mapping[str, Any], listed: str = "files") -> dict[str, list[int | str]]:
     """The files that a record, in the file `name`, lists: path below its folder -> [size, "sha256:…"].
 
+    listed: the field that lists them.
     Raises CorruptEntry for what is no such list, or leads out of the folder.
     """
     try:
         found: dict[str, list[int | str]] = {
-            str(file): [int(size), str(told)] for file, (size, told) in fields["files"].items()
+            str(file): [int(size), str(told)] for file, (size, told) in fields[listed].items()
         }
     except (KeyError, AttributeError, TypeError, ValueError, OverflowError) as error:
         raise CorruptEntry(f"{name}: expected a list of files, found another ({error}); {REPAIR}") from error

@@ -357,11 +357,14 @@ class Store(Catalog):
         target: Store,
         keys: Iterable[Key | Record] | None = None,
         progress: Callable[[int], None] = lambda done: None,
+        codec: str | None = None,
     ) -> Copied:
         """Put what is published here into another store, by default all; what is there already stays.
 
         A run's keys go with its labels, every file compared with its digest; cut off, it resumes. progress:
-        called with bytes written. Raises CorruptEntry for a file that is not what was recorded.
+        called with bytes written. codec: "zstd" for runs in fewer bytes, which are decoded when they are read
+        instead of mapped, "none" for plain ones again; keys and contents stay. Raises ConfigError for another
+        codec, CorruptEntry for a file that is not what was recorded.
         """
         from .upkeep.copying import copy
 
@@ -369,7 +372,7 @@ class Store(Catalog):
             self.records() if keys is None else (k if isinstance(k, Record) else self.record(k) for k in keys)
         )
         before = set(target._entry_names(""))
-        done = copy(self, target, asked, progress)
+        done = copy(self, target, asked, progress, codec)
         for name in set(target._entry_names("")) - before:
             target._remember(target.entry(name))
         return done

@@ -6,6 +6,8 @@ Border: tasks are calls with names; knows no cells and no store. Imports `distri
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,6 +17,12 @@ from typing import Any
 from ...store.errors import PlanError, StageError
 
 __all__ = ["ClusterClient", "Submitted"]
+
+PATIENCE = "MIZARR_PATIENCE"
+"""Seconds to wait for workers where there are none."""
+_PATIENCE = 600.0
+_SAID_AFTER = 5.0  # seconds without a worker: one that is started anew in its place is back by then
+_LOOK_EVERY = 1.0  # seconds between questions to a scheduler from whom nothing is heard
 
 _LOGS = ("distributed.client", "distributed.core", "distributed.comm", "distributed.batched")
 """Loggers of the client's side, which tell a lost scheduler in tracebacks; we say it in a line."""
@@ -30,12 +38,16 @@ class Submitted:
 
 
 class ClusterClient:
-    """Connected to the scheduler at an address; PlanError where there is none."""
+    """Connected to the scheduler at an address; PlanError where there is none.
 
-    def __init__(self, address: str) -> None:
+    say: told in a line when no worker is left, and when there are some again. How long they are waited for is
+    said by MIZARR_PATIENCE, in seconds; PlanError for what is none.
+    """
+
+    def __init__(self, address: str, say: Callable[[str], None] = lambda line: None) -> None:
         from distributed import Client
 
-        self.address = address
+        self.address, self._say, self._patience = address, say, patience()
         self._held = ExitStack()
         self._held.enter_context(_without_logs())
         try:
@@ -53,23 +65,30 @@ class ClusterClient:
 
         Raises StageError where the scheduler went away.
         """
+        return max(1, self._able(needs)[0])
+
+    def _able(self, needs: str, expected: bool = False) -> tuple[int, bool]:
+        """Threads of the workers that tasks may go to, and whether these are those with the resource: where
+        any has it, or is expected to."""
         if self._client.status != "running":
             raise self._gone()  # asking would try to connect for ten seconds
         with self._telling(OSError):
             having = self._having(needs)
             threads: dict[str, int] = self._client.nthreads()
-        return max(1, sum(count for worker, count in threads.items() if not having or worker in having))
+        special = bool(having) or expected
+        return sum(count for worker, count in threads.items() if not special or worker in having), special
 
     def run(
         self, tasks: Sequence[Submitted], done: Callable[[int], None], *, needs: str = "", most: int = 0
     ) -> None:
         """Make all calls; returns when they have ended. done: told the number of each that has.
 
-        needs: name of a resource ("GPU"); tasks take one each where the cluster has any. most: how many are
-        handed over at once, 0 for twice as many as can run: workers never wait, and no scheduler holds a
+        needs: name of a resource ("GPU"); tasks take one each from when the cluster has any. most: how many
+        are handed over at once, 0 for twice as many as can run: workers never wait, and no scheduler holds a
         sweep of a million. Workers are counted whenever a task ends: those that come later get theirs. At
         the first error the rest is not started.
-        Raises StageError where the scheduler goes away, or a task takes its workers down with it.
+        Raises StageError where the scheduler goes away, a task takes its workers down with it, or there is no
+        worker for as long as patience lasts.
         """
         from distributed import as_completed
         from distributed.comm.core import CommClosedError
@@ -77,10 +96,14 @@ class ClusterClient:
         client = self._client
         ahead = iter(enumerate(tasks))
         under_way: dict[Any, int] = {}
+        special = False
 
         def submit() -> list[Any]:
             """As many further calls as there is room for."""
-            room = (most or 2 * self.width(needs)) - len(under_way)
+            nonlocal special
+            width, special = self._able(needs, special)
+            room = (most or 2 * max(1, width)) - len(under_way)
+            resources = {needs: 1} if special else None
             handed = {
                 client.submit(*task.call, key=task.key, pure=False, resources=resources): number
                 for number, task in islice(ahead, max(0, room))
@@ -88,13 +111,12 @@ class ClusterClient:
             under_way.update(handed)
             return list(handed)
 
-        with self._telling(OSError):
-            resources = {needs: 1} if self._having(needs) else None
         # Not any OSError: what is done with a result may meet a disk that is full.
         with self._telling(CommClosedError):
             try:
                 completed = as_completed(submit(), loop=client.loop)
-                for future in completed:
+                while not completed.is_empty():
+                    future = self._next(completed, lambda: self._able(needs, special)[0], needs * special)
                     future.result()
                     done(under_way.pop(future))
                     completed.update(submit())
@@ -102,16 +124,63 @@ class ClusterClient:
                 if client.status == "running":
                     client.cancel(list(under_way))
 
+    def _next(self, completed: Any, threads: Callable[[], int], needs: str) -> Any:
+        """The next future that ends. threads: of the workers there are; StageError when there were none for
+        as long as patience lasts, which is said when it begins."""
+        looked, there, said = time.monotonic(), time.monotonic(), False
+        while not completed.has_ready():
+            with completed.thread_condition:
+                completed.thread_condition.wait(0.1)
+            if (now := time.monotonic()) - looked < _LOOK_EVERY:
+                continue
+            looked = now
+            if threads():
+                if said:
+                    self._say(self._again)
+                there, said = now, False
+            elif now - there > self._patience:
+                raise self._deserted(needs)
+            elif now - there > min(_SAID_AFTER, self._patience / 2) and not said:
+                said = True
+                self._say(
+                    f"{self._none(needs)}; what is to be computed waits for one: start some with "
+                    f"`dask worker {self.address}`. This gives up in {self._patience - (now - there):.0f} "
+                    f"seconds ({PATIENCE})"
+                )
+        future = next(completed)
+        if said and future.status == "finished":
+            self._say(self._again)
+        return future
+
+    @property
+    def _again(self) -> str:
+        return f"there are workers at {self.address} again; going on"
+
+    def _none(self, needs: str) -> str:
+        return f"no worker{f' with the resource {needs}' * bool(needs)} is left at {self.address}"
+
+    def _deserted(self, needs: str) -> StageError:
+        return StageError(
+            f"{self._none(needs)}, and none came in {self._patience:g} seconds ({PATIENCE}); what was "
+            "committed stays: start workers, and the same command goes on from there"
+        )
+
     @contextmanager
     def _telling(self, lost: type[Exception]) -> Iterator[None]:
         """Says in words what goes wrong with a cluster. lost: a further sign that the scheduler is gone."""
         from asyncio import CancelledError
         from concurrent.futures import CancelledError as Cancelled
 
-        from distributed.scheduler import KilledWorker
+        from distributed.scheduler import KilledWorker, NoValidWorkerError, NoWorkerError
 
         try:
             yield
+        except (NoWorkerError, NoValidWorkerError) as error:  # a scheduler may have a patience of its own
+            raise StageError(
+                f"no worker is left at {self.address}, whose scheduler waits no longer for one "
+                "(distributed.scheduler.no-workers-timeout); what was committed stays: start workers, and "
+                "the same command goes on from there"
+            ) from error
         except KilledWorker as error:
             raise StageError(
                 f"expected a task to end, found that {error.allowed_failures + 1} workers died of it "
@@ -139,6 +208,20 @@ class ClusterClient:
     def close(self) -> None:
         """Let go of the cluster, which goes on."""
         self._held.close()
+
+
+def patience() -> float:
+    """Seconds to wait for workers, as MIZARR_PATIENCE says; PlanError for what is none."""
+    told = os.environ.get(PATIENCE) or _PATIENCE
+    try:
+        seconds = float(told)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise PlanError(
+            f"expected seconds to wait for workers in {PATIENCE}, found {told!r}; set it to a number"
+        )
+    return seconds
 
 
 @contextmanager

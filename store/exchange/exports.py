@@ -221,6 +221,9 @@ def _check_names(dataset: xr.Dataset, kind: str) -> None:
     paths = [str(name) for name in (*dataset.variables, *dataset.dims) if "/" in str(name)]
     if paths and kind in ("netcdf", "zarr"):
         raise ShapeError(f"expected names without '/', found {paths[0]!r}, a path in {kind}; rename it")
+    cut = [str(name) for name in (*dataset.variables, *dataset.dims) if "\0" in str(name)]
+    if cut and kind in ("netcdf", "zarr"):
+        raise ShapeError(f"expected names without NUL, found {cut[0]!r}, which no file holds; rename it")
 
 
 def _widened(dataset: xr.Dataset) -> xr.Dataset:

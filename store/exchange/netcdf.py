@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..content import plain
 from ..errors import MissingExtra, ShapeError
@@ -25,10 +26,15 @@ if TYPE_CHECKING:
 
 __all__ = ["write_netcdf"]
 
+ESCAPED = "\\0 stands for NUL, \\\\ for \\"
+"""How to read texts of a variable that holds a NUL."""
+
 
 def write_netcdf(dataset: xr.Dataset, path: Path) -> None:
     """Write a new NetCDF file; float16, which NetCDF has not, becomes float32.
 
+    A text ends at its first NUL in HDF5. A variable with such texts (token strings of bytes, say) is escaped
+    as a whole, and says so in its attribute `escaped`.
     Raises ShapeError for complex numbers, MissingExtra without h5netcdf or h5py, OSError as the system says.
     """
     try:
@@ -41,7 +47,10 @@ def write_netcdf(dataset: xr.Dataset, path: Path) -> None:
     for name, variable in ready.variables.items():
         variable.attrs = _attributes(variable.attrs)
         if variable.dtype.kind in "UTO":
-            changed[name] = (variable.dims, np.asarray(variable.values, object), variable.attrs)
+            texts = np.asarray(variable.values, object)
+            if any("\0" in str(text) for text in texts.flat):
+                texts, variable.attrs = _escaped(texts), {**variable.attrs, "escaped": ESCAPED}
+            changed[name] = (variable.dims, texts, variable.attrs)
         elif variable.dtype == np.float16:
             changed[name] = (variable.dims, variable.astype(np.float32).data, variable.attrs)
         elif variable.dtype.kind == "c":
@@ -59,10 +68,19 @@ def write_netcdf(dataset: xr.Dataset, path: Path) -> None:
 def _attributes(attrs: Mapping[Any, Any]) -> dict[str, Any]:
     """Attributes as NetCDF has them, numbers and texts; others as JSON, and none for None."""
     told = {name: value for name, value in plain(attrs).items() if value is not None}
-    return {
-        name: value if isinstance(value, str | float) or type(value) is int else json.dumps(value)
-        for name, value in told.items()
-    }
+    return {name: value if _is_attribute(value) else json.dumps(value) for name, value in told.items()}
+
+
+def _is_attribute(value: Any) -> bool:
+    return "\0" not in value if isinstance(value, str) else isinstance(value, float) or type(value) is int
+
+
+def _escaped(texts: npt.NDArray[np.object_]) -> npt.NDArray[np.object_]:
+    """Texts without a NUL, as ESCAPED says."""
+    escaped = np.empty_like(texts)
+    for at, text in np.ndenumerate(texts):
+        escaped[at] = str(text).replace("\\", r"\\").replace("\0", r"\0")
+    return escaped
 
 
 class _PatientFile(io.RawIOBase):

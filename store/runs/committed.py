@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..digest import digest
 from ..errors import REPAIR, CorruptEntry
@@ -19,6 +20,9 @@ VariableLayer = tuple[str, int | None]
 """One array of a run: variable and layer, None where there is no layer axis."""
 RECORD = ("segment", "cells", "files")
 """Fields of the record of what one pass wrote of one segment."""
+PLAIN = "plain"
+"""A further field of such a record, and of a manifest: of files that are compressed, size and digest of what
+they stand for."""
 
 
 class Committed:
@@ -28,6 +32,7 @@ class Committed:
         self._folder, self._path, self._n_segments = folder, path, n_segments
         self._records: dict[str, tuple[Stamp | None, _SegmentRecord]] = {}
         self._held: list[dict[VariableLayer, Written]] = [{} for _ in range(n_segments)]
+        self._plain: list[dict[VariableLayer, Written]] = [{} for _ in range(n_segments)]
         self._seen: Stamp | None = None
         self._lock = threading.Lock()
 
@@ -45,6 +50,21 @@ class Committed:
         """Size and digest of one shard; None while it is not committed."""
         return self.segments()[n].get(cell)
 
+    def content(self, n: int, cell: VariableLayer) -> Written | None:
+        """Size and digest of one shard as it is without a codec, which is what contents are made of; None
+        while it is not committed."""
+        there = self.segments()[n].get(cell)
+        return there and self._plain[n].get(cell, there)
+
+    def contents(self, cell: VariableLayer) -> list[Written]:
+        """As `content`, of each segment, all of which are committed."""
+        held = self.segments()
+        return [self._plain[n].get(cell, shards[cell]) for n, shards in enumerate(held)]
+
+    def plain(self, n: int, cell: VariableLayer) -> Written | None:
+        """Size and digest of what one compressed shard stands for; None of any other."""
+        return self._plain[n].get(cell) if self.segments()[n] else None
+
     def _look_again(self) -> None:
         records = {}
         for name, stat in self._folder.stamps(self._path):
@@ -58,9 +78,11 @@ class Committed:
                 record = _SegmentRecord.from_bytes(f"{self._path}/{name}", text, self._n_segments)
                 records[name] = stat.stamp if stat.is_settled else None, record
         held: list[dict[VariableLayer, Written]] = [{} for _ in range(self._n_segments)]
+        plain: list[dict[VariableLayer, Written]] = [{} for _ in range(self._n_segments)]
         for _, record in records.values():
             held[record.segment].update(record.cells)
-        self._records, self._held = records, held
+            plain[record.segment].update(record.plain)
+        self._records, self._held, self._plain = records, held, plain
 
 
 def record_name(path: str, n: int, cells: Sequence[str]) -> str:
@@ -79,12 +101,20 @@ def _cell(name: str) -> VariableLayer:
     return (variable, int(layer)) if layer else (variable, None)
 
 
+def _by_place(files: Mapping[str, Any]) -> dict[tuple[str, ...], Written]:
+    """Files by variable and layer: a path reads variable/c/layer/segment/…, or variable/c/segment/… where
+    there is no layer axis."""
+    return {tuple(path.split("/", 3)[:3:2]): (int(size), str(told)) for path, (size, told) in files.items()}
+
+
 @dataclass(frozen=True)
 class _SegmentRecord:
     """What one pass committed of one segment."""
 
     segment: int
     cells: Mapping[VariableLayer, Written]
+    plain: Mapping[VariableLayer, Written]
+    """Of those that are compressed: what they stand for."""
 
     @classmethod
     def from_bytes(cls, name: str, text: bytes, n_segments: int) -> _SegmentRecord:
@@ -92,13 +122,13 @@ class _SegmentRecord:
         try:
             fields = unsealed(name, text, RECORD)
             segment = range(n_segments)[fields["segment"]]
-            paths = {path: (int(size), str(digest)) for path, (size, digest) in fields["files"].items()}
-            # A path reads variable/c/layer/segment/…, or variable/c/segment/… where there is no layer axis.
-            by_place = {tuple(path.split("/", 3)[:3:2]): found for path, found in paths.items()}
-            cells = {}
-            for variable, layer in map(_cell, fields["cells"]):
-                cells[variable, layer] = by_place[variable, str(segment if layer is None else layer)]
-            return cls(segment, cells)
+            places = {
+                cell: (cell[0], str(segment if cell[1] is None else cell[1]))
+                for cell in map(_cell, fields["cells"])
+            }
+            files, plain = _by_place(fields["files"]), _by_place(fields.get(PLAIN, {}))
+            cells = {cell: files[place] for cell, place in places.items()}
+            return cls(segment, cells, {cell: plain[at] for cell, at in places.items() if at in plain})
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise CorruptEntry(
                 f"{name}: expected a segment record, found one that is none ({error}); {REPAIR}"

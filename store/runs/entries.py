@@ -37,8 +37,9 @@ from ..files import Folder, Watched
 from ..keys import ActivationKey, RunKey
 from ..records import Record
 from ..sealed import read_json, sealed
+from .archived import plain_measure
 from .claims import TTL, Claim
-from .committed import RECORD, Committed, VariableLayer, cell_name, record_name
+from .committed import PLAIN, RECORD, Committed, VariableLayer, cell_name, record_name
 from .coordinates import BOOKKEEPING, check_metadata, read_selected, write_selected
 from .mapped import MappedShards
 from .packed import PackedTokens
@@ -55,7 +56,7 @@ from .quantised import (
 )
 from .run_sums import how_combined
 from .selections import AXIS, Selection, from_canonical
-from .shards import DTYPES, ShardLayout, ShardRows, Written, array_metadata, write_shards
+from .shards import CODECS, DTYPES, ShardLayout, ShardRows, Written, array_metadata, write_shards
 
 if TYPE_CHECKING:
     pass
@@ -208,6 +209,7 @@ class Entry:
         self._array_files: dict[str, Watched] = {}
         self._planned: dict[str, tuple[ArraySpec, ShardLayout | None]] = {}
         self._known: dict[str, tuple[bytes, ArraySpec, ShardLayout | None]] = {}
+        self._scaled: dict[str, bool] = {}
         self._bounds: dict[str, npt.NDArray[np.int64]] = {}
         self._selections: dict[str, Selection] = {}
         self._committed = Committed(folder, f"{self.path}/seg", len(self.segments))
@@ -298,7 +300,7 @@ class Entry:
     def specs(self) -> dict[str, ArraySpec]:
         """Every variable that has been declared, by name; scales belong to theirs."""
         children = (name for name in self.folder.children(self.path) if name not in BOOKKEEPING)
-        names = sorted(name for name in children if not (self._is_quantised and is_scale(name)))
+        names = sorted(name for name in children if not (self.dtype == QUANTISED and is_scale(name)))
         found = {name: self._read_array(name) for name in names}
         return {name: array[1] for name, array in found.items() if array is not None}
 
@@ -344,8 +346,7 @@ class Entry:
         array does not fit; StoreFull, ReadOnlyStore.
         """
         self._planned = {}  # from here on what was made counts
-        if self._is_quantised:
-            arrays = self._with_scales(n, arrays)
+        arrays = self._with_scales(n, arrays)
         for (variable, layer), rows in arrays.items():
             self._check_rows(variable, layer, n, rows)
 
@@ -359,7 +360,8 @@ class Entry:
             threads=threads,
             handed_over=handed_over,
         )
-        self._put_record(n, arrays, {name: written[f"{self.path}/{name}"] for name in shards})
+        plain = {name: self._plain(name, layout) for name, (_, layout) in shards.items() if layout.codec}
+        self._put_record(n, arrays, {name: written[f"{self.path}/{name}"] for name in shards}, plain)
 
     def take_over(self, other: Entry, wanted: Iterable[VariableLayer]) -> int:
         """Commit what another run of the same kind holds of the segments that both begin with; returns the
@@ -377,18 +379,21 @@ class Entry:
             if self.segments[n].stop > end or self.segments[n] not in other.segments[n : n + 1]:
                 continue
             files: dict[str, Written] = {}
+            plain: dict[str, Written] = {}
             held: list[VariableLayer] = []
             for cell in cells:  # of another layout, or not there: left to be computed
                 there = {part: other._committed.shard(n, part) for part in self._parts(cell)}
                 alike = all(self.layout(name) == other.layout(name) for name, _ in there)
                 if alike and (written := {part: one for part, one in there.items() if one}) == there:
-                    files |= {self.layout(part[0]).path(*part, n): one for part, one in written.items()}
+                    names = {part: self.layout(part[0]).path(*part, n) for part in written}
+                    files |= {names[part]: one for part, one in written.items()}
+                    plain |= {names[part]: one for part in there if (one := other._committed.plain(n, part))}
                     held += there
             if not held:
                 continue
             with suppress(FileNotFoundError):  # gc took them meanwhile: the segment is computed
                 self.folder.link_all({f"{self.path}/{name}": f"{other.path}/{name}" for name in files})
-                self._put_record(n, held, files)
+                self._put_record(n, held, files, plain)
                 taken += len(self.segments[n])
         return taken
 
@@ -460,7 +465,7 @@ class Entry:
         """Digest of one committed shard, and its scales; EntryNotFound if it is not committed."""
         digests = []
         for part in self._parts((variable, layer)):
-            found = self._committed.shard(n, part)
+            found = self._committed.content(n, part)
             if found is None:
                 raise EntryNotFound(self._absent(*part, n, "committed"))
             digests.append(found[1])
@@ -468,7 +473,7 @@ class Entry:
 
     def values(self, variable: str, layer: int | None, n: int) -> ShardRows | RestoredRows:
         """As `shard`, but what is stored in int8 as the float32 it stands for."""
-        if not self._is_quantised:
+        if not self._has_scales(variable):
             return self.shard(variable, layer, n)
         return RestoredRows(self.shard(variable, layer, n), self.shard(scale_name(variable), layer, n))
 
@@ -492,30 +497,52 @@ class Entry:
 
     def presented(self, variable: str) -> str:
         """The variable that readers see of an array: scales belong to theirs."""
-        return scaled_name(variable) if self._is_quantised else variable
+        return scaled_name(variable) if self.dtype == QUANTISED else variable
 
-    @property
-    def _is_quantised(self) -> bool:
-        return self.dtype == QUANTISED
+    def _has_scales(self, variable: str) -> bool:
+        """Whether a variable is stored as numbers and scales; in a run of int8 all are but reductions."""
+        if self.dtype != QUANTISED or is_scale(variable):
+            return False
+        if variable not in self._scaled:
+            try:
+                self._scaled[variable] = self.spec(variable).dtype == QUANTISED
+            except EntryNotFound:  # not declared yet: nothing of it is there either way
+                return True
+        return self._scaled[variable]
 
     def _parts(self, cell: VariableLayer) -> tuple[VariableLayer, ...]:
         """The stored arrays a cell is made of, itself the last."""
-        if not self._is_quantised or is_scale(cell[0]):
-            return (cell,)
-        return (scale_name(cell[0]), cell[1]), cell
+        return ((scale_name(cell[0]), cell[1]), cell) if self._has_scales(cell[0]) else (cell,)
 
     def _with_scales(self, n: int, arrays: Mapping[VariableLayer, Array]) -> dict[VariableLayer, Array]:
-        """What is stored of rows in float32."""
+        """What is stored of rows: of those in float32 that int8 stands for, numbers and scales."""
         found = {}
         for cell, rows in arrays.items():
-            scales, numbers = self._parts(cell)
-            found[numbers], found[scales] = quantise(rows, self._place(*cell, n))
+            *scales, numbers = self._parts(cell)
+            if scales:
+                found[numbers], found[scales[0]] = quantise(rows, self._place(*cell, n))
+            else:
+                found[cell] = rows
         return found
 
-    def _put_record(self, n: int, held: Iterable[VariableLayer], files: Mapping[str, Written]) -> None:
-        """Say that shards of a segment stand."""
+    def _plain(self, name: str, layout: ShardLayout) -> Written:
+        """Size and digest of what a compressed shard that was just written, by whomever, stands for."""
+        path = f"{self.path}/{name}"
+        content = self.folder.get(path)
+        if content is None:
+            raise EntryNotFound(f"{self.folder.where(path)}: expected the shard just written, found none")
+        return plain_measure(content, layout, self.folder.where(path))
+
+    def _put_record(
+        self,
+        n: int,
+        held: Iterable[VariableLayer],
+        files: Mapping[str, Written],
+        plain: Mapping[str, Written],
+    ) -> None:
+        """Say that shards of a segment stand, and what those that are compressed stand for."""
         cells = sorted(cell_name(cell) for cell in held)
-        record = dict(zip(RECORD, (n, cells, files), strict=True))
+        record = dict(zip(RECORD, (n, cells, files), strict=True)) | ({PLAIN: plain} if plain else {})
         self.folder.put_new(record_name(self.path, n, cells), sealed(record))
 
     def _group(self, attributes: Mapping[str, Any]) -> bytes:
@@ -537,24 +564,28 @@ class Entry:
         regular = spec.packed == "token"
         most = self.segment_tokens if regular else int(np.diff(self.bounds(spec.packed)).max())
         # The same for all arrays of an axis, whatever their chunks.
-        if spec.selection is not None or (self._is_quantised and not regular):
+        if spec.selection is not None or (self.dtype == QUANTISED and not regular):
             most = 1 << (most - 1).bit_length()
         exact = len(self.segments) > 1 and regular
         layout = ShardLayout.of(spec.dtype, spec.tail, most, spec.layers is not None, exact=exact)
         is_declared = self.folder.get(f"{self.path}/{spec.variable}/zarr.json") is not None
-        fits = is_declared or self._fits_what_stands(spec, layout)  # what is declared stays as it is
-        return layout if fits else replace(layout, checked=False)
+        # What is declared stays as it is.
+        return layout if is_declared else self._as_what_stands(spec, layout)
 
-    def _fits_what_stands(self, spec: ArraySpec, layout: ShardLayout) -> bool:
-        """Whether committed shards of a variable, whose `zarr.json` was set aside, have these sizes, too.
+    def _as_what_stands(self, spec: ArraySpec, layout: ShardLayout) -> ShardLayout:
+        """The layout that committed shards of a variable have whose `zarr.json` was set aside.
 
-        If not they were written before chunks had checksums.
+        What has other sizes was written before chunks had checksums; what says what it stands for is
+        compressed.
         """
         for n, held in enumerate(self._committed.segments()):
-            for (variable, _), (size, _) in held.items():
-                if variable == spec.variable:
-                    return size == layout.file_bytes(self._rows(spec, n))
-        return True
+            for cell in held:
+                if cell[0] == spec.variable:
+                    size, _ = self._committed.content(n, cell) or (0, "")
+                    codec = CODECS[0] if self._committed.plain(n, cell) else ""
+                    checked = size == layout.file_bytes(self._rows(spec, n))
+                    return replace(layout, checked=checked, codec=codec)
+        return layout
 
     def _add(self, arrays: Sequence[ArraySpec], layouts: Sequence[ShardLayout]) -> None:
         """Declare variables, where they are not declared yet."""
@@ -730,11 +761,13 @@ class Entry:
         variable, layer = cell
         layout = self.layout(variable)
         files = {layout.path(variable, layer, n): segment[cell] for n, segment in enumerate(held)}
-        spec = self.spec(variable)
-        described = ["shards", spec.dtype, list(spec.tail), list(files.values())]
-        described += [[segment[part] for segment in held] for part in self._parts(cell)[:-1]]
+        spec, parts = self.spec(variable), self._parts(cell)
+        *scales, contents = map(self._committed.contents, parts)
+        described = ["shards", spec.dtype, list(spec.tail), contents, *scales]
         content = content_digest(canonical_json(described).encode())
         manifest = dict(zip(CELL_MANIFEST, (variable, layer, content, files), strict=True))
+        if layout.codec:
+            manifest[PLAIN] = dict(zip(files, contents, strict=True))
         label = cell_name(cell).replace(".", "/")
         key = self.key(variable, layer).digest
         record = Record(key, records.ACTIVATION, self.path, content, records.now(), label)

@@ -14,6 +14,7 @@ from contextlib import suppress
 from weakref import ref
 
 from ..files import Folder, Stamp
+from .archived import read_archived
 from .shards import ShardLayout, ShardRows, read_shard
 
 MAPPED = 4096
@@ -48,7 +49,8 @@ class MappedShards:
             known = self._mapped.get(name)
             if known is None or known[0] != stat.stamp or known[1] != layout or len(known[2]) != rows:
                 mapped = self._folder.mapped(name)
-                known = self._mapped[name] = (stat.stamp, layout, read_shard(mapped, layout, rows, what))
+                read = read_archived if layout.codec else read_shard
+                known = self._mapped[name] = (stat.stamp, layout, read(mapped, layout, rows, what))
             known[2].remembers = stat.is_settled
             self._bound_memory(name, known[2])
             too_many = _LINE.used(self._me, name)

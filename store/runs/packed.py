@@ -14,7 +14,9 @@ Axes: token (packed, all prompts), prompt (rows of the ragged array).
 from __future__ import annotations
 
 import hashlib
+import mmap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,6 +29,10 @@ from ..errors import PromptError
 MATRICES = ("pair", "square")
 """Packed axes of attention matrices: their lower triangles, or all of them."""
 _BLOCK = 1 << 22  # tokens per step when a long id array is streamed: 16 MiB
+_LET_GO = (
+    1 << 30
+)  # bytes of mapped ids from which they are not kept in memory behind the one who streams them
+_PAGEOUT = 21  # MADV_PAGEOUT of Linux, which Python's mmap does not name
 _MAX_ID = np.iinfo(np.int32).max
 
 Ids = npt.NDArray[np.int32]
@@ -138,10 +144,27 @@ class PackedTokens:
         np.cumsum(self.row_size[:-1], out=starts[1:])
         return starts
 
-    @cached_property
+    @property
     def digest(self) -> str:
-        """`sha256:…` of the ids (int32 LE) followed by the row sizes (int64 LE): what a run is keyed by."""
-        return _token_digest(self.ids, self.row_size)
+        """`sha256:…` of the ids (int32 LE) followed by the row sizes (int64 LE): what a run is keyed by.
+
+        Raises PromptError for an id below 0.
+        """
+        return _digest_of(*self._looked_over)
+
+    @property
+    def largest(self) -> int:
+        """The largest id, those below 0 being taken without their sign: larger than any vocabulary."""
+        return self._looked_over[1]
+
+    @cached_property
+    def _looked_over(self) -> tuple[str, int]:
+        """Digest and largest id, of one pass over a corpus."""
+        return _looked_over(self.ids, self.row_size)
+
+    def holds(self, token: int) -> bool:
+        """Whether any prompt has this token."""
+        return any(bool((block == token).any()) for block in _blocks(self.ids))
 
     def row(self, i: int) -> slice:
         """Where prompt `i` lies on the token axis; negative `i` counts from the end."""
@@ -156,7 +179,7 @@ class PackedTokens:
 
     def prompt_digest(self, i: int) -> str:
         """Digest of prompt `i` alone: that of a PackedTokens which holds only it."""
-        return _token_digest(self.prompt(i), np.array([self.row_size[i]], np.int64))
+        return _digest_of(*_looked_over(self.prompt(i), np.array([self.row_size[i]], np.int64)))
 
     def prompt_of(self, tokens: slice | range | npt.NDArray[np.integer[Any]] | int) -> Ids:
         """Prompt index of each given token, int32; `tokens` are packed indices or a slice."""
@@ -256,12 +279,50 @@ def _prompt_ids(i: int, ids: Sequence[int] | npt.NDArray[Any]) -> Ids:
     return array.astype(np.int32)
 
 
-def _token_digest(ids: Ids, sizes: Sizes) -> str:
-    state = hashlib.sha256()
-    for start in range(0, len(ids), _BLOCK):
-        block = np.ascontiguousarray(ids[start : start + _BLOCK], "<i4")
-        if block.min() < 0:
-            raise PromptError(f"expected token ids >= 0, found {block.min()}; check the tokenizer's output")
-        state.update(block.data)
+def _digest_of(digest: str, largest: int) -> str:
+    if largest > _MAX_ID:
+        below = largest - (1 << 32)
+        raise PromptError(f"expected token ids >= 0, found {below}; check the tokenizer's output")
+    return digest
+
+
+def _looked_over(ids: Ids, sizes: Sizes) -> tuple[str, int]:
+    """Digest, and the largest id without its sign."""
+    state, largest = hashlib.sha256(), 0
+    for block in _blocks(ids):
+        plain = np.ascontiguousarray(block, "<i4")
+        largest = max(largest, int(plain.view("<u4").max()))
+        state.update(plain.data)
     state.update(np.ascontiguousarray(sizes, "<i8").data)
-    return f"sha256:{state.hexdigest()}"
+    return f"sha256:{state.hexdigest()}", largest
+
+
+def _blocks(ids: Ids) -> Iterator[Ids]:
+    """Ids from the first to the last, a block at a time.
+
+    Of a large file that is mapped, blocks behind are handed back to the system at once: streamed, it would
+    push out of memory what others read (and where a virtual machine gets its memory as it touches it, that
+    took three quarters of the plan of a billion tokens). What other processes have mapped stays.
+    """
+    mapped = _map_under(ids) if ids.nbytes >= _LET_GO else None
+    for start in range(0, len(ids), _BLOCK):
+        block = ids[start : start + _BLOCK]
+        yield block
+        if mapped is not None:
+            _let_go(mapped, block)
+
+
+def _map_under(ids: Ids) -> mmap.mmap | None:
+    """The map of a file that an array is a view of."""
+    under: Any = ids
+    while isinstance(under, np.ndarray):
+        under = under.base
+    return under if isinstance(under, mmap.mmap) and ids.flags.c_contiguous else None
+
+
+def _let_go(mapped: mmap.mmap, block: Ids) -> None:
+    """Tell the system that a block of a map will not be read again soon."""
+    first = np.frombuffer(mapped, np.uint8, 1).ctypes.data
+    start = (block.ctypes.data - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    with suppress(OSError, AttributeError):  # older systems, other systems: memory stays as it is
+        mapped.madvise(_PAGEOUT, start, block.nbytes)

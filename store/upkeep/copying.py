@@ -5,6 +5,9 @@ nothing visible, and goes on where it was when it is asked again. What the targe
 first is right, and the caller is told where the contents differ. Files are copied as they lie, those of older
 formats too; runs that are not finished, pins and the index are not copied.
 
+With a codec the shards of runs are compressed in the target, or plain again. Keys stay, and so do the digests
+of contents, which are of plain bytes: what is stored otherwise is compared with them.
+
 Border: files and records; what they mean to an analysis is not asked.
 """
 
@@ -23,13 +26,14 @@ from ..keys import ActivationKey, RunKey
 from ..provenance import note_names
 from ..records import ACTIVATION, RESULT, Record
 from ..results import MANIFEST
-from ..runs.committed import RECORD, record_name
+from ..runs.committed import PLAIN, RECORD, record_name
 from ..runs.coordinates import BOOKKEEPING, metadata_record, recorded
 from ..runs.entries import CELL_MANIFEST, group_attributes
 from ..runs.quantised import QUANTISED, is_scale, scale_name
 from ..runs.vocabularies import put_vocabulary, read_vocabulary
 from ..sealed import files_of, sealed, unsealed
 from .collect import lease
+from .recoding import Differs, Recoding, check_codec, recoding_of
 from .verify import manifest_of
 
 __all__ = ["Copied", "copy"]
@@ -48,22 +52,22 @@ class Copied:
     bytes: int = 0
 
 
-class _Differs(Exception):
-    """The target holds something else under a name."""
-
-
 def copy(
     source: Catalog,
     target: Catalog,
     records: Iterable[Record],
     progress: Callable[[int], None] = lambda done: None,
+    codec: str | None = None,
 ) -> Copied:
     """Put what these records of `source` name into `target`. progress: called with the bytes done so far.
 
-    Raises CorruptEntry for a file of the source that is not what was recorded, ReadOnlyStore, StoreFull.
+    codec: how shards of runs are compressed there, "none" for plain ones, None as they are; an array of which
+    the target has some layers goes on as it is there. Raises ConfigError for another codec, CorruptEntry for
+    a file of the source that is not what was recorded, ReadOnlyStore, StoreFull.
     """
     if target.read_only:
         raise ReadOnlyStore(f"cannot copy into {target.address}: opened with mode='r'; use mode='a'")
+    check_codec(codec)
     done = Copied()
     for record in _with_scales(source, records):
         there = target.lookup(record.key)
@@ -72,8 +76,11 @@ def copy(
             continue
         try:
             with lease(source, record):
-                (_copy_result if record.kind == RESULT else _copy_array)(source, target, record, done)
-        except _Differs:
+                if record.kind == RESULT:
+                    _copy_result(source, target, record, done)
+                else:
+                    _copy_array(source, target, record, done, codec)
+        except Differs:
             done.different.append(record.key)
             continue
         is_first = target.files.put_new(record.path, record.to_bytes())
@@ -111,23 +118,45 @@ def _copy_result(source: Catalog, target: Catalog, record: Record, done: Copied)
     _put_notes(source, target, record.data)
 
 
-def _copy_array(source: Catalog, target: Catalog, record: Record, done: Copied) -> None:
+def _copy_array(source: Catalog, target: Catalog, record: Record, done: Copied, codec: str | None) -> None:
     """One (variable, layer) of a run, its labels before it, what says that it stands after it."""
     data, name = record.data, f"{record.data}/{manifest_of(record)}"
     _put_run(source, target, data, done)
     text = _text(source, name)
     told = unsealed(name, text, CELL_MANIFEST)
     variable, cell = str(told["variable"]), record.label.replace("/", ".")
-    described = [f"{data}/{variable}/zarr.json", f"{data}/{metadata_record(variable)}"]
-    for each in described:
-        if (there := source.files.get(each)) is not None:
-            _put_text(target, each, there)
     listed = _listed(name, text, CELL_MANIFEST)
-    _put_files(source, target, data, listed, done)
-    for n, (file, (size, digest)) in enumerate(listed.items()):
-        stands = dict(zip(RECORD, (n, [cell], {file: [size, digest]}), strict=True))
+    plain = _files(name, told, PLAIN) if PLAIN in told else {}
+    if (recoding := recoding_of(source, target, data, variable, codec)) is not None:
+        recoding.describe(target)
+        listed, plain = _recode(source, target, recoding, listed, plain or listed, done)
+        fields = {field: told[field] for field in CELL_MANIFEST} | {"files": listed}
+        text = sealed(fields | ({PLAIN: plain} if plain else {}))
+    else:
+        for each in (f"{data}/{variable}/zarr.json", f"{data}/{metadata_record(variable)}"):
+            if (there := source.files.get(each)) is not None:
+                _put_text(target, each, there)
+        _put_files(source, target, data, listed, done)
+    for n, (file, stored) in enumerate(listed.items()):
+        stands = dict(zip(RECORD, (n, [cell], {file: stored}), strict=True))
+        stands |= {PLAIN: {file: plain[file]}} if plain else {}
         target.files.put_new(record_name(data, n, [cell]), sealed(stands))
     target.files.put_new(name, text)
+
+
+def _recode(
+    source: Catalog, target: Catalog, recoding: Recoding, listed: Files, plain: Files, done: Copied
+) -> tuple[Files, Files]:
+    """Shards of an array, several at a time; what the target has, and what that stands for if compressed."""
+
+    def one(file: str) -> tuple[tuple[int, str], int]:
+        return recoding.put(source, target, file, listed[file], plain[file])
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = list(pool.map(one, listed))
+    done.bytes += sum(written for _, written in found)
+    stored = {file: there for file, (there, _) in zip(listed, found, strict=True)}
+    return stored, plain if recoding.after.codec else {}
 
 
 def _put_run(source: Catalog, target: Catalog, data: str, done: Copied) -> None:
@@ -137,7 +166,7 @@ def _put_run(source: Catalog, target: Catalog, data: str, done: Copied) -> None:
     if (there := target.files.get(group)) is not None:
         cut = "segment_tokens"
         if group_attributes(target.files, data)["mizarr"][cut] != attributes["mizarr"][cut]:
-            raise _Differs(there)
+            raise Differs(there)
         return
     told = recorded(source.files, data)
     _put_files(
@@ -174,7 +203,7 @@ def _put_files(source: Catalog, target: Catalog, data: str, files: Files, done: 
             if target.files.put_new(name, content):
                 return len(content)
         if target.files.measure(name) != told:
-            raise _Differs(name)
+            raise Differs(name)
         return 0
 
     with ThreadPoolExecutor(THREADS) as pool:
@@ -182,9 +211,9 @@ def _put_files(source: Catalog, target: Catalog, data: str, files: Files, done: 
 
 
 def _put_text(target: Catalog, name: str, text: bytes) -> None:
-    """A file that describes others; _Differs if there is another one."""
+    """A file that describes others; Differs if there is another one."""
     if not target.files.put_new(name, text) and target.files.get(name) != text:
-        raise _Differs(name)
+        raise Differs(name)
 
 
 def _text(source: Catalog, name: str) -> bytes:
@@ -194,5 +223,8 @@ def _text(source: Catalog, name: str) -> bytes:
 
 
 def _listed(name: str, text: bytes, known: Collection[str]) -> Files:
-    files = files_of(name, unsealed(name, text, known))
-    return {file: (int(size), str(told)) for file, (size, told) in files.items()}
+    return _files(name, unsealed(name, text, known), "files")
+
+
+def _files(name: str, fields: Mapping[str, Any], listed: str) -> Files:
+    return {file: (int(size), str(told)) for file, (size, told) in files_of(name, fields, listed).items()}

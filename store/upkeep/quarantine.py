@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from ..errors import CorruptEntry, ReadOnlyStore
 from ..provenance import as_json
 from ..reading.datasets import forget_entries
 from ..records import ACTIVATION, Record
-from ..runs.committed import RECORD, record_name
+from ..runs.committed import PLAIN, RECORD, record_name
 from ..runs.coordinates import metadata_record
+from ..runs.quantised import scale_name, scaled_name
 from ..runs.vocabularies import CHECK, VOCABULARIES
 from ..sealed import sealed, unsealed
 from .annotations import ANNOTATIONS
@@ -52,11 +53,13 @@ def quarantine(store: Catalog, damage: Damage) -> None:
         _move(store, f"{VOCABULARIES}/{stem}{CHECK}", aside)
     elif damage.file.startswith(RECORD_FOLDERS) or damage.data.startswith(("keys/", PINS, ANNOTATIONS)):
         # Bookkeeping: without it the data is invisible until the next run commits it again, as it is.
-        _withdraw(store, [record for record in published if manifest_of(record) == damage.file])
+        labels = _whole(record.label for record in published if manifest_of(record) == damage.file)
+        _withdraw(store, [record for record in published if record.label in labels])
         _move(store, f"{damage.data}/{damage.file}", aside)
     elif variable and store.files.get(described) is not None:
         # What describes an array, or the digest of that: neither can be trusted; both are written again.
-        _withdraw(store, [record for record in published if record.label.partition("/")[0] == variable])
+        names = _whole([variable])
+        _withdraw(store, [record for record in published if record.label.partition("/")[0] in names])
         _move(store, described, aside)
         _move(store, f"{damage.data}/{variable}/zarr.json", aside)
     else:
@@ -104,10 +107,22 @@ def _withdraw_cells(store: Catalog, damage: Damage, name: str, record: dict[str,
     files = {file: told for file, told in record["files"].items() if file != damage.file}
     if rest:
         kept = dict(zip(RECORD, (record["segment"], rest, files), strict=True))
+        if plain := {file: told for file, told in record.get(PLAIN, {}).items() if file in files}:
+            kept[PLAIN] = plain
         store.files.put_new(record_name(damage.data, record["segment"], rest), sealed(kept))
-    labels = {cell.replace(".", "/") for cell in bad}
+    labels = _whole(cell.replace(".", "/") for cell in bad)
     _withdraw(store, [r for r in _readable(store) if r.data == damage.data and r.label in labels])
     _move(store, name, aside)
+
+
+def _whole(labels: Iterable[str]) -> set[str]:
+    """Labels or names of arrays, and of those that mean nothing without them: int8 and its scales."""
+    found = set()
+    for label in labels:
+        variable, slash, layer = label.partition("/")
+        name = scaled_name(variable)
+        found |= {f"{variable}{slash}{layer}", f"{name}{slash}{layer}", f"{scale_name(name)}{slash}{layer}"}
+    return found
 
 
 def _move(store: Catalog, name: str, aside: str) -> None:

@@ -9,7 +9,7 @@ import time
 import pytest
 from distributed import LocalCluster
 
-from mizarr.pipeline.clusters import ClusterClient
+from mizarr.pipeline.clusters import ClusterClient, client as client_module
 from mizarr.pipeline.clusters.client import Submitted
 from mizarr.store.errors import PlanError, StageError
 
@@ -72,3 +72,40 @@ def test_an_address_where_no_scheduler_is_leaves_logs_as_they_were():
     with pytest.raises(PlanError, match="expected a Dask scheduler at 'nonsense"):
         ClusterClient("nonsense://127.0.0.1:1")
     assert logging.getLogger("distributed.client").level == level
+
+
+def test_tasks_for_a_gpu_wait_for_one_where_there_was_one_and_not_for_ever(monkeypatch):
+    """The only worker with the resource goes away; the one that is left takes none of its tasks."""
+    from distributed import Scheduler, SpecCluster, Worker
+
+    monkeypatch.setenv("MIZARR_PATIENCE", "1")
+    monkeypatch.setattr(client_module, "_LOOK_EVERY", 0.1)
+    place = {"host": "127.0.0.1", "dashboard": False}
+    workers = {
+        name: {"cls": Worker, "options": {**place, "nthreads": 1, "resources": resources}}
+        for name, resources in {"plain": {}, "card": {"GPU": 1}}.items()
+    }
+    lines, done = [], []
+    scheduler = {"cls": Scheduler, "options": {**place, "port": 0}}
+    with SpecCluster(workers, scheduler, silence_logs=40) as cluster:
+        client = ClusterClient(cluster.scheduler_address, lines.append)
+
+        def noted(number):
+            done.append(number)
+            if number == 0:
+                cluster.sync(cluster.scheduler_comm.retire_workers, names=["card"], close_workers=True)
+
+        tasks = [Submitted(f"card-{n}", (abs, -n)) for n in range(9)]
+        with pytest.raises(StageError, match=r"no worker with the resource GPU is left at .* in 1 seconds"):
+            client.run(tasks, noted, needs="GPU")
+        client.run([Submitted("plain", (abs, -1))], noted)
+        client.close()
+    assert len(done) < 9
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize("told", ["soon", "-1", "nan"])
+def test_a_patience_that_is_no_number_of_seconds_is_refused(told, monkeypatch):
+    monkeypatch.setenv("MIZARR_PATIENCE", told)
+    with pytest.raises(PlanError, match=f"seconds to wait for workers in MIZARR_PATIENCE, found {told!r}"):
+        ClusterClient("tcp://127.0.0.1:1")

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 import mizarr
+from mizarr.pipeline.clusters import client
 from mizarr.stages.forward.capture import harvest as harvests
 from mizarr.store.digest import file_digest
 from mizarr.workflows.cli import run
@@ -169,21 +170,66 @@ def computed(monkeypatch):
 
 
 def test_a_worker_that_is_killed_costs_its_tasks_and_one_that_comes_late_does_the_rest(
-    asked, undisturbed, tmp_path, computed
+    asked, undisturbed, tmp_path, computed, capfd, monkeypatch
 ):
+    """The only one: that nobody is left is said, and so is that somebody has come."""
+    monkeypatch.setenv("MIZARR_PATIENCE", "60")
+    monkeypatch.setattr(client, "_SAID_AFTER", 1.0)
+    command = [word for word in asked if word != "--quiet"]
     with (
         started(SCHEDULER) as (_, address),
         started(WORKER, address) as (first, _),
         ThreadPoolExecutor(1) as pool,
     ):
-        driver = pool.submit(run, [*asked, str(tmp_path), "--cluster", address])
+        driver = pool.submit(run, [*command, str(tmp_path), "--cluster", address])
         wait_for(5, tmp_path)
         kill(first)
+        told = said(capfd, "no worker is left")
+        assert f"no worker is left at {address}" in told
+        assert f"start some with `dask worker {address}`" in told
         there = committed(tmp_path)
         with worker_here(address):
             assert driver.result(120) == 0
+    assert f"there are workers at {address} again" in capfd.readouterr().err
     assert left_in(tmp_path) == undisturbed
     assert len(computed) == len(set(computed)) == committed(tmp_path) - there
+
+
+def said(capfd, words):
+    """The line on stderr with these words, as soon as it is there."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        for line in capfd.readouterr().err.splitlines():
+            if words in line:
+                return line
+        time.sleep(0.05)
+    raise AssertionError(f"nobody said {words!r}")
+
+
+def test_without_workers_a_harvest_ends_when_patience_does_and_the_next_one_goes_on(
+    asked, undisturbed, tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setenv("MIZARR_PATIENCE", "1.5")
+    with (
+        started(SCHEDULER) as (_, address),
+        started(WORKER, address) as (only, _),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        driver = pool.submit(run, [*asked, str(tmp_path), "--cluster", address])
+        wait_for(5, tmp_path)
+        kill(only)
+        killed, before = time.monotonic(), recorded(tmp_path)
+        assert driver.result(60) == 2
+        assert time.monotonic() - killed < 30
+    told = capfd.readouterr().err
+    assert told.startswith(f"mizarr: error: no worker is left at {address}, and none came in 1.5 seconds")
+    assert "the same command goes on from there" in told
+    assert len(told.splitlines()) == 1
+    assert list(mizarr.open_store(tmp_path, mode="r").records()) == []
+    assert before.items() <= recorded(tmp_path).items()
+    assert run([*asked, str(tmp_path)]) == 0
+    assert before.items() <= recorded(tmp_path).items()
+    assert left_in(tmp_path) == undisturbed
 
 
 def test_without_its_scheduler_a_harvest_says_so_in_a_line_and_the_next_one_goes_on(

@@ -5,6 +5,7 @@ import math
 import pickle
 import tracemalloc
 from contextlib import suppress
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -17,6 +18,7 @@ from mizarr.store.errors import MizarrError
 from mizarr.store.files import LocalFolder
 from mizarr.store.provenance import read_note
 from mizarr.store.records import Record
+from mizarr.store.runs.archived import read_archived
 from mizarr.store.runs.committed import Committed
 from mizarr.store.runs.coordinates import read_tokens
 from mizarr.store.runs.entries import group_attributes
@@ -36,7 +38,12 @@ ANYTHING = st.recursive(
 )
 BYTES = st.binary(max_size=300)
 LAYOUT = ShardLayout("float32", (4,), 32, 8, layered=True)
-METADATA = json.loads(array_metadata(LAYOUT, (2, 64, 4), ("layer", "token", "hidden"), {"mizarr": {}}))
+PACKED = replace(LAYOUT, codec="zstd")
+METADATA, PACKED_METADATA = (
+    json.loads(array_metadata(layout, (2, 64, 4), ("layer", "token", "hidden"), {"mizarr": {}}))
+    for layout in (LAYOUT, PACKED)
+)
+READERS = [(LAYOUT, read_shard), (PACKED, read_archived)]
 BUDGET = 64 << 20  # bytes; what was read is a few hundred
 
 
@@ -129,11 +136,13 @@ def places(value, path=()):
 SIZES = st.sampled_from([0, -1, 1, 2**31, 2**40, 2**63, 2**70, 1.5, "8", None, [], {}, True])
 
 
+@pytest.mark.parametrize("metadata", [METADATA, PACKED_METADATA], ids=["plain", "zstd"])
 @QUICK
-@given(st.sampled_from(list(places(METADATA))), SIZES | ANYTHING)
-def test_the_description_of_an_array_is_ours_or_none(path, value):
+@given(data=st.data())
+def test_the_description_of_an_array_is_ours_or_none(metadata, data):
+    path, value = data.draw(st.sampled_from(list(places(metadata)))), data.draw(SIZES | ANYTHING)
     found = []
-    refused_or_read(lambda: found.append(ShardLayout.from_metadata(changed(METADATA, path, value))))
+    refused_or_read(lambda: found.append(ShardLayout.from_metadata(changed(metadata, path, value))))
     for layout in found:
         if layout is not None:
             assert layout.chunk_rows > 0 and layout.rows % layout.chunk_rows == 0
@@ -153,6 +162,7 @@ def test_anything_at_all_is_no_description_of_an_array(value):
     st.integers(0, 40),
 )
 @example([(2**64 - 1, 2**64 - 1)] * 4, b"", 32)
+@example([(2**64 - 1, 2**64 - 1)] * 4, b"", 40)
 @example([(2**64 - 1, 2**64 - 2)] * 4, b"x" * 600, 32)
 @example([(0, 132)] * 4, b"x" * 600, 32)
 @example([(2**63, 132)] * 4, b"x" * 600, 32)
@@ -161,7 +171,8 @@ def test_a_shard_with_an_index_somebody_made(tmp_path_factory, index, head, rows
     path = tmp_path_factory.mktemp("shard") / "a"
     path.write_bytes(head + raw + crc32c(raw).to_bytes(4, "little"))
     mapped = LocalFolder(path.parent).mapped("a")
-    refused_or_read(lambda: read_shard(mapped, LAYOUT, rows)[:])
+    for layout, read in READERS:
+        refused_or_read(lambda layout=layout, read=read: read(mapped, layout, rows)[:])
 
 
 @QUICK
@@ -169,20 +180,38 @@ def test_a_shard_with_an_index_somebody_made(tmp_path_factory, index, head, rows
 def test_a_shard_of_any_bytes(tmp_path_factory, raw, rows):
     path = tmp_path_factory.mktemp("shard") / "a"
     path.write_bytes(raw)
-    refused_or_read(lambda: read_shard(LocalFolder(path.parent).mapped("a"), LAYOUT, rows)[:])
+    for layout, read in READERS:
+        mapped = LocalFolder(path.parent).mapped("a")
+        refused_or_read(lambda layout=layout, read=read, mapped=mapped: read(mapped, layout, rows)[:])
 
 
+@pytest.mark.parametrize(("layout", "read"), READERS, ids=["plain", "zstd"])
 @QUICK
-@given(st.data())
-def test_a_shard_with_any_byte_changed_is_refused(tmp_path_factory, data):
+@given(data=st.data())
+def test_a_shard_with_any_byte_changed_is_refused(tmp_path_factory, layout, read, data):
     rows = np.arange(30 * 4, dtype="f4").reshape(30, 4)
-    raw = bytearray(b"".join(bytes(part) for part in shard_parts("a", rows, LAYOUT)))
+    raw = bytearray(b"".join(bytes(part) for part in shard_parts("a", rows, layout)))
     at = data.draw(st.integers(0, len(raw) - 1))
     raw[at] ^= data.draw(st.integers(1, 255))
     path = tmp_path_factory.mktemp("shard") / "a"
     path.write_bytes(raw)
     with pytest.raises(MizarrError):
-        read_shard(LocalFolder(path.parent).mapped("a"), LAYOUT, 30)[:]
+        read(LocalFolder(path.parent).mapped("a"), layout, 30)[:]
+
+
+@QUICK
+@given(st.binary(max_size=200), st.binary(min_size=4, max_size=4), st.integers(0, 2**32 - 1))
+def test_a_compressed_chunk_of_any_bytes_with_sound_sizes(tmp_path_factory, rest, flags, block):
+    """Whoever makes a file can make its checksums: what is decoded is told, or is a chunk."""
+    size = PACKED.chunk_bytes.to_bytes(4, "little")
+    body = flags + size + block.to_bytes(4, "little") + (16 + len(rest)).to_bytes(4, "little") + rest
+    chunk = body + crc32c(body).to_bytes(4, "little")
+    index = np.full((PACKED.n_chunks, 2), 2**64 - 1, "<u8")
+    index[0] = 0, len(chunk)
+    told = index.tobytes()
+    path = tmp_path_factory.mktemp("shard") / "a"
+    path.write_bytes(chunk + told + crc32c(told).to_bytes(4, "little"))
+    refused_or_read(lambda: read_archived(LocalFolder(path.parent).mapped("a"), PACKED, 8)[:])
 
 
 def test_absent_chunks_beyond_what_a_file_can_fill_are_refused(tmp_path):
@@ -190,8 +219,9 @@ def test_absent_chunks_beyond_what_a_file_can_fill_are_refused(tmp_path):
     layout = ShardLayout("float32", (2**20,), 2**22, 2**20, layered=True)
     raw = np.full((layout.n_chunks, 2), 2**64 - 1, "<u8").tobytes()
     (tmp_path / "a").write_bytes(raw + crc32c(raw).to_bytes(4, "little"))
-    with pytest.raises(MizarrError, match="expected"):
-        read_shard(LocalFolder(tmp_path).mapped("a"), layout, 2**22)
+    for kind, read in ((layout, read_shard), (replace(layout, codec="zstd"), read_archived)):
+        with pytest.raises(MizarrError, match="expected"):
+            read(LocalFolder(tmp_path).mapped("a"), kind, 2**22)
     assert math.prod(layout.tail) * layout.rows * 4 > 2**40
 
 

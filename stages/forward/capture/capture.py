@@ -30,7 +30,6 @@ from ....store.reading.labelled import LabelledEntry
 from ....store.records import Record
 from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import ArraySpec, with_scales
-from ....store.runs.quantised import QUANTISED
 from ....store.runs.selections import View
 from ..hooks.reductions import Encoder, Reduction
 from ..hooks.spec import BoundSpec, HookSpec, as_spec, layers_by_variable
@@ -166,7 +165,6 @@ class CaptureNode(Ports):
         self.dtype = storage_dtype or self.source.dtype
         self._lowered: dict[str, Any] = {}
         self.spec = self._bind(hooks)
-        self._require_numbers()
         self._require_logits()
         self._require_dictionaries()
         self.order = order_of(order, self.source.config, self.spec, self.source.name)
@@ -186,15 +184,6 @@ class CaptureNode(Ports):
 
     def __repr__(self) -> str:
         return f"CaptureNode({self.source.name}, {self.tokens!r}, {len(self.spec.captures)} captures)"
-
-    def _require_numbers(self) -> None:
-        """Raise ConfigError for reductions in int8, whose scales are for rows of activations."""
-        reduced = [each for each in self.spec.keeps if each.keep.reduction is not None]
-        if reduced and self.dtype == QUANTISED:
-            raise ConfigError(
-                f"expected a float storage dtype for {reduced[0].variable!r}, found 'int8'; reductions are "
-                "small: store them as float32"
-            )
 
     def _require_logits(self) -> None:
         """Raise ConfigError for logits of what computes its own, and for more of them than there are."""

@@ -35,6 +35,8 @@ VOCABULARY = 1 << 11
 """Columns of the vocabulary of which logits are made at a time, for a store that keeps reductions of them."""
 VOCABULARY_BYTES = 24 * VOCABULARY
 """Bytes a token takes meanwhile: logits, their order, and exp in float64."""
+_REDUCED = {QUANTISED: "float32"}
+"""In what reductions are kept where the run is stored otherwise."""
 _WIDENED = {QUANTISED: 4}
 """Bytes of a number in a buffer that holds it wider than it is stored."""
 
@@ -124,7 +126,8 @@ def array_spec(kept: Kept, config: Architecture, dtype: str, over: int | None = 
     rest, meaning = tuple(dim for dim in kind.dims if dim in sizes), kind.meaning
     reduction, own_dtype = kept.keep.reduction, dtype
     if reduction is not None:
-        left, own_dtype = reduction.dims(kind), reduction.dtype or dtype
+        # A few numbers made of many are kept as they are: scales would cost what int8 saves.
+        left, own_dtype = reduction.dims(kind), reduction.dtype or _REDUCED.get(dtype, dtype)
         sizes |= dict(reduction.axes)
         packed = packed if "position" in left else "segment" if reduction.is_of_run else "prompt_id"
         rest, meaning = tuple(dim for dim in left if dim in sizes), f"{reduction.meaning} {meaning}"

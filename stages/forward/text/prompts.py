@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ....store.errors import PromptError, TokenizerError
 from ....store.runs.packed import PackedTokens
 from ..architectures.architecture import Architecture
@@ -102,10 +100,8 @@ def _check_packed(
     tokens: PackedTokens, vocab_size: int, context: int, model: str, unknown: int | None
 ) -> None:
     """As `check_prompts`, without a look at each prompt unless one of them is wrong."""
-    ids = tokens.ids
-    # One pass over a corpus: what is negative is larger than any vocabulary without its sign.
-    is_wrong = tokens.row_size.max() > context or ids.view(np.uint32).max() >= vocab_size
-    if is_wrong or (unknown is not None and bool((ids == unknown).any())):
+    is_wrong = tokens.row_size.max() > context or tokens.largest >= vocab_size
+    if is_wrong or (unknown is not None and tokens.holds(unknown)):
         check_prompts(list(tokens), vocab_size, context, model, unknown)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -437,6 +438,42 @@ def test_an_export_that_is_killed_leaves_no_file_of_that_name(store, entry, tmp_
     for path in paths:
         export_key(store, entry.digest, path, variables=["resid_post"])
         assert path.exists(), "what the killed one left is in nobody's way"
+
+
+HARD_TEXTS = ["\0", "a\0b\0", "\\\\0", "\\0", "", "\\", "\N{SNOWMAN}"]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_texts_with_a_nul_come_back_as_they_were(tmp_path, suffix):
+    """In NetCDF, where a NUL ends a text, by the rule that the variable tells; others tell none."""
+    texts = np.array(HARD_TEXTS, object)
+    coords = {"token_string": ("token", texts), "plain": ("token", np.array([r"\0"] * len(texts), object))}
+    dataset = xr.Dataset({"x": ("token", np.arange(len(texts)))}, coords, {"about": "a\0b"})
+    path = export(dataset, tmp_path / f"a{suffix}")
+    if suffix in (".safetensors", ".npz"):
+        held = safetensors.numpy.load_file(path) if suffix == ".safetensors" else np.load(path)
+        assert json.loads(held["token_string.json"].tobytes()) == HARD_TEXTS
+    elif suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        assert pq.read_table(path)["token_string"].to_pylist() == HARD_TEXTS
+    else:
+        there = opened(path)
+        found = there.token_string.values.tolist()
+        if suffix == ".nc":
+            assert there.token_string.attrs["escaped"] == r"\0 stands for NUL, \\ for \ ".strip()
+            found = [re.sub(r"\\(.)", lambda hit: {"0": "\0"}.get(hit[1], hit[1]), text) for text in found]
+            assert json.loads(there.attrs["about"]) == "a\0b"
+        assert found == HARD_TEXTS
+        assert there.plain.values.tolist() == [r"\0"] * len(texts)
+        assert "escaped" not in there.plain.attrs
+
+
+@pytest.mark.parametrize("suffix", [".nc", ".zarr"])
+def test_names_with_a_nul_are_refused(tmp_path, suffix):
+    with pytest.raises(ShapeError, match="expected names without NUL"):
+        export(xr.Dataset({"a\0b": ("token", [1])}), tmp_path / f"a{suffix}")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("module", "name"), [("h5netcdf", "a.nc"), ("pyarrow", "a.parquet")])

@@ -1,13 +1,16 @@
 """Packed prompts: the ragged axis and its digest."""
 
 import hashlib
+import os
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 from mizarr.store.errors import PromptError
+from mizarr.store.runs import packed
 from mizarr.store.runs.packed import PackedTokens
 
 prompts_of = st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9), min_size=1, max_size=9)
@@ -118,3 +121,39 @@ def test_columns_are_read_only_and_the_callers_array_is_not():
     tokens = PackedTokens(ids, np.array([2]))
     assert not tokens.ids.flags.writeable and ids.flags.writeable
     assert np.shares_memory(tokens.ids, ids)
+
+
+@pytest.mark.parametrize("begin", [0, 5])
+def test_a_mapped_corpus_is_let_go_of_behind_the_one_who_streams_it(begin, tmp_path, monkeypatch):
+    """From a size on: the digest is that of ids in memory, wherever the view begins, and of what was mapped
+    little stays resident."""
+    monkeypatch.setattr(packed, "_BLOCK", 1 << 19)
+    monkeypatch.setattr(packed, "_LET_GO", 1 << 20)
+    drawn = np.random.default_rng(0).integers(0, 999, 3 << 20, dtype=np.int32)
+    with (tmp_path / "ids.npy").open("wb") as file:
+        np.save(file, drawn)
+        file.flush()
+        os.fsync(file.fileno())  # what is not on disk yet stays in memory
+    ids = np.load(tmp_path / "ids.npy", mmap_mode="r")[begin:]
+    tokens = PackedTokens(ids, np.array([len(ids)], np.int64))
+    assert tokens.digest == PackedTokens(drawn[begin:], tokens.row_size).digest
+    assert tokens.largest == drawn[begin:].max()
+    assert tokens.holds(int(drawn[-1]))
+    assert not tokens.holds(999)
+    assert resident_of(tmp_path / "ids.npy") < drawn.nbytes // 4
+    assert np.array_equal(tokens.ids, drawn[begin:])
+
+
+def resident_of(file):
+    """Bytes of a mapped file that this process holds in memory, as Linux tells."""
+    maps = Path("/proc/self/smaps")
+    if not maps.is_file():
+        pytest.skip("needs Linux's smaps")
+    told = maps.read_text().partition(f" {file}\n")[2]
+    return int(told.partition("Rss:")[2].split()[0]) << 10
+
+
+def test_the_largest_id_is_told_without_its_sign():
+    tokens = PackedTokens(np.array([3, -1, 7], np.int32), np.array([3]))
+    assert tokens.largest == 2**32 - 1
+    assert not PackedTokens.from_lists([[3, 7]]).holds(5)

@@ -11,6 +11,7 @@ import click
 from ..options import json_option, print_json, quiet_option
 
 if TYPE_CHECKING:
+    from ....pipeline.progress import Task
     from ....store import Record, Store
     from ....store.upkeep.copying import Copied
 
@@ -20,9 +21,23 @@ if TYPE_CHECKING:
 @click.argument("target")
 @click.option("--runs", metavar="RUNS", help="Only these runs, as 35be,7a01: starts of RUN of `mizarr ls`.")
 @click.option("--results", metavar="KEYS", help="Only these results, as 3f9a,c0de: starts of their keys.")
+@click.option(
+    "--codec",
+    type=click.Choice(["zstd", "none"]),
+    help="Compress shards of runs in TARGET, to the same numbers and keys, or make them plain again; default "
+    "as they are. What is compressed is decoded when it is read, not mapped.",
+)
 @json_option
 @quiet_option
-def copy(source: str, target: str, runs: str | None, results: str | None, as_json: bool, quiet: bool) -> None:
+def copy(
+    source: str,
+    target: str,
+    runs: str | None,
+    results: str | None,
+    codec: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
     """Copy what SOURCE holds into TARGET, a store or a place for a new one.
 
     Both are folders or URLs such as s3://bucket/prefix. Every file is compared with its recorded digest. What
@@ -32,7 +47,7 @@ def copy(source: str, target: str, runs: str | None, results: str | None, as_jso
 
     store = open_store(source, mode="r")
     records = _chosen(store, runs, results)
-    _tell(_copied([store], open_store(target), [records], quiet), as_json)
+    _tell(_copied([store], open_store(target), [records], quiet, codec), as_json)
 
 
 @click.command(epilog="Example: mizarr merge of-monday of-tuesday activations")
@@ -61,7 +76,11 @@ def _chosen(store: Store, runs: str | None, results: str | None) -> list[Record]
 
 
 def _copied(
-    stores: Sequence[Store], target: Store, records: Sequence[Sequence[Record]], quiet: bool
+    stores: Sequence[Store],
+    target: Store,
+    records: Sequence[Sequence[Record]],
+    quiet: bool,
+    codec: str | None = None,
 ) -> list[Copied]:
     from ....pipeline.progress import Progress
 
@@ -69,7 +88,11 @@ def _copied(
     with Progress(quiet=quiet) as bars:
         for store, asked in zip(stores, records, strict=True):
             bar = bars.task(f"copying from {store.address}", unit="B")
-            found.append(store.copy_to(target, asked, lambda done, bar=bar: bar.advance(done - bar.done)))  # type: ignore[misc]
+
+            def advance(done: int, bar: Task = bar) -> None:
+                bar.advance(done - bar.done)
+
+            found.append(store.copy_to(target, asked, advance, codec))
     return found
 
 

@@ -10,11 +10,14 @@ Border: files and a tokenizer in, token ids and labels out; knows no model.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from glob import has_magic, iglob
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +43,10 @@ VERSION = 1
 BATCH = 1 << 20
 """Characters of documents that are tokenised together."""
 DOCUMENT = "document"
+LARGE = 1 << 28
+"""Bytes of token ids from which they are kept in a file rather than in memory."""
+AT_ONCE = 1 << 22
+"""Tokens read at a time: a chunk of a large result."""
 
 
 @dataclass(frozen=True)
@@ -130,11 +137,11 @@ class Corpus:
         nodes = self.nodes(tokenizer)
         run(nodes, store, quiet=quiet)
         parts = [node.open(store) for node in nodes]
-        ids = [part["token_id"].values for part in parts]
         sizes = [part["row_size"].values for part in parts]
         if not sum(map(len, sizes)):
             raise PromptError(f"expected at least one token in {', '.join(self.sources)}, found none")
-        return PackedTokens(np.concatenate(ids), np.concatenate(sizes)), self._labelled(parts)
+        ids = end_to_end([part["token_id"] for part in parts])
+        return PackedTokens(ids, np.concatenate(sizes)), self._labelled(parts)
 
     def _labelled(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
         """Documents and labels of the prompts of all files."""
@@ -191,6 +198,32 @@ class Corpus:
                 f"prompt, found {self.context}"
             )
         return framing
+
+
+def end_to_end(parts: Sequence[xr.DataArray]) -> Ids:
+    """Ids of all parts, int32 [token], read a block at a time.
+
+    Those of a large corpus lie in a file that is gone when nobody has them any more, so that they are as much
+    in memory as the system likes: as arrays that are joined a billion tokens took 8 GB.
+    """
+    ids = _room(sum(part.size for part in parts))
+    at = 0
+    for part in parts:
+        for start in range(0, part.size, AT_ONCE):
+            block = part[start : start + AT_ONCE].values
+            ids[at : at + len(block)] = block
+            at += len(block)
+    return ids
+
+
+def _room(count: int) -> Ids:
+    """Ids to be filled in: in a file of its own where they are many, and the disk has room."""
+    if count * 4 >= LARGE:
+        with suppress(OSError, AttributeError), TemporaryFile() as file:
+            # A disk that fills up while a map is written to would end the process.
+            os.posix_fallocate(file.fileno(), 0, count * 4)
+            return np.memmap(file, np.int32, "r+", shape=(count,))
+    return np.empty(count, np.int32)
 
 
 def _is_document_file(path: Path, root: Path) -> bool:

@@ -20,7 +20,7 @@ from mizarr.stages.features.corpus.encode import encode_corpus
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.forward.capture.of_run import counted
 from mizarr.stages.forward.hooks.reductions import features
-from mizarr.store.errors import ConfigError, HookPointNotFound, SourceChanged
+from mizarr.store.errors import HookPointNotFound, SourceChanged
 from mizarr.store.runs.packed import PackedTokens
 from mizarr.store.runs.run_sums import mean_of_parts
 from mizarr.workflows.cli.group import run
@@ -252,9 +252,6 @@ def test_what_features_do_not_read_is_refused_in_one_line(model, dictionary, tok
     store = open_store(tmp_path)
     with pytest.raises(HookPointNotFound, match="that the features of specimen/plt read"):
         capture(model, tokens, HookSpec().capture("hook_embed", reduce=dictionary), store=store, **OPTIONS)
-    spec = HookSpec().capture(dictionary.read_hook(1), reduce=dictionary)
-    with pytest.raises(ConfigError, match="float storage dtype"):
-        capture(model, tokens, spec, store=store, storage_dtype="int8", **OPTIONS)
     with pytest.raises(HookPointNotFound, match="such as norm"):
         HookSpec().capture("hook_embed", reduce=3)  # type: ignore[arg-type]
     asked = ["capture", "specimen", "a b", "--text", "--hooks", "hook_embed", "--store", str(tmp_path)]

@@ -70,6 +70,69 @@ def test_selections_are_quantised_row_by_row(model, tokens, whole, tmp_path):
     np.testing.assert_allclose(found[name].values, expected, atol=scale)
 
 
+REDUCED = ("norm", "mean", "run_mean")
+
+
+def some_reduced():
+    """Whole rows, and what is made of them while they go by; reductions first."""
+    spec = HookSpec()
+    for how in REDUCED:
+        spec = spec.capture(POINTS[0], reduce=how)
+    return spec.capture(POINTS[0])
+
+
+@pytest.mark.parametrize("order", ["batch", "layer"])
+def test_reductions_are_made_of_what_is_computed_and_not_of_int8(model, tokens, tmp_path, order):
+    """To the bit those of a capture in float32, in keys of their own; whole rows beside them are int8."""
+    options = {**OPTIONS, "order": order}
+    stores = {kind: open_store(tmp_path / kind, durability="process") for kind in ("int8", "float32")}
+    found = {
+        kind: capture(model, tokens, some_reduced(), store=store, storage_dtype=kind, **options).load()
+        for kind, store in stores.items()
+    }
+    small, plain = found["int8"], found["float32"]
+    for how in REDUCED:
+        name = f"resid_post__{how}"
+        np.testing.assert_array_equal(small[name].values, plain[name].values)
+        assert small[name].dtype == plain[name].dtype
+    np.testing.assert_array_equal(small["resid_post"].values, by_hand(plain["resid_post"].values))
+    entries = {kind: next(iter(store.entries())) for kind, store in stores.items()}
+    folders = {path.name for path in (stores["int8"].path / entries["int8"].path).iterdir()}
+    assert "resid_post__scale" in folders
+    assert not any(f"resid_post__{how}__scale" in folders for how in REDUCED)
+    norms = [entry.record("resid_post__norm", 1) for entry in entries.values()]
+    assert norms[0].key != norms[1].key
+    assert norms[0].content == norms[1].content  # the same numbers
+    assert stores["int8"].verify() == []
+    other = open_store(tmp_path / "copy", durability="process")
+    stores["int8"].copy_to(other)
+    xr.testing.assert_identical(
+        other.entry(entries["int8"].digest).open().load(), entries["int8"].open().load()
+    )
+
+
+def test_reductions_are_added_to_a_run_in_int8(model, tokens, tmp_path):
+    """In either order the same keys with the same content."""
+    asked = {"whole": POINTS[0], "norms": HookSpec().capture(POINTS[0], reduce="norm")}
+    contents = []
+    for order in (("whole", "norms"), ("norms", "whole")):
+        store = open_store(tmp_path / order[0], durability="process")
+        for name in order:
+            capture(model, tokens, asked[name], store=store, storage_dtype="int8", **OPTIONS)
+        contents.append({record.key: record.content for record in store.records()})
+    assert contents[0] == contents[1]
+
+
+def test_logits_of_a_run_in_int8_are_kept_as_they_are(model, tokens, tmp_path):
+    spec = HookSpec().capture("hook_logits", reduce="topk:3").capture("hook_logits", reduce="logsumexp")
+    found = {
+        kind: capture(model, tokens, spec, store=open_store(tmp_path / kind), storage_dtype=kind, **OPTIONS)
+        for kind in ("int8", "float32")
+    }
+    for name in found["float32"].data_vars:
+        np.testing.assert_array_equal(found["int8"][name].values, found["float32"][name].values)
+
+
 def test_plain_zarr_multiplies_numbers_by_scales(model, tokens, tmp_path):
     store, found = captured(model, tokens, tmp_path)
     (entry,) = store.entries()
@@ -159,11 +222,38 @@ def test_a_damaged_scale_is_found_withdrawn_and_made_again(model, tokens, tmp_pa
     with pytest.raises(CorruptEntry):
         open_store(tmp_path).entry(entry.digest).open()["resid_post"].load()
     (damage,) = store.verify()
+    keys = [entry.key(name, 1).digest for name in ("resid_post", "resid_post__scale")]
+    assert all(store.lookup(key) for key in keys)
     store.quarantine(damage)
     (entry,) = store.entries()
+    assert [store.lookup(key) for key in keys] == [None, None]
+    assert not any(record.label == "resid_post/1" for record in store.records())
     assert entry.record("resid_post", 1) is None and entry.record("resid_post", 0) is not None
     with pytest.raises(EntryNotFound):
         entry.open(["resid_post"], [1])
+    _, again = captured(model, tokens, tmp_path, [POINTS[0]])
+    np.testing.assert_array_equal(again["resid_post"].values, expected)
+    assert all(store.lookup(key) for key in keys)
+    assert store.verify() == []
+
+
+@pytest.mark.parametrize(
+    "what", ["resid_post/c/1/2/0", "resid_post/zarr.json", "resid_post__scale/zarr.json"]
+)
+def test_numbers_and_scales_are_withdrawn_together(model, tokens, tmp_path, what):
+    store, found = captured(model, tokens, tmp_path, [POINTS[0]])
+    expected = found["resid_post"].values
+    (entry,) = store.entries()
+    file = store.path / entry.path / what
+    raw = bytearray(file.read_bytes())
+    raw[5] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(raw)
+    store = open_store(tmp_path)
+    keys = [entry.key(name, 1).digest for name in ("resid_post", "resid_post__scale")]
+    for damage in store.verify():
+        store.quarantine(damage)
+    assert [store.lookup(key) for key in keys] == [None, None]
     _, again = captured(model, tokens, tmp_path, [POINTS[0]])
     np.testing.assert_array_equal(again["resid_post"].values, expected)
     assert store.verify() == []

@@ -291,8 +291,6 @@ def test_what_cannot_be_kept_is_refused_in_one_line(model, tokens, tmp_path, cap
             capture(model, tokens, spec, store=store, **OPTIONS)
     with pytest.raises(ConfigError, match=f"at most the {VOCAB} logits"):
         reduced(model, tokens, tmp_path / "s", HookSpec().capture(LOGITS, reduce=f"topk:{VOCAB + 1}"))
-    with pytest.raises(ConfigError, match="float storage dtype"):
-        reduced(model, tokens, tmp_path / "s", storage_dtype="int8")
     with pytest.raises(HookPointNotFound, match=r"cache\.logits"):
         model.forward([1, 2], HookSpec().capture(LOGITS, reduce="logsumexp"))
     for how in ("topk:0", "topk", "topk:-1", "topk:x"):

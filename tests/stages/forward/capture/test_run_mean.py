@@ -17,7 +17,7 @@ from mizarr import HookSpec, Model, capture, open_store
 from mizarr.stages.causal.grids.patching_metrics import LogitDifference
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.forward.capture.of_run import sums_in_parts
-from mizarr.store.errors import ConfigError, HookPointNotFound, ShapeError
+from mizarr.store.errors import HookPointNotFound, ShapeError
 from mizarr.store.runs.entries import Entry
 from mizarr.store.runs.run_sums import BELOW, QUANTA, mean_of_parts
 from mizarr.workflows.cli.group import run
@@ -282,8 +282,6 @@ def test_what_has_no_mean_is_refused_in_one_line(model, tokens, tmp_path):
     ]:
         with pytest.raises(HookPointNotFound, match=said):
             capture(model, tokens, spec, store=store, **OPTIONS)
-    with pytest.raises(ConfigError, match="float storage dtype"):
-        reduced(model, tokens, tmp_path / "s", storage_dtype="int8")
 
 
 def test_the_command_line_keeps_it_and_shows_it(tmp_path, capsys):

@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mizarr import Model
+from mizarr import Model, capture, open_store
 from mizarr.stages.forward.checkpoints.checkpoint import Checkpoint
 from mizarr.stages.forward.checkpoints.quantised.reading import scheme_of
 from mizarr.stages.forward.models.files import resolve
+from mizarr.stages.forward.models.residency import bytes_of
 from mizarr.stages.logits.component_weights import component_weights
 from mizarr.store.errors import ConfigError, WeightsError
 from mizarr.workflows.cli import run as mizarr_command
@@ -420,3 +421,33 @@ def test_parts_that_do_not_fit_are_named(base, tmp_path):
     edit(packed, quantization_config={"quant_method": "mxfp4"})
     with pytest.raises(WeightsError, match=r"a tensor 'model\.layers\.0\.self_attn\.o_proj\.weight'"):
         Model.from_pretrained(packed, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "case", ["gptq, by activation", "awq", "nf4, double", "int8", "fp8", "packed int4, zeros"]
+)
+def test_a_quantised_model_is_harvested_layer_by_layer_with_the_same_bits(base, tmp_path, case):
+    """With room for its largest layer alone, as plain weights: each is dequantised once."""
+    packed, plain = quantise(base, tmp_path, case)
+    config = Model.from_pretrained(packed, device="cpu").config
+    few = Model.from_pretrained(packed, max_memory=bytes_of(config, 4).least, device="cpu")
+    prompts, hooks = (
+        [IDS, IDS[:3], IDS * 4],
+        ["hook_embed", "blocks.*.hook_resid_post", "blocks.*.attn.hook_z"],
+    )
+    found = {}
+    for name, model, order in (
+        ("batch", packed, "batch"),
+        ("layer", few, "layer"),
+        ("plain", plain, "batch"),
+    ):
+        store = open_store(tmp_path / "stores" / name, durability="process")
+        found[name] = capture(
+            model, prompts, hooks, store=store, order=order, segment_tokens=16, progress=False
+        )
+    assert few.streamed.window.reads == dict.fromkeys(range(config.num_layers), 1)
+    for name in found["batch"].data_vars:
+        whole = found["batch"][name].values
+        np.testing.assert_array_equal(found["layer"][name].values, whole)
+        close = found["plain"][name].values
+        np.testing.assert_allclose(whole, close, atol=1e-5 * np.abs(close).max())

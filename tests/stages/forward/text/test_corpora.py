@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import mmap
+import os
 import tarfile
 from unittest import mock
 
@@ -16,7 +18,7 @@ from hypothesis import given, settings, strategies as st
 
 from mizarr import Corpus, capture, open_store
 from mizarr.stages.forward.models.files import resolve
-from mizarr.stages.forward.text.corpora import contexts
+from mizarr.stages.forward.text.corpora import contexts, corpus as corpora
 from mizarr.stages.forward.text.corpora.contexts import Framing, framed_prompts
 from mizarr.stages.forward.text.corpora.estimate import estimated_size
 from mizarr.store.errors import MizarrError, PromptError, StoreFull, TokenizerError
@@ -265,6 +267,31 @@ BAD = {
     "latin.txt": "café".encode("latin-1"),
     "mixed.jsonl": b'{"text": "a"}\n{"book": "b"}',
 }
+
+
+def test_ids_of_a_large_corpus_lie_in_a_file_that_is_gone_with_them(words, tmp_path, monkeypatch):
+    """The same tokens, read in blocks that end nowhere in particular; in memory where no disk has room."""
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("the cat sat on the mat\n" * (number + 2))
+    store = open_store(tmp_path / "store", durability="process")
+    corpus = Corpus(str(tmp_path / "*.txt"))
+    expected = corpus.tokens(words, store)
+    monkeypatch.setattr(corpora, "LARGE", 16)
+    monkeypatch.setattr(corpora, "AT_ONCE", 5)
+    found = corpus.tokens(words, store)
+    assert found == expected
+    assert found.digest == expected.digest
+    assert is_mapped(found.ids)
+    assert not is_mapped(expected.ids)
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "no space left")))
+    assert not is_mapped(corpus.tokens(words, store).ids)
+
+
+def is_mapped(ids):
+    """Whether an array is a view of a mapped file."""
+    while isinstance(ids, np.ndarray):
+        ids = ids.base
+    return isinstance(ids, mmap.mmap)
 
 
 @pytest.mark.parametrize("name", BAD)
