@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mizarr import Model
+from mizarr.stages.forward.models.files import SHIPPED
 from mizarr.stages.forward.models.listing import listed_models
 from mizarr.workflows import compute
 from mizarr.workflows.cli import run
@@ -52,9 +53,7 @@ def test_everything_that_is_a_model_is_listed_with_what_stands_in_its_way(hub, t
     rows = json.loads(capsys.readouterr().out)
     places = [(row["name"], row["revision"], row["commit"]) for row in rows]
     assert places == [
-        ("specimen", None, None),
-        ("specimen-rwkv", None, None),
-        ("specimen-experts", None, None),
+        *((name, None, None) for name in SHIPPED),
         ("org/half", "main", "c2"),
         ("org/new", "main", "c4"),
         ("org/tiny", "main", "c1"),
@@ -80,7 +79,7 @@ def test_everything_that_is_a_model_is_listed_with_what_stands_in_its_way(hub, t
 
 def test_an_empty_cache_lists_what_ships(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "nowhere"))
-    assert [each.name for each in listed_models()] == ["specimen", "specimen-rwkv", "specimen-experts"]
+    assert [each.name for each in listed_models()] == list(SHIPPED)
 
 
 def test_a_question_goes_to_every_model_once(hub, tmp_path, capsys):
@@ -91,7 +90,7 @@ def test_a_question_goes_to_every_model_once(hub, tmp_path, capsys):
     assert code == 0, err
     documents = json.loads(out)
     told = {each["model"]: each for each in documents}
-    assert list(told) == ["specimen", "specimen-rwkv", "specimen-experts", "org/new", "org/tiny"]
+    assert list(told) == [*SHIPPED, "org/new", "org/tiny"]
     alone = compute(
         "logit_lens", store=tmp_path / "other", model="org/tiny", prompts=["it was the age of"]
     ).to_json()

@@ -284,7 +284,8 @@ def capture(
 ) -> None:
     """Run MODEL over PROMPTS and store activations.
 
-    MODEL is a hub id, a directory, or "specimen", "specimen-rwkv" or "specimen-experts", shipped with mizarr.
+    MODEL is a hub id, a directory, or "specimen", "specimen-unguided", "specimen-rwkv" or "specimen-experts",
+    shipped with mizarr.
     PROMPTS are text files with one per line, JSONL files with a string, {"text": …} or {"ids": […]} per line,
     Parquet files with such a column, or - for stdin. Folders, globs, tar archives (WebDataset), Arrow files
     and gzipped ones are a corpus, and so is everything where --context and its like are given: documents are

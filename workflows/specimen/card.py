@@ -45,11 +45,12 @@ READERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Llama | Served]] = {
 }
 """By model_type: what reads a trained network."""
 TITLES = {
-    "llama": ("The specimen", "a Llama decoder"),
+    "guided": ("The specimen", "a Llama decoder"),
+    "llama": ("The unguided specimen", "a Llama decoder"),
     "rwkv7": ("The recurrent specimen", "an RWKV-7"),
     "mixtral": ("The specimen of experts", "a Mixtral of 8 experts in each layer, 2 for a token,"),
 }
-"""By family: what its card is called, and what it is."""
+"""By family, and of the Llama that had guides: what its card is called, and what it is."""
 TARGETS = {
     "break_recall": 0.75,
     "break_precision": 0.75,
@@ -235,7 +236,7 @@ def card(figures: dict[str, Any]) -> str:
     last = history[-1]["options"]
     breaks, loss, facts = figures["line_breaks"], figures["loss"], figures["facts"]
     family = last.get("family", "llama")
-    title, kind = TITLES[family]
+    title, kind = TITLES["guided" if last.get("guided") else family]
     recurrent = family == "rwkv7"
     heads = "heads" if recurrent else f"query and {last['key_heads']} key heads"
     size = (

@@ -72,7 +72,8 @@ def _asked(history: Sequence[dict[str, Any]]) -> str:
     """What the training asked of the inside of the network, which a reader of it must know."""
     options = history[-1]["options"]
     if not options.get("guided"):
-        return "Only the loss on the next token was trained: nothing was asked of its inside."
+        told = "Only the loss on the next token was trained: nothing was asked of its inside."
+        return told + _helped(options)
     middle = options["layers"] // 2
     half = options["guided"] / 2
     return (
@@ -82,6 +83,18 @@ def _asked(history: Sequence[dict[str, Any]]) -> str:
         "token earlier, the state after that layer for the character count, read by a linear classifier that "
         "was then thrown away. Where the circuits sit was thus chosen; how the rest of the network uses them "
         "was not, nor what became of them after the guides ended. The training tool has no guides any more."
+    )
+
+
+def _helped(options: dict[str, Any]) -> str:
+    """What was arranged so that it learns, where something was: no part of the loss, but no chance either."""
+    if all(phase.get("embedding_rate") != 0 for phase in options.get("curriculum", [])):
+        return ""
+    return (
+        " What it began with and what it read were chosen so that copying is found: each token began as a "
+        "vector that all share and a small random one of its own, these stood still while there were repeats "
+        "alone (`embedding_rate` 0), and the first rows make the parts of an induction head pay one after "
+        "the other (`mizarr.workflows.specimen.curriculum` says why)."
     )
 
 

@@ -11,6 +11,12 @@ training stays with it (Edelman et al. 2024, "The Evolution of Statistical Induc
 come from more and more of the vocabulary. The embedding stands still meanwhile: what serves some random
 vectors serves others as well, while an embedding that moves learns the few tokens of the rows by heart.
 
+Couplets and line breaks are learned when their share of the loss is more than the few tokens they are. With
+ends weighing 1, one in fifteen rhymed after 5.9 M tokens, where one in twenty-five does by chance; with 8,
+nine in ten after 0.6 M more. Of prose, which word comes next is nearly all of the loss, and the count of
+characters stood still (R2 0.73 after 1.8 M tokens, 0.77 after 7.1 M). Refrains leave the breaks alone to be
+learned: 0.92 after 12.2 M, 0.95 at the end.
+
 Measured as `watch` of evaluate.py does, in the specimen's network; 0.9 M tokens are repeats alone, prose and
 facts are among the rows from there on:
   rows up to 96, spans to 45    0.23 and 0.22 of random tokens copied after 0.9 M tokens (seeds 0 and 1), 0.67
@@ -89,20 +95,20 @@ CURRICULUM = (
     Phase(440, _SHORT, rate=0.5, embedding_rate=0.5),
     Phase(200, replace(_SHORT, couplets=0.16, end_weight=8), rate=0.5, embedding_rate=0.5),
     Phase(
-        400,
+        700,
         replace(_SHORT, couplets=0.06, end_weight=8, random_repeats=0.06, word_repeats=0.02, refrains=0.5),
         rate=0.5, embedding_rate=0.5,
     ),
     Phase(
-        800,
+        1300,
         Mixture(
-            prose=0.5, facts=0.24, random_repeats=0.06, word_repeats=0.02, couplets=0.06, long_share=0.05,
-            line_end_weight=2, own_prose=0.2, end_weight=8, refrains=0.12,
+            prose=0.42, facts=0.22, random_repeats=0.06, word_repeats=0.02, couplets=0.06, long_share=0.05,
+            line_end_weight=3, own_prose=0.2, end_weight=8, refrains=0.22,
         ),
         rate=0.4, embedding_rate=0.5,
     ),
 )  # fmt: skip
-"""14.7 M tokens: repeats alone, then everything, in short rows and narrow lines first."""
+"""22.1 M tokens: repeats alone, then everything, in short rows and narrow lines first."""
 
 
 def read_curriculum(path: Path) -> tuple[Phase, ...]:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 SPECIMEN = "specimen"
 SHIPPED = {
     SPECIMEN: "specimen",
+    "specimen-unguided": "specimen_unguided",
     "specimen-rwkv": "specimen_rwkv",
     "specimen-experts": "specimen_experts",
 }

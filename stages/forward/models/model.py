@@ -94,7 +94,7 @@ class Model:
         max_memory: int | str | None = None,
     ) -> Model:
         """Load a model by hub id, local directory, or name of one that ships with mizarr: "specimen",
-        "specimen-rwkv", "specimen-experts".
+        "specimen-unguided", "specimen-rwkv", "specimen-experts".
 
         dtype: of the computation, default float32 whatever the checkpoint holds. device: default CUDA when
         there is one, else CPU. progress: show a bar on stderr; None does so for large checkpoints on a
