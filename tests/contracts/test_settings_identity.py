@@ -164,6 +164,7 @@ OTHERS: dict[tuple[str, str], Any] = {
     ("steering_convergence", "threshold"): 0.5,
     ("steering_convergence", "feature"): "0:128",
     ("planning_pairs", "against"): "none",
+    ("couplet_planning", "pairs"): 20,
     ("attention_routing", "prompt"): SITED,
     ("correction_test", "prompt"): SITED,
     ("correction_test", "correct"): "0:5",
@@ -240,6 +241,7 @@ ONLY_SHOWN = {
             "state_patching",
             "attention_knockout",
             "counterfact_patching",
+            "couplet_planning",
             "factual_routing",
             "steering_dose_response",
         )
