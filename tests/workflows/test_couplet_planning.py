@@ -85,6 +85,28 @@ def test_without_a_plan_nothing_before_line_2_moves_anything(asked):
     assert direct["effect"] == pytest.approx(0.0, abs=1e-3)
 
 
+def test_what_is_said_to_turn_the_end_is_a_share_of_the_whole(asked, store):
+    """Either way does about half of what both do."""
+    both = asked("does_both")
+    _, _, before, _, direct, _ = both.found
+    assert (
+        0.3 * both.total
+        < min(before.effect, direct.effect)
+        < max(before.effect, direct.effect)
+        < 0.7 * both.total
+    )
+    given = {"store": store, "model": both.settings.model, **FEW}
+    assert compute("couplet_planning", **given, least=0.3).verdict.startswith("Both: ")
+    assert compute("couplet_planning", **given, least=0.7).verdict.startswith("Neither: ")
+
+
+def test_with_fewer_donors_more_pairs_must_count():
+    """(1 + donors) ** -pairs is the chance that a draw of the null is the effect itself; 1 in 40 at most."""
+    for donors, pairs in ((1, 6), (2, 4), (3, 3)):
+        assert build("couplet_planning", donors=donors, pairs=12).fewest == pairs
+        assert (1 + donors) ** -pairs <= 1 / 40 < (1 + donors) ** -(pairs - 1)
+
+
 # -- the numbers
 
 
@@ -93,7 +115,7 @@ def test_an_effect_is_that_of_plain_runs(asked):
     done = asked("does_both")
     model = mizarr.Model.from_pretrained(done.settings.model)
     layer, role = 0, ROLES.index("line break")
-    effects, raised = [], []
+    effects, own_effects = [], []
     for each in done.patches.scored:
         ends = each.pair.end, each.pair.other
         texts = [f"{each.pair.first} {end}\n{each.pair.second}" for end in ends]
@@ -115,15 +137,15 @@ def test_an_effect_is_that_of_plain_runs(asked):
             ]
         )
         moved = 100 * (sums[1] - sums[0])
-        effects.append(moved[1] - moved[0])
-        raised.append(moved[1])
+        effects.append(moved[1])
+        own_effects.append(moved[0])
     known = done.read["scored"].is_known
     assert known.sum() >= 4
     np.testing.assert_allclose(done.read["scored"].effects[:, layer, role], effects, atol=1e-3)
     told = done.to_json()["roles"][role]
     assert told["layer"] == layer
     assert told["effect"] == pytest.approx(np.mean(np.array(effects)[known]), abs=1e-3)
-    assert told["raised"] == pytest.approx(np.mean(np.array(raised)[known]), abs=1e-3)
+    assert told["own"] == pytest.approx(np.mean(np.array(own_effects)[known]), abs=1e-3)
     assert done.found[1].effect == pytest.approx(told["effect"])
     assert told["interval_95"] == pytest.approx(interval(np.array(effects)[known]), abs=1e-3)
 

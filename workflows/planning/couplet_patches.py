@@ -246,37 +246,33 @@ class Read:
     def _moved(self, name: str, other: bool) -> Floats:
         """How far that moves by what is patched, [draw, ...]."""
         patched, before = (self._of(self._found[each], other) for each in (name, "unpatched"))
-        return patched - before[:, 0].reshape(-1, *(1,) * (patched.ndim - 1))
-
-    def _gap(self, name: str) -> Floats:
-        """How far the gap between the two moves, [draw, ...]."""
-        return self._moved(name, other=True) - self._moved(name, other=False)
+        found: Floats = patched - before[:, 0].reshape(-1, *(1,) * (patched.ndim - 1))
+        return found
 
     @property
     def total(self) -> Floats:
-        """How far the other couplet, whole, moves the gap, [draw]."""
-        found: Floats = self._gap("unpatched")[:, 1]
-        return found
+        """How far the other couplet, whole, raises P(rhymes with its end), percentage points [draw]."""
+        return self._moved("unpatched", other=True)[:, 1]
 
     @cached_property
     def effects(self) -> Floats:
-        """How far a state moves it, [draw, layer, role]."""
-        return self._gap("probability")
-
-    @cached_property
-    def raised(self) -> Floats:
-        """How far a state moves P(rhymes with the other end) alone, [draw, layer, role]."""
+        """How far a state does, [draw, layer, role]."""
         return self._moved("probability", other=True)
 
     @cached_property
-    def ways(self) -> Floats:
-        """How far states of all layers move the gap, [draw, way]."""
-        return self._gap("way_probability")
+    def own_effects(self) -> Floats:
+        """What it does to P(rhymes with the prompt's own end), [draw, layer, role]."""
+        return self._moved("probability", other=False)
 
     @cached_property
-    def ways_raised(self) -> Floats:
-        """How far they move P(rhymes with the other end) alone, [draw, way]."""
+    def ways(self) -> Floats:
+        """How far states of all layers raise P(rhymes with the other end), [draw, way]."""
         return self._moved("way_probability", other=True)
+
+    @cached_property
+    def own_ways(self) -> Floats:
+        """What they do to P(rhymes with the prompt's own end), [draw, way]."""
+        return self._moved("way_probability", other=False)
 
     @property
     def kl(self) -> Floats:
@@ -304,9 +300,9 @@ class Read:
         )
 
     @property
-    def rhymes(self) -> tuple[Floats, Floats]:
-        """P(rhymes with its own end), percent [draw], and with words of every other family [draw, family]."""
-        values = 100 * np.asarray(self._found["unpatched"].values, np.float64)[:, 0]
-        own = [each[pair.own] for each, pair in zip(values, self._pairs, strict=True)]
-        others = [np.delete(each, pair.own) for each, pair in zip(values, self._pairs, strict=True)]
-        return np.array(own), np.stack(others)
+    def rhymes(self) -> Floats:
+        """How much likelier words are that rhyme with line 1 than under the other line 1, mean of both
+        couplets, percentage points [draw]. Families are compared with themselves, as some have more words."""
+        own, other = (self._of(self._found["unpatched"], each) for each in (False, True))
+        found: Floats = (own[:, 0] - own[:, 1] + other[:, 1] - other[:, 0]) / 2
+        return found

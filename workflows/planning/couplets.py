@@ -1,13 +1,16 @@
 """Is the rhyme of a couplet planned before its second line, or found at its end? Patched with controls.
 
 Two couplets differ in the end of their first line alone, words of two families of rhymes. States of the one
-are put into the other, layer by layer and role by role (stages/causal/grids/line_patching.py), and the gap is
-read between the other family's probability and its own at the end of line 2. That the first line's end itself
-moves it says only that the rhyme is read. *Planned* is called what Lindsey et al. 2025 ("On the Biology of a
-Large Language Model", planning in poems) set against improvisation, as far as patching can tell: a state at
-the line break or the first token of line 2 that alone turns the end. *Improvised*: the last token, and
-nothing between, hears of the other rhyme, and the end turns. Either, both or neither may be so. What is asked
-is which rhyme comes, not which of its words.
+are put into the other, layer by layer and role by role (stages/causal/grids/line_patching.py), and P(rhymes
+with the other) is read at the end of line 2, by all words of that family but both ends themselves. What
+becomes of its own rhyme is told beside it and decides nothing: any other state takes from that. That the end
+of line 1 itself turns the end of line 2 says only that the rhyme is read.
+
+*Planned* is what Lindsey et al. 2025 ("On the Biology of a Large Language Model", planning in poems) set
+against improvisation, as far as patching can tell: a state at the line break or the first token of line 2
+that alone turns the end. *Improvised*: the last token, and nothing between, reads the other rhyme, and the
+end turns. Turns: beyond chance, and by at least `least` of what the other couplet does whole. Either, both or
+neither may be so. What is asked is which rhyme comes, not which of its words.
 
 Layer and role are chosen on half of the pairs and scored on the other half. Null: states under a third rhyme,
 under another word of the same rhyme, and random directions as long, put in likewise; told is the strictest of
@@ -21,6 +24,7 @@ There a third rhyme is no null, as it would change them as much.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,10 +32,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...stages.causal.controls import CHANCE, Null, interval, random_signs
 from ...stages.logits.lens import format_token
 from ...store.arrays import Floats
 from ..material.answers import KNOWN, named, require_next
-from ..settings import ControlSettings, Count, ModelSettings, setting
+from ..settings import ControlSettings, Count, ModelSettings, Share, setting
 from ..views import Data, Figure, Finding, Findings, Heatmap, Note, Table, Text, Tokens, View
 from ..workflow import ModelWorkflow
 from .couplet_patches import KINDS, PLAN, ROLES, WAYS, CoupletPatches, Read
@@ -42,33 +47,31 @@ if TYPE_CHECKING:
 __all__ = ["CoupletPlanning", "CoupletPlanningSettings"]
 
 BEFORE, BETWEEN, DIRECT = range(len(WAYS))
-GAP = "P(rhymes with the other couplet) - P(rhymes with its own) at the end of line 2"
-OF_OTHERS = "times rhymes of other couplets"
 UNIT = "pp"
 VERDICTS = {
-    (True, False): "Planned: a state before line 2 alone turns its end, and what the last token reads of the "
-    "end of line 1 itself does not.",
-    (True, True): "Both: a state before line 2 alone turns its end, and so does what the last token reads of "
-    "the end of line 1 itself.",
-    (
-        False,
-        True,
-    ): "Improvised: what the last token reads of the end of line 1 itself turns the end of line 2; "
-    "the state before line 2 that does most does no more than chance.",
-    (
-        False,
-        False,
-    ): "Neither: no state before line 2, and nothing that the last token reads of the end of line "
-    "1 itself, turns the end of line 2 beyond chance.",
+    (True, False): (
+        "Planned: a state before line 2 alone turns its end, and what the last token reads of the end of "
+        "line 1 itself does not."
+    ),
+    (True, True): (
+        "Both: a state before line 2 alone turns its end, and so does what the last token reads of the end "
+        "of line 1 itself."
+    ),
+    (False, True): (
+        "Improvised: what the last token reads of the end of line 1 itself turns the end of line 2; the "
+        "state before line 2 that does most does not."
+    ),
+    (False, False): (
+        "Neither: no state before line 2, and nothing that the last token reads of the end of line 1 itself, "
+        "turns the end of line 2."
+    ),
 }
-"""By whether the state before line 2, and what the last token reads itself, are beyond chance."""
+"""By whether the state before line 2 turns the end, and what the last token reads itself."""
 LATE = (
     "On the way: states within line 2 turn its end; no single state before it does, nor what the last token "
     "reads of the end of line 1 itself."
 )
-"""Where neither is, and all states between together are."""
-SCORED = 4
-"""Pairs that must count to score on: of fewer, one cause of three is drawn in all of them too often."""
+"""Where neither does, and all states between together do."""
 ON_THE_WAY: Mapping[str, Any] = {"kinds": ("same", "random"), "unit": "nats"}
 """What next tokens before the end are held against."""
 Pick = Callable[[Read], Floats]
@@ -81,6 +84,9 @@ class CoupletPlanningSettings(ControlSettings, ModelSettings):
 
     pairs: Count = setting(24, "pairs layer and role are chosen on, and as many that are scored; at most 24")
     donors: Count = setting(2, "of every kind of control, per pair scored")
+    least: Share = setting(
+        0.1, "of what the other couplet does whole, for a state to be said to turn the end"
+    )
 
 
 class CoupletPlanning(ModelWorkflow):
@@ -124,30 +130,44 @@ class CoupletPlanning(ModelWorkflow):
     @cached_property
     def rhymes(self) -> Finding:
         """Whether couplets end on their own rhyme, of all pairs to score."""
-        own, others = self.read["scored"].rhymes
-        claim = "line 2 ends on another word that rhymes with line 1"
-        return self._finding(claim, own, others, OF_OTHERS, "%", held_out=False)
+        given, found = self.settings, self.read["scored"].rhymes
+        null = Null(
+            random_signs(found, given.controls, seed=given.seed), "times with a sign drawn in each pair"
+        )
+        return Finding(
+            "the end of line 2 rhymes with line 1 more often than under the line 1 of the other couplet",
+            float(found.mean()),
+            null,
+            UNIT,
+            spread=interval(found, seed=given.seed),
+            prompts=len(found),
+        )
+
+    @property
+    def fewest(self) -> int:
+        """Pairs to score on that must count. Of fewer, more than one draw of a null in 40 is the other
+        couplet itself in all of them, so that what turns every end would be no more than chance."""
+        return math.ceil(math.log(2 / CHANCE) / math.log(1 + min(self.patches.donors.values())))
 
     @cached_property
     def refusal(self) -> str:
         """Why nothing is claimed; empty where something is."""
         counts = [int(self.read[name].is_known.sum()) for name in ("choice", "scored")]
-        if counts[0] >= KNOWN and counts[1] >= SCORED and self.rhymes.is_beyond_chance:
+        if counts[0] >= KNOWN and counts[1] >= self.fewest and self.rhymes.is_beyond_chance:
             return ""
         pairs = len(self.patches.choice), len(self.patches.scored)
         return (
             f"{self.subject.name} ends both couplets on words that rhyme in {counts[0]} of {pairs[0]} pairs "
-            f"to choose on and {counts[1]} of {pairs[1]} to score on; line 2 rhymes with its own line 1 with "
-            f"P = {self.rhymes.effect:.1f} %, with that of other couplets with "
-            f"{self.rhymes.null.median:.1f} %: nothing is claimed."
+            f"to choose on and {counts[1]} of {pairs[1]} to score on, of which {KNOWN} and {self.fewest} are "
+            f"needed; words that rhyme with line 1 are {self.rhymes.effect:+.1f} pp likelier than under "
+            "another line 1: nothing is claimed."
         )
 
-    def _finding(
-        self, claim: str, effects: Floats, others: Floats, of: str, unit: str = UNIT, *, held_out: bool = True
-    ) -> Finding:
+    def _finding(self, claim: str, effects: Floats, others: Floats, of: str, unit: str = UNIT) -> Finding:
         given = self.settings
-        told: dict[str, Any] = {"unit": unit, "held_out": held_out}
-        return Finding.over(claim, effects, others, of, draws=given.controls, seed=given.seed, **told)
+        return Finding.over(
+            claim, effects, others, of, draws=given.controls, seed=given.seed, unit=unit, held_out=True
+        )
 
     def beside(
         self, claim: str, pick: Pick, *, kinds: tuple[str, ...] = tuple(KINDS), unit: str = UNIT
@@ -176,30 +196,47 @@ class CoupletPlanning(ModelWorkflow):
         comes before the end."""
         layer, role = self.site
         where = f"the state of the other couplet at the {ROLES[role]} after layer {layer}"
-        every = "in every layer, turn the end of line 2"
+        likelier = "its rhyme likelier at the end of line 2"
         return (
             self.rhymes,
-            self.beside(f"{where} turns the end of line 2", _effect(layer, role)),
-            self.beside(f"states of the other couplet at {WAYS[BEFORE]}, {every}", _way(BEFORE)),
-            self.beside(f"states of the other couplet at {WAYS[BETWEEN]}, {every}", _way(BETWEEN)),
+            self.beside(f"{where} makes {likelier}", _effect(layer, role)),
+            *(
+                self.beside(
+                    f"states of the other couplet at {WAYS[way]}, in every layer, make {likelier}", _way(way)
+                )
+                for way in (BEFORE, BETWEEN)
+            ),
             self.beside(
-                "the end of line 1 of the other couplet, read by the last token alone while all between "
-                "them is held, turns the end of line 2",
+                "the end of line 1 of the other couplet, read by the last token alone while all between them "
+                f"is held, makes {likelier}",
                 _way(DIRECT),
             ),
             self.beside(f"{where} changes next tokens on the way", _kl(layer, role), **ON_THE_WAY),
         )
 
+    def turns(self, finding: Finding) -> bool:
+        """Whether an effect on the end is beyond chance, and enough of the whole."""
+        return finding.is_beyond_chance and finding.effect >= self.settings.least * self.total
+
+    @cached_property
+    def total(self) -> float:
+        """How far the other couplet, whole, raises P(rhymes with it), pp."""
+        return float(self.values("scored", lambda read: read.total).mean())
+
     @property
     def verdict(self) -> str:
         """In a sentence, and how much comes by which way."""
         _, site, *ways, _ = self.found
-        total = float(self.values("scored", _total).mean())
-        beyond = site.is_beyond_chance, ways[DIRECT].is_beyond_chance
-        is_late = not any(beyond) and ways[BETWEEN].is_beyond_chance
-        told = LATE if is_late else VERDICTS[beyond]
-        heard = ", ".join(f"{each.effect:+.1f} pp by {name}" for each, name in zip(ways, WAYS, strict=True))
-        return f"{told} The other first line moves the gap by {total:+.1f} pp where all hear of it; {heard}."
+        turns = self.turns(site), self.turns(ways[DIRECT])
+        is_late = not any(turns) and self.turns(ways[BETWEEN])
+        heard = "; ".join(
+            f"read by {name}, {each.effect:+.1f}" for each, name in zip(ways, WAYS, strict=True)
+        )
+        return (
+            f"{LATE if is_late else VERDICTS[turns]} The other couplet whole raises P(rhymes with it) by "
+            f"{self.total:.1f} pp; {heard}. Turns: beyond chance, and by at least "
+            f"{self.settings.least:.0%} of that."
+        )
 
     def views(self) -> Iterator[View]:
         """What is claimed, the verdict; the map; roles and ways in numbers; a couplet as text."""
@@ -212,9 +249,10 @@ class CoupletPlanning(ModelWorkflow):
         chosen = int(self.read["choice"].is_known.sum())
         yield Findings.of(
             *self.found,
-            caption=f"pp: percentage points of {GAP}. Scored are {count} of {len(self.patches.scored)} "
-            "pairs, those whose two ends the model rhymes with; layer and place were chosen on "
-            f"{chosen} other pairs, among {len(PLAN) * self.subject.config.num_layers}.",
+            caption="The other couplet: the same words with another rhyme at the end of line 1. pp: "
+            f"percentage points of P(rhymes with it) at the end of line 2. Scored are {count} of "
+            f"{len(self.patches.scored)} pairs, those whose two ends the model rhymes with; layer and place "
+            f"were chosen on {chosen} other pairs, among {len(PLAN) * self.subject.config.num_layers}.",
             sources=sources,
         )
         yield Note(title="Plan or improvisation?", text=self.verdict, json={"verdict": self.verdict})
@@ -259,12 +297,12 @@ class CoupletPlanning(ModelWorkflow):
         layer, role = self.site
         return Heatmap(
             title=title,
-            caption=f"change of the gap, {caption}",
+            caption=f"change of P(rhymes with the other couplet), {caption}",
             values=means[name],
             rows=tuple(map(str, range(len(means[name])))),
             columns=ROLES,
             column_name="patched at",
-            value_name="change of the gap",
+            value_name="change of P(rhymes)",
             unit=UNIT,
             high=float(max(np.abs(each).max() for each in means.values())),
             diverging=True,
@@ -282,13 +320,13 @@ class CoupletPlanning(ModelWorkflow):
         found: Floats = values.reshape(-1, *values.shape[-2:]).mean(0)
         return found
 
-    def _record(self, pick: Pick, raised: Pick) -> dict[str, Any]:
-        """An effect with its nulls, and how much of it is the other rhyme become likelier."""
+    def _record(self, pick: Pick, own: Pick) -> dict[str, Any]:
+        """An effect with its nulls, and what becomes of the couplet's own rhyme."""
         finding = self.beside("", pick)
         return {
             "effect": finding.effect,
             "interval_95": finding.spread,
-            "raised": float(self.values("scored", raised).mean()),
+            "own": float(self.values("scored", own).mean()),
             **{kind: float(self.values(kind, pick).mean()) for kind in KINDS},
             "p": finding.null.share_as_large(finding.effect),
             "is_beyond_chance": finding.is_beyond_chance,
@@ -309,7 +347,7 @@ class CoupletPlanning(ModelWorkflow):
             {
                 "role": name,
                 "layer": (layer := self.layer(role)),
-                **self._record(_effect(layer, role), _raised(layer, role)),
+                **self._record(_effect(layer, role), _own_effect(layer, role)),
                 "kl": self._on_the_way(_kl(layer, role)),
             }
             for role, name in enumerate(ROLES)
@@ -321,14 +359,14 @@ class CoupletPlanning(ModelWorkflow):
             *COLUMNS,
             strong=lambda each: each["is_beyond_chance"],
             title="The end of line 2, by states of the other couplet",
-            caption=f"change: of {GAP}, in pp; raised: the first of the two; third rhyme, its own rhyme and "
-            "random: the change by states under such ends of line 1, or random directions as long; p: the "
-            "largest beside any of the three, of each row by itself; layers were chosen on other pairs; "
-            "bold: beyond chance",
+            caption="change: of P(rhymes with the other couplet), in pp, by its states; own rhyme: what "
+            "becomes of P(rhymes with its own); by a third rhyme, by the same, by random: the change by "
+            "states under such ends of line 1, or by random directions as long; p: the largest beside any of "
+            "the three, of each row by itself; layers were chosen on other pairs; bold: beyond chance",
             sources=tuple(self.nodes),
             json={"roles": records},
         )
-        heads = {"the other couplet": "scored", "its own rhyme": "same", "random": "random"}
+        heads = {"the other couplet": "scored", "the same rhyme": "same", "random": "random"}
         yield Table.of(
             [each for each in records if each["kl"]["p"] is not None],
             ("patched at", "role"),
@@ -337,16 +375,15 @@ class CoupletPlanning(ModelWorkflow):
             ("p", lambda each: each["kl"]["p"], ".2g"),
             title="Next tokens on the way, by the same states",
             caption="KL of next tokens in nats, mean from what is patched to the last token but one; words "
-            "of one rhyme are often of one kind (she, we, he), so that more than under its own rhyme is not "
+            "of one rhyme are often of one kind (she, we, he), so that more than under the same rhyme is not "
             "yet planning",
             sources=tuple(self.nodes),
         )
 
     def _ways(self) -> Table:
         """What comes by which way."""
-        total = float(self.values("scored", _total).mean())
         records = [
-            {"heard_by": name, **self._record(_way(way), _way_raised(way))} for way, name in enumerate(WAYS)
+            {"heard_by": name, **self._record(_way(way), _own_way(way))} for way, name in enumerate(WAYS)
         ]
         return Table.of(
             records,
@@ -354,10 +391,10 @@ class CoupletPlanning(ModelWorkflow):
             *COLUMNS,
             strong=lambda each: each["is_beyond_chance"],
             title="Who must hear of the other rhyme",
-            caption=f"as above, where these alone have states of the other couplet, or read its line 1, in "
-            f"every layer; where all have, the change is {total:+.1f} pp",
+            caption="as above, where these alone have states of the other couplet, or read its line 1, in "
+            f"every layer; where all have, the change is {self.total:+.1f} pp",
             sources=tuple(self.nodes),
-            json={"ways": records, "total": total},
+            json={"ways": records, "total": self.total},
         )
 
     def _example(self) -> Tokens:
@@ -366,7 +403,7 @@ class CoupletPlanning(ModelWorkflow):
         total = np.where(read.is_known, read.total, np.nan)
         row = int(np.nanargmin(np.abs(total - np.nanmean(total))))
         each, effects = self.patches.scored[row], read.effects[row]
-        tokens = tuple(format_token(text) for text in self.subject.tokenizer.pieces(each.ids))
+        tokens = tuple(format_token(text) for text in named(self.subject, each.ids))
         shown = np.full((len(effects), len(tokens)), np.nan)
         for role, positions in enumerate(each.roles):
             shown[:, list(positions)] = effects[:, [role]]
@@ -382,7 +419,7 @@ class CoupletPlanning(ModelWorkflow):
             f"{format_token(patched)!r}. The pair is the one whose whole change is nearest to "
             "the mean.",
             texts=tuple(Text(tokens, values, f"layer {layer}") for layer, values in enumerate(shown)),
-            value_name="change of the gap",
+            value_name="change of P(rhymes)",
             unit=UNIT,
             high=float(np.nanmax(np.abs(shown))),
             diverging=True,
@@ -394,25 +431,21 @@ class CoupletPlanning(ModelWorkflow):
 COLUMNS: tuple[tuple[Any, ...], ...] = (
     ("change", "effect", "+.1f"),
     ("95 %", lambda each: "{:+.1f} to {:+.1f}".format(*each["interval_95"])),
-    ("raised", "raised", "+.1f"),
-    ("third rhyme", "third", "+.1f"),
-    ("its own rhyme", "same", "+.1f"),
-    ("random", "random", "+.1f"),
+    ("own rhyme", "own", "+.1f"),
+    ("by a third rhyme", "third", "+.1f"),
+    ("by the same rhyme", "same", "+.1f"),
+    ("by random", "random", "+.1f"),
     ("p", "p", ".2g"),
 )
 """Of what `_record` gives."""
-
-
-def _total(read: Read) -> Floats:
-    return read.total
 
 
 def _effect(layer: int, role: int) -> Pick:
     return lambda read: read.effects[:, layer, role]
 
 
-def _raised(layer: int, role: int) -> Pick:
-    return lambda read: read.raised[:, layer, role]
+def _own_effect(layer: int, role: int) -> Pick:
+    return lambda read: read.own_effects[:, layer, role]
 
 
 def _kl(layer: int, role: int) -> Pick:
@@ -423,8 +456,8 @@ def _way(way: int) -> Pick:
     return lambda read: read.ways[:, way]
 
 
-def _way_raised(way: int) -> Pick:
-    return lambda read: read.ways_raised[:, way]
+def _own_way(way: int) -> Pick:
+    return lambda read: read.own_ways[:, way]
 
 
 WORKFLOW = CoupletPlanning
