@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from ..subject import Subject
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["END", "KINDS", "PLAN", "ROLES", "WAYS", "CoupletPatches", "Placed", "Read"]
+__all__ = ["KINDS", "PLAN", "ROLES", "WAYS", "CoupletPatches", "Placed", "Read"]
 
 ROLES = (
     "end of line 1",
@@ -52,8 +52,8 @@ KINDS = {
     "random": "times random directions as long, put in likewise",
 }
 """Donors that stand beside the other couplet, as claims call them."""
-LEAST = 3
-"""Words of a family that must be one token each for it to count."""
+OWN, OTHER = 0, 1
+"""Groups of words: those that rhyme with the end, and those that rhyme with the other couplet's."""
 FEWEST = 2
 """Pairs of a half that must be left."""
 
@@ -63,8 +63,7 @@ class Placed:
     """A pair in tokens.
 
     ids: with its own end. at: where that stands. roles: positions, in the order of `ROLES`. ends: tokens of
-    words. same, third: ends of donors. groups: token ids of every family that counts, without both ends; own,
-    other: which groups are those of the two ends.
+    words. same, third: ends of donors. groups: token ids of both families, own and other, without both ends.
     """
 
     pair: CoupletPair
@@ -75,8 +74,6 @@ class Placed:
     same: tuple[str, ...]
     third: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...]
-    own: int
-    other: int
 
     def with_end(self, word: str) -> tuple[int, ...]:
         """Token ids with another end of the first line."""
@@ -160,16 +157,10 @@ class CoupletPatches:
         pieces = {word: self._subject.answer_pieces("and they heard", word) for word in words}
         return {word: found[0] for word, found in pieces.items() if len(found) == 1}
 
-    @cached_property
-    def _families(self) -> list[int]:
-        """Families of which enough words are."""
-        known = [sum(word in self._tokens for word in family) for family in FAMILIES]
-        return [number for number, count in enumerate(known) if count >= LEAST]
-
     def _placed(self, pair: CoupletPair) -> Placed | None:
         """A pair in tokens; None where its ends are not one token each, or line 2 has too few of them."""
-        families = [family_of(word) for word in (pair.end, pair.other)]
-        if not {pair.end, pair.other} <= self._tokens.keys() or not set(families) <= set(self._families):
+        ends = pair.end, pair.other
+        if not set(ends) <= self._tokens.keys():
             return None
         encoding = encoded(self._subject, pair.text(pair.end))
         ids, start = tuple(encoding.ids), len(pair.text(pair.end)) - len(pair.second)
@@ -189,11 +180,11 @@ class CoupletPatches:
         same, third = (
             self._fitting(pair, ids, at, words, draw) for draw, words in enumerate((pair.same, pair.third))
         )
-        groups = (
-            [word for word in FAMILIES[number] if word in self._tokens and word not in (pair.end, pair.other)]
-            for number in self._families
+        others = self._tokens.keys() - set(ends)
+        groups = tuple(
+            tuple(self._tokens[word] for word in FAMILIES[family_of(end)] if word in others) for end in ends
         )
-        if not same or not third:
+        if not same or not third or not all(groups):
             return None
         return Placed(
             pair=pair,
@@ -203,9 +194,7 @@ class CoupletPatches:
             ends=self._tokens,
             same=same,
             third=third,
-            groups=tuple(tuple(self._tokens[word] for word in words) for words in groups),
-            own=self._families.index(families[0]),
-            other=self._families.index(families[1]),
+            groups=groups,
         )
 
     def _fitting(
@@ -232,47 +221,36 @@ class Read:
         self._found = found
         self._pairs = [pair for pair in pairs for _ in range(count)]
 
-    def _of(self, probability: Any, other: bool) -> Floats:
-        """P(rhymes with the other end), or with its own, percent [draw, ...]; of [draw, ..., group]."""
-        values = np.asarray(probability.values, np.float64)
-        found: Floats = 100 * np.stack(
-            [
-                each[..., pair.other if other else pair.own]
-                for each, pair in zip(values, self._pairs, strict=True)
-            ]
-        )
-        return found
-
-    def _moved(self, name: str, other: bool) -> Floats:
-        """How far that moves by what is patched, [draw, ...]."""
-        patched, before = (self._of(self._found[each], other) for each in (name, "unpatched"))
+    def _moved(self, name: str, group: int) -> Floats:
+        """How far P(rhymes), by words of a group, moves by what is patched, percentage points [draw, ...]."""
+        patched, before = (100 * self._found[each].values[..., group] for each in (name, "unpatched"))
         found: Floats = patched - before[:, 0].reshape(-1, *(1,) * (patched.ndim - 1))
         return found
 
     @property
     def total(self) -> Floats:
         """How far the other couplet, whole, raises P(rhymes with its end), percentage points [draw]."""
-        return self._moved("unpatched", other=True)[:, 1]
+        return self._moved("unpatched", OTHER)[:, 1]
 
     @cached_property
     def effects(self) -> Floats:
         """How far a state does, [draw, layer, role]."""
-        return self._moved("probability", other=True)
+        return self._moved("probability", OTHER)
 
     @cached_property
     def own_effects(self) -> Floats:
         """What it does to P(rhymes with the prompt's own end), [draw, layer, role]."""
-        return self._moved("probability", other=False)
+        return self._moved("probability", OWN)
 
     @cached_property
     def ways(self) -> Floats:
         """How far states of all layers raise P(rhymes with the other end), [draw, way]."""
-        return self._moved("way_probability", other=True)
+        return self._moved("way_probability", OTHER)
 
     @cached_property
     def own_ways(self) -> Floats:
         """What they do to P(rhymes with the prompt's own end), [draw, way]."""
-        return self._moved("way_probability", other=False)
+        return self._moved("way_probability", OWN)
 
     @property
     def kl(self) -> Floats:
@@ -294,7 +272,7 @@ class Read:
         """Which couplets end on another word that rhymes, with either end of their first line, [draw]."""
         return np.array(
             [
-                own in pair.groups[pair.own] and other in pair.groups[pair.other]
+                own in pair.groups[OWN] and other in pair.groups[OTHER]
                 for (own, other), pair in zip(self.unpatched_top.tolist(), self._pairs, strict=True)
             ]
         )
@@ -303,6 +281,6 @@ class Read:
     def rhymes(self) -> Floats:
         """How much likelier words are that rhyme with line 1 than under the other line 1, mean of both
         couplets, percentage points [draw]. Families are compared with themselves, as some have more words."""
-        own, other = (self._of(self._found["unpatched"], each) for each in (False, True))
-        found: Floats = (own[:, 0] - own[:, 1] + other[:, 1] - other[:, 0]) / 2
+        own, other = (self._moved("unpatched", group)[:, 1] for group in (OWN, OTHER))
+        found: Floats = (other - own) / 2
         return found

@@ -235,7 +235,7 @@ class CoupletPlanning(ModelWorkflow):
         return (
             f"{LATE if is_late else VERDICTS[turns]} The other couplet whole raises P(rhymes with it) by "
             f"{self.total:.1f} pp; {heard}. Turns: beyond chance, and by at least "
-            f"{self.settings.least:.0%} of that."
+            f"{100 * self.settings.least:g} % of that."
         )
 
     def views(self) -> Iterator[View]:
