@@ -115,7 +115,7 @@ def test_an_effect_is_that_of_plain_runs(asked):
     done = asked("does_both")
     model = mizarr.Model.from_pretrained(done.settings.model)
     layer, role = 0, ROLES.index("line break")
-    effects, own_effects = [], []
+    effects, own_effects, totals, rhymes = [], [], [], []
     for each in done.patches.scored:
         ends = each.pair.end, each.pair.other
         texts = [f"{each.pair.first} {end}\n{each.pair.second}" for end in ends]
@@ -129,19 +129,24 @@ def test_an_effect_is_that_of_plain_runs(asked):
         point = mizarr.HookPoint.resid_post(layer)
         donor = model.forward(other, mizarr.HookSpec().capture(point))[point][0, [at]]
         spec = mizarr.HookSpec().intervene(point, mizarr.Replace(donor, positions=(at,)))
-        found = dict(stream(model, [Run(own), Run(own, spec)]))
+        found = dict(stream(model, [Run(own), Run(own, spec), Run(other)]))
         sums = np.array(
             [
                 [found[i].logits[0, -1].double().softmax(-1)[some].sum().item() for some in tokens]
-                for i in (0, 1)
+                for i in (0, 1, 2)
             ]
         )
         moved = 100 * (sums[1] - sums[0])
         effects.append(moved[1])
         own_effects.append(moved[0])
+        whole = 100 * (sums[2] - sums[0])
+        totals.append(whole[1])
+        rhymes.append((whole[1] - whole[0]) / 2)
     known = done.read["scored"].is_known
     assert known.sum() >= 4
     np.testing.assert_allclose(done.read["scored"].effects[:, layer, role], effects, atol=1e-3)
+    assert done.rhymes.effect == pytest.approx(np.mean(rhymes), abs=1e-3)
+    assert done.total == pytest.approx(np.mean(np.array(totals)[known]), abs=1e-3)
     told = done.to_json()["roles"][role]
     assert told["layer"] == layer
     assert told["effect"] == pytest.approx(np.mean(np.array(effects)[known]), abs=1e-3)
