@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from ....pipeline import Output
 from ....store.arrays import Floats
+from ....store.digest import digest
 from ....store.errors import PromptError, StageError
 from ...forward.architectures.points import HookPoint
 from ...forward.hooks.interventions import Replace
@@ -179,9 +180,10 @@ class LinePatching(Experiment):
         return spec
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
-        """The runs with constants for states."""
+        """The runs with constants for states, others for each donor and seed: what is drawn will differ."""
         shape = (config.num_layers + 1, len(self.prompt), config.axis_sizes["hidden"])
-        own, other = (np.broadcast_to(np.float32(constant), shape) for constant in (0, 1))
+        drawn = 1 + int(digest("line_patching", list(self.donor), self.seed)[:5], 16)
+        own, other = (np.broadcast_to(np.float32(constant), shape) for constant in (0, drawn))
         return self.runs(Lines(own, other, np.zeros(0)), cell)
 
     # -- numbers

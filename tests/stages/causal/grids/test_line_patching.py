@@ -9,6 +9,7 @@ import pytest
 
 import mizarr
 from mizarr.pipeline import run
+from mizarr.stages.causal.draws import AtOnce
 from mizarr.stages.causal.grids.line_patching import LinePatching
 from mizarr.stages.causal.metrics import kl_divergence, log_softmax
 from mizarr.store.errors import PromptError, StageError
@@ -143,3 +144,12 @@ def test_a_sketch_without_the_model_acts_where_the_runs_do(model):
         return run.prompt, run.want, [(point, change.positions) for point, change in bound.interventions]
 
     assert list(map(acts, sketched)) == list(map(acts, made))
+
+
+def test_draws_are_planned_as_runs_of_their_own(model, tmp_path):
+    store = mizarr.open_store(tmp_path)
+    one, three = (
+        AtOnce(tuple(replace(LINE, seed=seed) for seed in seeds)).on(model).plan(store)
+        for seeds in ((None,), (None, 0, 1))
+    )
+    assert three.naive == 3 * one.naive and three.positions > 2 * one.positions
