@@ -75,6 +75,7 @@ REGISTRY = {
     "logit_effects": ".graph.logit_effects",
     "activation_patching": ".causal.grids.patching ActivationPatching",
     "donor_patching": ".causal.grids.patching DonorPatching",
+    "line_patching": ".causal.grids.line_patching LinePatching",
     "patch_table": ".causal.grids.patching PatchTable",
     "attribution_patching": ".causal.attribution.patching AttributionPatching",
     "attribution_check": ".causal.attribution.check AttributionCheck",

@@ -51,6 +51,7 @@ WORKFLOWS = {
     "state_patching": ".state_patching",
     "token_positions": ".token_positions",
     "planning_in_poems": ".planning_in_poems",
+    "couplet_planning": ".planning.couplets",
     "planning_pairs": ".planning.pairs",
     "attention_routing": ".attention_routing",
     "correction_test": ".correction_test",

@@ -32,6 +32,7 @@ from mizarr.stages.causal.counterfact import CounterFactPatching, Pair
 from mizarr.stages.causal.draws import AtOnce, Draws
 from mizarr.stages.causal.factual_routing import FactualRouting
 from mizarr.stages.causal.grids.ablation import Ablation
+from mizarr.stages.causal.grids.line_patching import LinePatching
 from mizarr.stages.causal.grids.patching import ActivationPatching, DonorPatching, PatchTable
 from mizarr.stages.causal.grids.patching_metrics import (
     KL,
@@ -218,6 +219,24 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
             "corrupted": (1, 5, 3),
             "align": (0, 1, 1),
             "donor": (5, 6, 8),
+        },
+    ),
+    LinePatching: (
+        {
+            "prompt": (1, 2, 3),
+            "donor": (1, 4, 3),
+            "places": ((1,), (1, 2)),
+            "groups": ((5,), (6, 7)),
+            "read": (1,),
+        },
+        {
+            "prompt": (1, 5, 3),
+            "donor": (1, 5, 3),
+            "places": ((1,),),
+            "groups": ((5,),),
+            "read": (),
+            "ways": (((1,), ()),),
+            "seed": 1,
         },
     ),
     AttributionPatching: (

@@ -73,6 +73,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "state_patching": (PAIR | {"others": 2, "controls": 4}, ""),
     "token_positions": ({}, ""),
     "planning_in_poems": ({}, MADE_FOR),
+    "couplet_planning": ({"pairs": 3, "donors": 1}, ""),
     "planning_pairs": ({}, MADE_FOR),
     "attention_routing": ({}, MADE_FOR),
     "correction_test": ({}, MADE_FOR),

@@ -599,7 +599,11 @@ def test_the_file_is_in_no_identity(tmp_path: Path):
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_every_answer_about_the_specimen_says_what_was_rewarded(name: str):
     planned = build(name)
-    if name.startswith("stoicheia") or planned.settings.model in ("specimen-rwkv", "specimen-experts"):
+    if name.startswith("stoicheia") or planned.settings.model in (
+        "specimen-unguided",
+        "specimen-rwkv",
+        "specimen-experts",
+    ):
         assert planned.trained_with_help == ""
         return
     told = f"specimen: {(SPECIMEN / HELP).read_text('utf-8').strip()}"
