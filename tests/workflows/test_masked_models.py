@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,11 @@ import torch
 import mizarr
 from mizarr import HookPoint, HookSpec, Model, Replace
 from mizarr.store.errors import ConfigError
-from mizarr.workflows import compute
+from mizarr.workflows import build, compute
 from mizarr.workflows.subject import shipped_facts
 from tests.stages.forward.random_encoders import save_masking_tokenizer, save_random_encoder
+from tests.stages.forward.random_hybrids import save_random_hybrid
+from tests.stages.forward.toy_rwkv6 import CONFIG, SPECIMEN
 
 pytest.importorskip("transformers")
 KINDS = {"bert": "WordPiece", "xlm-roberta": "Unigram"}
@@ -105,10 +108,41 @@ def test_prompts_of_several_masks_are_refused(folder: Path, tmp_path: Path):
         compute("logit_lens", store=tmp_path / "store", model=str(folder), prompts=(f"The {mask} of {mask}",))
 
 
-def test_what_is_asked_at_the_last_token_is_refused(folder: Path, tmp_path: Path):
-    given = {"model": str(folder), "prompt": "The capital of", "target": "Rome"}
+AT_THE_END = {
+    "ablation": {"prompt": "The capital of", "target": "Rome"},
+    "attribution_patching": {"pairs": 2},
+    "integrated_gradients": {"pairs": 2},
+}
+
+
+@pytest.mark.parametrize("name", AT_THE_END)
+def test_what_is_asked_at_the_last_token_is_refused(folder: Path, name: str):
     with pytest.raises(ConfigError, match=r"expected a model that says what comes next, found .* fills in"):
-        compute("ablation", store=tmp_path / "store", **given)
+        build(name, model=str(folder), **AT_THE_END[name])
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder whose mask is taken away, and whose tokenizer has no token to ask at either."""
+    found = tmp_path_factory.mktemp("gpt2")
+    save_random_hybrid(found, "gpt2", 0, tokenizer=False, vocab_size=CONFIG["vocab_size"], is_causal=False)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(SPECIMEN / file, found)
+    return found
+
+
+@pytest.mark.parametrize("name", [*AT_THE_END, "counterfact_patching", "activation_patching"])
+def test_where_nothing_says_what_is_missing_nothing_is_asked_at_the_last_token(decoder: Path, name: str):
+    with pytest.raises(ConfigError, match="predicts the next token, found gpt2, whose positions see later"):
+        build(name, model=str(decoder), **AT_THE_END.get(name, {}))
+
+
+def test_positions_alone_are_told_on_both_sides(decoder: Path, tmp_path: Path):
+    done = compute("ov_qk", store=tmp_path, model=str(decoder), controls=2)
+    (row, *_) = done.to_json()["positions"]
+    assert row["offset"] == list(range(-4, 5))
+    (table,) = (table for table in done.tables() if "by position alone" in str(table.title))
+    assert "4 ahead" in str(table.columns[1]) and "0 back" in str(table.columns[5])
 
 
 def test_attention_that_looks_ahead_is_stored_and_not_asked_what_looks_back(folder: Path, tmp_path: Path):
@@ -130,7 +164,6 @@ def test_models_without_a_tokenizer_are_read_by_ids(tmp_path: Path):
     from mizarr.stages.forward.models.files import resolve
     from mizarr.stages.logits.lens import logit_lens
     from mizarr.stages.logits.readout import readout_node
-    from tests.stages.forward.random_hybrids import save_random_hybrid
 
     save_random_hybrid(tmp_path / "model", "gpt2", 0, tokenizer=False, vocab_size=61)
     model, games = Model.from_pretrained(tmp_path / "model"), [[5, 60, 7, 8], [1, 2, 3]]

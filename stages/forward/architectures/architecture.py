@@ -358,6 +358,8 @@ class Architecture(ABC):
     """What embeddings are multiplied by as they enter the stream; None for nothing."""
     transform: HeadTransform | None = None
     """What stands before the LM head; None for the final norm alone."""
+    dropped_token: int | None = None
+    """Id that embeds as nothing, while others are multiplied by its share of their prompt; None for none."""
     unknown_token: int | None = None
     """Id that no prompt may hold, as the reference has no position for it; None for none."""
 
@@ -418,6 +420,16 @@ class Architecture(ABC):
                 f"expected logits that are a linear map of the normed stream, found {self.model_type}, whose "
                 "head reads it through a dense map, an activation and a norm; read its layers with the logit "
                 "lens"
+            )
+
+    def require_next_token(self) -> None:
+        """Raise ConfigError unless the logits at a position are of the token behind it, seen by no earlier
+        one, so that a text says what its own tokens should have been."""
+        if not self.predicts_next:
+            raise ConfigError(
+                f"expected a model that predicts the next token, found {self.model_type}, whose "
+                "positions see later ones; put a mask where a token is missing and read the logits there: "
+                "forward(prompts)"
             )
 
     def under(self, root: str, head: str) -> Architecture:
