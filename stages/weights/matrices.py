@@ -188,7 +188,8 @@ class PlainMatrices:
         stored = self.config.tensors.outside.get("token_types")
         if stored is None:
             return np.zeros(self.config.hidden_size, np.float32)
-        return self._read(stored.name, stored, rows=slice(0, 1))[0]
+        found: Array = self._read(stored.name, stored, rows=slice(0, 1))[0]
+        return found
 
     def unembedding(self, rows: slice | Array = slice(None)) -> Affine:
         """See `Matrices`. ConfigError where logits are no linear map of the normed stream."""

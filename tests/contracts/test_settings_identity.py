@@ -290,6 +290,8 @@ ELSEWHERE = {
     "layer of feature_pages": "the specimen's autoencoder reads one layer",
     "task of stoicheia_inference": "has to fit the network: test_model.py",
     "task of stoicheia_analysis": "has to fit the network: test_model.py",
+    "steps of generate": "of a model that fills in masks: test_denoising.py",
+    "order of generate": "of a model that fills in masks: test_denoising.py",
     "sequence": "has to fit the network: test_model.py",
     "heads": "of a transformer: test_model.py",
     "zoo": "a folder of files: identity by content: test_stoicheia.py",

@@ -47,6 +47,9 @@ __all__ = [
     "without_later",
 ]
 
+SHIFTED = frozenset(("Dream",))
+"""Families that fill in masks and were trained further from models that predict the next token: the logits at
+a position are still of the token behind it (Ye et al., Dream 7B, 2025)."""
 LATER = "later"
 EVERYWHERE, _OUTSIDE = "everywhere", "outside"
 Reach = Literal["here", "later", "all"]
@@ -448,6 +451,11 @@ class Architecture(ABC):
     def predicts_next(self) -> bool:
         """Whether the logits at a position are of the token behind it, and depend on no later one."""
         return not self.looks_ahead
+
+    @property
+    def mask_shift(self) -> int:
+        """How far before a mask the logits stand that say what it hides; of models that fill in masks."""
+        return int(self.model_type in SHIFTED)
 
     @property
     def is_differentiable(self) -> bool:

@@ -377,26 +377,28 @@ def is_finite(tensor: Tensor) -> bool:
     """Whether a tensor of floating-point numbers holds no NaN and no infinity, the only ones whose exponents
     are all ones; of other numbers, whether torch says so.
 
-    Exponents are looked at in one thread, some numbers at a time. torch's sum over as much is handed to all
-    threads tensor by tensor: measured, on two cores that others used as well, 400 MB took 0.4 s of processor
-    time in float32 and 2.4 s in bfloat16, here 0.02 s.
+    Exponents are looked at in one thread, some numbers at a time. A sum by torch is handed to all threads,
+    tensor by tensor, which wait for each other: measured, on two cores that others used as well, 100 million
+    numbers took 0.04 to 0.4 s of processor time in float32 and 0.03 to 1.2 s in bfloat16, here 0.03 s.
     """
     import torch
 
-    ones = {
-        torch.float64: (torch.int64, np.uint64(0x7FF << 52)),
-        torch.float32: (torch.int32, np.uint32(0xFF << 23)),
-        torch.float16: (torch.int16, np.uint16(0x1F << 10)),
-        torch.bfloat16: (torch.int16, np.uint16(0xFF << 7)),
+    exponents = {
+        torch.float64: (11, 52),
+        torch.float32: (8, 23),
+        torch.float16: (5, 10),
+        torch.bfloat16: (8, 7),
     }
-    if tensor.dtype not in ones or tensor.device.type != "cpu":
+    if tensor.dtype not in exponents or tensor.device.type != "cpu":
         return bool(torch.isfinite(tensor).all())
-    whole, mask = ones[tensor.dtype]
-    bits = tensor.detach().contiguous().reshape(-1).view(whole).numpy().view(mask.dtype)
-    exponents = np.empty(min(len(bits), _CHECKED), mask.dtype)
+    width, behind = exponents[tensor.dtype]
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+    bits = tensor.detach().contiguous().reshape(-1).view(whole).numpy().view(f"u{tensor.itemsize}")
+    ones = bits.dtype.type(((1 << width) - 1) << behind)
+    found = np.empty_like(bits[:_CHECKED])
     for at in range(0, len(bits), _CHECKED):
         here = bits[at : at + _CHECKED]
-        if np.bitwise_and(here, mask, out=exponents[: len(here)]).max() == mask:
+        if np.bitwise_and(here, ones, out=found[: len(here)]).max() == ones:
             return False
     return True
 
