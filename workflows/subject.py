@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..stages.forward.models.model import Model
     from ..stages.forward.models.source import ModelSource
     from ..stages.forward.runs.experiment import Experiment, ExperimentNode
-    from ..stages.forward.text.tokens import Tokenizer
+    from ..stages.forward.text.tokens import Encoding, Tokenizer
 
 __all__ = ["Need", "Subject", "answered", "read_texts", "shipped_facts", "shipped_prose"]
 
@@ -221,7 +221,7 @@ class Subject:
             return prompt
         return f"{prompt} {self.tokenizer.pieces([self.mask])[0]}"
 
-    def masked(self, prompt: str, masks: int) -> list[int]:
+    def masked(self, prompt: Encoding, masks: int) -> list[int]:
         """Token ids of a prompt with masks to fill in: its own, or so many behind it, before what its
         tokenizer ends a text with. Raises ConfigError for a tokenizer without a mask."""
         if self.mask is None:
@@ -229,12 +229,11 @@ class Subject:
                 f"expected a tokenizer with a mask to fill in, found none in that of {self.name}; name it in "
                 "tokenizer_config.json: mask_token"
             )
-        found = self.tokenizer.encode(prompt)
-        if self.mask in found.ids:
-            return list(found.ids)
-        end = next((n for n, special in enumerate(reversed(found.special)) if not special), 0)
-        stop = len(found.ids) - end
-        return [*found.ids[:stop], *[self.mask] * masks, *found.ids[stop:]]
+        if self.mask in prompt.ids:
+            return list(prompt.ids)
+        end = next((n for n, special in enumerate(reversed(prompt.special)) if not special), 0)
+        stop = len(prompt.ids) - end
+        return [*prompt.ids[:stop], *[self.mask] * masks, *prompt.ids[stop:]]
 
     def read_at(self, ids: Sequence[int]) -> int:
         """The position whose logits say the answer to a prompt: its mask's (of some models the one before,

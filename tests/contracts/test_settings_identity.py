@@ -290,6 +290,7 @@ ELSEWHERE = {
     "layer of feature_pages": "the specimen's autoencoder reads one layer",
     "task of stoicheia_inference": "has to fit the network: test_model.py",
     "task of stoicheia_analysis": "has to fit the network: test_model.py",
+    "chat of generate": "needs a chat template: test_generate_workflow.py",
     "steps of generate": "of a model that fills in masks: test_denoising.py",
     "order of generate": "of a model that fills in masks: test_denoising.py",
     "sequence": "has to fit the network: test_model.py",

@@ -74,9 +74,11 @@ def counterpart(subject: Subject, model: str, prompt: str, target: str) -> str:
     )
 
 
-def encoded(subject: Subject, prompt: str) -> Encoding:
-    """Tokens of a prompt. Raises PromptError for one that is empty or too long for the model."""
-    found = subject.tokenizer.encode(prompt)
+def encoded(subject: Subject, prompt: str, *, chat: bool = False) -> Encoding:
+    """Tokens of a prompt; of what a user says (chat), by the model's chat template, up to where it answers.
+    Raises PromptError for one that is empty or too long for the model, TokenizerError without a template."""
+    tokenizer = subject.tokenizer
+    found = tokenizer.encode_raw(tokenizer.chat(prompt)) if chat else tokenizer.encode(prompt)
     config = subject.config
     check_prompts([found.ids], config.vocab_size, config.context_length, subject.name, config.unknown_token)
     return found

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from ...pipeline.nodes import ResultNode
     from ...stages.forward.generation.generate import NewToken
+    from ...stages.forward.text.tokens import Encoding
     from ...store import Store
 
 __all__ = ["Generate", "GenerateSettings"]
@@ -67,6 +68,7 @@ class GenerateSettings(ModelSettings):
     cache: bool | None = setting(
         None, "keep keys and values, or read everything anew; none: keep where tokens are the same"
     )
+    chat: bool = setting(False, "prompts are what a user says, to be put into the model's chat template")
     steps: int | None = setting(None, "passes in which masks are filled in; none: one for each")
     order: str | None = setting(
         None, "masks filled in first, by confidence, margin, entropy, position or random; none: confidence"
@@ -93,7 +95,7 @@ class Generate(ModelWorkflow):
         self._require_fitting()
         if not self.subject.config.predicts_next:
             return self._filled_in()
-        ids = tuple(tuple(encoded(self.subject, text).ids) for text in self.texts)
+        ids = tuple(tuple(self._encoded(text).ids) for text in self.texts)
         self._text_of = dict(zip(ids, self.texts, strict=True))
         self._live: _Printer | None = None
         whole = Continuation(
@@ -111,6 +113,9 @@ class Generate(ModelWorkflow):
             on_token=self._heard,
         )
         return self._asked(whole)
+
+    def _encoded(self, text: str) -> Encoding:
+        return encoded(self.subject, text, chat=self.settings.chat)
 
     def _asked(self, whole: Continuation | Denoising) -> Mapping[str, ResultNode]:
         """What is asked of the whole model, and where something is silenced, of what is left."""
@@ -133,7 +138,7 @@ class Generate(ModelWorkflow):
     def _filled_in(self) -> Mapping[str, ResultNode]:
         """Masks of the prompts, or behind them, filled in."""
         given, subject = self.settings, self.subject
-        prompts = tuple(tuple(subject.masked(text, given.max_tokens)) for text in self.texts)
+        prompts = tuple(tuple(subject.masked(self._encoded(text), given.max_tokens)) for text in self.texts)
         self._text_of, self._live = {}, None
         assert subject.mask is not None  # or there would be no masked prompts
         whole = Denoising(
@@ -246,7 +251,7 @@ class Generate(ModelWorkflow):
             "model_id": self.subject.name,
             "prompt": text,
             "generated_text": generated,
-            "full_text": text + generated,
+            "full_text": (self.subject.tokenizer.chat(text) if self.settings.chat else text) + generated,
             "prompt_tokens": count,
             "generated_tokens": len(ids),
             "total_tokens": count + len(ids),
