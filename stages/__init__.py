@@ -102,6 +102,7 @@ REGISTRY = {
     "steering_convergence": ".causal.convergence PushedStates",
     "random_pushes": ".causal.random_pushes RandomPushes",
     "continuation": ".causal.continuation Continuation",
+    "denoising": ".causal.denoising Denoising",
     "recurrent_continuation": ".causal.recurrence RecurrentContinuation",
     "corpus_loss": ".evaluation.loss CorpusLoss",
     "layer_orders": ".evaluation.order LayerOrders",

@@ -198,7 +198,7 @@ class FileDigests(_Cache):
         real = path.resolve()
         for _ in range(_ATTEMPTS):
             before, now = real.stat(), time.time()
-            state = f"{':'.join(map(str, stamp(before)))}:{_sample(real, before.st_size)}"
+            state = _state(real, before)
             if (known := self._known(real, state)) is not None:
                 return known
             found = file_digest(real)
@@ -207,6 +207,14 @@ class FileDigests(_Cache):
                     self._remember(real, state, found)
                 return found
         raise OSError(f"{real} is being written while it is digested; wait until it is whole")
+
+    @staticmethod
+    def state(path: Path) -> str | None:
+        """What a file is remembered by: as long as it keeps this, its digest is what it was. None for one
+        whose next change might not show in it. OSError when it cannot be read."""
+        real, now = path.resolve(), time.time()
+        found = real.stat()
+        return _state(real, found) if is_settled(found, now) else None
 
     def _known(self, real: Path, state: str) -> str | None:
         query = "SELECT digest FROM files WHERE path = ? AND stat = ?"
@@ -262,6 +270,10 @@ def _user_cache() -> Path:
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _state(real: Path, found: os.stat_result) -> str:
+    return f"{':'.join(map(str, stamp(found)))}:{_sample(real, found.st_size)}"
 
 
 def _sample(path: Path, size: int) -> str:

@@ -21,7 +21,7 @@ __all__ = ["WORKFLOWS", "build", "compute", "kind_of"]
 WORKFLOWS = {
     "logit_lens": ".logit_lens",
     "logit_attribution": ".logit_attribution",
-    "generate": ".generate",
+    "generate": ".writing.generate",
     "character_count_helix": ".character_count_helix",
     "activation_patching": ".activation_patching",
     "attribution_patching": ".gradients.attribution_patching",

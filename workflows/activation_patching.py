@@ -254,7 +254,9 @@ class ActivationPatchingTrace(ModelWorkflow):
 
     @property
     def _roles_named(self) -> tuple[str, str]:
-        return ROLES if self.subject.mask is None else (ROLES[0], "the mask")
+        if self.subject.mask is None:
+            return ROLES
+        return ROLES[0], "the token before the mask" if self.subject.config.mask_shift else "the mask"
 
     def is_known(self, name: str) -> npt.NDArray[np.bool_]:
         """Which pairs of a result count, bool [pair]: those whose clean answer is the likeliest next token,

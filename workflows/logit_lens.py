@@ -74,11 +74,11 @@ class LogitLens(ModelWorkflow):
         return {"lens": lens, "readout": readout}
 
     def _targets(self, tokens: PackedTokens) -> xr.DataArray:
-        """What each token should say: the next one, or of a model that looks ahead the token itself; at the
-        end of a prompt, or its mask, the answer."""
+        """What each token should say: the next one, or of most models that look ahead the token itself; at
+        the end of a prompt, or where its mask is read, the answer."""
         import xarray as xr
 
-        if self.subject.config.predicts_next:
+        if self.subject.config.predicts_next or self.subject.config.mask_shift:
             targets = next_tokens(tokens.ids, tokens.prompt_of(slice(None)))
         else:
             targets = np.asarray(tokens.ids, np.int32).copy()

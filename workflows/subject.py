@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..stages.forward.models.model import Model
     from ..stages.forward.models.source import ModelSource
     from ..stages.forward.runs.experiment import Experiment, ExperimentNode
-    from ..stages.forward.text.tokens import Tokenizer
+    from ..stages.forward.text.tokens import Encoding, Tokenizer
 
 __all__ = ["Need", "Subject", "answered", "read_texts", "shipped_facts", "shipped_prose"]
 
@@ -221,9 +221,27 @@ class Subject:
             return prompt
         return f"{prompt} {self.tokenizer.pieces([self.mask])[0]}"
 
+    def masked(self, prompt: Encoding, masks: int) -> list[int]:
+        """Token ids of a prompt with masks to fill in: its own, or so many behind it, before what its
+        tokenizer ends a text with. Raises ConfigError for a tokenizer without a mask."""
+        if self.mask is None:
+            raise ConfigError(
+                f"expected a tokenizer with a mask to fill in, found none in that of {self.name}; name it in "
+                "tokenizer_config.json: mask_token"
+            )
+        if self.mask in prompt.ids:
+            return list(prompt.ids)
+        end = next((n for n, special in enumerate(reversed(prompt.special)) if not special), 0)
+        stop = len(prompt.ids) - end
+        return [*prompt.ids[:stop], *[self.mask] * masks, *prompt.ids[stop:]]
+
     def read_at(self, ids: Sequence[int]) -> int:
-        """The position at which the answer to a prompt stands: its mask's, or the last one. Raises
-        ConfigError for several masks."""
+        """The position whose logits say the answer to a prompt: its mask's (of some models the one before,
+        `Architecture.mask_shift`), or the last one. Raises ConfigError for several masks."""
+        place = self._asked_about(ids)
+        return max(place - self.config.mask_shift, 0) if ids[place] == self.mask else place
+
+    def _asked_about(self, ids: Sequence[int]) -> int:
         masks = [place for place, token in enumerate(ids) if token == self.mask]
         if len(masks) > 1:
             raise ConfigError(
@@ -253,7 +271,7 @@ class Subject:
         """The tokens that stand where the mask of a prompt stood, once it is filled in."""
         asked = self.asked(prompt)
         before = self.tokenizer.encode(asked).ids
-        place, start = self.read_at(before), self.tokenizer.encode(asked).offsets
+        place, start = self._asked_about(before), self.tokenizer.encode(asked).offsets
         first, last = start[place]
         mask = asked[first:last]
         text = asked[:first] + mask.replace(mask.strip(), answer.strip()) + asked[last:]

@@ -38,6 +38,7 @@ from .effects import (
     Baseline,
     along_layers,
     array,
+    check_target,
     check_tokens,
     effect,
     effects_along,
@@ -282,6 +283,7 @@ class PushedStates(Pushes):
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """As `Pushes`, and of the target."""
         check_tokens(self.tokens, self.target)
+        check_target(self.target, config)
         return super().cells(config)
 
     def prepare(self, model: Model) -> _Prepared:

@@ -151,6 +151,13 @@ def check_tokens(tokens: Sequence[int], target: Sequence[int] = ()) -> None:
             raise PromptError(f"expected token ids counted from 0, found {token!r}; encode the text first")
 
 
+def check_target(target: Sequence[int], config: Architecture) -> None:
+    """ConfigError for a target of several tokens where positions see later ones: each is read with those
+    before it behind the prompt (`with_target`), which there change what is read."""
+    if len(target) > 1:
+        config.require_next_token()
+
+
 def check_words(words: Sequence[int], vocab_size: int) -> None:
     """PromptError for token ids that are not in the vocabulary."""
     outside = [word for word in words if word >= vocab_size]

@@ -24,6 +24,7 @@ from .effects import (
     Baseline,
     along_layers,
     baseline_run,
+    check_target,
     check_tokens,
     effect,
     layers_of,
@@ -71,6 +72,7 @@ class LayerSweep(Experiment):
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One per layer. Raises what `check` does, and PromptError for a prompt of no tokens."""
         check_tokens(self.tokens, self.target)
+        check_target(self.target, config)
         self.check(config)
         return [{"layer": layer} for layer in layers_of(self.layers, config.num_layers, self.width)]
 

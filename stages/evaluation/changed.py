@@ -204,11 +204,13 @@ def log_probabilities(
     model: Model, rows: list[list[int]], spec: BoundSpec, *, last: bool = False
 ) -> Iterator[tuple[slice, Tensor]]:
     """(positions, log-probabilities [prompt, position, vocab] of what follows, nats, float32) of prompts of
-    one length, a few positions at a time; last: of the last position alone."""
+    one length, a few positions at a time; last: of the last position alone. ConfigError for a model that does
+    not say what follows."""
     from ..forward.architectures.points import HookPoint
     from ..forward.hooks.spec import Capture
     from ..forward.hooks.wants import ALL_LOGITS, Logits
 
+    model.config.require_next_token()
     length, point = len(rows[0]), HookPoint("final_norm")
     if last or point not in model.config.known_points:
         logits, _ = model.run_batch(rows, spec, Logits(positions=(-1,)) if last else ALL_LOGITS)

@@ -164,8 +164,8 @@ class PlainMatrices:
         return Affine(matrix.T, np.zeros(len(matrix), np.float32) if bias is None else bias)
 
     def embedding(self, rows: slice | Array = slice(None)) -> Array:
-        """See `Matrices`, after the family's scale. ConfigError where embeddings are normed before they enter
-        the stream: what a token enters as is then no row of a matrix."""
+        """See `Matrices`, after the family's scale. ConfigError where what a token enters the stream as is no
+        row of a matrix (`require_embedding`)."""
         outside = self.config.tensors.outside
         require_embedding(self.config)
         found = self._read(outside["embed"].name, outside["embed"], rows=rows)
@@ -182,9 +182,19 @@ class PlainMatrices:
             )
         return self._read(stored.name, stored, rows=slice(self.config.first_position, None))
 
+    def token_type(self) -> Array:
+        """What stands beside every token as it enters the stream, [hidden]: the first row of a table of token
+        types, of which prompts have one; zeros where there is no such table."""
+        stored = self.config.tensors.outside.get("token_types")
+        if stored is None:
+            return np.zeros(self.config.hidden_size, np.float32)
+        found: Array = self._read(stored.name, stored, rows=slice(0, 1))[0]
+        return found
+
     def unembedding(self, rows: slice | Array = slice(None)) -> Affine:
-        """See `Matrices`."""
+        """See `Matrices`. ConfigError where logits are no linear map of the normed stream."""
         outside = self.config.tensors.outside
+        self.config.require_linear_head()
         matrix = self._read(outside["head"].name, outside["head"], rows=rows)
         bias = outside.get("head.bias")
         added = np.zeros(len(matrix), np.float32)
@@ -257,11 +267,17 @@ def require_outputs(config: Architecture) -> None:
 
 
 def require_embedding(config: Architecture) -> None:
-    """ConfigError for a model whose tokens enter the stream as no rows of a matrix."""
-    if "embed_norm" in config.tensors.outside:
+    """ConfigError for a model whose tokens enter the stream as no rows of a matrix: as they are normed or
+    mapped first, or multiplied by what their prompt says."""
+    outside, found = config.tensors.outside, ""
+    if "embed_norm" in outside or "embed_in" in outside:
+        found = f"a {'norm' if 'embed_norm' in outside else 'map'} behind those of {config.model_type}"
+    elif config.dropped_token is not None:
+        found = f"those of {config.model_type} multiplied by the share of masks in their prompt"
+    if found:
         raise ConfigError(
-            f"expected embeddings that enter the stream as they are, found a norm behind those of "
-            f"{config.model_type}; ask for circuits between heads, which need none"
+            f"expected embeddings that enter the stream as they are, found {found}; ask for circuits between "
+            "heads, which need none"
         )
 
 

@@ -29,6 +29,7 @@ from mizarr.stages.causal.attribution.patching import AttributionPatching
 from mizarr.stages.causal.continuation import Continuation
 from mizarr.stages.causal.convergence import ContrastiveVectors, PushedStates
 from mizarr.stages.causal.counterfact import CounterFactPatching, Pair
+from mizarr.stages.causal.denoising import Denoising
 from mizarr.stages.causal.draws import AtOnce, Draws
 from mizarr.stages.causal.factual_routing import FactualRouting
 from mizarr.stages.causal.grids.ablation import Ablation
@@ -91,6 +92,7 @@ from mizarr.store import open_store
 from mizarr.store.digest import canonical_json, digest
 from mizarr.store.errors import InterventionError, MizarrError, StageError
 from mizarr.store.keys import ActivationKey, ModelIdentity, ResultKey, RunKey
+from tests.stages.forward.random_encoders import save_random_encoder
 
 for _found in pkgutil.walk_packages(stages.__path__, "mizarr.stages."):
     importlib.import_module(_found.name)  # so that subclasses are known
@@ -304,6 +306,18 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "prompts": ((1, 3),),
             "settings": GenerationSettings(max_tokens=3, eos=()),
+            "hooks": HookSpec().intervene("blocks.0.hook_mlp_out", Zero()),
+        },
+    ),
+    Denoising: (
+        {"prompts": ((1, 9),), "mask": 9},
+        {
+            "prompts": ((3, 9),),
+            "mask": Pairwise({"prompts": ((2, 9),)}, {"prompts": ((2, 9),), "mask": 2}),
+            "steps": 1,
+            "order": "position",
+            "temperature": 0.5,
+            "seed": Pairwise({"order": "random"}, {"order": "random", "seed": 1}),
             "hooks": HookSpec().intervene("blocks.0.hook_mlp_out", Zero()),
         },
     ),
@@ -696,9 +710,17 @@ def recurrent() -> ModelSource:
     return ModelSource("specimen-rwkv")
 
 
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    folder = tmp_path_factory.mktemp("bert")
+    save_random_encoder(folder, "bert", tokenizer=False)
+    return ModelSource(str(folder))
+
+
 @pytest.mark.parametrize(("kind", "field"), cases(EXPERIMENTS))
-def test_every_field_of_an_experiment_is_in_its_key(kind, field, specimen, recurrent):
-    model = recurrent if kind in (StateKnockout, StateSteering, RandomWrites) else specimen
+def test_every_field_of_an_experiment_is_in_its_key(kind, field, specimen, recurrent, encoder):
+    recurrences = dict.fromkeys((StateKnockout, StateSteering, RandomWrites), recurrent)
+    model = {**recurrences, Denoising: encoder}.get(kind, specimen)
     one, other = (ExperimentNode(each, model) for each in changed(kind, field, EXPERIMENTS))
     assert one.key(None).digest != other.key(None).digest
     cells = [[node.cell_key(cell).digest for cell in node.cells()] for node in (one, other)]

@@ -9,7 +9,7 @@ import mizarr
 from mizarr.pipeline import Stage, plan, run
 from mizarr.pipeline.nodes import Estimate
 from mizarr.pipeline.plan import as_bytes, human_bytes, in_order
-from mizarr.pipeline.reasons import missing_cells, spans
+from mizarr.pipeline.reasons import differences, missing_cells, spans
 from mizarr.pipeline.sources import SourceNode
 from mizarr.store.errors import PlanError
 
@@ -185,3 +185,11 @@ def test_what_is_no_size_is_refused(text):
 @pytest.mark.parametrize(("size", "text"), [(0, ""), (5, "5 B"), (1536, "1.5 KiB"), (1 << 41, "2 TiB")])
 def test_sizes_are_told(size, text):
     assert human_bytes(size) == text
+
+
+def test_a_long_parameter_that_differs_at_its_end_is_said_to_have_changed():
+    wanted, stored = ({"version": 1, "params": {"ids": [0] * 40 + [n]}, "inputs": {}} for n in (1, 2))
+    assert differences(wanted, stored) == ["parameter ids changed"]
+    assert differences(wanted, wanted) == ["its stored result was removed"]
+    short = {"version": 1, "params": {"ids": [3]}, "inputs": {}}
+    assert differences(short, {**short, "params": {}}) == ["parameter ids changed unset -> [3]"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from mizarr.stages.causal.continuation import Continuation
 from mizarr.stages.forward.generation.continuations import GenerationSettings
 from mizarr.stages.forward.generation.generate import TokenStream, generate
 from mizarr.stages.logits.lens import format_token
-from mizarr.store.errors import ConfigError, HookPointNotFound, PromptError
+from mizarr.store.errors import ConfigError, HookPointNotFound, PromptError, TokenizerError
 from mizarr.workflows import build, compute
 from tests.torch_free import TORCH_BLOCKED
 
@@ -231,3 +232,24 @@ def test_what_makes_no_sense_is_refused_before_a_model_is_loaded(tiny_model, cho
     with pytest.raises(error, match=message) as caught:
         build("generate", model=str(tiny_model), **({"prompts": PROMPTS} | chosen))
     assert "\n" not in str(caught.value)
+
+
+def test_what_a_user_says_is_put_into_the_models_chat_template(tiny_model: Path, tmp_path: Path):
+    """The tokens are those of `Model.chat`, continued; without a template that is said in a line."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    told = json.loads(path.read_text()) if path.is_file() else {}
+    told.pop("chat_template", None)
+    path.write_text(json.dumps(told))
+    asked = {"model": str(folder), "prompts": ("it was",), "max_tokens": 4, "chat": True}
+    with pytest.raises(TokenizerError, match="has no chat template"):
+        build("generate", **asked)
+    template = "{% for said in messages %}<{{ said.role }}> {{ said.content }}\n{% endfor %}<assistant>"
+    path.write_text(json.dumps(told | {"chat_template": template}))
+    (result,) = compute("generate", store=tmp_path / "store", **asked).to_json()["results"]
+    model = mizarr.Model.from_pretrained(folder)
+    ids = model.chat("it was")
+    assert result["prompt_token_ids"] == ids and result["prompt"] == "it was"
+    assert result["full_text"] == "<user> it was\n<assistant>" + result["generated_text"]
+    assert model.tokenizer.decode(ids) == "<user> it was\n<assistant>"
+    assert result["token_ids"] == list(generate(model, [ids], max_tokens=4)[0].generated_ids)

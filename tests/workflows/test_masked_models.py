@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,13 @@ import torch
 import mizarr
 from mizarr import HookPoint, HookSpec, Model, Replace
 from mizarr.store.errors import ConfigError
-from mizarr.workflows import compute
+from mizarr.workflows import build, compute
 from mizarr.workflows.subject import shipped_facts
+from mizarr.workflows.views import Figure, Tokens
 from tests.stages.forward.random_encoders import save_masking_tokenizer, save_random_encoder
+from tests.stages.forward.random_hybrids import save_random_hybrid
+from tests.stages.forward.random_models import save_random_model
+from tests.stages.forward.toy_rwkv6 import CONFIG, SPECIMEN
 
 pytest.importorskip("transformers")
 KINDS = {"bert": "WordPiece", "xlm-roberta": "Unigram"}
@@ -105,10 +110,41 @@ def test_prompts_of_several_masks_are_refused(folder: Path, tmp_path: Path):
         compute("logit_lens", store=tmp_path / "store", model=str(folder), prompts=(f"The {mask} of {mask}",))
 
 
-def test_what_is_asked_at_the_last_token_is_refused(folder: Path, tmp_path: Path):
-    given = {"model": str(folder), "prompt": "The capital of", "target": "Rome"}
+AT_THE_END = {
+    "ablation": {"prompt": "The capital of", "target": "Rome"},
+    "attribution_patching": {"pairs": 2},
+    "integrated_gradients": {"pairs": 2},
+}
+
+
+@pytest.mark.parametrize("name", AT_THE_END)
+def test_what_is_asked_at_the_last_token_is_refused(folder: Path, name: str):
     with pytest.raises(ConfigError, match=r"expected a model that says what comes next, found .* fills in"):
-        compute("ablation", store=tmp_path / "store", **given)
+        build(name, model=str(folder), **AT_THE_END[name])
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder whose mask is taken away, and whose tokenizer has no token to ask at either."""
+    found = tmp_path_factory.mktemp("gpt2")
+    save_random_hybrid(found, "gpt2", 0, tokenizer=False, vocab_size=CONFIG["vocab_size"], is_causal=False)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(SPECIMEN / file, found)
+    return found
+
+
+@pytest.mark.parametrize("name", [*AT_THE_END, "counterfact_patching", "activation_patching"])
+def test_where_nothing_says_what_is_missing_nothing_is_asked_at_the_last_token(decoder: Path, name: str):
+    with pytest.raises(ConfigError, match="predicts the next token, found gpt2, whose positions see later"):
+        build(name, model=str(decoder), **AT_THE_END.get(name, {}))
+
+
+def test_positions_alone_are_told_on_both_sides(decoder: Path, tmp_path: Path):
+    done = compute("ov_qk", store=tmp_path, model=str(decoder), controls=2)
+    (row, *_) = done.to_json()["positions"]
+    assert row["offset"] == list(range(-4, 5))
+    (table,) = (table for table in done.tables() if "by position alone" in str(table.title))
+    assert "4 ahead" in str(table.columns[1]) and "0 back" in str(table.columns[5])
 
 
 def test_attention_that_looks_ahead_is_stored_and_not_asked_what_looks_back(folder: Path, tmp_path: Path):
@@ -130,7 +166,6 @@ def test_models_without_a_tokenizer_are_read_by_ids(tmp_path: Path):
     from mizarr.stages.forward.models.files import resolve
     from mizarr.stages.logits.lens import logit_lens
     from mizarr.stages.logits.readout import readout_node
-    from tests.stages.forward.random_hybrids import save_random_hybrid
 
     save_random_hybrid(tmp_path / "model", "gpt2", 0, tokenizer=False, vocab_size=61)
     model, games = Model.from_pretrained(tmp_path / "model"), [[5, 60, 7, 8], [1, 2, 3]]
@@ -145,3 +180,91 @@ def test_models_without_a_tokenizer_are_read_by_ids(tmp_path: Path):
     assert found["top_id"].isel(layer=-1, rank=0).values[:4].tolist() == logits.argmax(-1).tolist()
     with pytest.raises(mizarr.MizarrError, match=r"expected a tokenizer\.json"):
         model.forward("text")
+
+
+def test_masks_behind_a_prompt_are_filled_in_and_told_pass_by_pass(folder: Path, tmp_path: Path):
+    model, text = Model.from_pretrained(folder), "The capital of France"
+    given = {"model": str(folder), "prompts": (text,), "max_tokens": 3}
+    done = compute("generate", store=tmp_path, steps=2, **given)
+    (told,) = json.loads(json.dumps(done.to_json(), allow_nan=False))["results"]
+    ids, mask = model.tokenizer.encode(text).ids, model.tokenizer.mask_id
+    asked = [*ids[:-1], mask, mask, mask, ids[-1]]
+    assert [one["step"] for one in told["filled"]] == [0, 0, 1] and told["passes"] == 2
+    assert [token for token, was in zip(told["token_ids"], asked, strict=True) if was != mask] == ids
+    first = model.forward(asked).logits[0].softmax(-1)
+    for one in told["filled"][:2]:
+        assert one["probability"] == pytest.approx(float(first[one["position"], one["token_id"]]), abs=1e-5)
+        asked[one["position"]] = one["token_id"]
+    (last,) = told["filled"][2:]
+    then = model.forward(asked).logits[0, last["position"]].softmax(-1)
+    assert last["probability"] == pytest.approx(float(then[last["token_id"]]), abs=1e-5)
+    (strip, *_), (figure,) = (
+        [view for view in done.views() if isinstance(view, kind)] for kind in (Tokens, Figure)
+    )
+    assert np.isfinite(strip.texts[0].values).sum() == 3
+    at = {one["position"]: one["step"] for one in told["filled"]}
+    expected = [[True, at[place] == 1] for place in sorted(at)]
+    np.testing.assert_array_equal(np.isfinite(figure.panels[0].values), expected)
+    assert done.report(tmp_path / "page.html").stat().st_size > 10_000
+
+
+def test_masks_of_a_prompt_are_filled_in_where_they_stand_and_beside_the_whole_model(folder: Path, tmp_path):
+    mask = Model.from_pretrained(folder).tokenizer
+    word = mask.pieces([mask.mask_id])[0]
+    asked = {
+        "model": str(folder),
+        "prompts": (f"The {word} of {word} is",),
+        "zero": ("blocks.0.hook_mlp_out",),
+    }
+    done = compute("generate", store=tmp_path, order="position", **asked)
+    (told,) = done.to_json()["results"]
+    places = [one["position"] for one in told["filled"]]
+    assert places == sorted(places) and len(places) == 2 and told["unchanged_text"]
+    assert done.unchanged is not None and int((done.unchanged["step_filled"] >= 0).sum()) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "match"),
+    [
+        ("folder", {"cache": True}, r"expected no cache of .*, which fills in masks, found cache=True"),
+        (
+            "folder",
+            {"stop": ("x",), "top_k": 3},
+            r"expected no stop and no top_k of .*, which fills in masks",
+        ),
+        ("folder", {"order": "surest"}, "no order 'surest' to fill masks in"),
+        ("decoder", {}, r"expected a tokenizer with a mask to fill in, found none .* mask_token"),
+        ("specimen", {"steps": 3}, "expected no steps of specimen, which predicts the next token"),
+    ],
+)
+def test_settings_of_the_other_kind_of_model_are_refused(name, given, match, folder, decoder, tmp_path: Path):
+    model = str({"folder": folder, "decoder": decoder}.get(name, name))
+    with pytest.raises(ConfigError, match=match):
+        compute("generate", store=tmp_path, model=model, prompts=("The capital of France",), **given)
+
+
+def test_the_lens_and_patches_read_dream_one_position_before_its_mask(tmp_path: Path):
+    save_random_model(tmp_path / "model", "qwen2", 0, tokenizer=False)
+    save_masking_tokenizer(tmp_path / "model", "WordPiece")
+    path = tmp_path / "model" / "config.json"
+    told = json.loads(path.read_text())
+    theta = (told.pop("rope_parameters", None) or {}).get("rope_theta", 1e4)
+    own = {"model_type": "Dream", "rope_theta": theta, "use_sliding_window": False}
+    path.write_text(json.dumps(told | own))
+    model = Model.from_pretrained(tmp_path / "model")
+    done = compute(
+        "logit_lens",
+        store=tmp_path / "store",
+        model=str(tmp_path / "model"),
+        prompts=("The capital of France is [MASK].",),
+        answers=("Paris",),
+    )
+    ids = model.tokenizer.encode(done.texts[0]).ids
+    place = ids.index(model.tokenizer.mask_id)
+    assert done.ends == [place - 1]
+    logits = model.forward(ids).logits[0].log_softmax(-1)
+    lens, last = done.prompt(0), len(ids) - 1
+    following = [*ids[1:place], done.subject.answer_id(done.texts[0], "Paris"), *ids[place + 1 :]]
+    assert lens["target_id"].values[:last].tolist() == following
+    expected = [float(logits[at, token]) for at, token in enumerate(following)]
+    np.testing.assert_allclose(lens["target_logprob"].isel(layer=-1).values[:last], expected, atol=1e-4)

@@ -18,7 +18,7 @@ from ...stages.causal.draws import AtOnce
 from ...stages.causal.grids.patching import ActivationPatching
 from ...stages.causal.grids.patching_metrics import KL, Rank
 from ...store.errors import ConfigError
-from ..material.answers import KNOWN, encoded
+from ..material.answers import KNOWN, encoded, require_next
 from ..material.fact_pairs import FIELDS, shipped_pairs
 from ..settings import ControlSettings, Count, ModelSettings, setting
 from ..subject import Subject
@@ -73,6 +73,7 @@ class AttributedPairs(ModelWorkflow):
         corrupted prompt. Raises ConfigError for prompts of different lengths, answers that begin alike, or no
         pair at all."""
         given, subject = self.settings, self.subject
+        require_next(subject)
         if given.prompt:
             return (_paired(subject, (given.prompt, given.corrupted), (given.answer, wrong)),)
         found: list[AttributedPair] = []

@@ -74,9 +74,11 @@ def counterpart(subject: Subject, model: str, prompt: str, target: str) -> str:
     )
 
 
-def encoded(subject: Subject, prompt: str) -> Encoding:
-    """Tokens of a prompt. Raises PromptError for one that is empty or too long for the model."""
-    found = subject.tokenizer.encode(prompt)
+def encoded(subject: Subject, prompt: str, *, chat: bool = False) -> Encoding:
+    """Tokens of a prompt; of what a user says (chat), by the model's chat template, up to where it answers.
+    Raises PromptError for one that is empty or too long for the model, TokenizerError without a template."""
+    tokenizer = subject.tokenizer
+    found = tokenizer.encode_raw(tokenizer.chat(prompt)) if chat else tokenizer.encode(prompt)
     config = subject.config
     check_prompts([found.ids], config.vocab_size, config.context_length, subject.name, config.unknown_token)
     return found
@@ -85,18 +87,20 @@ def encoded(subject: Subject, prompt: str) -> Encoding:
 def answer_pieces(subject: Subject, prompt: str, answer: str, *, at_mask: bool = False) -> tuple[int, ...]:
     """All tokens of an answer to a prompt, none for an empty one; see `Subject.answer_pieces`. at_mask:
     whether who asks reads what a model that fills in masks says there; refused (`require_next`) where not."""
-    if not at_mask:
+    if not at_mask or subject.mask is None:
         require_next(subject)
     return tuple(subject.answer_pieces(prompt, answer))
 
 
 def require_next(subject: Subject) -> None:
-    """Raise ConfigError for a model that fills in masks: the logits at its last token are of no answer."""
+    """Raise ConfigError for a model whose positions see later ones: the logits at its last token are of no
+    answer."""
     if subject.mask is not None:
         raise ConfigError(
             f"expected a model that says what comes next, found {subject.name}, which fills in masks; of "
             "such models logit_lens and activation_patching are asked at the mask"
         )
+    subject.config.require_next_token()
 
 
 def named(subject: Subject, tokens: Any) -> list[str]:

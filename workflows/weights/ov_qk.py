@@ -69,6 +69,7 @@ class OvQk(ModelWorkflow):
         given, config = self.settings, self.subject.config
         require_outputs(config)
         require_embedding(config)
+        config.require_linear_head()
         folded, plain = (
             StoredMatrices.of(self.subject.files, dtype=self.subject.dtype, folded=folds)
             for folds in (True, False)
@@ -216,20 +217,23 @@ class OvQk(ModelWorkflow):
     def _positions(self) -> Table:
         """Where heads look by positions alone."""
         found = self.result("positions")["weight"].load().transpose("layer", "head", "offset")
+        offsets = found["offset"].values.tolist()
         records = [
-            {"layer": int(layer), "head": head, "weight": found.values[i, head].tolist()}
+            {"layer": int(layer), "head": head, "offset": offsets, "weight": found.values[i, head].tolist()}
             for i, layer in enumerate(found["layer"].values)
             for head in range(found.sizes["head"])
         ]
-        records.sort(key=lambda row: -row["weight"][1])
 
         def back(offset: int) -> Any:
-            return lambda row: row["weight"][offset]
+            return lambda row: row["weight"][offsets.index(offset)]
+
+        previous = back(1)
+        records.sort(key=lambda row: -previous(row))
 
         return Table.of(
             records[: self.settings.top],
             ("head", lambda row: f"L{row['layer']}H{row['head']}"),
-            *((f"{k} back", back(k), ".2f") for k in range(found.sizes["offset"])),
+            *((f"{k} back" if k >= 0 else f"{-k} ahead", back(k), ".2f") for k in offsets),
             title="Where heads look by position alone",
             caption="mean attention by distance if every token were the mean token; best at 1 back first",
             sources=("positions",),

@@ -140,11 +140,13 @@ class Grid(Experiment):
         return metric_outputs(self.metrics, dims, self.num_samples)
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per kind and layer. Raises StageError, PromptError or InterventionError for what cannot be."""
+        """One per kind and layer; of edges also which there are, where those to later keys are among them.
+        Raises StageError, PromptError or InterventionError for what cannot be."""
         self.check(config)
         layers = range(config.num_layers) if self.layers is None else self.layers
         numbers = [layer % config.num_layers for layer in layers]
-        return [{"kind": kind, "layer": layer} for kind in self.kinds for layer in numbers]
+        edges = {"edges": "all"} if self.over == "edge" and config.looks_ahead else {}
+        return [{"kind": kind, "layer": layer, **edges} for kind in self.kinds for layer in numbers]
 
     def check(self, config: Architecture) -> None:
         """Raise for an empty grid, an unknown kind, or an index out of range."""
@@ -192,7 +194,8 @@ class Grid(Experiment):
     # -- runs
 
     def places(self, config: Architecture, kind: str) -> list[GridPlace]:
-        """The places of one hook point, last axis fastest; edges from a query to later keys do not exist."""
+        """The places of one hook point, last axis fastest; edges from a query to later keys exist only where
+        positions see later ones."""
         axes = dict(self.axes(config, kind))
         every: list[Sequence[int | None]] = [
             next((axes[name] for name in names if name in axes), [None])
@@ -201,7 +204,7 @@ class Grid(Experiment):
         return [
             GridPlace(position, head, key)
             for head, position, key in product(*every)
-            if key is None or position is None or key <= position
+            if key is None or position is None or key <= position or config.looks_ahead
         ]
 
     def axes(self, config: Architecture, kind: str) -> list[tuple[str, list[int]]]:

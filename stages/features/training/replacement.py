@@ -58,8 +58,10 @@ def replacement_loss(
     read, write: hook kinds. prompts: token ids; `skip_positions` first tokens of each are left alone.
     ce, kl [place, way]: of "replaced", "zero" and "mean"; ce_clean: of the model as it is. ce_recovered,
     kl_recovered [place, ablation]: share of what the ablation costs that the reconstruction keeps.
-    Raises PromptError when no prompt is longer than skip_positions + 1.
+    Raises PromptError when no prompt is longer than skip_positions + 1, ConfigError for a model that does not
+    predict the next token.
     """
+    model.config.require_next_token()
     worker = Replacement(model, dict(sorted(layers.items())), read, write, skip_positions)
     batches = list(_batches(prompts, skip_positions, batch_tokens))
     if not batches:

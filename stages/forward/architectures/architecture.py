@@ -47,6 +47,9 @@ __all__ = [
     "without_later",
 ]
 
+SHIFTED = frozenset(("Dream",))
+"""Families that fill in masks and were trained further from models that predict the next token: the logits at
+a position are still of the token behind it (Ye et al., Dream 7B, 2025)."""
 LATER = "later"
 EVERYWHERE, _OUTSIDE = "everywhere", "outside"
 Reach = Literal["here", "later", "all"]
@@ -358,6 +361,8 @@ class Architecture(ABC):
     """What embeddings are multiplied by as they enter the stream; None for nothing."""
     transform: HeadTransform | None = None
     """What stands before the LM head; None for the final norm alone."""
+    dropped_token: int | None = None
+    """Id that embeds as nothing, while others are multiplied by its share of their prompt; None for none."""
     unknown_token: int | None = None
     """Id that no prompt may hold, as the reference has no position for it; None for none."""
 
@@ -420,6 +425,16 @@ class Architecture(ABC):
                 "lens"
             )
 
+    def require_next_token(self) -> None:
+        """Raise ConfigError unless the logits at a position are of the token behind it, seen by no earlier
+        one, so that a text says what its own tokens should have been."""
+        if not self.predicts_next:
+            raise ConfigError(
+                f"expected a model that predicts the next token, found {self.model_type}, whose "
+                "positions see later ones; put a mask where a token is missing and read the logits there: "
+                "forward(prompts)"
+            )
+
     def under(self, root: str, head: str) -> Architecture:
         """The same, of a checkpoint that has other names before its tensors (`root` for "model.") and its LM
         head. ConfigError for a kind that is in no such checkpoint."""
@@ -436,6 +451,11 @@ class Architecture(ABC):
     def predicts_next(self) -> bool:
         """Whether the logits at a position are of the token behind it, and depend on no later one."""
         return not self.looks_ahead
+
+    @property
+    def mask_shift(self) -> int:
+        """How far before a mask the logits stand that say what it hides; of models that fill in masks."""
+        return int(self.model_type in SHIFTED)
 
     @property
     def is_differentiable(self) -> bool:

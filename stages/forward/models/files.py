@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ....store.digest import digest
 from ....store.errors import (
@@ -27,7 +29,7 @@ from ....store.errors import (
     WeightsError,
     nearest,
 )
-from ....store.index import file_digests
+from ....store.index import FileDigests, file_digests
 from ....store.keys import ModelIdentity
 from ..checkpoints.adapter import Adapter
 from ..checkpoints.checkpoint import Checkpoint
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from .bridge_case import BridgeCase
     from .layout_check import LayoutCase
 
+Loaded = TypeVar("Loaded")
 SPECIMEN = "specimen"
 SHIPPED = {
     SPECIMEN: "specimen",
@@ -267,6 +270,33 @@ class ModelFiles:
             dtype,
             attention or architecture.attention_in(dtype),
         )
+
+    def while_digested(self, dtype: str, load: Callable[[], Loaded]) -> tuple[ModelIdentity, Loaded]:
+        """(the identity, what `load` makes of the weight files), both made at once: digesting takes longer
+        than reading, and neither needs the other. Where a change of a file might not show, one after the
+        other. Raises SourceChanged for files that change meanwhile."""
+        before = self._states()
+        if before is None:
+            return self.identity(dtype), load()
+        with ThreadPoolExecutor(1, "mizarr-digest") as aside:
+            asked = aside.submit(self.identity, dtype)
+            loaded = load()
+        if self._states() != before:
+            raise SourceChanged(
+                f"the weight files of {self.name} were replaced meanwhile, while they were read; start again "
+                "with the model as it is now"
+            )
+        return asked.result(), loaded
+
+    def _states(self) -> tuple[str, ...] | None:
+        """What the files that weights are read from are known by; None where a change might not show."""
+        adapter = () if self.adapter is None else (Adapter(self.adapter).file,)
+        try:
+            found = [FileDigests.state(path) for path in (*self.weight_files, *adapter)]
+        except (OSError, WeightsError):
+            return None
+        known = tuple(state for state in found if state is not None)
+        return known if len(known) == len(found) else None
 
     def weights_digest(self, *, verify: bool = False) -> str:
         """`sha256:…` of the content of the weight files, whatever they are called, and of the adapter's;

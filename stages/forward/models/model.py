@@ -117,14 +117,18 @@ class Model:
         found = files.resolve(
             str(name), revision, trust_layout=trust_layout, backend=backend, adapter=adapter
         )
-        config, identity = found.architecture(), found.identity(dtype=dtype_name(numbers))
+        config, told_as = found.architecture(), dtype_name(numbers)
         room = room_for(config, numbers.itemsize, place, as_bytes(max_memory), found.name)
         streamed = None
         if room is None:
             if place.type == "cpu":
                 keep_freed_memory()
-            network = build(config, found.checkpoint, dtype=numbers, device=place, progress=progress)
+            identity, network = found.while_digested(
+                told_as,
+                lambda: build(config, found.checkpoint, dtype=numbers, device=place, progress=progress),
+            )
         else:
+            identity = found.identity(told_as)
             streamed = stream(
                 found.checkpoint, config, dtype=numbers, device=place, room=room, name=found.name
             )

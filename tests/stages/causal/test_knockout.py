@@ -7,14 +7,16 @@ import math
 import numpy as np
 import pytest
 
+from mizarr import Model
 from mizarr.pipeline import run
 from mizarr.stages.causal.knockout import EdgeKnockout, HeadKnockout
 from mizarr.stages.forward.runs.run import stream
 from mizarr.store import open_store
-from mizarr.store.errors import InterventionError, PromptError
+from mizarr.store.errors import ConfigError, InterventionError, PromptError
 
 from ..forward.attention_models import FAMILIES, IDS, both
 from ..forward.attention_reference import attention, biased, kl, logits
+from ..forward.random_hybrids import save_random_hybrid
 
 pytest.importorskip("transformers")
 LAST = len(IDS) - 1
@@ -235,3 +237,12 @@ def test_every_variable_says_its_unit(llama, tmp_path):
     found = computed(EdgeKnockout(IDS, ((-1, 0),), layers=(0,)), llama[0], tmp_path)
     assert all("units" in found[name].attrs for name in found.data_vars)
     assert found["kl"].attrs["units"] == "nats"
+
+
+def test_a_target_of_several_tokens_is_not_read_where_its_own_tokens_are_seen(tmp_path):
+    """They would stand behind the prompt, and change what is read at its end."""
+    save_random_hybrid(tmp_path / "model", "gpt2", 0, tokenizer=False, is_causal=False)
+    model, store = Model.from_pretrained(tmp_path / "model"), open_store(tmp_path / "store")
+    run(EdgeKnockout(IDS, ((3, 5),), target=(4,)).on(model), store)
+    with pytest.raises(ConfigError, match="predicts the next token, found gpt2, whose positions see later"):
+        run(EdgeKnockout(IDS, ((3, 5),), target=(4, 5)).on(model), store)

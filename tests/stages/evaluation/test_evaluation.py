@@ -30,6 +30,7 @@ from mizarr.stages.forward.architectures.points import HookPoint, transformer_po
 from mizarr.store import open_store
 from mizarr.store.errors import ConfigError, HookPointNotFound, PromptError
 
+from ..forward.random_hybrids import save_random_hybrid
 from ..forward.random_models import save_random_model
 from ..forward.random_rwkv import save_random_rwkv
 
@@ -272,3 +273,16 @@ def test_what_cannot_be_measured_is_refused_in_a_line(tmp_path):
     measured = asked(CorpusLoss(prompts(5)), "specimen", tmp_path)
     with pytest.raises(PromptError, match="at positions 0 to 0, found none"):
         over_spans(measured, [(0, 1)])
+
+
+def test_a_model_that_sees_what_it_should_predict_is_refused(tmp_path):
+    save_random_hybrid(tmp_path, "gpt2", 0, tokenizer=False, is_causal=False, n_layer=2)
+    model, ids = Model.from_pretrained(tmp_path), prompts(5, 6)
+    orders = tuple(permutations(range(2)))
+    for ask in (CorpusLoss(ids), LayerOrders(ids, orders), FactualRecall(ids, (3, 4))):
+        with pytest.raises(
+            ConfigError, match="predicts the next token, found gpt2, whose positions see later"
+        ):
+            asked(ask, model, tmp_path / "store")
+    with pytest.raises(ConfigError, match="predicts the next token, found gpt2"):
+        replacement_loss(model, {}, "resid_post", "resid_post", ids)

@@ -14,6 +14,9 @@ from safetensors.torch import load_file, save_file
 
 import mizarr
 from mizarr import Add, HookPoint, HookSpec, Replace, Scale, Zero
+from mizarr.pipeline import run as run_node
+from mizarr.stages.causal.grids.patching_metrics import Probability
+from mizarr.stages.causal.grids.tracing import CausalTracing, embedding_deviation
 from mizarr.stages.forward.architectures.bridge.config import BridgeConfig
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.forward.generation.generate import generate
@@ -35,7 +38,7 @@ from mizarr.workflows import build
 from mizarr.workflows.cli import run as mizarr_command
 from tests.torch_free import without_torch
 
-from . import bridge_models, random_models
+from . import bridge_models, random_hybrids, random_models
 
 transformers = pytest.importorskip("transformers")
 SAMPLE = [
@@ -633,6 +636,30 @@ def test_requests_that_make_no_sense_are_refused(bridged, saved):
         Model.from_pretrained(folder)
     with pytest.raises(ConfigError, match="without positions"):
         model.network.embed(tokens(1, 3), None)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma"])
+def test_a_fact_is_traced_behind_the_bridge_as_it_is_here(family, tmp_path):
+    """Noise as large as the embeddings are, as they enter: beside rows of positions, and multiplied."""
+    save = random_hybrids.save_random_hybrid if family == "gpt2" else random_models.save_random_model
+    save(tmp_path / "model", family, 1, tokenizer=False)
+    asked = CausalTracing(
+        tokens=(3, 200, 31, 8, 120),
+        subject=(1, 2),
+        samples=2,
+        kinds=("resid_post",),
+        metrics=(Probability(17),),
+    )
+    found = []
+    for name in (str(tmp_path / "model"), str(tmp_path / "model") + BRIDGED):
+        kept = open_store(tmp_path / "store")
+        node = asked.on(name)
+        run_node(node, kept)
+        found.append(node.open(kept)["probability"].load())
+    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-7)
+    assert float(found[0].std()) > 1e-6
+    models = [Model.from_pretrained(tmp_path / "model", backend=name) for name in ("native", "transformers")]
+    assert embedding_deviation(models[1]) == pytest.approx(embedding_deviation(models[0]), rel=1e-5)
 
 
 # The command line

@@ -27,6 +27,8 @@ from mizarr.stages.weights.positional import position_scores
 from mizarr.stages.weights.random_heads import random_writers
 from mizarr.stages.weights.singular import singular_directions
 from mizarr.store.errors import ConfigError
+from tests.stages.forward.random_encoders import ENCODERS, save_random_encoder
+from tests.stages.forward.random_hybrids import save_random_hybrid
 
 from .test_matrices import matrices, saved
 
@@ -198,21 +200,74 @@ def test_virtual_weights_are_products_of_what_one_writes_and_another_reads(tmp_p
         mlp_to_mlp(weights, 0, 1, part="down")
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_positions_alone_are_what_the_pass_attends_to_when_all_tokens_are_the_mean(family, tmp_path):
-    model = Model.from_pretrained(saved(family, 1, tmp_path))
+BOTH_WAYS = {
+    "is_causal": False,
+    "window_size": 4,
+    "num_layers": 2,
+    "attention_types": [[["local", "global"], 1]],
+}
+"""A decoder whose first layer sees three positions on each side."""
+
+
+@pytest.mark.parametrize(
+    ("family", "told"),
+    [
+        ("gpt2", {}),
+        ("opt", {}),
+        ("gpt_neo", BOTH_WAYS),
+        ("megatron-bert", {}),
+        ("xlm-roberta-xl", {}),
+    ],
+)
+def test_positions_alone_are_what_the_pass_attends_to_when_all_tokens_are_the_mean(family, told, tmp_path):
+    save = save_random_encoder if family in ENCODERS else save_random_hybrid
+    save(tmp_path, family, 1, tokenizer=False, **told)
+    model = Model.from_pretrained(tmp_path)
     with torch.no_grad():
         embed = model.network.weights.embed
         embed[:] = embed.double().mean(0).float()
     cache = model.forward([[5] * 20], HookSpec().capture("blocks.0.attn.hook_pattern"))
     pattern = cache["blocks.0.attn.hook_pattern"][0].numpy()
     found = position_scores(weights=matrices(tmp_path), length=20, offsets=4)["weight"].sel(layer=0)
-    expected = np.stack([[each.diagonal(-back).mean() for back in range(5)] for each in pattern])
+    assert found["offset"].values.tolist() == list(range(-4 if model.config.looks_ahead else 0, 5))
+    expected = np.stack(
+        [[each.diagonal(-back).mean() for back in found["offset"].values] for each in pattern]
+    )
+    assert not model.config.looks_ahead or expected[:, 0].max() > (0 if "window_size" in told else 1e-3)
     np.testing.assert_allclose(found, expected, atol=1e-4)
     with pytest.raises(ConfigError, match="found folded ones"):
         position_scores(weights=FoldedMatrices(matrices(tmp_path)))
     with pytest.raises(ConfigError, match=r"offsets in 1\.\.19"):
         position_scores(weights=matrices(tmp_path), length=20, offsets=20)
+
+
+@pytest.mark.parametrize("family", ["bert", "openai-gpt"])
+def test_norms_on_the_stream_leave_no_positions_to_ask_about(family, tmp_path):
+    save = save_random_encoder if family in ENCODERS else save_random_hybrid
+    save(tmp_path, family, 0, tokenizer=False)
+    with pytest.raises(ConfigError, match=f"found them on it in layer 0 of {family}; nothing can be said"):
+        position_scores(weights=matrices(tmp_path))
+
+
+def test_what_a_transform_or_the_masks_of_a_prompt_stand_between_is_no_circuit_of_tokens(tmp_path):
+    """Shapes fit: the head of Megatron-BERT is as wide as its stream; ESM's embeddings are rows of a matrix
+    until they are multiplied by what the prompt says."""
+    save_random_encoder(tmp_path / "bert", "megatron-bert", 0, tokenizer=False)
+    weights = matrices(tmp_path / "bert")
+    assert (
+        weights.embedding(slice(0, 2)).shape[1]
+        == weights.config.hidden_size
+        == weights.config.transform.width
+    )
+    for ask in (lambda: weights.unembedding(slice(0, 2)), lambda: copying_scores(weights=weights)):
+        with pytest.raises(ConfigError, match="head reads it through a dense map"):
+            ask()
+    drops = {"token_dropout": True, "emb_layer_norm_before": False}
+    save_random_encoder(tmp_path / "esm", "esm", 0, tokenizer=False, **drops)
+    weights = matrices(tmp_path / "esm")
+    with pytest.raises(ConfigError, match="multiplied by the share of masks in their prompt"):
+        weights.embedding(slice(0, 2))
+    assert qk_circuit(weights, 0, 0).shape == (weights.config.hidden_size,) * 2
 
 
 @pytest.mark.parametrize("circuit", ["OV", "QK"])

@@ -20,6 +20,7 @@ import contextlib
 import json
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -42,6 +43,11 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Bridged", "build"]
+
+_TRIED = 8
+"""Tokens whose embeddings are looked at as they enter."""
+_NEAR = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""How far from rows of a matrix embeddings may be for rounding, over their size."""
 
 
 def build(config: BridgeConfig, directory: Path, *, dtype: torch.dtype, device: torch.device) -> Bridged:
@@ -143,10 +149,11 @@ class Bridged:
         return weight if found.scale == 1 else weight * found.scale
 
     def embed(self, ids: Tensor, positions: Tensor | None, shares: Shares | None = None) -> Carried:
-        """Token ids [B, S] -> what enters the first layer. Raises ConfigError without positions: nobody can
-        say what it would be without them."""
+        """Token ids [B, S] -> what enters the first layer. Without positions the rows of the embedding
+        matrix, as they are multiplied; raises ConfigError where tokens enter as anything else, behind a norm
+        or a map: nobody can say what that would be without positions."""
         if positions is None:
-            self._refuse("token embeddings without positions")
+            return {STREAM: self._token_scale * nn.functional.embedding(ids, self.embedding)}
         taken: dict[Capture, Tensor] = {}
         (embed,) = (point for point in self.config.hook_points if point.kind == "embed")
         taps = RunTaps(BoundSpec((Capture(embed),)), taken.__setitem__, stop_early=True)
@@ -160,6 +167,23 @@ class Bridged:
         norm = self.module.get_submodule(found.norm_path)
         weights = NormWeights(norm.weight, getattr(norm, "bias", None))  # type: ignore[arg-type]
         return apply_norm(x, weights, found.norm_type, found.norm_eps)
+
+    @cached_property
+    def _token_scale(self) -> float:
+        """What rows of the embedding matrix are multiplied by as they enter the stream, as running shows it:
+        at one position, tokens differ by as much as their rows. Raises ConfigError where they do not."""
+        tokens = self.config.embedded_tokens
+        # Not the first ids, of which one may stand for padding, which some have no position for.
+        ids = torch.tensor([(k + 1) * tokens // (_TRIED + 1) for k in range(_TRIED)], device=self.device)
+        entering = self.embed(ids[:, None], ids.new_zeros(1))[STREAM][:, 0].double()
+        rows = self.embedding[ids].double()
+        if entering.shape != rows.shape:
+            self._refuse("token embeddings without positions")
+        apart, expected = entering - entering[:1], rows - rows[:1]
+        scale = float((apart * expected).sum() / expected.square().sum())
+        if not (apart - scale * expected).abs().max() <= _NEAR[self.dtype] * apart.abs().max():
+            self._refuse("token embeddings without positions")
+        return scale
 
     def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:
         """Normalised states [..., D] -> logits [..., tokens]. Raises ConfigError where there is no

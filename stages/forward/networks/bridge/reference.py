@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .....store.errors import ConfigError, WeightsError
+from ..weights import is_finite
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +105,7 @@ def load_reference(
         each.use_cache = False
     module = module.to(device).eval().requires_grad_(False)
     for name, weight in module.named_parameters():
-        if not bool(torch.isfinite(weight).all()):
+        if not is_finite(weight):
             raise WeightsError(
                 f"expected finite weights, found NaN or infinite values in {name!r}; the checkpoint is "
                 "damaged, fetch it again"

@@ -35,6 +35,7 @@ from mizarr.stages.forward.runs.experiment import compute_cells
 from mizarr.stages.forward.runs.run import plan
 from mizarr.store.errors import InterventionError, PromptError, StageError
 
+from ...forward.random_hybrids import save_random_hybrid
 from ...forward.random_models import save_random_model
 from ...reference_runs import Reference, put
 
@@ -119,6 +120,24 @@ def test_every_cell_is_the_full_forward_with_that_one_place_overwritten(
             for place in places
         ]
         np.testing.assert_allclose(np.ravel(cell.values), expected, atol=2e-5)
+
+
+def test_edges_to_later_keys_are_patched_where_positions_see_them(tmp_path):
+    """Each cell is a pass with that one weight written over, of a decoder without its mask."""
+    save_random_hybrid(tmp_path / "model", "gpt2", 1, tokenizer=False, is_causal=False)
+    model = mizarr.Model.from_pretrained(tmp_path / "model")
+    asked = grid(kinds=("pattern",), over="edge", layers=(0,), heads=(0,))
+    found = compute(asked, tmp_path / "model", tmp_path / "store")["logit_difference"][0, 0]
+    point = mizarr.HookPoint.pattern(0)
+    clean, own = (model.forward(ids, mizarr.HookSpec().capture(point))[point] for ids in (CLEAN, CORRUPTED))
+    for query, key in ((0, 5), (2, 3), (5, 5), (4, 1)):
+        weights = own.clone()
+        weights[0, 0, query, key] = clean[0, 0, query, key]
+        spec = mizarr.HookSpec().intervene(point, mizarr.Replace(weights))
+        expected = difference(model.forward(CORRUPTED, spec).logits[0, -1])
+        assert float(found[query, key]) == pytest.approx(expected, abs=1e-6)
+    unchanged = difference(model.forward(CORRUPTED).logits[0, -1])
+    assert (np.abs(found.values[np.triu_indices(LENGTH, 1)] - unchanged) > 2e-5).sum() > 5
 
 
 def test_axes_are_named_after_what_they_are(folder, tmp_path):

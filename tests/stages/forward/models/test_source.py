@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +20,15 @@ import mizarr
 from mizarr import HookSpec
 from mizarr.pipeline import run
 from mizarr.stages.forward.capture.capture import CaptureNode
-from mizarr.stages.forward.models.files import resolve
+from mizarr.stages.forward.models.files import ModelFiles, resolve
 from mizarr.stages.forward.models.fingerprint import fingerprint
 from mizarr.stages.forward.models.model import Model
 from mizarr.stages.forward.models.source import ModelSource
 from mizarr.stages.logits.component_weights import component_weights_node
 from mizarr.stages.logits.readout import readout_node
+from mizarr.store import index
 from mizarr.store.errors import ConfigError, SourceChanged
+from mizarr.store.index import FileDigests
 
 RESID = "blocks.*.hook_resid_post"
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
@@ -144,6 +147,57 @@ def test_files_replaced_while_they_are_read_are_refused(folder, monkeypatch):
     monkeypatch.setitem(table.NETWORKS, "transformer", (interrupted, network))
     with pytest.raises(SourceChanged, match="replaced meanwhile"):
         Model.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("first", ["read", "digested"])
+def test_files_replaced_while_they_are_read_and_digested_at_once_are_refused(folder, monkeypatch, first):
+    """Whichever is done with the old file when it is replaced."""
+    from mizarr.stages.forward.models import model as loading
+    from mizarr.stages.forward.networks import table
+
+    monkeypatch.setattr(index, "is_settled", lambda *_: True)
+    digested, read = threading.Event(), threading.Event()
+    identity, build = ModelFiles.identity, table.build
+
+    def late(self, *args, **how):
+        if threading.current_thread().name.startswith("mizarr-digest") and first == "read":
+            assert read.wait(10)
+        found = identity(self, *args, **how)
+        digested.set()
+        return found
+
+    def replaced(*args, **how):
+        if first == "digested":
+            assert digested.wait(10)
+            replace_weights(folder)
+            return build(*args, **how)
+        network = build(*args, **how)
+        replace_weights(folder)
+        read.set()
+        return network
+
+    monkeypatch.setattr(ModelFiles, "identity", late)
+    monkeypatch.setattr(table, "build", replaced)
+    with pytest.raises(SourceChanged, match="replaced meanwhile"):
+        loading.Model.from_pretrained(folder)
+
+
+def test_a_file_whose_next_change_might_not_show_is_digested_before_it_is_read(folder, monkeypatch):
+    from mizarr.stages.forward.networks import table
+
+    order, build, digest = [], table.build, FileDigests.digest
+    monkeypatch.setattr(index, "is_settled", lambda *_: False)
+    monkeypatch.setattr(FileDigests, "digest", lambda *given: order.append("digest") or digest(*given))
+    monkeypatch.setattr(table, "build", lambda *given, **how: order.append("read") or build(*given, **how))
+    Model.from_pretrained(folder)
+    assert order == ["digest", "read", "digest"]
+
+
+def test_what_is_read_and_digested_at_once_is_what_it_is_one_after_the_other(folder, monkeypatch):
+    one = Model.from_pretrained(folder)
+    monkeypatch.setattr(index, "is_settled", lambda *_: True)
+    other = Model.from_pretrained(folder)
+    assert one.identity == other.identity and np.array_equal(afresh(one), afresh(other))
 
 
 def test_saving_into_the_folder_does_not_touch_a_loaded_model(folder, store, tmp_path):

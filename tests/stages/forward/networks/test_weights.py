@@ -149,6 +149,22 @@ def test_a_tensor_that_is_not_finite_is_named(file, bad):
         load(file(held))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_only_nan_and_infinity_are_not_finite(dtype, monkeypatch):
+    """Wherever they stand, whatever their sign; the largest and the smallest numbers are."""
+    monkeypatch.setattr(weights, "_CHECKED", 8)
+    most, least = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    numbers = torch.tensor([most, -most, least, -least / 2, 0.0, -0.0, 1.0, -3.5] * 2 + [most], dtype=dtype)
+    assert weights.is_finite(numbers) and weights.is_finite(numbers[:0])
+    assert weights.is_finite(numbers[:16].reshape(4, 4).T)
+    for at in range(len(numbers)):
+        for bad in (float("nan"), -float("nan"), float("inf"), -float("inf")):
+            changed = numbers.clone()
+            changed[at] = bad
+            assert not weights.is_finite(changed), (at, bad)
+    assert weights.is_finite(torch.tensor([1, 2])) and not weights.is_finite(torch.tensor(float("inf")))
+
+
 def test_finite_weights_whose_sum_overflows_load(file):
     held = tensors(dtype=torch.float64)
     held["lm_head.weight"].fill_(3e38)

@@ -2,6 +2,8 @@
 
 Each step is a forward pass over everything so far, so that what is silenced is silenced throughout; with
 ``cache`` keys and values are kept instead (stages/forward/generation/generate.py says when that is the same).
+A model that fills in masks is given as many behind each prompt, or those a prompt has, and fills them in pass
+by pass (stages/causal/denoising.py): shown is which one it fills when, and how sure it was of each before.
 
 Defaults: 20 tokens, the most likely one at each step. The specimen continues facts and wrapped prose that
 ship with mizarr, other models the capital of France.
@@ -17,27 +19,31 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ..stages.causal.continuation import Continuation
-from ..stages.corpus.text import wrap
-from ..stages.forward.architectures.points import expand
-from ..stages.forward.generation import continuations as generation
-from ..stages.forward.generation.stopping import end_ids
-from ..stages.forward.hooks.interventions import Zero
-from ..stages.forward.hooks.spec import HookSpec
-from ..stages.forward.models.files import SHIPPED
-from ..stages.logits.lens import format_probability, format_token
-from .material.answers import FRANCE, encoded, named
-from .settings import ModelSettings, setting
-from .subject import shipped_facts, shipped_prose
-from .views import Figure, Heatmap, Table, Text, Tokens, View, bold
-from .workflow import ModelWorkflow, loaded
+from ...stages.causal.continuation import Continuation
+from ...stages.causal.denoising import Denoising
+from ...stages.corpus.text import wrap
+from ...stages.forward.architectures.points import expand
+from ...stages.forward.generation import continuations as generation
+from ...stages.forward.generation.stopping import end_ids
+from ...stages.forward.hooks.interventions import Zero
+from ...stages.forward.hooks.spec import HookSpec
+from ...stages.forward.models.files import SHIPPED
+from ...stages.logits.lens import format_probability, format_token
+from ...store.errors import ConfigError
+from ..material.answers import FRANCE, encoded, named
+from ..settings import ModelSettings, setting
+from ..subject import shipped_facts, shipped_prose
+from ..views import Figure, Heatmap, Table, Text, Tokens, View, bold
+from ..workflow import ModelWorkflow, loaded
+from .denoising import denoising_views
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ..pipeline.nodes import ResultNode
-    from ..stages.forward.generation.generate import NewToken
-    from ..store import Store
+    from ...pipeline.nodes import ResultNode
+    from ...stages.forward.generation.generate import NewToken
+    from ...stages.forward.text.tokens import Encoding
+    from ...store import Store
 
 __all__ = ["Generate", "GenerateSettings"]
 
@@ -52,7 +58,7 @@ class GenerateSettings(ModelSettings):
     """What `--set` can change."""
 
     prompts: tuple[str, ...] = setting((), "prompts to continue; none: shipped facts and prose")
-    max_tokens: int = setting(20, "tokens generated at most")
+    max_tokens: int = setting(20, "tokens generated at most; masks behind a prompt that has none")
     temperature: float = setting(0.0, "0 takes the most likely token; above, draws")
     seed: int = setting(0, "of the draws; the same for every prompt")
     top_k: int | None = setting(None, "draw among this many most likely tokens")
@@ -61,6 +67,11 @@ class GenerateSettings(ModelSettings):
     zero: tuple[str, ...] = setting((), "hook points (or globs) set to zero at every step")
     cache: bool | None = setting(
         None, "keep keys and values, or read everything anew; none: keep where tokens are the same"
+    )
+    chat: bool = setting(False, "prompts are what a user says, to be put into the model's chat template")
+    steps: int | None = setting(None, "passes in which masks are filled in; none: one for each")
+    order: str | None = setting(
+        None, "masks filled in first, by confidence, margin, entropy, position or random; none: confidence"
     )
 
 
@@ -74,13 +85,17 @@ class Generate(ModelWorkflow):
     settings: GenerateSettings
 
     generation = loaded("generation")
-    """token_id, logprob [prompt, step], generated_text, finish_reason [prompt]; in memory."""
+    """token_id, logprob [prompt, step], generated_text, finish_reason [prompt]; in memory. Of a model that
+    fills in masks what `Denoising` gives."""
 
     def plan(self) -> Mapping[str, ResultNode]:
-        """The prompts continued; where something is silenced, by the whole model too."""
+        """The prompts continued, or filled in; where something is silenced, by the whole model too."""
         settings = self.settings
         self.texts = settings.prompts or default_prompts(settings.model)
-        ids = tuple(tuple(encoded(self.subject, text).ids) for text in self.texts)
+        self._require_fitting()
+        if not self.subject.config.predicts_next:
+            return self._filled_in()
+        ids = tuple(tuple(self._encoded(text).ids) for text in self.texts)
         self._text_of = dict(zip(ids, self.texts, strict=True))
         self._live: _Printer | None = None
         whole = Continuation(
@@ -97,10 +112,44 @@ class Generate(ModelWorkflow):
             ),
             on_token=self._heard,
         )
-        chosen = {"generation": whole}
-        if settings.zero:
-            chosen = {"generation": replace(whole, hooks=self._silenced()), "unchanged": whole}
-        return {name: self.on_model(each) for name, each in chosen.items()}
+        return self._asked(whole)
+
+    def _encoded(self, text: str) -> Encoding:
+        return encoded(self.subject, text, chat=self.settings.chat)
+
+    def _asked(self, whole: Continuation | Denoising) -> Mapping[str, ResultNode]:
+        """What is asked of the whole model, and where something is silenced, of what is left."""
+        if not self.settings.zero:
+            return {"generation": self.on_model(whole)}
+        silenced = replace(whole, hooks=self._silenced())
+        return {"generation": self.on_model(silenced), "unchanged": self.on_model(whole)}
+
+    def _require_fitting(self) -> None:
+        """ConfigError for settings that say nothing of such a model."""
+        given, predicts = self.settings, self.subject.config.predicts_next
+        others = ("steps", "order") if predicts else ("stop", "cache", "top_k", "top_p")
+        if found := [name for name in others if getattr(given, name) not in (None, ())]:
+            kind = "predicts the next token" if predicts else "fills in masks"
+            raise ConfigError(
+                f"expected no {' and no '.join(found)} of {self.subject.name}, which {kind}, found "
+                f"{found[0]}={getattr(given, found[0])!r}; leave it out"
+            )
+
+    def _filled_in(self) -> Mapping[str, ResultNode]:
+        """Masks of the prompts, or behind them, filled in."""
+        given, subject = self.settings, self.subject
+        prompts = tuple(tuple(subject.masked(self._encoded(text), given.max_tokens)) for text in self.texts)
+        self._text_of, self._live = {}, None
+        assert subject.mask is not None  # or there would be no masked prompts
+        whole = Denoising(
+            prompts,
+            mask=subject.mask,
+            steps=given.steps,
+            order=given.order or "confidence",
+            temperature=given.temperature,
+            seed=given.seed,
+        )
+        return self._asked(whole)
 
     def _silenced(self) -> HookSpec:
         spec = HookSpec()
@@ -131,6 +180,10 @@ class Generate(ModelWorkflow):
 
     def views(self) -> Iterator[View]:
         """What came after each prompt, how sure the model was, and every token shaded by its probability."""
+        if not self.subject.config.predicts_next:
+            said = f", without {', '.join(self.settings.zero)}" if self.settings.zero else ""
+            yield from denoising_views(self.subject, self.texts, self.generation, self.unchanged, said)
+            return
         told = [self._told(row) for row in range(len(self.texts))]
         without = f", without {', '.join(self.settings.zero)}" if self.settings.zero else ""
         texts = [text for row in range(len(self.texts)) for text in self._said(row)]
@@ -198,7 +251,7 @@ class Generate(ModelWorkflow):
             "model_id": self.subject.name,
             "prompt": text,
             "generated_text": generated,
-            "full_text": text + generated,
+            "full_text": (self.subject.tokenizer.chat(text) if self.settings.chat else text) + generated,
             "prompt_tokens": count,
             "generated_tokens": len(ids),
             "total_tokens": count + len(ids),

@@ -1,0 +1,1 @@
+"""Questions about what a model writes, token by token or mask by mask."""
