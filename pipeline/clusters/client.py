@@ -117,7 +117,10 @@ class ClusterClient:
                 completed = as_completed(submit(), loop=client.loop)
                 while not completed.is_empty():
                     future = self._next(completed, lambda: self._able(needs, special)[0], needs * special)
-                    future.result()
+                    # What ended well has published. Its result, which is nothing, lies on a worker that may
+                    # be gone by now: who asked for it would wait for another one to do it all again.
+                    if future.status in ("error", "cancelled"):
+                        future.result()
                     done(under_way.pop(future))
                     completed.update(submit())
             finally:

@@ -45,6 +45,31 @@ def test_workers_that_come_late_get_work():
     assert sorted(done) == list(range(9))
 
 
+def test_a_task_that_has_ended_counts_though_its_worker_is_gone_with_its_result(monkeypatch):
+    """The only worker goes between the end of the last task and the question how it ended."""
+    monkeypatch.setenv("MIZARR_PATIENCE", "1")
+    ended: list[str] = []
+    look = ClusterClient._next
+
+    def deserted(self, *given):
+        future = look(self, *given)
+        cluster.scale(0)
+        until = time.monotonic() + 30
+        while future.status == "finished" and time.monotonic() < until:
+            time.sleep(0.01)
+        ended.append(future.status)
+        return future
+
+    monkeypatch.setattr(ClusterClient, "_next", deserted)
+    done: list[int] = []
+    with LocalCluster(n_workers=1, threads_per_worker=1, **HERE) as cluster:
+        client = ClusterClient(cluster.scheduler_address)
+        client.run([Submitted("only", (abs, -1))], done.append)
+        client.close()
+    assert (done, len(ended)) == ([0], 1)
+    assert ended != ["finished"]
+
+
 def gone(client, cluster):
     """Its scheduler is no more, and the client has seen it."""
     cluster.close()

@@ -557,7 +557,6 @@ QUESTIONS = {
     "logit_attribution": {"prompts": ("The capital",)},
     "attention_patterns": {"prompts": ("The capital",)},
     "ablation": {},
-    "causal_tracing": {},
     "head_detection": {},
     "inspect_weights": {},
     "ov_qk": {},
