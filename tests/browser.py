@@ -52,10 +52,19 @@ class Opened:
         return {name: line.first.inner_text() for name, line in lines.items() if line.count()}
 
     def hover(self, locator: Any, x: float, y: float) -> dict[str, str]:
-        """Point at a place of an element, in shares of its width and height; the tooltip there."""
+        """Point at a place of an element, in shares of its width and height; the tooltip there.
+
+        What scrolled is told late, and hides the tooltip: so the hand does not stay quite still.
+        """
         locator.scroll_into_view_if_needed()
         box = locator.bounding_box()
-        self.page.mouse.move(box["x"] + x * box["width"], box["y"] + y * box["height"])
+        there = box["x"] + x * box["width"], box["y"] + y * box["height"]
+        self.page.mouse.move(*there)
+        for turn in range(50):
+            self.page.wait_for_timeout(100)
+            if self.page.locator(".tip.on").count():
+                break
+            self.page.mouse.move(there[0] + turn % 2 * 0.5, there[1])
         return self.tip()
 
 
