@@ -148,15 +148,14 @@ class Denoising(Experiment):
             ids[chosen], logprob[chosen] = tokens.numpy()[first], own[first]
             filled_at[chosen] = step
         values = {
-            "token_id": (("position",), ids),
-            "step_filled": (("position",), filled_at),
-            "logprob": (("position",), logprob),
-            "best_id": (("step", "position"), best_id),
-            "best_logprob": (("step", "position"), best),
-            "entropy": (("step", "position"), entropy),
+            "token_id": ids,
+            "step_filled": filled_at,
+            "logprob": logprob,
+            "best_id": best_id,
+            "best_logprob": best,
+            "entropy": entropy,
         }
-        about = {name: {"units": it.unit, "long_name": it.long_name} for name, it in self.outputs.items()}
-        data = {name: (("prompt", *dims), it[None], about[name]) for name, (dims, it) in values.items()}
+        data = {name: self.outputs[name].variable(each[None]) for name, each in values.items()}
         return xr.Dataset(data, {"step": np.arange(len(counts)), "position": np.arange(len(ids))})
 
     def _said(self, model: Model, ids: Any, places: Any) -> torch.Tensor:

@@ -33,7 +33,7 @@ from ..runs.quantised import QUANTISED, is_scale, scale_name
 from ..runs.vocabularies import put_vocabulary, read_vocabulary
 from ..sealed import files_of, sealed, unsealed
 from .collect import lease
-from .recoding import Differs, Recoding, check_codec, recoding_of
+from .recoding import Differs, Recoding, check_codec, put_text, recoding_of
 from .verify import manifest_of
 
 __all__ = ["Copied", "copy"]
@@ -114,7 +114,7 @@ def _copy_result(source: Catalog, target: Catalog, record: Record, done: Copied)
     name = f"{record.data}/manifest.json"
     text = _text(source, name)
     _put_files(source, target, record.data, _listed(name, text, MANIFEST), done)
-    _put_text(target, name, text)
+    put_text(target, name, text)
     _put_notes(source, target, record.data)
 
 
@@ -135,7 +135,7 @@ def _copy_array(source: Catalog, target: Catalog, record: Record, done: Copied, 
     else:
         for each in (f"{data}/{variable}/zarr.json", f"{data}/{metadata_record(variable)}"):
             if (there := source.files.get(each)) is not None:
-                _put_text(target, each, there)
+                put_text(target, each, there)
         _put_files(source, target, data, listed, done)
     for n, (file, stored) in enumerate(listed.items()):
         stands = dict(zip(RECORD, (n, [cell], {file: stored}), strict=True))
@@ -181,7 +181,7 @@ def _put_run(source: Catalog, target: Catalog, data: str, done: Copied) -> None:
     _put_notes(source, target, data)
     if (tokenizer := attributes.get("tokenizer")) and (strings := read_vocabulary(source.files, tokenizer)):
         put_vocabulary(target.files, tokenizer, strings)
-    _put_text(target, group, _text(source, group))
+    put_text(target, group, _text(source, group))
 
 
 def _put_notes(source: Catalog, target: Catalog, data: str) -> None:
@@ -208,12 +208,6 @@ def _put_files(source: Catalog, target: Catalog, data: str, files: Files, done: 
 
     with ThreadPoolExecutor(THREADS) as pool:
         done.bytes += sum(pool.map(one, files))
-
-
-def _put_text(target: Catalog, name: str, text: bytes) -> None:
-    """A file that describes others; Differs if there is another one."""
-    if not target.files.put_new(name, text) and target.files.get(name) != text:
-        raise Differs(name)
 
 
 def _text(source: Catalog, name: str) -> bytes:

@@ -18,7 +18,7 @@ from ..runs.coordinates import metadata_record
 from ..runs.shards import CODECS, ShardLayout, Written, array_metadata
 from ..sealed import read_json, sealed
 
-__all__ = ["PLAINLY", "Differs", "Recoding", "check_codec", "recoding_of"]
+__all__ = ["PLAINLY", "Differs", "Recoding", "check_codec", "put_text", "recoding_of"]
 
 PLAINLY = "none"
 """What people say for no codec."""
@@ -26,6 +26,12 @@ PLAINLY = "none"
 
 class Differs(Exception):
     """The target holds something else under a name."""
+
+
+def put_text(target: Catalog, name: str, text: bytes) -> None:
+    """Put a file that describes others; Differs if there is another one."""
+    if not target.files.put_new(name, text) and target.files.get(name) != text:
+        raise Differs(name)
 
 
 def check_codec(codec: str | None) -> None:
@@ -55,8 +61,7 @@ class Recoding:
             f"{self.data}/{metadata_record(self.variable)}": sealed(told),
         }
         for name, text in described.items():
-            if not target.files.put_new(name, text) and target.files.get(name) != text:
-                raise Differs(name)
+            put_text(target, name, text)
 
     def put(
         self, source: Catalog, target: Catalog, file: str, told: Written, plain: Written

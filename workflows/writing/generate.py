@@ -180,12 +180,11 @@ class Generate(ModelWorkflow):
 
     def views(self) -> Iterator[View]:
         """What came after each prompt, how sure the model was, and every token shaded by its probability."""
+        without = f", without {', '.join(self.settings.zero)}" if self.settings.zero else ""
         if not self.subject.config.predicts_next:
-            said = f", without {', '.join(self.settings.zero)}" if self.settings.zero else ""
-            yield from denoising_views(self.subject, self.texts, self.generation, self.unchanged, said)
+            yield from denoising_views(self.subject, self.texts, self.generation, self.unchanged, without)
             return
         told = [self._told(row) for row in range(len(self.texts))]
-        without = f", without {', '.join(self.settings.zero)}" if self.settings.zero else ""
         texts = [text for row in range(len(self.texts)) for text in self._said(row)]
         yield Tokens(
             title="How sure of each token?",

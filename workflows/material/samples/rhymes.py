@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ....store.errors import ConfigError
+from .couplets import FAMILIES, family_of
 
 __all__ = ["PRESETS", "Condition", "FirstLine", "RhymePreset", "block_of", "conditions_of", "last_word"]
 
@@ -162,23 +163,28 @@ ANACROUSIS = _lines(
     (15, "The seeds lay in the earth,", "earth",
      "earth birth worth mirth berth girth dearth rebirth hearth"),
 )
-# Of workflows/specimen/couplets.py, in frames that were never trained on, a family each.
-SPECIMEN = _lines(
-    (1, "In the poor lady they read right", "right", "night light right sight might quite white bright"),
-    (2, "We heard the present letter of Pip say dead", "dead", "head dead red bed said dread"),
-    (3, "A hand and a last fire sang fall", "fall", "wall small fall call all"),
-    (4, "Pip wrote to the gentleman: day", "day", "day way say away play lay may they"),
-    (5, "The honest brother said be", "be", "me he she we see three be"),
-    (6, "When Joe saw the boy, it was grow", "grow", "go so know show slow low grow no"),
-    (7, "When Darnay saw the child, it was knew", "knew",
-     "you two new do true knew who through few drew too"),
-    (8, "When Estella saw the lady, it was hair", "hair", "care hair chair air there where"),
-    (9, "We heard the dark fire of Joe say four", "four", "door floor four more before nor"),
-    (10, "Oliver wrote to the morning: cry", "cry", "my eye high cry by why"),
-    (11, "The certain morning said until", "until", "still will till ill until"),
-    (12, "We heard the long lady of Lucie say hold", "hold", "old cold hold told"),
-)
 # fmt: on
+# Of workflows/specimen/couplets.py, in frames that were never trained on, a family each.
+SPECIMEN = tuple(
+    FirstLine(number, text, last_word(text), FAMILIES[family_of(last_word(text))])
+    for number, text in enumerate(
+        (
+            "In the poor lady they read right",
+            "We heard the present letter of Pip say dead",
+            "A hand and a last fire sang fall",
+            "Pip wrote to the gentleman: day",
+            "The honest brother said be",
+            "When Joe saw the boy, it was grow",
+            "When Darnay saw the child, it was knew",
+            "When Estella saw the lady, it was hair",
+            "We heard the dark fire of Joe say four",
+            "Oliver wrote to the morning: cry",
+            "The certain morning said until",
+            "We heard the long lady of Lucie say hold",
+        ),
+        1,
+    )
+)
 
 PRESETS: Mapping[str, RhymePreset] = {
     "specimen": RhymePreset(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,3 +40,19 @@ def set_threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture(
+    params=[
+        {"segment_tokens": 8},
+        {"segment_tokens": 128},
+        {"batch_tokens": 7},
+        {"batch_tokens": 4096},
+        {"order": "layer"},
+    ],
+    ids=lambda options: "-".join(str(each) for item in options.items() for each in item),
+)
+def another_way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """To cut and to order a capture, which no number depends on."""
+    found: dict[str, Any] = request.param
+    return found
