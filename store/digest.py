@@ -70,6 +70,17 @@ def file_digest(path: Path) -> str:
 
 def _plain(value: Any) -> Any:
     """`value` as JSON values whose JSON text is unique."""
+    kind = type(value)  # exactly, and most often first: a plan asks this of millions of values
+    if kind is int:
+        return _integer(value)
+    if kind is str or kind is bool or value is None:
+        return value
+    if kind is list or kind is tuple:
+        return [_plain(item) for item in value]
+    if kind is dict:
+        return {_name(key): _plain(item) for key, item in value.items()}
+    if kind is float:
+        return _float(value)
     if isinstance(value, enum.Enum):  # before str and int: a StrEnum is an enum, too
         return value.name
     if value is None or isinstance(value, str | bool):

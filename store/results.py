@@ -145,10 +145,15 @@ def _attempt(
     provenance: Mapping[str, Any],
 ) -> Record:
     """Write everything of an attempt but the key."""
+    from .written_arrays import are_plain, write_arrays
+
     contents = []
 
     def fill(folder: Path) -> None:
         place = folder / DATASET
+        if are_plain(ready, _WHOLE):
+            contents.append(content_of(_decoded(write_arrays(place, ready))))
+            return
         ready.to_zarr(place, zarr_format=3, consolidated=False, encoding=encoding, align_chunks=True)
         found = {file.parent: file.read_bytes() for file in place.glob(f"**{_DESCRIPTION}")}
         described = {"" if at == place else at.name: text for at, text in found.items()}
@@ -198,7 +203,13 @@ def read_group(place: Any, described: Mapping[str, bytes], where: str, what: str
 
     arrays = {name: described[name] for name in sorted(described) if name}
     attributes = json.loads(described[""]).get("attributes", {})
-    raw = xr.Dataset(stored_variables(place, arrays, where, what), attrs=attributes)
+    return _decoded(xr.Dataset(stored_variables(place, arrays, where, what), attrs=attributes))
+
+
+def _decoded(raw: xr.Dataset) -> xr.Dataset:
+    """Arrays as they are stored -> variables as they were given."""
+    import xarray as xr
+
     found: xr.Dataset = xr.decode_cf(raw, mask_and_scale=False, decode_times=False)
     return found
 

@@ -147,6 +147,7 @@ class Store(Catalog):
         *,
         segment_tokens: int | None = None,
         attrs: Mapping[str, Any] | None = None,
+        codec: str = "",
     ) -> LabelledEntry:
         """The entry that holds a run's activations, made if it is new; arrays it does not have yet are added.
 
@@ -155,6 +156,7 @@ class Store(Catalog):
         attrs: plain values for people (model name, hooks, versions), recorded as provenance and never
         digested; "tokenizer", a digest, also leads to the token strings (`put_vocabulary`); "token_ids":
         "unknown" says that the ids are none, and are not to be shown.
+        codec: "zstd" for new arrays in fewer bytes, as `copy_to` makes them.
         Raises PromptError when `tokens` are not those the run was keyed by, ShapeError for arrays that do not
         fit.
         """
@@ -174,7 +176,13 @@ class Store(Catalog):
             layers = next((spec.layers for spec in arrays if spec.layers is not None), None)
             write_coordinates(self.files, path, tokens, layers, pairs=length >= tokens.n_tokens)
         entry = LabelledEntry.create(
-            self.files, run, tokens, arrays, segment_tokens=length, attributes=_group_attributes(attrs or {})
+            self.files,
+            run,
+            tokens,
+            arrays,
+            segment_tokens=length,
+            attributes=_group_attributes(attrs or {}),
+            codec=codec,
         )
         record_metadata(self.files, entry.path, names)
         if is_new:

@@ -19,6 +19,7 @@ import torch
 from mizarr import HookPoint, HookSpec, Model
 from mizarr.stages.forward.architectures.attending.diffusion import DIFFUSION
 from mizarr.stages.forward.architectures.known import KNOWN
+from mizarr.stages.forward.architectures.pairs.families import PAIRS
 from tests.stages.forward import test_towers
 from tests.stages.forward.compared import LENGTHS, draw_ids, outputs_of
 from tests.stages.forward.literal_fla import MIXERS
@@ -107,6 +108,8 @@ def told_of(family: str) -> tuple[str, str]:
     save = reference_of(family)
     if save is not None:
         return measured(family, save)
+    if family in PAIRS:
+        return "", "test_pairs.py"
     if family in GENERATIONS:
         return "", "reference arrays"
     if family in DIFFUSION:

@@ -223,7 +223,7 @@ class AblationOfEach(ModelWorkflow):
         )
         return Findings.of(
             over,
-            in_prompt(most, f"in {format_token(self.prompt)!r}, {told(most)}"),
+            in_prompt(most, f"in {self.prompt!r}, {told(most)}"),
             in_prompt(least, f"for comparison, {told(least)}"),
             caption=f"The {self.unit} of the largest mean KL ({mean[most]:.3f} nats) on other facts, of "
             f"{given.facts} the {counts[0]} whose answer the model says, scored on {counts[1]} more; for "
@@ -273,7 +273,7 @@ class AblationOfEach(ModelWorkflow):
                 self._change("heads", self.units, "Target without a head"),
                 self._change("layers", layers, "Target without a part"),
             ]
-        title = f"What {self.subject.name} needs: {format_token(self.prompt)!r}"
+        title = f"What {self.subject.name} needs: {self.prompt!r}"
         yield from panels
         yield Figure(name="ablation", title=title, panels=(*panels, findings), columns=2)
         yield self._most()

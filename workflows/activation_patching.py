@@ -512,11 +512,7 @@ def _most(grid: list[list[float]], layer: int) -> float:
 
 def _at(told: dict[str, Any], best: dict[str, Any]) -> str:
     """The place of the largest cell, in words."""
-    return (
-        f"at {format_token(told['tokens'][best['position']])!r}"
-        if "position" in best
-        else f"head {best['head']}"
-    )
+    return f"at {told['tokens'][best['position']]!r}" if "position" in best else f"head {best['head']}"
 
 
 def _best(kind: str, percent: xr.DataArray) -> dict[str, Any]:

@@ -140,7 +140,7 @@ class AttentionKnockout(EdgeWorkflow):
         if self.pieces:
             probabilities = (np.exp(told[name]) for name in ("baseline_target_logprob", "target_logprob"))
             effect += (
-                f"; logit of {format_token(self.target)!r} lowered by {float(told['logit_diff']):+.4f}, "
+                f"; logit of {self.target!r} lowered by {float(told['logit_diff']):+.4f}, "
                 f"probability {' -> '.join(format_probability(float(p)) for p in probabilities)}"
             )
         yield Table.of(
@@ -175,7 +175,7 @@ class AttentionKnockout(EdgeWorkflow):
             low=0.0,
             json={"heads": _sweep_json(self.heads)},
         )
-        title = f"What {self.subject.name} needs to read: {format_token(self.prompt)!r}"
+        title = f"What {self.subject.name} needs to read: {self.prompt!r}"
         yield by_key
         yield by_head
         yield Figure(name="attention_knockout", title=title, panels=(by_key, by_head, findings), columns=2)

@@ -5,7 +5,7 @@ which the prompt's last token attends to it is compared in every head of every l
 over a range (stages/features/effects/sweeps.py). What any change of that size does to the weights is its
 null: random features of the same layer that write as much, each with the head that moves most under it, so
 that a head chosen by looking is held against heads chosen by looking. That head is then followed in other
-facts of the same kind (material/feature_controls.py).
+texts of the same kind (material/feature_controls.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import numpy as np
 from ..stages.logits.lens import format_token
 from .material.exchange_views import (
     ExchangeWorkflow,
-    facts_told,
     features_table,
     finding,
     held_out_finding,
@@ -127,7 +126,7 @@ class AttentionRouting(ExchangeWorkflow):
         yield from together("attention_routing", title, by_head, by_strength)
 
     def _findings(self, layer: int, head: int) -> Iterator[Finding]:
-        """The head that moves most, all heads together, and that head in other facts."""
+        """The head that moves most, all heads together, and that head in others of its kind."""
         controls, change = self.controls, _moved(self.result("controls"))
         injected = self.labels.short(self.planned.inject)
         done = f"{injected} injected at {site_told(controls)} moves the end's attention to it"
@@ -137,7 +136,7 @@ class AttentionRouting(ExchangeWorkflow):
         if controls.held_out:
             way = np.sign(change.isel(place=0, exchange=0, layer=layer, head=head).item())
             there = _moved(self.result("held_out")).isel(layer=layer, head=head).values * way
-            claim = f"layer {layer} head {head} moves as it did here in {facts_told(controls)}"
+            claim = f"layer {layer} head {head} moves as it did here in {controls.kin.where}"
             yield held_out_finding(controls, there, claim)
 
     def _about(self) -> dict[str, Any]:

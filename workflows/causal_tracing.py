@@ -286,7 +286,7 @@ class CausalTrace(ModelWorkflow):
             spread = interval_of_mean(effect, float(deviation), given.samples)
         word = format_token(named(self.subject, self.pieces[:1])[0])
         return Finding(
-            f"in {format_token(self.prompt)!r}, {self._claim(kind, site)} raises the probability of {word!r}",
+            f"in {self.prompt!r}, {self._claim(kind, site)} raises the probability of {word!r}",
             effect,
             Null(np.array([rise[cell] for cell in drawn]), "other places that the noise reaches"),
             spread=spread,
@@ -332,7 +332,7 @@ class CausalTrace(ModelWorkflow):
             )
             for kind, grid in found.items()
         ]
-        title = f"Where {self.subject.name} recalls {word!r}: {format_token(self.prompt)!r}"
+        title = f"Where {self.subject.name} recalls {word!r}: {self.prompt!r}"
         yield from panels
         yield Figure(name="causal_tracing", title=title, panels=(*panels, findings))
         yield Table.of(

@@ -311,7 +311,7 @@ class CharacterCountHelix(ModelWorkflow):
                 ),
                 (
                     "Cosine between the means of two counts",
-                    "Bands beside the diagonal: the curve turns away, and comes round again.",
+                    "Bands beside the diagonal: the curve comes round again; without them it turns away.",
                     ("geometry",),
                     lambda layer: Heatmap.of(
                         found["cosine"].sel(layer=layer), low=-1.0, high=1.0, diverging=True, upward=True,

@@ -160,7 +160,7 @@ class CltProbe(ModelWorkflow):
                 "suppress_candidates": list(map(str, self.candidates)),
             }
         )
-        token = f"{format_token(self.tokens[self.position])!r} ({self.position})"
+        token = f"{self.tokens[self.position]!r} ({self.position})"
         yield Table.of(
             rows[:ROWS],
             ("feature", _feature, str),
@@ -178,7 +178,7 @@ class CltProbe(ModelWorkflow):
                 ("feature", _feature, str),
                 ("", "label"),
                 ("cosine", "cosine", "+.4f"),
-                title=f"Features that write {format_token(self.word)!r}",
+                title=f"Features that write {self.word!r}",
                 caption="best cosine of what the feature writes to any layer with the word's embedding",
                 json={"search_word": self.word, "token_id": self.token, "features": found},
             )

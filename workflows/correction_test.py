@@ -5,7 +5,7 @@ second feature is injected, but only into layers from a later one on, ever stron
 at the prompt's end and how far the attention to the site moved (stages/features/effects/sweeps.py).
 
 At the largest strength the correction is held against random features of its layer that write as much into
-the same layers after the same commitment, here and in other facts of the same kind
+the same layers after the same commitment, here and in other texts of the same kind
 (material/feature_controls.py).
 """
 
@@ -24,7 +24,6 @@ from ..store.arrays import Floats
 from ..store.errors import ConfigError
 from .material.exchange_views import (
     ExchangeWorkflow,
-    facts_told,
     features_table,
     finding,
     held_out_finding,
@@ -142,13 +141,13 @@ class CorrectionTest(ExchangeWorkflow):
         yield features_table(self.controls, self.labels)
         yield parts_table(self.controls, self.result)
         yield Data(json=self._about() | {"baseline": before, "commitment_only": points[0]})
-        site = f"{format_token(planned.tokens[planned.site])!r} ({planned.site})"
+        site = f"{planned.tokens[planned.site]!r} ({planned.site})"
         yield Table.of(
             points,
             ("strength", "correct_strength", ".2f"),
             (f"p({format_token(words[0])})", "p_commit_word", ".3e"),
             (f"p({format_token(words[1])})", "p_correct_word", ".3e"),
-            ("most likely", lambda one: f"{format_token(one['top1_token'])!r} {one['top1_prob']:.3f}"),
+            ("most likely", lambda one: f"{one['top1_token']!r} {one['top1_prob']:.3f}"),
             ("attention moved", "total_routing_shift", ".4f"),
             title=f"{planned.heading}: {labels.short(planned.inject)} committed at {site}, then "
             f"{labels.short(self.correct)} into layers from {preset.correct_from_layer} on",
@@ -187,7 +186,7 @@ class CorrectionTest(ExchangeWorkflow):
         yield Figure(name="correction_test", title=title, panels=(drawn, moved))
 
     def _findings(self) -> Iterator[Finding]:
-        """How much likelier the correction is than with the commitment alone, here and in other facts."""
+        """How much likelier the correction is than with the commitment alone, here and in its kin."""
         controls, preset = self.controls, self.planned.preset
         written = f"{self.labels.short(self.correct)} into layers from {preset.correct_from_layer} on"
         claim = (
@@ -197,7 +196,7 @@ class CorrectionTest(ExchangeWorkflow):
         yield finding(controls, taken_back(self.result("controls")), claim)
         if controls.held_out:
             there = taken_back(self.result("held_out"))
-            yield held_out_finding(controls, there, f"the same in {facts_told(controls)}")
+            yield held_out_finding(controls, there, f"the same in {controls.kin.where}")
 
     def _about(self) -> dict[str, Any]:
         """The other fields of candle-mi's example."""

@@ -345,7 +345,7 @@ class LogitAttribution(ModelWorkflow):
         return Table.of(
             range(min(ROWS, len(parts["part"]))),
             *columns,
-            title=f"What counts most for {self.contrast(told)} after {format_token(self.texts[0])!r}",
+            title=f"What counts most for {self.contrast(told)} after {self.texts[0]!r}",
             caption=f"in logits, largest magnitude first, of {told['attributed']:+.2f} in all",
         )
 

@@ -232,7 +232,7 @@ class LogitLens(ModelWorkflow):
             *((name, partial(token, k)) for k, name in enumerate(shown)),
             ("entropy", "entropy", ".2f"),
             ("KL", "kl_from_last", ".2f"),
-            title=f"After each layer of {self.subject.name}: {format_token(self.texts[i])!r} …",
+            title=f"After each layer of {self.subject.name}: {self.texts[i]!r} …",
             caption="entropy of the distribution, KL of it from the last layer's; nats",
         )
 

@@ -7,7 +7,7 @@ stages/features/effects/sweeps.py). Where it rises, the end reads what was put t
 
 That alone says nothing of the feature: what a change of its size does at that place is its null, random
 features of the same layer that write as much, with the same suppression. Beside it stand the parts of the
-exchange, other facts of the same kind on which nothing was chosen, and facts of other kinds
+exchange, other texts of the same kind on which nothing was chosen, and facts of other kinds
 (material/feature_controls.py).
 
 The suppression moves with the injection. Prompts end in a space of their own, as in the published runs.

@@ -234,7 +234,7 @@ class RwkvInference(PlaceWorkflow):
         )
         yield curves
         yield self._scales(names)
-        title = f"What {self.subject.name} keeps of {format_token(self.prompt)!r}"
+        title = f"What {self.subject.name} keeps of {self.prompt!r}"
         panels = (sweep, curves, findings)
         yield Figure(name="rwkv_inference", title=title, panels=panels, columns=2)
 
@@ -252,7 +252,7 @@ class RwkvInference(PlaceWorkflow):
             ("rank", "rank", "d"),
             ("token", lambda one: format_token(one["token"])),
             ("probability", "probability", format_probability),
-            title=f"{self.subject.name} after {format_token(self.prompt)!r}",
+            title=f"{self.subject.name} after {self.prompt!r}",
             caption="most likely next tokens, nothing changed",
             sources=("writes",),
             json={"top_tokens": records},
@@ -289,7 +289,7 @@ class RwkvInference(PlaceWorkflow):
         if self.pieces:
             before, after = (np.exp(float(told[f"{run}target_logprob"])) for run in ("baseline_", ""))
             effect += (
-                f"; logit of {format_token(self.target)!r} lowered by {float(told['logit_diff']):+.4f}, "
+                f"; logit of {self.target!r} lowered by {float(told['logit_diff']):+.4f}, "
                 f"probability {format_probability(before)} -> {format_probability(after)}"
             )
         return Table.of(

@@ -112,7 +112,7 @@ class Case:
     def what(self) -> str:
         """What it is pushed along, in words."""
         if self.feature is not None:
-            return f"pushes of {format_token(self.prompt)!r} along {self.feature}"
+            return f"pushes of {self.prompt!r} along {self.feature}"
         one, other = map(format_token, (self.prompt, self.contrastive))
         return f"pushes from {one!r} away from {other!r}"
 

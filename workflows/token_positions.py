@@ -103,7 +103,7 @@ class TokenPositions(Workflow):
             ("piece", lambda one: format_token(one["piece"])),
             ("characters", lambda one: "–" if one["is_special"] else f"{one['start']}-{one['end']}"),
             ("label", lambda one: format_token(one["label"])),
-            title=f"{format_token(text)!r} for {name}",
+            title=f"{text!r} for {name}",
             caption="characters are half-open ranges; a token that was added stands for none",
             json={"tokens": tokens},
         )

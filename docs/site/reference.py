@@ -31,7 +31,7 @@ INSIDE = (
 COPIED = {
     "reference/cards/specimen.md": "stages/forward/specimen/README.md",
     "reference/cards/specimen-rwkv.md": "stages/forward/specimen_rwkv/README.md",
-    "reference/cards/specimen-unguided.md": "stages/forward/specimen_unguided/README.md",
+    "reference/cards/specimen-guided.md": "stages/forward/specimen_guided/README.md",
     "reference/cards/specimen-experts.md": "stages/forward/specimen_experts/README.md",
     "reference/cards/dictionaries.md": "stages/features/specimen/README.md",
     "changelog.md": "CHANGELOG.md",

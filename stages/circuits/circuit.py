@@ -19,14 +19,14 @@ Axes: position (where it says), source, destination, as in forward/edges/layout.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from ...store.arrays import Floats
+from ...store.arrays import Floats, Ints
 from ...store.digest import digest
 from ...store.errors import ConfigError, ShapeError
 from ..forward.edges.layout import INPUT, LOGITS, Bools, Layout
@@ -101,32 +101,8 @@ class Circuit:
         """As many edges one after the other, from the logits down: each time the one of largest |score| into
         a node that is in already, whose source is then in as well."""
         magnitude = _magnitudes(layout, scores)
-        by_place = magnitude.reshape(-1, *layout.edges.shape)
-        found, is_waiting = np.zeros_like(by_place, np.bool_), np.zeros_like(by_place, np.bool_)
-        waiting: list[tuple[float, int]] = []
-
-        def enter(position: int, node: int) -> None:
-            """Queue the edges into a node, the largest first and of equal ones the first by source."""
-            into = (layout.owner == node) & (by_place > -np.inf) & ~is_waiting
-            into[position + 1 :] = False
-            into[:position, :, ~layout.is_seen_later] = False
-            is_waiting[into] = True
-            for place in np.flatnonzero(into).tolist():
-                heapq.heappush(waiting, (-by_place.flat[place], place))
-
-        last = len(by_place) - 1
-        entered = {(last, LEAVES_NOTHING)}
-        enter(last, LEAVES_NOTHING)
-        for _ in range(_within(size, magnitude)):
-            if not waiting:
-                break
-            place = heapq.heappop(waiting)[1]
-            found.flat[place] = True
-            position, source, _ = map(int, np.unravel_index(place, found.shape))
-            if (position, source) not in entered:
-                entered.add((position, source))
-                enter(position, source)
-        return cls(layout, found.reshape(magnitude.shape))
+        order = _from_the_logits(layout, magnitude, _within(size, magnitude))
+        return cls(layout, _among(order, magnitude.shape))
 
     @classmethod
     def at_random(cls, layout: Layout, size: int, *, seed: int, positions: int | None = None) -> Circuit:
@@ -139,9 +115,20 @@ class Circuit:
     def grown(cls, layout: Layout, size: int, *, seed: int, positions: int | None = None) -> Circuit:
         """As many edges, drawn one after the other from the logits down, as `greedy` takes them: each leads
         to the logits, as those of a circuit that does something must."""
+        (found,) = cls.growing(layout, (size,), seed=seed, positions=positions)
+        return found
+
+    @classmethod
+    def growing(
+        cls, layout: Layout, sizes: Sequence[int], *, seed: int, positions: int | None = None
+    ) -> tuple[Circuit, ...]:
+        """`grown` of several sizes, drawn together: each goes on where a smaller one ends."""
         shape = _edges(layout, positions).shape
         scores = np.random.default_rng(seed).permutation(int(np.prod(shape))) + 1.0
-        return cls.greedy(layout, scores.reshape(shape), size)
+        magnitude = _magnitudes(layout, scores.reshape(shape))
+        most = max((_within(size, magnitude) for size in sizes), default=0)
+        order = _from_the_logits(layout, magnitude, most)
+        return tuple(cls(layout, _among(order[:size], shape)) for size in sizes)
 
     # -- sets
 
@@ -349,6 +336,35 @@ def _magnitudes(layout: Layout, scores: Any) -> Floats:
     if not np.isfinite(given[every]).all():
         raise ConfigError("expected a finite score for every edge, found NaN or infinity")
     return np.where(every, np.abs(given), -np.inf)
+
+
+def _from_the_logits(layout: Layout, magnitude: Floats, size: int) -> Ints:
+    """Places of edges, in the order in which `Circuit.greedy` takes them; as many as asked for lead there."""
+    by_place = magnitude.reshape(-1, *layout.edges.shape)
+    is_waiting = np.zeros_like(by_place, np.bool_)
+    waiting: list[tuple[float, int]] = []
+
+    def enter(position: int, node: int) -> None:
+        """Queue the edges into a node, the largest first and of equal ones the first by source."""
+        into = (layout.owner == node) & (by_place > -np.inf) & ~is_waiting
+        into[position + 1 :] = False
+        into[:position, :, ~layout.is_seen_later] = False
+        is_waiting[into] = True
+        for place in np.flatnonzero(into).tolist():
+            heapq.heappush(waiting, (-by_place.flat[place], place))
+
+    last = len(by_place) - 1
+    entered = {(last, LEAVES_NOTHING)}
+    enter(last, LEAVES_NOTHING)
+    found: list[int] = []
+    while waiting and len(found) < size:
+        place = heapq.heappop(waiting)[1]
+        found.append(place)
+        position, source, _ = map(int, np.unravel_index(place, by_place.shape))
+        if (position, source) not in entered:
+            entered.add((position, source))
+            enter(position, source)
+    return np.array(found, np.int64)
 
 
 def _within(size: int, every: Any) -> int:

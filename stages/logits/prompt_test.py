@@ -73,9 +73,9 @@ class PromptTest:
         lines = [f"prompt: {format_token(self.prompt)} ({len(self.prompt_tokens)} tokens)"]
         for each in self.tokens:
             told = f"rank {each.rank}, logit {each.logit:.2f}, {format_probability(each.probability)}"
-            lines.append(f"answer {format_token(each.token)!r}: {told}")
+            lines.append(f"answer {each.token!r}: {told}")
             lines += [
-                f"  {i}: {format_probability(one.probability)} {one.logit:.2f} {format_token(one.token)!r}"
+                f"  {i}: {format_probability(one.probability)} {one.logit:.2f} {one.token!r}"
                 for i, one in enumerate(each.top)
             ]
         return "\n".join(lines)

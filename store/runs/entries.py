@@ -37,7 +37,7 @@ from ..files import Folder, Watched
 from ..keys import ActivationKey, RunKey
 from ..records import Record
 from ..sealed import read_json, sealed
-from .archived import plain_measure
+from .archived import plain_measure, recoded
 from .claims import TTL, Claim
 from .committed import PLAIN, RECORD, Committed, VariableLayer, cell_name, record_name
 from .coordinates import BOOKKEEPING, check_metadata, read_selected, write_selected
@@ -232,20 +232,22 @@ class Entry:
     def create(
         cls, folder: Folder, run: RunKey, tokens: PackedTokens, arrays: Sequence[ArraySpec], *,
         segment_tokens: int, attributes: Mapping[str, Any] | None = None, claim_ttl: float = TTL,
+        codec: str = "",
     ) -> Self:  # fmt: skip
         """The entry of a run, made if it is new; arrays it does not have yet are added.
 
-        An entry keeps the segment length it was made with, whatever is asked later. Raises ShapeError if
-        arrays mix dtypes, or one was declared otherwise before.
+        An entry keeps the segment length it was made with, and an array the codec, whatever is asked later.
+        codec: of arrays that are new. Raises ShapeError if arrays mix dtypes, or one was declared otherwise
+        before.
         """
         dtype, arrays = dtype_of(arrays), with_scales(arrays)
         path = entry_path(entry_digest(run, dtype))
         entry = cls(folder, run, dtype, tokens, _length(folder, path) or segment_tokens, claim_ttl)
-        layouts = [entry._plan(spec) for spec in arrays]  # refuses before anything is written
+        layouts = [entry._plan(spec, codec) for spec in arrays]  # refuses before anything is written
         if not folder.put_new(f"{path}/zarr.json", entry._group(attributes or {})):
             # The other one's length stands, which may differ from ours if it came first just now.
             entry = cls(folder, run, dtype, tokens, _length(folder, path) or segment_tokens, claim_ttl)
-            layouts = [entry._plan(spec) for spec in arrays]
+            layouts = [entry._plan(spec, codec) for spec in arrays]
         entry._add(arrays, layouts)
         return entry
 
@@ -381,21 +383,55 @@ class Entry:
             files: dict[str, Written] = {}
             plain: dict[str, Written] = {}
             held: list[VariableLayer] = []
+            linked: dict[str, str] = {}
             for cell in cells:  # of another layout, or not there: left to be computed
-                there = {part: other._committed.shard(n, part) for part in self._parts(cell)}
-                alike = all(self.layout(name) == other.layout(name) for name, _ in there)
-                if alike and (written := {part: one for part, one in there.items() if one}) == there:
-                    names = {part: self.layout(part[0]).path(*part, n) for part in written}
-                    files |= {names[part]: one for part, one in written.items()}
-                    plain |= {names[part]: one for part in there if (one := other._committed.plain(n, part))}
-                    held += there
+                parts = self._parts(cell)
+                if not all(self._is_like(other, part, n) for part in parts):
+                    continue
+                found: dict[VariableLayer, Written] = {}
+                for part in parts:
+                    alike = self.layout(part[0]) == other.layout(part[0])
+                    written = other._committed.shard(n, part) if alike else self._recode(other, part, n)
+                    if written is not None:
+                        found[part] = written
+                if len(found) < len(parts):
+                    continue
+                held += parts
+                for part, written in found.items():
+                    layout = self.layout(part[0])
+                    name = layout.path(*part, n)
+                    files[name] = written
+                    if layout == other.layout(part[0]):
+                        linked[f"{self.path}/{name}"] = f"{other.path}/{name}"
+                    if layout.codec and (told := other._committed.content(n, part)):
+                        plain[name] = told
             if not held:
                 continue
             with suppress(FileNotFoundError):  # gc took them meanwhile: the segment is computed
-                self.folder.link_all({f"{self.path}/{name}": f"{other.path}/{name}" for name in files})
+                self.folder.link_all(linked)
                 self._put_record(n, held, files, plain)
                 taken += len(self.segments[n])
         return taken
+
+    def _is_like(self, other: Entry, part: VariableLayer, n: int) -> bool:
+        """Whether another run has a shard of ours, were it not for its codec."""
+        if other._committed.shard(n, part) is None:
+            return False
+        return self.layout(part[0]).plain == other.layout(part[0]).plain
+
+    def _recode(self, other: Entry, part: VariableLayer, n: int) -> Written | None:
+        """Put a shard of another run as ours are coded; None where that cannot be vouched for, or is gone."""
+        ours, theirs = self.layout(part[0]), other.layout(part[0])
+        name = ours.path(*part, n)
+        source, target = f"{other.path}/{name}", f"{self.path}/{name}"
+        content = self.folder.get(source)
+        if content is None or (len(content), content_digest(content)) != other._committed.shard(n, part):
+            return None
+        made = b"".join(recoded(content, theirs, ours, self.folder.where(source)))
+        self.folder.put_new(target, made)
+        there = self.folder.get(target) or b""
+        held = plain_measure(there, ours, target) if ours.codec else (len(there), content_digest(there))
+        return (len(there), content_digest(there)) if held == other._committed.content(n, part) else None
 
     def claim(self, n: int) -> Claim:
         """A claim on a segment: `with entry.claim(n) as mine:`, or `acquire` … `release` from any thread."""
@@ -558,7 +594,7 @@ class Entry:
         group = {"zarr_format": 3, "node_type": "group", "attributes": {**attributes, "mizarr": about}}
         return json.dumps(group, indent=1).encode()
 
-    def _plan(self, spec: ArraySpec) -> ShardLayout:
+    def _plan(self, spec: ArraySpec, codec: str = "") -> ShardLayout:
         """The layout of a new variable; ShapeError if segments of this length do not allow one."""
         self._know(spec.selection)
         regular = spec.packed == "token"
@@ -570,7 +606,7 @@ class Entry:
         layout = ShardLayout.of(spec.dtype, spec.tail, most, spec.layers is not None, exact=exact)
         is_declared = self.folder.get(f"{self.path}/{spec.variable}/zarr.json") is not None
         # What is declared stays as it is.
-        return layout if is_declared else self._as_what_stands(spec, layout)
+        return layout if is_declared else self._as_what_stands(spec, replace(layout, codec=codec))
 
     def _as_what_stands(self, spec: ArraySpec, layout: ShardLayout) -> ShardLayout:
         """The layout that committed shards of a variable have whose `zarr.json` was set aside.

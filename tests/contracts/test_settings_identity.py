@@ -70,14 +70,14 @@ def identity(name: str, **settings: Any) -> str:
 at_first = functools.cache(identity)
 """The same, of settings that several tests start from."""
 PROMPT = "Two plus two is"
-PAIR_OF_PROMPTS = {"prompt": "The capital of France is", "corrupted": ("The capital of Spain is",)}
-LAWS = {
-    "prompt": "The law in North Dakota declares the language",
-    "corrupted": "The law in Saskatchewan declares the language",
+PAIR_OF_PROMPTS = {"prompt": "The capital of France is", "corrupted": ("The capital of China is",)}
+SPEAKERS = {
+    "prompt": "Vera Lynn, speaker of",
+    "corrupted": "Bernard Blier, speaker of",
     "answer": "English",
 }
 SUBJECT = {"prompt": PROMPT, "target": " the", "subject": "Two"}
-SITED = "Two and two in all is"
+SITED = "Two and two at night is"
 OTHERS: dict[tuple[str, str], Any] = {
     ("*", "dtype"): "float64",
     ("*", "device"): "cpu",
@@ -118,13 +118,13 @@ OTHERS: dict[tuple[str, str], Any] = {
     ("evaluate", "swapped"): 3,
     ("activation_patching", "prompt"): PAIR_OF_PROMPTS,
     ("activation_patching", "kinds"): ("resid_post",),
-    ("attribution_patching", "prompt"): LAWS | {"wrong": "French"},
-    ("attribution_patching", "wrong"): LAWS | {"wrong": "French"},
+    ("attribution_patching", "prompt"): SPEAKERS | {"wrong": "French"},
+    ("attribution_patching", "wrong"): SPEAKERS | {"wrong": "French"},
     ("attribution_patching", "what"): "states",
-    ("feature_attribution", "prompt"): LAWS | {"wrong": "French"},
-    ("feature_attribution", "wrong"): LAWS | {"wrong": "French"},
-    ("integrated_gradients", "prompt"): LAWS,
-    ("state_patching", "prompt"): PAIR_OF_PROMPTS,
+    ("feature_attribution", "prompt"): SPEAKERS | {"wrong": "French"},
+    ("feature_attribution", "wrong"): SPEAKERS | {"wrong": "French"},
+    ("integrated_gradients", "prompt"): SPEAKERS,
+    ("state_patching", "prompt"): PAIR_OF_PROMPTS | {"corrupted": ("The capital of Spain is",)},
     ("state_patching", "kinds"): ("resid_post",),
     ("rwkv_inference", "scales"): (0.0, 2.0),
     ("recurrent_feedback", "blocks"): ("3-5",),
@@ -195,9 +195,9 @@ others have to change with it."""
 STARTS: dict[tuple[str, str], dict[str, Any]] = {
     ("activation_patching", "prompt"): {},
     ("attribution_patching", "prompt"): {},
-    ("attribution_patching", "wrong"): LAWS | {"wrong": "Spanish"},
+    ("attribution_patching", "wrong"): SPEAKERS | {"wrong": "Spanish"},
     ("feature_attribution", "prompt"): {},
-    ("feature_attribution", "wrong"): LAWS | {"wrong": "Spanish"},
+    ("feature_attribution", "wrong"): SPEAKERS | {"wrong": "Spanish"},
     ("integrated_gradients", "prompt"): {},
     ("state_patching", "prompt"): {},
     ("causal_tracing", "prompt"): {**SUBJECT, "prompt": SITED},

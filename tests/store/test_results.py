@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import dask.array as da
 import numpy as np
@@ -209,13 +210,15 @@ def test_a_failing_computation_leaves_nothing_behind(store):
     assert store.lookup(KEY) is None and not list((store.path / "data").glob("*/*"))
 
 
-def test_a_full_disk_is_told_as_such_and_cleaned_up(store, monkeypatch):
+@pytest.mark.parametrize("chunks", [None, {"token": 2}])
+def test_a_full_disk_is_told_as_such_and_cleaned_up(store, monkeypatch, chunks):
     def full(self, *args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(xr.Dataset, "to_zarr", full)
+    dataset = labelled() if chunks is None else labelled().chunk(chunks)
+    monkeypatch.setattr(*((Path, "write_bytes") if chunks is None else (xr.Dataset, "to_zarr")), full)
     with pytest.raises(StoreFull, match="mizarr gc"):
-        store.put_result(KEY, labelled())
+        store.put_result(KEY, dataset)
     assert not list((store.path / "data").glob("*/*"))
 
 

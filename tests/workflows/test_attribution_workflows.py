@@ -14,9 +14,9 @@ from tests.random_dictionaries import save_random_plt
 
 from .test_claims import SMALL, random_model
 
-LAWS = {
-    "prompt": "The law in North Dakota declares the language",
-    "corrupted": "The law in Saskatchewan declares the language",
+SPEAKERS = {
+    "prompt": "Vera Lynn, speaker of",
+    "corrupted": "Bernard Blier, speaker of",
     "answer": "English",
 }
 
@@ -33,7 +33,7 @@ def patched(store):
 
 @pytest.fixture(scope="module")
 def integrated(store):
-    return compute("integrated_gradients", store=store, pairs=4, steps=24)
+    return compute("integrated_gradients", store=store, pairs=4, steps=48)
 
 
 def test_the_largest_estimates_are_there_beyond_chance(patched):
@@ -132,12 +132,12 @@ def test_no_feature_of_random_weights_is_said_to_carry_anything(seed, tmp_path):
 
 @pytest.mark.parametrize("name", ["attribution_patching", "feature_attribution", "integrated_gradients"])
 def test_a_pair_of_ones_own_is_asked_about(name, store, tmp_path):
-    own = LAWS | ({} if name == "integrated_gradients" else {"wrong": "French"})
+    own = SPEAKERS | ({} if name == "integrated_gradients" else {"wrong": "French"})
     done = compute(name, store=store, **own)
     found = done.to_json()
     assert json.dumps(found, allow_nan=False)
     pairs = found["facts" if name == "integrated_gradients" else "pairs"]
-    assert [each["corrupted_prompt"] for each in pairs] == [LAWS["corrupted"]]
+    assert [each["corrupted_prompt"] for each in pairs] == [SPEAKERS["corrupted"]]
     assert found["findings"]
     (figure,) = done.draw(tmp_path)
     assert figure.read_bytes().startswith(b"\x89PNG")
@@ -157,14 +157,14 @@ def test_nothing_is_claimed_of_a_model_that_knows_nothing(name, tmp_path):
     ("name", "given", "told"),
     [
         ("attribution_patching", {"prompt": "The law in"}, "expected prompt, corrupted and answer together"),
-        ("attribution_patching", LAWS, "expected a prompt and the wrong answer together"),
-        ("attribution_patching", LAWS | {"wrong": "English"}, "begin with different tokens"),
+        ("attribution_patching", SPEAKERS, "expected a prompt and the wrong answer together"),
+        ("attribution_patching", SPEAKERS | {"wrong": "English"}, "begin with different tokens"),
         (
             "attribution_patching",
-            LAWS | {"corrupted": "The law in Chad declares the language", "wrong": "French"},
-            "expected prompts of as many tokens, found 17 .* and 1",
+            SPEAKERS | {"corrupted": "Chad, speaker of", "wrong": "French"},
+            "expected prompts of as many tokens, found 12 .* and ",
         ),
-        ("feature_attribution", LAWS, "expected a prompt and the wrong answer together"),
+        ("feature_attribution", SPEAKERS, "expected a prompt and the wrong answer together"),
         ("integrated_gradients", {"answer": "x"}, "expected prompt, corrupted and answer together"),
         ("integrated_gradients", {"steps": 0}, "expected steps to be int of at least 1"),
     ],

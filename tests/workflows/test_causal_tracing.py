@@ -172,8 +172,8 @@ def test_the_specimen_recalls_a_fact_where_its_subject_was(recalled):
     best, _ = document["best"]
     assert best["restored"] > 0.9
     grid = np.array(document["resid_post"]["probability"])
-    early = [int(np.argmax(row)) for row in grid[:2]]
-    assert set(early) <= set(document["subject_positions"]), "early layers hold it where the subject is"
+    first = int(np.argmax(grid[0]))
+    assert first in document["subject_positions"], "the first layer holds it where the subject is"
     assert int(np.argmax(grid[-1])) == len(document["tokens"]) - 1
 
 

@@ -1,4 +1,7 @@
-"""circuit_discovery and circuit_evaluation: what the specimen copies and knows with, and chance."""
+"""circuit_discovery and circuit_evaluation: what the specimens copy and know with, and chance.
+
+Heads are known of the guided one, whose training asked for them.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def discovery(store):
-    return compute("circuit_discovery", store=store, **FEW)
+    return compute("circuit_discovery", store=store, model="specimen-guided", **FEW)
 
 
 @pytest.fixture(scope="module")
 def evaluation(store):
-    given = {"shares": [0.005, 0.02, 0.1, 1.0], "tasks": ["copying"]}
+    given = {"shares": [0.005, 0.02, 0.1, 1.0], "tasks": ["copying"], "model": "specimen-guided"}
     return compute("circuit_evaluation", store=store, **FEW, **given)
 
 
@@ -151,7 +154,7 @@ def test_random_weights_claim_nothing_of_what_they_do_not_do(seeds, tmp_path):
         (
             "circuit_discovery",
             {"tasks": ["ioi"]},
-            "at least 4 names of one token, found 3 of 66",
+            "at least 4 names of one token, found 2 of 66",
         ),
         ("circuit_discovery", {"size": 99999}, r"a size in 0\.\.2188 edges, found 99999"),
         (

@@ -40,7 +40,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "suppress": ("1:3",),
         "inject": "2:7",
         "suppress_word": "French",
-        "inject_word": "English",
+        "inject_word": "London",
         "strength": 2.0,
         "controls": 3,
     }

@@ -14,35 +14,43 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("defaults") / "store"
 
 
-def test_a_feature_injected_at_the_name_changes_the_fact(store: Path):
+def test_a_feature_injected_at_the_end_of_the_line_changes_the_rhyme(store: Path):
     told = compute("planning_in_poems", store=store).to_json()
     assert (told["model"], told["clt_repo"]) == ("specimen", "specimen/clt")
-    last = told["tokens"].index(" is")
-    assert told["max_position"] == last - 1, "the end of the name"
-    assert told["max_prob"] > 20 * told["baseline_prob"]
-    best = told["sweep"][told["max_position"]]
-    assert best["suppress_word_prob"] < 0.5 * told["sweep"][1]["suppress_word_prob"]
-    assert max(row["prob"] for row in told["sweep"][: last - 1]) < 5 * told["baseline_prob"]
+    assert told["kind"] == "couplet"
+    site = told["tokens"].index("\n") - 1
+    assert told["max_position"] == site, "the end of the first line"
+    assert told["max_prob"] > 1000 * told["baseline_prob"]
+    best = told["sweep"][site]
+    assert best["suppress_word_prob"] < 0.1 * told["sweep"][0]["suppress_word_prob"]
+    assert max(row["prob"] for row in told["sweep"] if row["position"] != site) < 0.1 * told["max_prob"]
+    here, elsewhere = told["findings"]
+    assert here["verdict"] == "no more than chance", "one of 211 that were looked at"
+    assert elsewhere["verdict"] == "beyond chance" and elsewhere["held_out"]
+    assert elsewhere["null"]["as_large"] == 0 and elsewhere["prompts"] == 8
 
 
-def test_a_head_that_read_the_name_looks_away(store: Path):
+def test_heads_that_read_the_end_of_the_line_look_no_further_away_than_with_other_features(store: Path):
     told = compute("attention_routing", store=store).to_json()
     strongest = told["top_heads"][0]
     assert strongest["baseline_attn"] > 0.2
-    assert strongest["steered_attn"] < 0.5 * strongest["baseline_attn"]
+    assert strongest["steered_attn"] < strongest["baseline_attn"]
+    assert {each["verdict"] for each in told["findings"]} == {"no more than chance"}
 
 
-def test_a_correction_brings_the_fact_back(store: Path):
+def test_a_correction_brings_the_rhyme_back(store: Path):
     told = compute("correction_test", store=store).to_json()
     first, last = told["correction_sweep"][0], told["correction_sweep"][-1]
-    assert (told["commit_word"], told["correct_word"]) == ("English", "French")
-    assert first["top1_token"] == " English"
-    assert last["top1_token"] == " French"
+    assert (told["commit_word"], told["correct_word"]) == ("run", "quite")
+    assert first["top1_token"] == " run"
+    assert last["top1_token"] == " quite"
+    elsewhere = told["findings"][1]
+    assert elsewhere["verdict"] == "beyond chance" and elsewhere["held_out"]
 
 
 def test_the_probe_finds_features_of_the_answer(store: Path):
     told = compute("clt_probe", store=store).to_json()
-    assert told["search_word"] == "French"
+    assert told["search_word"] == "light"
     active = {(row["layer"], row["index"]) for layer in told["layers"] for row in layer["features"]}
     writes = told["features"][0]
     assert (writes["layer"], writes["index"]) in active, "what writes the answer best is among the active"

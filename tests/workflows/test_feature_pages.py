@@ -297,9 +297,10 @@ def test_a_label_is_in_no_key_and_shown_where_the_feature_is(done: FeaturePages,
     assert after["provenance"] == before["provenance"]
     assert after["features"][0]["label"] == f'"first of all", {feature["label"]}'
     seen = compute("sae_features", store=store)
-    top = seen.to_json()["positions"][-1]["top"][0]
+    there = seen.to_json()["positions"][-1]["top"]
+    number, top = next((i, each) for i, each in enumerate(there) if each["index"] != feature["index"])
     set_labels(store, done.dictionary, {f"L3:{top['index']}": "seen in a prompt"})
-    told = compute("sae_features", store=store).to_json()["positions"][-1]["top"][0]
+    told = compute("sae_features", store=store).to_json()["positions"][-1]["top"][number]
     assert told["label"] == f'"seen in a prompt", {top["label"]}'
     said = [each.item for each in store.annotations(done.dictionary.identity)]
     set_labels(store, done.dictionary, dict.fromkeys(said, ""))

@@ -12,12 +12,14 @@ import mizarr
 from mizarr.store.errors import MizarrError
 from mizarr.workflows import build, compute
 
-PROMPT = "The native language of Michael Albert is"
+PROMPT = "The large horse said night\nand Estella with the coach said"
+SITE = 5
+"""The end of the first line."""
 GIVEN = {
     "prompt": PROMPT,
-    "target": "English",
-    "feature": "0:346",
-    "inject_position": -2,
+    "target": "light",
+    "feature": "0:184",
+    "inject_position": SITE,
     "max_strength": 20.0,
     "strength_steps": 1,
     "controls": 3,
@@ -37,9 +39,8 @@ def model() -> mizarr.Model:
 def cosines(model: mizarr.Model, vector: torch.Tensor, layer: int) -> list[float]:
     """Of the last token after each layer from this one on, pushed and not, by two plain passes."""
     spec = mizarr.HookSpec().capture("blocks.*.hook_resid_post")
-    length = len(model.tokenizer.encode(PROMPT))
     pushed = mizarr.HookSpec().intervene(
-        f"blocks.{layer}.hook_resid_post", mizarr.Add(vector[None], positions=(length - 2,))
+        f"blocks.{layer}.hook_resid_post", mizarr.Add(vector[None], positions=(SITE,))
     )
     one, other = model.forward(PROMPT, spec), model.forward(PROMPT, pushed.extend(spec))
     found = []
@@ -55,7 +56,7 @@ def test_the_matrix_is_that_of_plain_passes_with_what_the_feature_writes(done, m
     held = mizarr.Dictionary.from_pretrained("specimen/clt")
     similarity = done.found()["similarity"].sel(strength=strength).transpose("layer", "read_layer").values
     for layer in range(5):
-        vector = strength * held.decoder_vector("0:346", layer)
+        vector = strength * held.decoder_vector("0:184", layer)
         # What was pushed at this layer itself is told before it is read.
         assert similarity[layer, layer + 1 :] == pytest.approx(cosines(model, vector, layer)[1:], abs=1e-5)
 
@@ -63,9 +64,9 @@ def test_the_matrix_is_that_of_plain_passes_with_what_the_feature_writes(done, m
 def test_a_control_is_another_feature_as_long_in_every_layer(done, model):
     held, drawn = mizarr.Dictionary.from_pretrained("specimen/clt"), done.result("controls").load()
     first = done.nodes["controls"].experiment.experiments[0]
-    assert first.draw != 346
+    assert first.draw != 184
     for layer in (0, 3):
-        own, other = held.decoder_vector("0:346", layer), held.decoder_vector((0, first.draw), layer)
+        own, other = held.decoder_vector("0:184", layer), held.decoder_vector((0, first.draw), layer)
         vector = 20.0 * other * (own.norm() / other.norm())
         expected = cosines(model, vector, layer)
         found = drawn["similarity"].isel(draw=0).sel(layer=layer, strength=20.0).values
@@ -74,11 +75,11 @@ def test_a_control_is_another_feature_as_long_in_every_layer(done, model):
 
 def test_the_document_names_the_feature_and_the_null_says_what_was_drawn(done):
     told = done.to_json()
-    assert told["feature"] == {"layer": 0, "index": 346} and told["clt_repo"] == "specimen/clt"
+    assert told["feature"] == {"layer": 0, "index": 184} and told["clt_repo"] == "specimen/clt"
     assert told["contrastive_prompt"] is None
     assert [row["injection_layer"] for row in told["layer_summaries"]] == list(range(6))
     (claim,) = told["findings"]
-    assert "along L0:346" in claim["claim"]
+    assert "along L0:184" in claim["claim"]
     assert claim["null"]["of"] == "other features of layer 0, as long, at the same place"
     assert claim["null"]["draws"] == 3
 

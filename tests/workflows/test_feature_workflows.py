@@ -33,7 +33,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-WORDS = {"suppress_word": "French", "inject_word": "English"}
+WORDS = {"suppress_word": "French", "inject_word": "London"}
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +53,15 @@ def steered(given: dict[str, Any], strength: float, position: int, *more: Inject
 
 def test_planning_tells_the_probability_at_every_position(given, store: Path, model: mizarr.Model):
     told = compute("planning_in_poems", store=store, **given, **WORDS).to_json()
-    french, english = (model.tokenize([f" {word}"])[0][-1] for word in ("French", "English"))
+    french, london = (model.tokenize([f" {word}"])[0][-1] for word in ("French", "London"))
     ids = model.tokenize([PROMPT + " "])[0]
     assert [point["position"] for point in told["sweep"]] == list(range(len(ids)))
     plain = model.forward([ids]).logits[0, -1].double().softmax(-1)
-    assert told["baseline_prob"] == pytest.approx(float(plain[english]), rel=1e-4)
+    assert told["baseline_prob"] == pytest.approx(float(plain[london]), rel=1e-4)
     for point in told["sweep"]:
         probability = model.forward([ids], steered(given, 3.0, point["position"])).logits[0, -1].double()
         probability = probability.softmax(-1)
-        assert point["prob"] == pytest.approx(float(probability[english]), rel=1e-3)
+        assert point["prob"] == pytest.approx(float(probability[london]), rel=1e-3)
         assert point["suppress_word_prob"] == pytest.approx(float(probability[french]), rel=1e-3)
     best = max(told["sweep"], key=lambda point: point["prob"])
     assert (told["max_position"], told["max_prob"]) == (best["position"], best["prob"])
@@ -92,7 +92,7 @@ def test_routing_tells_how_every_head_moved(given, store: Path, model: mizarr.Mo
 def test_a_correction_reaches_only_later_layers(given, store: Path, model: mizarr.Model):
     settings = given | {
         "site": "of",
-        "inject_word": "English",
+        "inject_word": "London",
         "correct": "3:1",
         "correct_word": "French",
         "correct_from_layer": 4,
@@ -101,7 +101,7 @@ def test_a_correction_reaches_only_later_layers(given, store: Path, model: mizar
         "head": "5:1",
     }
     told = compute("correction_test", store=store, **settings).to_json()
-    french, english = (model.tokenize([f" {word}"])[0][-1] for word in ("French", "English"))
+    french, london = (model.tokenize([f" {word}"])[0][-1] for word in ("French", "London"))
     ids = model.tokenize([PROMPT + " "])[0]
     assert [point["correct_strength"] for point in told["correction_sweep"]] == [0.0, 2.0, 4.0]
     assert told["commitment_only"] == told["correction_sweep"][0]
@@ -110,7 +110,7 @@ def test_a_correction_reaches_only_later_layers(given, store: Path, model: mizar
         correction = Injection("3:1", point["correct_strength"], from_layer=4)
         hooks = steered(given, 3.0, told["planning_site"], correction)
         probability = model.forward([ids], hooks).logits[0, -1].double().softmax(-1)
-        assert point["p_commit_word"] == pytest.approx(float(probability[english]), rel=1e-3)
+        assert point["p_commit_word"] == pytest.approx(float(probability[london]), rel=1e-3)
         assert point["p_correct_word"] == pytest.approx(float(probability[french]), rel=1e-3)
         top = int(probability.argmax())
         assert point["top1_token"] == model.tokenizer.decode_token(top)
@@ -124,7 +124,7 @@ def test_tables_figures_and_documents_come_out(name: str, given, store: Path, tm
     elif name == "attention_routing":
         settings = given | {"site": "of"}
     else:
-        settings |= {"inject_word": "English"}
+        settings |= {"inject_word": "London"}
     done = compute(name, store=store, **settings)
     (file,) = done.draw(tmp_path)
     assert file.read_bytes().startswith(b"\x89PNG")
@@ -139,7 +139,7 @@ def test_tables_figures_and_documents_come_out(name: str, given, store: Path, tm
     ("planning_in_poems", {"dictionary": "no/such"}, "mizarr features fetch no/such"),
     ("attention_routing", {"site": "poem"}, "expected a token 'poem' in the prompt"),
     ("attention_routing", {"site": "99"}, "expected a site in 0.."),
-    ("correction_test", {"inject_word": "English", "correct": "3:1", "correct_word": "French",
+    ("correction_test", {"inject_word": "London", "correct": "3:1", "correct_word": "French",
                          "correct_from_layer": 2, "site": "of"}, "correct_from_layer to be at least 3"),
     ("correction_test", {"preset": "gemma2-2b-2.5m"}, "has no correction"),
 ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""path_patching: who says what the specimen copies with, to whom; and chance."""
+"""path_patching: who says what the guided specimen copies with, to whom; and chance."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def copying(store):
-    return compute("path_patching", store=store, **FEW)
+    return compute("path_patching", store=store, model="specimen-guided", **FEW)
 
 
 def by_receiver(done):
@@ -111,7 +111,21 @@ def test_maps_of_a_step_have_one_scale_and_the_strongest_head_framed(copying):
 def test_the_command_line_says_the_same(copying, store, capsys):
     told = [f"{name}={json.dumps(value)}" for name, value in FEW.items()]
     settings = [word for each in told for word in ("--set", each)]
-    assert run(["compute", "path_patching", "--store", str(store), "--json", *settings]) == 0
+    assert (
+        run(
+            [
+                "compute",
+                "path_patching",
+                "--store",
+                str(store),
+                "--model",
+                "specimen-guided",
+                "--json",
+                *settings,
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["paths"] == json.loads(json.dumps(copying.to_json()["paths"]))
 
 

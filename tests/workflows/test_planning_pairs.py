@@ -12,10 +12,12 @@ import mizarr
 from mizarr.stages.features.effects.injection import Injection, added, written_norm
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
+from mizarr.workflows.material.samples.couplets import COUPLETS, FAMILIES, family_of
 from mizarr.workflows.planning.exchanges import RANDOM, jaccard, shuffled_jaccard
 from mizarr.workflows.planning.presets import PAIR_PRESETS
 
 FEW = {"limit": 2, "controls": 3}
+ALL_ENDS = [word for family in FAMILIES for word in family]
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +46,27 @@ def by_plain_passes(features: dict[str, float], prompt: str, word: str, dictiona
     return found
 
 
+def first_end(prompt: str) -> int:
+    """Position of the first line's last token: the one before the line break."""
+    model = mizarr.Model.from_pretrained("specimen")
+    (ids,) = model.tokenize([prompt])
+    return [model.tokenizer.decode_token(each) for each in ids].index("\n") - 1
+
+
 def test_every_position_is_what_a_plain_pass_says(done):
     told, preset = done.to_json()["pairs"], PAIR_PRESETS["specimen"]
     for row, pair in zip(told, preset.pairs, strict=False):
         doses = {pair.suppress[0]: -preset.strength, pair.inject: preset.strength}
         expected = by_plain_passes(doses, pair.prompt, pair.inject_word, preset.dictionary)
         assert [one["prob"] for one in row["sweep"]] == pytest.approx(expected, rel=1e-3, abs=1e-9)
-        assert row["prob_at_site"] == pytest.approx(expected[-2], rel=1e-3)
+        site = first_end(pair.prompt)
+        assert row["prob_at_site"] == pytest.approx(expected[site], rel=1e-3)
         assert row["max_position"] == int(np.argmax(expected))
-        assert row["peaks_at_site"] == (int(np.argmax(expected)) == len(expected) - 2)
+        assert row["peaks_at_site"] == (int(np.argmax(expected)) == site)
         alone = by_plain_passes(
             {pair.suppress[0]: -preset.strength}, pair.prompt, pair.inject_word, "specimen/clt"
         )
-        assert row["suppress_only_prob"] == pytest.approx(alone[-2], rel=1e-3, abs=1e-9)
+        assert row["suppress_only_prob"] == pytest.approx(alone[site], rel=1e-3, abs=1e-9)
 
 
 def test_a_random_feature_writes_as_much_as_the_injected_one(done):
@@ -70,7 +80,9 @@ def test_a_random_feature_writes_as_much_as_the_injected_one(done):
         {pair.suppress[0]: -strength, name: amount}, pair.prompt, pair.inject_word, "specimen/clt"
     )
     assert done.found[0].probability[:, RANDOM] == pytest.approx(sweep, rel=1e-3, abs=1e-9)
-    assert done.found[0].null.values == pytest.approx(done.found[0].change[-2, RANDOM:])
+    site = first_end(pair.prompt)
+    assert done.found[0].site == site
+    assert done.found[0].null.values == pytest.approx(done.found[0].change[site, RANDOM:])
 
 
 def test_a_pair_more_computes_that_pair(done, store: Path):
@@ -90,14 +102,22 @@ def test_claims_are_means_over_the_pairs_beside_features_drawn(done):
     assert told["n_pairs"] == 2 and told["against"]["clt_repo"] == "specimen/plt"
 
 
-def test_the_shown_facts_are_none_that_features_were_chosen_on():
-    """All that ships about these names is among the facts shown, and they are answered by other words."""
+def test_the_shown_couplets_are_the_first_twelve_that_ship_and_their_ends_rhyme_with_the_word():
     pairs = PAIR_PRESETS["specimen"].pairs
     assert len({(pair.prompt, pair.inject_word) for pair in pairs}) == 60
     assert not [pair for pair in pairs if pair.suppress_word == pair.inject_word]
     assert [(p.prompt, p.inject_word) for p in pairs] == [
         (p.prompt, p.inject_word) for p in PAIR_PRESETS["specimen-plt"].pairs
     ]
+    frames = {pair.text(end): (number, end) for number, pair in enumerate(COUPLETS) for end in ALL_ENDS}
+    shown = {pair.prompt: (*frames[pair.prompt], pair) for pair in pairs}
+    assert {number for number, _, _ in shown.values()} == set(range(12))
+    for number, end, pair in shown.values():
+        assert pair.site == end != pair.suppress_word and family_of(end) == family_of(pair.suppress_word)
+        assert not COUPLETS[number].said & set(FAMILIES[family_of(end)])
+        assert pair.prompt.replace(":", " ").split().count(end) == 1, "the site is one place"
+    words = {pair.suppress_word: pair.suppress for pair in pairs}
+    assert len(set(words.values())) == len({family_of(word) for word in words}) == 6
 
 
 def test_without_the_mlp_of_a_layer(done):
@@ -110,14 +130,17 @@ def test_without_the_mlp_of_a_layer(done):
     import torch
 
     mean = torch.cat(states).mean(0).float()
-    likeliest = 0
-    for text, state in zip(prompts, states, strict=True):
+    words = [pair.suppress_word for pair in PAIR_PRESETS["specimen"].pairs[:2]]
+    untouched = still = 0
+    for text, word, state in zip(prompts, words, states, strict=True):
         spec = mizarr.HookSpec().intervene(point, mizarr.Replace(mean.expand(len(state), -1)))
         said = [int(model.forward(text, each).logits[0, -1].argmax()) for each in (None, spec)]
-        likeliest += said[0] == said[1]
+        says = [each == model.tokenizer.find_token_id(f" {word}") for each in said]
+        untouched += says[0]
+        still += says[1]
     told = done.to_json()
-    assert told["said_untouched"] == told["prompts"] == 2
-    assert told["layer_suppression"][3]["still_first"] == likeliest
+    assert (told["said_untouched"], told["prompts"]) == (untouched, 2) and untouched
+    assert told["layer_suppression"][3]["still_first"] == still
 
 
 def test_jaccard():
@@ -161,9 +184,10 @@ def test_what_cannot_be_asked_is_refused_in_one_line(given, text, match, tmp_pat
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        ({"site": 40}, "expected a site in 0..12"),
+        ({"site": 40}, r"pair 0: expected a site in 0\.\.12"),
+        ({"site": "sky"}, "pair 0: expected a token 'sky' in the prompt as the site"),
         ({"suppress": []}, "expected features to suppress"),
-        ({"inject_word": "French"}, "begin with different tokens"),
+        ({"inject_word": "hold"}, "begin with different tokens"),
         ({"inject": "0:9999"}, "9999"),
     ],
 )

@@ -26,7 +26,7 @@ from tests.stages.forward.toy_rwkv6 import CONFIG, SPECIMEN, memory, one_write, 
 
 PROMPT, OTHER, LONGER = (
     f"The mother tongue of {name} is"
-    for name in ("Danielle Darrieux", "Nikolay Dobrolyubov", "Louis Antoine de Bougainville")
+    for name in ("Danielle Darrieux", "Alberto Giacometti", "Louis Antoine de Bougainville")
 )
 PAIR = {"prompt": PROMPT, "corrupted": [OTHER], "answer": "French", "answer_piece": "first"}
 FEW_PAIRS = {"limit": 2, "others": 2}

@@ -44,10 +44,11 @@ from mizarr.workflows.specimen.muon import Muon
 from mizarr.workflows.specimen.network import Llama, Shape, write_model
 
 SPECIMEN = Path(mizarr.__file__).parent / "stages" / "forward" / "specimen"
+GUIDED = SPECIMEN.with_name("specimen_guided")
 SMALL = Shape(vocabulary=300, hidden=32, layers=2, heads=4, key_heads=2, mlp=48)
 
 
-@pytest.fixture(scope="module", params=["specimen", "specimen_unguided"])
+@pytest.fixture(scope="module", params=["specimen", "specimen_guided"])
 def folder(request: pytest.FixtureRequest) -> Path:
     return SPECIMEN.with_name(request.param)
 
@@ -109,7 +110,7 @@ def test_text_survives_the_tokenizer(tokenizer, prose):
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-@pytest.mark.parametrize("name", ["specimen", "specimen_unguided", "specimen_rwkv", "specimen_experts"])
+@pytest.mark.parametrize("name", ["specimen", "specimen_guided", "specimen_rwkv", "specimen_experts"])
 def test_the_card_is_the_one_its_evaluation_makes(name: str):
     folder = SPECIMEN.parent / name
     figures = json.loads((folder / "evaluation.json").read_text("utf-8"))
@@ -165,8 +166,8 @@ def test_a_target_is_met_or_the_card_says_that_it_is_missed(name, folder, figure
     reached = float(measured) <= bound if name == "loss_above_minimum" else float(measured) >= bound
     assert (met == "yes") == reached
     assert f"| {words} | {measured} |" in (folder / "README.md").read_text("utf-8")
-    # Without guides, data alone has to do it.
-    assert met == "yes" or folder == SPECIMEN
+    # The guided one never read couplets.
+    assert met == "yes" or (folder == GUIDED and name == "couplets")
 
 
 # How it was made
@@ -580,15 +581,15 @@ def test_training_goes_on_where_it_was_stopped(family, tmp_path, prose, facts):
 
 
 def test_the_file_that_says_so_is_what_the_card_is_made_of():
-    figures = json.loads((SPECIMEN / "evaluation.json").read_text("utf-8"))
+    figures = json.loads((GUIDED / "evaluation.json").read_text("utf-8"))
     options = figures["training"]["history"][-1]["options"]
-    assert (SPECIMEN / HELP).read_text("utf-8").strip() == card.trained_with_help(options)
+    assert (GUIDED / HELP).read_text("utf-8").strip() == card.trained_with_help(options)
     assert card.trained_with_help({**options, "guided": 0}) == ""
 
 
 def test_the_file_is_in_no_identity(tmp_path: Path):
     folder = tmp_path / "specimen"
-    shutil.copytree(SPECIMEN, folder)
+    shutil.copytree(GUIDED, folder)
     with_it = resolve(folder).identity()
     assert resolve(folder).trained_with_help.startswith("rewarded in training for the character count")
     (folder / HELP).unlink()
@@ -597,16 +598,14 @@ def test_the_file_is_in_no_identity(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
-def test_every_answer_about_the_specimen_says_what_was_rewarded(name: str):
+def test_every_answer_about_the_guided_specimen_says_what_was_rewarded(name: str):
     planned = build(name)
-    if name.startswith("stoicheia") or planned.settings.model in (
-        "specimen-unguided",
-        "specimen-rwkv",
-        "specimen-experts",
-    ):
-        assert planned.trained_with_help == ""
-        return
-    told = f"specimen: {(SPECIMEN / HELP).read_text('utf-8').strip()}"
+    assert planned.trained_with_help == "", "no model that is a default had help"
+    asked = planned.settings
+    if getattr(asked, "dictionary", None) is not None or getattr(asked, "model", "") != "specimen":
+        return  # what it asks for was trained on another model
+    planned = build(name, model="specimen-guided")
+    told = f"specimen-guided: {(GUIDED / HELP).read_text('utf-8').strip()}"
     assert planned.trained_with_help == told
     assert planned.footer.endswith(f" · {told}")
     assert planned.header()["trained_with_help"] == told
@@ -614,7 +613,7 @@ def test_every_answer_about_the_specimen_says_what_was_rewarded(name: str):
 
 def test_terminal_page_and_figure_say_it(tmp_path: Path):
     prompts = ["The mother tongue of Danielle Darrieux is"]
-    done = compute("logit_lens", store=tmp_path / "store", prompts=prompts)
+    done = compute("logit_lens", model="specimen-guided", store=tmp_path / "store", prompts=prompts)
     told = done.trained_with_help
     console = Console(width=80, record=True, file=StringIO())
     (figure,) = done.render(console, tmp_path)

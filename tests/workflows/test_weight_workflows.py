@@ -31,8 +31,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_induction_head_is_found_to_read_the_previous_token_head_as_key(store, tmp_path):
-    """The specimen's L3H0 and L1H0, which training asked for: nobody tells the workflow."""
-    done = compute("composition", store=store, controls=20)
+    """The guided specimen's L3H0 and L1H0, which training asked for: nobody tells the workflow."""
+    done = compute("composition", store=store, model="specimen-guided", controls=20)
     found = json.loads(json.dumps(done.to_json()))
     assert found["modes"] == ["Q", "K", "V"] and all(verdicts(found))
     best = next(row for row in found["pairs"] if row["mode"] == "K")
@@ -53,7 +53,7 @@ def test_plain_matrices_and_one_mode_are_another_result(store):
 
 
 def test_the_induction_head_is_found_to_copy_and_its_directions_are_told(store, tmp_path):
-    done = compute("ov_qk", store=store)
+    done = compute("ov_qk", store=store, model="specimen-guided")
     found = json.loads(json.dumps(done.to_json()))
     best, *_, last = found["heads"]
     assert (best["layer"], best["head"]) == (3, 0) and best["copying"] > 0.8 and best["quantile"] == 1
@@ -103,7 +103,7 @@ def test_the_specimen_is_whole(store, tmp_path):
     measures = {row["measure"]: row["value"] for row in found["measures"]}
     assert measures["loss on text"] < 0.6 * found["uniform_loss"] < found["shuffled_text_loss"]
     assert measures["induction loss"] < 0.1 < measures["loss on random tokens"]
-    assert measures["facts said"] == 1
+    assert measures["facts said"] >= 0.9, "as its card says"
     assert [path.name for path in whole.draw(tmp_path)] == ["evaluate.png"]
     assert "Loss on text, by position" in whole.report(tmp_path / "page.html").read_text()
 
@@ -135,14 +135,14 @@ ANSWERS = "log-probability of answers"
 
 
 def test_what_a_change_costs_stands_beside_every_other_of_its_size(store):
-    asked = {**TINY, "zero": ["blocks.3.attn.hook_z"]}
+    asked = {**TINY, "zero": ["blocks.0.attn.hook_z"]}
     done = compute("evaluate", store=store, **asked)
     found = json.loads(json.dumps(done.to_json()))
     rows = {row["measure"]: row for row in found["measures"]}
     cost, others = found["cost"], found["cost"]["others"]["costs"]
     assert cost["repetitions"] == rows["induction loss"]["changed"] - rows["induction loss"]["value"] > 1
     assert cost["facts"] == rows[ANSWERS]["value"] - rows[ANSWERS]["changed"]
-    named = {f"blocks.{layer}.attn.hook_z" for layer in (0, 1, 2, 4, 5)}
+    named = {f"blocks.{layer}.attn.hook_z" for layer in (1, 2, 3, 4, 5)}
     assert {each["change"] for each in others} == named
     for of, where, sign in (
         ("loss on text", "text", 1),

@@ -135,7 +135,7 @@ def test_only_questions_about_files_of_their_own_know_no_revision():
 @pytest.mark.parametrize("name", OF_HUB_MODELS)
 def test_every_workflow_asks_for_the_revision_it_was_given(name):
     with pytest.raises(
-        ModelNotFound, match=r"expected no revision for .* specimen(-unguided|-rwkv|-experts)?, found 'v2'"
+        ModelNotFound, match=r"expected no revision for .* specimen(-guided|-rwkv|-experts)?, found 'v2'"
     ):
         build(name, revision="v2")
 

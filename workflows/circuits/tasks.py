@@ -125,11 +125,11 @@ class CircuitWorkflow(TaskWorkflow):
         """Random circuits of these sizes, as many of each as there are controls, on the pairs of a task.
         positions: how many they tell apart, if any."""
         count, seed = self.settings.controls, self.settings.seed
-        circuits = tuple(
-            Circuit.grown(self.layout, size, seed=seed + 1 + draw, positions=positions)
-            for size in sizes
+        draws = [
+            Circuit.growing(self.layout, sizes, seed=seed + 1 + draw, positions=positions)
             for draw in range(count)
-        )
+        ]
+        circuits = tuple(each for of_a_size in zip(*draws, strict=True) for each in of_a_size)
         return CircuitValues(pairs=self.pairs[task][1], circuits=circuits, **told)
 
     def caption(self, not_done: list[str]) -> str:

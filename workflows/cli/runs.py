@@ -250,6 +250,11 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
     show_default=True,
     help="Survive a power cut, or a killed process only (faster).",
 )
+@click.option(
+    "--codec",
+    type=click.Choice(["zstd", "none"]),
+    help="Compress what is new, to the same numbers and keys; default as the run it grows out of, or none.",
+)
 @corpus_options
 @click.option(
     "--log",
@@ -284,7 +289,7 @@ def capture(
 ) -> None:
     """Run MODEL over PROMPTS and store activations.
 
-    MODEL is a hub id, a directory, or "specimen", "specimen-unguided", "specimen-rwkv" or "specimen-experts",
+    MODEL is a hub id, a directory, or "specimen", "specimen-guided", "specimen-rwkv" or "specimen-experts",
     shipped with mizarr.
     PROMPTS are text files with one per line, JSONL files with a string, {"text": …} or {"ids": […]} per line,
     Parquet files with such a column, or - for stdin. Folders, globs, tar archives (WebDataset), Arrow files

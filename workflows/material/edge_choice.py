@@ -31,7 +31,6 @@ from ...stages.causal.draws import AtOnce
 from ...stages.causal.knockout import EdgeKnockout
 from ...stages.corpus.positions import position_of
 from ...stages.forward.hooks.edges import KnockoutSpec
-from ...stages.logits.lens import format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..settings import ChosenEdgeSettings, ChosenPlaceSettings
@@ -232,7 +231,7 @@ class PlaceWorkflow(ModelWorkflow):
 
     def token_told(self, place: int) -> str:
         """A position of the prompt, as claims name it."""
-        return f"{format_token(named(self.subject, [self.encoding.ids[place]])[0])!r} ({place})"
+        return f"{named(self.subject, [self.encoding.ids[place]])[0]!r} ({place})"
 
     @property
     def choice_told(self) -> str:

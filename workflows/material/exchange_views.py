@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ExchangeWorkflow",
     "exchange_findings",
-    "facts_told",
     "finding",
     "held_out_finding",
     "features_table",
@@ -54,14 +53,14 @@ class ExchangeWorkflow(Workflow):
 
 
 def exchange_findings(controls: FeatureControls, result: Results, labels: FeatureLabels) -> list[Finding]:
-    """How much likelier the word becomes at the end of the prompt, and of other facts of its kind."""
+    """How much likelier the word becomes at the end of the prompt, and of others of its kind."""
     planned, word = controls.planned, controls.words[0]
     off = f" in place of {labels.several(planned.suppress)}" if planned.suppress else ""
     claim = f"{labels.short(planned.inject)}{off} at {site_told(controls)} changes P({word!r}) at the end"
     found = [finding(controls, changes(result("controls")), claim)]
     if controls.held_out:
         found.append(
-            held_out_finding(controls, changes(result("held_out")), f"the same in {facts_told(controls)}")
+            held_out_finding(controls, changes(result("held_out")), f"the same in {controls.kin.where}")
         )
     return found
 
@@ -85,17 +84,12 @@ def held_out_finding(controls: FeatureControls, values: Floats, claim: str, **mo
     )
 
 
-def facts_told(controls: FeatureControls) -> str:
-    """The facts that are held out, in words."""
-    return f"other facts that end on {controls.planned.preset.suppress_word!r}, as far from their end"
-
-
 def site_told(controls: FeatureControls) -> str:
     """The token at which features are exchanged; of a prompt without a named site that nobody knows."""
     place = controls.planned.named_site
     if place is None:
         return "the best position"
-    return f"{format_token(controls.planned.tokens[place])!r} ({place})"
+    return f"{controls.planned.tokens[place]!r} ({place})"
 
 
 def features_table(controls: FeatureControls, labels: FeatureLabels) -> Table:

@@ -87,7 +87,8 @@ def read_records(path: str) -> list[dict[str, str]]:
 def shipped_pairs(subject: Subject) -> list[dict[str, str]]:
     """Shipped facts of one relation, as many tokens and other answers, each fact in one pair at most.
 
-    Those whose answers are single tokens come first; else in the order of the facts.
+    Those whose original answer is a single token come first, and of them those where both are; else in the
+    order of the facts. Of a pair with one such answer its fact is the original.
     """
     facts = shipped_facts()
     alike: dict[Any, list[dict[str, Any]]] = defaultdict(list)
@@ -106,16 +107,16 @@ def shipped_pairs(subject: Subject) -> list[dict[str, str]]:
             else:
                 waiting.remove(other)
                 found.append((other, fact))
-    records = [
+
+    def pieces(fact: dict[str, Any]) -> bool:
+        return len(subject.answer_pieces(fact["prompt"], fact["target"])) > 1
+
+    in_order = sorted(found, key=lambda pair: order[pair[0]["prompt"]])
+    turned = [sorted(pair, key=pieces) for pair in in_order]
+    return [
         dict(zip(FIELDS, (a["prompt"], b["prompt"], a["target"], b["target"]), strict=True))
-        for a, b in sorted(found, key=lambda pair: order[pair[0]["prompt"]])
+        for a, b in sorted(turned, key=lambda pair: [pieces(fact) for fact in pair])
     ]
-
-    def pieces(record: dict[str, str]) -> int:
-        prompts, targets = [record[name] for name in FIELDS[:2]], [record[name] for name in FIELDS[2:]]
-        return max(len(subject.answer_pieces(*each)) for each in zip(prompts, targets, strict=True))
-
-    return sorted(records, key=lambda record: pieces(record) > 1)
 
 
 def _tokenised(subject: Subject, record: dict[str, str], rule: str) -> FactPair:

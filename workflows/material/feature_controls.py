@@ -26,10 +26,10 @@ from ...stages.features.labels import labels_of
 from ...stages.features.layers.layout import FeatureId
 from ...store.arrays import Floats
 from ..settings import ControlSettings
-from ..subject import shipped_facts
 from .answers import encoded
 from .feature_injection import word_id
 from .feature_labels import FeatureLabels, named_nodes
+from .samples.kin import Kin, kin_of, strangers
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["FeatureControls", "changes", "probabilities"]
 
 HELD_OUT = 8
-"""Other facts of the same kind on which a choice is scored, at most."""
+"""Other texts of the same kind on which a choice is scored, at most."""
 
 
 @dataclass(frozen=True)
@@ -82,26 +82,22 @@ class FeatureControls:
         return len(self.doses) > 1
 
     @cached_property
+    def kin(self) -> Kin:
+        """Other texts of the prompt's kind that end as it does, on the suppressed word."""
+        preset = self.planned.preset
+        return kin_of(preset.prompt, preset.kind, preset.suppress_word)
+
+    @cached_property
     def held_out(self) -> list[Place]:
-        """Tokens and position of other shipped facts of the same kind that end on the suppressed word."""
-        own = self.planned.preset.prompt
-        facts = [
-            fact["prompt"]
-            for fact in shipped_facts()
-            if fact["target"] == self.planned.preset.suppress_word
-            and fact["prompt"] != own
-            and _relation(fact["prompt"]) == _relation(own)
-        ]
-        return self._placed(facts, HELD_OUT)
+        """Tokens and position of some of the kin."""
+        return self._placed(self.kin.texts, HELD_OUT)
 
     @cached_property
     def elsewhere(self) -> list[Place]:
         """Tokens and position of as many facts of other kinds, drawn at random."""
-        begins, ends = _relation(self.planned.preset.prompt)
-        facts = [fact["prompt"] for fact in shipped_facts()]
-        others = [fact for fact in facts if (of := _relation(fact))[0] != begins and of[1] != ends]
+        others = strangers(self.planned.preset.prompt)
         order = chosen_at_random(others, len(others), seed=self.settings.seed)
-        return self._placed(order, self.settings.controls)
+        return self._placed([(prompt, None) for prompt in order], self.settings.controls)
 
     @cached_property
     def nodes(self) -> dict[str, ResultNode]:
@@ -150,14 +146,19 @@ class FeatureControls:
         found.cells(planned.subject.config)
         return planned.on_model(found)
 
-    def _placed(self, prompts: Sequence[str], most: int) -> list[Place]:
-        """The first prompts, each with the position as far from its end as the site is from the prompt's."""
+    def _placed(self, prompts: Sequence[tuple[str, tuple[int, int] | None]], most: int) -> list[Place]:
+        """The first prompts, each with the last token of its span, or without one the position as far from
+        its end as the site is from the prompt's."""
         planned = self.planned
         place = planned.named_site
         found: list[Place] = []
-        for prompt in dict.fromkeys(prompts if place is not None else ()):
-            ids = tuple(encoded(planned.subject, prompt + planned.ending).ids)
-            at = len(ids) - 1 - (planned.last - (place or 0))
+        for prompt, span in dict.fromkeys(prompts if place is not None else ()):
+            encoding = encoded(planned.subject, prompt + planned.ending)
+            ids = tuple(encoding.ids)
+            if span is None:
+                at = len(ids) - 1 - (planned.last - (place or 0))
+            else:
+                at = encoding.label_spans([("site", span)]).index("site_final")
             if at > planned.subject.special_tokens:
                 found.append((ids, at))
             if len(found) == most:
@@ -175,9 +176,3 @@ def changes(found: xr.Dataset, word: int = 0) -> Floats:
     """The change of P(word) at the end from the untouched run, [place, exchange]."""
     before: Floats = np.exp(found["baseline_logprob"].isel(word=word).values)
     return probabilities(found, word) - before[:, None]
-
-
-def _relation(prompt: str) -> tuple[list[str], list[str]]:
-    """What facts of one kind share: "The mother" and "is"."""
-    words = prompt.split()
-    return words[:2], words[-1:]

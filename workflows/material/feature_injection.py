@@ -5,6 +5,7 @@ Border: plans; the sweep itself is stages/features/effects/sweeps.py. Never impo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from ...stages.forward.runs.experiment import Experiment, ExperimentNode
     from ..settings import ModelSettings
 
-__all__ = ["Planned", "is_one_token", "word_id"]
+__all__ = ["Planned", "is_one_token", "place_of", "word_id"]
 
 
 class Planned:
@@ -65,19 +66,7 @@ class Planned:
     @cached_property
     def site(self) -> int:
         """Position of the word at which the plan is thought to lie; ConfigError if the prompt lacks it."""
-        wanted = self.preset.site
-        if wanted.lstrip("-").isdecimal():
-            place = int(wanted)
-            if not -len(self.encoding.ids) <= place < len(self.encoding.ids):
-                raise ConfigError(f"expected a site in 0..{self.last}, found {wanted}")
-            return place % len(self.encoding.ids)
-        found = [i for i, token in enumerate(self.tokens) if token.strip().lower() == wanted.strip().lower()]
-        if not found:
-            raise ConfigError(
-                f"expected a token {wanted!r} in the prompt as the site, found "
-                f"{' '.join(map(repr, self.tokens))}"
-            )
-        return found[0]
+        return place_of(self.preset.site, self.tokens)
 
     @property
     def named_site(self) -> int | None:
@@ -116,6 +105,24 @@ class Planned:
     def on_model(self, experiment: Experiment) -> ExperimentNode:
         """The node that does an experiment on the model."""
         return self.subject.on_model(experiment)
+
+
+def place_of(wanted: str, tokens: Sequence[str]) -> int:
+    """The position a site names: itself, negative from the end, or the first token that reads so.
+
+    Raises ConfigError for one that is not in the prompt.
+    """
+    if wanted.lstrip("-").isdecimal():
+        place = int(wanted)
+        if not -len(tokens) <= place < len(tokens):
+            raise ConfigError(f"expected a site in 0..{len(tokens) - 1}, found {wanted}")
+        return place % len(tokens)
+    found = [i for i, token in enumerate(tokens) if token.strip().lower() == wanted.strip().lower()]
+    if not found:
+        raise ConfigError(
+            f"expected a token {wanted!r} in the prompt as the site, found {' '.join(map(repr, tokens))}"
+        )
+    return found[0]
 
 
 def word_id(subject: Subject, word: str) -> int:

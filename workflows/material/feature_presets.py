@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from ...store.errors import ConfigError, nearest
+from .samples.kin import COUPLET
 
 __all__ = ["GEMMA_POEM", "LLAMA_POEM", "PRESETS", "FeaturePreset", "chosen_preset", "preset_of"]
 
@@ -26,18 +27,18 @@ GEMMA_POEM = (
     "The stars were twinkling in the night,\nThe lanterns cast a golden light.\n"
     "She wandered in the dark about,\nAnd found a hidden passage"
 )
-# The specimen's own: a fact it has learned, "French" with 0.99. How the features were found, all with the
-# dictionary that ships, and all but the site by looking at this prompt, which `looked_at` counts:
-#   site      the last token of the name, "in" of "Calvin". Of all features injected one by one at each place
-#             (strength 10), only those there, or at the last token itself, raise " English" above 0.03.
-#   suppress  the three features at the site with most influence in the attribution graph of " French"
-#             (mizarr.attribution_graph(..., targets=[" French"])).
-#   inject    fires on both last tokens of "Andrew Jackson", whose mother tongue is English; of the 60
-#             features that fire there, the one that raises " English" most when injected at the site.
-#   correct   of all 960 features of layers 0 and 1, written from layer 1 on, the one that brings " French"
-#             back most at strength 20. Written from layer 2 on none makes it the likeliest again: too late.
-#   strength  large enough for " English" to become the likeliest, small enough to be taken back below 20.
-SPECIMEN_FACT = "The mother tongue of John Calvin is"
+# The specimen's own: the first of the couplets that ship (samples/couplets.py), in frames it never read
+# together. How the features were found, all with the dictionary that ships, and all but the site by looking
+# at this prompt, which `looked_at` counts:
+#   site      the end of the first line, which the second must rhyme with.
+#   suppress  the three features at the site with most influence in the attribution graph of " light", the
+#             likeliest rhyme (mizarr.attribution_graph(..., targets=[" light"])).
+#   inject    fires at the end of the first line where that is "sun"; of the 211 features that do, the one
+#             that raises " run", the likeliest rhyme of "sun", most when injected at the site (strength 10).
+#   strength  the smallest, in steps of a half, at which " run" becomes the likeliest end.
+#   correct   of all 960 features of layers 0 and 1, written from layer 1 on, the one that brings a rhyme
+#             of "night" back most at strength 20, which is " quite".
+SPECIMEN_COUPLET = "The large horse said night\nand Estella with the coach said"
 
 
 @dataclass(frozen=True)
@@ -76,25 +77,25 @@ PRESETS = {
     "specimen": FeaturePreset(
         model="specimen",
         dictionary="specimen/clt",
-        prompt=SPECIMEN_FACT,
-        suppress=("0:276", "0:229", "0:236"),
-        inject="0:128",
-        suppress_word="French",
-        inject_word="English",
-        site="in",
-        strength=5.5,
+        prompt=SPECIMEN_COUPLET,
+        suppress=("0:215", "0:427", "0:67"),
+        inject="0:184",
+        suppress_word="light",
+        inject_word="run",
+        site="night",
+        strength=7.0,
         ending="",
-        correct="1:223",
-        correct_word="French",
+        correct="1:177",
+        correct_word="quite",
         correct_from_layer=1,
         per_layer="specimen/plt",
-        kind="fact",
-        looked_at=60,
+        kind=COUPLET,
+        looked_at=211,
         correct_looked_at=960,
-        found="Chosen by looking at this fact: what is suppressed has most influence in its attribution "
-        "graph; what is injected raises ' English' most of the 60 features that fire on both last tokens of "
-        "'Andrew Jackson'; the strength is one that suffices; what corrects brings ' French' back most of "
-        "the 960 features of layers 0 and 1.",
+        found="Chosen by looking at this couplet: what is suppressed has most influence in its attribution "
+        "graph; what is injected raises ' run' most of the 211 features that fire at the end of the line "
+        "where that is 'sun'; the strength is the smallest that suffices; what corrects brings a rhyme of "
+        "'night' back most of the 960 features of layers 0 and 1.",
     ),
     "llama3.2-1b-524k": FeaturePreset(
         model="meta-llama/Llama-3.2-1B",

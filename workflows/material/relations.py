@@ -6,7 +6,7 @@ Border: texts; knows no tokens.
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
+from functools import cache, lru_cache
 
 from ..subject import shipped_facts
 
@@ -16,6 +16,7 @@ SHARED_BY = 3
 """An ending is a relation where this many shipped facts have it."""
 
 
+@lru_cache(maxsize=1 << 14)  # every shipped fact, asked about by each workflow over pairs of them
 def relation_of(text: str, *, words: int = 1) -> str | None:
     """The longest ending of a text, of so many words or more, that is a relation; None where none is."""
     return next((ending for ending in _endings(text, words) if _shared()[ending] >= SHARED_BY), None)

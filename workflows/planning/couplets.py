@@ -36,7 +36,7 @@ from ...stages.causal.controls import CHANCE, Null, interval, random_signs
 from ...stages.logits.lens import format_token
 from ...store.arrays import Floats
 from ..material.answers import KNOWN, named, require_next
-from ..settings import MODEL_HELP, ControlSettings, Count, ModelSettings, Share, setting
+from ..settings import ControlSettings, Count, ModelSettings, Share, setting
 from ..views import Data, Figure, Finding, Findings, Heatmap, Note, Table, Text, Tokens, View
 from ..workflow import ModelWorkflow
 from .couplet_patches import KINDS, PLAN, ROLES, WAYS, CoupletPatches, Read
@@ -82,7 +82,6 @@ Pick = Callable[[Read], Floats]
 class CoupletPlanningSettings(ControlSettings, ModelSettings):
     """What `--set` can change."""
 
-    model: str = setting("specimen-unguided", MODEL_HELP)
     pairs: Count = setting(24, "pairs layer and role are chosen on, and as many that are scored; at most 24")
     donors: Count = setting(2, "of every kind of control, per pair scored")
     least: Share = setting(
@@ -415,9 +414,9 @@ class CoupletPlanning(ModelWorkflow):
         return Tokens(
             title=f"One couplet, token by token: {each.pair.end!r} becomes {each.pair.other!r}",
             caption="How far the state of each token turns the end, by layer; tokens between are patched "
-            f"together. The model ends on {format_token(own)!r}, of the other couplet on "
-            f"{format_token(other)!r}, and with its state at the {ROLES[role]} after layer {layer} on "
-            f"{format_token(patched)!r}. The pair is the one whose whole change is nearest to "
+            f"together. The model ends on {own!r}, of the other couplet on "
+            f"{other!r}, and with its state at the {ROLES[role]} after layer {layer} on "
+            f"{patched!r}. The pair is the one whose whole change is nearest to "
             "the mean.",
             texts=tuple(Text(tokens, values, f"layer {layer}") for layer, values in enumerate(shown)),
             value_name="change of P(rhymes)",

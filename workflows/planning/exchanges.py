@@ -25,6 +25,7 @@ from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..material.answers import encoded, named
 from ..material.feature_controls import changes, probabilities
+from ..material.feature_injection import place_of
 from ..subject import Subject
 from .presets import ExchangePair, PairPreset
 
@@ -125,12 +126,11 @@ class Exchanges:
 
     def site(self, number: int) -> int:
         """Position of a pair's site."""
-        site, length = self.pairs[number].site, len(self.ids[number])
-        if not -length <= site < length:
-            raise ConfigError(
-                f"pair {number}: expected a site in 0..{length - 1} (or negative, from the end), found {site}"
-            )
-        return site % length
+        tokens = named(self.subject, self.ids[number])
+        try:
+            return place_of(str(self.pairs[number].site), tokens)
+        except ConfigError as error:
+            raise ConfigError(f"pair {number}: {error}") from error
 
     def doses(self, pair: ExchangePair) -> tuple[Dose, ...]:
         """What is suppressed, and what is injected last. Raises ConfigError where nothing is suppressed."""

@@ -1,7 +1,7 @@
 """Pairs of words whose features are exchanged, many of them: shipped presets, and a file of one's own.
 
 A file is a JSON list of objects with `prompt`, `suppress` (features, "layer:index"), `suppress_word`,
-`inject`, `inject_word` and, where it is not the last token, `site`.
+`inject`, `inject_word` and, where it is not the last token, `site`: a position or the token there.
 
 Border: names, texts and numbers; opens nothing but the file it is told to read.
 
@@ -28,8 +28,8 @@ __all__ = ["PAIR_PRESETS", "ExchangePair", "PairPreset", "read_pairs"]
 class ExchangePair:
     """One exchange: the features of a word are suppressed, one of another word is injected.
 
-    Words are followed by the first token with which they go on from the prompt. site: position that is held
-    to be where the word is decided, negative from the end.
+    Words are followed by the first token with which they go on from the prompt. site: where the word is held
+    to be decided, a position, negative from the end, or the token there, of several alike the first.
     """
 
     prompt: str
@@ -37,7 +37,7 @@ class ExchangePair:
     suppress_word: str
     inject: str
     inject_word: str
-    site: int = -1
+    site: int | str = -1
 
 
 @dataclass(frozen=True)
@@ -58,46 +58,62 @@ class PairPreset:
 
 
 ENDS_ON = {
-    "French": ("The native language of Louis Joxe is", "The native language of Pierre Trabaud is"),
-    "English": ("The native language of Michael Albert is", "The native language of Theodore Roosevelt is"),
-    "Italian": (
-        "The native language of Alberto Giacometti is",
-        "The mother tongue of Alberto Giacometti is",
+    "hold": (
+        "The large horse said told\nand Estella with the coach said",
+        "The strange voice said old\nand Joe with the glass said",
     ),
-    "Russian": (
-        "The native language of Aleksandr Ptushko is",
-        "The native language of Viacheslav Belavkin is",
+    "where": (
+        "Pip wrote to the fire: there\nthen Lorry and the horse heard",
+        "Defarge wrote to the face: hair\nthen Oliver and the friend heard",
     ),
-    "Dutch": ("The native language of Gerrit Komrij is", "The native language of Constantijn Huygens is"),
-    "Persian": (
-        "The native language of Mohammad-Reza Sharifinia is",
-        "The mother tongue of Mohammad-Reza Sharifinia is",
+    "kind": (
+        "A heart and a poor hand sang find\nfor Wemmick had a whole friend and",
+        "A brother and a open house sang mind\nfor Lorry had a open hand and",
+    ),
+    "before": (
+        "We heard the certain face of Defarge say nor\nand every wine by the hand was",
+        "We heard the other window of Carton say more\nand every prisoner by the wine was",
+    ),
+    "my": (
+        "When Oliver saw the prison, it was eye\nbut the present heart called",
+        "When Joe saw the street, it was high\nbut the strong paper called",
+    ),
+    "she": (
+        "In the last hand they read see\nand Defarge with the wine said",
+        "In the whole coach they read three\nand Lorry with the wine said",
     ),
 }
-"""Facts the specimen says, and on which no feature below was chosen. Of a language of several tokens the
-first is followed: " R" for Russian."""
-NAME_ENDS = -2
-"""The last token of the name, before "is"."""
+"""Couplets in frames the specimen never read together, on which no feature below was chosen: the first twelve
+of `COUPLETS`, each word with the two ends after which the untouched model finds it likeliest."""
 ON_OTHERS = (
-    "For each word the feature of layer 0 that, injected at the end of the name, raises it most on average "
-    "over twelve other facts of the kind, those left out that end on it; the larger of two strengths tried "
-    "there. Nothing was chosen on the facts shown."
+    "The feature of layer 0 that, injected at the end of the first line, raises a word most on average over "
+    "twelve other couplets, those left out that rhyme with it; then the next feature and the next family of "
+    "rhymes, six in all; the larger of two strengths tried there. Nothing was chosen on the couplets shown."
+)
+THE_SAME_WORDS = (
+    "For each word of the preset it is compared with, one after the other, the feature of layer 0 that "
+    "raises it most by the same rule, and no feature twice."
 )
 
 
 def crossed(features: Mapping[str, str]) -> tuple[ExchangePair, ...]:
-    """Every fact with every other word. Neighbours are of different facts, so that the first few show all.
+    """Every couplet with every other word. Neighbours are of different couplets: the first few show all.
 
-    features: of each word; the one that is injected for it is suppressed where the word is expected.
+    features: of each word; the one that is injected for it is suppressed where a rhyme of it is expected.
     """
     words = list(features)
     return tuple(
-        ExchangePair(prompt, (features[word],), word, features[other], other, NAME_ENDS)
+        ExchangePair(prompt, (features[word],), word, features[other], other, _first_end(prompt))
         for step in range(1, len(words))
         for turn in range(2)
         for i, word in enumerate(words)
         for prompt, other in [(ENDS_ON[word][turn], words[(i + step) % len(words)])]
     )
+
+
+def _first_end(couplet: str) -> str:
+    """The word the first line ends on."""
+    return couplet.partition("\n")[0].split()[-1]
 
 
 def _poem(lines: Sequence[str], suppress: Sequence[str], word: str) -> ExchangePair:
@@ -110,12 +126,12 @@ PAIR_PRESETS = {
         "specimen/clt",
         crossed(
             {
-                "French": "0:346",
-                "English": "0:177",
-                "Italian": "0:103",
-                "Russian": "0:376",
-                "Dutch": "0:369",
-                "Persian": "0:479",
+                "hold": "0:346",
+                "where": "0:223",
+                "kind": "0:427",
+                "before": "0:288",
+                "my": "0:386",
+                "she": "0:173",
             }
         ),
         strength=12.0,
@@ -127,17 +143,17 @@ PAIR_PRESETS = {
         "specimen/plt",
         crossed(
             {
-                "French": "0:18",
-                "English": "0:42",
-                "Italian": "0:91",
-                "Russian": "0:34",
-                "Dutch": "0:28",
-                "Persian": "0:94",
+                "hold": "0:62",
+                "where": "0:81",
+                "kind": "0:15",
+                "before": "0:63",
+                "my": "0:7",
+                "she": "0:77",
             }
         ),
         strength=12.0,
         against="specimen",
-        found=ON_OTHERS,
+        found=THE_SAME_WORDS,
     ),
     "llama3.2-1b-524k": PairPreset(
         "meta-llama/Llama-3.2-1B",

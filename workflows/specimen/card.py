@@ -45,8 +45,8 @@ READERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Llama | Served]] = {
 }
 """By model_type: what reads a trained network."""
 TITLES = {
-    "guided": ("The specimen", "a Llama decoder"),
-    "llama": ("The unguided specimen", "a Llama decoder"),
+    "guided": ("The guided specimen", "a Llama decoder"),
+    "llama": ("The specimen", "a Llama decoder"),
     "rwkv7": ("The recurrent specimen", "an RWKV-7"),
     "mixtral": ("The specimen of experts", "a Mixtral of 8 experts in each layer, 2 for a token,"),
 }
@@ -236,7 +236,8 @@ def card(figures: dict[str, Any]) -> str:
     last = history[-1]["options"]
     breaks, loss, facts = figures["line_breaks"], figures["loss"], figures["facts"]
     family = last.get("family", "llama")
-    title, kind = TITLES["guided" if last.get("guided") else family]
+    sort = "guided" if last.get("guided") else family
+    title, kind = TITLES[sort]
     recurrent = family == "rwkv7"
     heads = "heads" if recurrent else f"query and {last['key_heads']} key heads"
     size = (
@@ -246,7 +247,7 @@ def card(figures: dict[str, Any]) -> str:
     )
     widths = ", ".join(map(str, figures["widths"]))
     # All are asked about the same prose and facts, which are not stored twice.
-    of_other = " of the other specimen" if family != "llama" else ""
+    of_other = " of the specimen" if sort != "llama" else ""
     further = [[name, told.removeprefix("sha256:")] for name, told in figures["more_prose"].items()]
     listed = f"\n{table(['further prose', 'sha256'], further)}\n" if further else ""
     return f"""# {title}

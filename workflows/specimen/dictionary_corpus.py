@@ -20,20 +20,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MIXTURE = Mixture(prose=0.84, facts=0.0, random_repeats=0.08, word_repeats=0.08, couplets=0.0, long_share=0.0)
+MIXTURE = Mixture(
+    prose=0.76, facts=0.0, random_repeats=0.08, word_repeats=0.08, couplets=0.08, long_share=0.0
+)
 """Rows of running text; facts are prompts of their own besides, as people will ask for them."""
-PROSE_ROWS = 2048
+PROSE_ROWS = 1536
+TOLD = 4
+"""How often each fact is told: once, and its few tokens drown in the prose, which dictionaries then learn."""
 SAE_LAYER = 3
 
 
 def corpus(
     tokenizer: Tokenizer, chapters: Sequence[Chapter], facts: Sequence[Fact], *, seed: int
 ) -> list[list[int]]:
-    """Prompts, as token ids: rows of wrapped prose and of repeats, then each fact with its end."""
+    """Prompts, as token ids: rows of prose, repeats and couplets, then `TOLD` times each fact and its end."""
     rows = Batches(tokenizer, chapters, [], facts, seed=seed)(0, replace(MIXTURE, rows=PROSE_ROWS)).ids
     bos = token_id(tokenizer, BOS)
     told = [tokenizer.encode(f"{fact.prompt} {fact.target}.", add_special_tokens=False).ids for fact in facts]
-    return [*rows.tolist(), *([bos, *ids] for ids in told)]
+    return [*rows.tolist(), *([bos, *ids] for ids in told * TOLD)]
 
 
 def training_prompts(data: Path) -> list[list[int]]:

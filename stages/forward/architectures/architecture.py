@@ -65,7 +65,8 @@ class AttentionMixer:
     before the mask; None for none. sinks: a weight, [head], which the network puts here: scores of a place
     with nothing in it, that each query may look at. is_bidirectional: whether a query sees later keys as
     well, up to as far ahead as it sees back. relative: what scores have besides, of queries, keys and the
-    distance between them, which the network puts here.
+    distance between them, which the network puts here. part: of a pair, among which tokens, or from target to
+    source; None where prompts are no pairs.
     """
 
     kind: ClassVar[str] = "attention"
@@ -76,6 +77,12 @@ class AttentionMixer:
     is_bidirectional: bool = False
     relative: Any = field(default=None, compare=False, repr=False)
     is_chunked: bool = False
+    part: Literal["source", "target", "cross"] | None = None
+
+    @property
+    def room(self) -> str:
+        """What stands before the kinds of its hook points."""
+        return "cross_" if self.part == "cross" else ""
 
     @property
     def is_capped(self) -> bool:
@@ -363,6 +370,9 @@ class Architecture(ABC):
     """What stands before the LM head; None for the final norm alone."""
     dropped_token: int | None = None
     """Id that embeds as nothing, while others are multiplied by its share of their prompt; None for none."""
+    target_start: int | None = None
+    """Id that begins a target where prompts are pairs: of its first token, raised by the size of the
+    vocabulary; None where a prompt is one sequence."""
     unknown_token: int | None = None
     """Id that no prompt may hold, as the reference has no position for it; None for none."""
 
@@ -451,6 +461,25 @@ class Architecture(ABC):
     def predicts_next(self) -> bool:
         """Whether the logits at a position are of the token behind it, and depend on no later one."""
         return not self.looks_ahead
+
+    @property
+    def known_ids(self) -> int:
+        """One more than the highest id of a prompt: where prompts are pairs, a target's first is raised."""
+        return self.vocab_size if self.target_start is None else 2 * self.vocab_size
+
+    @property
+    def side_length(self) -> int | None:
+        """Of pairs, how many positions a source or a target may have; None where nothing bounds them."""
+        return None
+
+    @property
+    def continues(self) -> bool:
+        """Whether the last logits of a prompt are of what comes behind it."""
+        return self.predicts_next or self.target_start is not None
+
+    def reaches_from(self, tokens: Sequence[int], position: int) -> int:
+        """The first position of a prompt that a change at a position reaches, where it reaches "all"."""
+        return 0
 
     @property
     def mask_shift(self) -> int:

@@ -20,6 +20,7 @@ from .attending.towers import TOWERS, read_tower, text_section
 from .families import FAMILIES, described, read_family
 from .hybrid_families import HYBRIDS, HybridFamily
 from .linear_families import KIN, LINEAR
+from .pairs.families import PAIRS, PairFamily
 from .recurrent_families import RECURRENT
 from .rwkv_families import RWKV, read_rwkv
 from .transformer import ConfigReader
@@ -94,6 +95,10 @@ def _hybrid(model_type: str, family: HybridFamily) -> KnownFamily:
     return KnownFamily(family.config, row, family.reads_tensors)
 
 
+def _pair(family: PairFamily) -> KnownFamily:
+    return KnownFamily(family.read, family.described, reads_tensors=True)
+
+
 def _row(model_type: str, examples: str, norm: str, mlp: str, attention: str, head: str) -> dict[str, str]:
     """The columns of `described`."""
     found = {"model_type": model_type, "examples": examples, "norm": norm, "mlp": mlp}
@@ -104,6 +109,7 @@ OF_MIXERS = HYBRIDS | LINEAR | KIN | ZAMBA | RECURRENT
 KNOWN: dict[str, KnownFamily] = {
     **{model_type: _transformer(model_type) for model_type in FAMILIES},
     **{model_type: _attending(model_type) for model_type in ATTENDING},
+    **{model_type: _pair(family) for model_type, family in PAIRS.items()},
     **{model_type: _tower(model_type) for model_type in TOWERS},
     **{model_type: _rwkv(model_type, *told) for model_type, told in RWKV.items()},
     **{model_type: _hybrid(model_type, family) for model_type, family in OF_MIXERS.items()},

@@ -124,7 +124,7 @@ class RelativeShape:
     2020, section 2.1); "content to position", queries on what a table makes keys of; "position to content",
     keys on what it makes queries of (He et al., DeBERTa, 2021, equation 4). shares_maps: whether that is made
     by the maps of queries and keys; has_key_bias: whether a map of its own to keys has one. norm_eps: of the
-    layer norm of the table; None for none.
+    layer norm of the table; None for none. looks_back: whether all rows are of keys behind.
     """
 
     rows: int
@@ -134,6 +134,7 @@ class RelativeShape:
     shares_maps: bool = False
     norm_eps: float | None = None
     has_key_bias: bool = True
+    looks_back: bool = later(False, everywhere=True)
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ class AttentionShape(MixerShape):
                 f"expected a key head for each of {self.num_attention_heads} heads whose scores rise with "
                 f"positions, found {self.num_kv_heads}; such a model cannot run here"
             )
-        if self.relative is not None and not self.is_bidirectional:
+        if self.relative is not None and self.is_bidirectional == self.relative.looks_back:
             raise ConfigError(
                 "expected scores by distance of a model whose positions see later ones, found one that looks "
                 "back alone; such a model cannot run here"

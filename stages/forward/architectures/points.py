@@ -170,6 +170,11 @@ def _shared(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
     return _recurrent(name, dims, meaning, room="shared")
 
 
+def _cross(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
+    path = f"blocks.{{}}.cross_attn.hook_{name}"
+    return HookKind(f"cross_{name}", path, dims, meaning, None if name in ("memory", "scores") else path)
+
+
 def _conv(name: str, meaning: str) -> HookKind:
     return _recurrent(name, HIDDEN, meaning, room="conv")
 
@@ -339,6 +344,25 @@ KINDS: tuple[HookKind, ...] = (
     _block(
         "resid_mid", "hook_resid_mid", HIDDEN, "resid_pre + attn_out; normed where norms stand on the sum"
     ),
+    _cross("memory", HIDDEN, "what keys and values are made of: the encoder's output, normed"),
+    _block("ln_cross_scale", "ln_cross.hook_scale", SCALE, "divisor of the norm of cross-attention", None),
+    _block(
+        "ln_cross_normalized", "ln_cross.hook_normalized", HIDDEN, "that norm before weight and bias", None
+    ),
+    _cross("q", QUERY_HEADS, "queries of target positions"),
+    _cross("k", KV_HEADS, "keys of source positions"),
+    _cross("v", KV_HEADS, "values of source positions"),
+    _cross("scores", ATTENTION, "scale * q k^T, before the mask"),
+    _cross("attn_scores", ATTENTION, "scores after the mask (-inf where masked)"),
+    _cross("pattern", ATTENTION, "how much a target position reads of each source position"),
+    _cross("z", QUERY_HEADS, "pattern-weighted values per head"),
+    _block("cross_attn_out", "hook_cross_attn_out", HIDDEN, "what cross-attention adds to the stream"),
+    _block(
+        "resid_mid_cross",
+        "hook_resid_mid_cross",
+        HIDDEN,
+        "resid_mid + cross_attn_out; normed where norms stand on the sum",
+    ),
     _block("ln2_scale", "ln2.hook_scale", SCALE, "divisor of the pre-MLP norm"),
     _block("ln2_normalized", "ln2.hook_normalized", HIDDEN, "pre-MLP norm before weight and bias"),
     _block("mlp_pre", "mlp.hook_pre", HIDDEN, "MLP input: the pre-MLP norm with weight and bias", None),
@@ -446,10 +470,14 @@ LOGITS = "logits"
 _OF_OTHERS = frozenset(
     kind.name
     for kind in KINDS
-    if re.search(r"\b(rwkv|ssm|linear|mlstm|conv|latent|diff|moa|shared|rnn|head)\.", kind.path)
+    if re.search(
+        r"\b(rwkv|ssm|linear|mlstm|conv|latent|diff|moa|shared|rnn|head|cross_attn|ln_cross)\.", kind.path
+    )
 ) | {
     LOGITS,
     "pre_norm",
+    "cross_attn_out",
+    "resid_mid_cross",
     "attn_gate",
     "router_logits",
     "router_probs",
@@ -475,6 +503,7 @@ _MIXERS = {
     ".latent.": "latent attention",
     ".diff.": "differential attention",
     ".moa.": "a mixture of attention",
+    ".cross_attn.": "cross-attention",
 }
 _LISTED = 8
 """Layers a message lists."""
@@ -559,6 +588,16 @@ class HookPoint:
     shared_scale, shared_normalized = _At("shared_scale"), _At("shared_normalized")
     shared_attn_out, shared_out = _At("shared_attn_out"), _At("shared_out")
     ln1_post_scale, ln1_post_normalized = _At("ln1_post_scale"), _At("ln1_post_normalized")
+    cross_memory, cross_q, cross_k, cross_v = (
+        _At("cross_memory"),
+        _At("cross_q"),
+        _At("cross_k"),
+        _At("cross_v"),
+    )
+    ln_cross_scale, ln_cross_normalized = _At("ln_cross_scale"), _At("ln_cross_normalized")
+    cross_scores, cross_attn_scores = _At("cross_scores"), _At("cross_attn_scores")
+    cross_pattern, cross_z = _At("cross_pattern"), _At("cross_z")
+    cross_attn_out, resid_mid_cross = _At("cross_attn_out"), _At("resid_mid_cross")
     attn_out, resid_mid, ln2_scale = _At("attn_out"), _At("resid_mid"), _At("ln2_scale")
     ln2_normalized, mlp_pre, mlp_pre_act = _At("ln2_normalized"), _At("mlp_pre"), _At("mlp_pre_act")
     router_logits, router_probs, expert_weights = (

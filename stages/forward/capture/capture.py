@@ -31,6 +31,7 @@ from ....store.records import Record
 from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import ArraySpec, with_scales
 from ....store.runs.selections import View
+from ....store.upkeep.recoding import PLAINLY, check_codec
 from ..hooks.reductions import Encoder, Reduction
 from ..hooks.spec import BoundSpec, HookSpec, as_spec, layers_by_variable
 from ..models.source import ModelSource
@@ -78,6 +79,7 @@ def capture(
     trust_layout: bool = False,
     backend: str | None = None,
     adapter: str | Path | None = None,
+    codec: str | None = None,
 ) -> xr.Dataset:
     """Store activations of prompts at the hook points of a spec, and open them: labelled, lazy.
 
@@ -92,7 +94,9 @@ def capture(
     ("4GiB") that weights, buffers and a batch may take, default what there is left. cluster: address of a
     Dask scheduler whose workers compute segments. workers: so many processes of this machine do (see
     `pipeline.run`), the model by its name. trust_layout, backend, adapter: see
-    `Model.from_pretrained`. What is stored is not computed again; a killed capture goes on where it was.
+    `Model.from_pretrained`. codec: "zstd" keeps what is new in fewer bytes, which decide no key; "none"
+    plainly; default as the run that this one goes on from, or plainly. What is
+    stored is not computed again; a killed capture goes on where it was.
     Raises PromptError, HookPointNotFound, StoreFull, …
     """
     from ....pipeline import run
@@ -117,6 +121,7 @@ def capture(
         trust_layout=trust_layout,
         backend=backend,
         adapter=adapter,
+        codec=codec,
     )
     with node.source.just_identified():
         run(node, store, cluster=cluster, workers=workers, quiet=not progress, log=log)
@@ -149,8 +154,11 @@ class CaptureNode(Ports):
         trust_layout: bool = False,
         backend: str | None = None,
         adapter: str | Path | None = None,
+        codec: str | None = None,
         name: str = "capture",
     ) -> None:
+        check_codec(codec)
+        self.codec = codec
         self.name, self.memory_limit = name, as_bytes(memory_limit)
         self.batch_tokens, self.segment_tokens, self.memory = batch_tokens, segment_tokens, memory
         self.source = ModelSource(
@@ -549,7 +557,15 @@ class CaptureNode(Ports):
             self.specs(),
             segment_tokens=self._segment_tokens() if begun is None else begun.segment_tokens,
             attrs=about,
+            codec=self._codec(begun),
         )
+
+    def _codec(self, begun: LabelledEntry | None) -> str:
+        """Of arrays that are new: as was asked, or as the run has them that this one goes on from."""
+        if self.codec is not None or begun is None:
+            return "" if self.codec in (None, PLAINLY) else str(self.codec)
+        names = begun.specs.keys() & {spec.variable for spec in self.specs()}
+        return next((found for name in sorted(names) if (found := begun.layout(name).codec)), "")
 
     def _planned(self, store: Store) -> LabelledEntry | None:
         """The entry as it will be, where there is none yet."""

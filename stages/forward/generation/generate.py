@@ -194,7 +194,7 @@ class TokenStream:
     ) -> None:
         self.settings = settings or GenerationSettings()
         self._model = model
-        if not model.config.predicts_next:
+        if not model.config.continues:
             raise ConfigError(
                 f"expected a causal language model to continue texts, found {model.name}, whose logits are "
                 "not of the next token; read them at the positions asked about: forward(prompts)"

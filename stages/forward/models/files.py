@@ -51,7 +51,7 @@ Loaded = TypeVar("Loaded")
 SPECIMEN = "specimen"
 SHIPPED = {
     SPECIMEN: "specimen",
-    "specimen-unguided": "specimen_unguided",
+    "specimen-guided": "specimen_guided",
     "specimen-rwkv": "specimen_rwkv",
     "specimen-experts": "specimen_experts",
 }

@@ -36,7 +36,7 @@ from ..passes.kept import Cache
 from ..passes.plain import forward_part
 from ..passes.planner import MEMORY
 from ..passes.sweep import Result
-from ..text.prompts import as_rows, check_prompts, no_tokenizer
+from ..text.prompts import as_pairs, as_rows, check_prompts, no_tokenizer
 from .fingerprint import fingerprint, tensor_bytes, weights_digest
 from .memory import keep_freed_memory
 from .residency import room_for, told
@@ -94,7 +94,7 @@ class Model:
         max_memory: int | str | None = None,
     ) -> Model:
         """Load a model by hub id, local directory, or name of one that ships with mizarr: "specimen",
-        "specimen-unguided", "specimen-rwkv", "specimen-experts".
+        "specimen-guided", "specimen-rwkv", "specimen-experts".
 
         dtype: of the computation, default float32 whatever the checkpoint holds. device: default CUDA when
         there is one, else CPU. progress: show a bar on stderr; None does so for large checkpoints on a
@@ -218,8 +218,27 @@ class Model:
             for row in as_rows(prompts)
         ]
         c = self.config
-        check_prompts(rows, c.vocab_size, c.context_length, self.name, c.unknown_token)
+        rows = as_pairs(rows, c, self.name)
+        check_prompts(rows, c.known_ids, c.context_length, self.name, c.unknown_token)
         return rows
+
+    def pair(self, source: str | Sequence[int], target: str | Sequence[int] = ()) -> list[int]:
+        """Token ids of a source and the target that goes on behind its start token, of a model with an
+        encoder and a decoder: a prompt like any other.
+
+        source: a text, with what the tokenizer adds to it, or ids. target: a text, nothing added, or ids as
+        the decoder reads them behind the start. A first token of `vocab_size` and more says where the target
+        begins. Raises ConfigError of a model that reads one sequence, and as `tokenize`.
+        """
+        start = self.config.target_start
+        if start is None:
+            raise ConfigError(
+                f"expected a model with an encoder and a decoder to read pairs, found {self.name}, which "
+                "reads one sequence; join the two texts"
+            )
+        first = self.tokenizer.encode(source).ids if isinstance(source, str) else list(source)
+        behind = self.tokenizer.encode_raw(target).ids if isinstance(target, str) else list(target)
+        return self.tokenize([*first, start, *behind])[0]
 
     def chat(
         self,

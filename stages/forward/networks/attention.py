@@ -363,7 +363,7 @@ def attend(
     if changed or taps.captures(layer, "scores", "attn_scores", "pattern"):
         whole = plainly(k.shape[2], how, q.device) if seen is None else seen
         masked = _masked(taps("scores", layer, _scores(q, k, how)), whole, how)
-        pattern = _weights(taps("attn_scores", layer, masked), how.sinks).to(q.dtype)
+        pattern = _pattern(taps("attn_scores", layer, masked), whole, how).to(q.dtype)
         pattern = taps("pattern", layer, pattern, whole)
         if changed or (weigh is None and is_by_hand(q, how)):
             return _mixed(pattern, v)
@@ -374,7 +374,7 @@ def weighed(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: Attention
     """z [B, H, query, dh] where nobody looks at scores. seen: as `attend`'s allowed."""
     if is_by_hand(q, how):
         whole = plainly(k.shape[2], how, q.device) if seen is None else seen
-        return _mixed(_weights(_masked(_scores(q, k, how), whole, how), how.sinks).to(q.dtype), v)
+        return _mixed(_pattern(_masked(_scores(q, k, how), whole, how), whole, how).to(q.dtype), v)
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -423,7 +423,7 @@ def is_by_hand(q: Tensor, how: AttentionMixer) -> bool:
     """Whether weights are computed step by step where nobody changes them: no fused kernel caps scores, adds
     to them by distance or has a place for sinks, and none takes the softmax in float32 where all else is
     float64, as the reference does."""
-    is_plain = how.sinks is None and how.relative is None
+    is_plain = how.sinks is None and how.relative is None and how.part is None
     return how.is_capped or not is_plain or q.dtype == torch.float64
 
 
@@ -442,7 +442,7 @@ def output(z: Tensor, projection: Linear, layer: int, taps: Taps) -> Tensor:
 def _spared(seen: Tensor, cut: Tensor, layer: int, how: AttentionMixer) -> Tensor:
     """Where attention may look once edges are cut; InterventionError for a query left with no key."""
     spared = seen & ~cut
-    blind = (~spared.any(-1)).nonzero()
+    blind = (~spared.any(-1) & seen.expand_as(spared).any(-1)).nonzero()
     if len(blind):
         # Rows may start anywhere in the prompt; the last key a causal query sees is its own.
         query = int(seen.expand_as(spared)[tuple(blind[0].tolist())].nonzero()[-1])
@@ -471,6 +471,15 @@ def _masked(scores: Tensor, seen: Tensor, how: AttentionMixer) -> Tensor:
     if how.is_capped:
         scores = evenly(lambda each: how.capped(each, torch), scores)
     return scores.masked_fill(~seen, float("-inf"))
+
+
+def _pattern(masked: Tensor, seen: Tensor, how: AttentionMixer) -> Tensor:
+    """Weights of masked scores; of a query of the other side of a pair, which sees nothing, 0."""
+    if how.part is None:
+        return _weights(masked, how.sinks)
+    blank = ~seen.any(-1, keepdim=True)
+    # Finite before the softmax too, or there is no way back through it.
+    return _weights(masked.masked_fill(blank, 0.0), None).masked_fill(blank, 0.0)
 
 
 def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:

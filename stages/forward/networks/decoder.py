@@ -26,7 +26,13 @@ from .weights import LayerWeights, NormWeights
 class Decoder(Ends[TransformerConfig, LayerWeights]):
     """The network of every supported transformer family (`Network` in loop.py)."""
 
-    def embed(self, ids: Tensor, positions: Tensor | None, shares: Shares | None = None) -> Carried:
+    def embed(
+        self,
+        ids: Tensor,
+        positions: Tensor | None,
+        shares: Shares | None = None,
+        starts: Tensor | None = None,
+    ) -> Carried:
         """Token ids [B, S] -> embeddings [B, S, D], scaled where the family does."""
         x = self.weights.embedded(ids)
         if self.config.embedding_scale is not None:

@@ -49,6 +49,12 @@ class History(Protocol):
         """Of the tokens that enter the layer under way in their sequences, int [token]."""
         ...
 
+    @property
+    def starts(self) -> Tensor | None:
+        """Where the target begins in the sequence of each token, int [B, token], or [B, 1] where a row is one
+        prompt; None where prompts are no pairs."""
+        ...
+
     def shares(self, token: int, ids: Tensor) -> Tensor:
         """How much of its prompt is this token, of each of the ids [B, token] that are embedded: float32,
         [B, token], or [B, 1] where a row is one prompt."""

@@ -107,7 +107,13 @@ def block(take: Take, config: HybridConfig, layer: int) -> HybridLayer:
 class Hybrid(Ends[HybridConfig, HybridLayer]):
     """The network of every hybrid (`Network` in loop.py)."""
 
-    def embed(self, ids: Tensor, positions: Tensor | None, shares: Shares | None = None) -> Carried:
+    def embed(
+        self,
+        ids: Tensor,
+        positions: Tensor | None,
+        shares: Shares | None = None,
+        starts: Tensor | None = None,
+    ) -> Carried:
         """Token ids [B, S] -> embeddings [B, S, D], scaled where the family does, and with those of their
         positions where these are learned; normed, and mapped to the stream, where it does that."""
         x, weights = self.weights.embedded(ids), self.weights

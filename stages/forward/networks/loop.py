@@ -57,9 +57,16 @@ class Network(Protocol):
         """The embedding matrix [vocab, hidden], on the device and in the dtype of the computation."""
         ...
 
-    def embed(self, ids: Tensor, positions: Tensor | None, shares: Shares | None = None) -> Carried:
+    def embed(
+        self,
+        ids: Tensor,
+        positions: Tensor | None,
+        shares: Shares | None = None,
+        starts: Tensor | None = None,
+    ) -> Carried:
         """Token ids [B, S] at these positions [S] -> what enters the first layer; None for tokens alone.
-        shares: how much of its prompt is a token (`History.shares`); None where each row is one prompt."""
+        shares: how much of its prompt is a token (`History.shares`); None where each row is one prompt.
+        starts: where the target of its prompt begins, of each token or row (`History.starts`)."""
         ...
 
     def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
@@ -105,7 +112,7 @@ def through_layers(
     that keeps nothing of a layer can say what that means.
     Raises EverythingHeld, by way of the taps, where the last thing wanted is reached earlier.
     """
-    carried = network.embed(ids, history.positions, history.shares)
+    carried = network.embed(ids, history.positions, history.shares, history.starts)
     return onwards(
         network, carried, range(network.config.num_layers) if order is None else order, history, taps
     )

@@ -71,12 +71,14 @@ def _linear(tensors: Mapping[str, Tensor], name: str) -> Linear | None:
 
 def _rows(back: Tensor, shape: RelativeShape) -> Tensor:
     """Row of the table for keys so far back, int; those ahead are so far back by a negative number."""
-    half = shape.rows // 2
+    half = shape.rows if shape.looks_back else shape.rows // 2
     if shape.terms == ("bias",):
-        size = back.abs()
+        size = back.clamp(min=0) if shape.looks_back else back.abs()
         log = torch.log(size.clamp(min=1).float() / shape.near) / math.log(shape.farthest / shape.near)
         far = shape.near + (log * (half - shape.near)).long()
-        return torch.where(size < shape.near, size, far.clamp(max=half - 1)) + half * (back < 0)
+        return torch.where(size < shape.near, size, far.clamp(max=half - 1)) + (
+            half * (back < 0) if not shape.looks_back else 0
+        )
     size = back.abs().clamp(min=shape.near)
     if shape.near < half:
         last = torch.log(torch.tensor((shape.farthest - 1) / shape.near))

@@ -61,7 +61,13 @@ def block(take: Take, config: RwkvConfig, layer: int) -> LayerTensors:
 class Rwkv(Ends[RwkvConfig, LayerTensors]):
     """The network of every RWKV generation (`Network` in loop.py)."""
 
-    def embed(self, ids: Tensor, positions: Tensor | None, shares: Shares | None = None) -> Carried:
+    def embed(
+        self,
+        ids: Tensor,
+        positions: Tensor | None,
+        shares: Shares | None = None,
+        starts: Tensor | None = None,
+    ) -> Carried:
         """Token ids [B, S] -> embeddings [B, S, D]."""
         return {STREAM: self.weights.embedded(ids)}
 

@@ -18,6 +18,7 @@ from .bridge import network as bridge
 from .decoder import Decoder
 from .hybrid import Hybrid
 from .loop import Network
+from .pairs import network as pairs
 from .rwkv import Rwkv
 
 __all__ = ["NETWORKS", "build", "of_weights", "over"]
@@ -26,6 +27,7 @@ NETWORKS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Network]]] = 
     "transformer": (weights.block, Decoder),
     "rwkv": (rwkv.block, Rwkv),
     "hybrid": (hybrid.block, Hybrid),
+    "pair": (pairs.block, pairs.Pair),
 }
 """Kind -> what makes the weights of a layer of tensors, and what computes with all of them."""
 

@@ -28,6 +28,7 @@ from .branches import ENTERS, Branch
 from .forest import AttentionGroup, Forest, Row
 
 ATTENTION = ("scores", "attn_scores", "pattern")
+CROSS = tuple(f"cross_{kind}" for kind in ATTENTION)
 
 
 class BranchTaps:
@@ -42,12 +43,12 @@ class BranchTaps:
         for number, branch in enumerate(forest.branches):
             for point, change in branch.changes:
                 self._changes[point.kind, point.layer].append((number, change))
-                if point.kind in ATTENTION and not change.cuts_edges:
+                if point.kind in (*ATTENTION, *CROSS) and not change.cuts_edges:
                     self._reading[point.layer].add(number)
             for capture in branch.captures if branch in ending else ():
                 point = capture.point
                 self._captures[point.kind, point.layer, capture.when].append(number)
-                if point.kind in ATTENTION:
+                if point.kind in (*ATTENTION, *CROSS):
                     self._reading[point.layer].update(self._lineage(number))
         self._touched = {*self._changes, *((kind, layer) for kind, layer, _ in self._captures)}
         self.captured: dict[int, dict[Capture, Tensor]] = defaultdict(dict)
@@ -111,9 +112,9 @@ class BranchTaps:
         """Whether scores or patterns of a branch must be computed by hand."""
         return branch in self._reading[layer]
 
-    def of_group(self, group: AttentionGroup, kept: Row, layer: int) -> GroupTaps:
-        """Taps for the attention of some branches."""
-        return GroupTaps(self, group, kept, layer)
+    def of_group(self, group: AttentionGroup, kept: Row, layer: int, room: str = "") -> GroupTaps:
+        """Taps for the attention of some branches. room: what stands before the kinds of its hook points."""
+        return GroupTaps(self, group, kept, layer, room)
 
     def attention_done(self, layer: int, kept: Row) -> None:
         """Hands over the scores and patterns of a layer that somebody wants to read."""
@@ -189,11 +190,14 @@ class BranchTaps:
 class GroupTaps:
     """Taps for the attention of a group of branches: [row, head, query, key], queries padded."""
 
-    def __init__(self, taps: BranchTaps, group: AttentionGroup, kept: Row, layer: int) -> None:
+    def __init__(
+        self, taps: BranchTaps, group: AttentionGroup, kept: Row, layer: int, room: str = ""
+    ) -> None:
+        self._room = room
         self._taps, self._group, self._kept, self._layer = taps, group, kept, layer
         members = set(group.branches)
         self._changes: dict[str, dict[int, list[Intervention]]] = {}
-        for kind in ATTENTION:
+        for kind in (f"{room}{each}" for each in ATTENTION):
             chosen: dict[int, list[Intervention]] = defaultdict(list)
             for number, change in taps._changes.get((kind, layer), ()):
                 if number in members:
@@ -202,6 +206,7 @@ class GroupTaps:
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
         """The value to go on with, changed row by row (in place, where no gradient is recorded)."""
+        kind = self._room + kind
         self._read(kind, "before", x)
         if any(self._changes[kind].values()):
             x = x.clone() if torch.is_grad_enabled() else x
@@ -221,7 +226,7 @@ class GroupTaps:
     def captures(self, layer: int | None, *kinds: str) -> bool:
         """Whether a branch of the group, or one that descends from it, reads one of these points."""
         here = any(self._taps.reads_attention(number, self._layer) for number in self._group.branches)
-        return here and self._taps.captures(layer, *kinds)
+        return here and self._taps.captures(layer, *(self._room + kind for kind in kinds))
 
     def changes_attention(self, layer: int) -> bool:
         """Whether scores or patterns are changed by more than cutting edges."""
@@ -238,7 +243,7 @@ class GroupTaps:
         for place, (number, count, length) in enumerate(self._members()):
             masks = [
                 change.cut(heads, length, length, device)
-                for kind in ("scores", "attn_scores")
+                for kind in (f"{self._room}scores", f"{self._room}attn_scores")
                 for change in self._changes[kind].get(number, ())
                 if change.cuts_edges
             ]

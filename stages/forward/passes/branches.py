@@ -99,15 +99,20 @@ class Branch:
         for slot in range(slots):
             touched: set[int] = set()
             entering = HookPoint("resid_post", slot - 1) if slot else HookPoint("embed")
-            spreading = 0 if first < length and reach(entering) == "all" else first
+            spreading = self._from(first) if first < length and reach(entering) == "all" else first
             for _, point, change in (each for each in own if each[0] == slot):
                 positions = change.touched(length, ahead=ahead)
                 where = range(length) if positions is None else positions
                 touched.update(where)
                 if reach(point) != "here":
-                    spreading = min([spreading, *where]) if reach(point) == "later" else 0
+                    reached = where if reach(point) == "later" else map(self._from, where)
+                    spreading = min([spreading, *reached])
             self._reach.append(np.array(sorted(touched.union(range(spreading, length))), np.int64))
             first = min([first, spreading, *touched])
+
+    def _from(self, position: int) -> int:
+        """The first position that a change at one reaches, where it reaches all that it can."""
+        return self.architecture.reaches_from(self.tokens, position)
 
     @property
     def n_layers(self) -> int:
@@ -250,7 +255,8 @@ def _settle(branch: Branch, wanted: Sequence[Wanted]) -> None:
     for capture in captures:
         slot = slot_of(capture.point, branch.n_layers)
         branch.last = max(branch.last, (slot, capture.point.kind not in ENTERS))
-        if capture.point.kind == "scores" and not branch.architecture.looks_ahead:
+        is_whole = branch.architecture.looks_ahead and branch.architecture.target_start is None
+        if capture.point.kind in ("scores", "cross_scores") and not is_whole:
             _widen(branch, slot)
         branch.whole |= (slot, capture.point.kind not in ENTERS) > (branch.n_layers - 1, False)
     branch.captures = tuple(captures)

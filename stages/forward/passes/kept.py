@@ -26,6 +26,7 @@ from ..hooks.wants import LAST_LOGITS
 from ..networks.attention import attend, causal, is_by_hand
 from ..networks.history import Carried
 from ..networks.loop import Network, through_layers
+from ..networks.pairs.parts import CrossTaps, seen_of, starts_of
 from ..networks.recurrences.recurrence import Recurrence
 from ..networks.rope import rope_tables
 from .states import show_derived, through_sequence, windows
@@ -41,7 +42,9 @@ def read_on(network: Network, rows: Sequence[Sequence[int]], cache: Cache, taps:
     afterwards it holds all of them."""
     start, length = cache.length, len(rows[0])
     ids = torch.tensor([row[start:] for row in rows], dtype=torch.long, device=network.device)
-    x = through_layers(network, ids, NewestPositions(cache, length, taps, ids.device), taps)
+    x = through_layers(
+        network, ids, NewestPositions(cache, length, taps, ids.device, starts_of(ids, network.config)), taps
+    )
     cache.length = length
     return network.unembed(network.finish(x, taps, LAST_LOGITS), LAST_LOGITS)[:, 0]
 
@@ -130,8 +133,12 @@ class NewestPositions:
     """The history of a sequence that is read on (`History`): its newest tokens see themselves and what is
     kept."""
 
-    def __init__(self, cache: Cache, length: int, taps: PassTaps, device: torch.device) -> None:
-        """length: of the sequence with its new positions."""
+    def __init__(
+        self, cache: Cache, length: int, taps: PassTaps, device: torch.device, starts: Tensor | None = None
+    ) -> None:
+        """length: of the sequence with its new positions. starts: where targets begin, [B, 1], of pairs, of
+        which nothing is kept."""
+        self.starts = starts
         self._cache, self._length, self._taps, self._device = cache, length, taps, device
         self._rotations: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
 
@@ -167,6 +174,8 @@ class NewestPositions:
         """See `History`; keys and values are kept on the way."""
         keys, values = self._cache.append(layer, k, v)
         new, total = q.shape[2], keys.shape[2]
+        if how.part is not None:
+            return self._attend_in_pair(layer, q, keys, values, how)
         window = None if how.window is None or how.window >= total else how.window
         by_hand = is_by_hand(q, how) or self._taps.touches(layer, "scores", "attn_scores", "pattern")
         if new == 1 and not by_hand:
@@ -177,6 +186,14 @@ class NewestPositions:
         plain = new == total and window is None and not by_hand
         allowed = None if plain else causal(total, window, q.device, newest=new, is_chunked=how.is_chunked)
         return attend(q, keys, values, allowed, how, layer, self._taps)
+
+    def _attend_in_pair(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
+        """As `attend`, of all positions of pairs."""
+        assert how.part is not None
+        taps = CrossTaps(self._taps) if how.part == "cross" else self._taps
+        starts = None if self.starts is None else self.starts[:, :, None, None]
+        seen = seen_of(how.part, self.positions[:, None], self.positions, starts)
+        return attend(q, k, v, seen, how, layer, taps, None, self.positions)
 
     def before(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
         """See `History`; the newest are kept on the way."""

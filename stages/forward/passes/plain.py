@@ -19,6 +19,8 @@ from ..networks.attention import attend, in_tiles, visible
 from ..networks.gradients import is_recorded
 from ..networks.history import STREAM, Carried, share_of
 from ..networks.loop import Network, onwards, part_way, through_layers
+from ..networks.pairs.network import TARGET
+from ..networks.pairs.parts import CrossTaps, seen_of, starts_of
 from ..networks.recurrences.recurrence import Recurrence
 from ..networks.rope import rope_tables
 from .states import show_derived, through_sequence, windows
@@ -38,8 +40,9 @@ def forward(
 
     Taps made with ``stop_early`` end the pass at the last wanted hook point.
     """
+    history = WholePrompts(ids.shape[1], taps, ids.device, starts_of(ids, network.config))
     try:
-        x = through_layers(network, ids, WholePrompts(ids.shape[1], taps, ids.device), taps, order)
+        x = through_layers(network, ids, history, taps, order)
         x = network.finish(x, taps, want)
         return None if want is None else network.unembed(x, want)
     except EverythingHeld:
@@ -55,9 +58,13 @@ def forward_part(
     taps by the pass that goes on from it. ends: go to the end of what is wanted, past the final norm.
     """
     first = entering if isinstance(entering, Tensor) else entering[STREAM]
-    history = WholePrompts(first.shape[1], taps, first.device)
     if isinstance(entering, Tensor):
-        carried = network.embed(entering, history.positions, history.shares)
+        starts = starts_of(entering, network.config)
+    else:
+        starts = _starts_in(entering)
+    history = WholePrompts(first.shape[1], taps, first.device, starts)
+    if isinstance(entering, Tensor):
+        carried = network.embed(entering, history.positions, history.shares, history.starts)
     else:
         carried = entering
     left = layers[0] - 1 if layers and layers[0] else None
@@ -72,10 +79,19 @@ def forward_part(
     return {}
 
 
+def _starts_in(carried: Carried) -> Tensor | None:
+    """Where targets begin, of what a layer gave, [B, 1]."""
+    return (carried[TARGET] < 0.5).sum(1) if TARGET in carried else None
+
+
 class WholePrompts:
     """The history of a plain pass (`History`): each token sees those before it in its prompt, or all."""
 
-    def __init__(self, length: int, taps: PassTaps, device: torch.device) -> None:
+    def __init__(
+        self, length: int, taps: PassTaps, device: torch.device, starts: Tensor | None = None
+    ) -> None:
+        """starts: where targets begin, [B, 1], where prompts are pairs."""
+        self.starts = starts
         self._length, self._taps, self._device = length, taps, device
         self._rotations: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
         self._masks: dict[tuple[int | None, bool, bool], Tensor | None] = {}
@@ -111,6 +127,11 @@ class WholePrompts:
         is_float64 = q.dtype == torch.float64
         plain = how.is_bidirectional or is_float64 or is_recorded(q, k, v) or q.device.type != "cpu"
         weigh = None if plain else in_tiles
+        if how.part is not None:
+            taps = CrossTaps(self._taps) if how.part == "cross" else self._taps
+            starts = None if self.starts is None else self.starts[:, :, None, None]
+            seen = seen_of(how.part, self.positions[:, None], self.positions, starts)
+            return attend(q, k, v, seen, how, layer, taps, None, self.positions)
         return attend(q, k, v, self._mask(how), how, layer, self._taps, weigh, self.positions)
 
     def before(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:

@@ -17,10 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....store.arrays import Ints
 from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import RopeConfig
 from ..networks.attention import attend, within
 from ..networks.history import Carried
+from ..networks.pairs.parts import seen_of
 from ..networks.recurrences.recurrence import Recurrence
 from ..networks.rope import rope_tables
 from .branch_scan import scan_branches
@@ -57,6 +59,20 @@ class BranchHistory:
     def positions(self) -> Tensor:
         """See `History`."""
         return torch.from_numpy(self.row.position).to(self._device)
+
+    @property
+    def starts(self) -> Tensor | None:
+        """See `History`."""
+        begun = self._starts()
+        return None if begun is None else torch.from_numpy(begun[self.row.branch])[None].to(self._device)
+
+    def _starts(self) -> Ints | None:
+        """Where the targets of branches begin, [branch]."""
+        branches = self._forest.branches
+        if branches[0].architecture.target_start is None:
+            return None
+        size = branches[0].architecture.vocab_size
+        return np.array([np.argmax(np.array(b.tokens) >= size) for b in branches], np.int64)
 
     def shares(self, token: int, ids: Tensor) -> Tensor:
         """See `History`."""
@@ -113,7 +129,7 @@ class BranchHistory:
             )
             allowed = self._allowed(group, how)
             places = torch.from_numpy(group.positions).to(self._device)
-            looked_at = self._taps.of_group(group, self._kept, layer)
+            looked_at = self._taps.of_group(group, self._kept, layer, how.room)
             mixed = attend(*gathered, allowed, how, layer, looked_at, places=places)
             real = np.arange(queries.shape[1]) < np.array(group.counts)[:, None]
             own = torch.from_numpy(real).to(self._device)
@@ -145,6 +161,14 @@ class BranchHistory:
     def _allowed(self, group: AttentionGroup, how: AttentionMixer) -> Tensor | None:
         """Bool [row, 1, query, key]; None where attention is plainly causal, or sees all there is."""
         size, window = group.keys.shape[1], how.window
+        if how.part is not None:
+            begun = self._starts()
+            starts = None if begun is None else torch.from_numpy(begun[group.branches]).to(self._device)
+            keys = torch.arange(size, device=self._device)
+            queries = torch.from_numpy(group.positions).to(self._device)[:, None, :, None]
+            lengths = torch.tensor(group.lengths, device=self._device)[:, None, None, None]
+            column = None if starts is None else starts[:, None, None, None]
+            return seen_of(how.part, queries, keys, column) & (keys < lengths)
         if group.is_whole and (window is None or window >= size):
             return None
         keys = torch.arange(size, device=self._device)
@@ -168,7 +192,9 @@ class BranchHistory:
             start = 0
             while start < len(chosen):
                 most = len(self._kept.held[chosen[start]])
-                materialised = of_a_score * (by_hand or how.is_capped or how.relative is not None)
+                materialised = of_a_score * (
+                    by_hand or how.is_capped or how.relative is not None or how.part is not None
+                )
                 stop, longest = start, 0
                 while stop < len(chosen) and len(self._kept.held[chosen[stop]]) >= RAGGED * most:
                     longest = max(longest, self._forest.branches[chosen[stop]].length)

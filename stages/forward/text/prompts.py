@@ -4,6 +4,7 @@ already. Torch-free."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ....store.errors import PromptError, TokenizerError
@@ -32,23 +33,71 @@ def pack(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model:
     prompt longer than the context; TokenizerError for texts without a tokenizer.
     """
     if isinstance(prompts, PackedTokens):
-        _check_packed(prompts, config.vocab_size, config.context_length, model, config.unknown_token)
+        if config.target_start is not None:
+            as_pairs(list(prompts), config, model, given=True)
+        _check_packed(prompts, config.known_ids, config.context_length, model, config.unknown_token)
         return prompts
     rows = as_rows(prompts)
     if not rows or not isinstance(rows[0], str):
-        check_prompts(rows, config.vocab_size, config.context_length, model, config.unknown_token)
+        rows = as_pairs(rows, config, model)
+        check_prompts(rows, config.known_ids, config.context_length, model, config.unknown_token)
         return PackedTokens.from_lists(rows)
     if tokenizer is None:
         raise no_tokenizer(model)
-    encodings = tokenizer.encode_batch(rows)
+    encodings = [with_target(found, config) for found in tokenizer.encode_batch(rows)]
+    as_pairs([found.ids for found in encodings], config, model)
     check_prompts(
         [encoding.ids for encoding in encodings],
-        config.vocab_size,
+        config.known_ids,
         config.context_length,
         model,
         config.unknown_token,
     )
     return pack_encodings(encodings)
+
+
+def with_target(found: Encoding, config: Architecture) -> Encoding:
+    """A text as the source of a pair whose target is its start alone; as it is where prompts are no pairs."""
+    start = config.target_start
+    if start is None:
+        return found
+    spans = None if found.byte_spans is None else [*found.byte_spans, (0, 0)]
+    return replace(
+        found,
+        ids=[*found.ids, start],
+        tokens=[*found.tokens, ""],
+        offsets=[*found.offsets, (0, 0)],
+        special=[*found.special, True],
+        byte_spans=spans,
+    )
+
+
+def as_pairs(rows: Sequence[Any], config: Architecture, model: str, *, given: bool = False) -> list[Any]:
+    """Prompts as pairs where the model reads pairs: a source without a target gets the start of one; as they
+    are where it does not. given: whether nothing can be added to them.
+
+    Raises PromptError for two targets, a pair without source, or a side longer than the model has positions.
+    """
+    start = config.target_start
+    return list(rows) if start is None else [_as_pair(row, start, config, model, given=given) for row in rows]
+
+
+def _as_pair(row: Any, start: int, config: Architecture, model: str, *, given: bool) -> list[int]:
+    ids = [int(token) for token in row]
+    begins = [place for place, token in enumerate(ids) if token >= config.vocab_size]
+    if not begins and not given:
+        begins, ids = [len(ids)], [*ids, start]
+    if len(begins) != 1 or begins[0] == 0:
+        raise PromptError(
+            f"expected a source and one target in each prompt of {model}, found targets that begin at "
+            f"{begins}; make prompts by model.pair(source, target)"
+        )
+    longest, most = max(begins[0], len(ids) - begins[0]), config.side_length
+    if most is not None and longest > most:
+        raise PromptError(
+            f"{model} reads at most {most} positions of a source or a target, found {longest}; shorten it"
+        )
+    return ids
 
 
 def pack_encodings(encodings: Sequence[Encoding]) -> PackedTokens:

@@ -148,7 +148,13 @@ class Bridged:
         weight: Tensor = head.weight  # type: ignore[assignment]
         return weight if found.scale == 1 else weight * found.scale
 
-    def embed(self, ids: Tensor, positions: Tensor | None, shares: Shares | None = None) -> Carried:
+    def embed(
+        self,
+        ids: Tensor,
+        positions: Tensor | None,
+        shares: Shares | None = None,
+        starts: Tensor | None = None,
+    ) -> Carried:
         """Token ids [B, S] -> what enters the first layer. Without positions the rows of the embedding
         matrix, as they are multiplied; raises ConfigError where tokens enter as anything else, behind a norm
         or a map: nobody can say what that would be without positions."""

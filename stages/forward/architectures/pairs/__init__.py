@@ -1,0 +1,1 @@
+"""Encoders with decoders, as architectures. Never imports torch."""
