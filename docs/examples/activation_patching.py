@@ -2,11 +2,11 @@
 
 Prints:
 
-    blocks.0.hook_resid_post ' It'
-    blocks.1.hook_resid_post ' It'
-    blocks.2.hook_resid_post ' French'
+    blocks.0.hook_resid_post ' Eng'
+    blocks.1.hook_resid_post ' Eng'
+    blocks.2.hook_resid_post ' Eng'
     blocks.3.hook_resid_post ' French'
-    blocks.4.hook_resid_post ' French'
+    blocks.4.hook_resid_post ' R'
     blocks.5.hook_resid_post ' French'
 """
 

@@ -2,12 +2,12 @@
 
 Prints:
 
-    head 0 looks at position 10 with 1.00
-    head 1 looks at position 7 with 0.55
-    head 2 looks at position 1 with 0.57
-    head 3 looks at position 6 with 0.41
-    head 4 looks at position 8 with 0.34
-    head 5 looks at position 0 with 0.51
+    head 0 looks at position 9 with 0.50
+    head 1 looks at position 9 with 0.53
+    head 2 looks at position 0 with 0.67
+    head 3 looks at position 8 with 0.26
+    head 4 looks at position 2 with 0.88
+    head 5 looks at position 8 with 0.65
 """
 
 import mizarr

@@ -2,8 +2,8 @@
 
 Prints:
 
-    2,828,736 parameters
-    model.embed_tokens.weight [2048, 192] norm 48.4
+    3,049,920 parameters
+    model.embed_tokens.weight [2048, 192] norm 70.9
 """
 
 import mizarr

@@ -2,12 +2,12 @@
 
 Prints:
 
-    0 ' is' 0.54 94
-    1 ' is' 0.37 26
-    2 ' is' 0.27 11
-    3 ' L' 0.13 6
-    4 ' French' 0.58 1
-    5 ' French' 0.99 1
+    0 'z' 0.10 52
+    1 "'" 0.04 17
+    2 'se' 0.09 4
+    3 ' French' 0.10 1
+    4 ' French' 0.52 1
+    5 ' French' 0.98 1
 """
 
 import mizarr

@@ -2,9 +2,9 @@
 
 Prints:
 
-    ' French' 0.992
-    ' Sp' 0.003
-    ' G' 0.001
+    ' French' 0.985
+    ' D' 0.003
+    ' po' 0.002
 """
 
 import mizarr

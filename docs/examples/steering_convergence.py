@@ -2,20 +2,20 @@
 
 Prints:
 
-    blocks.1.hook_resid_post 0.42
+    blocks.1.hook_resid_post 0.53
     blocks.2.hook_resid_post 0.49
-    blocks.3.hook_resid_post 0.55
-    blocks.4.hook_resid_post 0.66
-    blocks.5.hook_resid_post 0.67
+    blocks.3.hook_resid_post 0.51
+    blocks.4.hook_resid_post 0.59
+    blocks.5.hook_resid_post 1.00
 """
 
 import mizarr
 
 model = mizarr.Model.from_pretrained("specimen")
 prompt = "The mother tongue of Danielle Darrieux is"
-away = model.embedding_vector(" English") - model.embedding_vector(" French")
+away = model.embedding_vector(" London") - model.embedding_vector(" French")
 points = [mizarr.HookPoint.resid_post(layer) for layer in range(1, 6)]
-push = mizarr.Add(away * 4.0, positions=(-1,))
+push = mizarr.Add(away * 40.0, positions=(-1,))
 plain = model.forward(prompt, mizarr.HookSpec().capture(*points))
 pushed = model.forward(prompt, mizarr.HookSpec().capture(*points).intervene(points[0], push))
 for point in points:

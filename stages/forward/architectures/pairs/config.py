@@ -79,7 +79,6 @@ class PairConfig(Architecture):
     bias_in_each: bool = False
     max_positions: int | None = None
     position_offset: int = 0
-    has_waves: bool = False
     embedding_scale: float | None = None
     has_embedding_norm: bool = False
     has_final_norm: bool = True

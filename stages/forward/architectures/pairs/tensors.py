@@ -60,8 +60,6 @@ class Shapes(Protocol):
     @property
     def position_offset(self) -> int: ...
     @property
-    def has_waves(self) -> bool: ...
-    @property
     def has_embedding_norm(self) -> bool: ...
     @property
     def has_final_norm(self) -> bool: ...
@@ -122,14 +120,12 @@ def pair_tensors(config: Shapes) -> PairTensors:
     # Older checkpoints of T5 hold a table of distances of cross-attention, which nothing reads.
     stale = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     each = "block.{}." if is_t5 else "layers.{}."
-    waves = [f"{root}{side}.embed_positions.weight" for side in ("encoder", "decoder")]
-    unread = [stale] if is_t5 else waves if c.has_waves else []
     return PairTensors(
         outside,
         layers,
         f"{root}encoder.{each}",
         copies,
-        unread,
+        [stale] if is_t5 else [],
         depth=c.encoder_layers,
         decoder_prefix=f"{root}decoder.{each}",
     )
@@ -173,7 +169,7 @@ def _outer(c: Shapes, *, is_decoder: bool) -> Iterator[tuple[str, Stored]]:
     """What stands outside of layers, and its first layer is given."""
     root = "" if c.spelling == "t5" else "model."
     side = "decoder" if is_decoder else "encoder"
-    if c.max_positions is not None and not c.has_waves:
+    if c.max_positions is not None:
         rows = c.max_positions + c.position_offset
         yield f"{OUTER}positions", Stored(f"{root}{side}.embed_positions.weight", (rows, c.hidden_size))
     if c.has_embedding_norm:
