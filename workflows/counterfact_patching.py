@@ -2,7 +2,9 @@
 
 The original prompt is run with one position, in one block of layers, taken from the counterfactual prompt
 (stages/causal/counterfact.py), for every position and block; counted is how often the next word changes,
-by block and by what the token belongs to: the fact, its last token, or the instruction after it.
+by block and by what the token belongs to: the fact, its last token, or the instruction after it. As a
+subject of several tokens is at no single position, what is claimed is of all of it, patched together
+(factual_routing.py, whose cells these are).
 
 Defaults: pairs of shipped facts of one relation, on the specimen. `data` reads a JSON list of records with
 original_prompt, counterfactual_prompt, gt_original_target and gt_counterfactual_target; a fact is the text
@@ -19,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..stages.causal.counterfact import CounterFactPatching
+from ..stages.causal.factual_routing import FactualRouting
 from ..stages.logits.lens import format_token
 from .material.answers import named
-from .material.fact_pairs import PairWorkflow, layers_told
+from .material.fact_pairs import SUBJECTS, PairWorkflow, layers_told
 from .settings import PairSettings
 from .views import Bars, Choice, Figure, Finding, Findings, Heatmap, Line, Table, View, bold, dim
 from .workflow import loaded
@@ -55,8 +58,13 @@ class CounterFactPatches(PairWorkflow):
     found = loaded("patches")
 
     def plan(self) -> Mapping[str, ResultNode]:
-        """Every position of every pair, in every block."""
-        return {"patches": self.on_model(CounterFactPatching(**self.read_pairs())), **self.control_nodes()}
+        """Every position of every pair, and its subject, in every block."""
+        shared = self.read_pairs()
+        return {
+            "patches": self.on_model(CounterFactPatching(**shared)),
+            "subjects": self.on_model(FactualRouting(**shared)),
+            **self.control_nodes(),
+        }
 
     def findings(self) -> Findings:
         """How often the subject's state makes the model say what the counterfactual prompt says, in the block
@@ -77,25 +85,19 @@ class CounterFactPatches(PairWorkflow):
         """The subject patched in one block, beside states of unrelated prompts."""
         controls = self.result("controls").load().isel(draw=0)["token_id"]
         said = self.found["counterfactual_token_id"].values
-        patched = [self._said(i, block) for i in range(len(self.pairs))]
+        patched = self.result("subjects").load()["token_id"].isel(block=block).values
         other = self.by_donor(controls.transpose("pair", "block").values)[:, :, block]
+        layers = layers_told(self.blocks[block])
         return Finding.over(
-            f"{begins} the counterfactual subject's last token into layers {layers_told(self.blocks[block])} "
-            "makes the model say what that prompt does, of all pairs",
-            np.array(patched) == said,
+            f"{begins} the counterfactual {SUBJECTS[self.settings.subject]} into layers {layers} makes the "
+            "model say what that prompt does, of all pairs",
+            patched == said,
             other == said[:, None],
             "times the states of unrelated prompts as long",
             draws=self.settings.controls,
             seed=self.settings.seed,
             held_out=True,
         )
-
-    def _said(self, i: int, block: int) -> int:
-        """What pair `i` says with its subject patched in one block."""
-        subject, own = self.pairs[i].pair.subject, self.of(i)
-        assert subject is not None
-        here = (own["block"].values == block) & (own["position"].values == subject[0])
-        return int(own["token_id"].values[here][0])
 
     @cached_property
     def patches(self) -> xr.Dataset:

@@ -4,8 +4,8 @@ The subject of a fact is overwritten, block by block of layers, by that of a cou
 (stages/causal/counterfact.py); watched is how much the last token then attends to the fact, head by head.
 A head whose attention moves is one that reads the subject to decide where to look.
 
-The subject is the last token of the span in which the two prompts differ; `subject=last_fact` takes the last
-token of the fact, as candle-mi does, which in CounterFact is a word of the relation. Defaults: pairs of
+The subject is all tokens in which the two prompts differ, or the last of them; `subject=last_fact` takes the
+last token of the fact, as candle-mi does, which in CounterFact is a word of the relation. Defaults: pairs of
 shipped facts on the specimen; `data` as for counterfact_patching.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from ..stages.causal.factual_routing import FactualRouting
 from ..stages.logits.lens import format_token
 from ..store.arrays import Floats
 from .material.answers import named
-from .material.fact_pairs import PairWorkflow, layers_told
+from .material.fact_pairs import SUBJECTS, PairWorkflow, layers_told
 from .settings import Count, PairSettings, setting
 from .views import Bars, Choice, Figure, Finding, Findings, Heatmap, Line, Table, View, bold
 
@@ -43,9 +43,6 @@ ROWS, PANELS = 10, 4
 class RoutingSettings(PairSettings):
     """What `--set` can change."""
 
-    subject: Literal["differing", "last_fact"] = setting(
-        "differing", '"differing": where the prompts differ; "last_fact": as candle-mi'
-    )
     top_k: Count = setting(10, "heads listed per block")
 
 
@@ -60,7 +57,7 @@ class Routing(PairWorkflow):
 
     def plan(self) -> Mapping[str, ResultNode]:
         """The subject of every pair, in every block."""
-        routing = FactualRouting(**self.read_pairs(self.settings.subject))
+        routing = FactualRouting(**self.read_pairs())
         return {"routing": self.on_model(routing), **self.control_nodes()}
 
     def findings(self) -> Findings:
@@ -77,6 +74,7 @@ class Routing(PairWorkflow):
         reached = chosen_on[block, above:]
         still, other = map(int, np.unravel_index(int(reached.argmin()), reached.shape))
         layers, count = layers_told(self.blocks[block]), len(sizes["choice"])
+        subject = SUBJECTS[self.settings.subject]
         told: dict[str, Any] = {
             "of": "times the states of unrelated prompts as long",
             "draws": self.settings.controls,
@@ -86,7 +84,7 @@ class Routing(PairWorkflow):
 
         def of_head(layer: int, head: int, before: str = "") -> Finding:
             return Finding.over(
-                f"{before}another subject in layers {layers} moves that of head {head} of layer {layer}",
+                f"{before}another {subject} in layers {layers} moves that of head {head} of layer {layer}",
                 own[:, block, layer, head],
                 others[:, :, block, layer, head],
                 **told,
@@ -94,8 +92,8 @@ class Routing(PairWorkflow):
 
         return Findings.of(
             Finding.over(
-                f"another subject in layers {layers} moves the last token's attention to the fact, sum over "
-                "heads",
+                f"another {subject} in layers {layers} moves the last token's attention to the fact, sum "
+                "over heads",
                 own[:, block].sum((1, 2)),
                 others[:, :, block].sum((2, 3)),
                 **told,
@@ -140,15 +138,17 @@ class Routing(PairWorkflow):
         """Pair `i` in the fields of candle-mi's example."""
         pair, found, rule = self.pairs[i].pair, self.routing.isel(pair=i), self.settings.subject
         assert pair.subject is not None
-        position, source = pair.subject
-        tokens = named(self.subject, (pair.original[position], pair.counterfactual[source]))
+        positions, sources = zip(*pair.subject, strict=True)
+        tokens = named(self.subject, (pair.original[positions[-1]], pair.counterfactual[sources[-1]]))
         return {
             **self.pair_told(i, self.routing),
             "fact_positions": pair.fact,
             "subject": {
                 "rule": rule,
-                "position": position,
-                "counterfactual_position": source,
+                "positions": positions,
+                "counterfactual_positions": sources,
+                "position": positions[-1],
+                "counterfactual_position": sources[-1],
                 "token": tokens[0],
                 "counterfactual_token": tokens[1],
             },
@@ -196,7 +196,7 @@ class Routing(PairWorkflow):
         )
         first = self.pairs[0].pair
         assert first.subject is not None
-        token = format_token(named(self.subject, [first.original[first.subject[0]]])[0])
+        tokens = named(self.subject, [first.original[position] for position, _ in first.subject])
         yield Table.of(
             moved,
             ("layers", lambda row: bold(layers_told(row["layers"]))),
@@ -204,7 +204,7 @@ class Routing(PairWorkflow):
             ("next word changes", "pct_is_different", "{:.1f} %".format),
             title=f"{model}: the subject patched, {pairs} pairs",
             caption="sum over heads of the change in the last token's mean attention to the fact, mean of "
-            f"pairs; subject: {rule}, in the first pair {token!r}",
+            f"pairs; subject: {rule}, in the first pair {format_token(''.join(tokens))!r}",
             json={
                 **self.about,
                 "n_heads": self.subject.config.attention_heads,
@@ -233,11 +233,10 @@ class Routing(PairWorkflow):
             y_name="attention moved, sum over heads",
             lines=(Line("", total.mean(0), dots=total.T, control=True),),
         )
-        where = "where the prompts differ" if rule == "differing" else "the fact's last token"
         panels = (replace(panel, title=f"Layers {name} patched") for name, panel in drawn)
         yield Figure(
             name="factual_routing",
-            title=f"Which heads of {model} look elsewhere once the subject is another ({where})",
+            title=f"Which heads of {model} look elsewhere once the {SUBJECTS[rule]} is another",
             panels=(*panels, amount, findings),
             columns=2,
         )

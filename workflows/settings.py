@@ -40,6 +40,7 @@ __all__ = [
     "PairSettings",
     "Positive",
     "Share",
+    "SubjectRule",
     "TaskSettings",
     "read_settings",
     "setting",
@@ -161,6 +162,10 @@ class AnswerSettings(ModelSettings):
             )
 
 
+SubjectRule = Literal["whole", "differing", "last_fact"]
+"""Where the subject of a fact is (fact_pairs.py)."""
+
+
 @dataclass(frozen=True)
 class PairSettings(ControlSettings, ModelSettings):
     """A question about pairs of facts, patched block by block of layers (fact_pairs.py)."""
@@ -168,6 +173,11 @@ class PairSettings(ControlSettings, ModelSettings):
     data: str = setting("", "JSON file of CounterFact records; none: pairs of shipped facts")
     limit: Natural = setting(12, "how many pairs, from the first on; 0 takes all")
     block_size: Natural = setting(0, "layers patched together; 0: 4, of small models a third of the layers")
+    subject: SubjectRule = setting(
+        "whole",
+        '"whole": all tokens in which the prompts differ; "differing": the last of them; "last_fact": the '
+        "fact's last, as candle-mi",
+    )
     others: Count = setting(6, "other pairs the block is chosen on")
     donors: Count = setting(2, "unrelated prompts per pair whose subject is put there instead")
 

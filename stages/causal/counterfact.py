@@ -47,7 +47,7 @@ __all__ = [
     "CounterFactPatching",
     "Pair",
     "blocks_of",
-    "differing_subject",
+    "differing_span",
     "position_map",
 ]
 
@@ -61,13 +61,14 @@ SAID: Mapping[str, Output] = {
 class Pair:
     """Two prompts as token ids, and which positions of the original one state the fact.
 
-    subject: (position, counterfactual position) that routing patches; patching does not read it.
+    subject: (position, counterfactual position) of each token of it, which routing patches together; patching
+    does not read it.
     """
 
     original: tuple[int, ...]
     counterfactual: tuple[int, ...]
     fact: tuple[int, ...]
-    subject: tuple[int, int] | None = None
+    subject: tuple[tuple[int, int], ...] | None = None
 
     def check(self) -> None:
         """PromptError for prompts that are empty or equal, or a fact that is not in the prompt."""
@@ -94,10 +95,16 @@ def position_map(pair: Pair) -> tuple[int, ...]:
     )
 
 
-def differing_subject(original: Sequence[int], counterfactual: Sequence[int]) -> tuple[int, int]:
-    """The last token of the span in which two prompts differ, in each of them: where their subjects end."""
-    _, end = common_ends(original, counterfactual)
-    return max(len(original) - end - 1, 0), max(len(counterfactual) - end - 1, 0)
+def differing_span(original: Sequence[int], counterfactual: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The span in which two prompts differ, as (position, counterfactual position), in order.
+
+    Spans meet at their ends, where subjects of any length are complete (Meng et al. 2022); what the original
+    has more at the start gets the first of the other's.
+    """
+    start, end = common_ends(original, counterfactual)
+    last, source = (max(len(prompt) - end - 1, 0) for prompt in (original, counterfactual))
+    first = min(start, source)
+    return tuple((i, max(source - last + i, first)) for i in range(min(start, last), last + 1))
 
 
 def blocks_of(num_layers: int, size: int) -> list[list[int]]:
@@ -152,12 +159,16 @@ class Pairs:
         return self.held[pair]
 
 
-def patched(pair: Pair, unpatched: Unpatched, block: Sequence[int], position: int, source: int) -> HookSpec:
-    """One position overwritten in every layer of a block by the counterfactual's state at `source`."""
+def patched(unpatched: Unpatched, block: Sequence[int], places: Sequence[tuple[int, int]]) -> HookSpec:
+    """Positions overwritten in every layer of a block by the counterfactual's states.
+
+    places: (position, counterfactual position) of each.
+    """
+    positions, sources = zip(*places, strict=True)
     spec = HookSpec()
     for layer in block:
         point = HookPoint("resid_post", layer)
-        spec.intervene(point, Replace(unpatched.states[point][source], positions=(position,)))
+        spec.intervene(point, Replace(unpatched.states[point][list(sources)], positions=positions))
     return spec
 
 
@@ -238,9 +249,9 @@ class CounterFactPatching(OnPairs):
         """One per block and position, positions fastest."""
         pair = pair_of(cell)
         return [
-            Run(pair.original, patched(pair, prepared.of(pair), block, position, source))
+            Run(pair.original, patched(prepared.of(pair), block, [place]))
             for block in blocks_of(prepared.config.num_layers, self.block_size)
-            for position, source in enumerate(position_map(pair))
+            for place in enumerate(position_map(pair))
         ]
 
     def measure(self, prepared: Pairs, cell: CellLabels, result: HookCache) -> tuple[float, int]:

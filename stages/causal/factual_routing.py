@@ -60,7 +60,7 @@ class FactualRouting(OnPairs):
     """
 
     name: ClassVar[str] = "factual_routing"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     outputs: ClassVar[Mapping[str, Output]] = {
         "attention": Output(
             ("pair", "block", "layer", "head"), "1", "mean attention of the last token over the fact, patched"
@@ -79,15 +79,20 @@ class FactualRouting(OnPairs):
         super().check(config)
         weights_of(config)
         for pair in self.pairs:
-            if pair.subject is None:
-                raise PromptError(f"{self.name}: expected the subject's position in both prompts, found none")
-            in_range("subject", "position", pair.subject[:1], len(pair.original))
-            in_range("counterfactual subject", "position", pair.subject[1:], len(pair.counterfactual))
+            if not pair.subject:
+                raise PromptError(
+                    f"{self.name}: expected the subject's positions in both prompts, found none"
+                )
+            own, sources = zip(*pair.subject, strict=True)
+            in_range("subject", "position", own, len(pair.original))
+            in_range("counterfactual subject", "position", sources, len(pair.counterfactual))
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One per pair."""
         self.check(config)
-        return [{**cell_of(pair), "subject": list(pair.subject or ())} for pair in self.pairs]
+        return [
+            {**cell_of(pair), "subject": [list(each) for each in pair.subject or ()]} for pair in self.pairs
+        ]
 
     def prepare(self, model: Model) -> Pairs:
         """The model; pairs are run as they come up, the original's attention looked at."""
@@ -96,12 +101,11 @@ class FactualRouting(OnPairs):
     def runs(self, prepared: Pairs, cell: CellLabels) -> Sequence[Run]:
         """One per block, with the attention of every layer."""
         pair, config = pair_of(cell), prepared.config
-        position, source = cell["subject"]
         patterns = weights_of(config)
         return [
             Run(
                 pair.original,
-                patched(pair, prepared.of(pair), block, position, source).capture(*patterns),
+                patched(prepared.of(pair), block, cell["subject"]).capture(*patterns),
             )
             for block in blocks_of(config.num_layers, self.block_size)
         ]

@@ -207,7 +207,7 @@ OF_WRITES = {
     "heads": (1,),
     "positions": (1,),
 }
-PAIR = Pair((1, 2, 3), (1, 4, 3), (1,), (1, 1))
+PAIR = Pair((1, 2, 3), (1, 4, 3), (1,), ((1, 1),))
 EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
     ActivationPatching: (
         {**GRID, "clean": (1, 2, 3), "corrupted": (1, 4, 3)},
@@ -729,7 +729,7 @@ def test_every_field_of_an_experiment_is_in_its_key(kind, field, specimen, recur
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Pair)])
 def test_every_field_of_a_pair_is_in_the_key_of_what_reads_it(field, specimen):
-    others = {"original": (1, 2, 5), "counterfactual": (1, 4, 5), "fact": (2,), "subject": (2, 1)}
+    others = {"original": (1, 2, 5), "counterfactual": (1, 4, 5), "fact": (2,), "subject": ((2, 1),)}
     pairs = PAIR, replace(PAIR, **{field: others[field]})
     for kind in (FactualRouting,) if field == "subject" else (FactualRouting, CounterFactPatching):
         one, other = (ExperimentNode(kind(pairs=(pair,)), specimen) for pair in pairs)

@@ -153,7 +153,7 @@ OTHERS: dict[tuple[str, str], Any] = {
     ("expert_routing", "how"): "mean",
     ("expert_routing", "references"): {"how": "mean", "references": (PROMPT,)},
     ("expert_routing", "texts"): (PROMPT,),
-    ("factual_routing", "subject"): "last_fact",
+    ("*", "subject"): "last_fact",
     ("head_detection", "controls"): 5,
     ("layer_scan", "end_layer"): 4,
     ("probe", "targets"): ("character_count",),

@@ -84,8 +84,10 @@ class Reference:
         ]
 
 
-def put(source: torch.Tensor, head: int | None, position: int | None, key: int | None = None) -> Edit:
-    """An edit that overwrites one head (or all), one position (or all) and one key (or all) from `source`."""
+def put(
+    source: torch.Tensor, head: int | None, position: int | list[int] | None, key: int | None = None
+) -> Edit:
+    """An edit that overwrites one head (or all), positions (or all) and one key (or all) from `source`."""
 
     def edit(x: torch.Tensor) -> torch.Tensor:
         whole = slice(None)

@@ -111,7 +111,8 @@ def test_routing_says_which_position_is_the_subject_and_by_which_rule(routing, s
     for result, record in zip(routing.to_json()["results"], RECORDS, strict=True):
         encoding = tokenizer.encode(record["original_prompt"])
         subject = result["subject"]
-        assert subject["rule"] == "differing"
+        assert subject["rule"] == "whole"
+        assert subject["positions"][-1] == subject["position"]
         end = record["original_prompt"].index("\n\n")
         assert encoding.offsets[subject["position"]][1] == end, "the prompts differ in the fact's last word"
         assert subject["token"] == tokenizer.decode_token(encoding.ids[subject["position"]])
@@ -151,13 +152,14 @@ def test_patching_above_a_layer_moves_no_attention_below_it(routing):
     assert np.abs(delta[:, 0, 1:]).max() > 1e-4
 
 
-def subject_patched(model, original, place: tuple[int, int], other, block: list[int]):
-    """A plain pass with one position of a block taken from another prompt."""
+def subject_patched(model, original, places: tuple[tuple[int, int], ...], other, block: list[int]):
+    """A plain pass with positions of a block taken from another prompt."""
+    positions, sources = zip(*places, strict=True)
     points = [f"blocks.{layer}.hook_resid_post" for layer in block]
     states = model.forward(other, HookSpec().capture(*points), want=None)
     spec = HookSpec().capture("blocks.*.attn.hook_pattern")
     for point in points:
-        spec.intervene(point, Replace(states[point][0, place[1]][None], positions=(place[0],)))
+        spec.intervene(point, Replace(states[point][0, list(sources)], positions=positions))
     return model.forward(original, spec)
 
 
@@ -287,10 +289,10 @@ def test_published_records_are_read_and_labelled(tiny_model: Path):
     pairs = fact_pairs(subject, str(path), 0)
     assert len(pairs) == len(json.loads(path.read_text()))
     for each in pairs:
-        start, source = each.pair.subject
-        assert start in each.pair.fact, "the subject is in the fact, not in the instruction"
+        positions, sources = zip(*each.pair.subject, strict=True)
+        assert {*positions} <= {*each.pair.fact}, "the subject is in the fact, not in the instruction"
         assert each.labels.count("fact_final") == 1
-        assert 0 <= source < len(each.pair.counterfactual)
+        assert min(sources) >= 0 and max(sources) < len(each.pair.counterfactual)
 
 
 @pytest.mark.parametrize(
@@ -320,5 +322,5 @@ def test_records_without_their_fields_are_named(tmp_path: Path, tiny_model: Path
 
 
 def test_a_rule_for_subjects_that_is_none_is_refused(tiny_model: Path):
-    with pytest.raises(ConfigError, match="differing or last_fact"):
+    with pytest.raises(ConfigError, match="whole, differing or last_fact"):
         build("factual_routing", model=str(tiny_model), subject="first")

@@ -193,9 +193,14 @@ class PlaceWorkflow(ModelWorkflow):
 
     @cached_property
     def quiet(self) -> PlaceChoice | None:
-        """The layer and role that lose least on other facts, for comparison."""
+        """The layer and role that lose least on other facts, for comparison.
+
+        A role whose position in this prompt is the one told of - the subject may end right before the query -
+        is none to compare it with.
+        """
         layers = range(self.last_layer + 1)
-        return self._extreme(layers, tuple(self.roles), np.argmin) if self.is_chosen else None
+        roles = tuple(role for role, place in self.roles.items() if place != self.edge[1])
+        return self._extreme(layers, roles, np.argmin) if self.is_chosen and roles else None
 
     def _extreme(self, layers: Sequence[int], roles: Sequence[str], pick: Any) -> PlaceChoice:
         half = self.facts[self.halves[0]].mean(axis=0)

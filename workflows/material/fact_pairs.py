@@ -8,16 +8,16 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...stages.causal.counterfact import Pair, blocks_of, differing_subject, position_map
+from ...stages.causal.counterfact import Pair, blocks_of, differing_span, position_map
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.factual_routing import FactualRouting
 from ...store.errors import ConfigError
-from ..settings import PairSettings
+from ..settings import PairSettings, SubjectRule
 from ..subject import shipped_facts
 from ..workflow import ModelWorkflow
 from .answers import named, require_next
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ...pipeline.nodes import ResultNode
     from ..subject import Subject
 
-__all__ = ["FactPair", "PairWorkflow", "fact_pairs", "layers_told", "shipped_pairs"]
+__all__ = ["SUBJECTS", "FactPair", "PairWorkflow", "fact_pairs", "layers_told", "shipped_pairs"]
 
 FIELDS = ("original_prompt", "counterfactual_prompt", "gt_original_target", "gt_counterfactual_target")
 
@@ -50,11 +50,19 @@ class FactPair:
         return f"{self.original.split(chr(10))[0]} {self.target} -> {self.counterfactual_target}"
 
 
-def fact_pairs(subject: Subject, data: str, limit: int, *, rule: str = "differing") -> list[FactPair]:
+SUBJECTS: Mapping[SubjectRule, str] = {
+    "whole": "subject",
+    "differing": "subject's last token",
+    "last_fact": "fact's last token",
+}
+"""What is patched by a rule that says where a subject is: all tokens in which the prompts differ, the last of
+them, or the last token of the fact, as candle-mi has it."""
+
+
+def fact_pairs(subject: Subject, data: str, limit: int, *, rule: SubjectRule = "whole") -> list[FactPair]:
     """The first pairs of a file, or of the shipped facts for an empty path; limit 0 takes all.
 
-    rule: where a subject is: "differing", the last token of the span in which the prompts differ, or
-    "last_fact", the last token of the fact, as candle-mi has it.
+    rule: see SUBJECTS.
     """
     records = read_records(data) if data else shipped_pairs(subject)
     chosen = records[: limit or None]
@@ -119,7 +127,7 @@ def shipped_pairs(subject: Subject) -> list[dict[str, str]]:
     ]
 
 
-def _tokenised(subject: Subject, record: dict[str, str], rule: str) -> FactPair:
+def _tokenised(subject: Subject, record: dict[str, str], rule: SubjectRule) -> FactPair:
     texts = [record[name] for name in FIELDS[:2]]
     encodings = subject.tokenizer.encode_batch(texts)
     end = texts[0].find("\n\n")
@@ -128,11 +136,12 @@ def _tokenised(subject: Subject, record: dict[str, str], rule: str) -> FactPair:
     fact = tuple(i for i, label in enumerate(labels) if label != "other")
     pair = Pair(ids[0], ids[1], fact)
     pair.check()
-    if rule == "differing":
-        place = differing_subject(*ids)
+    if rule == "last_fact":
+        places: tuple[tuple[int, int], ...] = ((fact[-1], position_map(pair)[fact[-1]]),)
     else:
-        place = (fact[-1], position_map(pair)[fact[-1]])
-    pair = Pair(ids[0], ids[1], fact, place)
+        span = differing_span(*ids)
+        places = span if rule == "whole" else span[-1:]
+    pair = Pair(ids[0], ids[1], fact, places)
     targets = [record[name] for name in FIELDS[2:]]
     return FactPair(texts[0], texts[1], targets[0], targets[1], pair, tuple(labels))
 
@@ -142,11 +151,11 @@ class PairWorkflow(ModelWorkflow):
 
     settings: PairSettings
 
-    def read_pairs(self, rule: str = "differing") -> dict[str, Any]:
-        """Pairs and blocks, as an experiment takes them; see `fact_pairs` for the rule."""
+    def read_pairs(self) -> dict[str, Any]:
+        """Pairs and blocks, as an experiment takes them."""
         require_next(self.subject)
         given, layers = self.settings, self.subject.config.num_layers
-        self.pairs = fact_pairs(self.subject, given.data, given.limit, rule=rule)
+        self.pairs = fact_pairs(self.subject, given.data, given.limit, rule=given.subject)
         self.block_size = given.block_size or max(1, min(4, layers // 3))
         self.blocks = blocks_of(layers, self.block_size)
         return {"pairs": tuple(each.pair for each in self.pairs), "block_size": self.block_size}
@@ -155,14 +164,13 @@ class PairWorkflow(ModelWorkflow):
         """The subject patched in other pairs, to choose on, and from unrelated prompts in these pairs."""
         given = self.settings
         shown = {each.pair.original for each in self.pairs}
-        records = (_tokenised(self.subject, record, "differing") for record in self._other_records())
+        records = (_tokenised(self.subject, record, given.subject) for record in self._other_records())
         others = tuple(each.pair for each in records if each.pair.original not in shown)[: given.others]
         if not others:
             raise ConfigError("expected other pairs of facts to choose the block on, found none")
         unrelated, from_unrelated = Unrelated(self.subject), list[Pair]()
         for number, each in enumerate(self.pairs):
             pair, targets = each.pair, (each.target, each.counterfactual_target)
-            assert pair.subject is not None
             seed = given.seed + number
             donors = unrelated.to(pair.counterfactual, given.donors, seed=seed, targets=targets)
             from_unrelated += [replace(pair, counterfactual=donor) for donor in donors]

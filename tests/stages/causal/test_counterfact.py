@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import mizarr
 from mizarr.pipeline import run
@@ -13,7 +14,7 @@ from mizarr.stages.causal.counterfact import (
     CounterFactPatching,
     Pair,
     blocks_of,
-    differing_subject,
+    differing_span,
     position_map,
 )
 from mizarr.stages.causal.factual_routing import FactualRouting
@@ -24,9 +25,9 @@ from ..forward.random_models import save_random_model
 from ..reference_runs import Reference, put
 
 LAYERS = 3
-SHORT = Pair((0, 7, 42, 99, 5, 13), (0, 9, 43, 99, 5, 13), fact=(1, 2, 3), subject=(2, 2))
-LONG = Pair((0, 7, 42, 99, 5), (0, 8, 51, 52, 99, 5), fact=(1, 2, 3), subject=(2, 3))
-OTHER = Pair((0, 31, 42, 99, 5), (0, 32, 42, 99, 5), fact=(1, 2), subject=(1, 1))
+SHORT = Pair((0, 7, 42, 99, 5, 13), (0, 9, 43, 99, 5, 13), fact=(1, 2, 3), subject=((2, 2),))
+LONG = Pair((0, 7, 42, 99, 5), (0, 8, 51, 52, 99, 5), fact=(1, 2, 3), subject=((1, 2), (2, 3)))
+OTHER = Pair((0, 31, 42, 99, 5), (0, 32, 42, 99, 5), fact=(1, 2), subject=((1, 1),))
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +54,15 @@ def compute(experiment, folder: Path, where: Path):
     return node.open(store).load()
 
 
-def patched_by_hand(reference: Reference, pair: Pair, block: list[int], position: int, source: int):
-    """Logits and activations of the original with one position overwritten in every layer of a block."""
+def patched_by_hand(reference: Reference, pair: Pair, block: list[int], *places: tuple[int, int]):
+    """Logits and activations of the original with positions overwritten in every layer of a block."""
     _, states = reference.run(pair.counterfactual)
     edits = {}
     for layer in block:
-        row = states["resid_post", layer][source].expand(len(pair.original), -1)
-        edits["resid_post", layer] = put(row, None, position)
+        rows = torch.zeros(len(pair.original), states["resid_post", layer].shape[-1])
+        for position, source in places:
+            rows[position] = states["resid_post", layer][source]
+        edits["resid_post", layer] = put(rows, None, [position for position, _ in places])
     return reference.run(pair.original, edits)
 
 
@@ -79,7 +82,7 @@ def test_every_patch_overwrites_its_position_in_each_layer_of_the_block(pair, ra
         patch = found.isel(patch=i)
         position, source = int(patch["position"]), int(patch["counterfactual_position"])
         block = [[0, 1], [2]][int(patch["block"])]
-        logits, _ = patched_by_hand(reference, pair, block, position, source)
+        logits, _ = patched_by_hand(reference, pair, block, (position, source))
         assert float(patch["kl"]) == pytest.approx(divergence(own, logits), abs=1e-5)
         assert int(patch["token_id"]) == int(logits.argmax())
     assert found["original_token_id"].values.tolist() == [int(own.argmax())]
@@ -92,7 +95,7 @@ def test_the_first_layers_of_a_block_have_an_effect(random_model, tmp_path):
     folder, reference = random_model
     found = compute(CounterFactPatching(pairs=(SHORT,), block_size=LAYERS), folder, tmp_path)
     own, _ = reference.run(SHORT.original)
-    last, _ = patched_by_hand(reference, SHORT, [LAYERS - 1], 1, 1)
+    last, _ = patched_by_hand(reference, SHORT, [LAYERS - 1], (1, 1))
     assert divergence(own, last) == pytest.approx(0, abs=1e-7)
     at = found.isel(patch=int(np.flatnonzero(found["position"].values == 1)[0]))
     assert float(at["kl"]) > 1e-4
@@ -111,9 +114,8 @@ def test_routing_is_the_mean_attention_of_the_last_token_to_the_fact(random_mode
     assert found["attention"].dims == ("pair", "block", "layer", "head")
     for i, pair in enumerate(pairs):
         own, seen = reference.run(pair.original)
-        position, source = pair.subject
         for b, block in enumerate([[0, 1], [2]]):
-            logits, after = patched_by_hand(reference, pair, block, position, source)
+            logits, after = patched_by_hand(reference, pair, block, *pair.subject)
             cell = found.isel(pair=i, block=b)
             assert float(cell["kl"]) == pytest.approx(divergence(own, logits), abs=1e-5)
             assert int(cell["token_id"]) == int(logits.argmax())
@@ -130,9 +132,12 @@ def test_positions_of_the_fact_keep_their_index_and_later_ones_count_from_the_en
     assert position_map(longer_fact) == (0, 1, 2, 2, 2, 2), "kept within the counterfactual prompt"
 
 
-def test_the_subject_ends_where_the_prompts_begin_to_agree_again():
-    assert differing_subject((0, 1, 2, 9, 9), (0, 3, 4, 5, 9, 9)) == (2, 3)
-    assert differing_subject((0, 1, 9), (0, 1, 7, 9)) == (1, 2), "an inserted word ends one token further"
+def test_the_subject_is_where_the_prompts_differ_and_ends_where_they_begin_to_agree_again():
+    assert differing_span((0, 1, 2, 9), (0, 3, 2, 9)) == ((1, 1),)
+    assert differing_span((0, 1, 2, 9, 9), (0, 3, 4, 5, 9, 9)) == ((1, 2), (2, 3)), "they meet at their ends"
+    assert differing_span((0, 3, 4, 5, 9, 9), (0, 1, 2, 9, 9)) == ((1, 1), (2, 1), (3, 2)), "the first twice"
+    assert differing_span((0, 1, 9), (0, 1, 7, 9)) == ((1, 2),), "an inserted word ends one token further"
+    assert differing_span((0, 1, 7, 9), (0, 1, 9)) == ((2, 1),), "for a word left out stands the one before"
 
 
 def test_blocks_cover_all_layers_and_the_last_may_be_shorter():
@@ -179,7 +184,7 @@ def test_keys_move_with_pairs_blocks_facts_and_subjects(random_model, tmp_path):
         CounterFactPatching(pairs=(SHORT, LONG), block_size=2),
         CounterFactPatching(pairs=(Pair(SHORT.original, SHORT.counterfactual, (1, 2)),), block_size=2),
     ]
-    moved = Pair(SHORT.original, SHORT.counterfactual, SHORT.fact, (1, 1))
+    moved = Pair(SHORT.original, SHORT.counterfactual, SHORT.fact, ((1, 1),))
     routing = [FactualRouting(pairs=(each,), block_size=2) for each in (SHORT, moved)]
     keys = {each.on(str(folder)).key(store).digest for each in [*patching, *routing]}
     assert len(keys) == len(patching) + len(routing)
@@ -202,7 +207,7 @@ def test_keys_move_with_pairs_blocks_facts_and_subjects(random_model, tmp_path):
         ),
         (FactualRouting(pairs=(Pair((0, 1), (0, 2), (1,)),), block_size=1), PromptError, "subject"),
         (
-            FactualRouting(pairs=(Pair((0, 1), (0, 2), (1,), (1, 5)),), block_size=1),
+            FactualRouting(pairs=(Pair((0, 1), (0, 2), (1,), ((1, 5),)),), block_size=1),
             InterventionError,
             "found 5",
         ),
