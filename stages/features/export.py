@@ -57,8 +57,8 @@ def export(dictionary: Dictionary, folder: str | Path, name: str, *, dtype: str 
         )
     if dictionary.places:
         raise DictionaryError(
-            f"expected features that read one layer, found the crosscoder {dictionary.name}, for which {name} "
-            "has no files; copy its folder, whose tensors dictionary_learning reads"
+            f"expected features that read one layer, found the crosscoder {dictionary.name}: {name} has "
+            "none; copy its folder, whose tensors dictionary_learning reads"
         )
     write = FORMATS[name]
     with _new_folder(Path(folder)) as place:
