@@ -34,7 +34,7 @@ class StageFunction:
     `name`, where there are several. params: name -> default, `inspect.Parameter.empty` for none. memory: the
     most a cell needs, as a multiple of the bytes it reads. source: digest of the function's text, recorded
     with results; when it changes and the version does not, `mizarr explain` says so. forms: name -> inputs.
-    resources: names of those the function takes.
+    resources: names of those the function takes. several_models: whether its inputs may be of different ones.
     """
 
     name: str
@@ -49,6 +49,7 @@ class StageFunction:
     source: str = ""
     forms: Mapping[str, Mapping[str, Dims | None]] = field(default_factory=dict)
     resources: tuple[str, ...] = ()
+    several_models: bool = False
 
     @property
     def key_version(self) -> int | str:
@@ -77,7 +78,8 @@ class StageFunction:
         Raises ShapeError for dims that are missing or too many, StageError for activations of different
         models and for undeclared outputs.
         """
-        require_same_model(**inputs)
+        if not self.several_models:
+            require_same_model(**inputs)
         ready = {}
         for name, dims in self.inputs.items():
             ready[name] = inputs[name]

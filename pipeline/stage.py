@@ -106,6 +106,7 @@ def stage(
     name: str | None = None,
     memory: float = 2.0,
     resources: tuple[str, ...] = (),
+    several_models: bool = False,
 ) -> Callable[[Callable[..., Any]], Stage]:
     """Declare a function on labelled arrays as a stage; the parameters of the stage are its other parameters.
 
@@ -119,6 +120,7 @@ def stage(
     (needed for segments and blocks; layers are stacked without it). memory: the most a cell needs, as a
     multiple of the bytes it reads: 2 for the inputs and as much again for work, less for a function that
     reads block by block. resources: parameters that are resources; the function gets each opened.
+    several_models: inputs may be of different models, which is refused otherwise.
     """
     axes = (cells,) if isinstance(cells, str) else tuple(cells or ())
     if (inputs is None) == (forms is None):
@@ -144,6 +146,7 @@ def stage(
             _source(function),
             taken,
             resources,
+            several_models,
         )
         return _named_as_function(made)
 

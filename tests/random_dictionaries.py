@@ -7,12 +7,16 @@ thresholds are such that some features are active and some are not.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
+
+from mizarr.stages.features.crosscoder import Crosscoder, Place
+from mizarr.stages.features.layers.activations import JumpReLU
 
 D, F = 12, 40
 
@@ -211,3 +215,23 @@ def save_random_sae(folder: Path, *, layer: int, hidden: int, features: int = 40
     }
     (folder / "cfg.json").write_text(json.dumps(config))
     return folder
+
+
+def save_random_crosscoder(
+    folder: Path, places: Sequence[tuple[str, str, float]], hidden: int, size: int = 24, seed: int = 0
+) -> Path:
+    """A JumpReLU crosscoder. places: (model, hook, scale) of each."""
+    every = [draw(seed + number, hidden, size=size) for number in range(len(places))]
+
+    def stacked(name: str) -> torch.Tensor:
+        return torch.from_numpy(np.stack([weights[name] for weights in every]))
+
+    made = Crosscoder(
+        tuple(Place(*place) for place in places),
+        stacked("W_enc"),
+        torch.from_numpy(every[0]["b_enc"]),
+        stacked("W_dec"),
+        stacked("b_dec"),
+        JumpReLU(torch.from_numpy(every[0]["threshold"])),
+    )
+    return made.save(folder)

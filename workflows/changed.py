@@ -78,6 +78,7 @@ def reconstructed(subject: Subject, name: str, model: str, draws: int, seed: int
     """A dictionary's reconstructions, beside its errors in random directions."""
     held = dictionary_of(name, model, "clt")
     held.require_fit(subject.config, subject.name)
+    _ = held.read_hooks  # refuses a crosscoder before anything runs
     fields = {"dictionary": held.name, "features": held.identity}
     seeds = np.random.default_rng(seed).integers(2**53, size=draws).tolist()
     return Change(

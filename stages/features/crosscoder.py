@@ -6,7 +6,8 @@
 model has and the other has not is written to one only: the relative norm of its decoders tells.
 
 Files are `config.json` and `model.safetensors`, tensors named and shaped as `CrossCoder` of
-dictionary_learning has them, and `threshold` beside them where the activation is JumpReLU.
+dictionary_learning has them, and `threshold` beside them where the activation is JumpReLU. Opened by
+`Dictionary.from_pretrained` they are a dictionary as any other (formats/crosscoder.py).
 
 Border: rows of states in, features out; training is training/'s, which joins the places to one row.
 
@@ -18,37 +19,28 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ...store.errors import ConfigError, DictionaryError
-from .layers.activations import JumpReLU, ReLU, TopK
+from ..forward.architectures.points import HookPoint
+from .layers.layout import Place, models_of
 
 if TYPE_CHECKING:
+    import torch
     import xarray as xr
     from torch import Tensor
 
     from .layers.activations import Activation
     from .layers.layer import LayerFeatures
 
-__all__ = ["Crosscoder", "Place", "place_figures"]
+__all__ = ["CONFIG", "EXCLUSIVE", "KIND", "WEIGHTS", "Crosscoder", "Place", "place_figures"]
 
 WEIGHTS, CONFIG, KIND = "model.safetensors", "config.json", "mizarr crosscoder"
 EXCLUSIVE = 0.1
 """Relative norm up to which a feature is one model's alone, and from 1 - which on the other's (Minder et al.
 2025, "Overcoming Sparsity Artifacts in Crosscoders")."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a crosscoder reads and writes. scale: by which states there are as large as at other places."""
-
-    model: str
-    hook: str
-    scale: float
-
-    def __str__(self) -> str:
-        return f"{self.model} {self.hook}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,14 +79,35 @@ class Crosscoder:
 
     def encode(self, rows: Tensor) -> Tensor:
         """Activations [row, feature] of states [row, place, width]; DictionaryError for another shape."""
-        import torch
-
         if rows.shape[1:] != (len(self.places), self.W_enc.shape[2]):
             raise DictionaryError(
                 f"expected states [row, {len(self.places)} places, {self.W_enc.shape[2]}], found "
                 f"{list(rows.shape)}; the places are {', '.join(map(str, self.places))}"
             )
-        return self.activation(torch.einsum("rpw,pfw->rf", rows.float(), self.W_enc) + self.b_enc)
+        return self._features.encode(rows.flatten(1))
+
+    @cached_property
+    def _features(self) -> LayerFeatures:
+        return self.features()
+
+    def features(self, device: torch.device | str = "cpu") -> LayerFeatures:
+        """The same features on the states of all places in one row [row, place * width], as a dictionary's:
+        of the last layer they read, written to the layers of the first model.
+        """
+        from .layers.layer import LayerFeatures
+
+        own = [number for number, model in enumerate(models_of(self.places)) if model == 0]
+        layers = [HookPoint.parse(self.places[number].hook).layer or 0 for number in own]
+        last = layers.index(max(layers))
+        return LayerFeatures(
+            layer=layers[last],
+            W_enc=self.W_enc.transpose(1, 2).flatten(0, 1).T,
+            W_dec={layer: self.W_dec[number] for layer, number in zip(layers, own, strict=True)},
+            activation=self.activation,
+            b_enc=self.b_enc,
+            b_dec=self.b_dec[own[last]],
+            device=device,
+        )
 
     def decode(self, activations: Tensor) -> Tensor:
         """States [row, place, width] of activations [row, feature]."""
@@ -104,31 +117,52 @@ class Crosscoder:
 
     def norms(self) -> Tensor:
         """Norm of what each feature writes, in units of the spread of the states there [place, feature]."""
-        import torch
-
-        scales = torch.tensor([place.scale for place in self.places])
-        found: Tensor = self.W_dec.norm(dim=2) * scales[:, None]
+        found: Tensor = self._scaled().norm(dim=2)
         return found
 
-    def relative_norm(self, one: int = 0, other: int = 1) -> Tensor:
-        """Share of the second place in the norms at two places [feature]: 0 is written to the first alone, 1
-        to the second alone, 1/2 to both alike.
+    def relative_norm(self) -> Tensor:
+        """Share of the second in the norms of two models, or of two places of one [feature]: 0 is written to
+        the first alone, 1 to the second alone, 1/2 to both alike. DictionaryError where there are not two.
         """
-        norms = self.norms()
-        both: Tensor = norms[one] + norms[other]
-        return norms[other] / both.clamp(min=1e-12)
+        first, second = (each.norm(dim=1) for each in self._two())
+        found: Tensor = second / (first + second).clamp(min=1e-12)
+        return found
 
-    def decoder_cosine(self, one: int = 0, other: int = 1) -> Tensor:
-        """Cosine of what each feature writes to two places [feature]."""
+    def decoder_cosine(self) -> Tensor:
+        """Cosine of what each feature writes to the same two [feature]."""
         import torch
 
-        return torch.cosine_similarity(self.W_dec[one], self.W_dec[other], dim=1)
+        return torch.cosine_similarity(*self._two(), dim=1)
+
+    def _two(self) -> tuple[Tensor, Tensor]:
+        """What is written to each of two models, all places in a row, or to two places [feature, width]."""
+        models = models_of(self.places)
+        groups = models if max(models) else tuple(range(len(self.places)))
+        if max(groups) != 1:
+            raise DictionaryError(
+                f"expected two models, or two places of one, found {', '.join(map(str, self.places))}; "
+                "compare `norms()`"
+            )
+        scaled = self._scaled()
+        first, second = (
+            scaled[[n for n, group in enumerate(groups) if group == one]].transpose(0, 1).flatten(1)
+            for one in (0, 1)
+        )
+        return first, second
+
+    def _scaled(self) -> Tensor:
+        """What features write, in units of the spread of the states there [place, feature, width]."""
+        import torch
+
+        return self.W_dec * torch.tensor([place.scale for place in self.places])[:, None, None]
 
     # -- files
 
     def save(self, folder: str | Path) -> Path:
         """Write a new folder; returns it. Raises ConfigError where something is there already."""
         from safetensors.torch import save_file
+
+        from .layers.activations import JumpReLU, TopK
 
         folder = Path(folder)
         if folder.exists():
@@ -171,7 +205,7 @@ class Crosscoder:
             places = tuple(Place(**place) for place in said["places"])
             found = cls(
                 places,
-                held["encoder.weight"].transpose(1, 2).contiguous(),
+                held["encoder.weight"].transpose(1, 2),
                 held["encoder.bias"],
                 held["decoder.weight"],
                 held["decoder.bias"],
@@ -192,19 +226,24 @@ class Crosscoder:
 
 
 def _activation(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Activation:
-    if said["activation"] == "JumpReLU":
+    from .layers.activations import JumpReLU, ReLU, TopK
+
+    name = said["activation"]
+    if name == "JumpReLU":
         return JumpReLU(held["threshold"])
-    return TopK(said["k"]) if said["activation"] == "TopK" else ReLU()
+    if name not in ("TopK", "ReLU"):
+        raise ValueError(f"expected an activation among ReLU, TopK, JumpReLU, found {name!r}")
+    return TopK(said["k"]) if name == "TopK" else ReLU()
 
 
 def place_figures(crosscoder: Crosscoder, blocks: Iterable[Tensor]) -> xr.Dataset:
-    """How well each place is reconstructed, and of two places which features are one's alone.
+    """How well each place is reconstructed, and of two models, or places, which features are one's alone.
 
     blocks: states [row, place, width], one after the other.
     Returns fvu [place]: fraction of variance unexplained; density [feature]: share of rows in which it is
-    active; norm [place, feature]; of two places relative_norm and decoder_cosine [feature], and how many of
-    the features that are active at all are exclusive to the first, to the second, or neither. Features that
-    never fire say nothing of the models: their decoders are where training left them.
+    active; norm [place, feature]; of two models, or places, relative_norm and decoder_cosine [feature], and
+    how many of the features that are active at all are exclusive to the first, to the second, or neither.
+    Features that never fire say nothing of the models: their decoders are where training left them.
     """
     import torch
     import xarray as xr
@@ -233,7 +272,7 @@ def place_figures(crosscoder: Crosscoder, blocks: Iterable[Tensor]) -> xr.Datase
         {"place": [str(place) for place in crosscoder.places]},
         {"rows": rows},
     )
-    if count != 2:
+    if count != 2 and max(models_of(crosscoder.places)) != 1:
         return found
     relative, alive = crosscoder.relative_norm(), fired > 0
     found["relative_norm"] = ("feature", relative.numpy())

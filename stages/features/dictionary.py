@@ -5,8 +5,9 @@
     active = clt.encode({layer: cache[clt.read_hook(layer)][0] for layer in clt.layers})
 
 Kinds: "clt" (Lindsey et al. 2025, "Circuit Tracing": a feature reads one layer and writes to it and all later
-ones), "plt" (a transcoder per layer, Dunefsky et al. 2024), "sae" (reads and writes one place). Where
-features read and write comes from the files' own configuration, never from their layout.
+ones), "plt" (a transcoder per layer, Dunefsky et al. 2024), "sae" (reads and writes one place), "crosscoder"
+(Lindsey et al. 2024: reads and writes several layers, or models, at once; crosscoder.py). Where features read
+and write comes from the files' own configuration, never from their layout.
 
 Border: activations by layer in, features out; runs no model. Making one reads headers only, without torch;
 weights are mapped when a layer is first used.
@@ -16,7 +17,7 @@ Axes: layer, position, feature; d_in, d_out = widths read and written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -29,7 +30,7 @@ from ..forward.architectures.points import BY_NAME, HookPoint
 from .formats.table import open_files
 from .layers.active import Active
 from .layers.files import DictionaryFiles, resolve
-from .layers.layout import FeatureId, Layout, told
+from .layers.layout import FeatureId, Layout, Place, models_of, told
 
 if TYPE_CHECKING:
     import torch
@@ -99,10 +100,11 @@ class Dictionary:
             ("linear skip", "yes" if it.has_skip else "no"),
             ("files", len(it.files)),
         ]
-        rows = [
+        rows: list[tuple[object, ...]] = [
             (layer, self.read_hook(layer), ", ".join(str(self.write_hook(m)) for m in self.targets(layer)))
-            for layer in self.layers
+            for layer in (() if self.places else self.layers)
         ]
+        rows += [(self.layers[0], place, place) for place in self.places]
         held = html.table(["layer", "reads", "writes"], rows, right=[0])
         body = html.table(["", ""], facts) + html.details(f"{len(self.layers)} layers", held)
         return html.shown(f"Dictionary {self.name}", body)
@@ -116,7 +118,7 @@ class Dictionary:
 
     @property
     def kind(self) -> str:
-        """ "clt", "plt" or "sae"."""
+        """ "clt", "plt", "sae" or "crosscoder"."""
         return self.layout.kind
 
     @property
@@ -196,12 +198,60 @@ class Dictionary:
         it = self.layout
         return Dictionary.from_pretrained(self.name, read=it.read, write=it.write, device=self.device)
 
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Where the features of a crosscoder read and write, in the order of their rows; else none."""
+        return self.layout.places
+
+    def reads(self, layers: Sequence[int] | None = None) -> tuple[tuple[HookPoint, ...], ...]:
+        """What is captured to encode some layers (default: all), of each model that is read: one, but for
+        crosscoders of several.
+        """
+        if not self.places:
+            return (tuple(map(self.read_hook, self.layers if layers is None else layers)),)
+        for layer in layers or ():
+            self._own(layer)
+        found: dict[int, list[HookPoint]] = {}
+        for model, place in zip(models_of(self.places), self.places, strict=True):
+            found.setdefault(model, []).append(HookPoint.parse(place.hook))
+        return tuple(map(tuple, found.values()))
+
+    def require_models(self, names: Sequence[str]) -> None:
+        """Raise DictionaryError unless so many models are read, and none is named in the place of another."""
+        models = dict(zip(models_of(self.places), (place.model for place in self.places), strict=True))
+        known = list(models.values()) or [self.model_name or "one model"]
+        if len(names) != len(known):
+            raise DictionaryError(
+                f"expected {len(known)} model{'s' if len(known) > 1 else ''} for {self.name} "
+                f"({', '.join(known)}), found {len(names)} ({', '.join(names)}); "
+                f"{'name the second with against=' if len(known) == 2 else 'give states of each'}"
+            )
+        swapped = [n for n, name in enumerate(names) if name in known and name != known[n]]
+        if swapped:
+            raise DictionaryError(
+                f"expected the models of {self.name} in its order, {', '.join(known)}, found "
+                f"{', '.join(names)}; swap them"
+            )
+
     def read_hook(self, layer: int) -> HookPoint:
-        """Where the features of a layer read."""
+        """Where the features of a layer read. DictionaryError for a crosscoder's, which read several places
+        at once: whoever asks has one in mind.
+        """
+        if self.places:
+            raise DictionaryError(
+                f"expected features that read one layer, found the crosscoder {self.name}, whose features "
+                f"read {len(self.places)} places at once; encode a corpus with it (encode_corpus, "
+                "feature_pages), or take another dictionary"
+            )
         return _point(self.layout.read, self._own(layer))
 
     def write_hook(self, layer: int) -> HookPoint:
-        """Where features write at a layer."""
+        """Where features write at a layer. DictionaryError for those that write to several models."""
+        if max(models_of(self.places), default=0):
+            raise DictionaryError(
+                f"expected features that write to one model, found the crosscoder {self.name}, whose "
+                "features write to several; take a dictionary of one model"
+            )
         return _point(self.layout.write, layer)
 
     @property
@@ -280,9 +330,9 @@ class Dictionary:
     def encode(self, states: Mapping[int, Tensor], *, zero_positions: int = 0) -> Active:
         """Everything active in the states of one prompt.
 
-        states: layer -> what features read there, [position, d_in]. zero_positions: this many first
-        positions have no features; circuit-tracer leaves out 1, the token whose activations are out of all
-        proportion.
+        states: layer -> what features read there, [position, d_in]; of a crosscoder's layer the states of all
+        its places in one row. zero_positions: this many first positions have no features; circuit-tracer
+        leaves out 1, the token whose activations are out of all proportion.
         """
         import torch
 

@@ -55,6 +55,11 @@ def export(dictionary: Dictionary, folder: str | Path, name: str, *, dtype: str 
             f"expected a format among {', '.join(FORMATS)}, found {name!r}"
             + (f"; nearest is {near!r}" if near else "")
         )
+    if dictionary.places:
+        raise DictionaryError(
+            f"expected features that read one layer, found the crosscoder {dictionary.name}: {name} has "
+            "none; copy its folder, whose tensors dictionary_learning reads"
+        )
     write = FORMATS[name]
     with _new_folder(Path(folder)) as place:
         write(dictionary, place, _dtype(dtype))

@@ -53,6 +53,7 @@ MEASURES = ("cka", "procrustes", "svcca")
         "n": Output((), "tokens", "number of states"),
     },
     memory=1.0,
+    several_models=True,
 )
 def representation_similarity(
     states: xr.DataArray, other: xr.DataArray, *, variance: float = 0.99, seed: int = 0

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -69,11 +69,16 @@ def plain_measure(content: bytes, layout: ShardLayout, what: str) -> Written:
 
 
 def read_archived(mapped: Mapped, layout: ShardLayout, rows: int, what: str = "") -> ShardRows:
-    """The rows of a compressed shard, [rows, *tail]; decoded as they are read. As `read_shard`."""
+    """The rows of a compressed shard, [rows, *tail]; decoded, and of an object fetched, as they are read. As
+    `read_shard`.
+    """
     what = f"{mapped.where} ({what})" if what else mapped.where
     expect_room(layout, rows, what)
-    if not mapped.is_whole:
-        mapped.fetch([(0, mapped.size)])
+    end = mapped.size - layout.index_bytes
+    if not (mapped.is_whole or layout.checked):
+        mapped.fetch([(0, mapped.size)])  # nothing tells one chunk from bytes that are not there
+    elif not mapped.is_whole and end >= 0 and not index_is_sound(mapped.data, end, layout):
+        mapped.fetch([(end, mapped.size)])
     index = _index_of(mapped.data, mapped.size, layout, what)
     return _ArchivedRows(mapped, layout, index, rows, what)
 
@@ -87,6 +92,7 @@ class _ArchivedRows(ShardRows):
         super().__init__(np.broadcast_to(np.zeros((), layout.native), shape), rows, what, mapped=mapped)
         self._index, self._layout, self._file = index, layout, mapped
         self._decoded: OrderedDict[int, Array] = OrderedDict()
+        self._there = set(range(layout.n_chunks)) if mapped.is_whole or not layout.checked else set()
         self._lock = threading.Lock()
 
     def let_go(self) -> None:
@@ -100,15 +106,32 @@ class _ArchivedRows(ShardRows):
             raise IndexError(f"expected rows below {len(self)}, found {rows.min()} to {rows.max()}")
         number, offset = np.divmod(np.where(rows < 0, rows + len(self), rows), self._length)
         out = np.empty((len(rows), *self.shape[1:]), self.dtype)
-        for one in np.unique(number):
-            out[number == one] = self._chunk(int(one))[offset[number == one]]
+        needed = np.unique(number).tolist()
+        self._fetch(needed)
+        for one in needed:
+            out[number == one] = self._chunk(one)[offset[number == one]]
         return out
+
+    def _fetch(self, numbers: Iterable[int]) -> None:
+        ranges: list[tuple[int, int]] = []
+        asked = [number for number in numbers if number not in self._there]
+        for number in asked:
+            offset, length = self._index[number].tolist()
+            stored = memoryview(self._file.data)[offset : offset + length]
+            if offset == length == ABSENT or _is_sound(stored):
+                continue
+            start = ranges.pop()[0] if ranges and ranges[-1][1] == offset else offset
+            ranges.append((start, offset + length))
+        if ranges:
+            self._file.fetch(ranges)
+        self._there.update(asked)
 
     def _chunk(self, number: int) -> Array:
         with self._lock:
             if (known := self._decoded.get(number)) is not None and self.remembers:
                 self._decoded.move_to_end(number)
                 return known
+        self._fetch([number])
         layout = self._layout
         offset, length = self._index[number].tolist()
         if offset == length == ABSENT:
@@ -148,6 +171,11 @@ def _decoded(content: bytes, layout: ShardLayout, what: str) -> Iterator[bytes]:
             continue
         stored = view[offset : offset + length]
         yield _decompressed(stored, layout, what) if layout.codec else bytes(_checked(stored, layout, what))
+
+
+def _is_sound(stored: memoryview) -> bool:
+    """Whether a stored chunk agrees with its checksum."""
+    return crc32c(bytes(stored[:-SUM_BYTES])) == int.from_bytes(stored[-SUM_BYTES:], "little")
 
 
 def _checked(stored: memoryview, layout: ShardLayout, what: str) -> memoryview:

@@ -292,6 +292,7 @@ ELSEWHERE = {
     "kind of probe": "of a file of labels",
     "layer of sae_features": "the specimen's autoencoder reads one layer",
     "layer of feature_pages": "the specimen's autoencoder reads one layer",
+    "against of feature_pages": "of a crosscoder of two models: test_crosscoder_dictionary.py",
     "task of stoicheia_inference": "has to fit the network: test_model.py",
     "task of stoicheia_analysis": "has to fit the network: test_model.py",
     "chat of generate": "needs a chat template: test_generate_workflow.py",

@@ -41,11 +41,11 @@ def clt(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> mizarr.Dictio
     return mizarr.Dictionary.from_pretrained(save_random_transcoders(at, model, "clt-jumprelu"))
 
 
-def everything(folder, clt):
-    """A node of each kind that runs a model, and a stage on what is captured."""
+def everything(folder, clt, codec=None):
+    """A node of each kind that runs a model, and a stage on what is captured. codec: of one capture."""
     drawn = np.random.default_rng(11)
     prompts = [drawn.integers(1, 250, size).tolist() for size in drawn.integers(3, 40, 24)]
-    states = CaptureNode(folder, prompts, RESID, segment_tokens=32)
+    states = CaptureNode(folder, prompts, RESID, segment_tokens=32, codec=codec)
     graph = graph_node(str(folder), clt, GRAPHED)
     small = CaptureNode(folder, prompts, RESID, storage_dtype="int8", segment_tokens=32)
     return [states, small, pca.moments.on(states=states["resid_post"]), patched(folder), graph]
@@ -87,7 +87,7 @@ def test_a_cluster_gives_the_same_bits_of_everything(folder, clt, tmp_path, alon
     here = {"processes": False, "protocol": "tcp", "host": "127.0.0.1", "dashboard_address": None}
     store = mizarr.open_store(tmp_path / "cluster", durability="process")
     with LocalCluster(n_workers=2, threads_per_worker=1, **here) as cluster:
-        *nodes, _ = everything(folder, clt)
+        *nodes, _ = everything(folder, clt, codec="zstd")  # contents are those of plain files
         run(nodes, store, cluster=cluster.scheduler_address)
         mizarr.attribution_graph(folder, clt, GRAPHED, store=store, cluster=cluster.scheduler_address)
         done = set(cluster.scheduler.task_prefixes)
@@ -99,7 +99,8 @@ def test_a_cluster_gives_the_same_bits_of_everything(folder, clt, tmp_path, alon
 @pytest.mark.slow
 def test_workers_of_this_machine_give_the_same_bits_of_everything(folder, clt, tmp_path, alone, capfd):
     store = mizarr.open_store(tmp_path / "workers", durability="process")
-    run(everything(folder, clt), store, workers=2, quiet=False)
+    run(everything(folder, clt, codec="zstd"), store, workers=2, quiet=False)
+    assert {entry.layout("resid_post").codec for entry in store.entries()} == {"zstd", ""}
     assert contents(store) == alone
     said = capfd.readouterr().err
     assert f"2 workers, each of {threads_each(2)} thread" in said

@@ -48,11 +48,14 @@ def new_bucket(endpoint: str) -> str:
 
 
 class Proxy:
-    """Passes requests on to a server, but for those a fault is asked for. seen: (method, path, fault)."""
+    """Passes requests on to a server, but for those a fault is asked for. seen: (method, path, fault); sent:
+    bytes of all answers.
+    """
 
     def __init__(self, endpoint: str) -> None:
         self.fault: Fault = lambda method, path: None
         self.seen: list[tuple[str, str, str | None]] = []
+        self.sent = 0
         self._target = endpoint.removeprefix("http://")
         outer = self
 
@@ -85,6 +88,7 @@ class Proxy:
                 answer = there.getresponse()
                 found = answer.read()
                 there.close()
+                outer.sent += len(found)
                 if what == "lost":
                     self.close_connection = True
                     return

@@ -17,7 +17,8 @@ import zarr
 import mizarr.store.runs.bfloat16  # noqa: F401 - teaches zarr the dtype
 from mizarr.store import PackedTokens, ResultKey, RunKey, open_store
 from mizarr.store.content import content_of
-from mizarr.store.errors import MizarrError
+from mizarr.store.errors import CorruptEntry, MizarrError
+from mizarr.store.provenance import note_names, read_note
 from mizarr.store.runs import shards
 from mizarr.store.runs.entries import ArraySpec
 from mizarr.store.runs.shards import DTYPES
@@ -224,6 +225,19 @@ def test_a_flipped_bit_is_never_read_as_something_else(copy, sound):
     assert len(found) > 40
     for name in rng.sample(list(found.values()), 12):
         check(copy, name, rng, sound[1])
+
+
+def test_no_flipped_bit_of_a_note_takes_its_check_for_none(sound):
+    store = open_store(sound[0], mode="r")
+    (name, *_) = note_names(store.files, store.lookup(RESULT).data)
+    whole = store.files.get(name)
+    assert read_note(name, whole)["at"]
+    for at in range(whole.rindex(b'"check"') - 4, len(whole)):
+        for bit in range(8):
+            flipped = bytearray(whole)
+            flipped[at] ^= 1 << bit
+            with pytest.raises(CorruptEntry):
+                read_note(name, bytes(flipped))
 
 
 @pytest.mark.slow

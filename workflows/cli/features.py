@@ -83,9 +83,11 @@ def inspect(
     found = facts(dictionary)
     found["issues"] = _misfit(dictionary, model)
     if values:
-        found["weights"] = _values(dictionary, quiet=quiet)
+        found["weights"] = (
+            _place_values(dictionary) if dictionary.places else _values(dictionary, quiet=quiet)
+        )
         found["issues"] += [
-            f"layer {row['layer']} holds numbers that are not finite"
+            f"{row.get('place') or 'layer ' + str(row['layer'])} holds numbers that are not finite"
             for row in found["weights"]
             if not row["finite"]
         ]
@@ -251,8 +253,8 @@ def facts(dictionary: Dictionary) -> dict[str, Any]:
         "layers": list(dictionary.layers),
         "features_per_layer": dictionary.n_features,
         "features": dictionary.n_features * len(dictionary.layers),
-        "read": [str(dictionary.read_hook(layer)) for layer in dictionary.layers],
-        "write": [str(dictionary.write_hook(layer)) for layer in dictionary.write_layers],
+        "read": [*map(str, dictionary.places or dictionary.read_hooks)],
+        "write": [*map(str, dictionary.places or dictionary.write_hooks)],
         "d_in": dictionary.d_in,
         "d_out": dictionary.d_out,
         "activation": _activation(first.activation),
@@ -321,6 +323,24 @@ def _values(dictionary: Dictionary, *, quiet: bool) -> list[dict[str, Any]]:
     return rows
 
 
+def _place_values(dictionary: Dictionary) -> list[dict[str, Any]]:
+    """The same per place of a crosscoder, decoders in units of the spread of the states there."""
+    from ...stages.features.crosscoder import Crosscoder
+
+    crosscoder = Crosscoder.load(dictionary.files.directory)
+    return [
+        {
+            "place": str(place),
+            "encoder_norm": float(encoder.norm(dim=1).mean()),
+            "decoder_norm": float(norm.mean()),
+            "largest_decoder_norm": float(norm.max()),
+            "zero_decoders": int((norm == 0).sum()),
+            "finite": bool(encoder.isfinite().all() and norm.isfinite().all()),
+        }
+        for place, encoder, norm in zip(crosscoder.places, crosscoder.W_enc, crosscoder.norms(), strict=True)
+    ]
+
+
 def _print(found: dict[str, Any]) -> None:
     from ...pipeline.plan import human_bytes
 
@@ -333,7 +353,7 @@ def _print(found: dict[str, Any]) -> None:
     )
     shown = {
         "layers": span,
-        "reads": found["read"][0] + (f" … {found['read'][-1]}" if len(layers) > 1 else ""),
+        "reads": found["read"][0] + (f" … {found['read'][-1]}" if len(found["read"]) > 1 else ""),
         "writes": found["write"][0] + (f" … {found['write'][-1]}" if len(found["write"]) > 1 else ""),
         "widths": f"{found['d_in']} read, {found['d_out']} written",
         "activation": found["activation"] + (", linear skip" if found["skip"] else ""),
@@ -346,8 +366,9 @@ def _print(found: dict[str, Any]) -> None:
         click.echo(f"cannot be used: {issue}")
     if "weights" in found:
         click.echo()
+        first = "place" if "place" in found["weights"][0] else "layer"
         columns = {
-            "LAYER": "layer",
+            first.upper(): first,
             "ENCODER NORM": "encoder_norm",
             "DECODER NORM": "decoder_norm",
             "LARGEST": "largest_decoder_norm",

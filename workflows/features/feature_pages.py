@@ -27,10 +27,12 @@ from ..material.feature_examples import corpus_texts, passages
 from ..material.feature_labels import writes_to_stream
 from ..sae_features import dictionary_of
 from ..settings import Count, ModelSettings, Natural, setting
+from ..subject import Subject
 from ..views import Data, Lines, Table, View, together
 from ..workflow import ModelWorkflow
 from .neuronpedia import NeuronpediaSource, write_neuronpedia
 from .page_files import PageFiles, PageMaterial
+from .place_views import place_views
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -46,6 +48,7 @@ class FeaturePagesSettings(ModelSettings):
     """What `--set` can change."""
 
     dictionary: str = setting("", "dictionary: directory or org/repo; none: specimen/sae")
+    against: str = setting("", "second model, of a crosscoder of two")
     layer: int | None = setting(None, "layer whose features are told, of several; none: the middle one")
     features: tuple[int, ...] = setting((), "features told; none: all of the layer")
     corpus: str = setting(
@@ -91,10 +94,16 @@ class FeaturePages(ModelWorkflow):
         """The corpus encoded, and what pages show."""
         given = self.settings
         self.dictionary = dictionary_of(given.dictionary, given.model, "sae")
-        self.dictionary.require_fit(self.subject.config, self.subject.name)
+        models = [self.subject]
+        if given.against:
+            models.append(Subject(given.against, dtype=given.dtype, device=given.device))
+        self.dictionary.require_models([each.files.name for each in models])
+        for each in models:
+            self.dictionary.require_fit(each.config, each.name)
         layers = self.dictionary.layers
         self.layer = layers[len(layers) // 2] if given.layer is None else given.layer
-        self.hook = str(self.dictionary.read_hook(self.layer))  # refuses a layer it does not have
+        reads = self.dictionary.reads((self.layer,))  # refuses a layer it does not have
+        self.hook = str(reads[0][0]) if len(reads[0]) == 1 else f"{reads[0][0]} … {reads[0][-1]}"
         texts = corpus_texts(given.corpus, given.model)
         if not texts:
             raise ConfigError(
@@ -102,9 +111,22 @@ class FeaturePages(ModelWorkflow):
                 "none; set corpus= a text file, or a folder of *.txt"
             )
         self.tokens = passages(self.subject, texts, given.corpus_tokens)
-        states = self.subject.capture(self.tokens, self.hook)
+        if any(
+            passages(each, texts, given.corpus_tokens).digest != self.tokens.digest for each in models[1:]
+        ):
+            raise ConfigError(
+                f"expected a tokenizer that cuts the corpus as that of {given.model} does, found another in "
+                f"{given.against}; features of two models are compared on the same tokens"
+            )
+        states = [
+            each.capture(self.tokens, *map(str, hooks)) for each, hooks in zip(models, reads, strict=True)
+        ]
         nodes = encode_nodes(
-            self.dictionary, states, layers=(self.layer,), zero_positions=given.zero_positions
+            self.dictionary,
+            states[0],
+            other=states[1] if given.against else None,
+            layers=(self.layer,),
+            zero_positions=given.zero_positions,
         )
         self.encoded = nodes[self.layer]
         writes = writes_to_stream(self.subject, self.dictionary)
@@ -154,7 +176,7 @@ class FeaturePages(ModelWorkflow):
         return [
             ("dictionary", f"{it.name}, {it.kind}"),
             ("features", f"{len(self.result('windows')['feature']):,} of {it.n_features:,}"),
-            ("reads", self.hook),
+            ("reads", ", ".join(map(str, it.places)) or self.hook),
             ("model", self.subject.name),
             ("corpus", f"{self.tokens.n_tokens:,} tokens in {self.tokens.n_prompts:,} passages"),
             ("identity", it.identity[:12]),
@@ -222,6 +244,8 @@ class FeaturePages(ModelWorkflow):
         yield from together(
             "feature_pages", f"Features of {self.dictionary.name}", histogram, caption=histogram.caption
         )
+        if "places" in self.nodes:
+            yield from place_views(self.result("places").load(), count > 0, self.dictionary.name)
 
     def _told(self, one: xr.Dataset, n_tokens: int) -> dict[str, Any]:
         """A feature of the overview."""

@@ -8,6 +8,9 @@ another layer costs that layer, and no more than one range, a block of pre-activ
 in memory at a time. Ragged as SAE dashboards and delphi store it: a token's features lie at token_ptr[t] to
 token_ptr[t + 1].
 
+The features of a crosscoder read several layers at once, or those of two models on the same tokens: one
+result, of all of them.
+
 Border: stored states in, ragged arrays out. The dictionary is named in a stage's parameters and is in its
 key by content; which device computes is in no key. Reading them again is sparse.py's, and needs no torch.
 
@@ -25,8 +28,10 @@ import numpy as np
 
 from ....pipeline import Node, Output, Part, Port, StageNode, stage
 from ....pipeline.context import Selection
-from ....store.errors import ShapeError
+from ....store.errors import DictionaryError, ShapeError
+from ...forward.architectures.points import HookPoint
 from ..dictionary import Dictionary
+from ..layers.layout import models_of
 from .sparse import active_table, join_encoded
 
 if TYPE_CHECKING:
@@ -36,7 +41,7 @@ if TYPE_CHECKING:
     from ....store import Store
     from ...forward.models.model import Model
 
-__all__ = ["encode_corpus", "encode_features", "encode_nodes"]
+__all__ = ["encode_corpus", "encode_crosscoder", "encode_features", "encode_nodes"]
 
 BLOCK_BYTES = 1 << 26
 """Of states widened to float32 at a time."""
@@ -70,12 +75,62 @@ def encode_features(states: xr.DataArray, *, dictionary: Dictionary, zero_positi
     """
     layer = int(states["layer"].values[0]) if "layer" in states.dims else 0
     states = states.isel(layer=0) if "layer" in states.dims else states
+    return _encoded(states, layer, _blocks(states), dictionary, zero_positions)
+
+
+@stage(
+    version=1,
+    forms={
+        f"encode_{kind}crosscoder{many}": dict.fromkeys(names, ("layer", "token", *dims))
+        for kind, dims in (("", ("hidden",)), ("head_", ("head", "d_head")), ("neuron_", ("mlp",)))
+        for many, names in (("", ("states",)), ("_of_two", ("states", "other")))
+    },
+    outputs=_OUTPUTS,
+    cells="segment",
+    combine=join_encoded,
+    resources=("dictionary",),
+    several_models=True,
+)
+def encode_crosscoder(
+    states: xr.DataArray,
+    *,
+    dictionary: Dictionary,
+    other: xr.DataArray | None = None,
+    zero_positions: int = 0,
+) -> xr.Dataset:
+    """What is active in the states of all layers that a crosscoder reads, or of those of two models.
+
+    states, other: [layer, token, ...] of each model, lazy or not, on the same tokens.
+    Returns what `encode_features` does, of the crosscoder's one layer. Raises ShapeError where tokens differ,
+    or a layer is missing.
+    """
+    given = [states] if other is None else [states, other]
+    if other is not None:
+        _require_same_tokens(states, other)
+    parts = []
+    for model, place in zip(models_of(dictionary.places), dictionary.places, strict=True):
+        layer = HookPoint.parse(place.hook).layer
+        if layer not in given[model]["layer"].values:
+            held = given[model]["layer"].values.tolist()
+            raise ShapeError(f"expected states of {place}, found layers {held}; capture it as well")
+        parts.append(given[model].sel(layer=layer))
+    return _encoded(states, dictionary.layers[0], _side_by_side(parts), dictionary, zero_positions)
+
+
+def _encoded(
+    states: xr.DataArray,
+    layer: int,
+    blocks: Iterator[tuple[int, torch.Tensor]],
+    dictionary: Dictionary,
+    zero_positions: int,
+) -> xr.Dataset:
+    """What is active in blocks of rows of a layer; states: whose tokens these are."""
     first = _first_positions(states, zero_positions)
     counts = np.zeros(states.sizes["token"], np.int64)
     found: list[np.ndarray] = []
     values: list[np.ndarray] = []
     here = dictionary.layer(layer).on(dictionary.device)
-    for start, rows in _blocks(states):
+    for start, rows in blocks:
         token, feature, value = (part.cpu().numpy() for part in here.active(rows))
         kept = ~first[start + token]
         counts[start : start + len(rows)] = np.bincount(token[kept], minlength=len(rows))
@@ -88,6 +143,11 @@ def encode_features(states: xr.DataArray, *, dictionary: Dictionary, zero_positi
 
 _FORMS = {"hidden": "encode_features", "d_head": "encode_head_features", "mlp": "encode_neuron_features"}
 """Last dim of what is read -> the form that reads it, of what has a layer."""
+_CROSSCODER_FORMS = {
+    "hidden": "encode_crosscoder",
+    "d_head": "encode_head_crosscoder",
+    "mlp": "encode_neuron_crosscoder",
+}
 
 
 # -- nodes
@@ -108,16 +168,30 @@ def encode_nodes(
     dictionary: Dictionary,
     states: Node,
     *,
+    other: Node | None = None,
     layers: Sequence[int] | None = None,
     zero_positions: int = 0,
     device: str | None = None,
 ) -> dict[int, StageNode]:
     """Nodes that encode what is read at some layers (default: all the dictionary has), by layer.
 
-    states: a node whose variables are named by hook kind, such as a capture of the dictionary's read hooks.
-    Raises DictionaryError for a layer it does not have.
+    states: a node whose variables are named by hook kind, such as a capture of what the dictionary reads
+    (`Dictionary.reads`). other: the same of a crosscoder's second model.
+    Raises DictionaryError for a layer it does not have, or states of too few or too many models.
     """
     held, kind = dictionary.as_resource(device), dictionary.layout.read
+    given = [states] if other is None else [states, other]
+    if len(given) != len(dictionary.reads(layers)):
+        raise DictionaryError(
+            f"expected states of {len(dictionary.reads(layers))} models for {dictionary.name}, found "
+            f"{len(given)}; give those of a second model as other="
+        )
+    if dictionary.places:
+        ports = dict(zip(("states", "other"), (Port(node, kind) for node in given), strict=False))
+        name = _CROSSCODER_FORMS[dictionary.reads()[0][0].dims[-1]] + "_of_two" * (len(given) - 1)
+        form = encode_crosscoder.form(name)
+        node = form.on(**ports, dictionary=held, zero_positions=zero_positions)
+        return {dictionary.layers[0]: node}
     found = {}
     for layer in dictionary.layers if layers is None else layers:
         point = dictionary.read_hook(layer)
@@ -134,6 +208,7 @@ def encode_corpus(
     prompts: Any,
     *,
     store: Store,
+    against: Model | str | Path | None = None,
     layers: Sequence[int] | None = None,
     zero_positions: int = 0,
     device: str | None = None,
@@ -144,17 +219,27 @@ def encode_corpus(
     """Capture what a dictionary reads of some prompts, encode it, and open what is active: see
     `active_table`.
 
-    What is stored is not computed again. Raises what capture raises, and DictionaryError for a misfit.
+    against: the second model of a crosscoder of two. What is stored is not computed again. Raises what
+    capture raises, and DictionaryError for a misfit.
     """
     from ....pipeline import run
     from ...forward.capture.capture import CaptureNode
 
-    chosen = dictionary.layers if layers is None else tuple(layers)
-    states = CaptureNode(
-        model, prompts, [str(dictionary.read_hook(layer)) for layer in chosen], device=device
+    hooks = [list(map(str, each)) for each in dictionary.reads(layers)]
+    states = [CaptureNode(model, prompts, hooks[0], device=device)]
+    if against is not None:
+        states.append(CaptureNode(against, prompts, hooks[-1], device=device))
+    dictionary.require_models([node.source.name for node in states])
+    for node in states:
+        dictionary.require_fit(node.source.config, node.source.name)
+    nodes = encode_nodes(
+        dictionary,
+        states[0],
+        other=None if against is None else states[1],
+        layers=layers,
+        zero_positions=zero_positions,
+        device=device,
     )
-    dictionary.require_fit(states.source.config, states.source.name)
-    nodes = encode_nodes(dictionary, states, layers=chosen, zero_positions=zero_positions, device=device)
     run(list(nodes.values()), store, cluster=cluster, workers=workers, quiet=not progress)
     return active_table({layer: node.open(store) for layer, node in nodes.items()})
 
@@ -175,6 +260,26 @@ def _blocks(states: xr.DataArray) -> Iterator[tuple[int, torch.Tensor]]:
             yield start, torch.from_numpy(rows.view(np.uint16)).view(torch.bfloat16).float()
         else:
             yield start, torch.from_numpy(rows.astype(np.float32))
+
+
+def _side_by_side(parts: Sequence[xr.DataArray]) -> Iterator[tuple[int, torch.Tensor]]:
+    """The same of several states of the same tokens, in one row."""
+    import torch
+
+    for blocks in zip(*map(_blocks, parts), strict=True):
+        yield blocks[0][0], torch.cat([rows for _, rows in blocks], dim=1)
+
+
+def _require_same_tokens(states: xr.DataArray, other: xr.DataArray) -> None:
+    """Raise ShapeError unless the token axes are the same."""
+    names = [name for name in ("token_id", "position") if name in states.coords and name in other.coords]
+    if states.sizes["token"] != other.sizes["token"] or any(
+        (states[name].values != other[name].values).any() for name in names
+    ):
+        raise ShapeError(
+            "expected states of the same tokens from both models, found others; capture the same prompts of "
+            "both, which must share a tokenizer"
+        )
 
 
 def _first_positions(states: xr.DataArray, zero_positions: int) -> np.ndarray:

@@ -29,6 +29,7 @@ FORMATS = {
     "saelens": (".saelens", "cfg.json and sae_weights.safetensors"),
     "llama_scope": (".llama_scope", "hyperparams.json and checkpoints/final.safetensors"),
     "dictionary_learning": (".dictionary_learning", "config.json and ae.pt"),
+    "crosscoder": (".crosscoder", "config.json of a crosscoder and model.safetensors"),
 }
 _LISTED = 6
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .files import DictionaryFiles
     from .layer import LayerFeatures
 
-__all__ = ["FeatureId", "Layout", "Opened", "told"]
+__all__ = ["FeatureId", "Layout", "Opened", "Place", "models_of", "told"]
 
 
 @dataclass(frozen=True, order=True)
@@ -38,12 +38,38 @@ class FeatureId:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a crosscoder reads and writes. scale: by which states there are as large as at other places."""
+
+    model: str
+    hook: str
+    scale: float
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.hook}"
+
+
+def models_of(places: Iterable[Place]) -> tuple[int, ...]:
+    """Number of the model of each place. Names do not tell, as a model may stand against itself: a hook point
+    that is there again is that of the next model.
+    """
+    before: list[str] = []
+    found = []
+    for place in places:
+        found.append(before.count(place.hook))
+        before.append(place.hook)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
 class Layout:
     """What a format knows of a dictionary before any weight is read.
 
     read, write: hook kinds. layers: those that are read. targets: layer -> layers its features write to.
     n_features: of each layer. settings: what else of the configuration changes numbers, as plain values;
     part of the identity. zero_positions: how many first positions of a prompt it has nothing to say about.
+    places: of a crosscoder, whose features read all of them; d_in is the width of one, the last layer is
+    theirs, and targets are the first model's.
     """
 
     format: str
@@ -61,6 +87,7 @@ class Layout:
     has_skip: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     zero_positions: int = 1
+    places: tuple[Place, ...] = ()
 
 
 class Opened(NamedTuple):

@@ -22,6 +22,7 @@ from .decoders import decoder_neighbours
 from .intervals import feature_intervals
 from .logits import feature_logits
 from .partners import feature_partners
+from .places import place_norms
 from .windows import example_windows
 
 if TYPE_CHECKING:
@@ -64,15 +65,14 @@ def page_nodes(
     features: Sequence[int] = (),
     layout: PageLayout | None = None,
 ) -> dict[str, StageNode]:
-    """Nodes "statistics", "strongest", "intervals", "windows", "partners", "decoders" and, with a readout,
-    "logits".
+    """Nodes "statistics", "strongest", "intervals", "windows", "partners", "decoders", of a crosscoder
+    "places" and, with a readout, "logits".
 
-    encoded: of that layer. features: which ones, in any order; all where none is
-    named. Raises DictionaryError for a layer or a
-    feature it does not have.
+    encoded: of that layer. features: which ones, in any order; all where none is named. Raises
+    DictionaryError for a layer or a feature it does not have.
     """
     how = layout or PageLayout()
-    dictionary.read_hook(layer)  # refuses a layer it does not have
+    dictionary.targets(layer)  # refuses a layer it does not have
     chosen = tuple(dictionary.feature((layer, feature)).index for feature in sorted(features))
     blocks = feature_blocks(chosen or dictionary.n_features, how.block)
     held = dictionary.as_resource()
@@ -104,6 +104,8 @@ def page_nodes(
         ),
         "decoders": decoder_neighbours.on(blocks=blocks, dictionary=held, layer=layer, k=how.related),
     }
+    if dictionary.places:
+        found["places"] = place_norms.on(blocks=blocks, dictionary=held)
     if readout is not None:
         found["logits"] = feature_logits.on(
             readout=readout, blocks=blocks, dictionary=held, layer=layer, top_k=how.logits, bins=how.bins

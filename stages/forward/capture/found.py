@@ -59,21 +59,26 @@ class Found:
         return [(segment.start, segment.stop) for segment in self.entry.segments]
 
     def contents(self, cells: Sequence[VariableLayer], segment: tuple[int, int] | None) -> list[list[Any]]:
-        """[variable, layer, digest] of what is stored for each cell."""
+        """[variable, layer, digest] of what is stored for each cell; of a range of tokens that is no segment,
+        as another model's may be, with the digests of all it lies in."""
         if segment is None or self.rows is not None:
             return [[*cell, self.content(cell)] for cell in cells]
-        number = self.segments.index((segment[0], segment[1]))
-        return [[*cell, self.entry.segment_digest(*self._stored(cell), number)] for cell in cells]
+        start, stop = segment
+        numbers = [n for n, (first, end) in enumerate(self.segments) if first < stop and start < end]
+        return [
+            [*cell, *(self.entry.segment_digest(*self._stored(cell), n) for n in numbers)] for cell in cells
+        ]
 
     def open(self, cells: Sequence[VariableLayer], segment: tuple[int, int] | None = None) -> xr.Dataset:
-        """The given cells, labelled and lazy. segment: only the tokens of this one."""
+        """The given cells, labelled and lazy. segment: only the tokens of this one, or of any range."""
         layers: dict[str, list[int]] = {}
         for name, layer in cells:
             layers.setdefault(name, []).extend([] if layer is None else [layer])
         held = {name: sorted(chosen) for name, chosen in layers.items() if chosen}
+        whole = segment is None or tuple(segment) in self.segments
         if self.rows is None:
-            number = None if segment is None else self.segments.index((segment[0], segment[1]))
-            return self.entry.open(list(layers), held, views=self.views, segment=number)
-        dataset = self.entry.open(list(layers), held)  # one segment
-        picked: xr.Dataset = dataset.mi.prompts(self.rows)
-        return picked
+            number = self.segments.index((segment[0], segment[1])) if segment and whole else None
+            dataset = self.entry.open(list(layers), held, views=self.views, segment=number)
+        else:
+            dataset = self.entry.open(list(layers), held).mi.prompts(self.rows)  # one segment
+        return dataset if segment is None or whole else dataset.isel(token=slice(*segment))

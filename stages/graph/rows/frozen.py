@@ -80,7 +80,7 @@ def require_transcoders(dictionary: Dictionary, config: Architecture, model: str
     """Raise DictionaryError unless the features of every layer read before its MLP and write what it adds."""
     dictionary.require_fit(config, model)
     read, write = dictionary.layout.read, dictionary.layout.write
-    if dictionary.kind == "sae" or read not in READS or write not in WRITES:
+    if dictionary.kind in ("sae", "crosscoder") or read not in READS or write not in WRITES:
         raise DictionaryError(
             f"expected transcoders that read {' or '.join(READS)} and write {' or '.join(WRITES)}, found "
             f"{dictionary.name}, which reads {read} and writes {write}; an attribution graph replaces MLPs"

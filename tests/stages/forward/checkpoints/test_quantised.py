@@ -20,6 +20,7 @@ from mizarr.store.errors import ConfigError, WeightsError
 from mizarr.workflows.cli import run as mizarr_command
 
 from .. import random_models
+from ..random_hybrids import save_random_hybrid
 
 IDS = [5, 17, 3, 250, 9, 40]
 LINEAR = ("_proj.weight",)
@@ -428,26 +429,62 @@ def test_parts_that_do_not_fit_are_named(base, tmp_path):
 )
 def test_a_quantised_model_is_harvested_layer_by_layer_with_the_same_bits(base, tmp_path, case):
     """With room for its largest layer alone, as plain weights: each is dequantised once."""
-    packed, plain = quantise(base, tmp_path, case)
+    check_layer_by_layer(*quantise(base, tmp_path, case), tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_experts_of_mxfp4_are_harvested_layer_by_layer_with_the_same_bits(tmp_path, dtype):
+    """gpt-oss, with every matrix of its experts packed."""
+    save_random_hybrid(
+        tmp_path / "packed", "gpt_oss", 2, hidden_size=32, intermediate_size=32, num_hidden_layers=3
+    )
+    plain, packed = shutil.copytree(tmp_path / "packed", tmp_path / "plain"), tmp_path / "packed"
+    held = load_file(packed / "model.safetensors")
+    rng = torch.Generator().manual_seed(1)
+    values = {name: tensor.contiguous() for name, tensor in held.items()}
+    for name in [name for name in held if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, width, out = held.pop(name).shape
+        shape = (experts, out, width // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=rng).to(torch.uint8)
+        scales = torch.randint(122, 127, shape, generator=rng).to(torch.uint8)
+        held |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).long()
+        small = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * (1 - 2 * (codes >> 3))
+        powers = (2.0 ** (scales.float() - 127))[..., None]
+        values[name] = (small * powers).flatten(-2).transpose(1, 2).contiguous()
+    save_file(held, packed / "model.safetensors")
+    save_file(values, plain / "model.safetensors")
+    edit(packed, quantization_config={"quant_method": "mxfp4"})
+    check_layer_by_layer(packed, plain, tmp_path, dtype)
+
+
+def check_layer_by_layer(packed, plain, folder, dtype="float32"):
+    """A harvest through one layer after another gives the bits of one through batches; near those of the
+    plain weights, which in float32 are equal but for rounding."""
     config = Model.from_pretrained(packed, device="cpu").config
-    few = Model.from_pretrained(packed, max_memory=bytes_of(config, 4).least, device="cpu")
+    size = 4 if dtype == "float32" else 2
+    few = Model.from_pretrained(packed, max_memory=bytes_of(config, size).least, device="cpu", dtype=dtype)
     prompts, hooks = (
         [IDS, IDS[:3], IDS * 4],
         ["hook_embed", "blocks.*.hook_resid_post", "blocks.*.attn.hook_z"],
     )
-    found = {}
+    found, contents = {}, {}
     for name, model, order in (
         ("batch", packed, "batch"),
         ("layer", few, "layer"),
         ("plain", plain, "batch"),
     ):
-        store = open_store(tmp_path / "stores" / name, durability="process")
+        store = open_store(folder / "stores" / name, durability="process")
+        held = model if model is few else Model.from_pretrained(model, device="cpu", dtype=dtype)
         found[name] = capture(
-            model, prompts, hooks, store=store, order=order, segment_tokens=16, progress=False
+            held, prompts, hooks, store=store, order=order, segment_tokens=16, progress=False
         )
+        contents[name] = {record.key: record.content for record in store.records()}
     assert few.streamed.window.reads == dict.fromkeys(range(config.num_layers), 1)
+    assert contents["layer"] == contents["batch"]
+    bar = 1e-5 if dtype == "float32" else 0
     for name in found["batch"].data_vars:
-        whole = found["batch"][name].values
-        np.testing.assert_array_equal(found["layer"][name].values, whole)
-        close = found["plain"][name].values
-        np.testing.assert_allclose(whole, close, atol=1e-5 * np.abs(close).max())
+        whole = np.asarray(found["batch"][name].values, np.float32)
+        np.testing.assert_array_equal(np.asarray(found["layer"][name].values, np.float32), whole)
+        close = np.asarray(found["plain"][name].values, np.float32)
+        np.testing.assert_allclose(whole, close, atol=bar * np.abs(close).max())
