@@ -62,18 +62,15 @@ class Blank(dict[Any, Any]):
     """
 
     def __init__(self, config: Architecture, length: int) -> None:
-        self._sizes = {
-            "position": length,
-            "query_position": length,
-            "key_position": length,
-            **config.axis_sizes,
-        }
+        self._config = config
+        self._of_prompts = dict.fromkeys(("position", "query_position", "key_position"), length)
 
     def __missing__(self, key: Any) -> npt.NDArray[np.float32]:
         mark, point = (0, key) if isinstance(key, HookPoint) else key
         marks: dict[Any, int] = {"clean": 1, "corrupted": 0}
         constant = marks.get(mark, mark)
-        return np.broadcast_to(np.float32(constant), [self._sizes[axis] for axis in point.dims[1:]])
+        sizes = {**self._of_prompts, **self._config.sizes_in(point.layer)}
+        return np.broadcast_to(np.float32(constant), [sizes[axis] for axis in point.dims[1:]])
 
 
 UNPATCHED = Output(

@@ -23,6 +23,7 @@ from ....store.errors import ConfigError, WeightsError
 from .points import BY_NAME, STATE_ROOMS, HookPoint
 
 __all__ = [
+    "BESIDE",
     "EVERYWHERE",
     "LATER",
     "Architecture",
@@ -66,7 +67,8 @@ class AttentionMixer:
     with nothing in it, that each query may look at. is_bidirectional: whether a query sees later keys as
     well, up to as far ahead as it sees back. relative: what scores have besides, of queries, keys and the
     distance between them, which the network puts here. part: of a pair, among which tokens, or from target to
-    source; None where prompts are no pairs.
+    source; None where prompts are no pairs. source: the layer whose keys and values it reads; None for its
+    own.
     """
 
     kind: ClassVar[str] = "attention"
@@ -78,6 +80,7 @@ class AttentionMixer:
     relative: Any = field(default=None, compare=False, repr=False)
     is_chunked: bool = False
     part: Literal["source", "target", "cross"] | None = None
+    source: int | None = None
 
     @property
     def room(self) -> str:
@@ -223,6 +226,8 @@ class Heads:
 
 LENT = ("frequencies", "relative", "relative_norm", "relative_norm.bias")
 """Weights outside of layers that layers are given."""
+BESIDE = "beside."
+"""What the names of other weights outside of layers begin with, of what is carried beside the stream."""
 
 
 @dataclass(frozen=True)
@@ -330,9 +335,22 @@ class HeadTransform:
 
 class AxisSizes(dict[str, int]):
     """Sizes by axis. Raises ConfigError for an axis no hook point of the model has: heads, where nothing
-    attends."""
+    attends; and for one that is wider in some layers than in others."""
+
+    differing: Mapping[str, Collection[int]] = {}
+    """The sizes of an axis that has several."""
+
+    def get(self, axis: str, default: Any = None) -> Any:
+        """As of any dictionary, but that an axis of several sizes is an error."""
+        return default if axis not in self and axis not in self.differing else self[axis]
 
     def __missing__(self, axis: str) -> int:
+        if axis in self.differing:
+            raise ConfigError(
+                f"expected {axis} to be of one size in all layers, found "
+                f"{' and '.join(map(str, sorted(self.differing[axis])))}; read such a model layer by layer: "
+                "forward(prompts, hooks)"
+            )
         raise ConfigError(
             f"expected a model whose hook points have an axis {axis!r}, found one with "
             f"{', '.join(name for name in self if name != 'one')}; choose a model whose layers all attend"
@@ -390,6 +408,10 @@ class Architecture(ABC):
     @abstractmethod
     def axis_sizes(self) -> dict[str, int]:
         """Sizes of the axes of hook points that do not depend on the prompts."""
+
+    def sizes_in(self, layer: int | None) -> dict[str, int]:
+        """The same of the hook points of a layer, or of those outside of layers."""
+        return self.axis_sizes
 
     @property
     @abstractmethod

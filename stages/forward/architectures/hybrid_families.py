@@ -64,6 +64,7 @@ class HybridFamily:
     """How a family's config.json becomes a HybridConfig, and how it is described (`described` in known.py).
 
     reads_tensors: whether its checkpoints are spelled in two ways, so that names of tensors are asked for.
+    may_look_both_ways: whether its reader takes use_bidirectional_attention upon itself.
     """
 
     read: Callable[[ConfigReader, TensorShapes], HybridConfig]
@@ -72,13 +73,14 @@ class HybridFamily:
     mlp: str = "none"
     head: str = "untied"
     reads_tensors: bool = False
+    may_look_both_ways: bool = False
 
     def config(self, reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         """The architecture. shapes: of its tensors by name; empty where its family asks for none.
 
         Raises ConfigError for a key that is missing, of the wrong type, or asks for what is not followed.
         """
-        refuse_unfollowed(reader)
+        refuse_unfollowed(reader, both_ways=self.may_look_both_ways)
         return self.read(reader, shapes)
 
 

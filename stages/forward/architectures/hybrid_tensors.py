@@ -34,6 +34,7 @@ from .mixers import (
     Mamba2Shape,
     MambaShape,
     MixerShape,
+    MlpAndExpertsShape,
     MlpShape,
     RoutedAttentionShape,
     SharedBlockShape,
@@ -65,9 +66,11 @@ class Spelling:
     what an MLP has inside. relative, relative_norm: a table by distance, and its norm; relative_parts: what
     makes queries and keys of it. mlp_parts: gate and up projection (or both as one, or only up), and down
     projection. expert_ending: behind the names of tensors that hold all experts. correction: of the scores of
-    experts, behind the router's name if it begins with a dot. block, after_block: of a block that layers
-    share; of what is a layer's own behind one. is_transposed: whether matrices of attention and MLP are kept
-    as [in, out].
+    experts, behind the router's name if it begins with a dot. router_gains: of experts beside an MLP, what
+    their router multiplies what it reads by, and what it multiplies the weight of each by; beside_norms: of
+    what that MLP gives, of what experts read, and of what they give. block, after_block: of a block that
+    layers share; of what is a layer's own behind one. is_transposed: whether matrices of attention and MLP
+    are kept as [in, out].
     """
 
     embed: str = "model.embed_tokens"
@@ -108,6 +111,8 @@ class Spelling:
     expert_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     expert_ending: str = ".weight"
     correction: str = ".e_score_correction_bias"
+    router_gains: tuple[str, str] = ("", "")
+    beside_norms: tuple[str, str, str] = ("", "", "")
     shared: str = ""
     shared_gate: str = ""
     is_transposed: bool = False
@@ -348,6 +353,8 @@ def _attention(shape: AttentionShape, spelling: Spelling, hidden: int) -> Named:
         yield "gate_of_heads", Stored(f"{room}gate_proj.weight", (queries, hidden))
     turned = spelling.is_transposed
     parts = [("q", asked, 1.0), ("k", keys, of_keys), ("v", keys, 1.0)]
+    if shape.source is not None or shape.has_key_values:
+        parts = parts[: 1 if shape.source is not None else 2]
     groups: Sequence[int | None] = shape.groups or (None,) * 4
     if shape.layout == "separate":
         for (weight, size, factor), part, many in zip(parts, spelling.attention_parts, groups, strict=False):
@@ -372,10 +379,15 @@ def _attention(shape: AttentionShape, spelling: Spelling, hidden: int) -> Named:
     if shape.norms is not None:
         widths = (shape.head_dim,) * 2 if shape.norms == "head" else (queries, keys)
         constant = None if shape.has_norm_weights else 1.0
-        for weight, name, width in zip(("q_norm", "k_norm"), spelling.attention_norms, widths, strict=True):
+        normed = [("q_norm", spelling.attention_norms[0], widths[0])]
+        if shape.source is None:
+            normed.append(("k_norm", spelling.attention_norms[1], widths[1]))
+        for weight, name, width in normed:
             yield weight, Stored(f"{room}{name}.weight", (width,), constant=constant)
             if shape.norm_type == "layer" and shape.has_norm_bias:
                 yield f"{weight}.bias", Stored(f"{room}{name}.bias", (width,))
+    if shape.norms_values and shape.source is None:
+        yield "v_norm", Stored(f"{room}v_norm.weight", (shape.head_dim,), constant=1.0)
     if shape.rises_by_values:
         yield "rise.gain", Stored(f"{room}A", (shape.num_kv_heads,))
         yield from _linear("rise", f"{room}dt_proj", (shape.num_kv_heads, keys), bias=shape.qkv_bias)
@@ -714,6 +726,18 @@ def _short_convolution(shape: ShortConvolutionShape, spelling: Spelling, hidden:
     yield from _linear("conv.out", f"{room}out_proj", (hidden, shape.channels), bias=bias)
 
 
+def _mlp_and_experts(shape: MlpAndExpertsShape, spelling: Spelling, hidden: int) -> Named:
+    yield from _mlp(shape.mlp, spelling, hidden)
+    yield from _experts(shape.experts, spelling, hidden)
+    yield "beside.router_gain", Stored(f"{spelling.experts}{spelling.router_gains[0]}", (hidden,))
+    yield (
+        "beside.expert_gains",
+        Stored(f"{spelling.experts}{spelling.router_gains[1]}", (shape.experts.count,)),
+    )
+    for weight, name in zip(("mlp_post", "experts", "experts_post"), spelling.beside_norms, strict=True):
+        yield f"beside.{weight}", Stored(f"{name}.weight", (hidden,))
+
+
 MIXERS: dict[str, Callable[[Any, Spelling, int], Named]] = {
     AttentionShape.kind: _attention,
     GatedAttentionShape.kind: _attention,
@@ -730,5 +754,6 @@ MIXERS: dict[str, Callable[[Any, Spelling, int], Named]] = {
     Mamba2Shape.kind: _mamba2,
     MlpShape.kind: _mlp,
     ExpertsShape.kind: _experts,
+    MlpAndExpertsShape.kind: _mlp_and_experts,
 }
 """Kind of a mixer or channel mixer -> its weights, and where they are."""

@@ -17,6 +17,7 @@ from .attending.families import ATTENDING
 from .attending.family import described_attending
 from .attending.reading import read_attending
 from .attending.towers import TOWERS, read_tower, text_section
+from .carrying.families import CARRYING
 from .families import FAMILIES, described, read_family
 from .hybrid_families import HYBRIDS, HybridFamily
 from .linear_families import KIN, LINEAR
@@ -105,7 +106,7 @@ def _row(model_type: str, examples: str, norm: str, mlp: str, attention: str, he
     return found | {"attention": attention, "head": head}
 
 
-OF_MIXERS = HYBRIDS | LINEAR | KIN | ZAMBA | RECURRENT
+OF_MIXERS = HYBRIDS | LINEAR | KIN | ZAMBA | RECURRENT | CARRYING
 KNOWN: dict[str, KnownFamily] = {
     **{model_type: _transformer(model_type) for model_type in FAMILIES},
     **{model_type: _attending(model_type) for model_type in ATTENDING},

@@ -28,6 +28,7 @@ __all__ = [
     "Mamba2Shape",
     "MambaShape",
     "MixerShape",
+    "MlpAndExpertsShape",
     "MlpShape",
     "RelativeShape",
     "RoutedAttentionShape",
@@ -154,7 +155,10 @@ class AttentionShape(MixerShape):
     of what all heads have read, before it is projected; None for none. groups: of the convolutions of width 1
     that make queries, keys and values and what comes out; None where these are plain maps. is_chunked:
     whether a window is a chunk, that begins at a multiple of its size. growth_start: what growth takes the
-    first position for. rises_by_values: whether scores rise by what the values of a key say.
+    first position for. rises_by_values: whether scores rise by what the values of a key say. source: the
+    layer whose keys and values it reads, having none of its own; None for its own. has_key_values: whether
+    values are what keys are made of, before their norm. norms_values: whether values are normed over each
+    head, without weights.
     """
 
     kind: ClassVar[str] = "attention"
@@ -190,6 +194,9 @@ class AttentionShape(MixerShape):
     is_chunked: bool = later(False, everywhere=True)
     growth_start: int = later(0, everywhere=True)
     rises_by_values: bool = later(False, everywhere=True)
+    source: int | None = later(None, everywhere=True)
+    has_key_values: bool = later(False, everywhere=True)
+    norms_values: bool = later(False, everywhere=True)
 
     def __post_init__(self) -> None:
         if self.slopes and self.num_kv_heads != self.num_attention_heads:
@@ -213,7 +220,14 @@ class AttentionShape(MixerShape):
             self.soft_cap,
             is_bidirectional=self.is_bidirectional,
             is_chunked=self.is_chunked,
+            source=self.source,
         )
+
+    @property
+    def held_points(self) -> tuple[str, ...]:
+        """See `MixerShape`; keys and values are met where they are made."""
+        made = () if self.source is None else ("k", "v", "rot_k")
+        return tuple(kind for kind in self.points if kind not in made)
 
     @property
     def heads(self) -> Heads:
@@ -527,7 +541,8 @@ class Mamba2Shape(MixerShape):
 class MlpShape(ChannelShape):
     """An MLP, gated or plain; factors: of the gate, and of what comes out. inner_norm_eps: of the RMS norm of
     what the down projection reads; None for none. groups: of convolutions in place of up and down
-    projection, as of attention's (`AttentionShape`)."""
+    projection, as of attention's (`AttentionShape`). sparsity: the share of the inside that is to be 0, as if
+    a token's gates were drawn from a normal distribution (Gemma 3n)."""
 
     kind: ClassVar[str] = "mlp"
 
@@ -540,6 +555,7 @@ class MlpShape(ChannelShape):
     factors: tuple[float, float] = (1.0, 1.0)
     inner_norm_eps: float | None = later(None, everywhere=True)
     groups: tuple[int, ...] | None = later(None, everywhere=True)
+    sparsity: float = later(0.0, everywhere=True)
 
     @property
     def fact(self) -> Literal["MLP", "gated MLP"]:
@@ -637,6 +653,40 @@ class ExpertsShape(ChannelShape):
     def bytes_per_token(self, itemsize: int) -> int:
         """The insides of the chosen, and of the one of all."""
         return itemsize * 4 * (self.chosen * self.intermediate_size + self.shared_size)
+
+
+@dataclass(frozen=True)
+class MlpAndExpertsShape(ChannelShape):
+    """An MLP and experts beside it, each with a norm of its own on what it gives; experts and their router
+    read the stream through norms of their own (Gemma 4).
+
+    norm_eps: of these norms.
+    """
+
+    kind: ClassVar[str] = "mlp_and_experts"
+
+    mlp: MlpShape
+    experts: ExpertsShape
+    norm_eps: float
+
+    @property
+    def fact(self) -> Literal["experts"]:
+        """See `ChannelShape`."""
+        return "experts"
+
+    @property
+    def points(self) -> tuple[str, ...]:
+        """See `ChannelShape`; the MLP is the expert that all tokens go through."""
+        return (*self.mlp.points, *self.experts.points, "shared_expert_out")
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `ChannelShape`."""
+        return self.mlp.axis_sizes | self.experts.axis_sizes
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """The insides of both."""
+        return self.mlp.bytes_per_token(itemsize) + self.experts.bytes_per_token(itemsize)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,10 @@ resid_post are what they give: the stream as the next layer reads it.
 Where layers share a block of attention and MLP ahead of their own mixer (Zamba), its points are those of any
 attention and MLP, and ``shared``; in such a layer they are met before ln1, which is the mixer's norm.
 
+Where a model carries several streams beside each other (Gemma 3n), one of them is the residual stream, and
+``stream`` counts all of them in their order. Where layers read inputs of their own (Gemma 3n and 4),
+``layer_input`` is the width of these.
+
 A recurrent network over numbers (stages/algzoo) has no layers but time steps, whose points are counted alike:
 `HookPoint("rnn_hidden", 3)` is ``rnn.hook_hidden.3``. Its axes are [batch, neuron] and [batch, output].
 
@@ -70,6 +74,8 @@ LINEAR_ONE = ("batch", "linear_head", "position", "one")
 NEURONS = ("batch", "neuron")
 EXPERTS = ("batch", "position", "expert")
 EMBEDDING = ("batch", "position", "embedding")
+STREAMS = ("batch", "stream", "position", "hidden")
+LAYER_INPUT = ("batch", "position", "layer_input")
 
 
 @dataclass(frozen=True)
@@ -175,6 +181,18 @@ def _cross(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
     return HookKind(f"cross_{name}", path, dims, meaning, None if name in ("memory", "scores") else path)
 
 
+def _altup(name: str, meaning: str) -> HookKind:
+    return _recurrent(name, STREAMS, meaning, room="altup")
+
+
+def _laurel(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
+    return _recurrent(name, dims, meaning, room="laurel")
+
+
+def _layer_input(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
+    return HookKind(f"layer_input_{name}", f"blocks.{{}}.layer_input.hook_{name}", dims, meaning)
+
+
 def _conv(name: str, meaning: str) -> HookKind:
     return _recurrent(name, HIDDEN, meaning, room="conv")
 
@@ -196,6 +214,8 @@ KINDS: tuple[HookKind, ...] = (
         "RWKV, layer 0: the normed embedding, which becomes the stream",
         None,
     ),
+    _altup("streams", "all streams as they enter the block, the residual stream among them"),
+    _altup("predicted", "the streams as AltUp predicts them, of which the block reads one and adds to it"),
     _block("ln1_scale", "ln1.hook_scale", SCALE, "divisor of the pre-attention norm, sqrt(var + eps)"),
     _block("ln1_normalized", "ln1.hook_normalized", HIDDEN, "pre-attention norm before weight and bias"),
     _shared("scale", SCALE, "divisor of the norm of stream and embedding side by side"),
@@ -341,6 +361,9 @@ KINDS: tuple[HookKind, ...] = (
     _block(
         "attn_out", "hook_attn_out", HIDDEN, "what the mixer adds to the residual stream, after any post-norm"
     ),
+    _laurel("scale", SCALE, "divisor of the norm of LAuReL"),
+    _laurel("normalized", HIDDEN, "what LAuReL makes of the normed stream, by maps of low rank, normed"),
+    _laurel("out", HIDDEN, "what LAuReL adds: the normed stream, and what it makes of that"),
     _block(
         "resid_mid", "hook_resid_mid", HIDDEN, "resid_pre + attn_out; normed where norms stand on the sum"
     ),
@@ -421,6 +444,12 @@ KINDS: tuple[HookKind, ...] = (
     _block(
         "mlp_out", "hook_mlp_out", HIDDEN, "what the MLP adds to the residual stream, after any post-norm"
     ),
+    _altup("corrected", "the streams as AltUp corrects them by what the block made of one"),
+    _layer_input("embed", LAYER_INPUT, "what the tokens and their embeddings give this layer alone"),
+    _layer_input("gate", LAYER_INPUT, "what multiplies it, made of the stream, after the activation"),
+    _layer_input("scale", SCALE, "divisor of the norm of what is made of it"),
+    _layer_input("normalized", HIDDEN, "that norm before its weight"),
+    _layer_input("out", HIDDEN, "what it adds to the stream, or, of several, to all but the first"),
     _block(
         "resid_post", "hook_resid_post", HIDDEN, "resid_mid + mlp_out; normed where norms stand on the sum"
     ),
@@ -431,6 +460,9 @@ KINDS: tuple[HookKind, ...] = (
         "RNN of AlgZoo, a time step: what input and last state add up to, before the ReLU",
     ),
     HookKind("rnn_hidden", "rnn.hook_hidden.{}", NEURONS, "the state behind a time step, after the ReLU"),
+    HookKind(
+        "altup_merged", "altup.hook_merged", HIDDEN, "the mean of all streams: what the final norm reads"
+    ),
     HookKind(
         "ln_final_scale", "ln_final.hook_scale", SCALE, "divisor of the final norm", "ln_final.hook_scale"
     ),
@@ -471,7 +503,9 @@ _OF_OTHERS = frozenset(
     kind.name
     for kind in KINDS
     if re.search(
-        r"\b(rwkv|ssm|linear|mlstm|conv|latent|diff|moa|shared|rnn|head|cross_attn|ln_cross)\.", kind.path
+        r"\b(rwkv|ssm|linear|mlstm|conv|latent|diff|moa|shared|rnn|head|cross_attn|ln_cross|altup|laurel"
+        r"|layer_input)\.",
+        kind.path,
     )
 ) | {
     LOGITS,
@@ -491,6 +525,7 @@ STATE_ROOMS = ("rwkv", "ssm", "linear", "mlstm")
 SPLIT_INPUTS = ("q_input", "k_input", "v_input")
 """Copies of resid_pre, of which a change reaches queries, keys or values of a head and nothing else."""
 _BY_NAME_ALONE = dict.fromkeys(SPLIT_INPUTS, "_input") | {"expert_out": "expert_out", LOGITS: LOGITS}
+_BY_NAME_ALONE |= dict.fromkeys((f"altup_{name}" for name in ("streams", "predicted", "corrected")), "altup")
 """Kinds as large as many streams -> what a pattern must say to mean them."""
 ORDER = {kind.name: place for place, kind in enumerate(KINDS)}
 _MIXERS = {
@@ -507,7 +542,7 @@ _MIXERS = {
 }
 _LISTED = 8
 """Layers a message lists."""
-_FIRST_AFTER_BLOCKS = ORDER["ln_final_scale"]
+_FIRST_AFTER_BLOCKS = ORDER["altup_merged"]
 _BY_PATH = {kind.path: kind for kind in KINDS}
 _BY_TRANSFORMER_LENS = {kind.transformer_lens: kind for kind in KINDS if kind.transformer_lens}
 NNTERP = {
@@ -583,6 +618,13 @@ class HookPoint:
     mlstm_write, mlstm_state_seq = _At("mlstm_write"), _At("mlstm_state_seq")
     mlstm_state, mlstm_out = _At("mlstm_state"), _At("mlstm_out")
     mlstm_alpha_raw, mlstm_effective_attn = _At("mlstm_alpha_raw"), _At("mlstm_effective_attn")
+    altup_streams, altup_predicted = _At("altup_streams"), _At("altup_predicted")
+    altup_corrected, altup_merged = _At("altup_corrected"), _At("altup_merged")
+    laurel_scale, laurel_normalized = _At("laurel_scale"), _At("laurel_normalized")
+    laurel_out = _At("laurel_out")
+    layer_input_embed, layer_input_gate = _At("layer_input_embed"), _At("layer_input_gate")
+    layer_input_scale = _At("layer_input_scale")
+    layer_input_normalized, layer_input_out = _At("layer_input_normalized"), _At("layer_input_out")
     conv_in_gate, conv_out_gate = _At("conv_in_gate"), _At("conv_out_gate")
     conv_x, conv_out = _At("conv_x"), _At("conv_out")
     shared_scale, shared_normalized = _At("shared_scale"), _At("shared_normalized")
@@ -704,7 +746,8 @@ def expand(pattern: str, points: Iterable[HookPoint]) -> list[HookPoint]:
     """The points whose string form matches a shell pattern such as ``blocks.*.hook_resid_post``.
 
     Copies of the stream for each head are met by patterns alone that say ``_input``: they are resid_pre, as
-    many times as there are heads. So are outputs of each expert, by ``expert_out``.
+    many times as there are heads. So are outputs of each expert, by ``expert_out``, and several streams, by
+    ``altup``.
     Raises HookPointNotFound when nothing matches: a pattern that means nothing here is a typing error.
     """
     held = list(points)

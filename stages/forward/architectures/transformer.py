@@ -29,7 +29,7 @@ from .points import ORDER, HookPoint, transformer_points
 
 Norm = Literal["rms", "gemma_rms", "layer"]
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
-RopeScheme = Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn"]
+RopeScheme = Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn", "proportional"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class RopeConfig:
     context from which an entry turns as it did, and up to which it turns slower by the whole factor (yarn);
     is_truncated: whether the places of these entries are rounded. is_backwards: whether angles are negative.
     frequencies: a weight, radians per position [dim / 2], which the network puts here where a checkpoint
-    tells them; None for what the others say.
+    tells them; None for what the others say. turning: of a head's pairs of entries, how many turn, the
+    fastest ones of a head that turns as a whole (proportional).
     """
 
     theta: float
@@ -61,6 +62,7 @@ class RopeConfig:
     is_truncated: bool = later(True, everywhere=True)
     is_backwards: bool = later(False, everywhere=True)
     frequencies: Any = field(default=None, compare=False, repr=False, metadata={LATER: EVERYWHERE})
+    turning: int = later(0, everywhere=True)
 
     @property
     def depends_on_length(self) -> bool:

@@ -117,7 +117,9 @@ def array_spec(kept: Kept, config: Architecture, dtype: str, over: int | None = 
     """
     capture, selection = kept.capture, kept.keep.selection
     kind = BY_NAME[capture.point.kind]
-    sizes = {axis: size for axis, size in config.axis_sizes.items() if axis != "one"}
+    # All layers share one array: an axis that is wider in some of them is an error here.
+    sized = ((axis, config.axis_sizes.get(axis)) for axis in kind.dims if axis != "one")
+    sizes = {axis: size for axis, size in sized if size is not None}
     matrix = "square" if config.looks_ahead else "pair"
     packed_dims = {"position": "token", "query_position": matrix}
     packed = next((axis for dim, axis in packed_dims.items() if dim in kind.dims), "prompt_id")

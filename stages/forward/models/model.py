@@ -443,15 +443,9 @@ class Model:
 
     def check(self, spec: BoundSpec, want: Logits | None, *, batch: int, length: int) -> None:
         """Raise InterventionError or PromptError unless these fit a batch of prompts of one length."""
-        sizes = {
-            **self.config.axis_sizes,
-            "batch": batch,
-            "position": length,
-            "query_position": length,
-            "key_position": length,
-        }
+        of_prompts = dict.fromkeys(("position", "query_position", "key_position"), length)
         for point, change in spec.interventions:
-            change.check(point, sizes)
+            change.check(point, {**self.config.sizes_in(point.layer), "batch": batch, **of_prompts})
             if not self.config.looks_ahead:
                 change.require_causal(point, length)
         if want is not None:

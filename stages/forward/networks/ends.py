@@ -22,6 +22,7 @@ from ..architectures.architecture import Architecture
 from ..architectures.points import LOGITS
 from ..hooks.taps import Taps
 from ..hooks.wants import Logits
+from .history import STREAM, Carried
 from .kernels.products import product
 from .norms import apply_norm, normalise
 from .transform import BEFORE_HEAD, transformed
@@ -60,6 +61,10 @@ class Ends(Generic[Config, Layer]):
         """What the LM head multiplies by, [vocab, hidden]."""
         head = self.weights.lm_head
         return self.weights.embed if head is None else head
+
+    def gathered(self, carried: Carried, taps: Taps) -> Tensor:
+        """What the final norm reads of all that is carried behind the last layer: the stream."""
+        return carried[STREAM]
 
     def finish(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
         """The last residual stream [B, S, D] -> what the LM head reads, [B, wanted positions, D]."""

@@ -51,7 +51,7 @@ from .mixers.short_convolution import ShortConvolution
 from .norms import apply_norm, normalise
 from .weights import NormWeights, made, parts_of
 
-__all__ = ["Hybrid", "block"]
+__all__ = ["Hybrid", "HybridLayer", "block", "tensors_of"]
 
 MIXERS: dict[str, Callable[[Any, LayerTensors], Mixer]] = {
     "attention": SelfAttention,
@@ -88,14 +88,20 @@ class HybridLayer:
     """What the stream is multiplied by where something is added to it, "1" and "2"."""
 
 
-def block(take: Take, config: HybridConfig, layer: int) -> HybridLayer:
-    """One layer from a function that gives a tensor by its checkpoint name."""
-    tensors, shape = config.tensors, config.blocks[layer]
+def tensors_of(take: Take, config: HybridConfig, layer: int) -> dict[str, Tensor]:
+    """All weights of a layer by their names, from a function that gives a tensor by its checkpoint name."""
+    tensors = config.tensors
     lent = {weight: tensors.outside[weight] for weight in LENT if weight in tensors.outside}
     found = {weight: take(stored.name) for weight, stored in lent.items()}
     stored = tensors.layers[layer]
     for weight, where in sorted(stored.items(), key=lambda item: item[1].constant is not None):
         found[weight] = made(take, where, tensors.in_layer(layer, weight), found)
+    return found
+
+
+def block(take: Take, config: HybridConfig, layer: int) -> HybridLayer:
+    """One layer from a function that gives a tensor by its checkpoint name."""
+    found, shape = tensors_of(take, config, layer), config.blocks[layer]
     norms = parts_of({name: tensor for name, tensor in found.items() if name.startswith("ln")})
     mixers = tuple(MIXERS[mixer.kind](mixer, found) for mixer in shape.mixers)
     channel = shape.channel_mixer

@@ -73,6 +73,10 @@ class Network(Protocol):
         """What enters a layer -> what comes out of it, the same names, of the tokens that are kept."""
         ...
 
+    def gathered(self, carried: Carried, taps: Taps) -> Tensor:
+        """What is carried behind the last layer -> what the final norm reads, [B, token, D]."""
+        ...
+
     def finish(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
         """The last residual stream [B, S, D] -> normalised [B, wanted positions, D], past its hook points."""
         ...
@@ -106,7 +110,7 @@ class Network(Protocol):
 def through_layers(
     network: Network, ids: Tensor, history: History, taps: Taps, order: Sequence[int] | None = None
 ) -> Tensor:
-    """Token ids [B, S] -> the residual stream [B, token, D] behind the last layer.
+    """Token ids [B, S] -> what the final norm reads [B, token, D]: mostly the stream behind the last layer.
 
     order: layers as they are gone through, where some are more than once (hooks/recurrent.py); only a history
     that keeps nothing of a layer can say what that means.
@@ -126,13 +130,14 @@ def onwards(
     taps: Taps,
     left: int | None = None,
 ) -> Tensor:
-    """What comes out of one layer, or is embedded -> the residual stream [B, token, D] behind these layers.
+    """What comes out of one layer, or is embedded -> what the final norm would read [B, token, D] behind
+    these layers: mostly the stream.
 
     left: the layer it comes out of; None for the embedding.
     """
     carried = part_way(network, carried, layers, history, taps, left)
     left = layers[-1] if layers else left
-    return _entering(network.config.num_layers, left, carried, history, taps)[STREAM]
+    return network.gathered(_entering(network.config.num_layers, left, carried, history, taps), taps)
 
 
 def part_way(

@@ -31,10 +31,16 @@ IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def mlp(
-    x: Tensor, weights: MlpWeights, activation: str, layer: int, taps: Taps, inner_eps: float | None = None
+    x: Tensor,
+    weights: MlpWeights,
+    activation: str,
+    layer: int,
+    taps: Taps,
+    inner_eps: float | None = None,
+    sparsity: float = 0.0,
 ) -> Tensor:
     """What the down projection gives of normalised x, [B, token, D], before any post-norm. inner_eps: of the
-    norm of what it reads, where there is one."""
+    norm of what it reads, where there is one. sparsity: the share of the inside that is to be 0."""
     gate: Tensor | None
     if weights.gate_up is not None:
         gate, up = linear(x, weights.gate_up).chunk(2, dim=-1)
@@ -43,6 +49,7 @@ def mlp(
         up = linear(x, weights.up)
     activated = taps("mlp_pre_act", layer, up if gate is None else gate)
     up = up if gate is None else taps("mlp_pre_linear", layer, up)
+    activated = _over_most(activated, sparsity) if sparsity else activated
     recorded = is_recorded(activated, up)
     learned = weights.activation
     act = partial(LEARNED[activation], **learned) if learned else ACTIVATIONS[activation]
@@ -54,6 +61,14 @@ def mlp(
     if weights.inner_norm is not None and inner_eps is not None:
         inner = apply_norm(inner, weights.inner_norm, "rms", inner_eps)
     return linear(taps("mlp_post_act", layer, inner), weights.down)
+
+
+def _over_most(gate: Tensor, share: float) -> Tensor:
+    """Gates [B, token, inner] less what a share of them would be below if they were normally distributed, 0
+    where they are below it (Gemma 3n, gaussian top-k)."""
+    deviations = torch.special.ndtri(torch.tensor(share)).to(gate.dtype)
+    deviation = gate.std(-1, keepdim=True, correction=0)
+    return F.relu(gate - (gate.mean(-1, keepdim=True) + deviation * deviations.to(gate.device)))
 
 
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:

@@ -45,6 +45,9 @@ def inverse_frequencies(rope: RopeConfig, length: int, dtype: torch.dtype = torc
     plain: Tensor = 1 / rope.theta**exponent
     if rope.scheme == "linear":
         return plain / rope.factor
+    if rope.scheme == "proportional":
+        plain[rope.turning :] = 0
+        return plain / rope.factor
     if rope.scheme == "dynamic":
         return 1 / _ntk_base(rope, length) ** exponent
     if rope.scheme == "llama3":

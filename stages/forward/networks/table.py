@@ -15,6 +15,7 @@ from ..architectures.architecture import Architecture
 from ..checkpoints.checkpoint import Files, checkpoint_of
 from . import hybrid, rwkv, weights
 from .bridge import network as bridge
+from .carrying import network as carrying
 from .decoder import Decoder
 from .hybrid import Hybrid
 from .loop import Network
@@ -27,6 +28,7 @@ NETWORKS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Network]]] = 
     "transformer": (weights.block, Decoder),
     "rwkv": (rwkv.block, Rwkv),
     "hybrid": (hybrid.block, Hybrid),
+    "carrying": (carrying.block, carrying.Carrying),
     "pair": (pairs.block, pairs.Pair),
 }
 """Kind -> what makes the weights of a layer of tensors, and what computes with all of them."""

@@ -16,7 +16,7 @@ import numpy as np
 from ....store.arrays import Array
 from ....store.errors import WeightsError, nearest
 from ....store.exchange.tensors import FLOATS
-from ..architectures.architecture import Architecture, Stored, require_tied
+from ..architectures.architecture import BESIDE, Architecture, Stored, require_tied
 from ..architectures.transformer import TransformerConfig
 from ..checkpoints.checkpoint import Checkpoint, Files, checkpoint_of
 from ..checkpoints.source import Take
@@ -122,6 +122,8 @@ class Weights(Generic[Layer]):
     transform: Linear | None = None
     transform_norm: NormWeights | None = None
     """What stands before the LM head, and its norm."""
+    beside: Mapping[str, Tensor] = field(default_factory=dict)
+    """What else stands outside of layers, of what is carried beside the stream."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -296,6 +298,11 @@ def small_ends(take: Take, config: Architecture, like: Tensor) -> dict[str, Any]
         "token_type": None if types is None else types[0],
         "transform": linear("transform"),
         "transform_norm": norm("transform_norm"),
+        "beside": {
+            name.removeprefix(BESIDE): take(stored.name)
+            for name, stored in outside.items()
+            if name.startswith(BESIDE)
+        },
     }
 
 

@@ -85,6 +85,11 @@ class Cache:
         keys, values = (room[:, :, :end] for room in held)
         return keys, values
 
+    def newest(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer that had so many new ones in this pass; views, as of `append`."""
+        keys, values = (room[:, :, : self.length + count] for room in self._held[layer])
+        return keys, values
+
     def continued(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
         """x [B, new, width] behind the `count` rows before it, zeros before the beginning; its last rows are
         kept for the next call."""
@@ -171,8 +176,11 @@ class NewestPositions:
         return self._rotations[rope]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
-        """See `History`; keys and values are kept on the way."""
-        keys, values = self._cache.append(layer, k, v)
+        """See `History`; keys and values are kept on the way, by the layer that makes them."""
+        if how.source is None:
+            keys, values = self._cache.append(layer, k, v)
+        else:
+            keys, values = self._cache.newest(how.source, k.shape[2])
         new, total = q.shape[2], keys.shape[2]
         if how.part is not None:
             return self._attend_in_pair(layer, q, keys, values, how)

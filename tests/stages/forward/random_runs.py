@@ -15,22 +15,25 @@ from mizarr.stages.forward.hooks.wants import Logits
 from mizarr.stages.forward.models.model import Model
 from mizarr.stages.forward.runs.run import Run
 
-SCALES = ("ln1_scale", "ln2_scale", "ln1_post_scale", "ln2_post_scale", "ln_final_scale", "head_scale")
+SCALES = (
+    *("ln1_scale", "ln2_scale", "ln1_post_scale", "ln2_post_scale", "ln_final_scale", "head_scale"),
+    *("laurel_scale", "layer_input_scale"),
+)
 DECAYS = tuple(
     f"{room}_{name}" for room in ("rwkv", "ssm", "linear", "mlstm") for name in ("log_decay", "decay")
 )
 
 
-def sizes_of(model: Model, length: int) -> dict[str, int]:
-    """Sizes of every axis for one prompt."""
+def sizes_of(model: Model, length: int, layer: int | None) -> dict[str, int]:
+    """Sizes of every axis of a layer for one prompt."""
     positions = {"batch": 1, "position": length, "query_position": length, "key_position": length}
-    return {**model.config.axis_sizes, **positions}
+    return {**model.config.sizes_in(layer), **positions}
 
 
 def draw_intervention(rng: random.Random, model: Model, point: HookPoint, length: int) -> Intervention:
     """Something that can be done at a point to a prompt of this length."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    sizes = sizes_of(model, length)
+    sizes = sizes_of(model, length, point.layer)
     positions = rng.choice([None, tuple(sorted(rng.sample(range(length), rng.randint(1, min(3, length)))))])
     if positions is not None and rng.random() < 0.3:
         positions = tuple(position - length for position in positions)

@@ -38,6 +38,8 @@ class Tower:
 
 TOWERS: dict[str, Tower] = {
     "gemma3": Tower("Gemma 3, 4B to 27B", "gemma3_text", ("final_logit_softcapping",)),
+    "gemma3n": Tower("Gemma 3n E2B and E4B", "gemma3n_text"),
+    "gemma4": Tower("Gemma 4", "gemma4_text"),
     "got_ocr2": Tower("GOT-OCR 2", "qwen2"),
     "idefics2": Tower("Idefics 2", "mistral"),
     "idefics3": Tower("Idefics 3", "llama"),

@@ -211,6 +211,10 @@ class Bridged:
         """Refused: transformers runs whole prompts through all layers."""
         self._refuse("a layer by itself")
 
+    def gathered(self, carried: Carried, taps: Taps) -> Tensor:
+        """Refused, as `layer`."""
+        self._refuse("the end of a pass by itself")
+
     def finish(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
         """Refused, as `layer`."""
         self._refuse("the end of a pass by itself")

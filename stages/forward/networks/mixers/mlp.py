@@ -23,7 +23,8 @@ class Mlp:
 
     def __call__(self, x: Tensor, layer: int, taps: Taps) -> Tensor:
         """See `ChannelMixer`."""
-        return mlp(x, self.weights, self.shape.activation, layer, taps, self.shape.inner_norm_eps)
+        s = self.shape
+        return mlp(x, self.weights, s.activation, layer, taps, s.inner_norm_eps, s.sparsity)
 
 
 def mlp_weights(tensors: LayerTensors) -> MlpWeights:

@@ -26,7 +26,19 @@ pytest.importorskip("transformers")
 LENGTHS = (1, 2, 3, 5, 7, 8, 8, 13, 16, 31, 32, 33, 47, 64, 64, 64, 100, 127)
 """Powers of two among them, alone and not; short ones, and some that segments cut."""
 ASKED = ("hook_embed", "blocks.*.hook_attn_out", "blocks.*.hook_mlp_out", "blocks.*.hook_resid_post")
-KINDS = (*FAMILIES, "gpt2", "gemma3_text", "cohere2", "gpt_oss", "qwen2_moe", "deepseek_v2", "bloom", "lfm2")
+KINDS = (
+    *FAMILIES,
+    "gpt2",
+    "gemma3_text",
+    "cohere2",
+    "gpt_oss",
+    "qwen2_moe",
+    "deepseek_v2",
+    "bloom",
+    "lfm2",
+    "gemma3n_text",
+    "gemma4_text",
+)
 THREADS = torch.get_num_threads()
 
 

@@ -37,7 +37,19 @@ EVERYTHING = HookSpec().capture("*")
 FAMILIES = {
     **dict.fromkeys(("llama", "gemma2", "qwen3", "phi3", "starcoder2"), save_random_model),
     **dict.fromkeys(
-        ("gemma3_text", "gpt2", "mixtral", "deepseek_v3", "zamba", "zamba2", "jamba", "qwen3_next", "xlstm"),
+        (
+            "gemma3n_text",
+            "gemma4_text",
+            "gemma3_text",
+            "gpt2",
+            "mixtral",
+            "deepseek_v3",
+            "zamba",
+            "zamba2",
+            "jamba",
+            "qwen3_next",
+            "xlstm",
+        ),
         save_random_hybrid,
     ),
     **dict.fromkeys(("minimax", "mamba2", "lfm2", "gated_deltanet"), save_random_hybrid),

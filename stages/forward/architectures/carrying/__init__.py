@@ -1,0 +1,1 @@
+"""Decoders whose layers hand on more than one stream."""

@@ -1,0 +1,102 @@
+"""Which tensors of a checkpoint a decoder that carries more than a stream is made of.
+
+Weights are named as networks/carrying/ asks for them: "input." of what a layer does with inputs of its own,
+"altup.", "laurel.", and "scalar" by itself; and outside of layers, behind `BESIDE`, the table of these
+inputs, "in.{i}" and "out.{i}", which make the i-th stream of the embedding, and merge it in the end.
+
+Border: names and shapes; never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
+
+from ..architecture import BESIDE, Stored, Tensors
+from ..hybrid_tensors import Shapes, hybrid_tensors
+from ..mixers import AttentionShape
+
+__all__ = ["carrying_tensors"]
+
+_OWN_KEYS = ("k_proj.weight", "v_proj.weight", "k_norm.weight", "k_proj.bias", "v_proj.bias")
+"""What checkpoints may hold of layers that read keys of others."""
+
+
+class _Shapes(Shapes, Protocol):
+    """What of a configuration decides which tensors there are, and their shapes."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def input_size(self) -> int: ...
+    @property
+    def input_rows(self) -> int: ...
+    @property
+    def has_scalars(self) -> bool: ...
+    @property
+    def streams(self) -> int: ...
+    @property
+    def scales_corrected(self) -> bool: ...
+    @property
+    def laurel_rank(self) -> int: ...
+    def attention(self, layer: int) -> AttentionShape: ...
+
+
+def carrying_tensors(config: _Shapes) -> Tensors:
+    """The map of such a decoder."""
+    found = hybrid_tensors(config)
+    own = dict(_in_layer(config))
+    room = config.spelling.layer, config.spelling.attention
+    unread = {
+        f"{room[0].format(layer)}{room[1]}{name}"
+        for layer in range(config.num_layers)
+        if config.attention(layer).source is not None
+        for name in _OWN_KEYS
+    }
+    if config.streams > 1 and not config.scales_corrected:
+        unread |= {room[0].format(layer) + _SCALE for layer in range(config.num_layers)}
+    return replace(
+        found,
+        outside={**found.outside, **{f"{BESIDE}{name}": stored for name, stored in _outside(config)}},
+        layers=[{**layer, **own} for layer in found.layers],
+        unread={*found.unread, *unread},
+    )
+
+
+_SCALE = "altup.correct_output_scale"
+
+
+def _outside(config: _Shapes) -> Iterator[tuple[str, Stored]]:
+    # These stand beside the embedding, under whatever prefix that has.
+    root = config.spelling.embed.removesuffix("embed_tokens")
+    c, hidden = config, config.hidden_size
+    if c.input_size:
+        width = c.num_layers * c.input_size
+        yield "table", Stored(f"{root}embed_tokens_per_layer.weight", (c.input_rows, width))
+        yield "projection", Stored(f"{root}per_layer_model_projection.weight", (width, hidden))
+        yield "norm", Stored(f"{root}per_layer_projection_norm.weight", (c.input_size,))
+    for stream in range(1, c.streams):
+        for way, name in (("in", "altup_projections"), ("out", "altup_unembed_projections")):
+            yield f"{way}.{stream}", Stored(f"{root}{name}.{stream - 1}.weight", (hidden, hidden))
+
+
+def _in_layer(config: _Shapes) -> Iterator[tuple[str, Stored]]:
+    c, hidden, streams, rank = config, config.hidden_size, config.streams, config.laurel_rank
+    if c.input_size:
+        yield "input.gate", Stored("per_layer_input_gate.weight", (c.input_size, hidden))
+        yield "input.out", Stored("per_layer_projection.weight", (hidden, c.input_size))
+        yield "input.norm", Stored("post_per_layer_input_norm.weight", (hidden,))
+    if c.has_scalars:
+        yield "scalar", Stored("layer_scalar", (1,))
+    if rank:
+        yield "laurel.left", Stored("laurel.linear_left.weight", (rank, hidden))
+        yield "laurel.right", Stored("laurel.linear_right.weight", (hidden, rank))
+        yield "laurel.norm", Stored("laurel.post_laurel_norm.weight", (hidden,))
+    if streams > 1:
+        yield "altup.router", Stored("altup.modality_router.weight", (streams, hidden))
+        yield "altup.norm", Stored("altup.router_norm.weight", (hidden,))
+        yield "altup.predicts", Stored("altup.prediction_coefs.weight", (streams**2, streams))
+        yield "altup.corrects", Stored("altup.correction_coefs.weight", (streams, streams))
+        if c.scales_corrected:
+            yield "altup.scale", Stored(_SCALE, (hidden,))

@@ -1,0 +1,1 @@
+"""The network of decoders whose layers hand on more than one stream."""

@@ -1,0 +1,73 @@
+"""Attention whose keys and values may be those of an earlier layer, or its values what its keys are made of.
+
+    q = rope(norm(W_q h))     k = rope(norm(W_k h))     v = norm(W_v h), or of what k is made of: norm(W_k h)
+
+A layer without keys of its own reads what an earlier one has handed on: its keys as they have turned, and its
+values. The norm of values has no weights.
+
+Axes: [B, token, channel] outside of heads, [B, head, token, width] inside.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...architectures.mixers import AttentionShape
+from ...hooks.taps import Taps
+from ..attention import linear, output, turned
+from ..history import Carried, History
+from ..mixers.mixer import LayerTensors, by_heads, flat
+from ..norms import apply_norm
+from ..rope import rotate
+from ..weights import parts_of
+
+__all__ = ["CarriedAttention"]
+
+
+class CarriedAttention:
+    """The attention of one layer."""
+
+    def __init__(self, shape: AttentionShape, tensors: LayerTensors) -> None:
+        names = ("q", "k", "v", "o", "q_norm", "k_norm", "v_norm")
+        parts = parts_of(tensors)
+        self.shape, self._how = shape, shape.fact
+        self.parts = {name: parts[name] for name in names if name in parts}
+
+    def __call__(
+        self, x: Tensor, layer: int, history: History, taps: Taps, carried: Carried
+    ) -> tuple[Tensor, Carried]:
+        """Normalised x [B, token, D] -> what the output projection gives [B, kept, D], and the keys and
+        values that the layer has made [B, token, head * width], by name. carried: what earlier ones have
+        made."""
+        s = self.shape
+        q = history.kept(taps("q", layer, self._normed(linear(x, self.parts["q"]), "q_norm")))
+        made: Carried = {}
+        if s.source is None:
+            k, v = self._made(x, layer, taps)
+            q, k = turned(q, k, s.rope, history)
+            q, k = taps("rot_q", layer, q), taps("rot_k", layer, k)
+            made = dict(zip(_lent(layer), (flat(k), flat(v)), strict=True))
+        else:
+            k, v = (by_heads(carried[name], s.head_dim) for name in _lent(s.source))
+            if s.rope is not None:
+                cos, sin = history.rotation(s.rope, q.dtype)
+                q = rotate(q, history.kept(cos), history.kept(sin))
+            q = taps("rot_q", layer, q)
+        z = taps("z", layer, history.attend(layer, q, k, v, self._how))
+        return output(z, self.parts["o"], layer, taps), made
+
+    def _made(self, x: Tensor, layer: int, taps: Taps) -> tuple[Tensor, Tensor]:
+        """Keys before rope, and values."""
+        keys = linear(x, self.parts["k"])
+        values = keys if self.shape.has_key_values else linear(x, self.parts["v"])
+        k, v = self._normed(keys, "k_norm"), self._normed(values, "v_norm")
+        return taps("k", layer, k), taps("v", layer, v)
+
+    def _normed(self, x: Tensor, norm: str) -> Tensor:
+        """x [B, token, head * width] as heads, each normed."""
+        return apply_norm(by_heads(x, self.shape.head_dim), self.parts[norm], "rms", self.shape.qk_norm_eps)
+
+
+def _lent(layer: int) -> tuple[str, str]:
+    """What keys and values of a layer are called among what is carried."""
+    return f"keys.{layer}", f"values.{layer}"
