@@ -22,6 +22,8 @@ from .errors import ShapeError
 if TYPE_CHECKING:
     import xarray as xr
 
+NUMBERS = {np.dtype(code).name for code in "?bBhHiIqQefdFD"}
+"""Names of the dtypes of numbers that can be stored: those that numpy and zarr both know."""
 _SLAB = 16 << 20  # bytes of an array in memory at once while it is digested
 
 
@@ -56,7 +58,7 @@ def storable_dtype(name: str, dtype: np.dtype[Any]) -> str:
     """Name under which a dtype is digested and stored: numpy's own, or "string" for any kind of text."""
     if dtype.kind in "UTO":  # objects are checked to be str when they are written
         return "string"
-    if dtype.kind in "biufc":
+    if dtype.name in NUMBERS:
         return dtype.name
     raise ShapeError(
         f"variable {name!r} has dtype {dtype}; expected integers, floats, complex, bool or text. "

@@ -35,7 +35,7 @@ from . import records
 from .content import content_of, plain, storable_dtype
 from .digest import content_digest, digest
 from .errors import REPAIR, CorruptEntry, ShapeError
-from .files import Folder
+from .files import Folder, open_folder
 from .provenance import put_provenance
 from .records import Record
 from .sealed import files_of, sealed, unsealed
@@ -157,7 +157,7 @@ def _attempt(
         ready.to_zarr(place, zarr_format=3, consolidated=False, encoding=encoding, align_chunks=True)
         found = {file.parent: file.read_bytes() for file in place.glob(f"**{_DESCRIPTION}")}
         described = {"" if at == place else at.name: text for at, text in found.items()}
-        contents.append(content_of(read_group(place, described, str(place), key.stage)))
+        contents.append(content_of(read_group(open_folder(folder), DATASET, described, key.stage)))
 
     written = files.build(data, fill)
     (content,) = contents
@@ -190,11 +190,11 @@ def _lost(files: Folder, record: Record, provenance: Mapping[str, Any]) -> Recor
     return first
 
 
-def read_group(place: Any, described: Mapping[str, bytes], where: str, what: str) -> xr.Dataset:
+def read_group(files: Folder, folder: str, described: Mapping[str, bytes], what: str) -> xr.Dataset:
     """A result's Zarr group as a lazy dataset, values exactly as stored, variables by name.
 
-    described: the `zarr.json` of each array, by name, and of the group itself as "".  place, where, what: as
-    `stored_variables` takes them.
+    described: the `zarr.json` of each array, by name, and of the group itself as "".  what: the result, for
+    people.
     """
     import xarray as xr
 
@@ -203,7 +203,7 @@ def read_group(place: Any, described: Mapping[str, bytes], where: str, what: str
 
     arrays = {name: described[name] for name in sorted(described) if name}
     attributes = json.loads(described[""]).get("attributes", {})
-    return _decoded(xr.Dataset(stored_variables(place, arrays, where, what), attrs=attributes))
+    return _decoded(xr.Dataset(stored_variables(files, folder, arrays, what), attrs=attributes))
 
 
 def _decoded(raw: xr.Dataset) -> xr.Dataset:
@@ -245,9 +245,8 @@ def _read(files: Folder, data: str, what: str) -> xr.Dataset:
 
     folder = f"{data}/{DATASET}"
     described = _descriptions(files, data, what)
-    where = files.where(folder)
-    with told_as_damage(what, where):
-        return read_group(files.zarr(folder), described, where, what)
+    with told_as_damage(what, files.where(folder)):
+        return read_group(files, folder, described, what)
 
 
 def _descriptions(files: Folder, data: str, what: str) -> dict[str, bytes]:

@@ -1,7 +1,8 @@
 """The arrays of a small result, each of one chunk, written as xarray and zarr write them, byte for byte.
 
 Border: a dataset in storable form and a folder to be made in, a Zarr v3 group of files out; large results,
-and what dask computes, go through zarr itself. How values are encoded is asked of xarray; the files are ours.
+and what dask computes, go through zarr itself. How values are encoded is asked of xarray, how they lie is
+known in `one_chunk.py`.
 
 zarr asks its loop, on another thread, for every file that it writes or looks for, some forty times a result.
 Measured with eight small arrays: three times the processor time of this, and five with files in memory.
@@ -10,7 +11,6 @@ Measured with eight small arrays: three times the processor time of this, and fi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,9 @@ import xarray as xr
 from xarray.backends.zarr import encode_zarr_variable
 from xarray.conventions import encode_dataset_coordinates
 
-from .arrays import Array
-from .runs.shards import SUM_BYTES, crc32c
+from .one_chunk import TEXT, OneChunk
 
 __all__ = ["are_plain", "write_arrays"]
-
-_TEXT = np.dtypes.StringDType()
-_LENGTH = 4  # bytes of a length before text
 
 
 def are_plain(dataset: xr.Dataset, most: int) -> bool:
@@ -50,7 +46,7 @@ def write_arrays(place: Path, dataset: xr.Dataset) -> xr.Dataset:
     place.mkdir()
     group = {"attributes": attributes, "zarr_format": 3, "node_type": "group"}
     raw = {name: _written(place, str(name), variable) for name, variable in variables.items()}
-    return xr.Dataset(raw, attrs=_described(place, group)["attributes"])
+    return xr.Dataset(raw, attrs=_described(place, json.dumps(group, indent=2))["attributes"])
 
 
 def _written(place: Path, name: str, variable: xr.Variable) -> xr.Variable:
@@ -60,67 +56,25 @@ def _written(place: Path, name: str, variable: xr.Variable) -> xr.Variable:
     attributes = {key: value for key, value in encoded.attrs.items() if key != "_FillValue"}
     values = np.asarray(encoded.values)
     if values.dtype.kind in "OT":
-        values = values.astype(_TEXT)
+        values = values.astype(TEXT)
+    array = OneChunk(values.dtype, values.shape, encoded.dims, attributes)
     folder = place / name
     folder.mkdir()
-    found = _described(folder, _metadata(values, encoded.dims, attributes))
-    if _is_fill(values):
+    found = _described(folder, array.text)
+    chunk = array.chunk(values)
+    if chunk is None:
         # Neither the sign of a zero nor the payload of a NaN is in what is not there.
-        values = np.full_like(values, {"f": np.nan, "T": ""}.get(values.dtype.kind, 0))
+        values = array.values(None)
     else:
-        at = folder.joinpath("c", *["0"] * values.ndim)
+        at = folder / array.path
         at.parent.mkdir(parents=True, exist_ok=True)
-        chunk = _chunk(values)
-        at.write_bytes(chunk + crc32c(chunk).to_bytes(SUM_BYTES, "little"))
+        at.write_bytes(chunk)
     encoding = {"dtype": values.dtype} if values.dtype.kind == "T" else {}
     return xr.Variable(encoded.dims, values, found["attributes"], encoding)
 
 
-def _described(folder: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _described(folder: Path, text: str) -> dict[str, Any]:
     """Write `zarr.json`; returns what it says."""
-    text = json.dumps(metadata, indent=2)
     (folder / "zarr.json").write_text(text)
     found: dict[str, Any] = json.loads(text)
     return found
-
-
-def _metadata(values: Array, dims: tuple[Any, ...], attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """What describes an array, fields in the order in which zarr writes them."""
-    kind, itemsize = values.dtype.kind, values.dtype.itemsize
-    if kind == "T":
-        coding: dict[str, Any] = {"name": "vlen-utf8", "configuration": {}}
-    else:
-        coding = {"name": "bytes", **({"configuration": {"endian": "little"}} if itemsize > 1 else {})}
-    return {
-        "shape": values.shape,
-        "data_type": "string" if kind == "T" else values.dtype.name,
-        "chunk_grid": {
-            "name": "regular",
-            "configuration": {"chunk_shape": [max(1, size) for size in values.shape]},
-        },
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": {"f": "NaN", "c": [0.0, 0.0], "b": False, "T": ""}.get(kind, 0),
-        "codecs": [coding, {"name": "crc32c"}],
-        "attributes": attributes,
-        **({"dimension_names": dims} if dims else {}),
-        "zarr_format": 3,
-        "node_type": "array",
-        "storage_transformers": [],
-    }
-
-
-def _is_fill(values: Array) -> bool:
-    """Whether a chunk is what zarr reads where there is none; it writes no such chunk."""
-    if values.dtype.kind == "f":
-        return bool(np.isnan(values).all())
-    return not any(values.ravel()) if values.dtype.kind == "T" else not values.any()
-
-
-def _chunk(values: Array) -> bytes:
-    """The bytes of a chunk: C order, little-endian; of text its number, then each with its length (UTF-8)."""
-    if values.dtype.kind != "T":
-        return np.ascontiguousarray(values, values.dtype.newbyteorder("<")).tobytes()
-    parts = [text.encode() for text in values.ravel().tolist()]
-    lengths = [len(part).to_bytes(_LENGTH, "little") for part in parts]
-    told = (each for pair in zip(lengths, parts, strict=True) for each in pair)
-    return b"".join([len(parts).to_bytes(_LENGTH, "little"), *told])

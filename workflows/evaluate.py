@@ -177,8 +177,8 @@ class Evaluate(ModelWorkflow):
         else:
             told = [(fact["prompt"], fact["target"]) for fact in shipped_facts()]
         told = told[: given.facts]
-        prompts = [self.subject.tokenizer.encode(prompt).ids for prompt, _ in told]
-        return _as_prompts(prompts), tuple(self.subject.answer_id(*each) for each in told)
+        prompts = self.subject.tokenizer.ids_of([prompt for prompt, _ in told], add_special=True)
+        return _as_prompts(prompts), tuple(self.subject.answer_ids(told))
 
     def _change(self, further: Prompts) -> Change | None:
         """What is changed, and others of its size. further: prompts that are not scored."""

@@ -190,8 +190,8 @@ class LogitAttribution(ModelWorkflow):
         import xarray as xr
 
         ids = np.full(tokens.n_tokens, NONE, np.int32)
-        for i, text in enumerate(self.texts):
-            ids[tokens.row(i).stop - 1] = self.subject.answer_id(text, words[i]) if words else default
+        told = self.subject.answer_ids(list(zip(self.texts, words, strict=True))) if words else default
+        ids[[tokens.row(i).stop - 1 for i in range(len(self.texts))]] = told
         return xr.DataArray(ids, dims="token", name="ids")
 
     @cached_property

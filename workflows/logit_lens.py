@@ -82,9 +82,9 @@ class LogitLens(ModelWorkflow):
             targets = next_tokens(tokens.ids, tokens.prompt_of(slice(None)))
         else:
             targets = np.asarray(tokens.ids, np.int32).copy()
-        for i, end in enumerate(self.ends):
-            answer = self.subject.answer_id(self.texts[i], self.words[i]) if self.words else -1
-            targets[tokens.row(i).start + end] = answer
+        asked_at = [tokens.row(i).start + end for i, end in enumerate(self.ends)]
+        told = self.subject.answer_ids(list(zip(self.texts, self.words, strict=True))) if self.words else -1
+        targets[asked_at] = told
         return xr.DataArray(targets, dims="token", name="targets")
 
     @cached_property

@@ -256,16 +256,25 @@ class Subject:
         Found by encoding both together; an answer that starts with a letter is set off by a space. Where the
         prompt's own tokens change with it, the answer is encoded by itself.
         """
-        if not answer:
-            return []
+        (found,) = self.pieces_of_answers([(prompt, answer)])
+        return found
+
+    def pieces_of_answers(self, asked: Sequence[tuple[str, str]]) -> list[list[int]]:
+        """`answer_pieces` of many prompts and answers at once."""
         if self.mask is not None:
-            return self._filled(prompt, answer)
-        word = answer if not answer[:1].isalnum() or prompt[-1:].isspace() else f" {answer}"
-        before = self.tokenizer.encode(prompt, add_special=False).ids
-        both = self.tokenizer.encode(prompt + word, add_special=False).ids
-        if both[: len(before)] == before and len(both) > len(before):
-            return both[len(before) :]
-        return self.tokenizer.encode(word, add_special=False).ids
+            return [self._filled(prompt, answer) if answer else [] for prompt, answer in asked]
+        words = [
+            answer if not answer[:1].isalnum() or prompt[-1:].isspace() else f" {answer}"
+            for prompt, answer in asked
+        ]
+        befores = self.tokenizer.ids_of([prompt for prompt, _ in asked])
+        boths = self.tokenizer.ids_of([prompt + word for (prompt, _), word in zip(asked, words, strict=True)])
+        return [
+            both[len(before) :]
+            if both[: len(before)] == before and len(both) > len(before)
+            else self.tokenizer.encode(word, add_special=False).ids
+            for word, before, both in zip(words, befores, boths, strict=True)
+        ]
 
     def _filled(self, prompt: str, answer: str) -> list[int]:
         """The tokens that stand where the mask of a prompt stood, once it is filled in."""
@@ -283,13 +292,19 @@ class Subject:
 
     def answer_id(self, prompt: str, answer: str) -> int:
         """The token with which `answer` begins (`answer_pieces`). Raises ConfigError for one of no token."""
-        alone = self.answer_pieces(prompt, answer)
-        if not alone:
-            raise ConfigError(
-                f"expected an answer of at least one token to {prompt!r}, found {answer!r}; give a word, or "
-                "no answers at all"
-            )
-        return alone[0]
+        (found,) = self.answer_ids([(prompt, answer)])
+        return found
+
+    def answer_ids(self, asked: Sequence[tuple[str, str]]) -> list[int]:
+        """`answer_id` of many prompts and answers at once."""
+        found = self.pieces_of_answers(asked)
+        for (prompt, answer), pieces in zip(asked, found, strict=True):
+            if not pieces:
+                raise ConfigError(
+                    f"expected an answer of at least one token to {prompt!r}, found {answer!r}; give a word, "
+                    "or no answers at all"
+                )
+        return [pieces[0] for pieces in found]
 
 
 def shipped_facts() -> list[dict[str, Any]]:

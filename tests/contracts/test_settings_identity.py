@@ -27,12 +27,19 @@ from mizarr.workflows import WORKFLOWS, build
 def each_text_is_read_once() -> Iterator[None]:
     """Workflows over shipped facts tokenise all of them, and are built some hundred times here."""
     encoded = functools.cache(LibraryTokenizer._encode)
+    own = LibraryTokenizer.ids_of
+    ids_of = functools.cache(lambda self, texts, special: own(self, texts, add_special=special))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LibraryTokenizer, "_encode", encoded)
         patch.setattr(
             LibraryTokenizer,
             "_encode_batch",
             lambda self, texts, special: [encoded(self, t, special) for t in texts],
+        )
+        patch.setattr(
+            LibraryTokenizer,
+            "ids_of",
+            lambda self, texts, *, add_special=False: ids_of(self, tuple(texts), add_special),
         )
         patch.setattr(ModelFiles, "tokenizer", functools.cache(ModelFiles.tokenizer))
         yield

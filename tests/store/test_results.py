@@ -228,6 +228,7 @@ def test_a_full_disk_is_told_as_such_and_cleaned_up(store, monkeypatch, chunks):
         (np.array(["2020-01-01"], "M8[ns]"), "units"),
         (np.array(["a", 1, "b"], object), "1 .int."),
         (np.zeros(2, [("a", "f4")]), "dtype"),
+        (np.zeros(2, np.longdouble), "dtype float128"),
     ],
 )
 def test_values_without_a_portable_form_are_refused_by_name(store, values, said):

@@ -11,6 +11,7 @@ import xarray as xr
 
 from mizarr.store import results
 from mizarr.store.content import content_of
+from mizarr.store.files import open_folder
 from mizarr.store.written_arrays import are_plain, write_arrays
 
 NUMBERS = ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "c8", "c16", "b1"]
@@ -110,7 +111,7 @@ def test_what_is_said_to_be_read_back_is_what_zarr_reads(tmp_path, case):
     said = xr.decode_cf(write_arrays(tmp_path / "g", dataset), mask_and_scale=False, decode_times=False)
     described = {path.parent.name: path.read_bytes() for path in (tmp_path / "g").glob("*/zarr.json")}
     described[""] = (tmp_path / "g" / "zarr.json").read_bytes()
-    read = results.read_group(tmp_path / "g", described, "g", "a result")
+    read = results.read_group(open_folder(tmp_path), "g", described, "a result")
     assert content_of(said) == content_of(read)
     plain = xr.open_zarr(tmp_path / "g", consolidated=False, mask_and_scale=False)
     assert set(plain.coords) == set(read.coords) and dict(plain.sizes) == dict(read.sizes)

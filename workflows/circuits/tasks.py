@@ -81,8 +81,10 @@ class TaskWorkflow(ModelWorkflow):
 
     def _facts(self, count: int) -> list[Pair]:
         """Facts told by the first pieces of their answers, where these differ."""
-        found = []
+        found = list[Pair]()
         for record in shipped_pairs(self.subject):
+            if len(found) == count:
+                break
             texts, answers = [record[name] for name in FIELDS[:2]], [record[name] for name in FIELDS[2:]]
             clean, corrupted = (tuple(encoded(self.subject, text).ids) for text in texts)
             right, wrong = (answer_pieces(self.subject, texts[0], answer)[0] for answer in answers)
@@ -93,7 +95,7 @@ class TaskWorkflow(ModelWorkflow):
                 f"facts: expected {count} pairs of equal length whose answers begin differently, found "
                 f"{len(found)} with this tokenizer; ask for fewer: pairs={len(found) // 2}"
             )
-        return found[:count]
+        return found
 
     def is_done(self, values: xr.Dataset) -> bool:
         """Whether the model does a task, by the clean metric of pairs."""

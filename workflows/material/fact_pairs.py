@@ -100,10 +100,10 @@ def shipped_pairs(subject: Subject) -> list[dict[str, str]]:
     """
     facts = shipped_facts()
     alike: dict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for fact in facts:
+    for fact, ids in zip(facts, subject.tokenizer.ids_of([fact["prompt"] for fact in facts]), strict=True):
         relation = relation_of(fact["prompt"], words=2)
         if relation is not None:
-            alike[relation, len(subject.tokenizer.encode(fact["prompt"]))].append(fact)
+            alike[relation, len(ids)].append(fact)
     order = {fact["prompt"]: i for i, fact in enumerate(facts)}
     found = []
     for group in alike.values():
@@ -116,14 +116,17 @@ def shipped_pairs(subject: Subject) -> list[dict[str, str]]:
                 waiting.remove(other)
                 found.append((other, fact))
 
-    def pieces(fact: dict[str, Any]) -> bool:
-        return len(subject.answer_pieces(fact["prompt"], fact["target"])) > 1
+    asked = [(fact["prompt"], fact["target"]) for pair in found for fact in pair]
+    pieces = dict(zip(asked, subject.pieces_of_answers(asked), strict=True))
+
+    def has_several(fact: dict[str, Any]) -> bool:
+        return len(pieces[fact["prompt"], fact["target"]]) > 1
 
     in_order = sorted(found, key=lambda pair: order[pair[0]["prompt"]])
-    turned = [sorted(pair, key=pieces) for pair in in_order]
+    turned = [sorted(pair, key=has_several) for pair in in_order]
     return [
         dict(zip(FIELDS, (a["prompt"], b["prompt"], a["target"], b["target"]), strict=True))
-        for a, b in sorted(turned, key=lambda pair: [pieces(fact) for fact in pair])
+        for a, b in sorted(turned, key=lambda pair: [has_several(fact) for fact in pair])
     ]
 
 

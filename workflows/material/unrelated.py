@@ -26,9 +26,10 @@ class Unrelated:
 
     def __init__(self, subject: Subject) -> None:
         facts = shipped_facts()
-        encodings = subject.tokenizer.encode_batch([each["prompt"] for each in facts])
-        self._facts = [(tuple(e.ids), f["target"]) for e, f in zip(encodings, facts, strict=True)]
-        self._prose = tuple(subject.tokenizer.encode(shipped_prose(), add_special=False).ids)
+        told = subject.tokenizer.ids_of([each["prompt"] for each in facts], add_special=True)
+        self._facts = [(tuple(ids), each["target"]) for ids, each in zip(told, facts, strict=True)]
+        (prose,) = subject.tokenizer.ids_of([shipped_prose()])
+        self._prose = tuple(prose)
         self._special = subject.special_tokens
 
     def to(

@@ -71,9 +71,9 @@ class LibraryTokenizer(Tokenizer):
         found = self._backend.encode_batch(list(texts), add_special_tokens=add_special)
         return [_encoding(text, one) for text, one in zip(texts, found, strict=True)]
 
-    def ids_of(self, texts: Sequence[str]) -> list[list[int]]:
+    def ids_of(self, texts: Sequence[str], *, add_special: bool = False) -> list[list[int]]:
         """As `Tokenizer.ids_of`; on all cores, without offsets."""
-        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special)
         return [list(one.ids) for one in found]
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = True) -> str:

@@ -249,9 +249,9 @@ class Tokenizer(ABC):
         """As `encode`, for many texts at once."""
         return [self._place_bos(found, prepend_bos) for found in self._encode_batch(texts, add_special)]
 
-    def ids_of(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of many texts, nothing added: all that a corpus needs."""
-        return [found.ids for found in self._encode_batch(texts, add_special=False)]
+    def ids_of(self, texts: Sequence[str], *, add_special: bool = False) -> list[list[int]]:
+        """Token ids of many texts, nothing added unless told: all that a corpus needs."""
+        return [found.ids for found in self._encode_batch(texts, add_special)]
 
     def to_str_tokens(self, text: str, *, add_special: bool = True) -> list[str]:
         """A text as the texts of its tokens."""

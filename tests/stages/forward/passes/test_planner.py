@@ -47,14 +47,21 @@ def models(tmp_path_factory):
     return model
 
 
-def assert_same(found: torch.Tensor, expected: torch.Tensor, what: str, bound: float) -> None:
+def told(index: int, run: Run, at: object) -> str:
+    """What is compared; spelled out where it fails, as tensors take longer to print than to compute."""
+    return f"run {index}: {run.hooks!r}, want {run.want} at {at}"
+
+
+def assert_same(
+    found: torch.Tensor, expected: torch.Tensor, what: tuple[int, Run, object], bound: float
+) -> None:
     """Equal to a share of the scale of what is expected; infinities (masked scores) in the same places."""
-    assert found.shape == expected.shape, what
+    assert found.shape == expected.shape, told(*what)
     finite = expected.isfinite()
-    assert torch.equal(finite, found.isfinite()), what
+    assert torch.equal(finite, found.isfinite()), told(*what)
     if finite.any():
         scale = max(float(expected[finite].abs().max()), 1.0)
-        assert float((found - expected)[finite].abs().max()) <= bound * scale, what
+        assert float((found - expected)[finite].abs().max()) <= bound * scale, told(*what)
 
 
 def check(model: Model, runs: list[Run], bound: float = 1e-5, **options) -> None:
@@ -63,11 +70,10 @@ def check(model: Model, runs: list[Run], bound: float = 1e-5, **options) -> None
         seen.append(index)
         run = runs[index]
         plain = model.forward(run.prompt, run.hooks, want=run.want)
-        what = f"run {index}: {run.hooks!r}, want {run.want}"
         assert planned.tokens == plain.tokens
         assert planned.has_logits == plain.has_logits
         if plain.has_logits:
-            assert_same(planned.logits, plain.logits, what, bound)
+            assert_same(planned.logits, plain.logits, (index, run, "logits"), bound)
         assert list(planned) == list(plain)
         for point in plain:
             for when in ("after", "before"):
@@ -75,9 +81,7 @@ def check(model: Model, runs: list[Run], bound: float = 1e-5, **options) -> None
                 if expected is not None:
                     # Shares of a sum that may be next to nothing: what is divided is held to the bound.
                     is_share = point.kind.endswith("effective_attn")
-                    assert_same(
-                        found, expected, f"{what} at {point}", max(bound, 1e-5) if is_share else bound
-                    )
+                    assert_same(found, expected, (index, run, point), max(bound, 1e-5) if is_share else bound)
     assert sorted(seen) == list(range(len(runs)))
 
 
@@ -281,31 +285,30 @@ def test_a_killed_list_of_runs_goes_on_where_it_was(models, tmp_path):
 
 
 MEASURED = """
-import torch
+import json, torch
 from mizarr import HookSpec, Model, Replace, Run
 from mizarr.stages.forward.runs.run import stream
 
 torch.set_num_threads(1)
 model = Model.from_pretrained({folder!r})
 prompt, hidden, POINT = list(range(2, 66)), model.config.hidden_size, "blocks.0.hook_resid_pre"
-runs = [
-    Run(prompt, HookSpec().intervene(POINT, Replace(i + torch.zeros(hidden), positions=(p,))))
-    for i in torch.arange({samples}) / 100
-    for p in range(len(prompt))
-]
-total = sum(float(result.logits.sum()) for _, result in stream(model, runs, memory={memory!r}))
-print({peak})
+peaks = []
+for samples, memory in ((1, "24MiB"), (12, "24MiB"), (12, "1GiB")):
+    runs = [
+        Run(prompt, HookSpec().intervene(POINT, Replace(i + torch.zeros(hidden), positions=(p,))))
+        for i in torch.arange(samples) / 100
+        for p in range(len(prompt))
+    ]
+    total = sum(float(result.logits.sum()) for _, result in stream(model, runs, memory=memory))
+    peaks.append({peak})
+print(json.dumps(peaks))
 """
 
 
 def test_peak_memory_follows_the_budget_not_the_number_of_runs(tmp_path):
     save_random_model(tmp_path, "llama", 0, num_hidden_layers=4, hidden_size=192, intermediate_size=1024)
 
-    def peak(samples: int, memory: str) -> int:
-        return printed(MEASURED.format(folder=str(tmp_path), samples=samples, memory=memory, peak=PEAK))
-
-    few, many = peak(1, "24MiB"), peak(12, "24MiB")
-    unbounded = peak(12, "1GiB")
+    few, many, unbounded = printed(MEASURED.format(folder=str(tmp_path), peak=PEAK))
     told = (
         f"{few >> 20} MiB for 64 runs, {many >> 20} MiB for 768; {unbounded >> 20} MiB with a larger budget"
     )
