@@ -145,7 +145,7 @@ def _attempt(
     provenance: Mapping[str, Any],
 ) -> Record:
     """Write everything of an attempt but the key."""
-    from .written_arrays import are_plain, write_arrays
+    from .group.written import are_plain, write_arrays
 
     contents = []
 
@@ -198,8 +198,8 @@ def read_group(files: Folder, folder: str, described: Mapping[str, bytes], what:
     """
     import xarray as xr
 
+    from .group.stored import stored_variables
     from .reading import accessor  # noqa: F401 - registers ds.mi
-    from .stored_arrays import stored_variables
 
     arrays = {name: described[name] for name in sorted(described) if name}
     attributes = json.loads(described[""]).get("attributes", {})
@@ -241,7 +241,7 @@ def read_result_at(files: Folder, data: str) -> xr.Dataset:
 
 def _read(files: Folder, data: str, what: str) -> xr.Dataset:
     """A result by its folder, relative to the store, checked as far as it can be without reading values."""
-    from .stored_arrays import told_as_damage
+    from .group.stored import told_as_damage
 
     folder = f"{data}/{DATASET}"
     described = _descriptions(files, data, what)

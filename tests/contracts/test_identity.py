@@ -617,6 +617,7 @@ NOT_IN_A_KEY = {
         GenerationSettings,
         "seed",
     ): "nobody draws at temperature 0; above it the seed is in the key (tested below)",
+    (Layout, "places"): "their hooks and scales are in its settings; names of models are labels",
     (Layout, "format"): "which reader found the files: what it read of them is in the other fields",
     (Layout, "kind"): "follows from targets, which follow from the files",
     (Layout, "layers"): "follows from the files",

@@ -23,11 +23,11 @@ from xarray.core import indexing
 from zarr.codecs import Crc32cCodec
 from zarr.storage import LocalStore, StorePath
 
-from .arrays import Array
-from .errors import REPAIR, CorruptEntry, StoreError
-from .files import Folder
+from ..arrays import Array
+from ..errors import REPAIR, CorruptEntry, StoreError
+from ..files import Folder
+from ..sealed import read_json
 from .one_chunk import OneChunk
-from .sealed import read_json
 
 
 class StoredArray(BackendArray):

@@ -12,7 +12,7 @@ import xarray as xr
 from mizarr.store import results
 from mizarr.store.content import content_of
 from mizarr.store.files import open_folder
-from mizarr.store.written_arrays import are_plain, write_arrays
+from mizarr.store.group.written import are_plain, write_arrays
 
 NUMBERS = ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "c8", "c16", "b1"]
 

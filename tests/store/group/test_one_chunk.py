@@ -14,9 +14,9 @@ from hypothesis import given, settings, strategies as st
 from mizarr.store import ResultKey, open_store, results
 from mizarr.store.errors import CorruptEntry
 from mizarr.store.files import open_folder
-from mizarr.store.one_chunk import TEXT, OneChunk
-from mizarr.store.written_arrays import write_arrays
-from tests.store.test_written_arrays import CASES
+from mizarr.store.group.one_chunk import TEXT, OneChunk
+from mizarr.store.group.written import write_arrays
+from tests.store.group.test_written import CASES
 
 KEY = ResultKey("lens", 1, {}, {})
 PARTS = {

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array
-from .content import NUMBERS
-from .runs.shards import SUM_BYTES, crc32c
-from .sealed import read_json
+from ..arrays import Array
+from ..content import NUMBERS
+from ..runs.shards import SUM_BYTES, crc32c
+from ..sealed import read_json
 
 __all__ = ["TEXT", "OneChunk"]
 

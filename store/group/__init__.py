@@ -1,0 +1,1 @@
+"""The arrays of a result: one Zarr group, written and read."""
