@@ -109,7 +109,7 @@ AT_DEFAULTS: dict[str, dict[str, Any]] = {
     "attention_knockout": {},
     "steering_dose_response": {},
     "causal_tracing": {},
-    "activation_patching": {},
+    "activation_patching": {"answer_piece": "first"},
     "attribution_patching": {},
     "integrated_gradients": {},
     "planning_pairs": {"limit": 3},
@@ -127,6 +127,7 @@ ON_KNOWN_FACTS = (
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # 20 models
 @pytest.mark.parametrize("name", AT_DEFAULTS)
 def test_random_weights_of_the_specimens_shape_are_said_to_do_nothing(name: str, tmp_path: Path):
     """Twenty models, the workflow at its defaults."""
