@@ -318,7 +318,7 @@ def _effects(
             for target in dictionary.targets(layer):
                 rows = dictionary.layer(layer).decoder_rows(feature, target).double()
                 written = amount.to(rows)[:, None] * rows
-                at = position.to(rows.device)
-                rests[target].index_add_(0, at, -written.to(rests[target]))
-                effect[some] += (written * gradients[target].to(rows)[at]).sum(1).cpu().numpy()
+                rest = rests[target]  # where the model computes, which need not be where the dictionary does
+                rest.index_add_(0, position.to(rest.device), -written.to(rest))
+                effect[some] += (written * gradients[target].to(rows)[position]).sum(1).cpu().numpy()
     return effect

@@ -170,10 +170,11 @@ class Replacement:
     def errors(self, ids: list[list[int]]) -> dict[int, Tensor]:
         """By how much each place of the closed loop differs from what it would hold there if it alone were
         left as it is: float32 [prompt, position that counts, width], by layer."""
-        return {
-            layer: made.float() - self._rows(self.write_points[layer], cache).float()
-            for layer, made, cache in self._loop(ids, HookSpec(), *self.write_points.values())
-        }
+        found = {}
+        for layer, made, cache in self._loop(ids, HookSpec(), *self.write_points.values()):
+            held = self._rows(self.write_points[layer], cache).float()
+            found[layer] = made.to(held) - held
+        return found
 
     def added(self, vectors: Mapping[int, Tensor]) -> HookSpec:
         """Vectors [prompt, position that counts, width] added to what each place holds."""

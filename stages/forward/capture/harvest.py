@@ -41,7 +41,7 @@ from ..networks.kernels import FEW_ROWS
 from .backoff import BatchSize, is_out_of_memory, release_device_memory
 from .batches import BUFFERS, Batch, Piece, pieces_of, plan_batches
 from .of_run import of_run
-from .overlap import OverlappedWriter, SegmentBuffer
+from .overlap import OverlappedWriter, SegmentBuffer, send
 from .reduced import keep_means, norms
 from .selected import SelectedRows
 from .vocabulary import of_logits
@@ -112,18 +112,21 @@ def _round(
     def write(buffer: SegmentBuffer, job: Job) -> None:
         try:
             stands()
+            buffer.wait()
             arrays = {
                 cell: as_numpy(buffer.view(cell, entry.rows(cell[0], job.segment))) for cell in job.cells
             }
-            threads = writers if in_turn or job.segment == last else 1
+            threads = 1 if shares_cores and job.segment != last else writers
             entry.write_segment(job.segment, arrays, threads=threads, handed_over=job.handed_over.set)
             advance(len(entry.segments[job.segment]), stored_bytes(entry, arrays))
         finally:
             job.end()
 
     done, last, in_turn = 0, max(missing), needs_every_core(model)
+    shares_cores = model.device.type == "cpu" and not in_turn
     writers = min(THREADS, torch.get_num_threads())
-    with OverlappedWriter(lambda: SegmentBuffer(shapes, dtypes), write, Job.end, buffers=BUFFERS) as writer:
+    make = partial(SegmentBuffer, shapes, dtypes, model.device)
+    with OverlappedWriter(make, write, Job.end, buffers=BUFFERS) as writer:
         for n, todo in missing.items():
             claim = entry.claim(n)
             if not claim.acquire():
@@ -167,6 +170,7 @@ def fill(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuf
     kept as they are where a pass gives a segment whole."""
     with keeping(model, entry, n, spec, buffer) as keep:
         _pass_by(model, entry, n, spec, buffer, size, keep)
+    buffer.filled()
     refuse_overflow(buffer, spec, entry, n)
 
 
@@ -343,9 +347,9 @@ def _keep_rows(value: Tensor, batch: Batch, place: Tensor) -> None:
         head = pieces[first]
         if last > first:
             block = value[first : last + 1]
-            place[head.at : head.at + block.shape[0] * batch.length].view(block.shape).copy_(block)
+            send(block, place[head.at : head.at + block.shape[0] * batch.length].view(block.shape))
         else:
-            place[head.at : head.at + head.stop - head.start].copy_(value[first, head.start : head.stop])
+            send(value[first, head.start : head.stop], place[head.at : head.at + head.stop - head.start])
         first = last + 1
 
 
@@ -376,7 +380,7 @@ def _keep_prompts(value: Tensor, batch: Batch, place: Tensor, tokens: PackedToke
     first of them."""
     for row, piece in enumerate(batch.pieces):
         if piece.stop == int(tokens.row_size[piece.prompt]):
-            place[piece.prompt - first].copy_(value[row])
+            send(value[row], place[piece.prompt - first])
 
 
 def _keep_pairs(
@@ -392,7 +396,7 @@ def _keep_pairs(
             queries, keys = torch.from_numpy(places[:, places[0] >= piece.start])
             pairs = value[row][:, queries, keys].transpose(0, 1)
         start = _pairs_before(tokens, segment.start, piece, axis)
-        place[start : start + len(pairs)].copy_(pairs)
+        send(pairs, place[start : start + len(pairs)])
 
 
 def _pairs_before(tokens: PackedTokens, segment_start: int, piece: Piece, axis: str) -> int:
@@ -412,6 +416,7 @@ def refuse_overflow(buffer: SegmentBuffer, spec: BoundSpec, entry: Entry, n: int
     for kept in spec.kept:
         if entry.spec(kept.variable).dtype != "float16":
             continue
+        buffer.wait()
         cell, point = kept.cell, kept.capture.point
         if bool(buffer.view(cell, entry.rows(cell[0], n)).isinf().any()) and point.kind != "attn_scores":
             raise ShapeError(

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -246,12 +247,13 @@ class _Way:
         rows = {name: max(entry.rows(name, course.n) for course, _ in ways) for name, _ in cells}
         shapes = {cell: (rows[cell[0]], *entry.spec(cell[0]).tail) for cell in cells}
         dtypes = {cell: held_as(entry, cell[0]) for cell in cells}
-        in_turn = needs_every_core(self.model)
-        threads = min(THREADS, torch.get_num_threads()) if in_turn else 1
+        in_turn, device = needs_every_core(self.model), self.model.device
+        threads = min(THREADS, torch.get_num_threads()) if in_turn or device.type != "cpu" else 1
 
         def write(buffer: SegmentBuffer, job: Job) -> None:
             n = job.course.n
             try:
+                buffer.wait()
                 arrays = {cell: as_numpy(buffer.view(cell, entry.rows(cell[0], n))) for cell in job.cells}
                 if arrays:
                     entry.write_segment(n, arrays, threads=threads, handed_over=job.handed_over.set)
@@ -264,12 +266,14 @@ class _Way:
         def drop(job: Job) -> None:
             job.handed_over.set()
 
-        with OverlappedWriter(lambda: SegmentBuffer(shapes, dtypes), write, drop, buffers=BUFFERS) as writer:
+        make = partial(SegmentBuffer, shapes, dtypes, device)
+        with OverlappedWriter(make, write, drop, buffers=BUFFERS) as writer:
             for course, layers in ways:
                 buffer = writer.buffer()
                 entered = None if course.at is None else self._spooled(course, course.at)
                 wanted = only(self.spec, course.met(layers))
                 self._fill(course, layers, wanted, buffer)
+                buffer.filled()
                 refuse_overflow(buffer, wanted, entry, course.n)
                 given = tuple(kept.cell for kept in wanted.kept)
                 job = Job(course, given, entered, course.enter(layers[-1] + 1))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -23,22 +24,29 @@ from ....store.runs.committed import VariableLayer
 class SegmentBuffer:
     """Arrays of one segment, allocated once and reused: page faults of fresh memory cost more than the copy.
 
-    An array that one pass gives whole is kept as it is, and nothing is copied.
+    An array that one pass gives whole is kept as it is, and nothing is copied. What a GPU computes comes by
+    copies that nobody waits for while it goes on with the pass: `filled`, when the last one is begun, and
+    `wait`, before anything is read.
     """
 
     def __init__(
-        self, shapes: Mapping[VariableLayer, tuple[int, ...]], dtypes: Mapping[VariableLayer, torch.dtype]
+        self,
+        shapes: Mapping[VariableLayer, tuple[int, ...]],
+        dtypes: Mapping[VariableLayer, torch.dtype],
+        device: torch.device,
     ) -> None:
-        self._shapes, self._dtypes = shapes, dtypes
+        """device: where what comes here is computed."""
+        self._shapes, self._dtypes, self._device = shapes, dtypes, device
         self._whole: dict[VariableLayer, Tensor] = {}
         self._taken: dict[VariableLayer, Tensor] = {}
+        self._arrived: torch.cuda.Event | None = None
 
     def view(self, cell: VariableLayer, rows: int) -> Tensor:
         """The first `rows` rows of a cell's array."""
         if cell in self._taken:
             return self._taken[cell]
         if cell not in self._whole:
-            self._whole[cell] = torch.empty(self._shapes[cell], dtype=self._dtypes[cell])
+            self._whole[cell] = _memory(self._shapes[cell], self._dtypes[cell], self._device)
         return self._whole[cell][:rows]
 
     def take(self, cell: VariableLayer, rows: Tensor) -> None:
@@ -48,6 +56,31 @@ class SegmentBuffer:
     def clear(self) -> None:
         """Let go of arrays that were taken."""
         self._taken.clear()
+
+    def filled(self) -> None:
+        """All that comes here is on its way."""
+        if self._device.type == "cuda":
+            self._arrived = torch.cuda.Event(blocking=True)
+            self._arrived.record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        """Until it is here; on any thread."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
+
+def send(value: Tensor, place: Tensor) -> None:
+    """Copy to a part of a buffer; what comes from a GPU is there when `SegmentBuffer.wait` returns."""
+    place.copy_(value, non_blocking=place.is_pinned())
+
+
+def _memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An array for what a device computes: pinned for a GPU, which copies to no other memory by itself."""
+    if device.type == "cuda":
+        # As much as the system lets be pinned. Copies to the rest are waited for, each.
+        with suppress(RuntimeError):
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+    return torch.empty(shape, dtype=dtype)
 
 
 class OverlappedWriter:

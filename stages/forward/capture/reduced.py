@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ....store.runs.packed import PackedTokens
 from .batches import Batch
+from .overlap import send
 
 
 def norms(value: Tensor) -> Tensor:
@@ -27,7 +28,7 @@ def keep_means(value: Tensor, batch: Batch, place: Tensor, tokens: PackedTokens,
         size = int(tokens.row_size[piece.prompt])
         if piece.stop == size:  # a prompt that ends here is computed here from its beginning
             total = folded(value[row, :size].double().movedim(0, -1))
-            place[piece.prompt - first].copy_(total / size)
+            send(total / size, place[piece.prompt - first])
 
 
 def folded(value: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def _logits(
     want: Logits,
 ) -> Tensor:
     """Of rows: the edges chosen [row, source, destination], or by position, on a prompt each, int [row]."""
-    other, weights = given.other[prompt], chosen.to(given.other.dtype)
+    other, weights = given.other[prompt], chosen.to(given.other)
     differing = torch.zeros_like(other)
     known = layout.read_by_heads(first)
     differing[:, :known] = given.clean.added[prompt, :known] - other[:, :known]

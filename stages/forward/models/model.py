@@ -30,6 +30,7 @@ from ..hooks.taps import PassTaps, RunTaps, Sink
 from ..hooks.wants import ALL_LOGITS, Logits
 from ..networks.history import STREAM, Carried
 from ..networks.loop import Network
+from ..networks.transfer import to_device
 from ..passes.backward import Cotangent, Gradients, backward
 from ..passes.drivers import passes_over
 from ..passes.kept import Cache
@@ -332,7 +333,7 @@ class Model:
     ) -> Tensor | None:
         """As `run_batch`, each captured activation handed to `sink` the moment it exists, so that none has
         to be kept; where layers are gone through again, when it is known which is the last."""
-        ids = torch.tensor(rows, dtype=torch.long, device=self.device)
+        ids = to_device(torch.tensor(rows, dtype=torch.long), self.device)
         self.check(spec, want, batch=ids.shape[0], length=ids.shape[1])
         if spec.order is None:
             return self.tapped(ids, RunTaps(spec, sink, stop_early=want is None), want)
@@ -366,7 +367,7 @@ class Model:
         if isinstance(entering, dict):
             first: Tensor | Carried = entering
         else:
-            first = torch.tensor(entering, dtype=torch.long, device=self.device)
+            first = to_device(torch.tensor(entering, dtype=torch.long), self.device)
             self.check(spec, None, batch=first.shape[0], length=first.shape[1])
         return forward_part(self.network, first, layers, RunTaps(spec, sink, stop_early=ends), ends=ends)
 
@@ -391,7 +392,7 @@ class Model:
         """
         self.config.require_gradients()
         self.require_all_weights("gradients")
-        ids = torch.tensor(rows, dtype=torch.long, device=self.device)
+        ids = to_device(torch.tensor(rows, dtype=torch.long), self.device)
         self.check(spec, want, batch=ids.shape[0], length=ids.shape[1])
         return backward(self.network, ids, spec, want, cotangent, memory, dropped)
 

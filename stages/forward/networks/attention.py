@@ -32,6 +32,7 @@ from .kernels.functions import evenly
 from .kernels.products import product
 from .norms import apply_norm
 from .rope import rotate
+from .transfer import to_device
 from .weights import AttentionWeights, Linear, NormWeights
 
 Weigh = Callable[[Tensor, Tensor, Tensor, Tensor | None, AttentionMixer], Tensor]
@@ -310,7 +311,7 @@ def _sloped(
     """Queries and keys with one entry more, whose product times the scale is what a score rises by with the
     position of its key (Press et al., Train Short, Test Long, 2021). Relative to each query's own position it
     is the penalty of distance in that paper; a softmax does not see the difference."""
-    slopes = torch.tensor(sizes.slopes, device=k.device)
+    slopes = to_device(torch.tensor(sizes.slopes), k.device)
     rises = (slopes[:, None] * history.positions).to(k.dtype)[:, :, None]
     wider = torch.cat([k, rises.expand(k.shape[0], -1, -1, -1)], dim=-1)
     return torch.cat([q, torch.full_like(q[..., :1], 1 / scale)], dim=-1), wider

@@ -37,7 +37,7 @@ class Decoder(Ends[TransformerConfig, LayerWeights]):
         x = self.weights.embedded(ids)
         if self.config.embedding_scale is not None:
             # Rounded to float32, then to the model's dtype, as the reference implementations do.
-            x = x * torch.tensor(self.config.embedding_scale, device=x.device).to(x.dtype)
+            x = x * torch.tensor(self.config.embedding_scale).to(x.dtype)
         return {STREAM: x}
 
     def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:

@@ -126,7 +126,7 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
         if self.config.embedding_scale is not None:
             scale: float | Tensor = self.config.embedding_scale
             if self.config.rounds_embedding_scale:
-                scale = torch.tensor(scale, dtype=x.dtype, device=x.device)
+                scale = torch.tensor(scale, dtype=x.dtype)
             x = x * scale
         if (dropped := self.config.dropped_token) is not None:
             share = (shares or share_of)(dropped, ids)[..., None]

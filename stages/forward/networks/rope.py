@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..architectures.transformer import RopeConfig
 from .gradients import is_recorded
+from .transfer import to_device
 
 
 def rope_tables(
@@ -32,7 +33,7 @@ def rope_tables(
     angles = torch.outer(positions, inverse_frequencies(rope, length, computed_in)).float()
     magnitude = rope.magnitude
     turning = -magnitude if rope.is_backwards else magnitude
-    return (angles.cos() * magnitude).to(device), (angles.sin() * turning).to(device)
+    return to_device(angles.cos() * magnitude, device), to_device(angles.sin() * turning, device)
 
 
 def inverse_frequencies(rope: RopeConfig, length: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -29,6 +29,7 @@ from ..networks.loop import Network, through_layers
 from ..networks.pairs.parts import CrossTaps, seen_of, starts_of
 from ..networks.recurrences.recurrence import Recurrence
 from ..networks.rope import rope_tables
+from ..networks.transfer import to_device
 from .states import show_derived, through_sequence, windows
 
 __all__ = ["Cache", "NewestPositions", "read_on"]
@@ -41,7 +42,7 @@ def read_on(network: Network, rows: Sequence[Sequence[int]], cache: Cache, taps:
     """Logits [B, V] at the last position of sequences of one length, which begin with what the cache holds;
     afterwards it holds all of them."""
     start, length = cache.length, len(rows[0])
-    ids = torch.tensor([row[start:] for row in rows], dtype=torch.long, device=network.device)
+    ids = to_device(torch.tensor([row[start:] for row in rows], dtype=torch.long), network.device)
     x = through_layers(
         network, ids, NewestPositions(cache, length, taps, ids.device, starts_of(ids, network.config)), taps
     )
