@@ -12,6 +12,7 @@ import mizarr
 from mizarr.stages.causal.grids.patching_metrics import KL, LogitDifference, LogProbability, Probability
 from mizarr.store import open_store
 from mizarr.workflows.cli import run
+from tests.stages.forward.random_pairs import random_pair
 
 
 @pytest.fixture
@@ -231,3 +232,33 @@ def test_a_dry_run_of_gradients_tells_their_bytes(capture, tmp_path):
     (step,) = json.loads(out)["steps"]
     assert (code, step["bytes_written"]) == (0, 2 * 5 * 16 * 4)
     assert not (tmp_path / "store").exists()
+
+
+def test_pairs_are_captured_as_python_captures_them(tmp_path, capsys):
+    folder, store = tmp_path / "bart", str(tmp_path / "store")
+    random_pair("bart", 0, folder)
+    prompts = tmp_path / "pairs.jsonl"
+    prompts.write_text('{"source": [7, 8], "target": [9]}\n{"source": [6], "target": []}\n')
+    asked = ["capture", str(folder), str(prompts), "--hooks", "blocks.*.hook_resid_post", "--store", store]
+    assert run([*asked, "--quiet"]) == 0
+    model = mizarr.Model.from_pretrained(folder)
+    pairs = [model.pair([7, 8], [9]), model.pair([6])]
+    hooks = mizarr.HookSpec().capture("blocks.*.hook_resid_post")
+    before = len(open_store(store).runs())
+    held = mizarr.capture(model, pairs, hooks, store=open_store(store))
+    assert held["token_id"].values.tolist() == [token for pair in pairs for token in pair]
+    assert len(open_store(store).runs()) == before == 1
+
+
+def test_a_pair_for_a_model_of_one_sequence_is_refused(capture, prompts):
+    Path(prompts).write_text('{"source": [1, 2], "target": [3]}\n')
+    code, out, told = capture()
+    assert (code, out) == (2, "")
+    assert "an encoder and a decoder to read pairs" in told and "join the two texts" in told
+
+
+def test_half_a_pair_is_refused(capture, prompts):
+    Path(prompts).write_text('[1]\n{"source": [1, 2]}\n')
+    code, out, told = capture()
+    assert (code, out) == (2, "")
+    assert "prompts.jsonl:2: expected a source and a target" in told

@@ -8,8 +8,10 @@ import sys
 import pyarrow.parquet
 import pytest
 
+from mizarr.stages.forward.models.source import ModelSource
 from mizarr.store.errors import MissingExtra, PromptError
 from mizarr.workflows.cli.prompts import read_prompts
+from tests.stages.forward.random_pairs import VOCABULARY, random_pair
 
 
 def write(tmp_path, name, text):
@@ -63,6 +65,35 @@ def test_a_line_that_is_no_prompt_is_named_by_file_and_number(tmp_path, line, fo
     with pytest.raises(PromptError, match=found) as error:
         read_prompts([path])
     assert f"{path}:2:" in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def reads_pairs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bart")
+    random_pair("bart", 0, folder)
+    return ModelSource(folder)
+
+
+def test_pairs_are_read_for_a_model_that_reads_them(reads_pairs, tmp_path):
+    path = write(
+        tmp_path, "prompts.jsonl", '{"source": [7, 8], "target": [9]}\n[7]\n{"source": [6], "target": []}\n'
+    )
+    start = VOCABULARY + 2
+    assert read_prompts([path], model=reads_pairs) == [[7, 8, start, 9], [7], [6, start]]
+
+
+def test_a_text_with_its_source_is_no_pair(reads_pairs, tmp_path):
+    path = write(tmp_path, "prompts.jsonl", '{"text": "words", "source": "a book"}\n')
+    assert read_prompts([path], model=reads_pairs) == ["words"]
+
+
+@pytest.mark.parametrize("line", ['{"source": [7]}', '{"target": [7]}', '{"source": "a", "target": 7}'])
+def test_half_a_pair_is_named_by_file_and_number(reads_pairs, tmp_path, line):
+    path = write(tmp_path, "prompts.jsonl", f"[7]\n{line}\n")
+    with pytest.raises(PromptError, match=r"prompts\.jsonl:2: expected a source and a target, each a string"):
+        read_prompts([path], model=reads_pairs)
+    with pytest.raises(PromptError, match=r"prompts\.jsonl:2: expected a string, {'text': string}"):
+        read_prompts([path])
 
 
 def test_text_and_ids_do_not_mix(tmp_path):

@@ -1,8 +1,8 @@
 """Prompts as people keep them: files, stdin, or words on the command line; and corpora, which are streamed.
 
 A text file holds one prompt per line; blank lines are skipped. A JSONL file (.jsonl, .ndjson) holds one JSON
-value per line: a string, or an object with `text` or with `ids` (token ids). A Parquet file holds a column
-`text` or `ids`. Knows files; knows no tokenizer.
+value per line: a string, or an object with `text` or with `ids` (token ids), or with both `source` and
+`target` where a model reads pairs. A Parquet file holds a column `text` or `ids`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from ...stages.forward.text.corpora.formats import Reading, read_documents, read_lines
+from ...stages.forward.text.corpora.formats import Document, Reading, read_documents, read_lines
 from ...store.errors import PromptError
 
 if TYPE_CHECKING:
+    from ...stages.forward.models.source import ModelSource
     from ...stages.forward.text.corpora.corpus import Corpus
 
 STREAMED = (".tar", ".tgz", ".gz", ".arrow")
@@ -50,13 +51,17 @@ def as_files(corpus: Corpus) -> Iterator[Corpus]:
         yield replace(corpus, sources=[spooled() if source == "-" else source for source in corpus.sources])
 
 
-def read_prompts(sources: Sequence[str], *, literal: bool = False) -> list[str] | list[list[int]]:
+def read_prompts(
+    sources: Sequence[str], *, literal: bool = False, model: ModelSource | None = None
+) -> list[str] | list[list[int]]:
     """All prompts of all sources in order; `-` is stdin, `literal` takes the sources themselves as prompts.
 
-    Raises PromptError naming file and line for anything that is not a prompt, and for no prompt at all.
+    model: whose token ids pairs of a source and a target become; None where none are read.
+    Raises PromptError naming file and line for anything that is not a prompt, and for no prompt at all;
+    ConfigError for pairs of a model that reads one sequence.
     """
     found: list[Any] = (
-        list(sources) if literal else [prompt for source in sources for prompt in _read(source)]
+        list(sources) if literal else [prompt for source in sources for prompt in _read(source, model)]
     )
     if not found:
         raise PromptError(f"expected at least one prompt, found none in {', '.join(sources)}")
@@ -67,7 +72,7 @@ def read_prompts(sources: Sequence[str], *, literal: bool = False) -> list[str] 
     return found
 
 
-def _read(source: str) -> Iterator[str | list[int]]:
+def _read(source: str, model: ModelSource | None) -> Iterator[str | list[int]]:
     if source == "-":
         yield from (document.content for document in read_lines(sys.stdin))
         return
@@ -77,4 +82,13 @@ def _read(source: str) -> Iterator[str | list[int]]:
         raise PromptError(
             f"expected a file of prompts at {source!r}, found {state}; to give the prompt itself add --text"
         )
-    yield from (document.content for document in read_documents(path, Reading()))
+    for document in read_documents(path, Reading(pairs=model is not None)):
+        yield document.content if model is None else _prompt(document, model)
+
+
+def _prompt(document: Document, model: ModelSource) -> str | list[int]:
+    from ...stages.forward.text.prompts import pair_ids
+
+    if document.target is None:
+        return document.content
+    return pair_ids(document.content, document.target, model.tokenizer, model.config, model.name)

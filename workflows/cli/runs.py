@@ -292,7 +292,8 @@ def capture(
     MODEL is a hub id, a directory, or "specimen", "specimen-guided", "specimen-rwkv" or "specimen-experts",
     shipped with mizarr.
     PROMPTS are text files with one per line, JSONL files with a string, {"text": …} or {"ids": […]} per line,
-    Parquet files with such a column, or - for stdin. Folders, globs, tar archives (WebDataset), Arrow files
+    or {"source": …, "target": …} for an encoder with a decoder, each side a string or […]; Parquet files with
+    a column text or ids, or - for stdin. Folders, globs, tar archives (WebDataset), Arrow files
     and gzipped ones are a corpus, and so is everything where --context and its like are given: documents are
     streamed, cut into contexts or packed into them. What the store already holds is not computed again.
 
@@ -316,7 +317,7 @@ def capture(
         # Everything that can be wrong with the request is found here, before a store is made.
         corpus = None if text else corpus_of(prompts, **documents)
         if corpus is None:
-            node = asked(prompts=read_prompts(prompts, literal=text))
+            node = asked(prompts=read_prompts(prompts, literal=text, model=source))
         else:
             words = source.tokenizer
             corpus = held.enter_context(as_files(corpus))

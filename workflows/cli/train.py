@@ -127,7 +127,7 @@ def train(
     crosscoders) and measures on prompts held out. Ctrl-C, or a kill, leaves a checkpoint in --out; the same
     command goes on there, with the same result.
 
-    PROMPTS are given as to mizarr capture.
+    PROMPTS are given as to mizarr capture, but for pairs.
     """
     from ...stages.forward.models.files import resolve
     from ...stages.training_data.several import SideBySide

@@ -380,6 +380,9 @@ class Architecture(ABC):
     """Of a table of positions; 0 for none."""
     has_position_waves: bool = False
     """Whether that table is one of sines and cosines, which no checkpoint holds."""
+    ends_with_slowest_wave: bool = True
+    """Whether the last frequency of those is 1/10000, as fairseq has it; else one more would be, as in the
+    paper."""
     first_position: int = 0
     """Row of that table for the first position."""
     embedding_scale: float | None = None

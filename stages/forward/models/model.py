@@ -37,7 +37,7 @@ from ..passes.kept import Cache
 from ..passes.plain import forward_part
 from ..passes.planner import MEMORY
 from ..passes.sweep import Result
-from ..text.prompts import as_pairs, as_rows, check_prompts, no_tokenizer
+from ..text.prompts import as_pairs, as_rows, check_prompts, no_tokenizer, pair_ids
 from .fingerprint import fingerprint, tensor_bytes, weights_digest
 from .memory import keep_freed_memory
 from .residency import room_for, told
@@ -231,15 +231,7 @@ class Model:
         the decoder reads them behind the start. A first token of `vocab_size` and more says where the target
         begins. Raises ConfigError of a model that reads one sequence, and as `tokenize`.
         """
-        start = self.config.target_start
-        if start is None:
-            raise ConfigError(
-                f"expected a model with an encoder and a decoder to read pairs, found {self.name}, which "
-                "reads one sequence; join the two texts"
-            )
-        first = self.tokenizer.encode(source).ids if isinstance(source, str) else list(source)
-        behind = self.tokenizer.encode_raw(target).ids if isinstance(target, str) else list(target)
-        return self.tokenize([*first, start, *behind])[0]
+        return self.tokenize(pair_ids(source, target, self._tokenizer, self.config, self.name))[0]
 
     def chat(
         self,

@@ -308,12 +308,16 @@ def small_ends(take: Take, config: Architecture, like: Tensor) -> dict[str, Any]
 
 def waves(config: Architecture, like: Tensor) -> Tensor:
     """Positions as sines and cosines of falling frequency [position, hidden], all sines first (Vaswani et
-    al., Attention Is All You Need, 2017, section 3.5, as fairseq has it)."""
+    al., Attention Is All You Need, 2017, section 3.5; `Architecture.ends_with_slowest_wave` tells the two
+    ways apart)."""
     import torch
 
-    half = config.hidden_size // 2
-    falling = torch.exp(torch.arange(half).float() * -(math.log(10000) / (half - 1)))
-    angles = torch.arange(config.position_rows).float()[:, None] * falling
+    half, is_fairseq = config.hidden_size // 2, config.ends_with_slowest_wave
+    # Each in the precision of its reference: angles reach a thousand, of which float32 loses 1e-4.
+    dtype = torch.float32 if is_fairseq else torch.float64
+    slowest = half - 1 if is_fairseq else half
+    falling = torch.exp(torch.arange(half, dtype=dtype) * -(math.log(10000) / slowest))
+    angles = torch.arange(config.position_rows, dtype=dtype)[:, None] * falling
     return torch.cat([angles.sin(), angles.cos()], dim=1).to(like)
 
 

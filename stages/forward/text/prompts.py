@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ....store.errors import PromptError, TokenizerError
+from ....store.errors import ConfigError, PromptError, TokenizerError
 from ....store.runs.packed import PackedTokens
 from ..architectures.architecture import Architecture
 from .world import WORLD
@@ -70,6 +70,32 @@ def with_target(found: Encoding, config: Architecture) -> Encoding:
         special=[*found.special, True],
         byte_spans=spans,
     )
+
+
+def pair_ids(
+    source: str | Sequence[int],
+    target: str | Sequence[int],
+    tokenizer: Tokenizer | None,
+    config: Architecture,
+    model: str,
+) -> list[int]:
+    """Token ids of a source and what its target goes on with behind its start, see `Model.pair`; whether they
+    are a prompt of the model is not looked at."""
+    start = config.target_start
+    if start is None:
+        raise ConfigError(
+            f"expected a model with an encoder and a decoder to read pairs, found {model}, which reads one "
+            "sequence; join the two texts"
+        )
+
+    def ids(side: str | Sequence[int], *, add_special: bool) -> list[int]:
+        if not isinstance(side, str):
+            return [int(token) for token in side]
+        if tokenizer is None:
+            raise no_tokenizer(model)
+        return tokenizer.encode(side, add_special=add_special).ids
+
+    return [*ids(source, add_special=True), start, *ids(target, add_special=False)]
 
 
 def as_pairs(rows: Sequence[Any], config: Architecture, model: str, *, given: bool = False) -> list[Any]:

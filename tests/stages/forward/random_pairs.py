@@ -9,7 +9,21 @@ from typing import Any
 import pytest
 
 VOCABULARY = 60
-KINDS = ("t5", "t5 1.1", "t5 with a head of its own", "mt5", "umt5", "bart", "mbart")
+BARTS = {
+    "bart": "Bart",
+    "mbart": "MBart",
+    "plbart": "PLBart",
+    "mvp": "Mvp",
+    "marian": "Marian",
+    "marian with positions in the file": "Marian",
+    "pegasus": "Pegasus",
+    "m2m_100": "M2M100",
+    "blenderbot": "Blenderbot",
+    "blenderbot-small": "BlenderbotSmall",
+}
+KINDS = ("t5", "t5 1.1", "t5 with a head of its own", "mt5", "umt5", *BARTS)
+LONGEST = 128
+"""Positions of a side, where the kind bounds them."""
 
 
 def random_pair(kind: str, seed: int, folder: Path) -> Any:
@@ -19,17 +33,21 @@ def random_pair(kind: str, seed: int, folder: Path) -> Any:
     drawn = random.Random(seed)
     torch.manual_seed(seed)
     depth = (drawn.randint(1, 3), drawn.randint(1, 3))
-    family, settings = (_bart if "bart" in kind else _t5)(kind, drawn, depth)
+    family, settings = (_bart if kind in BARTS else _t5)(kind, drawn, depth)
     config = getattr(transformers, f"{family}Config")(**settings)
-    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    head = "MTModel" if family == "Marian" else "ForConditionalGeneration"
+    model = getattr(transformers, f"{family}{head}")(config).eval()
     model.set_attn_implementation("eager")
     if kind == "t5 with a head of its own":
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
     with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.1)
-        if "bart" in kind:
+        for name, weight in model.named_parameters():
+            if kind != "marian" or "embed_positions" not in name:
+                weight.add_(torch.randn_like(weight) * 0.1)
+        if hasattr(model, "final_logits_bias"):
             model.final_logits_bias.normal_()
+    if kind == "marian with positions in the file":
+        model._keys_to_ignore_on_save = None
     model.save_pretrained(folder)
     return model
 
@@ -63,8 +81,14 @@ def _bart(kind: str, drawn: random.Random, depth: tuple[int, int]) -> tuple[str,
         "decoder_attention_heads": heads,
         "encoder_ffn_dim": inner,
         "decoder_ffn_dim": inner,
-        "max_position_embeddings": 64,
+        "max_position_embeddings": LONGEST,
         "scale_embedding": drawn.random() < 0.5,
         "decoder_start_token_id": 2,
     }
-    return {"bart": "Bart", "mbart": "MBart"}[kind], settings
+    if kind not in ("bart", "mbart"):
+        settings |= {
+            "activation_function": drawn.choice(["gelu", "relu", "swish", "gelu_new"]),
+            "decoder_start_token_id": drawn.choice([2, 4]),
+            "pad_token_id": drawn.choice([0, 1, 3]),
+        }
+    return BARTS[kind], settings

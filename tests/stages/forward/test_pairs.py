@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ import torch
 import mizarr
 from mizarr.store.errors import ConfigError, PromptError
 
-from .random_pairs import KINDS, VOCABULARY, random_pair
+from .random_pairs import BARTS, KINDS, LONGEST, VOCABULARY, random_pair
 
 pytest.importorskip("transformers")
-LENGTHS = (1, 2, 37)
+LENGTHS = (1, 2, 37, 100)
 
 
 def _tensor(cache: Any, name: str) -> torch.Tensor:
@@ -74,7 +75,7 @@ def test_everything_transformers_tells_of_a_pair_is_told_alike(kind: str, seed: 
             assert max(found.values()) < 1e-4, (source, target, found)
 
 
-@pytest.mark.parametrize("kind", ["t5", "bart"])
+@pytest.mark.parametrize("kind", ["t5", *BARTS])
 def test_pairs_of_one_length_that_begin_elsewhere_are_computed_as_alone(kind: str, tmp_path: Path) -> None:
     random_pair(kind, 3, tmp_path)
     model = mizarr.Model.from_pretrained(tmp_path)
@@ -100,7 +101,7 @@ def _change(point: mizarr.HookPoint, model: mizarr.Model, length: int, drawn: ra
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("kind", ["t5", "umt5", "bart", "mbart"])
+@pytest.mark.parametrize("kind", ["t5", "umt5", *BARTS])
 def test_runs_that_are_planned_together_give_what_each_gives_alone(
     kind: str, seed: int, tmp_path: Path
 ) -> None:
@@ -145,7 +146,7 @@ def test_a_change_of_the_target_is_planned_from_there_on(tmp_path: Path) -> None
     assert config.reaches_from(ids, 5) == 5
 
 
-@pytest.mark.parametrize("kind", ["t5", "mt5", "bart", "mbart"])
+@pytest.mark.parametrize("kind", ["t5", "mt5", *BARTS])
 def test_targets_go_on_as_transformers_goes_on(kind: str, tmp_path: Path) -> None:
     reference = random_pair(kind, 5, tmp_path)
     model = mizarr.Model.from_pretrained(tmp_path)
@@ -163,8 +164,9 @@ def test_targets_go_on_as_transformers_goes_on(kind: str, tmp_path: Path) -> Non
 def test_a_target_does_not_grow_beyond_its_positions(tmp_path: Path) -> None:
     random_pair("bart", 5, tmp_path)
     model = mizarr.Model.from_pretrained(tmp_path)
-    with pytest.raises(PromptError, match="at most 64 positions of a source or a target, found 65"):
-        mizarr.generate(model, [[9, 8]], max_tokens=70, eos=())
+    told = f"at most {LONGEST} positions of a source or a target, found {LONGEST + 1}"
+    with pytest.raises(PromptError, match=told):
+        mizarr.generate(model, [[9, 8]], max_tokens=LONGEST + 6, eos=())
 
 
 def test_a_capture_holds_what_a_forward_pass_gives(tmp_path: Path) -> None:
@@ -193,8 +195,9 @@ def test_what_is_no_pair_is_refused(tmp_path: Path) -> None:
     for bad in ([start, 7], [7, start, start]):
         with pytest.raises(PromptError, match=r"model\.pair"):
             model.tokenize(bad)
-    with pytest.raises(PromptError, match="at most 64 positions of a source or a target, found 65"):
-        model.pair([7] * 65)
+    told = f"at most {LONGEST} positions of a source or a target, found {LONGEST + 1}"
+    with pytest.raises(PromptError, match=told):
+        model.pair([7] * (LONGEST + 1))
     with pytest.raises(PromptError, match="token ids"):
         model.pair([7, 8], [-1])
     with pytest.raises(ConfigError, match="an encoder and a decoder"):
@@ -227,3 +230,45 @@ def test_texts_are_sources_and_their_pairs_have_targets(tmp_path: Path) -> None:
     assert ids == [3, 4, 1, start, 5, 1, start]
     found = mizarr.generate(model, ["one two"], max_tokens=3, eos=())
     assert found[0].prompt_ids == (3, 4, 1, start) and len(found[0].generated_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "told"),
+    [
+        (
+            "marian",
+            {"share_encoder_decoder_embeddings": False},
+            "share_encoder_decoder_embeddings to be true",
+        ),
+        ("mvp", {"use_prompt": True}, "use_prompt to be false, found true"),
+        (
+            "m2m_100",
+            {"d_model": 15, "encoder_attention_heads": 1, "decoder_attention_heads": 1},
+            "even d_model",
+        ),
+        ("pegasus", {"decoder_attention_heads": 1}, "encoder and decoder of the same attention_heads"),
+        ("blenderbot", {"activation_function": "tanh"}, "expected an activation among"),
+        ("pegasus", {"model_type": "bigbird_pegasus"}, "bigbird_pegasus"),
+        ("bart", {"model_type": "led"}, "led"),
+        ("m2m_100", {"model_type": "nllb-moe"}, "nllb-moe"),
+    ],
+)
+def test_what_has_no_axis_here_is_refused(
+    kind: str, changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    random_pair(kind, 9, tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ConfigError, match=told):
+        mizarr.Model.from_pretrained(tmp_path)
+
+
+def test_padding_has_no_position_in_m2m(tmp_path: Path) -> None:
+    random_pair("m2m_100", 9, tmp_path)
+    model = mizarr.Model.from_pretrained(tmp_path)
+    padding = json.loads((tmp_path / "config.json").read_text())["pad_token_id"]
+    for pair in (([7, padding, 8], []), ([7], [padding])):
+        with pytest.raises(PromptError, match=f"expected no padding in the prompt, found token {padding}"):
+            model.pair(*pair)
+    with pytest.raises(PromptError, match="expected no padding in a source or a target"):
+        model.forward([[7, 8, VOCABULARY + padding]])

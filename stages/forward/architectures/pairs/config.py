@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import ClassVar, Literal
 
 from .....store.digest import digest
-from ..architecture import Architecture, AttentionMixer, AxisSizes, Heads, Layer, Reach, Tensors, plain
+from ..architecture import Architecture, AttentionMixer, AxisSizes, Heads, Layer, Reach, Tensors, later, plain
 from ..mixers import AttentionShape, RelativeShape
 from ..points import HookPoint
 from ..rwkv import UNLIMITED
@@ -51,7 +51,9 @@ class PairConfig(Architecture):
     spelling: whose names the checkpoint's tensors have. norms: "before" what reads the stream, or "of sums"
     of it with what is added, which become the stream. has_biases: of all maps. buckets, farthest: of biases
     by distance; None where positions are learned or waves. bias_in_each: whether each layer has a table of
-    its own. start_token: what a target begins with where none is given.
+    its own. start_token: what a target begins with where none is given. norms_target_tokens: whether the norm
+    of a target's embeddings is of its tokens, unscaled, and positions are added to that; in a source it is of
+    the sum.
     """
 
     kind: ClassVar[str] = "pair"
@@ -86,6 +88,10 @@ class PairConfig(Architecture):
     has_head_bias: bool = False
     tie_word_embeddings: bool = True
     final_logit_softcapping: float | None = None
+    has_position_waves: bool = later(False, everywhere=True)
+    ends_with_slowest_wave: bool = later(True, everywhere=True)
+    norms_target_tokens: bool = later(False, everywhere=True)
+    unknown_token: int | None = later(None, everywhere=True)
 
     @property
     def num_layers(self) -> int:  # type: ignore[override]
@@ -111,6 +117,11 @@ class PairConfig(Architecture):
     def side_length(self) -> int | None:
         """Positions that a source or a target may have; None where nothing bounds them."""
         return self.max_positions
+
+    @property
+    def position_rows(self) -> int:  # type: ignore[override]
+        """See `Architecture`; of each side."""
+        return self.max_positions + self.position_offset if self.max_positions else 0
 
     @cached_property
     def axis_sizes(self) -> AxisSizes:

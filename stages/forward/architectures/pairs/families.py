@@ -1,15 +1,16 @@
 """Families of encoders with decoders: how a config.json of each is read, with the reference's defaults.
 
 T5 and its kin (Raffel et al., 2020; Xue et al., mT5, 2021), and BART and its kin (Lewis et al., 2020; Liu et
-al., mBART, 2020).
+al., mBART, 2020; Junczys-Dowmunt et al., Marian, 2018; Zhang et al., PEGASUS, 2020; Roller et al.,
+Blenderbot, 2021; Fan et al., M2M-100, 2021; Ahmad et al., PLBART, 2021; Tang et al., MVP, 2023).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from .....store.errors import ConfigError
 from ..families import ACTIVATIONS
@@ -31,6 +32,14 @@ UNUSED = (
     *("dropout", "attention_dropout", "activation_dropout", "init_std", "num_labels", "num_hidden_layers"),
     *("encoder_layerdrop", "decoder_layerdrop", "forced_eos_token_id", "forced_bos_token_id", "n_positions"),
     *("output_past", "add_final_layer_norm", "normalize_before", "add_bias_logits", "classif_dropout"),
+    *("normalize_embedding", "static_position_embeddings", "extra_pos_embeddings", "decoder_vocab_size"),
+    *("extra_layer_norm", "layernorm_variant", "do_blenderbot_90_layernorm", "prompt_length"),
+    *(
+        "prompt_mid_dim",
+        "encoder_no_repeat_ngram_size",
+        "force_bos_token_to_be_generated",
+        "gradient_checkpointing",
+    ),
 )
 """Keys that change no number of a pass."""
 
@@ -41,6 +50,35 @@ class PairFamily:
 
     read: Callable[[ConfigReader, TensorShapes], PairConfig]
     described: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Bart:
+    """What sets a family apart from BART.
+
+    positions: "learned" tables, "waves" where the file has no table, or "waves of fairseq", which no file
+    has, behind the row of the padding token. start: that of a target, None for the end of a text. usual:
+    sizes where they are not BART's.
+    """
+
+    norms: Literal["before", "of sums"] = "of sums"
+    embedding_norm: Literal["of sums", "of target tokens"] | None = "of sums"
+    positions: Literal["learned", "waves", "waves of fairseq"] = "learned"
+    offset: int = 2
+    activation: str = "gelu"
+    is_scaled: bool = False
+    start: int | None = None
+    usual: Mapping[str, int] = field(default_factory=dict)
+
+
+_BART = {"d_model": 1024, "vocab_size": 50265, "max_position_embeddings": 1024}
+_BART |= {"attention_heads": 16, "ffn_dim": 4096, "encoder_layers": 12, "decoder_layers": 12}
+_PLBART = {"d_model": 768, "vocab_size": 50005, "attention_heads": 12, "ffn_dim": 3072}
+_PLBART |= {"encoder_layers": 6, "decoder_layers": 6}
+_BLENDERBOT = {"d_model": 2560, "vocab_size": 8008, "max_position_embeddings": 128, "attention_heads": 32}
+_BLENDERBOT |= {"ffn_dim": 10240, "encoder_layers": 2, "decoder_layers": 24}
+_SMALL = {"d_model": 512, "max_position_embeddings": 512, "ffn_dim": 2048}
+_SMALL |= {"encoder_layers": 8, "decoder_layers": 8}
 
 
 def _activation(reader: ConfigReader, name: str) -> ActivationName:
@@ -111,47 +149,73 @@ def _read_t5(reader: ConfigReader, shapes: TensorShapes, *, each: bool, tied: bo
     )
 
 
-def _read_bart(reader: ConfigReader, shapes: TensorShapes, *, like_mbart: bool) -> PairConfig:
+def _read_bart(reader: ConfigReader, shapes: TensorShapes, family: _Bart) -> PairConfig:
     _begin(reader, shapes, "model.decoder.layers.0.encoder_attn.q_proj.weight")
-    raw = reader.raw
+    raw, usual = reader.raw, {**_BART, **family.usual}
     reader.read.add("tie_word_embeddings")
+    _refuse(reader, "share_encoder_decoder_embeddings", usual=True)
+    _refuse(reader, "use_prompt", usual=False)
     sides = {}
-    for key, default in (("attention_heads", 16), ("ffn_dim", 4096), ("layers", 12)):
-        sides[key] = [reader.integer(f"{side}_{key}", default) for side in ("encoder", "decoder")]
-        if key != "layers" and len(set(sides[key])) > 1:
+    for key in ("attention_heads", "ffn_dim"):
+        first, other = (reader.integer(f"{side}_{key}", usual[key]) for side in ("encoder", "decoder"))
+        if first != other:
             raise ConfigError(
-                f"{reader.source}: expected encoder and decoder of the same {key}, found "
-                f"{sides[key][0]} and {sides[key][1]}; such a model cannot run here"
+                f"{reader.source}: expected encoder and decoder of the same {key}, found {first} and "
+                f"{other}; such a model cannot run here"
             )
-    hidden, heads = reader.integer("d_model", 1024), sides["attention_heads"][0]
+        sides[key] = first
+    hidden, heads = reader.integer("d_model", usual["d_model"]), sides["attention_heads"]
     if hidden % heads:
         raise ConfigError(f"{reader.source}: expected heads that divide d_model {hidden}, found {heads}")
-    scales = reader.flag("scale_embedding", False)
+    is_fairseq = family.positions == "waves of fairseq"
+    in_file = "model.encoder.embed_positions.weight" in shapes
+    waves = is_fairseq or (family.positions == "waves" and not in_file)
+    if waves and hidden % 2:
+        raise ConfigError(
+            f"{reader.source}: expected an even d_model where positions are waves, found {hidden}; such a "
+            "model cannot run here"
+        )
+    padding = reader.integer("pad_token_id", 1, least=0) if is_fairseq else None
+    start = raw.get("eos_token_id", 2) if family.start is None else family.start
     own = "lm_head.weight" in shapes and raw.get("tie_word_embeddings") is False
     return PairConfig(
         model_type=raw["model_type"],
         spelling="bart",
         hidden_size=hidden,
-        vocab_size=reader.integer("vocab_size", 50265),
-        encoder_layers=sides["layers"][0],
-        decoder_layers=sides["layers"][1],
+        vocab_size=reader.integer("vocab_size", usual["vocab_size"]),
+        encoder_layers=reader.integer("encoder_layers", usual["encoder_layers"]),
+        decoder_layers=reader.integer("decoder_layers", usual["decoder_layers"]),
         heads=heads,
         head_dim=hidden // heads,
-        mlp_size=sides["ffn_dim"][0],
-        activation=_activation(reader, reader.text("activation_function", "gelu")),
-        start_token=_token(reader, "decoder_start_token_id", raw.get("eos_token_id", 2)),
+        mlp_size=sides["ffn_dim"],
+        activation=_activation(reader, reader.text("activation_function", family.activation)),
+        start_token=_token(reader, "decoder_start_token_id", start),
         norm_type="layer",
         norm_eps=1e-5,
-        norms="before" if like_mbart else "of sums",
+        norms=family.norms,
         has_biases=True,
-        max_positions=reader.integer("max_position_embeddings", 1024),
-        position_offset=2,
-        embedding_scale=math.sqrt(hidden) if scales else None,
-        has_embedding_norm=True,
-        has_final_norm=like_mbart,
+        max_positions=reader.integer("max_position_embeddings", usual["max_position_embeddings"]),
+        position_offset=family.offset if padding is None else padding + 1,
+        embedding_scale=math.sqrt(hidden) if reader.flag("scale_embedding", family.is_scaled) else None,
+        has_embedding_norm=family.embedding_norm is not None,
+        has_final_norm=family.norms == "before",
         has_head_bias="final_logits_bias" in shapes,
         tie_word_embeddings=not own,
+        has_position_waves=waves,
+        ends_with_slowest_wave=is_fairseq or not waves,
+        norms_target_tokens=family.embedding_norm == "of target tokens",
+        unknown_token=padding,
     )
+
+
+def _refuse(reader: ConfigReader, key: str, *, usual: bool) -> None:
+    """A flag that must be as it usually is."""
+    found = reader.flag(key, usual)
+    if found is not usual:
+        raise ConfigError(
+            f"{reader.source}: expected {key} to be {str(usual).lower()}, found {str(found).lower()}; such a "
+            "model cannot run here"
+        )
 
 
 def _row(model_type: str, examples: str, norm: str, mlp: str, positions: str) -> dict[str, str]:
@@ -166,18 +230,71 @@ def _t5(model_type: str, examples: str, mlp: str, *, each: bool = False, tied: b
     )
 
 
-def _bart(model_type: str, examples: str, norm: str, *, like_mbart: bool) -> PairFamily:
+def _bart(model_type: str, examples: str, norm: str, mlp: str, family: _Bart) -> PairFamily:
+    positions = {"learned": "learned positions", "waves": "positions as waves"}
     return PairFamily(
-        lambda reader, shapes: _read_bart(reader, shapes, like_mbart=like_mbart),
-        _row(model_type, examples, norm, "plain, GELU", "learned positions"),
+        lambda reader, shapes: _read_bart(reader, shapes, family),
+        _row(model_type, examples, norm, mlp, positions[family.positions.split(" of ")[0]]),
     )
 
 
+_ON_SUMS = "layer norm, on the sums"
 PAIRS: dict[str, PairFamily] = {
     "t5": _t5("t5", "T5, T5 1.1, Flan-T5", "plain ReLU or gated GELU", tied=True),
     "mt5": _t5("mt5", "mT5", "gated GELU (tanh)"),
     "umt5": _t5("umt5", "UMT5", "gated GELU (tanh)", each=True),
-    "bart": _bart("bart", "BART", "layer norm, on the sums", like_mbart=False),
-    "mbart": _bart("mbart", "mBART", "layer norm", like_mbart=True),
+    "bart": _bart("bart", "BART", _ON_SUMS, "plain, GELU", _Bart()),
+    "mbart": _bart("mbart", "mBART", "layer norm", "plain, GELU", _Bart(norms="before")),
+    "plbart": _bart("plbart", "PLBART", _ON_SUMS, "plain, GELU", _Bart(is_scaled=True, usual=_PLBART)),
+    "mvp": _bart("mvp", "MVP", _ON_SUMS, "plain, GELU", _Bart(usual={"vocab_size": 50267})),
+    "marian": _bart(
+        "marian",
+        "Opus-MT",
+        _ON_SUMS,
+        "plain, SiLU",
+        _Bart(
+            embedding_norm=None,
+            positions="waves",
+            offset=0,
+            start=58100,
+            usual={"vocab_size": 58101},
+        ),
+    ),
+    "pegasus": _bart(
+        "pegasus",
+        "PEGASUS",
+        "layer norm",
+        "plain, ReLU",
+        _Bart(norms="before", embedding_norm=None, positions="waves", offset=0, start=0),
+    ),
+    "m2m_100": _bart(
+        "m2m_100",
+        "M2M-100, NLLB",
+        "layer norm",
+        "plain, ReLU",
+        _Bart(
+            norms="before",
+            embedding_norm=None,
+            positions="waves of fairseq",
+            activation="relu",
+            is_scaled=True,
+            start=2,
+            usual={"vocab_size": 128112},
+        ),
+    ),
+    "blenderbot": _bart(
+        "blenderbot",
+        "Blenderbot",
+        "layer norm",
+        "plain, GELU",
+        _Bart(norms="before", embedding_norm=None, offset=0, start=1, usual=_BLENDERBOT),
+    ),
+    "blenderbot-small": _bart(
+        "blenderbot-small",
+        "Blenderbot 90M",
+        f"{_ON_SUMS}; of target tokens without positions",
+        "plain, GELU",
+        _Bart(embedding_norm="of target tokens", offset=0, start=1, usual=_SMALL),
+    ),
 }
 """model_type -> family."""

@@ -56,9 +56,9 @@ class Shapes(Protocol):
     @property
     def bias_in_each(self) -> bool: ...
     @property
-    def max_positions(self) -> int | None: ...
+    def position_rows(self) -> int: ...
     @property
-    def position_offset(self) -> int: ...
+    def has_position_waves(self) -> bool: ...
     @property
     def has_embedding_norm(self) -> bool: ...
     @property
@@ -117,15 +117,16 @@ def pair_tensors(config: Shapes) -> PairTensors:
     layers = tuple(dict(_layer(c, layer)) for layer in range(c.num_layers))
     copies = {f"{root}{side}.embed_tokens.weight": embed.name for side in ("encoder", "decoder")}
     copies |= {"lm_head.weight": embed.name} if c.tie_word_embeddings else {}
-    # Older checkpoints of T5 hold a table of distances of cross-attention, which nothing reads.
-    stale = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    # Older checkpoints of T5 hold a table of distances of cross-attention, those of M2M100 its waves.
+    stale = [f"{root}{side}.embed_positions.weights" for side in ("encoder", "decoder")]
+    stale = ["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] if is_t5 else stale
     each = "block.{}." if is_t5 else "layers.{}."
     return PairTensors(
         outside,
         layers,
         f"{root}encoder.{each}",
         copies,
-        [stale] if is_t5 else [],
+        stale,
         depth=c.encoder_layers,
         decoder_prefix=f"{root}decoder.{each}",
     )
@@ -169,9 +170,9 @@ def _outer(c: Shapes, *, is_decoder: bool) -> Iterator[tuple[str, Stored]]:
     """What stands outside of layers, and its first layer is given."""
     root = "" if c.spelling == "t5" else "model."
     side = "decoder" if is_decoder else "encoder"
-    if c.max_positions is not None:
-        rows = c.max_positions + c.position_offset
-        yield f"{OUTER}positions", Stored(f"{root}{side}.embed_positions.weight", (rows, c.hidden_size))
+    if c.position_rows and not c.has_position_waves:
+        shape = (c.position_rows, c.hidden_size)
+        yield f"{OUTER}positions", Stored(f"{root}{side}.embed_positions.weight", shape)
     if c.has_embedding_norm:
         yield from _norm(c, f"{OUTER}embed_norm", f"{root}{side}.layernorm_embedding").items()
     if is_decoder and c.has_final_norm:

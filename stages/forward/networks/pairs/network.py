@@ -94,9 +94,13 @@ class Pair(Ends[PairConfig, PairLayer]):
             raise no_pairs()
         c = self.config
         is_target = (positions >= starts).expand_as(ids)[..., None]
-        x = self.weights.embedded(ids % c.vocab_size)
-        if c.embedding_scale is not None:
-            x = x * c.embedding_scale
+        ids = ids % c.vocab_size
+        if c.unknown_token is not None and bool((ids == c.unknown_token).any()):
+            raise PromptError(
+                f"expected no padding in a source or a target, found token {c.unknown_token}, which has no "
+                f"position in {c.model_type}; leave it out"
+            )
+        x = self.weights.embedded(ids)
         place = torch.where(is_target[..., 0], positions - starts, positions)
         if c.side_length is not None and int(place.max()) >= c.side_length:
             raise PromptError(
@@ -109,12 +113,17 @@ class Pair(Ends[PairConfig, PairLayer]):
     def _begun(self, x: Tensor, place: Tensor, first: int) -> Tensor:
         """Embeddings as the side whose first layer this is reads them; place: in it, int [B, S]."""
         c, layer = self.config, self.weights.layers[first]
-        if layer.positions is not None:
-            # Of the other side, whose rows are not taken.
-            rows = (place + c.position_offset).clamp(max=len(layer.positions) - 1)
-            x = x + layer.positions[rows]
         norm = layer.outer_norms.get("embed_norm")
-        return x if norm is None else apply_norm(x, norm, c.norm_type, c.norm_eps)
+        is_early = c.norms_target_tokens and first > 0
+        if norm is not None and is_early:
+            x = apply_norm(x, norm, c.norm_type, c.norm_eps)
+        elif c.embedding_scale is not None:
+            x = x * c.embedding_scale
+        table = self.weights.positions if layer.positions is None else layer.positions
+        if table is not None:
+            # Of the other side, whose rows are not taken.
+            x = x + table[(place + c.position_offset).clamp(max=len(table) - 1)]
+        return x if norm is None or is_early else apply_norm(x, norm, c.norm_type, c.norm_eps)
 
     def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
         """What enters a layer -> what comes out of it, see `Network`."""

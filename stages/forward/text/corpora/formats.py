@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 TEXT, IDS = "text", "ids"
+SOURCE, TARGET = "source", "target"
 GZIP = ".gz"
 LARGEST = 256 << 20
 """Bytes of one member of an archive: a document is held in memory."""
@@ -43,21 +44,25 @@ JSON_LINES = (".jsonl", ".ndjson")
 
 @dataclass(frozen=True)
 class Document:
-    """One document: its text or its token ids, and its labels by name."""
+    """One document: its text or its token ids, and its labels by name. target: of a pair, whose source the
+    content is; None where it is no pair."""
 
     content: str | list[int]
     labels: Mapping[str, Any] = field(default_factory=dict)
+    target: str | list[int] | None = None
 
 
 @dataclass(frozen=True)
 class Reading:
     """What is read of a file. column: of texts, or of lists of ids; by default `text`, else `ids`. labels:
-    columns that are kept beside each document. whole: a text file is one document, and not one a line.
+    columns that are kept beside each document. whole: a text file is one document, and not one a line. pairs:
+    JSON lines may hold a `source` and its `target`.
     """
 
     column: str | None = None
     labels: tuple[str, ...] = ()
     whole: bool = False
+    pairs: bool = False
 
 
 def read_documents(path: Path, reading: Reading) -> Iterator[Document]:
@@ -118,6 +123,9 @@ def _json_lines(raw: IO[bytes], reading: Reading, told: str) -> Iterator[Documen
 def _of_json(row: Any, reading: Reading, where: str, line: str) -> Document:
     content = row
     if isinstance(row, dict):
+        # Where a text came from is often told as its source.
+        if reading.pairs and not row.keys() & {TEXT, IDS} and row.keys() & {SOURCE, TARGET}:
+            return _pair(row, where, line)
         content = row.get(reading.column) if reading.column else row.get(TEXT, row.get(IDS))
     if not isinstance(content, str) and not _is_ids(content):
         named = f"{{{reading.column!r}: …}}" if reading.column else "{'text': string} or {'ids': [integers]}"
@@ -128,6 +136,17 @@ def _of_json(row: Any, reading: Reading, where: str, line: str) -> Document:
             f"{where}: expected {missing[0]!r} to keep as a label, found {', '.join(held) or 'no keys'}"
         )
     return Document(content, {name: held[name] for name in reading.labels})
+
+
+def _pair(row: Mapping[str, Any], where: str, line: str) -> Document:
+    sides = [row.get(SOURCE), row.get(TARGET)]
+    if not all(isinstance(side, str) or _is_ids(side) for side in sides):
+        raise PromptError(
+            f"{where}: expected a source and a target, each a string or [integers], found "
+            f"{line.strip()[:40]!r}; give both"
+        )
+    source, target = cast("list[str | list[int]]", sides)
+    return Document(source, target=target)
 
 
 def _parquet(raw: IO[bytes], reading: Reading, told: str) -> Iterator[Document]:
