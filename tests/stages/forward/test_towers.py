@@ -23,7 +23,7 @@ from mizarr.stages.forward.networks.weights import read_shapes
 from mizarr.store.errors import ConfigError
 
 from . import random_hybrids, random_models
-from .compared import LENGTHS, assert_near
+from .compared import BOUND, LENGTHS, assert_near
 
 pytest.importorskip("transformers")
 IMAGE = 300
@@ -54,7 +54,6 @@ def text_of(family: str, seed: int) -> dict[str, Any]:
     drawn = {"vocab_size": random_models.VOCAB, **known(name, seed), "model_type": name}
     if family == "gemma4":
         drawn["pad_token_id"] = 0  # the reference embeds images as padding first
-        drawn["hidden_size"] = 32  # of fewer, norms of next to nothing round by more than is compared
     return drawn | dict.fromkeys(TOWERS[family].unread)
 
 
@@ -118,6 +117,10 @@ def save(directory: Any, family: str, seed: int) -> Any:
     return model
 
 
+LOOSE = dict.fromkeys(("gemma3n", "gemma4"), 5e-5)
+"""As of their text models (test_carrying.py)."""
+
+
 def draw_ids(length: int) -> torch.Tensor:
     seeded = torch.Generator().manual_seed(length)
     return torch.randint(2, IMAGE, (2, length), generator=seeded)
@@ -136,7 +139,7 @@ def test_logits_of_a_text_agree_with_transformers(family, seed, tmp_path):
     model = Model.from_pretrained(tmp_path)
     for length in LENGTHS:
         ids = draw_ids(length)
-        assert_near(model.forward(ids).logits, logits_of(reference, ids))
+        assert_near(model.forward(ids).logits, logits_of(reference, ids), LOOSE.get(family, BOUND))
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llava", "qwen2_vl"])
