@@ -26,6 +26,7 @@ from tests.stages.forward.literal_fla import MIXERS
 from tests.stages.forward.random_attending import ATTENDING
 from tests.stages.forward.random_carrying import CARRYING
 from tests.stages.forward.random_encoders import ENCODERS, save_random_encoder
+from tests.stages.forward.random_hub_code import MADE, save_random_hub_code
 from tests.stages.forward.random_hybrids import HYBRIDS, save_random_hybrid
 from tests.stages.forward.random_models import FAMILIES, save_random_model
 from tests.stages.forward.random_rwkv import GENERATIONS
@@ -69,6 +70,8 @@ def reference_of(family: str) -> Callable[[Path, int], Any] | None:
         return lambda folder, seed: save_random_hybrid(folder, family, seed, tokenizer=False)
     if family in ENCODERS:
         return lambda folder, seed: save_random_encoder(folder, family, seed, tokenizer=False)
+    if family in MADE:
+        return lambda folder, seed: save_random_hub_code(folder, family, seed)
     if family in test_towers.TOWERS:
         return lambda folder, seed: test_towers.save(folder, family, seed)
     return None

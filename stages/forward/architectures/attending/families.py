@@ -17,6 +17,7 @@ from .diffusion import DIFFUSION
 from .encoders import ENCODERS
 from .experts import granite_experts, mixtral_experts, qwen_experts, sigmoid_experts
 from .family import Attends, Windows
+from .from_hubs import FROM_HUBS
 from .latent import LATENT
 from .layers import but_every, flags_of_rope, in_windows, in_windows_if_any
 from .like_encoders import LIKE_ENCODERS
@@ -404,6 +405,7 @@ ATTENDING: dict[str, Attends] = {
     ),
     **DIFFUSION,
     **ENCODERS,
+    **FROM_HUBS,
     **LATENT,
     **LIKE_ENCODERS,
     **NEWER,

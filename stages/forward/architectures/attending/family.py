@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .....store.errors import ConfigError
 from ..architecture import HeadTransform
 from ..families import Bias, Family, asks_to_look_ahead, described, has_bias, read_activation
 from ..hybrid_tensors import Spelling
@@ -44,8 +45,14 @@ def dense(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
     """The MLP of every layer."""
     groups = groups_of(reader, family)
     usual = family.inner_factor and family.inner_factor * reader.integer("hidden_size")
+    inner = usual if family.has_fixed_inner and usual else reader.integer("intermediate_size", usual)
+    if inner % family.inner_parts:
+        raise ConfigError(
+            f"{reader.source}: expected an intermediate_size of {family.inner_parts} projections together, "
+            f"found {inner}; correct the file, or fetch it again"
+        )
     return MlpShape(
-        usual if family.has_fixed_inner and usual else reader.integer("intermediate_size", usual),
+        inner // family.inner_parts,
         read_activation(reader, family),
         is_gated=family.mlp != "plain",
         is_fused=family.mlp == "gated_fused",
@@ -204,6 +211,8 @@ class Attends(Family):
     channel_mixer: Callable[[ConfigReader, Attends, int], ChannelShape] = dense
     inner_factor: int | None = None
     """How much wider an MLP is than the stream, where the config does not say."""
+    inner_parts: int = 1
+    """How many projections intermediate_size counts together."""
     has_fixed_inner: bool = False
     """Whether it is so whatever the config says."""
     never: tuple[str, ...] = ()
