@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ....store.arrays import Array
 from ....store.errors import WeightsError
 from ....store.exchange.tensors import mapped_tensor, read_header
+from .reading import fill
 from .source import Entry, Take
 
 if TYPE_CHECKING:
@@ -93,16 +94,12 @@ def _read(file: FileIO, entry: Mapping[str, Any], start: int, name: str) -> Tens
             f"expected {name!r} as one of {', '.join(dtypes)}, found {entry['dtype']}; convert the file"
         )
     tensor = torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]])
-    into = tensor.reshape(-1).view(torch.uint8).numpy().data
     first, end = entry["data_offsets"]
-    if end - first != len(into):
+    if end - first != tensor.nbytes:
         raise WeightsError(
-            f"expected {len(into)} bytes of {name!r} in {file.name} as its shape says, found "
+            f"expected {tensor.nbytes} bytes of {name!r} in {file.name} as its shape says, found "
             f"{end - first}; fetch it again"
         )
-    file.seek(start + first)
-    while into:
-        if not (count := file.readinto(into)):
-            raise WeightsError(f"{file.name} was cut short while {name!r} was read; fetch it again")
-        into = into[count:]
+    if fill(tensor, file, start + first) < tensor.nbytes:
+        raise WeightsError(f"{file.name} was cut short while {name!r} was read; fetch it again")
     return tensor
