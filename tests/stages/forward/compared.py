@@ -16,6 +16,8 @@ from mizarr.stages.logits.readout import readout_from_files
 from .random_models import VOCAB
 
 LENGTHS = (1, 2, 37, 100)
+RAGGED = [[5, 9, 100], [7] * 12, list(range(2, 43))]
+"""Prompts of several lengths."""
 BOUND = 1e-5
 """Of the scale of what is compared; 1e-7 to 3e-6 is measured, as for float32 against float64."""
 
@@ -29,6 +31,13 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, bound: float = BOUN
     """To a share of the scale of what is expected."""
     scale = max(1.0, float(expected.abs().max()))
     assert float((found - expected).abs().max()) <= bound * scale
+
+
+def assert_alike_together(model: Model, prompts: list[list[int]]) -> None:
+    """Prompts of several lengths have the logits that each has alone."""
+    together = model.forward(prompts)
+    for row, prompt in enumerate(together.tokens):
+        assert_near(together.logits[row, : len(prompt)], model.forward(prompt).logits[0])
 
 
 def outputs_of(reference: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -20,7 +20,15 @@ from mizarr.stages.forward.models.files import resolve
 from mizarr.stages.forward.networks.weights import read_shapes
 from mizarr.store.errors import ConfigError
 
-from .compared import assert_near, assert_parity, assert_read_by_its_files, draw_ids, normed_sum
+from .compared import (
+    RAGGED,
+    assert_alike_together,
+    assert_near,
+    assert_parity,
+    assert_read_by_its_files,
+    draw_ids,
+    normed_sum,
+)
 from .random_attending import ATTENDING, AXES
 from .random_hybrids import draw, save_random_hybrid
 from .random_later import REQUIRED
@@ -38,9 +46,7 @@ def test_logits_and_streams_agree_with_transformers(family, seed, tmp_path):
     reference = save_random_hybrid(tmp_path, family, seed, tokenizer=False)
     model = Model.from_pretrained(tmp_path)
     assert_parity(model, reference)
-    together = model.forward([[5, 9, 100], [7] * 12, list(range(2, 43))])
-    for row, prompt in enumerate(together.tokens):
-        assert_near(together.logits[row, : len(prompt)], model.forward(prompt).logits[0])
+    assert_alike_together(model, RAGGED)
 
 
 @pytest.mark.parametrize("family", ATTENDING)

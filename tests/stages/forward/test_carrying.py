@@ -24,7 +24,7 @@ from mizarr.stages.forward.passes.kept import Cache, read_on
 from mizarr.stages.forward.runs.run import Run
 from mizarr.store.errors import ConfigError, HookPointNotFound, InterventionError
 
-from .compared import assert_near, assert_parity, draw_ids
+from .compared import RAGGED, assert_alike_together, assert_near, assert_parity, draw_ids
 from .random_carrying import CARRYING, FULL, SLIDING
 from .random_hybrids import draw, save_random_hybrid
 from .random_models import VOCAB
@@ -52,9 +52,7 @@ def test_logits_and_streams_agree_with_transformers(family, seed, tmp_path):
     reference = save_random_hybrid(tmp_path, family, seed, tokenizer=False)
     model = Model.from_pretrained(tmp_path)
     assert_parity(model, reference, 5e-5)
-    together = model.forward([[5, 9, 100], [7] * 12, list(range(2, 43))])
-    for row, prompt in enumerate(together.tokens):
-        assert_near(together.logits[row, : len(prompt)], model.forward(prompt).logits[0])
+    assert_alike_together(model, RAGGED)
 
 
 @pytest.mark.parametrize("family", CARRYING)

@@ -26,7 +26,15 @@ from mizarr.stages.logits.readout import readout_from_files
 from mizarr.stages.weights.matrices import PlainMatrices
 from mizarr.store.errors import ConfigError, InterventionError, PromptError, ShapeError
 
-from .compared import assert_near, assert_parity, assert_read_by_its_files, draw_ids, normed_sum
+from .compared import (
+    RAGGED,
+    assert_alike_together,
+    assert_near,
+    assert_parity,
+    assert_read_by_its_files,
+    draw_ids,
+    normed_sum,
+)
 from .random_encoders import DECODERS, ENCODERS, LAYERS, MASK, draw, save_random_encoder
 from .random_hybrids import save_random_hybrid
 from .random_models import save_random_model
@@ -49,9 +57,7 @@ def test_logits_and_streams_agree_with_transformers(family, seed, tmp_path):
     reference = save_random_encoder(tmp_path, family, seed, tokenizer=False)
     model = Model.from_pretrained(tmp_path)
     assert_parity(model, reference)
-    together = model.forward([[5, 9, 100], [7] * 12, [MASK, *range(2, 43)]])
-    for row, prompt in enumerate(together.tokens):
-        assert_near(together.logits[row, : len(prompt)], model.forward(prompt).logits[0])
+    assert_alike_together(model, [*RAGGED[:2], [MASK, *RAGGED[2]]])
 
 
 @pytest.mark.parametrize("family", ENCODERS)

@@ -13,7 +13,7 @@ from mizarr.stages.forward.models.files import resolve
 from mizarr.stages.forward.networks.weights import read_shapes
 from mizarr.store.errors import ConfigError, PromptError
 
-from .compared import assert_near, assert_parity, draw_ids
+from .compared import RAGGED, assert_alike_together, assert_parity, draw_ids
 from .random_hub_code import MADE, save_random_hub_code
 
 pytest.importorskip("transformers")
@@ -25,9 +25,7 @@ def test_logits_and_streams_agree_with_the_same_weights_in_their_kin(family, see
     reference = save_random_hub_code(tmp_path, family, seed)
     model = Model.from_pretrained(tmp_path)
     assert_parity(model, reference)
-    together = model.forward([[5, 9, 100], [7] * 12, list(range(2, 43))])
-    for row, prompt in enumerate(together.tokens):
-        assert_near(together.logits[row, : len(prompt)], model.forward(prompt).logits[0])
+    assert_alike_together(model, RAGGED)
 
 
 @pytest.mark.parametrize("family", MADE)

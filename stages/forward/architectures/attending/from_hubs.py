@@ -13,21 +13,11 @@ from ..hybrid_tensors import Spelling
 from ..linear_families import LLAMA, OF_MIXTRAL
 from ..transformer import ConfigReader
 from .family import Attends, TensorShapes
+from .spellings import OF_GPT2
 
 __all__ = ["FROM_HUBS"]
 
-OF_QWEN = Spelling(
-    embed="transformer.wte",
-    final_norm="transformer.ln_f",
-    layer="transformer.h.{}.",
-    ln1="ln_1",
-    ln2="ln_2",
-    attention="attn.",
-    attention_in="c_attn",
-    attention_out="c_proj",
-    mlp="mlp.",
-    mlp_parts=("w2", "w1", "c_proj"),
-)
+OF_QWEN = replace(OF_GPT2, positions="", mlp_parts=("w2", "w1", "c_proj"), is_transposed=False)
 OF_EXAONE = replace(
     OF_QWEN,
     attention="attn.attention.",
