@@ -13,7 +13,7 @@ from ..pipeline import Declaration
 from ..pipeline.nodes import Node
 from ..pipeline.plan import in_order
 from ..pipeline.stage_node import StageNode
-from ..stages import REGISTRY, find
+from ..stages import registry
 from ..stages.forward.runs.experiment import ExperimentNode
 from . import WORKFLOWS, build
 
@@ -46,13 +46,13 @@ class Use:
 
 
 def uses() -> dict[str, Use]:
-    """Every stage and experiment of the registry with its use, in the order of the table."""
-    declared = {name: find(name).declaration() for name in REGISTRY}
-    having: dict[str, list[str]] = {name: [] for name in REGISTRY}
+    """Every stage and experiment of the registry with its use, in its order."""
+    declared = {name: each.declaration() for name, each in registry().items()}
+    having: dict[str, list[str]] = {name: [] for name in declared}
     for workflow in WORKFLOWS:
         for name in dict.fromkeys(_asked(in_order(build(workflow).nodes.values()))):
             having[name].append(workflow)
-    used = {declared[name].home: name for name in reversed(REGISTRY) if having[name]}
+    used = {declared[name].home: name for name in reversed(declared) if having[name]}
     return {
         name: Use(each, tuple(having[name]), "" if having[name] else used.get(each.home, ""))
         for name, each in declared.items()

@@ -855,7 +855,9 @@ def inputs_of(stage: Any, number: float = 1.0) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", [name for name in stages.REGISTRY if isinstance(stages.find(name), Stage)])
+@pytest.mark.parametrize(
+    "name", [name for name, found in stages.registry().items() if isinstance(found, Stage)]
+)
 def test_every_parameter_and_input_of_a_stage_is_in_its_key(name, store):
     stage = stages.find(name)
     params = {key: 0 if value is inspect.Parameter.empty else value for key, value in stage.params.items()}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import mizarr
-from mizarr.stages import REGISTRY
+from mizarr.stages import registry
 from mizarr.workflows import WORKFLOWS
 from tests.docs.pages import blocks, run_block
 from tests.torch_free import blocking
@@ -56,8 +56,7 @@ def test_every_public_name_has_an_entry():
 
 
 def test_every_stage_and_experiment_has_an_entry():
-    places = {name: place.split(" ") for name, place in REGISTRY.items()}
-    homes = {name: f"mizarr.stages{module}.{(*own, name)[0]}" for name, (module, *own) in places.items()}
+    homes = {name: found.declaration().home for name, found in registry().items()}
     assert not {name: home for name, home in homes.items() if home not in documented()}
 
 

@@ -14,7 +14,7 @@ from threadpoolctl import threadpool_limits
 
 import mizarr
 from mizarr.pipeline import Stage, run
-from mizarr.stages import REGISTRY, find
+from mizarr.stages import registry
 from mizarr.stages.forward.models.files import resolve
 from mizarr.stages.logits.component_weights import component_weights_node
 from mizarr.stages.logits.readout import readout_node
@@ -33,7 +33,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 assert "torch" not in sys.modules
 """
 )
-READING_OTHERS = (".features.", ".graph.", ".algzoo.", ".weights.")
+READING_OTHERS = tuple(f"mizarr.stages.{room}." for room in ("features", "graph", "algzoo", "weights"))
 """Stages over features and graphs, whose inputs come from a dictionary, over networks of AlgZoo, and over a
 checkpoint's matrices; they have tests of their own."""
 
@@ -61,8 +61,8 @@ def test_every_stage_over_stored_activations_is_studied():
     studied_here = {name for name in STUDIES | POST_NORM if name != "residual_parts"}
     assert studied_here == {
         name
-        for name, module in REGISTRY.items()
-        if isinstance(find(name), Stage) and not module.startswith(READING_OTHERS)
+        for name, found in registry().items()
+        if isinstance(found, Stage) and not found.function.__module__.startswith(READING_OTHERS)
     }
 
 

@@ -1,4 +1,4 @@
-"""The table of stages and experiments."""
+"""The registry of stages and experiments."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from types import ModuleType
 import pytest
 
 import mizarr.stages
-from mizarr.pipeline import Stage
+from mizarr.pipeline import Stage, stage
 from mizarr.pipeline.declaration import Output
-from mizarr.stages import REGISTRY, find
+from mizarr.stages import find, registry
 from mizarr.stages.forward.runs.experiment import Experiment
 from mizarr.store.errors import StageError
 from tests.torch_free import without_torch
 
-EXPERIMENTS = [name for name in REGISTRY if not isinstance(find(name), Stage)]
+EXPERIMENTS = [name for name, found in registry().items() if not isinstance(found, Stage)]
 
 
 def modules() -> Iterator[ModuleType]:
@@ -37,7 +37,7 @@ def concrete(kind: type[Experiment]) -> Iterator[type[Experiment]]:
         yield from concrete(each)
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", registry())
 def test_every_entry_has_that_name_a_version_and_outputs(name: str):
     found = find(name)
     declared = found.declaration()
@@ -48,7 +48,7 @@ def test_every_entry_has_that_name_a_version_and_outputs(name: str):
     assert declared.kind == ("stage" if isinstance(found, Stage) else "experiment")
 
 
-def test_every_stage_and_experiment_of_the_room_is_in_the_table_under_a_name_of_its_own():
+def test_every_stage_and_experiment_of_the_room_is_found_under_a_name_of_its_own():
     names = [
         form
         for module in modules()
@@ -59,7 +59,7 @@ def test_every_stage_and_experiment_of_the_room_is_in_the_table_under_a_name_of_
     # A class of two kinds is met under both.
     names += [each.name for each in dict.fromkeys(concrete(Experiment))]
     assert len(names) == len(set(names))
-    assert set(names) == set(REGISTRY)
+    assert set(names) == set(registry())
 
 
 def test_an_experiment_without_declared_outputs_cannot_hide():
@@ -82,10 +82,21 @@ def test_experiments_are_described_as_stages_are(name: str):
 
 def test_finding_and_describing_never_imports_torch():
     program = """
-from mizarr.stages import REGISTRY, find
-print(json.dumps([find(name).describe() for name in REGISTRY]))
+from mizarr.stages import registry
+print(json.dumps([found.describe() for found in registry().values()]))
 """
-    assert without_torch(program) == [find(name).describe() for name in REGISTRY]
+    assert without_torch(program) == [found.describe() for found in registry().values()]
+
+
+def test_two_of_one_name_are_told(monkeypatch):
+    one, other = ModuleType("one"), ModuleType("other")
+    for module in (one, other):
+        exec("def twin(x):\n    return x", vars(module))
+        declare = stage(version=1, inputs={"x": ("layer",)}, outputs={"y": ("layer",)})
+        vars(module)["twin"] = declare(module.twin)
+    monkeypatch.setattr(mizarr.stages, "_declaring", lambda: iter((one, other)))
+    with pytest.raises(StageError, match="two stages are named 'twin', one in other"):
+        registry.__wrapped__()
 
 
 def test_an_unknown_name_names_the_nearest():

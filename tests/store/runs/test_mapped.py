@@ -129,6 +129,7 @@ def test_rows_in_hand_outlive_their_place(runs, monkeypatch):
 
 def test_runs_that_are_gone_take_no_room(runs, opens, monkeypatch):
     monkeypatch.setattr(mapped, "most_mapped", lambda: SHARDS + 5)
+    gc.freeze()  # what other tests left behind is not looked through at every turn
     (kept,) = opened_anew(runs[:1])
     for n in range(SHARDS):
         kept.shard("embed", None, n)
