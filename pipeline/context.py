@@ -10,10 +10,12 @@ threaded one runs here, `dask.distributed` elsewhere. Neither is imported before
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Self
 
@@ -225,11 +227,9 @@ def blas_threads(count: int) -> Iterator[None]:
     two that overlap the one that ends last would leave the other's number behind, for good - and other last
     bits, as OpenBLAS cuts a product otherwise for more threads (measured: float32, from some 400 rows on).
     """
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
-
     with _lock:
         _asked.append(count)
-        limits = threadpool_limits(min(_asked), "blas")
+        limits = _libraries(len(sys.modules)).limit(limits=min(_asked), user_api="blas")
         if not _before:
             _before.append(limits)
     try:
@@ -238,6 +238,15 @@ def blas_threads(count: int) -> Iterator[None]:
         with _lock:
             _asked.remove(count)
             if _asked:
-                threadpool_limits(min(_asked), "blas")
+                _libraries(len(sys.modules)).limit(limits=min(_asked), user_api="blas")
             else:
                 _before.pop().restore_original_limits()
+
+
+@lru_cache(maxsize=1)
+def _libraries(modules: int) -> Any:
+    """The libraries of this process that have threads, looked for anew when something was imported: a look
+    walks all that is loaded, a millisecond or several, at every step of a run."""
+    from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
+
+    return ThreadpoolController()

@@ -268,7 +268,7 @@ class LocalFolder(Folder):
                 _sync(path)
             return [path.stat().st_size, file_digest(path)]
 
-        with ThreadPoolExecutor(THREADS) as pool:
+        with ThreadPoolExecutor(min(THREADS, max(1, len(paths)))) as pool:
             found = dict(
                 zip((str(path.relative_to(top)) for path in paths), pool.map(one, paths), strict=True)
             )

@@ -44,6 +44,13 @@ def dotted(path: Path) -> str:
 NAMES = {dotted(path) for path in MODULES}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_trees_stay() -> Iterator[None]:
+    """Trees of a thousand files are millions of objects, which every later look for garbage would walk."""
+    yield
+    parsed.cache_clear()
+
+
 @cache
 def imports(path: Path) -> list[tuple[str, bool]]:
     """Absolute name of everything a module imports anywhere, and whether only type checkers see it."""

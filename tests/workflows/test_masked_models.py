@@ -70,12 +70,9 @@ def test_the_lens_follows_the_answer_at_the_mask(folder: Path, tmp_path: Path):
 def test_patches_are_measured_at_the_mask(folder: Path, tmp_path: Path):
     model = Model.from_pretrained(folder)
     mask = model.tokenizer.pieces([model.tokenizer.mask_id])[0]
-    pairs = [(a["prompt"], b["prompt"]) for a in shipped_facts() for b in shipped_facts()]
-    clean, corrupted = next(
-        (a, b)
-        for a, b in pairs
-        if a != b and len(model.tokenizer.encode(a)) == len(model.tokenizer.encode(b))
-    )
+    clean, *others = (fact["prompt"] for fact in shipped_facts())
+    long = len(model.tokenizer.encode(clean))
+    corrupted = next(each for each in others if len(model.tokenizer.encode(each)) == long)
     clean, corrupted = f"{clean} {mask}.", f"{corrupted} {mask}."
     done = compute(
         "activation_patching",

@@ -11,8 +11,11 @@ temporaries come from: hundreds of different numbers of rows left a process 100 
 asked for powers of two alone, which full batches of full windows have, and single tokens in generation.
 
 Either library sums a row in one order whatever stands in the others and however many threads share them, from
-`FEW_ROWS` rows on (tests/stages/forward/networks/test_company.py). The two differ: so the length of prompts
-decides which is asked, and a harvest batches prompts so that it is their own length that decides.
+`FEW_ROWS` rows on, and of fewer where they are a multiple of `_TOGETHER`, to which they are filled up: MKL
+takes so many rows at a time, and what is left over, up to three of all or of a thread's share, by a kernel of
+its own. A single row stays one: its kernel takes a third of the time of that of four, and it is all there is
+of a token that is generated. The two libraries differ: so the length of prompts decides which is asked, and a
+harvest batches prompts so that it is their own length that decides.
 
 MIZARR_TUNING=off leaves every product to torch; tests/benchmarks/bench_tuning.py measures the choice.
 """
@@ -27,12 +30,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import FEW_ROWS
 from .tuning import is_tuned
 
 _LARGE = 1 << 26
 """Multiplications of one prompt from which asking oneDNN is worth its preparation."""
 _FEW = 16
 """Rows that fewer take as long as: what takes time then is reading the weights."""
+
+
+_TOGETHER = 4
+"""Rows that MKL multiplies at a time."""
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -47,8 +55,20 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # A vector: MKL has kernels for four rows of x at a time, and others for what is left over.
         alone = (x * weight[0]).sum(-1, keepdim=True)
         return alone if bias is None else alone + bias
+    if _are_few(x, weight):
+        rows = x.reshape(-1, x.shape[-1])
+        filled = F.pad(rows, (0, 0, 0, -len(rows) % _TOGETHER))
+        return F.linear(filled, weight, bias)[: len(rows)].view(*x.shape[:-1], len(weight))
     # Of rows that do not adjoin torch makes a product for each prompt.
     return F.linear(x.contiguous(), weight, bias)
+
+
+def _are_few(x: Tensor, weight: Tensor) -> bool:
+    """Whether the sum of a row would depend on how many there are, or on the number of threads."""
+    if x.device.type != "cpu" or not x.dtype == weight.dtype == torch.float32 or torch.is_grad_enabled():
+        return False
+    rows = x.numel() // max(x.shape[-1], 1)
+    return 1 < rows < FEW_ROWS and rows % _TOGETHER != 0
 
 
 def _wants_onednn(x: Tensor, weight: Tensor) -> bool:

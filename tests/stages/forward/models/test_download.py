@@ -123,7 +123,7 @@ def hub(tmp_path, monkeypatch):
     """The server, as the hub's client sees the real one; yields the handler to change what it answers."""
     handler = type("Handler", (Hub,), {"asked": [], "cut": [], "broken": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     endpoint = f"http://127.0.0.1:{server.server_address[1]}"
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     from huggingface_hub import constants, hf_api

@@ -102,6 +102,24 @@ def test_torch_keeps_what_onednn_cannot_do(
     assert asked == []
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize(("width", "out"), [(32, 48), (30, 77), (512, 320)])
+def test_a_row_is_summed_in_one_order_whatever_stands_beside_it(threads: int, width: int, out: int) -> None:
+    x, weight, bias = draw(80, width), draw(out, width), draw(out)
+    before = torch.get_num_threads()
+    try:
+        with torch.no_grad():
+            alike = product(x, weight, bias)
+            torch.set_num_threads(threads)
+            for rows in (*range(2, 40), 61, 79):
+                made = product(x[:rows], weight, bias)
+                assert torch.equal(made, alike[:rows]), rows
+                apart = product(x[: 2 * (rows // 2)].view(2, rows // 2, width), weight, bias)
+                assert torch.equal(apart.flatten(0, 1), alike[: 2 * (rows // 2)]), rows
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(
     ("text", "maker"),
     [
